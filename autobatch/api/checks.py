@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.progress import Progress
+from autobatch.core.records.plan import Plan
 from autobatch.report.result import Result
-from autobatch.search.questions import ask_or_none
 from autobatch.setup.child import ChildCrashed, SetupProcess
 from autobatch.training.export import examine_weights
-from autobatch.training.split_check.compare_modes import Finding
-from autobatch.training.split_check.preflight import examine, name_writes
+from autobatch.training.split_check.check import ANYWAY, examine
+from autobatch.training.split_check.compare import Finding
 
 CHECKING_SPLIT = "checking that the loss can be split into micro-batches"
 
@@ -34,9 +34,10 @@ def note_split(process: SetupProcess, result: Result, progress: Progress, *, is_
         )
         return
     micro_batch = probe.micro_batch if plan is None else plan.micro_batch
+    steps = 2 if plan is None else plan.accumulation_steps
     progress.doing(CHECKING_SPLIT)
     try:
-        found = process.call("the check of the loss", examine, micro_batch)
+        found = process.call("the check of the loss", examine, micro_batch, steps)
     except ChildCrashed as crash:
         process.restart()
         found = Finding(unchecked=str(crash))
@@ -46,23 +47,21 @@ def note_split(process: SetupProcess, result: Result, progress: Progress, *, is_
         if not is_last:
             raise
         found = Finding(unchecked="the check was interrupted")
-    steps = 1 if plan is None else plan.accumulation_steps
-    for line in found.notes(is_split=plan is None or steps > 1):
+    if plan is None:
+        found = found._replace(remarks=())  # a probe has no batch to split
+    for line in found.notes(is_split=steps > 1):
         progress.note(line)
-    if steps > 1:
-        for line in ask_or_none(process, "the check of what is written", name_writes, steps) or []:
-            progress.note(line)
 
 
-def refuse_split(process: SetupProcess, micro_batch: int) -> None:
+def refuse_split(process: SetupProcess, plan: Plan) -> None:
     """Raise if the loss cannot be split into micro-batches, before minutes are spent on trials.
 
     Raises:
         InputError: it cannot be.
     """
-    fault = process.call("the check of the loss", examine, micro_batch).fault
-    if fault is not None:
-        raise InputError(f"{fault}. To train anyway, use --split-check note")
+    found = process.call("the check of the loss", examine, plan.micro_batch, plan.accumulation_steps)
+    if found.fault is not None:
+        raise InputError(f"{found.fault}. {ANYWAY}")
 
 
 def refuse_weights(process: SetupProcess) -> None:

@@ -163,7 +163,7 @@ def _finished(
     """Return the result of a probe, after the extras that were asked for."""
     write_memory_viz(found.process, found.result, options, context.progress)
     if check == "error" and found.result.plan is not None and found.shard is None:
-        refuse_split(found.process, found.result.plan.micro_batch)
+        refuse_split(found.process, found.result.plan)
     elif check != "off":
         note_split(found.process, found.result, context.progress)
     return found.result

@@ -117,7 +117,7 @@ def prepare(
             and result.plan.accumulation_steps > 1
         ):
             context.progress.doing(CHECKING_SPLIT)
-            refuse_split(process, result.plan.micro_batch)
+            refuse_split(process, result.plan)
         if tuner.trials:
             result = add_tuning(tuner, result)
         if tuner.lr_trials:
@@ -332,6 +332,6 @@ def _sampler_of(
         note = split_note(setup.workload.train_data[0], ranks)  # type: ignore[index]
         if note is not None:
             context.progress.note(note)
-        return build_sampler(samples, options, view=open_stream(stream, ranks))
+        return build_sampler(samples, options, view=open_stream(stream, ranks, options.device.seed))
     samples, order = epoch_of(setup.workload, options.device.seed)
     return build_sampler(samples, options, order)

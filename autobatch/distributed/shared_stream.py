@@ -24,17 +24,18 @@ class SharedStream(StreamView):
     Args:
         stream: the user's data; read on rank 0 alone.
         ranks: the ranks.
+        seed: of the run.
     """
 
-    def __init__(self, stream: Any, ranks: Ranks) -> None:
-        super().__init__(stream)
+    def __init__(self, stream: Any, ranks: Ranks, seed: int = 0) -> None:
+        super().__init__(stream, seed)
         self._ranks = ranks
 
     def load(self, first: int, stop: int) -> None:
         """Send the samples of a batch from rank 0 to all; all ranks call it."""
         own = b""
         if self._ranks.rank == 0:
-            own = pack([self[position] for position in range(first, stop)])
+            own = pack(self.__getitems__(range(first, stop)))
         content = self._ranks.broadcast_bytes(own)
         if self._ranks.rank:
             self._held = dict(zip(range(first, stop), pickle.loads(content), strict=True))
@@ -44,9 +45,9 @@ class SharedStream(StreamView):
         return "rank 0 reads the stream" if self._ranks.rank else super().load_state_dict(state)
 
 
-def open_stream(stream: Any, ranks: Ranks) -> StreamView:
-    """Return a stream as data with an index, which all ranks of a run read together."""
-    return StreamView(stream) if ranks.world == 1 else SharedStream(stream, ranks)
+def open_stream(stream: Any, ranks: Ranks, seed: int) -> StreamView:
+    """Return a stream as data with an index, which all ranks of a run with this seed read together."""
+    return StreamView(stream, seed) if ranks.world == 1 else SharedStream(stream, ranks, seed)
 
 
 def split_note(first_sample: Any, ranks: Ranks) -> str | None:

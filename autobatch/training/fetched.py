@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 
+from autobatch.device.host import host_memory
 from autobatch.training.phase_times import PhaseTimes
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.data import load_micro_batch
+from autobatch.workload.nested import tensors_of
 from autobatch.workload.split import MicroBatchIds, Split
+
+COPIES = 4
+"""Copies of a kept batch on the host while it is compared with its micro-batches."""
+HOST_SHARE = 0.25
+"""Share of the available host memory that these copies may take."""
+
+
+class KeptBatch:
+    """Copies of the micro-batches of a batch, as far as a share of the host memory allows."""
+
+    def __init__(self) -> None:
+        self.micro_batches: list[tuple[Collated, int]] = []
+        available = host_memory().available_bytes
+        self._most = float("inf") if available is None else HOST_SHARE * available / COPIES
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return sum(size for _, size in self.micro_batches)
+
+    def clear(self) -> None:
+        """Forget all micro-batches, because the batch begins anew."""
+        self.micro_batches.clear()
+        self._bytes = 0
+
+    def add(self, batch: Collated, size: int) -> None:
+        """Keep a copy of a micro-batch, because a loss may change its own."""
+        self._bytes += sum(tensor.nbytes for tensor in tensors_of(batch))
+        if self._bytes > self._most:
+            return
+        try:
+            self.micro_batches.append((copy.deepcopy(batch), size))
+        except Exception:  # what cannot be copied is not compared
+            self._most = 0
 
 
 class Fetched:
@@ -18,6 +55,7 @@ class Fetched:
         parts: their sample ids.
         fed: the collated micro-batches; None to make them here.
         times: told when a micro-batch is asked for.
+        kept: gets a copy of each; None to keep none.
     """
 
     def __init__(
@@ -26,12 +64,16 @@ class Fetched:
         parts: list[MicroBatchIds],
         fed: Iterator[Collated] | None,
         times: PhaseTimes,
+        kept: KeptBatch | None = None,
     ) -> None:
         self._workload = workload
         self._parts = parts
         self._fed = fed
         self._times = times
+        self._kept = kept
         self._count = 0
+        if kept is not None:
+            kept.clear()
 
     def __iter__(self) -> Fetched:
         """Return itself."""
@@ -45,7 +87,10 @@ class Fetched:
             raise StopIteration
         ids = self._parts[self._count].ids
         self._count += 1
-        return (load_micro_batch(self._workload, ids) if self._fed is None else next(self._fed)), len(ids)
+        batch = load_micro_batch(self._workload, ids) if self._fed is None else next(self._fed)
+        if self._kept is not None:
+            self._kept.add(batch, len(ids))
+        return batch, len(ids)
 
 
 class Running:

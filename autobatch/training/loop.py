@@ -18,7 +18,6 @@ from typing import Literal
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autobatch.core.errors import RestartSmallerError
 from autobatch.core.records.training import StepRecord
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line, is_fragmented
@@ -27,7 +26,7 @@ from autobatch.step.loss_share import StepTotals
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.training.batchnorm import rescaled_momentum
-from autobatch.training.fetched import Fetched, Running
+from autobatch.training.fetched import Fetched, KeptBatch, Running
 from autobatch.training.learning_rates import check_learning_rates, scaled_learning_rate, warmup_factor
 from autobatch.training.memory_readings import MemoryReadings
 from autobatch.training.noise_scale import NoiseScale
@@ -43,8 +42,6 @@ from autobatch.workload.rng import RandomState, capture_random_state
 from autobatch.workload.split import CountSplit, MicroBatchIds, Split
 from autobatch.workload.user_code import user_code
 
-MAX_REPLAYS = 2
-"""Times that a batch runs again in smaller micro-batches; after more, the cause lies elsewhere."""
 LEAST_LOSS_SCALE = 2.0**-10
 """Loss scale below which an overflow means that the gradients themselves are not finite."""
 MAX_SKIPS_IN_A_ROW = 3
@@ -83,6 +80,8 @@ class Loop:
     """Measured from the norms that accumulation gives at almost no cost."""
     feed: Feed | None = None
     """Makes the micro-batches; if ``None``, the loop does, from its own random generators."""
+    kept: KeptBatch | None = None
+    """Gets a copy of each micro-batch; None to keep none."""
     clock: Callable[[], float] = time.perf_counter
     times: PhaseTimes = field(default_factory=PhaseTimes)
     """Seconds of the phases of the steps."""
@@ -161,9 +160,9 @@ class Loop:
             The result, the micro-batches, and the message of the last out-of-memory error.
         """
         oom: OutOfMemory | None = None
-        replays = 0
         items_per_sample = self.train_state.items_per_sample
-        while replays <= MAX_REPLAYS:
+        # Micro-batches are halved down to 1, where `error_before_step` ends the run.
+        while True:
             parts = self.split.parts(batch, self.micro_batch)
             before = self._random_state = capture_random_state(self._random_state)
             self.is_intact = False
@@ -186,14 +185,7 @@ class Loop:
                 if end is not None:
                     self.has_failed_on_all_ranks = True
                     raise end
-                replays += 1
             self.oom_recoveries += 1
-        assert oom is not None
-        self.has_failed_on_all_ranks = True
-        raise RestartSmallerError(
-            f"out of memory in step {batch.index + 1} {MAX_REPLAYS + 1} times in a row, last at a "
-            f"micro-batch of {oom.size}: {oom.message.rstrip('.')}. Something else is taking the memory"
-        )
 
     def _attempt(
         self, batch: GlobalBatch, parts: list[MicroBatchIds], *, may_be_suspect: bool
@@ -207,7 +199,7 @@ class Loop:
         """
         fed = None if self.feed is None else self.feed.collated(batch, self.micro_batch)
         twice = isinstance(self.train_state.loss, WholeBatchLoss)
-        fetched = Fetched(self.workload, parts, fed, self.times)
+        fetched = Fetched(self.workload, parts, fed, self.times, self.kept)
         placed = feed(fetched, self.train_state.device, self.meter, twice=twice)
         running = Running(parts, placed, runs_twice=twice)
         outcome: StepTotals | OutOfMemory

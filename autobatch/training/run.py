@@ -33,7 +33,7 @@ from autobatch.training.oom_file import apply_smaller_micro_batch, restart_hint
 from autobatch.training.run_folder import METRICS, RunFiles
 from autobatch.training.shared_evaluation import evaluate_shared
 from autobatch.training.sinks import UserSinks
-from autobatch.training.split_check.watch import SplitWatch
+from autobatch.training.split_check.check import FirstBatch
 from autobatch.training.totals import RunTotals
 from autobatch.training.validation_size import ValidationBatchSize
 from autobatch.workload.rng import preserved_random_state
@@ -44,7 +44,7 @@ def train(
     files: RunFiles,
     progress: Progress,
     resumed: Loaded | None,
-    watch: SplitWatch | None = None,
+    first_batch: FirstBatch | None = None,
 ) -> Training:
     """Train the rest of a run, then validate and export the weights.
 
@@ -53,7 +53,7 @@ def train(
         files: what the run writes, and when.
         progress: receives notes and steps.
         resumed: the checkpoint that the loop was restored from; None for a new run.
-        watch: compares the first batches with their parts; None for no such check.
+        first_batch: compares the first batch with its micro-batches; None for no such check.
 
     Raises:
         Interrupted: a signal stopped the run; a checkpoint was written.
@@ -67,7 +67,7 @@ def train(
         tensorboard = open_tensorboard(files.out / TENSORBOARD, batches_seen=loop.batches_seen)
         sinks = UserSinks([*([] if tensorboard is None else [tensorboard]), *files.sinks], progress)
     with closing(sinks):
-        record = _train(loop, files, progress, resumed, watch, sinks)
+        record = _train(loop, files, progress, resumed, first_batch, sinks)
         sinks.end(record)
     return record
 
@@ -77,7 +77,7 @@ def _train(  # noqa: PLR0917 - the arguments of `train`, and the sinks
     files: RunFiles,
     progress: Progress,
     resumed: Loaded | None,
-    watch: SplitWatch | None,
+    first_batch: FirstBatch | None,
     sinks: UserSinks,
 ) -> Training:
     ranks = loop.engine.ranks
@@ -92,7 +92,7 @@ def _train(  # noqa: PLR0917 - the arguments of `train`, and the sinks
     if ranks.rank == 0:
         rewind_metrics(files.out / METRICS, batches_seen=loop.batches_seen, on_kept=totals.add_earlier)
     run = _Run(loop, files, resumed, sinks)
-    records = loop.run() if watch is None else watch.run(loop)
+    records = loop.run() if first_batch is None else first_batch.run(loop)
     try:
         with stop_on_signals() as asked, run.saved_after_oom():
             request = loop.engine.shared_request(asked)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from torch import nn
@@ -17,20 +17,19 @@ from autobatch.core.units import GiB, format_bytes
 from autobatch.core.version import versions
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.oom import memory_named
-from autobatch.distributed.rank_plan import limit_of_rank, share_of_rank
+from autobatch.distributed.rank_plan import limit_of_rank, share_of_rank, split_of_rank
 from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.key import device_key
 from autobatch.setup.setup import with_knobs
-from autobatch.training.build import on_stream, open_loop
+from autobatch.training.build import open_loop, split_of
 from autobatch.training.checkpoints.load import Loaded
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import restore_loop
 from autobatch.training.resume import data_order_facts
 from autobatch.training.run import train
 from autobatch.training.run_folder import RunFiles
-from autobatch.training.split_check.preflight import check_loss_splits
-from autobatch.training.split_check.watch import SplitWatch
+from autobatch.training.split_check.check import FirstBatch, SplitCheck, check_loss_splits
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.streams import StreamSampler
 
@@ -94,10 +93,10 @@ def train_plan(
     told, tell = _kept_notes(progress, [] if resume is None else resume.checkpoint.facts.get("notes", []))
     progress.doing("checking that the loss can be split into micro-batches")
     if plan.parallel == "shard":
-        watch = None
+        first_batch = None
         _check_shared_split(setup, plan, sampler, ranks, split_check=split_check, tell=tell)
     else:
-        watch = _check_split(setup, plan, sampler, ranks, split_check=split_check, tell=tell)
+        first_batch = _check_split(setup, plan, sampler, ranks, split_check=split_check, tell=tell)
     checkpoint = None if resume is None else resume.checkpoint
     seeded_before = None if checkpoint is None else bool(checkpoint.facts.get("sample_seeds"))
     progress.doing("preparing the training")
@@ -115,7 +114,7 @@ def train_plan(
             **_facts(setup, sampler, options, ranks),
         }
         progress.doing("training: the first step")
-        record = train(loop, replace(files, facts=facts), progress, checkpoint, watch)
+        record = train(loop, replace(files, facts=facts), progress, checkpoint, first_batch)
     return msgspec.structs.replace(record, notes=told), loop.train_state.model
 
 
@@ -156,7 +155,7 @@ def _check_shared_split(
     sampler: GlobalBatchSampler,
     ranks: Ranks,
     *,
-    split_check: Literal["error", "note", "off"],
+    split_check: SplitCheck,
     tell: Callable[[str], None],
 ) -> None:
     """Check the loss of a model that ranks share, on rank 0 and on the CPU, while the model is whole there.
@@ -185,10 +184,10 @@ def _check_split(
     sampler: GlobalBatchSampler,
     ranks: Ranks,
     *,
-    split_check: Literal["error", "note", "off"],
+    split_check: SplitCheck,
     tell: Callable[[str], None],
-) -> SplitWatch | None:
-    """Check the loss before the training, and return what checks it during the first batches.
+) -> FirstBatch | None:
+    """Check the loss before the training, and return what checks the first batch.
 
     Returns:
         None if nothing does: it was not asked for, or rank 0 does.
@@ -196,9 +195,10 @@ def _check_split(
     Raises:
         InputError: the loss cannot be split into micro-batches.
     """
+    split = split_of_rank(ranks, plan, split_of(setup, plan))
     notes, found = check_loss_splits(
         setup,
-        micro_batch=limit_of_rank(ranks, plan),
+        micro_batch=split.of_longest(limit_of_rank(ranks, plan)),
         sampler=sampler,
         check=split_check,
         share_of=lambda samples: share_of_rank(ranks, plan, samples),
@@ -207,4 +207,4 @@ def _check_split(
         tell(line)
     if split_check == "off" or ranks.rank:
         return None
-    return SplitWatch(on_stream(setup, sampler), check=split_check, note=tell, before=found)
+    return FirstBatch(setup, check=split_check, note=tell, before=found)

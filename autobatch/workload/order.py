@@ -104,10 +104,6 @@ class GlobalBatchSampler:
         whole = self.samples if self.last_batch == "flush" else self._per_epoch * self.target_batch
         return epochs * whole + place * self.target_batch
 
-    def preview(self, start: int = 0) -> Iterator[GlobalBatch]:
-        """Draw the batches as `batches` does, to look at them on one rank alone."""
-        return self.batches(start)
-
     def batches(self, start: int = 0) -> Iterator[GlobalBatch]:
         """Draw the batches of the run, from number ``start`` on."""
         block: list[int] = []

@@ -71,9 +71,9 @@ def capture_random_state(last: RandomState | None = None) -> RandomState:
     )
 
 
-def plain_random_state() -> dict[str, Any]:
-    """Return the states of all generators as values that JSON can hold; bytes are hexadecimal."""
-    state = capture_random_state()
+def plain_random_state(state: RandomState | None = None) -> dict[str, Any]:
+    """Return states as values that JSON can hold, those of now if none are given; bytes are hexadecimal."""
+    state = capture_random_state() if state is None else state
     numpy = state.numpy
     return {
         "python": [state.python[0], list(state.python[1]), state.python[2]],

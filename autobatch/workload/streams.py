@@ -3,13 +3,17 @@
 A probe and a plan see the first samples of a stream as data with an index. Training reads the stream once
 from its start, exactly one target batch per step. The samples of the current batch are kept until the next
 one begins, so that a batch can run again.
+
+A stream may draw from the global generators. It has states of its own for them, seeded in each epoch, so that
+its draws depend on nothing but how much was read. Reading it again from its start gives the same samples.
 """
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,11 +23,21 @@ from typing import Any
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import Workload, is_stream
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
-from autobatch.workload.rng import preserved_random_state
+from autobatch.workload.rng import (
+    RandomState,
+    capture_random_state,
+    plain_random_state,
+    preserved_random_state,
+    random_state_of,
+    restore_random_state,
+    seed_generators,
+)
 from autobatch.workload.user_code import user_code
 
 SCAN = 1000
 """Samples that a plan looks at if no number was asked for."""
+IN_STREAM = -2
+"""Takes the place of a batch in the seed of an epoch of a stream."""
 ENDLESS = 2**62
 """Length of a stream for the arithmetic of batches if nothing depends on its end."""
 
@@ -114,10 +128,14 @@ class StreamView:
 
     Args:
         stream: the user's data.
+        seed: of the run.
     """
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, seed: int = 0) -> None:
         self._stream = stream
+        self._seed = seed
+        self._random: RandomState | None = None
+        """The generators as the stream left them; None before its first epoch begins."""
         self._workers: dict[str, Any] = {}
         self._source: Any = None
         """Object that has the state of the stream, and is iterated."""
@@ -138,10 +156,17 @@ class StreamView:
         Raises:
             InputError: the stream yields nothing.
         """
-        while self._position <= position:
-            self._held[self._position] = self._read()
-            self._position += 1
-        return self._held[position]
+        return self.__getitems__([position])[0]
+
+    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
+        """Return the samples at some places of the run; see `__getitem__`."""
+        stop = max(positions, default=-1) + 1
+        if self._position < stop:
+            with self._drawing():
+                while self._position < stop:
+                    self._held[self._position] = self._read()
+                    self._position += 1
+        return [self._held[position] for position in positions]
 
     def load(self, first: int, stop: int) -> None:
         """Prepare the samples of a batch, which are read one by one when they are asked for."""
@@ -160,24 +185,21 @@ class StreamView:
         saved = getattr(self._source, "state_dict", None)
         own = saved() if callable(saved) else None
         place = {"position": self._position, "epoch": self._epoch, "in_epoch": self._in_epoch}
-        return {**place, "own": own}
+        # Without a state of its own, a stream is read again from its start, where it is seeded.
+        random = None if own is None or self._random is None else plain_random_state(self._random)
+        return {**place, "own": own, "random": random}
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         """Continue after a state, and return in words how the place was found."""
         self._held.clear()
         self._position, self._epoch = state["position"], state["epoch"]
         self._in_epoch, self._reader = 0, None
-        with preserved_random_state(), user_code("train_data"):
-            self._source = self._open()
-            load = getattr(self._source, "load_state_dict", None)
-            if state["own"] is not None and callable(load):
-                load(state["own"])
-                self._reader = iter(self._source)
-                self._in_epoch = state["in_epoch"]
+        with self._drawing():
+            with user_code("train_data"):
+                continues = self._begin_epoch(state)
+            if continues:
                 left_out = _REFILLED if forgets_order(self._stream) else ""
                 return f"the stream continues from its own state{left_out}"
-            self._reader = iter(self._source)
-        with preserved_random_state():
             for _ in range(state["in_epoch"]):
                 self._read()
         return (
@@ -190,8 +212,8 @@ class StreamView:
         for _ in range(2):
             if self._reader is None:
                 with user_code("train_data"):
-                    self._source = self._open()
-                    self._reader = iter(self._source)
+                    self._begin_epoch()
+            assert self._reader is not None
             with user_code(_place(self._in_epoch)):
                 try:
                     sample = next(self._reader)
@@ -205,6 +227,39 @@ class StreamView:
             f"the stream gave no sample in epoch {self._epoch}: give data that can be iterated again, or ask "
             "for fewer steps"
         )
+
+    def _begin_epoch(self, state: dict[str, Any] | None = None) -> bool:
+        """Begin to read the current epoch.
+
+        Args:
+            state: of `state_dict`; None to begin at the start.
+
+        Returns:
+            True if the stream continues from its own state, False if it begins at the start.
+        """
+        seed_generators(self._seed, IN_STREAM, self._epoch, 0)
+        self._source = self._open()
+        load = getattr(self._source, "load_state_dict", None)
+        if state is None or state["own"] is None or not callable(load):
+            self._reader = iter(self._source)
+            return False
+        load(state["own"])
+        self._in_epoch, self._reader = state["in_epoch"], iter(self._source)
+        if state["random"] is not None:
+            restore_random_state(random_state_of(state["random"]))
+        return True
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Let the stream draw from its own states of the CPU's generators within the block."""
+        outside = capture_random_state()._replace(cuda=[])
+        if self._random is not None:
+            restore_random_state(self._random)
+        try:
+            yield
+        finally:
+            self._random = capture_random_state(self._random)._replace(cuda=[])
+            restore_random_state(outside)
 
     def _open(self) -> Any:
         """Return the object to iterate for the current epoch."""
@@ -228,16 +283,12 @@ class StreamSampler(GlobalBatchSampler):
 
     def batches(self, start: int = 0) -> Iterator[GlobalBatch]:
         """Draw the batches of the run, from number ``start`` on. The view forgets those before."""
-        for batch in self.preview(start):
-            self.view.load(batch.ids[0], batch.ids[-1] + 1)
-            yield batch
-
-    def preview(self, start: int = 0) -> Iterator[GlobalBatch]:
-        """See `GlobalBatchSampler.preview`. The view forgets the batches before."""
         for index in range(start, self.total):
             first = self._position(index)
+            stop = first + self.size(index)
             self.view.keep_from(first)
-            yield GlobalBatch(index, first // self.samples, list(range(first, first + self.size(index))))
+            self.view.load(first, stop)
+            yield GlobalBatch(index, first // self.samples, list(range(first, stop)))
 
 
 def forgets_order(stream: object) -> bool:

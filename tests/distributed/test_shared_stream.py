@@ -113,7 +113,7 @@ def test_a_stream_that_is_split_by_rank_is_named(server: RankServer) -> None:
 
 
 def test_one_process_reads_its_own_stream() -> None:
-    assert type(open_stream([], Alone())) is StreamView
+    assert type(open_stream([], Alone(), 0)) is StreamView
     assert split_note(0, Alone()) is None
 
 

@@ -25,7 +25,16 @@ from tests.support.faults import (
     stateful_contrastive,
     train,
 )
-from tests.support.training import INFO_NCE, apart, fingerprint, make_loop, network, points, weights
+from tests.support.training import (
+    INFO_NCE,
+    apart,
+    fingerprint,
+    make_loop,
+    mean_loss,
+    network,
+    points,
+    weights,
+)
 
 EVERY = pytest.mark.slow
 """Every operator of the longer steps; the default run takes some of them."""
@@ -111,18 +120,42 @@ def test_a_recovery_in_fp16_keeps_the_loss_scale(make) -> None:
         assert loop.train_state.scaler.state_dict() == expected.train_state.scaler.state_dict()
 
 
-def test_two_errors_in_a_step_halve_twice_and_three_end_the_run() -> None:
+def test_micro_batches_are_halved_as_long_as_memory_runs_out() -> None:
     expected = fingerprint(train(plain(), None, shrink_to=1)[0].train_state.model)
     loop, records = train(plain(), Fault(10, 30))
     assert fingerprint(loop.train_state.model) == expected
     assert [record.micro_batch for record in records] == [4, 1, 1]
     assert loop.oom_recoveries == 2
+
+
+@pytest.mark.parametrize(("fits", "ran"), [(7, [54, 27, 14, 7]), (1, [54, 27, 14, 7, 4, 2, 1])])
+def test_a_batch_goes_on_at_whatever_fits(fits: int, ran: list[int]) -> None:
+    """Three errors in a row once ended the run, though far smaller micro-batches would have run."""
+    tried: list[int] = []
+
+    def loss(model: nn.Module, batch: Collated) -> Tensor:
+        tried.append(len(batch[0]))
+        if len(batch[0]) > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return mean_loss(model, batch)
+
+    data = points(54)
+    loop = make_loop(plain(loss=loss, train_data=data), target_batch=54, micro_batch=54, steps=2)
+    first, second = loop.run()
+    assert list(dict.fromkeys(tried))[: len(ran)] == ran
+    assert (first.oom_recoveries, second.oom_recoveries) == (len(ran) - 1, len(ran) - 1)
+    assert second.micro_batch <= fits
+    whole = make_loop(plain(train_data=data), target_batch=54, micro_batch=54, steps=2)
+    list(whole.run())
+    assert apart(weights(loop.train_state.model), weights(whole.train_state.model)) <= 1e-12
+
+
+def test_where_not_even_one_sample_fits_the_run_ends() -> None:
     big = make_loop(plain(), target_batch=8, micro_batch=8, steps=1)
     with Fault(*range(40, 10_000)) as fault:
         fault.armed = True
-        with pytest.raises(RestartSmallerError, match="3 times in a row, last at a micro-batch of 2"):
+        with pytest.raises(DoesNotFitError, match="micro-batch of 1"):
             next(big.run())
-    assert big.micro_batch == 1
 
 
 def test_a_micro_batch_of_1_does_not_shrink() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.nn.functional import cross_entropy
 
 import autobatch
@@ -62,11 +63,11 @@ def balanced(model, batch):
     return cross_entropy(scores, batch[1]) + model.training * scores.softmax(1).mean(0).square().sum()
 
 
-def test_a_fault_that_only_training_shows_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+def test_a_fault_that_only_training_shows_ends_the_run_before_anything_is_saved(tmp_path: Path) -> None:
     options = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 24, "steps": 2, "trials": 0}
     options |= {"max_micro_batch": 8, "out": str(tmp_path / "run")}
     workload = make_workload(loss=balanced)
-    with pytest.raises(InputError, match=r"several samples at once.* in batch 1 of the run"):
+    with pytest.raises(InputError, match=r"several samples at once.* in the first batch of the run"):
         autobatch.fit(workload, **options)
     assert not (tmp_path / "run" / "checkpoints").exists()
     for choice in ("note", "off"):
@@ -112,3 +113,47 @@ def test_a_tuned_fit_refuses_the_loss_before_its_trials(tmp_path: Path, monkeypa
             memory_budget="64MiB",
             out=str(tmp_path / "run"),
         )
+
+
+def ragged_text(length: int = 40) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(4, length, (160,), generator=draw)
+    return [torch.randint(1, 50, (int(one),), generator=draw) for one in lengths]
+
+
+def padded(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    ids = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    mask = (ids != 0).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def gpt2() -> torch.nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def bert() -> torch.nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, intermediate_size=32))
+
+
+@pytest.mark.parametrize("split", ["size", "count"])
+@pytest.mark.parametrize("model", [gpt2, bert])
+def test_a_mean_over_the_tokens_of_ragged_text_is_refused_in_any_split(
+    model: Any, split: Any, tmp_path: Path
+) -> None:
+    """The batches of short texts alone are one micro-batch, and those of long ones are not."""
+    workload = make_workload(
+        model=model,
+        train_data=ragged_text(),
+        collate=padded,
+        loss=lambda model, batch: model(**batch).loss,
+        size_of=len,
+    )
+    options = {"device": "cpu", "memory_budget": "2MiB", "target_batch": 64, "steps": 2, "trials": 0}
+    with pytest.raises(InputError, match="a mean over something else than samples") as caught:
+        autobatch.fit(workload, split=split, out=str(tmp_path / "run"), **options)
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "run" / "checkpoints").exists()

@@ -198,12 +198,27 @@ def _in_padding(setup: TrainSetup, sizes: Sizes) -> Obstacle | None:
             return None
     if difference is None or difference <= TOLERANCE:
         return None
+    change = f"the {what} of sample {short} changes by {difference:.1%} beside sample {longest}"
+    if not _is_padded_beside(setup.workload, short, longest):
+        return Obstacle(
+            f"{change}, though it is not padded: the loss depends on several samples at once, or is a mean "
+            "over something else than samples",
+            is_hazard=True,
+        )
     return Obstacle(
-        f"the {what} of sample {short} changes by {difference:.1%} beside sample {longest}, so it depends on "
-        "its padding: let the model ignore padding with a mask"
+        f"{change}, so it depends on its padding: let the model ignore padding with a mask"
         + (", and return Loss(total, count) if the loss is a mean over tokens" if what == "loss" else ""),
         is_hazard=True,
     )
+
+
+def _is_padded_beside(workload: Workload, short: int, longest: int) -> bool:
+    """Return whether a tensor of a collated sample is larger for each sample beside another."""
+    alone, both = (
+        [tuple(tensor.shape[1:]) for tensor in tensors_of(load_micro_batch(workload, ids))]
+        for ids in ([short], [short, longest])
+    )
+    return any(one != other for one, other in zip(alone, both, strict=False)) and len(alone) == len(both)
 
 
 def _change_beside(setup: TrainSetup, short: int, longest: int) -> float | None:

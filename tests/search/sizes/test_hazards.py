@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,15 @@ from autobatch.core.knobs import COMPILE
 from autobatch.search.sizes.hazards import find_obstacle, is_padded
 from autobatch.workload.contract import Loss, WholeBatchLoss
 from tests.support.ragged import CONTRASTIVE, Sequences, joined_workload, pad, ragged_workload, sequence_loss
-from tests.support.training import IGNORED, fingerprint, info_nce, language_model, make_setup, tokens
+from tests.support.training import (
+    IGNORED,
+    fingerprint,
+    info_nce,
+    language_model,
+    make_setup,
+    make_workload,
+    tokens,
+)
 
 
 class Pooled(nn.Module):
@@ -102,6 +111,30 @@ def test_what_gains_nothing_is_no_hazard(changes, words: str) -> None:
     assert found is not None
     assert not found.is_hazard
     assert words in found.reason
+
+
+def test_padding_is_not_blamed_where_nothing_is_padded() -> None:
+    """Images of one size, each with its own number of boxes, as in detection."""
+    draw = torch.Generator().manual_seed(0)
+    data = [(torch.randn(5, generator=draw), torch.rand(1 + n % 6, 3, generator=draw)) for n in range(60)]
+
+    def boxes(model: nn.Module, batch: Any) -> torch.Tensor:
+        rows = model(torch.stack(batch[0]))
+        errors = [(row - own).square().sum() for row, own in zip(rows, batch[1], strict=True)]
+        return torch.stack(errors).sum() / sum(map(len, batch[1]))
+
+    workload = make_workload(
+        model=lambda: nn.Linear(5, 3),
+        train_data=data,
+        collate=lambda samples: tuple(zip(*samples, strict=True)),
+        loss=boxes,
+        size_of=lambda sample: len(sample[1]),
+    )
+    found = find_obstacle(make_setup(workload))
+    assert found is not None
+    assert found.is_hazard
+    assert "padding" not in found.reason
+    assert "a mean over something else than samples" in found.reason
 
 
 def test_a_compiled_model_is_split_by_count() -> None:

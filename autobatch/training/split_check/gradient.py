@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,10 @@ from autobatch.core.records.base import Precision
 from autobatch.device.base import Meter
 from autobatch.setup.attempt import TrainSetup
 from autobatch.step.gradients import LOW_PRECISION
+from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import precision_context
 from autobatch.step.whole_batch import Passes, backward_whole_batch
+from autobatch.training.split_check.state import PassState, held_modules
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
 from autobatch.workload.nested import map_tensors, tensors_of, to_device
 
@@ -41,6 +44,47 @@ class SampleGradient:
         return float(self.samples) if self.count is None else self.count
 
 
+class PassType(NamedTuple):
+    """The type of the tensors of a pass, and the mode of its modules."""
+
+    dtype: torch.dtype | None
+    """Floating-point type of the model and its batches; None to keep the types that they have."""
+    train_mode: bool
+    precision: Precision = "fp32"
+    """Precision of the forward pass; ``fp32`` for no autocast."""
+
+
+@contextmanager
+def open_runner(setup: TrainSetup, meter: Meter, kind: PassType) -> Iterator[GradientRunner]:
+    """Run passes on temporary weights within the block, and leave no trace of them.
+
+    In train mode dropout and BatchNorm stay in eval mode, because they make every pass differ.
+
+    Args:
+        setup: the workload, its model and the device.
+        meter: counts the copies and the batches.
+        kind: of the passes.
+    """
+    device = setup.device.torch_device
+    others = held_modules(setup.workload.loss, setup.model)
+    state = PassState({"": setup.model, **others})
+    with ExitStack() as held:
+        held.callback(state.end)
+        model = held.enter_context(temporary_weights(setup.model, device))
+        for other in others.values():
+            held.enter_context(temporary_weights(other, device))
+        tensors = [t for one in (model, *others.values()) for t in (*one.parameters(), *one.buffers())]
+        for tensor in tensors:
+            if kind.dtype is not None and tensor.is_floating_point():
+                tensor.data = tensor.data.to(kind.dtype)
+        meter.count(tensor.data for tensor in tensors)
+        model.train(kind.train_mode)
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._BatchNorm):
+                module.eval()
+        yield GradientRunner(setup, model, meter, kind, state)
+
+
 class GradientRunner:
     """Forward and backward passes over chosen samples.
 
@@ -48,29 +92,38 @@ class GradientRunner:
         setup: the workload and the device.
         model: the model, on the device.
         meter: counts the batches.
-        dtype: floating-point type to convert batches to; ``None`` to keep theirs.
-        precision: precision of the forward pass.
+        kind: of the passes.
+        state: put back before each pass.
     """
 
     def __init__(
-        self,
-        setup: TrainSetup,
-        model: nn.Module,
-        meter: Meter,
-        dtype: torch.dtype | None,
-        precision: Precision = "fp32",
+        self, setup: TrainSetup, model: nn.Module, meter: Meter, kind: PassType, state: PassState
     ) -> None:
         self._setup = setup
-        self._model = model
+        self.model = model
         self._meter = meter
-        self._dtype = dtype
-        self._precision = precision
-        self._scale = FP16_SCALE if precision == "fp16" else 1.0
+        self._dtype = kind.dtype
+        self._precision = kind.precision
+        self.state = state
+        self._scale = FP16_SCALE if kind.precision == "fp16" else 1.0
+        own = {p.dtype if kind.dtype is None else kind.dtype for p in model.parameters()}
+        is_low = kind.precision == "bf16" or (kind.dtype is None and not own.isdisjoint(LOW_PRECISION))
+        # Each part rounds its gradient, to 8 significant bits in bf16 and 11 in fp16. float32 also stands for
+        # models with operations in TF32; float64 for those with some in float32.
+        self.tolerance = 3e-2 if is_low else 1e-5 if own == {torch.float64} else 1e-2
+        """Relative error that splitting a batch stays below."""
 
-    def run(self, batch: Collated, samples: int) -> SampleGradient:
-        """Run a collated batch of this many samples forward and backward in one micro-batch."""
-        with self._autocast():
-            loss = self._setup.workload.loss(self._model, self.placed(batch))
+    def run(self, batch: Collated, samples: int, *, from_start: bool = True) -> SampleGradient:
+        """Run a collated batch of this many samples forward and backward in one micro-batch.
+
+        Args:
+            batch: on the host.
+            samples: their number.
+            from_start: put back what earlier passes wrote; if False, this one sees it.
+        """
+        if from_start:
+            self.state.put_back()
+        loss = self.loss_of(batch)
         total, count = loss if isinstance(loss, Loss) else (loss, None)
         items = None if count is None else float(count.detach() if isinstance(count, Tensor) else count)
         if total.requires_grad:
@@ -83,15 +136,21 @@ class GradientRunner:
         """Run micro-batches, as a `WholeBatchLoss` trains; they are placed, and can be iterated twice."""
         loss = self._setup.workload.loss
         assert isinstance(loss, WholeBatchLoss)
+        self.state.put_back()
         passes = Passes(
             loss=loss,
-            model=self._model,
+            model=self.model,
             autocast=self._autocast,
             scale=lambda value: value * self._scale,
             mark=lambda _: None,
         )
-        backward_whole_batch(passes, micro_batches, samples, restore_buffers=lambda: None)
+        backward_whole_batch(passes, micro_batches, samples, restore_buffers=self.state.put_back)
         return SampleGradient(self._take_gradient(), None, samples)
+
+    def loss_of(self, batch: Collated) -> Tensor | Loss:
+        """Run a collated batch forward in one micro-batch."""
+        with self._autocast():
+            return self._setup.workload.loss(self.model, self.placed(batch))
 
     def placed(self, batch: Collated) -> Collated:
         """Return a copy of a collated batch on the device, in the runner's floating-point type.
@@ -112,8 +171,8 @@ class GradientRunner:
 
     def _take_gradient(self) -> Tensor:
         """Return elements of the gradient that the backward passes left, and clear it."""
-        parts = [_elements(p) for p in self._model.parameters() if p.requires_grad]
-        self._model.zero_grad(set_to_none=True)
+        parts = [_elements(p) for p in self.model.parameters() if p.requires_grad]
+        self.model.zero_grad(set_to_none=True)
         # Moved and converted at once: a model may have thousands of parameters.
         return torch.cat(parts).to("cpu", torch.float64) / self._scale
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from autobatch.training.split_check.random_draws import NoDropout, SampleDraws
+from autobatch.training.split_check.draws import NoDropout, SameDraws
 
 
 def uniform(samples: int) -> torch.Tensor:
@@ -34,26 +34,15 @@ KINDS = {
 }
 
 
-def learn(draws: SampleDraws, draw) -> None:
-    """Let draws learn the shapes from a pass over 2 samples and one over 6."""
-    shapes = []
-    for samples in (2, 6):
-        draws.start(0, samples)
-        with draws.recorded() as found:
-            draw(samples)
-        shapes.append(found)
-    draws.compare(shapes[0], 2, shapes[1], 6)
-
-
-def passes(draw) -> tuple[torch.Tensor, torch.Tensor, SampleDraws]:
+def passes(draw) -> tuple[torch.Tensor, torch.Tensor, SameDraws]:
     """Return the draws of a pass over 6 samples, and of three passes over 2 of them each."""
-    with SampleDraws() as draws:
-        learn(draws, draw)
-        draws.start(0, 6)
+    with SameDraws(6) as draws:
+        draws.record()
         whole = draw(6)
+        draws.end()
         parts = []
         for first in (0, 2, 4):
-            draws.start(first, 2)
+            draws.replay(first, 2)
             parts.append(draw(2))
             draws.end()
     return whole, torch.cat(parts), draws
@@ -72,13 +61,24 @@ def test_rows_of_a_sample_may_be_a_batch_apart() -> None:
     def draw(samples: int) -> torch.Tensor:
         return torch.rand(5 * samples).view(5, samples).T
 
-    with SampleDraws() as draws:
-        learn(draws, draw)
+    with SameDraws(6) as draws:
         draws.is_interleaved = True
-        draws.start(0, 6)
+        draws.record()
         whole = draw(6)
-        draws.start(2, 2)
+        draws.replay(2, 2)
         assert torch.equal(draw(2), whole[2:4])
+
+
+def test_a_generator_of_its_own_stays_where_it_was() -> None:
+    own = torch.Generator()
+    before = own.get_state()
+    with SameDraws(4) as draws:
+        draws.record()
+        first, second = (torch.rand(4, generator=own) for _ in range(2))
+        draws.replay(2, 2)
+        assert torch.equal(torch.rand(2, generator=own), first[2:])
+    assert torch.equal(own.get_state(), before)
+    assert not torch.equal(first, second)
 
 
 def test_a_draw_for_all_samples_is_one_in_all_parts() -> None:
@@ -96,12 +96,7 @@ def test_a_draw_for_all_samples_is_one_in_all_parts() -> None:
     ],
 )
 def test_other_draws_are_doubts(draw, doubt: str) -> None:
-    with SampleDraws() as draws:
-        learn(draws, draw)
-        for samples in (2, 6):
-            draws.start(0, samples)
-            draw(samples)
-            draws.end()
+    _, _, draws = passes(draw)
     (found,) = draws.doubts
     assert found.startswith(doubt)
 

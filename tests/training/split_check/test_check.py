@@ -14,12 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
 from autobatch.core.errors import InputError
-from autobatch.training.split_check import compare_modes, preflight
-from autobatch.training.split_check.preflight import check_loss_splits
+from autobatch.training.split_check import compare
+from autobatch.training.split_check.check import check_loss_splits, examine_loss
+from autobatch.training.split_check.compare import Finding
 from autobatch.workload.contract import Loss, WholeBatchLoss
 from autobatch.workload.order import GlobalBatchSampler
 from benchmarks.workloads import WORKLOADS
-from tests.support.kinds import RUNS
+from tests.support.kinds import RUNS, Everything
 from tests.support.split_losses import PAIRS
 from tests.support.training import (
     IGNORED,
@@ -94,7 +95,7 @@ def batch_gradient_penalty(model, batch):
     ],
     ids=["mean", "tokens", "class weights", "gradient penalty", "fp32", "dropout", "bf16"],
 )
-@pytest.mark.parametrize("budget", ["1GiB", "4KiB"], ids=["float64", "float32"])
+@pytest.mark.parametrize("budget", ["1GiB", "4KiB"])
 def test_losses_that_can_be_split_give_no_note(changes, budget: str) -> None:
     assert check(make_workload(**changes), budget=budget) == []
 
@@ -145,9 +146,9 @@ def test_losses_that_cannot_be_split_are_errors_that_name_the_cause(changes, mes
 
 
 @pytest.mark.parametrize("kind", PAIRS)
-@pytest.mark.parametrize("share", [compare_modes.FLOAT64_BUDGET_SHARE, 0.0], ids=["float64", "float32"])
+@pytest.mark.parametrize("share", [compare.FLOAT64_BUDGET_SHARE, 0.0], ids=["float64", "float32"])
 def test_wrong_losses_are_found_beside_random_draws_and_right_ones_pass(kind, share, monkeypatch) -> None:
-    monkeypatch.setattr(compare_modes, "FLOAT64_BUDGET_SHARE", share)
+    monkeypatch.setattr(compare, "FLOAT64_BUDGET_SHARE", share)
     fields, wrong, right, cause = PAIRS[kind]
     with pytest.raises(InputError, match=cause):
         check(make_workload(**fields, loss=wrong))
@@ -203,27 +204,32 @@ def test_means_over_samples_pass_beside_random_draws(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({*RUNS} - {"overflowing", "overflowing, averaged"}))
-def test_runs_of_many_kinds_give_no_fault(name: str) -> None:
+def test_runs_of_many_kinds_give_no_fault_but_for_written_state(name: str) -> None:
     workload, _ = RUNS[name]()
-    assert preflight.examine_loss(make_setup(workload), 8).fault is None
+    fault = examine_loss(make_setup(workload), 8, 3).fault
+    if workload.model is not Everything:
+        assert fault is None
+    elif name == "whole batch":
+        assert "each row from its own sample alone" in str(fault)
+    else:
+        assert "the forward pass writes the buffer average" in str(fault)
 
 
 @pytest.mark.parametrize("name", sorted({*WORKLOADS} - {"contrastive"}))
 def test_models_of_many_kinds_pass(name: str) -> None:
-    found = preflight.examine_loss(make_setup(WORKLOADS[name]()), 16)
-    assert found == compare_modes.Finding()
+    found = examine_loss(make_setup(WORKLOADS[name]()), 16, 3)
+    assert found == Finding()
 
 
-class Counting(nn.Module):
-    """A network whose result depends on how often it ran."""
+class Counting:
+    """A loss that depends on how often it ran."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.body, self.passes = network(), 0
+        self.passes = 0
 
-    def forward(self, inputs):
+    def __call__(self, model, batch):
         self.passes += 1
-        return self.body(inputs) * self.passes
+        return mean_loss(model, batch) * self.passes
 
 
 def mixed_up(model, batch):
@@ -248,7 +254,7 @@ def broken(model, batch):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model": Counting}, "keeps state between passes"),
+        ({"loss": Counting()}, "keeps state between passes"),
         ({"loss": mixed_up}, r"draws at random over the micro-batch \(randperm\)"),
         ({"loss": numbers_of_numpy}, "numbers from Python or NumPy"),
         ({"collate": noisy_and_counted}, "cannot be cut along dimension 0"),
@@ -275,6 +281,64 @@ def test_padding_that_the_model_sees_is_named() -> None:
     workload = make_workload(train_data=data, collate=lambda s: padded(s, batch_first=True), loss=loss)
     with pytest.raises(InputError, match="collated differently beside other samples"):
         check(workload)
+
+
+class Doubles(nn.Module):
+    """A recurrent network that builds its first state in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(1, 7), nn.Linear(7, 1)
+        self.double()
+
+    def forward(self, inputs):
+        state = [inputs.new_zeros(len(inputs), 7, dtype=torch.float64) for _ in range(2)]
+        for value in inputs.split(1, 1):
+            state = self.cell(value, state)
+        return self.head(state[0])
+
+
+@pytest.mark.parametrize("budget", ["1GiB", "8KiB"])
+def test_a_model_in_float64_is_compared_in_it(budget: str) -> None:
+    def loss(model, batch):
+        return (model(batch[0]) - batch[1][:, None]).square().mean()
+
+    assert check(make_workload(model=Doubles, loss=loss), budget=budget) == []
+
+
+def test_a_sum_of_several_means_is_told_from_a_loss_over_the_batch() -> None:
+    def boxes_and_classes(model, batch):
+        scores, shapes = model(batch[0]), model(batch[0].flip(1))
+        classes = cross_entropy(scores, batch[1], weight=CLASS_WEIGHTS)
+        return classes + (shapes.square().sum(1) * (batch[1] + 1)).sum() / (batch[1] ** 2 + 1).sum()
+
+    with pytest.raises(InputError, match="a sum of several means, each over something else than samples"):
+        check(make_workload(loss=boxes_and_classes))
+
+    def with_batch_statistics(model, batch):
+        return boxes_and_classes(model, batch) + model(batch[0]).mean(0).norm()
+
+    with pytest.raises(InputError, match="depends on several samples at once") as caught:
+        check(make_workload(loss=with_batch_statistics))
+    assert "padd" not in str(caught.value)
+
+
+def mixup(samples):
+    inputs, labels = default_collate(samples)
+    share = torch.distributions.Beta(0.8, 0.8).sample()
+    order = torch.randperm(len(inputs))
+    return share * inputs + (1 - share) * inputs[order], labels, labels[order]
+
+
+def test_samples_that_collate_mixes_at_random_are_named_in_one_note() -> None:
+    def loss(model, batch):
+        scores = model(batch[0])
+        return 0.6 * cross_entropy(scores, batch[1]) + 0.4 * cross_entropy(scores, batch[2])
+
+    (note,) = check(make_workload(collate=mixup, loss=loss))
+    assert "mixes samples at random (as mixup and cutmix do)" in note
+    assert "each of the 3 micro-batches" in note
+    assert check(make_workload(collate=mixup, loss=loss), micro_batch=24) == []
 
 
 def test_a_model_may_run_in_train_mode_only() -> None:
@@ -339,7 +403,7 @@ def test_the_check_changes_nothing(kind: str | None) -> None:
     setup.model.double()
     with_gradients(setup.model)
     before = fingerprint(setup.model)
-    preflight.examine_loss(setup, 8)
+    examine_loss(setup, 8, 3)
     assert fingerprint(setup.model) == before
 
 

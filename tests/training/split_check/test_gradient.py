@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 
 from autobatch.device.cpu import SilentMeter
-from autobatch.training.split_check.sample_gradient import ELEMENTS, GradientRunner
+from autobatch.training.split_check.gradient import ELEMENTS, GradientRunner, PassType, open_runner
 from autobatch.workload.contract import Loss
 from tests.support.training import (
     INFO_NCE,
@@ -24,9 +26,10 @@ from tests.support.training import (
 IDS = [3, 0, 11, 7, 5]
 
 
-def runner_of(workload, dtype: torch.dtype | None = None) -> GradientRunner:
-    setup = make_setup(workload)
-    return GradientRunner(setup, setup.model, SilentMeter(), dtype)
+@contextmanager
+def runner_of(workload, dtype: torch.dtype | None = None) -> Iterator[GradientRunner]:
+    with open_runner(make_setup(workload), SilentMeter(), PassType(dtype, train_mode=True)) as runner:
+        yield runner
 
 
 def collated(workload, ids=IDS):
@@ -34,7 +37,8 @@ def collated(workload, ids=IDS):
 
 
 def run(workload, dtype: torch.dtype | None = None):
-    return runner_of(workload, dtype).run(collated(workload), len(IDS))
+    with runner_of(workload, dtype) as runner:
+        return runner.run(collated(workload), len(IDS))
 
 
 def by_autograd(workload, loss) -> torch.Tensor:
@@ -69,14 +73,15 @@ def test_two_passes_over_micro_batches_are_one_over_the_batch(sizes: list[int]) 
     workload = make_workload(loss=INFO_NCE)
     ends = list(accumulate(sizes))
     parts = [(collated(workload, IDS[end - size : end]), size) for end, size in zip(ends, sizes, strict=True)]
-    found = runner_of(workload).run_cached(parts, len(IDS))
+    with runner_of(workload) as runner:
+        found = runner.run_cached(parts, len(IDS))
     assert apart(found.elements, by_autograd(workload, contrastive_loss)) < 1e-12
 
 
 def test_runs_leave_no_gradient_behind() -> None:
     workload = make_workload()
-    runner = runner_of(workload)
-    first, again = (runner.run(collated(workload), len(IDS)) for _ in range(2))
+    with runner_of(workload) as runner:
+        first, again = (runner.run(collated(workload), len(IDS)) for _ in range(2))
     assert torch.equal(first.elements, again.elements)
 
 
@@ -87,7 +92,8 @@ def test_a_loss_may_change_its_batch() -> None:
 
     workload = make_workload(loss=loss)
     batch = {"inputs": torch.ones(5, 5, dtype=torch.float64)}
-    runner_of(workload).run(batch, 5)
+    with runner_of(workload) as runner:
+        runner.run(batch, 5)
     assert batch["inputs"].eq(1.0).all()
 
 

@@ -1,0 +1,255 @@
+"""The checks that splitting a batch does not change its gradient, and what they tell or refuse.
+
+Before training, samples chosen by cost and label are compared: a few first, then more of them if time and
+memory allow. Then the first batch that trains is compared with its micro-batches, with the terms of the loss
+that only training has. It is kept as it was fetched, so that nothing is read or drawn for the check, and
+nothing that the run depends on changes. If samples cannot be compared, the check says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from autobatch.core.errors import InputError
+from autobatch.core.records.training import StepRecord
+from autobatch.device.base import Meter
+from autobatch.planning import micro_batches, split_evenly
+from autobatch.setup.attempt import TrainSetup
+from autobatch.setup.child import Session
+from autobatch.training.batchnorm import batch_norm_notes, batch_norms, smallest_micro_batch
+from autobatch.training.fetched import KeptBatch
+from autobatch.training.loop import Loop
+from autobatch.training.split_check.compare import Finding, compare, find_written, pass_types
+from autobatch.training.split_check.gradient import PassType, open_runner
+from autobatch.training.split_check.samples import (
+    SampleChoice,
+    SplitSamples,
+    collate_split,
+    cut_split,
+    join_parts,
+    mixes_samples,
+)
+from autobatch.workload.cut import cut
+from autobatch.workload.data import COLLATE, fetch, load_micro_batch
+from autobatch.workload.nested import tensors_of
+from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.rng import preserved_random_state
+from autobatch.workload.user_code import failed_part
+
+SplitCheck = Literal["error", "note", "off"]
+FEW_SAMPLES = 8
+MANY_SAMPLES = 64
+MOST_PARTS = 8
+MOST_MICRO_BATCHES = 4
+"""Micro-batches that many samples may be; their memory is enforced."""
+MANY_TENSORS = 1000
+"""Parameter tensors from which on there are two parts: a pass over a few samples takes seconds then."""
+SECONDS = 5.0
+"""Expected time above which fewer samples are compared."""
+PASSES = 8
+"""Steps that a comparison takes as long as: several passes over the samples, in float64."""
+ANYWAY = "To train anyway, use --split-check note"
+
+
+def check_loss_splits(
+    setup: TrainSetup,
+    *,
+    micro_batch: int,
+    sampler: GlobalBatchSampler,
+    check: SplitCheck = "error",
+    share_of: Callable[[int], int] = lambda samples: samples,
+) -> tuple[list[str], Finding]:
+    """Check before training that splitting a batch changes nothing but the order of sums.
+
+    Args:
+        setup: the workload and its model, which trains on temporary weights here.
+        micro_batch: the largest micro-batch of the most expensive samples.
+        sampler: the batches of the run.
+        check: raise an error or return a note if batches are split and the loss cannot be; ``off`` skips the
+            loss and checks only BatchNorm.
+        share_of: returns the samples that this process takes of a batch of a given size.
+
+    Returns:
+        Notes, one per line; and what was found about the loss.
+
+    Raises:
+        InputError: batches are split and the loss cannot be, or a BatchNorm gets a single value.
+    """
+    notes = batch_norm_notes(setup.model, sampler, micro_batch)
+    share = share_of(sampler.target_batch)
+    is_split = min(micro_batch, share) < sampler.target_batch
+    if batch_norms(setup.model) and smallest_micro_batch(sampler, micro_batch, share_of) == 1:
+        with preserved_random_state(), setup.device.training() as meter:
+            _check_single_sample(setup, meter, sampler)
+    finding = Finding()
+    if check != "off":
+        finding = examine_loss(setup, micro_batch, len(micro_batches(share, micro_batch)))
+    setup.device.release()
+    if finding.fault is not None and is_split and check == "error":
+        raise InputError(f"{finding.fault}. {ANYWAY}")
+    return [*notes, *finding.notes(is_split=is_split)], finding
+
+
+def examine(session: Session, micro_batch: int, steps: int) -> Finding:
+    """Examine the loss of an open setup; see `examine_loss`."""
+    return examine_loss(session.setup, micro_batch, steps)
+
+
+def examine_loss(setup: TrainSetup, micro_batch: int, steps: int) -> Finding:
+    """Examine what splitting a batch changes, and leave the model and the generators unchanged.
+
+    Args:
+        setup: the workload and its model.
+        micro_batch: samples that fit in memory.
+        steps: micro-batches of a step of the run.
+    """
+    with preserved_random_state():
+        choice = SampleChoice(setup)
+        few = min(FEW_SAMPLES, len(choice), max(2, micro_batch))
+        many = min(MANY_SAMPLES, len(choice), MOST_MICRO_BATCHES * micro_batch)
+        if few < 2:
+            return Finding(unchecked="it takes 2 samples, and the training data have 1")
+        start = setup.clock()
+        samples = fetch(setup.workload.train_data, choice.ids(few))
+        with setup.device.training() as meter:
+            split = collate_split(setup.workload, samples, _sizes(setup, few))
+            finding, kind = compare(setup, meter, split, pass_types(setup, in_training=False))
+            expected = (setup.clock() - start) * many / few
+            written = find_written(setup, meter, split, steps)
+        if finding.fault is None and kind is not None and few < many and expected <= SECONDS:
+            finding = _compare_many(setup, choice.ids(many), kind, finding)
+        if mixes_samples(setup.workload, samples):
+            written = written._replace(remarks=(*written.remarks, _mixing_remark(steps)))
+    return written.explaining(finding)
+
+
+class FirstBatch:
+    """The first batch of a run, compared with its micro-batches before its step is told.
+
+    Args:
+        setup: the workload and the device; it has the model of the run.
+        check: raise an error or call ``note`` if the batch and its micro-batches differ.
+        note: called with each note for the user.
+        before: what the check before training found.
+    """
+
+    def __init__(
+        self, setup: TrainSetup, *, check: SplitCheck, note: Callable[[str], None], before: Finding
+    ) -> None:
+        self._setup = setup
+        self._check = check
+        self._note = note
+        self._before = before
+
+    def run(self, loop: Loop) -> Iterator[StepRecord]:
+        """Train the remaining batches of a loop, and look at the first of them.
+
+        Raises:
+            InputError: the first batch and its micro-batches differ, and the check is ``error``.
+        """
+        records = loop.run()
+        if self._check != "off" and self._before.fault is None and not self._before.writes:
+            kept = loop.kept = KeptBatch()
+            record = next(records, None)
+            loop.kept = None
+            if record is not None:
+                if record.accumulation_steps > 1:
+                    self._judge(self._compare(loop, kept, record))
+                yield record
+        yield from records
+
+    def _compare(self, loop: Loop, kept: KeptBatch, record: StepRecord) -> Finding:
+        """Compare as many samples of the batch as time and memory allow."""
+        finding = Finding()
+        with preserved_random_state(), loop.meter.uncounted():
+            whole, sizes = join_parts(kept.micro_batches)
+            most = int(SECONDS * len(kept) / (PASSES * max(record.seconds, 1e-9)))
+            most = max(FEW_SAMPLES, most)
+            while min(sum(sizes), most) >= 2:
+                if sum(sizes) > most or len(sizes) < 2:
+                    sizes = _sizes(self._setup, min(sum(sizes), most))
+                    whole = cut(whole, slice(sum(sizes)))
+                finding = self._compare_split(loop, cut_split(whole, sizes))
+                if not finding.has_failed:
+                    break
+                most = sum(sizes) // 2
+        if loop.device.allocator_config is not None:
+            # A probe starts with an empty cache, and so does the next step.
+            loop.device.release()
+        with loop.device.training():  # the peaks of a GPU count from the beginning of its last session
+            return finding
+
+    def _compare_split(self, loop: Loop, split: SplitSamples) -> Finding:
+        """Compare samples of the batch, within the memory budget."""
+        train_state = loop.train_state
+        with loop.device.enforced() as meter:
+            meter.count([*train_state.model.parameters(), *train_state.model.buffers()])
+            for optimizer in train_state.optimizers:
+                meter.count(tensors_of(list(optimizer.state.values())))
+            if train_state.average is not None:
+                meter.count(train_state.average.tensors())
+            kinds = pass_types(self._setup, in_training=True)
+            finding, _ = compare(self._setup, meter, split, kinds)
+        if finding.has_failed:
+            loop.device.release()
+        return finding
+
+    def _judge(self, found: Finding) -> None:
+        """Raise or note what was found; what could not be checked before is known."""
+        if found.fault is not None:
+            fault = f"{found.fault} (found in the first batch of the run)"
+            if self._check == "error":
+                raise InputError(f"{fault}. {ANYWAY}")
+            self._note(fault)
+        elif found.unchecked is not None and not found.has_failed and self._before.unchecked is None:
+            self._note(f"while training, {found.notes(is_split=True)[0]}")
+
+
+def _sizes(setup: TrainSetup, samples: int) -> list[int]:
+    """Return the sizes of the parts that samples are compared in."""
+    has_many = sum(1 for _ in setup.model.parameters()) >= MANY_TENSORS
+    return split_evenly(samples, 2 if has_many else max(2, min(MOST_PARTS, samples // 2)))
+
+
+def _compare_many(setup: TrainSetup, ids: list[int], kind: PassType, few: Finding) -> Finding:
+    """Compare more samples, and return what few have shown if these cannot be compared."""
+    samples = fetch(setup.workload.train_data, ids)
+    try:
+        split = collate_split(setup.workload, samples, _sizes(setup, len(samples)))
+    except Exception as error:
+        # A collate function may refuse more samples than a micro-batch has. That is no fault of the loss.
+        if failed_part(error) != COLLATE:
+            raise
+        return few
+    with setup.device.enforced() as meter:
+        many, _ = compare(setup, meter, split, [kind])
+    return few if many.fault is None and few.unchecked is None else many
+
+
+def _mixing_remark(steps: int) -> str:
+    return (
+        "the collate function mixes samples at random (as mixup and cutmix do): it draws partners and "
+        f"coefficients for each of the {steps} micro-batches of a step, where one pass over the whole batch "
+        "would draw once. The gradient is exact for the mixed samples; to mix alike at any micro-batch, draw "
+        "a partner and a coefficient for each sample in the dataset"
+    )
+
+
+def _check_single_sample(setup: TrainSetup, meter: Meter, sampler: GlobalBatchSampler) -> None:
+    """Raise if BatchNorm cannot train on a single sample, rather than in the last step of the run."""
+    try:
+        with open_runner(setup, meter, PassType(None, True)) as runner:
+            runner.model.train()
+            runner.run(load_micro_batch(setup.workload, [0]), 1)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            return
+        last = sampler.size(sampler.total - 1)
+        raise InputError(
+            f"BatchNorm needs 2 samples, and this run has a micro-batch of 1 (its last batch has {last} "
+            "samples): choose a target batch that leaves no single sample, --last-batch drop, or --steps "
+            "instead of --epochs"
+        ) from None
+    except Exception:  # other errors occur in training too, and are reported there
+        return

@@ -1,0 +1,413 @@
+"""Comparison of the gradient of a whole batch with those of its parts, and the cause of a difference.
+
+The gradient g of a whole batch is compared with the gradients of its parts, each computed alone. If their
+mean with the weights of accumulation is g, accumulation is exact. If other weights give g, the loss is a mean
+over something else than samples. If no weights do, it is a sum of several such means, or it depends on
+several samples at once (contrastive losses, normalisation over the batch). For a `WholeBatchLoss` the two
+passes over the parts must give g.
+
+Each pass begins with the same state of the modules. If it draws at random, its draws are made the same for a
+sample in the whole and in its part (`SameDraws`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from autobatch.core.errors import InputError
+from autobatch.device.base import Meter
+from autobatch.device.oom import Verdict, classify, first_line
+from autobatch.setup.attempt import TrainSetup
+from autobatch.training.split_check.draws import SEED, NoDropout, SameDraws
+from autobatch.training.split_check.gradient import GradientRunner, PassType, SampleGradient, open_runner
+from autobatch.training.split_check.samples import Parts, SplitSamples
+from autobatch.training.split_check.separable import is_separable
+from autobatch.training.split_check.state import names_of
+from autobatch.workload.contract import Collated, WholeBatchLoss
+from autobatch.workload.rng import seed_everything
+
+FLOAT64_BUDGET_SHARE = 0.1
+"""Share of the budget below which a loss is compared in float64; model copy and gradient count."""
+STATE_TOLERANCE = 0.01
+"""Share of a gradient that may depend on what earlier micro-batches of the step have written."""
+ONE_MICRO_BATCH = (
+    "In this run every batch is one micro-batch, which is exact as long as memory does not run out"
+)
+MIXED = "the loss depends on several samples at once"
+SEVERAL = "the workload's loss is a sum of several means"
+
+
+class UncheckedError(Exception):
+    """The reason why whole and parts cannot be compared; its text follows "could not be checked: "."""
+
+
+class Finding(NamedTuple):
+    """Result of a comparison; without fault and reason, the loss can be split."""
+
+    fault: str | None = None
+    """Reason why the gradient of a batch is not that of its parts."""
+    unchecked: str | None = None
+    """Reason why the check could not be made."""
+    has_failed: bool = False
+    """True if the check could not be made because the workload raised, or memory ran out."""
+    remarks: tuple[str, ...] = ()
+    """What else splitting a batch changes."""
+    writes: str = ""
+    """What the forward pass writes besides the statistics of BatchNorm, in words."""
+
+    def notes(self, *, is_split: bool) -> list[str]:
+        """Return what to tell the user about a run whose batches are split, or are one micro-batch each."""
+        if not is_split:
+            return [] if self.fault is None else [f"{self.fault}. {ONE_MICRO_BATCH}"]
+        found = [] if self.fault is None else [self.fault]
+        if self.unchecked is not None:
+            found.append(
+                "whether the loss can be split into micro-batches exactly could not be checked: "
+                f"{self.unchecked}. Make sure that it is a mean over samples, or return Loss(total, count)"
+            )
+        return [*found, *self.remarks]
+
+    def explaining(self, found: Finding) -> Finding:
+        """Return what a comparison found, with what is known about written state."""
+        fault = found.fault
+        if fault is not None and self.writes and (MIXED in fault or SEVERAL in fault):
+            fault = f"{fault.partition(': ')[0]}: {_state_cause(self.writes)}"
+        return found._replace(fault=fault or self.fault, remarks=self.remarks, writes=self.writes)
+
+
+def pass_types(setup: TrainSetup, *, in_training: bool) -> list[PassType]:
+    """Return the types of passes to try, in order.
+
+    Eval mode comes first before training, because dropout and BatchNorm do nothing in it. In training it is
+    train mode, which may add terms to the loss.
+    """
+    elements = sum(tensor.numel() for tensor in setup.model.parameters())
+    if all(tensor.dtype is torch.float64 for tensor in setup.model.parameters()):
+        # A loss may build tensors of the model's own type, which do not go with a converted one.
+        exact = [torch.float64]
+    elif elements * 16 < setup.device.budget_bytes * FLOAT64_BUDGET_SHARE:
+        exact = [torch.float64, torch.float32]
+    else:
+        exact = [torch.float32]
+    found = [PassType(dtype, in_training) for dtype in exact]
+    return [*found, PassType(exact[-1], True), PassType(None, True, setup.precision)]
+
+
+def compare(
+    setup: TrainSetup, meter: Meter, split: SplitSamples, kinds: Sequence[PassType]
+) -> tuple[Finding, PassType | None]:
+    """Compare a batch with its parts, in the first type of pass that the workload runs in.
+
+    Args:
+        setup: the workload and its model, which runs on temporary weights.
+        meter: counts the copies.
+        split: the whole batch and its parts.
+        kinds: the types of passes to try.
+
+    Returns:
+        The finding, and the type of pass; None if there was none.
+    """
+    finding = Finding()
+    for kind in kinds:
+        try:
+            with open_runner(setup, meter, kind) as runner:
+                return Finding(_fault_of(runner, setup.workload.loss, split)), kind
+        except UncheckedError as error:
+            return Finding(unchecked=str(error)), kind
+        except InputError:
+            raise
+        except Exception as error:
+            # A model that trains may still fail here (another type, eval mode, memory): no fault of its loss.
+            reason = f"the model or the loss raised {first_line(error)}"
+            if classify(error) is not Verdict.NONE:
+                reason = f"memory ran out for {split.samples} samples"
+            finding = Finding(unchecked=reason, has_failed=True)
+    return finding, None
+
+
+def find_written(setup: TrainSetup, meter: Meter, split: SplitSamples, micro_batches: int) -> Finding:
+    """Find what a forward pass in train mode writes, and whether later micro-batches of a step read it.
+
+    Args:
+        setup: the workload and its model, which runs on temporary weights.
+        meter: counts the copies.
+        split: of which the first two parts run.
+        micro_batches: of a step of the run, for the message.
+    """
+    if split.parts is None or len(split.parts) < 2 or isinstance(setup.workload.loss, WholeBatchLoss):
+        return Finding()  # a WholeBatchLoss puts everything back between its passes
+    for kind in pass_types(setup, in_training=True):
+        try:
+            with open_runner(setup, meter, kind) as runner:
+                return _written(runner, split.parts, micro_batches)
+        except Exception:  # what fails here fails in training too, and is reported there
+            continue
+    return Finding()
+
+
+def _written(runner: GradientRunner, parts: Parts, micro_batches: int) -> Finding:
+    """See `find_written`."""
+    state, found = runner.state, []
+    for part in parts[:2]:
+        seed_everything(SEED)
+        gradient = runner.run(*part)
+        found.append((gradient.elements, state.written(), state.changed_attributes()))
+    (_, first, attributes), (alone, second, _) = found
+    length = float(alone.norm())
+    seed_everything(SEED)
+    runner.run(*parts[0])
+    seed_everything(SEED)
+    after = runner.run(*parts[1], from_start=False).elements
+    change = float((after - alone).norm()) / length if 0.0 < length < float("inf") else None
+    names = names_of(sorted({*first, *second}) or attributes)
+    is_read = change is not None and change > max(STATE_TOLERANCE, runner.tolerance)
+    if not names or (not first and not second and not is_read):
+        return Finding()
+    if is_read and not _is_equal(first, second):
+        return Finding(
+            f"the gradient of {parts[1][1]} samples changes by {change:.1%} after {parts[0][1]} others: "
+            f"{_state_cause(names)}",
+            writes=names,
+        )
+    effect = "whether later micro-batches of the step read it could not be checked"
+    if change is not None:
+        effect = f"the gradient of {parts[1][1]} samples changes by {change:.1%} after another micro-batch"
+    return Finding(
+        remarks=(
+            f"the forward pass writes {names}: each of the {micro_batches} micro-batches of a step does, one "
+            f"after the other, where one pass over the whole batch would write once; {effect}",
+        ),
+        writes=names,
+    )
+
+
+def _state_cause(names: str) -> str:
+    return (
+        f"the forward pass writes {names}, and micro-batches see each other through it. Write it once per "
+        "batch, after the step (for example in optimizer.register_step_post_hook), or use a target batch "
+        "that fits in one micro-batch"
+    )
+
+
+def _is_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Check that two passes wrote the same values, whatever their samples were."""
+    return bool(one) and one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def _fault_of(runner: GradientRunner, loss: object, samples: SplitSamples) -> str | None:
+    """Return the fault of a loss that makes its parts differ from the whole; None if it has none.
+
+    Raises:
+        UncheckedError: the two cannot be compared.
+    """
+    if samples.parts is None:
+        raise UncheckedError(
+            "the collate function draws at random, and what it returns cannot be cut along dimension 0"
+        )
+    with ExitStack() as held:
+        whole, draws = _whole_gradient(runner, samples, held)
+        fault = _Comparison(runner, loss, whole, draws).fault_in(samples)
+        if fault is not None and draws is not None and draws.is_flat:
+            draws.is_interleaved = True
+            draws.record()
+            whole = runner.run(samples.whole, samples.samples)
+            other = _Comparison(runner, loss, whole, draws).fault_in(samples)
+            # The wrong order of rows looks like a loss that mixes samples.
+            fault = other if other is None or MIXED in fault or SEVERAL in fault else fault
+        if fault is not None and draws is not None and draws.doubts:
+            raise UncheckedError(
+                f"the forward pass draws at random over the micro-batch ({', '.join(sorted(draws.doubts))})"
+            )
+    return fault
+
+
+def _whole_gradient(
+    runner: GradientRunner, samples: SplitSamples, held: ExitStack
+) -> tuple[SampleGradient, SameDraws | None]:
+    """Return the gradient of the whole batch, with the mode that fixes its draws if it needs one.
+
+    Raises:
+        UncheckedError: the gradient is zero, not finite, or changes from run to run.
+    """
+    draws = None
+    seed_everything(SEED)
+    whole = runner.run(samples.whole, samples.samples)
+    seed_everything(SEED + 1)
+    if _differ(whole, runner.run(samples.whole, samples.samples), runner.tolerance):
+        held.enter_context(NoDropout())
+        draws = held.enter_context(SameDraws(samples.samples))
+        draws.record()
+        whole = runner.run(samples.whole, samples.samples)
+        draws.end()
+        draws.replay(0, samples.samples)
+        if _differ(whole, runner.run(samples.whole, samples.samples), runner.tolerance):
+            raise UncheckedError(
+                f"the gradients of two passes over the same {samples.samples} samples differ although their "
+                "random numbers are the same: the loss keeps state between passes, through which "
+                "micro-batches see each other, or draws from a generator of its own"
+            )
+    length = float(whole.elements.norm())
+    if not 0.0 < length < float("inf"):
+        kind = "zero" if length == 0.0 else "not finite"
+        raise UncheckedError(f"the gradient of {samples.samples} samples is {kind}")
+    return whole, draws
+
+
+def _differ(one: SampleGradient, other: SampleGradient, tolerance: float) -> bool:
+    """Check whether two gradients of the same samples differ; those that are not finite do not."""
+    return float((one.elements - other.elements).norm()) > tolerance * float(one.elements.norm())
+
+
+class _Comparison(NamedTuple):
+    """A whole batch to compare parts with."""
+
+    runner: GradientRunner
+    loss: object
+    whole: SampleGradient
+    draws: SameDraws | None
+
+    def fault_in(self, samples: SplitSamples) -> str | None:
+        """Return the fault that the parts show; None if they agree with the whole."""
+        assert samples.parts is not None
+        fault = self._fault_of(samples, samples.parts)
+        if fault is None or samples.collated is None or samples.cut is None:
+            return fault
+        if self._fault_of(samples, samples.cut) is not None:
+            return fault
+        return (
+            f"{fault.partition(': ')[0]}: a sample is collated differently beside other samples (padding, or "
+            "a figure of the whole micro-batch), and the loss depends on that. Let the model ignore padding "
+            "with a mask, and return Loss(total, count) if collate counts items"
+        )
+
+    def _fault_of(self, samples: SplitSamples, parts: Parts) -> str | None:
+        return (
+            self._cached_fault(parts)
+            if isinstance(self.loss, WholeBatchLoss)
+            else self._fault(samples, parts)
+        )
+
+    def _cached_fault(self, parts: Parts) -> str | None:
+        cached = self.runner.run_cached(_Placed(self.runner, parts, self.draws), self.whole.samples)
+        error = self._error(cached.elements)
+        if error <= self.runner.tolerance:
+            return None
+        return (
+            f"the gradient of {self.whole.samples} samples at once and by their cached rows differs by "
+            f"{error:.1%}: WholeBatchLoss(represent=…) must compute each row from its own sample alone. Move "
+            "what depends on several samples to WholeBatchLoss(loss=…)"
+        )
+
+    def _fault(self, samples: SplitSamples, parts: Parts) -> str | None:
+        whole, tolerance = self.whole, self.runner.tolerance
+        found = [self._run(first, *part) for first, part in _with_places(parts)]
+        total = sum(part.weight for part in found)
+        if whole.count is not None and abs(whole.count - total) > tolerance * abs(total):
+            return (
+                f"the count of the workload's Loss is {whole.count:g} for {whole.samples} samples at once "
+                f"and {total:g} for the same samples in parts: count must be the number of items that total "
+                "sums over"
+            )
+        sick = [part.samples for part in found if not part.elements.isfinite().all()]
+        if sick:
+            return (
+                f"the gradient of {whole.samples} samples at once is finite, but that of {sick[0]} of them "
+                f"is not: {_other_mean(whole, [])}"
+            )
+        columns = torch.stack([part.elements for part in found], dim=1)
+        shares = [part.weight / total for part in found]
+        error = self._error(columns @ torch.tensor(shares, dtype=torch.float64, device=columns.device))
+        if error <= tolerance:
+            return None
+        weights = _fitted(columns, whole.elements)
+        is_mixed = self._error(columns @ weights) > tolerance
+        cause = self._mixed(samples) if is_mixed else _other_mean(whole, weights.tolist())
+        return f"the gradient of {whole.samples} samples at once and in parts differs by {error:.1%}: {cause}"
+
+    def _mixed(self, samples: SplitSamples) -> str:
+        """Name the likely cause if no weights of the parts give the whole."""
+        self._start(0, samples.samples)
+        if is_separable(self.runner, samples.whole, samples.samples):
+            return (
+                f"{SEVERAL}, each over something else than samples "
+                "(boxes, class weights, tokens): divide all of its terms by one count, and return "
+                "Loss(total, count)"
+            )
+        return (
+            f"{MIXED}, so the batch cannot be split. For a contrastive loss or a penalty on the whole batch "
+            "use WholeBatchLoss(represent=…, loss=…), which is accumulated exactly. For batch statistics use "
+            "a target batch that fits in one micro-batch"
+        )
+
+    def _run(self, first: int, batch: Collated, size: int) -> SampleGradient:
+        self._start(first, size)
+        found = self.runner.run(batch, size)
+        if self.draws is not None:
+            self.draws.end()
+        return found
+
+    def _start(self, first: int, size: int) -> None:
+        """Set the generators to the start of a pass over some samples."""
+        if self.draws is None:
+            seed_everything(SEED)
+        else:
+            self.draws.replay(first, size)
+
+    def _error(self, elements: Tensor) -> float:
+        """Return the relative distance from the gradient of the whole."""
+        return float((elements - self.whole.elements).norm() / self.whole.elements.norm())
+
+
+def _fitted(columns: Tensor, whole: Tensor) -> Tensor:
+    """Return the weights with which the columns come closest to the whole."""
+    # By singular values: the default driver returns zeros if a part has no gradient, as one without targets.
+    weights: Tensor = torch.linalg.lstsq(columns, whole[:, None], driver="gelsd").solution[:, 0]
+    return weights
+
+
+class _Placed:
+    """Parts on the device for the two passes of a `WholeBatchLoss`, each from the same random states."""
+
+    def __init__(self, runner: GradientRunner, parts: Parts, draws: SameDraws | None) -> None:
+        self._runner = runner
+        self._parts = parts
+        self._draws = draws
+
+    def __iter__(self) -> Iterator[tuple[Collated, int]]:
+        """Yield each part with its samples; afterwards the draws are those of the whole batch."""
+        for first, (batch, size) in _with_places(self._parts):
+            if self._draws is not None:
+                self._draws.replay(first, size)
+            else:
+                seed_everything(SEED)
+            yield self._runner.placed(batch), size
+        if self._draws is not None:
+            self._draws.place(0, sum(size for _, size in self._parts))
+
+
+def _with_places(parts: Parts) -> Iterator[tuple[int, tuple[Collated, int]]]:
+    """Yield each part with the place of its first sample in the whole."""
+    first = 0
+    for part in parts:
+        yield first, part
+        first += part[1]
+
+
+def _other_mean(whole: SampleGradient, weights: list[float]) -> str:
+    """Name the likely cause if the whole is a mean of the parts with other weights, and its remedy."""
+    if whole.count is not None:
+        return "the total of the workload's Loss must be the sum over the items that count counts"
+    if sum(weights) > 1.5:
+        return (
+            "the workload's loss is a sum over the batch: return the mean over its samples, or "
+            "Loss(total, count) with the sum and the number of its items"
+        )
+    return (
+        "the workload's loss is a mean over something else than samples (counted tokens, class weights, "
+        "pixels): return Loss(total, count) with the sum and the number of its items"
+    )

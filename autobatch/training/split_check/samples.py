@@ -1,0 +1,255 @@
+"""Samples for the check of the loss: chosen by cost and label, and collated as a batch and as its parts.
+
+If the collate function gives the same result twice, the parts are collated as training collates them. If it
+draws at random (masks of a masked language model), the parts are cut from the whole along dimension 0.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from autobatch.core.errors import InputError
+from autobatch.setup.attempt import TrainSetup
+from autobatch.workload.contract import Collated, Workload
+from autobatch.workload.cut import PLAIN, children_of, concatenate, cut, is_column, samples_along, signature
+from autobatch.workload.data import collate_samples, elements, fetch, shallow_copies
+from autobatch.workload.nested import tensors_of
+from autobatch.workload.rng import seed_everything
+
+CANDIDATES = 256
+"""Samples that are read to choose from: a class of 2 % is missed by chance once in 170 times."""
+SECONDS = 0.5
+"""Time after which no more candidates are read."""
+FIRST_CHUNK = 8
+CHUNK = 32
+EXTREMES = 16
+"""Cheapest and most expensive samples among the candidates, if all costs are known."""
+MIXING_SEEDS = 8
+"""Seeds with which a collate function shows whether it mixes samples: it may mix some batches only."""
+Parts = list[tuple[Collated, int]]
+
+
+class SampleChoice:
+    """Candidates of the training data, with their costs and their labels.
+
+    Args:
+        setup: has the data, and the costs of the samples if they are known.
+    """
+
+    def __init__(self, setup: TrainSetup) -> None:
+        self._workload = setup.workload
+        self._known = setup.worst_case.known_costs
+        self._costs: dict[int, float] = {}
+        self._labels: dict[int, tuple[int, ...]] = {}
+        count = len(setup.workload.train_data)  # type: ignore[arg-type]
+        wanted = _candidates(count, self._known)
+        start, first = setup.clock(), 0
+        while first < len(wanted) and (not first or setup.clock() - start < SECONDS):
+            stop = first + (CHUNK if first else FIRST_CHUNK)
+            self._read(wanted[first:stop])
+            first = stop
+
+    def __len__(self) -> int:
+        """Return the number of candidates."""
+        return len(self._costs)
+
+    def ids(self, size: int) -> list[int]:
+        """Return ``size`` candidates, sorted so that neighbours have similar costs and equal labels.
+
+        Contiguous parts of them then differ as much as possible in what a wrong loss may weigh by.
+        """
+        order = list(self._costs)
+        by_cost = sorted(order, key=lambda index: (self._costs[index], index))
+        each = max(1, size // 8)
+        chosen = dict.fromkeys([by_cost[0], by_cost[-1], *by_cost[:each], *by_cost[-each:]])
+        chosen |= dict.fromkeys(self._rare(max(1, size // 16), size // 4))
+        chosen |= dict.fromkeys(order)
+        ids = list(chosen)[:size]
+        return sorted(ids, key=lambda index: (self._costs[index], self._labels.get(index, ()), index))
+
+    def _rare(self, each: int, limit: int) -> list[int]:
+        """Return up to ``limit`` samples with the rarest labels, at most ``each`` of one label."""
+        found: list[int] = []
+        for labels in zip(*self._labels.values(), strict=False):
+            counts = Counter(labels)
+            if 2 * len(counts) > len(labels):
+                continue  # numbers of samples, not classes
+            for value, _ in sorted(counts.items(), key=lambda item: (item[1], item[0])):
+                holders = (i for i, label in zip(self._labels, labels, strict=True) if label == value)
+                found += [index for index, _ in zip(holders, range(each), strict=False)]
+        return found[:limit]
+
+    def _read(self, ids: Sequence[int]) -> None:
+        samples = fetch(self._workload.train_data, ids)
+        for index, sample in zip(ids, samples, strict=True):
+            known = self._known.get(index)
+            # Without size_of, which may be slow and has been asked in the process of the probe.
+            self._costs[index] = float(elements(sample)) if known is None else known
+        columns = _integer_columns(self._workload, samples)
+        self._labels |= dict(zip(ids, zip(*columns, strict=True), strict=False))
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSamples:
+    """A collated batch and its parts."""
+
+    whole: Collated
+    samples: int
+    collated: Parts | None
+    """Parts that were collated alone; None if that would give them another content than in the whole."""
+    cut: Parts | None
+    """Parts that were cut from the whole; None if it cannot be cut."""
+
+    @property
+    def parts(self) -> Parts | None:
+        """The parts to compare; None if there are none with the content of the whole."""
+        return self.collated or self.cut
+
+
+def collate_split(workload: Workload, samples: Sequence[Any], sizes: Sequence[int]) -> SplitSamples:
+    """Collate samples as a whole and as parts of the given sizes.
+
+    Raises:
+        InputError: the samples cannot be collated; the message has the shapes found.
+    """
+    whole = _collated(workload, samples, seed=1)
+    is_same = _is_same(whole, _collated(workload, samples, seed=2))
+    bounds = _bounds(sizes)
+    parts = [(_collated(workload, samples[first:stop], seed=1), stop - first) for first, stop in bounds]
+    can_cut = _has_samples_first(whole, len(samples)) and _has_samples_first(*parts[0])
+    can_cut = can_cut and list(_plain_values(whole)) == list(_plain_values(parts[0][0]))
+    pieces = _pieces(whole, sizes) if can_cut else None
+    return SplitSamples(whole, len(samples), parts if is_same else None, pieces)
+
+
+def join_parts(parts: Parts) -> tuple[Collated, list[int]]:
+    """Concatenate collated micro-batches of one form, that of most samples.
+
+    Returns:
+        The batch, and the samples of each micro-batch in it; no sizes if none has its samples in dimension 0.
+    """
+    forms: list[tuple[Any, Parts]] = []
+    for batch, size in parts:
+        if not _has_samples_first(batch, size):
+            continue
+        form = signature(batch)
+        same = next((own for known, own in forms if known == form), None)
+        if same is None:
+            forms.append((form, same := []))
+        same.append((batch, size))
+    if not forms:
+        return None, []
+    most = max((own for _, own in forms), key=lambda own: sum(size for _, size in own))
+    return concatenate([batch for batch, _ in most]), [size for _, size in most]
+
+
+def cut_split(whole: Collated, sizes: Sequence[int]) -> SplitSamples:
+    """Cut a collated batch into parts of the given sizes."""
+    return SplitSamples(whole, sum(sizes), None, _pieces(whole, sizes))
+
+
+def mixes_samples(workload: Workload, samples: Sequence[Any]) -> bool:
+    """Check whether a collate function draws at random and puts several samples into one (mixup, cutmix).
+
+    With the same draws, the row of a sample must not change if another sample takes the place of the last.
+
+    Args:
+        workload: has the collate function.
+        samples: at least 3.
+    """
+    if workload.collate is None or len(samples) < 3:
+        return False
+    kept = len(samples) - 2
+    for seed in range(MIXING_SEEDS):
+        one, other = (_collated(workload, [*samples[:kept], last], seed) for last in samples[kept:])
+        if not (_has_samples_first(one, kept + 1) and _has_samples_first(other, kept + 1)):
+            return False
+        if [t.shape for t in tensors_of(one)] != [t.shape for t in tensors_of(other)]:
+            return False
+        if not _is_same(cut(one, slice(kept)), cut(other, slice(kept))):
+            # Without draws it is no mixup, and comparing the parts shows what it does.
+            return not _is_same(one, _collated(workload, [*samples[:kept], samples[kept]], seed + 1))
+    return False
+
+
+def _collated(workload: Workload, samples: Sequence[Any], seed: int) -> Collated:
+    seed_everything(seed)
+    return collate_samples(shallow_copies(samples), workload.collate, option="Workload(collate=…)")
+
+
+def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and the last but one sample of each part."""
+    found, first = [], 0
+    for size in sizes:
+        found.append((first, first + size))
+        first += size
+    return found
+
+
+def _pieces(whole: Collated, sizes: Sequence[int]) -> Parts:
+    return [(cut(whole, slice(first, stop)), stop - first) for first, stop in _bounds(sizes)]
+
+
+def _candidates(count: int, known: dict[int, float]) -> list[int]:
+    """Return candidates in the order of reading: extremes of known costs first, then random ones."""
+    order = sorted(known, key=lambda index: (known[index], index))
+    extremes = [*order[:EXTREMES], *order[-EXTREMES:]] if len(known) > 1 else [0, count - 1]
+    differ = len(known) < 2 or known[order[0]] != known[order[-1]]
+    more: Iterable[int] = random.Random(0).sample(range(count), min(count, CANDIDATES))
+    few = extremes[:: max(1, len(extremes) // 4)] if differ else []
+    return list(dict.fromkeys([*few, *more, *(extremes if differ else [])]))[:CANDIDATES]
+
+
+def _integer_columns(workload: Workload, samples: list[object]) -> list[list[int]]:
+    """Return the integer tensors of the collated samples that have one value per sample."""
+    try:
+        batch: Collated = collate_samples(list(samples), workload.collate, option="Workload(collate=…)")
+    except Exception:  # the check itself collates too, and reports it
+        return []
+    return [
+        tensor.tolist()
+        for tensor in tensors_of(batch)
+        if tensor.dim() == 1 and len(tensor) == len(samples) and not tensor.is_floating_point()
+    ]
+
+
+def _has_samples_first(batch: Collated, samples: int) -> bool:
+    """Check that dimension 0 of each part of a batch counts its samples."""
+    try:
+        return set(samples_along(batch)) == {samples}
+    except InputError:
+        return False
+
+
+def _plain_values(value: Any) -> Iterator[Any]:
+    """Yield the values of a collated batch that belong to all of its samples."""
+    if isinstance(value, PLAIN):
+        yield value
+    elif not is_column(value):
+        for one in children_of(value):
+            yield from _plain_values(one)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Check that two collated batches have the same content."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and _is_equal(one, other)
+    if isinstance(one, PLAIN):
+        return bool(one == other) or one != one  # noqa: PLR0124 - NaN
+    if isinstance(one, Mapping | list | tuple) and not isinstance(one, PackedSequence):
+        mine, others = children_of(one), children_of(other)
+        return len(mine) == len(others) and all(map(_is_same, mine, others))
+    mine, others = list(tensors_of(one)), list(tensors_of(other))
+    return len(mine) == len(others) and all(map(_is_same, mine, others))
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Check that two tensors of one shape have equal elements, or NaN at the same places."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())  # noqa: PLR0124 - NaN

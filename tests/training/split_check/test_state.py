@@ -1,0 +1,223 @@
+"""State that a forward pass writes: named, put back, refused if micro-batches see each other through it."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+
+from autobatch.core.errors import InputError
+from autobatch.step.restore import BufferSnapshot
+from autobatch.training.split_check.check import check_loss_splits, examine_loss
+from autobatch.workload.order import GlobalBatchSampler
+from tests.support.training import fingerprint, make_setup, make_workload, mean_loss, network
+
+
+class Teaching(nn.Module):
+    """A model with a teacher that follows it, and a queue of what it has seen, neither of which it reads."""
+
+    def __init__(self, *, replaces: bool = False) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.student = nn.Linear(5, 3, dtype=torch.float64)
+        self.teacher = nn.Linear(5, 3, dtype=torch.float64).requires_grad_(False)
+        self.fixed = nn.Linear(3, 3, dtype=torch.float64).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+        self.register_buffer("queue", torch.zeros(8, dtype=torch.float64))
+        self.register_buffer("mask", torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                    if self.replaces:
+                        own.data = own.data * 0.9 + other.data * 0.1
+                    else:
+                        own.lerp_(other, 0.1)
+                self.queue.copy_(torch.cat([self.queue[len(x) :], x[:, 0]])[-8:])
+        return self.fixed(self.norm(self.student(x)) * self.mask)
+
+
+class Center(nn.Module):
+    """A loss like that of DINO: scores beside a centre that each pass moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1, 3, dtype=torch.float64))
+
+    def forward(self, scores: Tensor, teacher: Tensor) -> Tensor:
+        targets = ((teacher - self.center) / 0.04).softmax(1).detach()
+        self.center = self.center * 0.9 + teacher.detach().mean(0, keepdim=True) * 0.1
+        return -(targets * scores.log_softmax(1)).sum(1).mean()
+
+
+class Dino(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher, self.center = network(), network(), Center()
+        self.teacher.requires_grad_(False)
+
+
+def dino(model: nn.Module, batch) -> Tensor:
+    return model.center(model.student(batch[0]), model.teacher(batch[0]))
+
+
+class Moco(nn.Module):
+    """Queries against the keys of earlier passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+        self.register_buffer("queue", normalize(torch.randn(16, 3, dtype=torch.float64)))
+        self.register_buffer("place", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, keys = normalize(self.body(x)), normalize(self.body(x.flip(1)).detach())
+        scores = torch.cat([(rows * keys).sum(1, keepdim=True), rows @ self.queue.T.clone()], dim=1) / 0.1
+        places = (self.place + torch.arange(len(x))) % 16
+        self.queue[places] = keys
+        self.place += len(x)
+        return scores
+
+
+def moco(model: nn.Module, batch) -> Tensor:
+    return cross_entropy(model(batch[0]), torch.zeros(len(batch[0]), dtype=torch.int64))
+
+
+CENTER = Center()
+
+
+def dino_with_a_center_of_its_own(model: nn.Module, batch) -> Tensor:
+    scores = model(batch[0])
+    return CENTER(scores, scores.detach() * 0.05)
+
+
+class Remembering(nn.Module):
+    """A model that adds what it saw last, kept in plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.seen = network(), deque([torch.zeros(3, dtype=torch.float64)], maxlen=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.body(x)
+        self.seen.append(out.detach().mean(0))
+        return out + self.seen[0]
+
+
+class Normed(nn.Module):
+    """A spectral norm, whose vectors move with each pass, whatever the samples are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.utils.spectral_norm(nn.Linear(5, 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+KINDS = {
+    "centre": ({"model": Dino, "loss": dino}, "the buffer center.center"),
+    "queue": ({"model": Moco, "loss": moco}, "the buffers place, queue"),
+    "centre of the loss": ({"loss": dino_with_a_center_of_its_own}, "the buffer Center.center"),
+    "attributes": ({"model": Remembering, "loss": mean_loss}, "the attribute seen"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_through_which_micro_batches_see_each_other_is_refused_by_name(kind: str) -> None:
+    fields, name = KINDS[kind]
+    setup = make_setup(make_workload(**fields))
+    sampler = GlobalBatchSampler(samples=24, target_batch=24, seed=0, steps=3)
+    before = fingerprint(setup.model, CENTER.center), copy.deepcopy(getattr(setup.model, "seen", None))
+    with pytest.raises(InputError, match="micro-batches see each other through it") as caught:
+        check_loss_splits(setup, micro_batch=8, sampler=sampler)
+    assert f"the forward pass writes {name}, and" in str(caught.value)
+    assert "after the step" in str(caught.value)
+    assert "--split-check note" in str(caught.value)
+    after = fingerprint(setup.model, CENTER.center), getattr(setup.model, "seen", None)
+    assert str(before) == str(after)
+    (note,), found = check_loss_splits(setup, micro_batch=8, sampler=sampler, check="note")
+    assert name in note
+    assert found.writes
+    (note,), _ = check_loss_splits(setup, micro_batch=24, sampler=sampler)
+    assert "every batch is one micro-batch" in note
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_state_that_no_gradient_depends_on_is_a_remark(replaces: bool) -> None:
+    setup = make_setup(make_workload(model=lambda: Teaching(replaces=replaces)))
+    before = fingerprint(setup.model)
+    found = examine_loss(setup, 8, 3)
+    assert fingerprint(setup.model) == before
+    assert found.fault is None
+    (remark,) = found.remarks
+    assert (
+        "writes the buffer queue and the frozen parameters teacher.bias, teacher.weight: each of the 3"
+        in remark
+    )
+    assert "changes by 0.0% after another micro-batch" in remark
+    assert found.notes(is_split=False) == []
+
+
+def test_state_that_no_sample_enters_is_a_remark() -> None:
+    found = examine_loss(make_setup(make_workload(model=Normed)), 8, 3)
+    assert found.fault is None
+    assert "the buffers body.weight_u, body.weight_v" in found.remarks[0]
+
+
+def test_a_model_that_writes_nothing_has_no_remark() -> None:
+    found = examine_loss(make_setup(make_workload()), 8, 3)
+    assert (found.remarks, found.writes) == ((), "")
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("batches_before", [0, 1, 3])
+def test_a_batch_that_runs_again_starts_from_the_same_teacher(replaces: bool, batches_before: int) -> None:
+    torch.manual_seed(0)
+    model = Teaching(replaces=replaces)
+    snapshot = BufferSnapshot(model)
+    inputs = torch.randn(4, 5, dtype=torch.float64)
+    for _ in range(batches_before):
+        snapshot.take()
+        model(inputs)
+        model(inputs)
+        snapshot.commit()
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    snapshot.take()
+    for _ in range(2):  # the second write may put the data back into the first memory
+        model(inputs)
+    assert snapshot.restore()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
+
+
+def test_a_large_teacher_is_known_after_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autobatch.step.restore.SMALL_BUFFER", 0)
+    model = Teaching()
+    snapshot = BufferSnapshot(model)
+    inputs = torch.randn(4, 5, dtype=torch.float64)
+    snapshot.take()
+    model(inputs)
+    assert not snapshot.restore(), "nothing large is copied on suspicion"
+    before = model.teacher.weight.clone()
+    snapshot.take()
+    model(inputs)
+    assert snapshot.restore()
+    assert torch.equal(model.teacher.weight, before)
+
+
+def test_a_traced_model_has_no_memory_to_ask_for() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        model = Teaching()
+        snapshot = BufferSnapshot(model)
+        snapshot.take()
+        model(torch.randn(4, 5, dtype=torch.float64))
+        snapshot.commit()
+        snapshot.take()
+        assert snapshot.restore()
