@@ -98,7 +98,7 @@ class _Kept:
     def now(self) -> Tensor:
         """Return the tensor that the module has now."""
         found: Tensor | None = self._registry.get(self._name)
-        return torch.empty(0) if found is None else found.detach()
+        return torch.empty(0, device="cpu") if found is None else found.detach()
 
     def differs(self) -> bool:
         """Check whether a pass has written it."""
