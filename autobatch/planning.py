@@ -27,14 +27,38 @@ def split_evenly(samples: int, parts: int) -> list[int]:
     return [small + 1] * larger + [small] * (parts - larger)
 
 
-def micro_batches(samples: int, limit: int) -> list[int]:
-    """Split ``samples`` as evenly as possible into the fewest micro-batches of at most ``limit`` samples."""
-    return split_evenly(samples, math.ceil(samples / limit)) if samples else []
+def micro_batches(samples: int, limit: int, multiple: int = 1) -> list[int]:
+    """Split ``samples`` as evenly as possible into the fewest micro-batches of at most ``limit`` samples.
+
+    All are multiples of ``multiple``, but for the last one if ``samples`` is none.
+    """
+    units, rest = divmod(samples, multiple)
+    parts = math.ceil(units / max(1, limit // multiple))
+    return [multiple * one for one in split_evenly(units, parts)] * (units > 0) + [rest] * (rest > 0)
 
 
-def rank_share(target_batch: int, world_size: int, rank: int) -> int:
-    """Return the number of samples of a batch that one rank takes; the shares differ by at most one."""
-    return split_evenly(target_batch, world_size)[rank]
+def rank_share(target_batch: int, world_size: int, rank: int, multiple: int = 1) -> int:
+    """Return the number of samples of a batch that one rank takes; shares differ by at most ``multiple``."""
+    return multiple * split_evenly(target_batch // multiple, world_size)[rank]
+
+
+def check_multiple(target_batch: int, world_size: int, multiple: int) -> None:
+    """Check that a batch over ranks can be split into micro-batches that are multiples of a number.
+
+    Raises:
+        InputError: it cannot.
+    """
+    if target_batch % multiple:
+        least = max(target_batch - target_batch % multiple, multiple)
+        raise InputError(
+            f"a target batch of {target_batch:,} cannot be split into multiples of {multiple}, as "
+            f"micro-batches must be (--micro-batch-multiple): use {least:,} or {least + multiple:,}"
+        )
+    if target_batch < world_size * multiple:
+        raise InputError(
+            f"a target batch of {target_batch:,} over {world_size} ranks leaves a rank without a micro-batch "
+            f"of {multiple}: use {world_size * multiple:,} or more, or start fewer ranks"
+        )
 
 
 def learning_rate_factor(rule: LearningRateRule, *, target_batch: int, base_batch: int | None) -> float:
@@ -81,6 +105,7 @@ def make_plan(
     micro_batch_limit: int,
     learning_rate: float,
     world_size: int = 1,
+    multiple: int = 1,
     base_batch: int | None = None,
     rule: LearningRateRule = "none",
     precision: Precision = "fp32",
@@ -93,6 +118,7 @@ def make_plan(
         micro_batch_limit: the largest micro-batch that fits on one rank, in samples.
         learning_rate: learning rate of the workload.
         world_size: data-parallel ranks.
+        multiple: number whose multiples all micro-batches are.
         base_batch: batch that ``learning_rate`` was tuned for; None if unknown.
         rule: scaling of the learning rate with the batch.
         precision: precision of the micro-batches.
@@ -102,7 +128,7 @@ def make_plan(
         The plan. Its ``micro_batches`` split the largest share, that of rank 0.
 
     Raises:
-        InputError: a number is below 1, or there are fewer samples than ranks.
+        InputError: a number is below 1, there are fewer samples than ranks, or the batch is no multiple.
     """
     numbers = {"target batch": target_batch, "micro-batch limit": micro_batch_limit}
     _check_positive({**numbers, "world size": world_size, "base batch": base_batch})
@@ -111,8 +137,9 @@ def make_plan(
             f"a target batch of {target_batch} over {world_size} ranks leaves a rank without a sample: "
             f"use {world_size} or more, or start fewer ranks"
         )
+    check_multiple(target_batch, world_size, multiple)
     factor = learning_rate_factor(rule, target_batch=target_batch, base_batch=base_batch)
-    sizes = micro_batches(rank_share(target_batch, world_size, 0), micro_batch_limit)
+    sizes = micro_batches(rank_share(target_batch, world_size, 0, multiple), micro_batch_limit, multiple)
     return Plan(
         target_batch=target_batch,
         effective_batch=target_batch,
@@ -120,6 +147,7 @@ def make_plan(
         micro_batch=sizes[0],
         accumulation_steps=len(sizes),
         micro_batches=sizes,
+        multiple=multiple,
         base_batch=base_batch,
         learning_rate=learning_rate * factor,
         learning_rate_rule=rule,

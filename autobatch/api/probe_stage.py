@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -169,14 +170,16 @@ def probe_and_plan(
     """
     info, progress, ranks = process.info, context.progress, context.ranks
     # An invalid plan must fail before minutes are spent on a probe.
-    unpack.plan_for(info, 1, options, world_size)
+    asked = unpack.multiple_asked(options) or 1
+    unpack.plan_for(info, 1, options, max(world_size, ranks.world), multiple=asked)
     share = rank_share(options.target_batch, world_size, 0)
     limits = unpack.probe_limits(options, share)
     limit = _limit(process, limits, Order(share, options.device.seed), context, together)
     alone = limit.probe.micro_batch
     if ranks.world == 1:  # of several ranks, the batch itself runs
         limit, alone = limit_of_plan(process, limit, share, progress)
-    plan = unpack.plan_for(info, alone, options, world_size)
+    multiple = math.lcm(*ranks.gather(limit.probe.multiple))
+    plan = unpack.plan_for(info, alone, options, world_size, multiple=multiple)
 
     of_ranks = limits_over_ranks(ranks, alone, info.device) if ranks.world > 1 else []
     if of_ranks:

@@ -52,6 +52,7 @@ def probe_limits(options: Options, target_batch: int | None = None) -> ProbeLimi
     return ProbeLimits(
         target_batch=target_batch,
         max_micro_batch=options.search.max_micro_batch,
+        multiple=multiple_asked(options),
         time_limit_s=options.search.time_limit or math.inf,
         has_own_budget=options.device.memory_budget is not None,
     )
@@ -68,16 +69,26 @@ def world_size_of(options: Options, environ: Mapping[str, str]) -> int:
     return launched_world_size(environ)
 
 
-def plan_for(info: SetupInfo, limit: int, options: Options, world_size: int = 1) -> Plan:
-    """Plan the batch under a limit on the micro-batch.
+def multiple_asked(options: Options) -> int | None:
+    """Return the number whose multiples micro-batches must be; None to find it out."""
+    asked = options.search.micro_batch_multiple
+    return None if asked == "auto" else asked
+
+
+def plan_for(
+    info: SetupInfo, limit: int, options: Options, world_size: int = 1, *, multiple: int = 1
+) -> Plan:
+    """Plan the batch under a limit on the micro-batch, of multiples of a number.
 
     Raises:
-        InputError: a rule for the learning rate lacks the batch that it was tuned for.
+        InputError: the batch is no multiple, or a rule for the learning rate lacks the batch that it was
+            tuned for.
     """
     return make_plan(
         target_batch=options.target_batch,
         micro_batch_limit=limit,
         world_size=world_size,
+        multiple=multiple,
         learning_rate=info.learning_rate,
         base_batch=options.batch.base_batch or info.base_batch,
         rule=options.batch.lr_rule,

@@ -30,6 +30,7 @@ class SearchKeywords(CommonKeywords, total=False):
     """Keywords of the calls that search for the largest micro-batch."""
 
     max_micro_batch: int | None
+    micro_batch_multiple: Literal["auto"] | int
     time_limit: float | None
     max_grad_norm: float | None
     ema: float | None

@@ -93,6 +93,15 @@ class SearchOptions(Section, frozen=True, kw_only=True):
     max_micro_batch: Annotated[
         AtLeastOne | None, Option("Largest micro-batch to try.", "memory", COMMANDS, "N", common=True)
     ] = None
+    micro_batch_multiple: Annotated[
+        Literal["auto"] | AtLeastOne,
+        Option(
+            "Micro-batches are multiples of N. auto: of what the workload insists on.",
+            "memory",
+            RUNS,
+            "N|auto",
+        ),
+    ] = "auto"
     micro_batch: Annotated[
         AtLeastOne | None,
         Option(

@@ -54,13 +54,15 @@ def spread(plan: Plan, limits: Sequence[RankLimit], layout: ShardLayout | None =
         limits: of all ranks.
         layout: the model that the ranks share; None if each has a whole one.
     """
+    unit = plan.multiple
+    in_units = shares(plan.target_batch // unit, [max(1, one.limit // unit) for one in limits])
     of_ranks = [
         RankPlan(
             **{name: getattr(one, name) for name in RankLimit.__struct_fields__},
             samples=samples,
-            micro_batches=micro_batches(samples, one.limit),
+            micro_batches=micro_batches(samples, one.limit, plan.multiple),
         )
-        for one, samples in zip(limits, shares(plan.target_batch, [one.limit for one in limits]), strict=True)
+        for one, samples in zip(limits, [unit * one for one in in_units], strict=True)
     ]
     first = of_ranks[0].micro_batches
     return msgspec.structs.replace(

@@ -348,7 +348,9 @@ class _BatchMaker:
         if rule is not None and isinstance(self.source, Samples) and rule.by_size_of == bool(self.size_of):
             return self._cut_by_size(self.source, index, own)
         limit = self.plan.micro_batch if self.ranks is None else self.ranks.limit
-        return self.source.micro_batches(own, micro_batches(self.source.count(own), limit))
+        return self.source.micro_batches(
+            own, micro_batches(self.source.count(own), limit, self.plan.multiple)
+        )
 
     def _cut_by_size(self, source: Samples, index: int, own: list[Any]) -> Iterator[tuple[Collated, int]]:
         """Read all samples of a batch, in the order in which they were drawn, and cut them by size.

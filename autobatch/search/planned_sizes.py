@@ -40,9 +40,9 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, progress: P
     attempts: list[Attempt] = []
     try:
         # A replay that does not even know the limit says nothing of the sizes below.
-        asked = largest if fitting.fits(largest) else 1
-        while asked > 1:
-            sizes = set(micro_batches(samples, asked)) - {largest}
+        asked = largest if fitting.fits(largest) else 0
+        while asked > probe.multiple:
+            sizes = set(micro_batches(samples, asked, probe.multiple)) - {largest}
             doubted = sorted((one for one in sizes if not fitting.fits(one)), reverse=True)
             failed = next((one for one in doubted if not _runs(process, one, attempts, progress)), None)
             if failed is None:
@@ -51,7 +51,7 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, progress: P
                 f"a micro-batch of {failed:,} does not fit although {largest:,} does, because the allocator "
                 "cuts its memory in another way: the batch is split into more"
             )
-            asked = max(sizes) - 1
+            asked = max(sizes) - probe.multiple
     except Untraceable:
         return limit, largest
     ooms = sum(not attempt.fits for attempt in attempts)

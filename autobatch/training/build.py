@@ -156,7 +156,7 @@ def split_of(setup: TrainSetup, plan: Plan) -> Split:
     """
     cut = plan.size_cut
     if cut is None:
-        return CountSplit()
+        return CountSplit(plan.multiple)
     sizes = setup.worst_case.sizes()
     if sizes is None or digest_of(sizes) != cut.digest:
         raise InputError(

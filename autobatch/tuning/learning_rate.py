@@ -70,6 +70,8 @@ class LrTrialSpec(NamedTuple):
     target_batch: int
     micro_batch: int
     """The largest of the split, in samples."""
+    multiple: int
+    """Number whose multiples all micro-batches are."""
     precision: Precision
     knobs: dict[str, Value]
     steps: int
@@ -347,7 +349,7 @@ def _train(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> Iter
     ):
         seed_everything(seed)
         for batch in sampler.batches():
-            parts = CountSplit().parts(batch, task.micro_batch)
+            parts = CountSplit(task.multiple).parts(batch, task.micro_batch)
             fetched = ((load_micro_batch(setup.workload, part.ids), len(part.ids)) for part in parts)
             placed = train_state.passing(batches_of(setup, meter, fetched), len(parts))
             yield train_step(train_state, placed, len(batch.ids)), train_state.scaler is not None

@@ -64,6 +64,8 @@ class TrialSpec:
     """The largest micro-batch that any configuration may use."""
     samples: int
     """Samples of an optimizer step on one rank."""
+    multiple: int = 1
+    """Number whose multiples all micro-batches are."""
     planned_steps: int
     """Optimizer steps over which one-time costs are spread."""
     seconds: float
@@ -168,7 +170,9 @@ class TrialRunner:
         limit = self.limit(values)
         if not limit:
             return 0
-        return max(1, micro_batches(self.task.samples, limit)[0] >> int(values.get(SPLIT) or 0))
+        unit = self.task.multiple
+        size = micro_batches(self.task.samples, limit, unit)[0]
+        return unit * max(1, size // unit >> int(values.get(SPLIT) or 0))
 
     def _measure(self, values: Configuration) -> Measurement:
         size = self._micro_batch(values)
@@ -178,7 +182,7 @@ class TrialRunner:
         if over > 0:
             reason = f"its losses differ from the reference by {over:.1%} more than the tolerance"
             return infeasible(reason, micro_batch=size)
-        sizes = micro_batches(self.task.samples, size)
+        sizes = micro_batches(self.task.samples, size, self.task.multiple)
         setup = with_knobs(self.setup, {LOADER_WORKERS: self.task.workers} | dict(values))
         prefetch = self.task.prefetch or int(values.get(PREFETCH) or AHEAD)
         timing = time_steps(setup, sizes, self.task.seconds, prefetch=prefetch)
@@ -258,7 +262,7 @@ def look_at_workload(session: Session, task: TrialSpec) -> TuningContext:
     return describe_context(
         session.setup,
         precision_is_open=task.is_precision_open,
-        micro_batch=micro_batches(task.samples, task.limit)[0],
+        micro_batch=micro_batches(task.samples, task.limit, task.multiple)[0],
         planned_steps=task.planned_steps,
         workers_are_open=task.workers is None,
     )

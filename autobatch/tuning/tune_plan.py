@@ -95,7 +95,7 @@ class PlanTuner:
         """
         limit = limit_of_rank(self.ranks, plan) if plan.ranks else limit
         samples = max(1, share_of_rank(self.ranks, plan, sum(plan.micro_batches)))
-        task = self._trial_spec(samples, limit)
+        task = self._trial_spec(samples, limit, plan.multiple)
         plain = self.ranks.once(lambda: list(map(msgspec.to_builtins, self._find_fastest(task))))
         tuning = msgspec.convert(plain[0], Tuning)
         task = replace(task, defaults=plain[1])
@@ -136,7 +136,7 @@ class PlanTuner:
         """Put the choice into the plan, if every rank can run it. The effective batch stays."""
         if not micro_batch or not changes(tuning.best, task.defaults):
             return plan, tuning
-        sizes = micro_batches(sum(plan.micro_batches), micro_batch)
+        sizes = micro_batches(sum(plan.micro_batches), micro_batch, plan.multiple)
         # Knobs at their default are left out, and the split is the plan itself.
         knobs = task.changes(tuning.best)
         chosen = msgspec.structs.replace(
@@ -175,6 +175,7 @@ class PlanTuner:
             default=plan.learning_rate,
             target_batch=plan.target_batch,
             micro_batch=plan.micro_batch,
+            multiple=plan.multiple,
             precision=plan.precision,
             knobs=plan.knobs,
             steps=self.options.tune.lr_steps,
@@ -217,12 +218,13 @@ class PlanTuner:
             made_for["workers"] = self.loader_workers
         return self._location(made_for, [made_for, axes])
 
-    def _trial_spec(self, samples: int, limit: int) -> TrialSpec:
+    def _trial_spec(self, samples: int, limit: int, multiple: int) -> TrialSpec:
         """Return the settings of trials with this many samples per step, under a limit on the micro-batch."""
         options, info = self.options, self.process.info
         caps = (options.target_batch, options.search.max_micro_batch, info.samples)
         return TrialSpec(
             limit=limit,
+            multiple=multiple,
             cap=min(cap for cap in caps if cap is not None),
             samples=samples,
             planned_steps=self.planned_steps,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from autobatch.planning import micro_batches
@@ -43,13 +44,17 @@ class Split(Protocol):
         """Return the largest micro-batch of the most expensive samples."""
 
 
+@dataclass(frozen=True)
 class CountSplit:
-    """Micro-batches of equal counts, in the order of the batch; the counts differ by at most one."""
+    """Micro-batches of equal counts, in the order of the batch; the counts differ by at most one unit."""
+
+    multiple: int = 1
+    """Unit of the counts."""
 
     def parts(self, batch: GlobalBatch, micro_batch: int) -> list[MicroBatchIds]:
         """See `Split`."""
         found, first = [], 0
-        for size in micro_batches(len(batch.ids), micro_batch):
+        for size in micro_batches(len(batch.ids), micro_batch, self.multiple):
             places = range(first, first + size)
             found.append(MicroBatchIds(batch.index, places, batch.ids[first : first + size]))
             first += size
@@ -58,7 +63,7 @@ class CountSplit:
     def halved(self, part: MicroBatchIds, micro_batch: int) -> int:
         """See `Split`."""
         del micro_batch
-        return math.ceil(len(part.ids) / 2)
+        return self.multiple * math.ceil(len(part.ids) / self.multiple / 2)
 
     def of_longest(self, micro_batch: int) -> int:
         """See `Split`."""

@@ -25,6 +25,7 @@ CHANGED: dict[str, Any] = {
     "lr_trials": 6,
     "max_grad_norm": 0.5,
     "max_micro_batch": 3,
+    "micro_batch_multiple": 2,
     "memory_budget": "123MiB",
     "memory_viz": "memory.pickle",
     "micro_batch": 2,

@@ -92,6 +92,8 @@ class Plan(Record, frozen=True, kw_only=True):
     micro_batch: int
     accumulation_steps: int
     micro_batches: list[int]
+    multiple: int = 1
+    """Number whose multiples all micro-batches are."""
     base_batch: int | None
     learning_rate: float
     learning_rate_rule: Literal["none", "linear", "sqrt", "tuned"]

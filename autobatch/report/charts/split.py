@@ -23,7 +23,11 @@ def plan_figure(plan: Plan) -> Picture:
     """Draw one optimizer step: one row per rank, and one block per micro-batch, as wide as its samples."""
     shown = min(plan.world_size, SHOWN_RANKS)
     split = [
-        micro_batches(rank_share(plan.target_batch, plan.world_size, rank), plan.micro_batch)
+        micro_batches(
+            rank_share(plan.target_batch, plan.world_size, rank, plan.multiple),
+            plan.micro_batch,
+            plan.multiple,
+        )
         for rank in range(shown)
     ]
     split[0] = plan.micro_batches or split[0]

@@ -75,6 +75,11 @@ def choose_split(
     """
     if settings.split == "count":
         return SplitChoice(None, None)
+    if plan.multiple > 1:
+        reason = f"micro-batches must be multiples of {plan.multiple}"
+        if settings.split == "size":
+            raise InputError(f"--split size is not possible: {reason}. Use --split count")
+        return SplitChoice(None, None)
     setup = with_knobs(session.setup, {**plan.knobs, PRECISION: plan.precision})
     obstacle = find_obstacle(setup)
     if obstacle is not None:

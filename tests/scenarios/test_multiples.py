@@ -1,0 +1,90 @@
+"""Workloads that insist on a multiple of samples, from the probe to the trained steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autobatch
+from autobatch.core.errors import InputError
+from autobatch.planning import make_plan, micro_batches
+from tests.support.probes import mlp, work
+
+SEEN: list[int] = []
+
+
+def in_multiples_of(multiple: int):
+    """Return a loss that asserts a multiple of samples, as timm's mixup does, and notes their number."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        count = len(batch[1])
+        assert count % multiple == 0, "the batch must be even"
+        SEEN.append(count)
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    return loss
+
+
+LARGEST = autobatch.probe(work(), device="cpu", memory_budget="80KiB").micro_batch
+"""What fits without the assertion."""
+
+
+@pytest.mark.parametrize("multiple", [2, 4, 8])
+def test_the_multiple_is_found_and_named(multiple: int) -> None:
+    found = autobatch.probe(work(loss=in_multiples_of(multiple)), device="cpu", memory_budget="80KiB")
+    assert (found.micro_batch, found.multiple) == (LARGEST // multiple * multiple, multiple)
+    assert found.upper_bound_by in ("run", "replay")
+    again = autobatch.probe(work(loss=in_multiples_of(multiple)), device="cpu", memory_budget="80KiB")
+    assert (again.micro_batch, again.multiple, len(again.attempts)) == (found.micro_batch, multiple, 1)
+
+
+@pytest.mark.parametrize("target", [2 * LARGEST + 8 - 2 * LARGEST % 2, 24])
+def test_a_plan_has_multiples_only_and_trains(target: int, tmp_path: Path) -> None:
+    options = {"device": "cpu", "memory_budget": "80KiB", "target_batch": target}
+    plan = autobatch.plan(work(loss=in_multiples_of(2)), **options)
+    assert sum(plan.micro_batches) == target
+    assert all(size % 2 == 0 and size <= LARGEST for size in plan.micro_batches)
+    SEEN.clear()
+    torch.manual_seed(0)
+    result = autobatch.fit(
+        work(loss=in_multiples_of(2)), **options, steps=3, trials=0, out=str(tmp_path / "run")
+    )
+    assert result.training.optimizer_steps == 3
+    assert SEEN
+    assert all(size % 2 == 0 for size in SEEN)
+
+
+def test_a_target_that_is_no_multiple_is_refused() -> None:
+    options = {"device": "cpu", "memory_budget": "80KiB", "target_batch": 25}
+    SEEN.clear()
+    with pytest.raises(InputError, match=r"25 cannot be split into multiples of 2.*use 24 or 26"):
+        autobatch.plan(work(loss=in_multiples_of(2)), **options, micro_batch_multiple=2)
+    assert not SEEN, "before anything has run"
+    with pytest.raises(InputError, match=r"25 cannot be split into multiples of 2.*use 24 or 26"):
+        autobatch.plan(work(loss=in_multiples_of(2)), **options)
+
+
+def test_a_multiple_that_is_asked_for_is_kept_without_a_reason() -> None:
+    found = autobatch.probe(work(mlp), device="cpu", memory_budget="80KiB", micro_batch_multiple=16)
+    assert (found.micro_batch, found.multiple) == (LARGEST // 16 * 16, 16)
+    with pytest.raises(InputError, match="micro_batch_multiple"):
+        autobatch.probe(work(mlp), device="cpu", micro_batch_multiple=0)
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 8])
+def test_every_split_has_the_fewest_multiples(multiple: int) -> None:
+    for samples in range(multiple, 200, multiple):
+        for limit in range(multiple, 60, 5):
+            sizes = micro_batches(samples, limit, multiple)
+            assert sum(sizes) == samples
+            assert all(0 < size <= limit and size % multiple == 0 for size in sizes)
+            assert max(sizes) - min(sizes) <= multiple
+            assert len(sizes) == -(-samples // (limit // multiple * multiple))
+    plan = make_plan(
+        target_batch=96, micro_batch_limit=20, learning_rate=1.0, world_size=3, multiple=multiple
+    )
+    assert sum(plan.micro_batches) == 32
