@@ -19,8 +19,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,7 +41,7 @@ from autobatch.workload.sampler_order import epoch_of
 from autobatch.workload.split import CountSplit
 
 if TYPE_CHECKING:
-    from autobatch.tuning.study import Request, StoredTrial, Study
+    from autobatch.tuning.study import StoredTrial, Study
 
 RATE = "learning_rate"
 REACH = 32.0
@@ -50,16 +49,13 @@ REACH = 32.0
 FIRST_FACTORS = (1.0, 4.0, 1 / 4, 16.0, 1 / 16)
 """First trials as multiples of the default: they cover the range before a model is fitted."""
 PARTS = 4
-"""Number of parts of a run; it can stop after each, and the mean loss of the last is its figure."""
-STARTUP_RUNS = 4
-"""Runs that go on to their end before any is stopped."""
+"""The figure of a run is the mean loss of the last of this many parts."""
 DIVERGED = 2.0
 """A run has diverged if its last loss exceeds this multiple of its first."""
 OTHER_SEEDS = 2
 """Number of further data orders that decide."""
 EDGE_FACTOR = 1.5
 """Within this factor of a bound of the range, the best may lie beyond."""
-ACT = "a trial of a learning rate"
 
 
 class LrTrialSpec(NamedTuple):
@@ -80,15 +76,13 @@ class LrTrialSpec(NamedTuple):
     """True to skip a non-finite step, as the training that follows does."""
 
 
-class StepLoss(NamedTuple):
-    """The loss of a step."""
+class LrRun(NamedTuple):
+    """The steps of a short run."""
 
-    loss: float
-    """Mean over the counted items."""
-    items: float
-    """Number of counted items."""
+    steps: list[tuple[float, float]]
+    """Mean loss of each step over its counted items, and their number."""
     failure: str | None = None
-    """Reason why the run ended here, in one line; None if it continues."""
+    """Reason why the run ended early, in one line; None if it did not."""
 
 
 class LrTrialResult(NamedTuple):
@@ -101,22 +95,6 @@ class LrTrialResult(NamedTuple):
     """Of its first step, before any update; None if no loss was finite."""
     failure: str | None
     """Reason why it is infeasible, in one line; None if it is feasible."""
-
-
-class Segment(NamedTuple):
-    """The loss of a part of a run."""
-
-    loss: float | None
-    """Mean over the counted items; None if no loss was finite."""
-    first: float | None
-    """Loss of the run's first step; None if no loss was finite yet."""
-    failure: str | None = None
-    """Reason why the run ended here; None if it continues."""
-
-
-Losses = Generator[StepLoss, None, None]
-ShouldStop = Callable[[int, float], bool]
-"""Asked with the number of each part of a run but the last, from 1, and its loss."""
 
 
 def find_learning_rate(
@@ -242,49 +220,42 @@ class ShortRuns:
     process: SetupProcess
     task: LrTrialSpec
 
-    def run(self, rate: float, seed: int, should_stop: ShouldStop = lambda *_: False) -> LrTrialResult:
+    def run(self, rate: float, seed: int) -> LrTrialResult:
         """Train at a learning rate on the batches that a seed draws.
 
         Raises:
             Exception: whatever the workload raises at the default learning rate, except out of memory.
         """
-        part = Segment(None, None)
-        with closing(self.segments(rate, seed)) as segments:
-            for number, part in enumerate(segments, 1):
-                if part.failure is not None or part.loss is None:
-                    return LrTrialResult(rate, None, part.first, part.failure or "no loss was finite")
-                if number < PARTS and should_stop(number, part.loss):
-                    failure = f"stopped after {number} of {PARTS} parts: its loss was worse than the median"
-                    return LrTrialResult(rate, part.loss, part.first, failure)
-        return LrTrialResult(rate, part.loss, part.first, _divergence(part))
-
-    def segments(self, rate: float, seed: int) -> Generator[Segment, None, None]:
-        """Ask the process for the parts of a run; a crash of it is the last one."""
         try:
-            part = self.process.call(ACT, _begin_run, self.task, rate, seed)
-            while part is not None:
-                yield part
-                part = self.process.call(ACT, _continue_run)
-        except GeneratorExit:
-            # Weights are temporary for as long as a run is open.
-            self._close()
-            raise
+            found = self.process.call("a trial of a learning rate", _run, self.task, rate, seed)
         except ChildCrashed as crash:
-            failure = str(crash)
+            found = LrRun([], str(crash))
         else:
-            return
+            return result_of(rate, found)
         self.process.restart()
-        yield Segment(None, None, failure)
-
-    def _close(self) -> None:
-        with suppress(ChildCrashed):
-            self.process.call(ACT, _end_run)
-            return
-        self.process.restart()
+        return result_of(rate, found)
 
 
-def short_run(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> Losses:
-    """Train a few steps on temporary weights, and yield their losses; the last one carries any failure.
+def result_of(rate: float, run: LrRun) -> LrTrialResult:
+    """Return the result of a short run: the mean loss over the counted items of its last part."""
+    begin = len(run.steps) * (PARTS - 1) // PARTS
+    seen, last = (
+        [(loss, items) for loss, items in steps if items and math.isfinite(loss)]
+        for steps in (run.steps, run.steps[begin:])
+    )
+    first = seen[0][0] if seen else None
+    if run.failure is not None:
+        return LrTrialResult(rate, None, first, run.failure)
+    if not last or first is None:
+        return LrTrialResult(rate, None, first, "no loss was finite")
+    loss = sum(loss * items for loss, items in last) / sum(items for _, items in last)
+    if loss - first > (DIVERGED - 1) * abs(first):
+        return LrTrialResult(rate, loss, first, f"diverged: the loss rose from {first:.4g} to {loss:.4g}")
+    return LrTrialResult(rate, loss, first, None)
+
+
+def short_run(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> LrRun:
+    """Train a few steps on temporary weights.
 
     Args:
         setup: the model and the data.
@@ -295,44 +266,22 @@ def short_run(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> L
     Raises:
         Exception: whatever the workload raises at the default learning rate, except out of memory.
     """
+    run = LrRun([])
     try:
         for result, is_scaled in _train(setup, task, rate, seed):
             # Training would end here, unless a loss scale is still falling, which skips such a step.
             if result.count and not result.applied and not is_scaled and not task.skips:
-                yield StepLoss(math.nan, 0.0, "its loss or gradient is not finite")
-                return
-            yield StepLoss(result.loss, result.count)
+                return run._replace(failure="its loss or gradient is not finite")
+            run.steps.append((result.loss, result.count))
     except Exception as error:
         if classify(error) is Verdict.NONE and rate == task.default:
             raise
         failure = first_line(error)
     else:
-        return
+        return run
     # Outside the except block, nothing keeps the failed step's tensors alive.
     setup.device.release()
-    yield StepLoss(math.nan, 0.0, failure)
-
-
-def segments_of(losses: Iterable[StepLoss], steps: int) -> Iterator[Segment]:
-    """Yield the mean losses of the parts of a run.
-
-    Args:
-        losses: of the steps, as `short_run` yields them.
-        steps: number of steps of a whole run.
-    """
-    ends = {steps * (part + 1) // PARTS for part in range(PARTS)}
-    first: float | None = None
-    total = count = 0.0
-    for number, seen in enumerate(losses, 1):
-        if seen.failure is not None:
-            yield Segment(None, first, seen.failure)
-            return
-        if seen.items and math.isfinite(seen.loss):
-            first = seen.loss if first is None else first
-            total, count = total + seen.loss * seen.items, count + seen.items
-        if number in ends:
-            yield Segment(total / count if count else None, first)
-            total = count = 0.0
+    return run._replace(failure=failure)
 
 
 def _train(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> Iterator[tuple[StepResult, bool]]:
@@ -355,29 +304,8 @@ def _train(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> Iter
             yield train_step(train_state, placed, len(batch.ids)), train_state.scaler is not None
 
 
-@dataclass
-class _OpenRun:
-    """The short run that a session is in."""
-
-    losses: Losses
-    segments: Iterator[Segment]
-
-
-def _begin_run(session: Session, task: LrTrialSpec, rate: float, seed: int) -> Segment | None:
-    losses = short_run(session.setup, task, rate, seed)
-    run = session.keep(_OpenRun(losses, segments_of(losses, task.steps)))
-    return next(run.segments, None)
-
-
-def _continue_run(session: Session) -> Segment | None:
-    run = session.find(_OpenRun)
-    return None if run is None else next(run.segments, None)
-
-
-def _end_run(session: Session) -> None:
-    run = session.find(_OpenRun)
-    if run is not None:
-        run.losses.close()
+def _run(session: Session, task: LrTrialSpec, rate: float, seed: int) -> LrRun:
+    return short_run(session.setup, task, rate, seed)
 
 
 def _open_study(default: float, seed: int, place: StudyLocation) -> Study:
@@ -385,8 +313,7 @@ def _open_study(default: float, seed: int, place: StudyLocation) -> Study:
     from autobatch.tuning.study import study_of_rates
 
     first = [{RATE: default * factor} for factor in FIRST_FACTORS]
-    # Half of each run is safe, because a small learning rate is slow at first.
-    return study_of_rates(place, first, reach=REACH, seed=seed, pruner=(STARTUP_RUNS, PARTS // 2))
+    return study_of_rates(place, first, reach=REACH, seed=seed)
 
 
 def _try_rates(
@@ -398,7 +325,7 @@ def _try_rates(
         request = study.ask()
         progress.doing(f"learning rate {len(tried) + 1}: a run of {runs.task.steps} steps")
         try:
-            found = _run_trial(runs, study, request, seed)
+            found = runs.run(float(request.values[RATE] or 0.0), seed)
         except BaseException:
             study.fail(request)
             raise
@@ -408,16 +335,6 @@ def _try_rates(
         tried = [_decode(trial) for trial in study.complete()]
         progress.tried_rate(len(tried), budget.trials, found.rate, found.loss, found.failure)
     return tried
-
-
-def _run_trial(runs: ShortRuns, study: Study, request: Request, seed: int) -> LrTrialResult:
-    """Run a trial until its end, or until the study stops it; the default always runs to its end."""
-    rate = float(request.values[RATE] or 0.0)
-
-    def should_stop(part: int, loss: float) -> bool:
-        return study.should_stop(request, part, loss) and rate != runs.task.default
-
-    return runs.run(rate, seed, should_stop)
 
 
 def _decode(trial: StoredTrial) -> LrTrialResult:
@@ -441,13 +358,6 @@ def _comparison(seed: int, default: LrTrialResult, other: LrTrialResult) -> LrCo
     return LrComparison(
         seed=seed, default_loss=default.loss, other_loss=other.loss, gain=gain_over(default, other)
     )
-
-
-def _divergence(last: Segment) -> str | None:
-    """Return why a run has diverged, or None if it has not."""
-    if last.loss is None or last.first is None or last.loss - last.first <= (DIVERGED - 1) * abs(last.first):
-        return None
-    return f"diverged: the loss rose from {last.first:.4g} to {last.loss:.4g}"
 
 
 def _loss(one: LrTrialResult) -> float:

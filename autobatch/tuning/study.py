@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
-from optuna.pruners import BasePruner, MedianPruner
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage
 from optuna.storages.journal import JournalFileBackend
@@ -57,7 +56,6 @@ class Study:
         suggest: draws the values of a trial.
         sampler: proposes points; made for the number of trials that the study has, so that searches that go
             on, or that share a study, draw other points.
-        pruner: decides which trials end early; None for Optuna's own.
         first: points to try before the sampler proposes any.
 
     Raises:
@@ -72,7 +70,6 @@ class Study:
         metric: str,
         suggest: Callable[[optuna.Trial], dict[str, Value]],
         sampler: Callable[[int], BaseSampler],
-        pruner: BasePruner | None = None,
         first: Sequence[Configuration],
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -87,7 +84,6 @@ class Study:
                 storage=None if place.storage is None else _open(place.storage),
                 direction=direction,
                 load_if_exists=True,
-                pruner=pruner,
             )
             self._study.sampler = sampler(len(self._study.get_trials(deepcopy=False)))
             _check_purpose(self._study, place)
@@ -140,12 +136,6 @@ class Study:
                 return self._draw()
             finally:
                 self._study.sampler = sampler
-
-    def should_stop(self, request: Request, step: int, value: float) -> bool:
-        """Store an intermediate value, and return whether the pruner ends the trial."""
-        with _storage_errors(self._storage):
-            request.trial.report(value, step)
-            return request.trial.should_prune()
 
     def tell(
         self,
@@ -208,9 +198,7 @@ def study_of_configurations(
     )
 
 
-def study_of_rates(
-    place: StudyLocation, first: Sequence[Configuration], *, reach: float, seed: int, pruner: tuple[int, int]
-) -> Study:
+def study_of_rates(place: StudyLocation, first: Sequence[Configuration], *, reach: float, seed: int) -> Study:
     """Open a study of losses: a tree-structured Parzen estimator, as a learning rate has a cliff.
 
     Args:
@@ -218,8 +206,6 @@ def study_of_rates(
         first: points to try first, each a value of the same name; the default leads.
         reach: values are tried from the default ÷ this to the default × this.
         seed: of the sampler.
-        pruner: trials that run to their end, and safe steps of each trial, before one that is worse than the
-            median is stopped.
     """
     ((name, value),) = first[0].items()
     default = float(value or 0.0)
@@ -229,7 +215,6 @@ def study_of_rates(
         metric="loss",
         suggest=lambda trial: {name: trial.suggest_float(name, default / reach, default * reach, log=True)},
         sampler=lambda number: TPESampler(seed=seed + number),
-        pruner=MedianPruner(*pruner),
         first=first,
     )
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from autobatch.training import build
 from autobatch.tuning import tune_plan
 from autobatch.tuning.configuration import Measurement
 from autobatch.tuning.find_fastest import TuningResult
-from autobatch.tuning.learning_rate import Segment, ShortRuns, short_run
+from autobatch.tuning.learning_rate import ShortRuns, short_run
 from autobatch.tuning.tune_plan import PlanTuner
 from autobatch.workload.contract import WholeBatchLoss
 from tests.support.commandline import SMALL, environment
@@ -197,7 +197,7 @@ def test_a_short_run_has_the_losses_of_fit(loss: Any, tmp_path: Path) -> None:
     autobatch.fit(linear_workload(loss=loss), **options, device="cpu", out=tmp_path / "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     task = task_of(0.1, target_batch=12, steps=8)._replace(micro_batch=4)
-    seen = [one.loss for one in short_run(linear_setup(loss=loss), task, 0.1, 3)]
+    seen = [loss for loss, _ in short_run(linear_setup(loss=loss), task, 0.1, 3).steps]
     assert seen == [json.loads(line)["loss"] for line in lines]
 
 
@@ -211,15 +211,14 @@ def test_an_interrupt_keeps_the_default_learning_rate_and_earlier_results(
 ) -> None:
     calls = []
 
-    def interrupted(*given: Any) -> Iterator[Segment]:
+    def interrupted(*given: Any) -> None:
         calls.append(given)
         raise KeyboardInterrupt
-        yield
 
     notes: list[str] = []
     progress = Progress()
     monkeypatch.setattr(progress, "note", notes.append, raising=False)
-    monkeypatch.setattr(ShortRuns, "segments", interrupted)
+    monkeypatch.setattr(ShortRuns, "run", interrupted)
     storage = str(tmp_path / "s.log")
     asked = options(storage=storage, study="study")
     result = run_tune(linear_workload(), asked, RunContext(progress=progress))
@@ -232,11 +231,10 @@ def test_an_interrupt_keeps_the_default_learning_rate_and_earlier_results(
 
 
 def test_a_termination_request_ends_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def terminated(*given: Any) -> Iterator[Segment]:
+    def terminated(*given: Any) -> None:
         raise Terminated
-        yield
 
-    monkeypatch.setattr(ShortRuns, "segments", terminated)
+    monkeypatch.setattr(ShortRuns, "run", terminated)
     with pytest.raises(Terminated):
         run_tune(linear_workload(), options(), RunContext())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ from autobatch.setup.child import ThisProcess
 from autobatch.tuning.configuration import Budget, StudyLocation
 from autobatch.tuning.learning_rate import (
     REACH,
+    LrRun,
+    LrTrialResult,
     LrTrialSpec,
-    Segment,
     ShortRuns,
-    StepLoss,
     find_learning_rate,
-    segments_of,
+    result_of,
 )
 from autobatch.workload.contract import Workload
 from tests.support.training import Rows, make_workload
@@ -126,8 +126,7 @@ class Curves(ShortRuns):
         object.__setattr__(self, "loss", loss)
         object.__setattr__(self, "begun", [])
 
-    def segments(self, rate: float, seed: int) -> Generator[Segment, None, None]:
+    def run(self, rate: float, seed: int) -> LrTrialResult:
         self.begun.append((rate, seed))  # type: ignore[attr-defined]
         steps = range(self.task.steps)
-        losses = (StepLoss(self.loss(rate, seed, step), 1.0) for step in steps)  # type: ignore[attr-defined]
-        yield from segments_of(losses, self.task.steps)
+        return result_of(rate, LrRun([(self.loss(rate, seed, step), 1.0) for step in steps]))  # type: ignore[attr-defined]

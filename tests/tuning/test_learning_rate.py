@@ -25,13 +25,13 @@ from autobatch.tuning.learning_rate import (
     MINIMUM_GAIN,
     PARTS,
     REACH,
+    LrRun,
     LrTrialResult,
     LrTrialSpec,
     ShortRuns,
-    StepLoss,
     decide,
     gain_over,
-    segments_of,
+    result_of,
     short_run,
 )
 from tests.support.commandline import SMALL, environment
@@ -110,23 +110,6 @@ def test_the_default_is_kept_if_no_learning_rate_trains() -> None:
     assert found.notes == [
         "kept learning rate 0.01: none of 4 learning rates trained. The default one: no loss was finite"
     ]
-
-
-def test_a_stopped_run_is_never_the_best(tmp_path: Path) -> None:
-    """Far above the default it looks hopeless for three quarters of the run, and is perfect in the last."""
-
-    def loss(rate: float, seed: int, step: int) -> float:
-        if rate > 0.02:
-            return 5.0 + rate if step < 18 else 0.0
-        return 4.0 - step * rate * 10
-
-    curves = Curves(loss)
-    found = find_rate(runs=curves, trials=14, storage=str(tmp_path / "s.log"))
-    ended = [one for one in found.history if (one.note or "").startswith("stopped after")]
-    assert ended
-    assert not any(one.feasible for one in ended)
-    assert found.best not in {one.learning_rate for one in ended}
-    assert {trial.state for trial in stored_trials(tmp_path / "s.log")} == {TrialState.COMPLETE}
 
 
 def test_the_best_is_compared_with_the_default_on_other_data() -> None:
@@ -246,10 +229,11 @@ def test_a_non_finite_gradient_ends_the_run() -> None:
     def spoiled(model: nn.Module, batch: Any) -> torch.Tensor:
         return squares(model, batch) + 0 * (model.weights - model.weights.detach()).abs().sqrt().sum()  # type: ignore[operator, union-attr]
 
-    seen = list(short_run(linear_setup(loss=spoiled), task_of(0.01), 0.01, 0))
-    assert [one.failure for one in seen] == ["its loss or gradient is not finite"]
+    seen = short_run(linear_setup(loss=spoiled), task_of(0.01), 0.01, 0)
+    assert (seen.steps, seen.failure) == ([], "its loss or gradient is not finite")
     skipping = task_of(0.01)._replace(skips=True)
-    assert [one.failure for one in short_run(linear_setup(loss=spoiled), skipping, 0.01, 0)] == [None] * STEPS
+    seen = short_run(linear_setup(loss=spoiled), skipping, 0.01, 0)
+    assert (len(seen.steps), seen.failure) == (STEPS, None)
 
 
 def test_short_runs_leave_the_model_unchanged() -> None:
@@ -258,26 +242,14 @@ def test_short_runs_leave_the_model_unchanged() -> None:
     before = fingerprint(made.model)
     assert find_rate(made, trials=8).best != 0.01
     assert fingerprint(made.model) == before
-    ended = short_run(made, task_of(0.01), 0.01, 0)
-    next(ended)
-    ended.close()
-    assert fingerprint(made.model) == before
 
 
-def test_parts_are_means_over_counted_items() -> None:
-    losses = [
-        StepLoss(8.0, 1),
-        StepLoss(2.0, 3),
-        StepLoss(math.nan, 0),
-        StepLoss(4.0, 2),
-        StepLoss(1.0, 1),
-        StepLoss(3.0, 1),
-    ]
-    found = list(segments_of(losses, 6))
-    assert [part.loss for part in found] == [8.0, 2.0, 4.0, 2.0]
-    assert {part.first for part in found} == {8.0}
-    failed = list(segments_of([StepLoss(8.0, 1), StepLoss(math.nan, 0, "gone")], 4))
-    assert [(part.loss, part.failure) for part in failed] == [(8.0, None), (None, "gone")]
+def test_the_figure_is_the_mean_over_the_counted_items_of_the_last_quarter() -> None:
+    steps = [(8.0, 1.0)] * 6 + [(2.0, 3.0), (6.0, 1.0)]
+    assert result_of(0.1, LrRun(steps)) == LrTrialResult(0.1, 3.0, 8.0, None)
+    uncounted = [(math.nan, 0.0), (5.0, 2.0), *steps[:4], (math.nan, 0.0), (1.0, 1.0)]
+    assert result_of(0.1, LrRun(uncounted)) == LrTrialResult(0.1, 1.0, 5.0, None)
+    assert result_of(0.1, LrRun(steps[:3], "gone")) == LrTrialResult(0.1, None, 8.0, "gone")
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -287,7 +259,7 @@ def test_short_runs_use_the_expandable_segments_of_the_plan(
     made = setup_of(signed(set()), simulated_gpu(tmp_path, "1GiB"))
     knobs = {"expandable_segments": True} if expandable else {}
     task = LrTrialSpec(default=0.1, target_batch=8, micro_batch=4, precision="fp32", knobs=knobs, steps=4)
-    assert [seen.failure for seen in short_run(made, task, 0.1, 0)] == [None] * 4
+    assert short_run(made, task, 0.1, 0).failure is None
     assert {one.config.expandable_segments for one in allocators} == {expandable}
 
 
@@ -318,6 +290,4 @@ def test_a_run_that_crashes_its_process_is_infeasible_and_the_next_one_runs(tmp_
         first = runs.run(0.01, 0)
         assert (first.failure, first.rate) == (None, 0.01)
         assert "(SIGSEGV)" in (runs.run(0.02, 0).failure or "")
-        half = runs.run(0.005, 0, should_stop=lambda part, loss: part == 1)
-        assert (half.failure or "").startswith("stopped after 1 of 4 parts")
         assert runs.run(0.01, 0) == first
