@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from autobatch.api.context import RunContext
 from autobatch.api.tune_stage import open_tuner
 from autobatch.core.knobs import SearchAxis
 from autobatch.core.progress import Progress
+from autobatch.core.records.tuning import Tuning
+from autobatch.distributed.ranks import Alone
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import make_plan
 from autobatch.setup.child import ThisProcess
-from autobatch.tuning.find_fastest import StudyLocation
+from autobatch.tuning import tune_plan
+from autobatch.tuning.configuration import Measurement, StudyLocation
+from autobatch.tuning.find_fastest import TuningResult
 from autobatch.tuning.learning_rate import LrTrialSpec
 from autobatch.tuning.tune_plan import PlanTuner
 from tests.support.options import as_options
@@ -89,3 +96,36 @@ def test_a_model_that_ranks_share_is_not_tuned(tmp_path: Path) -> None:
         assert (tuner.trials, tuner.lr_trials) == (0, 0)
         assert progress.notes.pop() == f"{left_out} not tuned, because the ranks share the model"
     assert not progress.notes
+
+
+class TwoRanks(Alone):
+    """Rank 0 of two, the other of which answers with a reason of its own."""
+
+    world = 2
+
+    def __init__(self, reason: str | None) -> None:
+        self.reason = reason
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self.reason if value is None else value]
+
+
+@pytest.mark.parametrize("reason", [None, "out of memory"])
+def test_a_choice_is_taken_only_if_it_runs_on_every_rank(
+    reason: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = {"optimizer": "foreach", "micro_batch_shift": 1}
+    found = Tuning(trials=1, best=best, baseline_samples_per_s=1.0, best_samples_per_s=2.0, study="s")
+    monkeypatch.setattr(tune_plan, "find_fastest", lambda *_, **__: TuningResult(found, Measurement(2.0, 4)))
+    progress = Notes()
+    tuner = replace(tuner_of(tmp_path, progress, knobs=",".join(best)), ranks=TwoRanks(reason))
+    plan = make_plan(target_batch=20, micro_batch_limit=8, learning_rate=0.1)
+    chosen, tuning = tuner.tune(plan, 8)
+    if reason is None:
+        assert (chosen.knobs, chosen.world_size, chosen.effective_batch) == ({"optimizer": "foreach"}, 2, 20)
+        assert [one.micro_batches for one in chosen.ranks] == [[4, 3, 3]] * 2
+        assert tuning.best == best
+    else:
+        assert chosen == plan
+        assert (tuning.best["optimizer"], tuning.best_samples_per_s) == ("default", 1.0)
+        assert progress.notes == ["kept the plan: the fastest configuration fails on rank 1: out of memory"]
