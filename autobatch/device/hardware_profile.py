@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -20,6 +20,22 @@ Capability = Annotated[str, msgspec.Meta(pattern=r"^[0-9]+\.[0-9]+$")]
 Day = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 Positive = Annotated[int, msgspec.Meta(gt=0, le=2**63 - 1)]
+
+
+class Processors(NamedTuple):
+    """The processors of a GPU, on which the scratch memory of its reductions depends."""
+
+    count: int
+    """Multiprocessors."""
+    threads: int
+    """Most threads that each of them runs at a time."""
+
+
+USUAL_PROCESSORS = Processors(108, 2048)
+"""Those of an A100, for a GPU whose figures are unknown."""
+_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+"""Most resident threads of a multiprocessor by compute capability, if these are not 2048 (CUDA C++
+Programming Guide, technical specifications per compute capability)."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,7 +53,8 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Figures of a GPU model for a training process.
 
-    Predictions read the total, the context and the workspaces. The other figures are for people.
+    Predictions read the total, the context, the workspaces and the multiprocessors. The other figures are
+    for people.
     """
 
     schema: Literal[1]
@@ -57,6 +74,8 @@ class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Size of one cuBLAS workspace. The caching allocator provides it."""
     cublas_workspaces: Figure | None = None
     """Number of them in a training process."""
+    multiprocessors: Figure | None = None
+    """Streaming multiprocessors."""
     memory_bandwidth: Figure | None = None
     dense_bf16: Figure | None = None
     dense_fp16: Figure | None = None
@@ -90,6 +109,13 @@ class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.cublas_workspace.value, self.cublas_workspaces.value
 
     @property
+    def processors(self) -> Processors | None:
+        """Its processors; None if unknown."""
+        if self.multiprocessors is None:
+            return None
+        return Processors(self.multiprocessors.value, _THREADS.get(self.compute_capability, 2048))
+
+    @property
     def compute_capability(self) -> tuple[int, int]:
         """Major and minor compute capability."""
         major, minor = self.capability.split(".")
@@ -102,6 +128,7 @@ _UNITS: Mapping[str, str] = {
     "context": "B",
     "cublas_workspace": "B",
     "cublas_workspaces": "count",
+    "multiprocessors": "count",
     "memory_bandwidth": "B/s",
     "dense_bf16": "FLOP/s",
     "dense_fp16": "FLOP/s",

@@ -73,7 +73,7 @@ def _first_traces(
 def _fitted(*recordings: Recording) -> Program:
     """Fit a program to recordings at the first sizes."""
     points = [(size, one.trace) for size, one in zip(SIZES, recordings, strict=False)]
-    return Program.fit(points, [one.pages for one in recordings])
+    return Program.fit(points, [one.derived for one in recordings])
 
 
 def _shortened(setting: Setting) -> Setting:

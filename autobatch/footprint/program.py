@@ -11,15 +11,17 @@ fragmentation.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import NamedTuple, Self, TypeAlias
+from typing import Literal, NamedTuple, Self, TypeAlias
 
 import msgspec
 
 from autobatch.core.errors import AutobatchError
 from autobatch.device.allocator.onednn_workspace import whole_pages
 from autobatch.device.allocator.trace import FREE, Trace
+from autobatch.device.hardware_profile import USUAL_PROCESSORS, Processors
+from autobatch.footprint.reductions import Reduction, scratch_bytes
 
 
 class Untraceable(AutobatchError, ValueError):  # noqa: N818 - describes the step, not a fault
@@ -54,24 +56,32 @@ class Polynomial(NamedTuple):
         return self._replace(constant=self.constant + size * self.denominator)
 
 
-class Pages(msgspec.Struct, frozen=True):
-    """Bytes at micro-batch m of parts that are rounded up to pages each."""
+Origin = Literal["pages", "staging", "semaphores"]
+"""The rule behind a derived size: oneDNN's workspaces (`whole_pages`), and the scratch of CUDA's reductions
+(`autobatch.footprint.reductions`)."""
 
-    parts: tuple[Polynomial, ...]
+
+class Derived(msgspec.Struct, frozen=True):
+    """Bytes that follow from numbers which are polynomials in the micro-batch, by a library's own rule."""
+
+    origin: Origin
+    numbers: tuple[Polynomial, ...]
+    processors: Processors = USUAL_PROCESSORS
+    """Of the GPU."""
 
     @property
     def constant(self) -> int:
-        """The least constant of a part."""
-        return min(part.constant for part in self.parts)
+        """The least constant of a number."""
+        return min(number.constant for number in self.numbers)
 
     @property
     def square(self) -> int:
-        """The largest square of a part."""
-        return max(part.square for part in self.parts)
+        """The largest square of a number."""
+        return max(number.square for number in self.numbers)
 
     def at(self, m: int) -> int:
         """Return the size in bytes; see `Polynomial.at`."""
-        return whole_pages(tuple(part.at(m) for part in self.parts))
+        return derived_bytes(self.origin, [number.at(m) for number in self.numbers], self.processors)
 
     def plus(self, size: int) -> Self:
         """Return the rule with this many more bytes.
@@ -80,11 +90,25 @@ class Pages(msgspec.Struct, frozen=True):
             Untraceable: there is no such rule.
         """
         if size:
-            raise Untraceable("memory of whole pages grows by another part")
+            raise Untraceable(f"the memory of {self.origin} grows by another part")
         return self
 
 
-Rule: TypeAlias = Polynomial | Pages
+def derived_bytes(origin: Origin, numbers: Sequence[int], processors: Processors) -> int:
+    """Return the size of a block that follows from numbers."""
+    if origin == "pages":
+        return whole_pages(tuple(numbers))
+    return scratch_bytes(Reduction.of(numbers), processors)[origin == "semaphores"]
+
+
+Rule: TypeAlias = Polynomial | Derived
+
+
+class DerivedSize(NamedTuple):
+    """What the size of one block follows from."""
+
+    origin: Origin
+    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +121,14 @@ class Program:
 
     @classmethod
     def fit(
-        cls, points: Sequence[tuple[int, Trace]], pages: Sequence[Mapping[int, tuple[int, ...]]] = ()
+        cls, points: Sequence[tuple[int, Trace]], derived: Sequence[Mapping[int, DerivedSize]] = ()
     ) -> Self:
         """Fit a program to traces at different micro-batches.
 
         Args:
             points: ``(micro-batch, trace)``. Two give affine sizes, three or more quadratic ones. Any more
                 points check the polynomial.
-            pages: for each point the blocks of several parts, by the bytes of these parts before each is
-                rounded up to pages; empty if there are none.
+            derived: for each point the blocks whose sizes follow from numbers; empty if there are none.
 
         Raises:
             Untraceable: the traces differ in more than sizes, or the sizes follow no such polynomial.
@@ -118,14 +141,16 @@ class Program:
         _same_structure(sizes_of, traces)
         events: list[tuple[int, Rule | None]] = []
         known: dict[tuple[int, ...], Polynomial] = {}
-        paged = {block: _fit_pages(sizes_of, [one[block] for one in pages]) for block in (pages or [{}])[0]}
+        rules = {
+            block: _fit_derived(sizes_of, [one[block] for one in derived]) for block in (derived or [{}])[0]
+        }
         for column in zip(*(trace.events for trace in traces), strict=True):
             block, size = column[0]
             if size == FREE:
                 events.append((block, None))
                 continue
-            if block in paged:
-                events.append((block, paged[block]))
+            if block in rules:
+                events.append((block, rules[block]))
                 continue
             sizes = tuple(event[1] for event in column)
             if sizes not in known:
@@ -136,6 +161,20 @@ class Program:
     def bends(self) -> bool:
         """Return True if a size would be negative at 0, the mark of a line through a parabola."""
         return any(size is not None and size.constant < 0 for _, size in self.events)
+
+    def on(self, processors: Processors) -> Self:
+        """Return the program with the scratch of a GPU's reductions."""
+        on_gpu = {
+            rule: msgspec.structs.replace(rule, processors=processors)
+            for _, rule in self.events
+            if isinstance(rule, Derived)
+        }
+        if not on_gpu:
+            return self
+        events = tuple(
+            (block, on_gpu[rule] if isinstance(rule, Derived) else rule) for block, rule in self.events
+        )
+        return replace(self, events=events)
 
     def with_blocks(self, blocks: Sequence[tuple[int, int]]) -> Self:
         """Return the program with blocks that are never freed: the workspaces of libraries.
@@ -191,15 +230,20 @@ class Program:
             return False
 
     def agrees_with(self, m: int, trace: Trace) -> bool:
-        """Return True if ``trace`` equals the program at micro-batch ``m``."""
+        """Return True if ``trace`` has the events of the program at micro-batch ``m``.
+
+        The phases count only if the trace has any: a GPU records none.
+        """
         try:
-            return self.at(m) == trace.canonical()
+            expected, found = self.at(m).without_empty(), trace.canonical()
         except Untraceable:
             return False
+        return expected.events == found.events and found.marks in ((), expected.marks)
 
 
-def _fit_pages(points: Sequence[int], parts: Sequence[tuple[int, ...]]) -> Pages:
-    return Pages(tuple(interpolate(points, sizes) for sizes in zip(*parts, strict=True)))
+def _fit_derived(points: Sequence[int], sizes: Sequence[DerivedSize]) -> Derived:
+    columns = zip(*(one.numbers for one in sizes), strict=True)
+    return Derived(sizes[0].origin, tuple(interpolate(points, column) for column in columns))
 
 
 def _same_structure(micro_batches: Sequence[int], traces: Sequence[Trace]) -> None:

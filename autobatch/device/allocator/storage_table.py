@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -155,17 +156,25 @@ class StorageTable:
         # Raised here, the error has no context whose traceback would keep frames and tensors alive.
         raise torch.OutOfMemoryError(text)
 
-    def transient(self, size: int) -> None:
-        """Count memory that is taken and freed at once.
+    @contextmanager
+    def held(self, size: int, *, is_numbered: bool = False) -> Iterator[int]:
+        """Hold memory within the block, and return its number.
+
+        Args:
+            size: In bytes.
+            is_numbered: Whether it has a number although it is empty: its size may differ elsewhere.
 
         Raises:
             torch.OutOfMemoryError: It does not fit.
         """
         handle = self.allocate(size)
-        block = self._new_block(size)
-        self.allocator.free(handle)
-        if self._record and size:
-            self.events.append((block, FREE))
+        block = self._new_block(size, is_numbered=is_numbered)
+        try:
+            yield block
+        finally:
+            self.allocator.free(handle)
+            if self._record and block != EMPTY:
+                self.events.append((block, FREE))
 
     def forget(self) -> None:
         """Drop all entries, which also breaks the reference cycle through the callbacks."""
@@ -210,9 +219,9 @@ class StorageTable:
         watch.key, watch.size, watch.handle, watch.block = key, size, handle, block
         self._live[key] = watch
 
-    def _new_block(self, size: int) -> int:
+    def _new_block(self, size: int, *, is_numbered: bool = False) -> int:
         """Number a block. An empty block takes no memory and gets no number, so numbers follow the events."""
-        if not size:
+        if not size and not is_numbered:
             return EMPTY
         block = self._blocks
         self._blocks += 1

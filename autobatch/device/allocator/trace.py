@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
@@ -68,6 +69,15 @@ class Trace:
         marks = [(min(position, len(events)), phase) for position, phase in marks]
         marks.extend((len(events), phase) for _, phase in reversed(coming))
         return Trace(tuple(events), tuple(marks), is_canonical=True)
+
+    def without_empty(self) -> Trace:
+        """Return the canonical trace without blocks of no bytes, which no allocator sees."""
+        empty = {block for block, size in self.events if size == 0}
+        if not empty:
+            return self.canonical()
+        places = [0, *accumulate(block not in empty for block, _ in self.events)]
+        events = tuple(event for event in self.events if event[0] not in empty)
+        return Trace(events, tuple((places[at], phase) for at, phase in self.marks)).canonical()
 
 
 class Repetition(NamedTuple):

@@ -11,7 +11,7 @@ the next mark.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any
 
@@ -40,7 +40,17 @@ class _Kind(Enum):
 
 _VIEW, _NEW, _UPDATE, _SUM = _Kind.VIEW, _Kind.NEW, _Kind.UPDATE, _Kind.SUM
 _STRIDED = torch.strided
-_ADD = torch.ops.aten.add.Tensor._schema
+_SUMS = frozenset(
+    {
+        ("aten::add", "Tensor"),
+        ("aten::scatter", "src"),
+        ("aten::scatter", "value"),
+        ("aten::scatter_add", ""),
+        ("aten::index_add", ""),
+        ("aten::index_put", ""),
+    }
+)
+"""Operators with which autograd adds to a gradient in place, and out of place under any mode."""
 _MADE_UNSEEN = "aten::lift_fresh"
 """An alias by its schema, but of a storage that no operator made (``torch.tensor``)."""
 
@@ -175,13 +185,17 @@ class StorageTracker(TorchDispatchMode):
         """Number of events so far."""
         return len(self._book.events)
 
-    def transient(self, size: int) -> None:
-        """Count memory that an operator took and freed before it returned.
+    def held(self, size: int, *, is_numbered: bool = False) -> AbstractContextManager[int]:
+        """Count memory that an operator holds within the block, and return its number.
+
+        Args:
+            size: In bytes.
+            is_numbered: Whether it has a number although it is empty.
 
         Raises:
-            torch.OutOfMemoryError: It did not fit.
+            torch.OutOfMemoryError: It does not fit.
         """
-        self._book.transient(size)
+        return self._book.held(size, is_numbered=is_numbered)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -270,7 +284,7 @@ def _kind_of(func: Any) -> _Kind:
     if func in UPDATES:
         return _Kind.UPDATE
     if any(each.alias_info is None for each in schema.returns):
-        return _Kind.SUM if schema == _ADD else _Kind.NEW
+        return _Kind.SUM if (schema.name, schema.overload_name) in _SUMS else _Kind.NEW
     if any(each.alias_info.is_write for each in schema.returns):
         return _Kind.IN_PLACE
     return _Kind.VIEW

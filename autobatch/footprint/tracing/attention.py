@@ -1,16 +1,16 @@
-"""The kernel of ``scaled_dot_product_attention`` on a GPU, and the scratch memory of its backward.
+"""The kernel of ``scaled_dot_product_attention`` on a GPU, and the scratch memory of its backward pass.
 
 The rule is that of ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.13): cuDNN on GPUs that it is made
-for, else flash, else memory-efficient, else the plain formula with its matrix over all pairs. Without a mask
-cuDNN keeps what flash keeps, so that flash stands for it. The user's choice by
-``torch.nn.attention.sdpa_kernel`` counts. The workspace of cuDNN is not public, so that of flash is taken.
+for, else flash, else memory-efficient, else the plain formula with its matrix over all pairs. The user's
+choice by ``torch.nn.attention.sdpa_kernel`` counts. The workspace of cuDNN is not public, so that of flash is
+taken.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ def attention_kernel(capability: tuple[int, int]) -> Callable[..., Tensor]:
         head = query.shape[-1]
         scale = head**-0.5 if scale is None else scale
         call = _Call(capability, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-        if _can_run_masked_cudnn(call):
+        if _can_run_cudnn(call):
             bias = _floating(attn_mask, query.dtype)
             return aten._scaled_dot_product_cudnn_attention(  # type: ignore[no-any-return]
                 query, key, value, bias, call.needs_gradient, dropout_p, is_causal, scale=scale
@@ -93,18 +93,7 @@ def attention_kernel(capability: tuple[int, int]) -> Callable[..., Tensor]:
     return attend
 
 
-def backward_scratch_bytes(operator: Any, args: tuple[Any, ...]) -> int:
-    """Return the bytes that an attention's backward holds beside its results, 0 for any other operator."""
-    if operator is aten._scaled_dot_product_flash_attention_backward.default:
-        return _flash_scratch(args[1], args[2])
-    if operator is aten._scaled_dot_product_cudnn_attention_backward.default:
-        return _flash_scratch(args[1], args[2])
-    if operator is aten._scaled_dot_product_efficient_attention_backward.default:
-        return _efficient_scratch(args[1])
-    return 0
-
-
-def _flash_scratch(query: Tensor, key: Tensor) -> int:
+def flash_scratch(query: Tensor, key: Tensor) -> list[int]:
     """Return the scratch of flash's backward (flash_api.cpp, ``mha_bwd``).
 
     That is the row sums of output times gradient (``softmax_d``) and the fp32 accumulator of the query's
@@ -113,32 +102,30 @@ def _flash_scratch(query: Tensor, key: Tensor) -> int:
     """
     batch, heads, length, head = query.shape
     rows = _up(length, 128)
-    shared = 2 * batch * heads * key.shape[2] * head * query.element_size() if key.shape[1] != heads else 0
-    return int(4 * batch * heads * rows + 4 * batch * rows * heads * _up(head, 32) + shared)
+    shared = [batch * heads * key.shape[2] * head * query.element_size()] * 2 * (key.shape[1] != heads)
+    return [4 * batch * heads * rows, 4 * batch * rows * heads * _up(head, 32), *shared]
 
 
-def _efficient_scratch(query: Tensor) -> int:
+def efficient_scratch(query: Tensor) -> tuple[int, int]:
     """Return the scratch of the memory-efficient backward (attention_backward.cu, kernel_backward.h).
 
-    The row sums of output times gradient (``delta``) last. fp32 forms their product whole before that. The
-    workspace has an fp32 accumulator for all tiles of 64 rows of the query's gradient, and for one tile of
-    those of key and value if a 16-bit head does not fit in registers.
+    That is the row sums of output times gradient (``delta``), and a workspace with an fp32 accumulator for
+    all tiles of 64 rows of the query's gradient, and for one tile of those of key and value if a 16-bit head
+    does not fit in registers.
     """
     batch, heads, length, head = query.shape
-    delta = 4 * batch * heads * length
-    product = 4 * query.numel() if query.dtype is torch.float32 else 0
-    tiles = (_up(length, 64) // 64) * (_up(head, 64) // 64)
+    rows, columns = _up(length, 64), _up(head, 64)
     is_in_registers = query.dtype is torch.float32 or head <= 64
-    workspace = tiles * (64 * 64 + 4) + (0 if is_in_registers else 2 * 64 * _up(head, 64))
-    return int(delta + max(product, 4 * batch * heads * workspace))
+    workspace = rows * columns + 4 * rows // 64 + (0 if is_in_registers else 2 * 64 * columns)
+    return 4 * batch * heads * length, 4 * batch * heads * workspace
 
 
-def _can_run_masked_cudnn(call: _Call) -> bool:
+def _can_run_cudnn(call: _Call) -> bool:
     cudnn = torch.backends.cudnn
     version = cudnn.version() if cudnn.is_available() else None  # type: ignore[no-untyped-call]
     return (
-        call.mask is not None
-        and call.capability in _CUDNN_CAPABILITIES
+        call.capability in _CUDNN_CAPABILITIES
+        and call.dropout == 0
         and torch._C._get_cudnn_sdp_enabled()
         and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
         and (version is None or version > _CUDNN_ABOVE)
@@ -206,4 +193,4 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 def _floating(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None or mask.dtype is not torch.bool:
         return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask.logical_not(), float("-inf"))
+    return torch.where(mask, *(torch.scalar_tensor(value, dtype=dtype) for value in (0.0, float("-inf"))))

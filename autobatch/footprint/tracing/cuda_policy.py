@@ -87,6 +87,8 @@ def cuda_policy(capability: tuple[int, int]) -> Iterator[None]:
             warnings.simplefilter("ignore", UserWarning)
             _exchange_autocast(library)
             _replace(library, "dropout", _dropout, "AutogradCPU")
+            _replace(library, "linear", _linear, "AutogradCPU")
+            _replace(library, "binary_cross_entropy_with_logits", _logits_loss, "AutogradCPU")
             _replace(library, "rms_norm", rms_norm, "AutogradCPU")
             _replace(library, "scaled_dot_product_attention", attention_kernel(capability), "AutogradCPU")
         yield
@@ -210,8 +212,59 @@ def _with_fp32_result(operator: Any, arguments: _Arguments) -> _Arguments:
     return args[: names.index("dtype")], {**kwargs, "dtype": torch.float32}
 
 
+class _FusedDropout(torch.autograd.Function):
+    """The allocations of CUDA's dropout: a mask of one byte per element, and then the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.empty_like(x, dtype=torch.bool))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.empty_like(grad)
+
+
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """Run CUDA's fused kernel, whose mask takes one byte per element (ATen/native/Dropout.cpp)."""
+    """Run CUDA's fused kernel (ATen/native/Dropout.cpp and cuda/Dropout.cu)."""
     if train and 0 < p < 1 and x.numel() > 0:
-        return aten.native_dropout(x, p, train)[0]  # type: ignore[no-any-return]
+        return _FusedDropout.apply(x)  # type: ignore[no-any-return, no-untyped-call]
     return x * torch.zeros_like(x) if train and p == 1 else x
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Run a linear layer without the copy that torch makes of a fake for its bias (ATen/native/Linear.cpp)."""
+    if bias is None:
+        return x.matmul(weight.t())
+    if x.dim() == 2:
+        return torch.addmm(bias, x, weight.t())
+    if bias.dim() == 1 and x.dim() > 2 and x.is_contiguous():
+        rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
+        return torch.addmm(bias, rows, weight.t()).view(*x.shape[:-1], weight.shape[0])
+    return x.matmul(weight.t()).add_(bias)
+
+
+class _LogitsLoss(torch.autograd.Function):
+    """The allocations of a binary cross entropy of logits (ATen/native/Loss.cpp, and its derivative)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor, weighted: int, reduction: int) -> Tensor:
+        ctx.save_for_backward(x, target)
+        each = torch.empty_like(x), torch.empty_like(x), *(torch.empty_like(x) for _ in range(weighted))
+        return each[0] if reduction == 0 else each[0].mean() if reduction == 1 else each[0].sum()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, None, None, None]:
+        return torch.empty_like(ctx.saved_tensors[0]), None, None, None
+
+
+def _logits_loss(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    pos_weight: Tensor | None = None,
+    reduction: int = 1,
+) -> Tensor:
+    """Run the loss in place where torch does: it makes copies of fakes."""
+    found: Tensor = _LogitsLoss.apply(x, target, int(pos_weight is not None), reduction)  # type: ignore[no-untyped-call]
+    return found

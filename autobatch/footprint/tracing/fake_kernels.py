@@ -43,6 +43,10 @@ def kernel_of(func: Any, args: tuple[Any, ...], *, on_gpu: bool) -> Callable[...
         return _embedding_bag_on_cpu
     if func is aten._embedding_bag_backward.default and args[9]:
         return _sparse_gradient_of_bags
+    if on_gpu and func is aten.native_layer_norm.default and args[0].dtype in LOW_PRECISION:
+        return _layer_norm
+    if on_gpu and func is aten.log_sigmoid_forward.default:
+        return _log_sigmoid
     if func is aten.native_batch_norm.default and args[0].dtype in LOW_PRECISION:
         return partial(_batch_norm, on_gpu=on_gpu)
     return _recurrent_backward if func is aten.mkldnn_rnn_layer_backward.default else func
@@ -135,3 +139,14 @@ def _batch_norm(x: Tensor, weight: Tensor | None, *more: Any, on_gpu: bool) -> A
     out, *statistics = aten.native_batch_norm.default(x, weight, *more)
     dtype = torch.float32 if on_gpu else x.dtype if weight is None else weight.dtype
     return (out, *(torch.empty_like(one, dtype=dtype) for one in statistics))
+
+
+def _layer_norm(*args: Any) -> Any:
+    """Return the statistics in float32, as CUDA does for 16 bits (native/cuda/layer_norm_kernel.cu)."""
+    out, *statistics = aten.native_layer_norm.default(*args)
+    return (out, *(torch.empty_like(one, dtype=torch.float32) for one in statistics))
+
+
+def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an empty buffer: only the CPU keeps one (native/Activation.cpp)."""
+    return torch.empty_like(x), x.new_empty(0)

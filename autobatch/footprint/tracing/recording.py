@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autobatch.device.allocator.trace import Trace
+from autobatch.footprint.program import DerivedSize
 
 
 class Label(NamedTuple):
@@ -28,11 +29,11 @@ class Recording:
     labels: tuple[Label, ...]
     """By block number."""
     first_products: tuple[int, ...]
-    """Indices of the events that begin the first matrix products of the forward and of the backward."""
+    """Number of events after the results of the first matrix products of forward and backward were taken."""
     products: tuple[int, ...]
     """Number of events after the result of each matrix product was taken."""
     has_convolutions: bool
     has_selections: bool
     """True if a selection by values was recorded as if it kept everything."""
-    pages: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Blocks of several parts, by the bytes of the parts before each is rounded up to pages."""
+    derived: Mapping[int, DerivedSize] = field(default_factory=dict)
+    """Blocks whose sizes follow from other numbers by the rule of a library."""

@@ -20,8 +20,9 @@ class _FusedRmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, dimensions: int) -> Tensor:
         rows = x.shape[: x.dim() - dimensions] + (1,) * dimensions
         dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         ctx.save_for_backward(x, weight, torch.empty(rows, dtype=dtype, device=x.device))
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, Tensor | None, None]:

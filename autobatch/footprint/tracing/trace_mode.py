@@ -6,7 +6,9 @@ smaller than any real one: nothing overflows, and a selection by values keeps ev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from math import prod
 from typing import Any
@@ -22,15 +24,19 @@ from autobatch.device.allocator.onednn_workspace import Workspaces, whole_pages
 from autobatch.device.allocator.trace import Trace, repetition
 from autobatch.device.allocator.tracker import StorageTracker, has_wrappers
 from autobatch.device.allocator.updates import UPDATES
-from autobatch.footprint.program import TooLong
-from autobatch.footprint.tracing.attention import backward_scratch_bytes
+from autobatch.device.hardware_profile import USUAL_PROCESSORS
+from autobatch.footprint.program import DerivedSize, TooLong
+from autobatch.footprint.reductions import Reduction, scratch_bytes
 from autobatch.footprint.tracing.fake_kernels import kernel_of
+from autobatch.footprint.tracing.gpu_kernels import kernel_on_gpu
 from autobatch.footprint.tracing.known_values import KnownValues, kernel_of_known, value_of
 from autobatch.footprint.tracing.quick_kernels import QuickKernels
 from autobatch.footprint.tracing.recording import Label, Recording
 
 aten = torch.ops.aten
-_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+_PRODUCTS = frozenset(
+    getattr(aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot")
+)
 """Operators that run on cuBLAS, which takes a workspace at its first call in each thread."""
 _DEVICE = torch.ops.prim.device.default
 """Called more often than all other operators together, because autograd calls it for every fake."""
@@ -86,7 +92,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         self._has_selections = False
         self._found_inf: set[int] = set()
         self._workspaces = Workspaces()
-        self._pages: dict[int, tuple[int, ...]] = {}
+        self._derived: dict[int, DerivedSize] = {}
         self._repeated: Trace | None = None
         self._resizes = False
 
@@ -106,7 +112,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
             return False
         self._repeated = trace.followed_by(again)
         first = len(self._labels) - again.blocks
-        self._pages |= {block + again.blocks: p for block, p in self._pages.items() if block >= first}
+        self._derived |= {block + again.blocks: one for block, one in self._derived.items() if block >= first}
         self._labels += self._labels[first:]
         shift = len(trace.events) - since[0]
         self._products += [place + shift for place in self._products if place > since[0]]
@@ -124,7 +130,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
             products=tuple(self._products),
             has_convolutions=self._has_convolutions,
             has_selections=self._has_selections,
-            pages=dict(self._pages),
+            derived=dict(self._derived),
         )
 
     def mark(self, phase: str) -> None:
@@ -169,26 +175,37 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
             func, args, kwargs = self._select_all(func, args, kwargs)
         known = None if self._known is None else kernel_of_known(func, args)
         kernel = known or self._quick.of(func, args) or kernel_of(func, args, on_gpu=self._on_gpu)
-        out = super().__torch_dispatch__(kernel, types, args, kwargs)
+        on_gpu = kernel_on_gpu(func) if self._on_gpu else None
+        run = partial(super().__torch_dispatch__, kernel, types, args, kwargs)
+        out = run() if on_gpu is None else on_gpu(self, run, args)
         if func in _PRODUCTS:
+            self._first.setdefault(torch._C._current_graph_task_id() >= 0, self.position)
             self._products.append(self.position)
         if func is _RECURRENT:
             out = (*out[:3], self._workspace(args))
         if func is _CHECK:
             vars(out)[_PASSED] = True
-        scratch = backward_scratch_bytes(func, args)
-        if self._on_gpu and scratch:
-            self.transient(scratch)
         return out
+
+    @contextmanager
+    def reducing(self, reduction: Reduction) -> Iterator[None]:
+        """Hold the scratch of a reduction within the block."""
+        numbers = reduction.numbers()
+        staging, semaphores = scratch_bytes(reduction, USUAL_PROCESSORS)
+        with (
+            self.held(staging, is_numbered=True) as first,
+            self.held(semaphores, is_numbered=True) as second,
+        ):
+            self._derived[first] = DerivedSize("staging", numbers)
+            self._derived[second] = DerivedSize("semaphores", numbers)
+            yield
 
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         """Note what an operator tells about the step, before it runs."""
         self._operators += 1
         if self._most_operators is not None and self._operators > self._most_operators:
             raise TooLong(f"the step has more than {self._most_operators:,} operators")
-        if func in _PRODUCTS:
-            self._first.setdefault(torch._C._current_graph_task_id() >= 0, self.position)
-        elif func is aten.convolution.default:
+        if func is aten.convolution.default:
             self._has_convolutions = True
         elif func is _OVERFLOW_CHECK:
             self._found_inf.add(args[1].untyped_storage()._cdata)
@@ -244,7 +261,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         """Count the workspace of a recurrent layer."""
         parts = self._workspaces.parts_of(args)
         made = self._empty([whole_pages(parts)], torch.uint8)
-        self._pages |= dict.fromkeys(self.blocks_of(made), parts)
+        self._derived |= dict.fromkeys(self.blocks_of(made), DerivedSize("pages", parts))
         return made
 
     def _select_all(
