@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autobatch.device.allocator.caching import AllocatorConfig
     from autobatch.device.allocator.ledger import Allocator
     from autobatch.device.allocator.trace import Trace
+    from autobatch.device.hardware_profile import Libraries
 
 
 class Meter(Protocol):
@@ -70,8 +71,8 @@ class Device(Protocol):
         """Settings of its caching allocator; None if it caches nothing."""
 
     @property
-    def is_traceable(self) -> bool:
-        """True if a trace without memory sees all that a step allocates."""
+    def libraries(self) -> Libraries | None:
+        """What the libraries of the GPU take that runs the operators; None if the CPU runs them."""
 
     @property
     def may_spill(self) -> bool:

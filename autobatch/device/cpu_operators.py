@@ -26,9 +26,8 @@ class CpuOperators:
         return None
 
     @property
-    def is_traceable(self) -> bool:
-        """True: the CPU's operators allocate what a trace of them sees."""
-        return True
+    def libraries(self) -> None:
+        """None: the CPU runs them."""
 
     @property
     def may_spill(self) -> bool:

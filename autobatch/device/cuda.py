@@ -33,6 +33,7 @@ from autobatch.device.cuda_gpus import (
 from autobatch.device.cuda_history import recorded
 from autobatch.device.cuda_meter import CudaMeter, why_refused
 from autobatch.device.cuda_open import open_context, require_counted, require_kernels
+from autobatch.device.hardware_profile import Libraries, Processors
 from autobatch.device.host import is_wsl
 from autobatch.device.oom import lost_context_ignored
 
@@ -129,9 +130,13 @@ class CudaDevice:
         return AllocatorConfig(expandable_segments=expandable, held_bytes=held_bytes, retries=False)
 
     @property
-    def is_traceable(self) -> bool:
-        """False: libraries take workspaces that no trace sees, so the first runs show more."""
-        return False
+    def libraries(self) -> Libraries:
+        """What the libraries and the kernels of the GPU take."""
+        gpu = self._properties
+        return Libraries(
+            cuda_settings.usual_workspaces(self.compute_capability),
+            Processors(gpu.multi_processor_count, gpu.max_threads_per_multi_processor),
+        )
 
     @property
     def may_spill(self) -> bool:

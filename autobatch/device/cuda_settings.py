@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from autobatch.core.units import KiB, MiB
 from autobatch.device.oom import lost_context_ignored
 
 if TYPE_CHECKING:
@@ -109,6 +110,14 @@ def keeps_workspaces(version: str, environ: Mapping[str, str]) -> bool:
     """
     major, minor = (int(part) for part in version.split(".")[:2])
     return (major, minor) < (2, 15) or environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+
+
+def usual_workspaces(capability: tuple[int, int]) -> tuple[int, int]:
+    """Return the bytes of a cuBLAS workspace, and their number: one for each thread that runs products.
+
+    The sizes are those of ATen/cuda/CublasHandlePool.cpp, ``CUBLAS_WORKSPACE_CONFIG`` left out.
+    """
+    return (32 * MiB if capability >= (9, 0) else 4096 * 2 * KiB + 16 * 8 * KiB), 2
 
 
 def allocator_options(environ: Mapping[str, str]) -> str:

@@ -25,10 +25,17 @@ Positive = Annotated[int, msgspec.Meta(gt=0, le=2**63 - 1)]
 class Processors(NamedTuple):
     """The processors of a GPU, on which the scratch memory of its reductions depends."""
 
-    count: int
-    """Multiprocessors."""
+    multiprocessors: int
     threads: int
     """Most threads that each of them runs at a time."""
+
+
+class Libraries(NamedTuple):
+    """What CUDA's libraries and kernels take on a GPU beside tensors."""
+
+    workspaces: tuple[int, int] | None
+    """Bytes of one cuBLAS workspace, and their number in a training process; None if unknown."""
+    processors: Processors
 
 
 USUAL_PROCESSORS = Processors(108, 2048)
@@ -109,11 +116,13 @@ class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.cublas_workspace.value, self.cublas_workspaces.value
 
     @property
-    def processors(self) -> Processors | None:
-        """Its processors; None if unknown."""
-        if self.multiprocessors is None:
-            return None
-        return Processors(self.multiprocessors.value, _THREADS.get(self.compute_capability, 2048))
+    def libraries(self) -> Libraries:
+        """What libraries take; with the usual number of multiprocessors if theirs is unknown."""
+        count = (
+            USUAL_PROCESSORS.multiprocessors if self.multiprocessors is None else self.multiprocessors.value
+        )
+        threads = _THREADS.get(self.compute_capability, USUAL_PROCESSORS.threads)
+        return Libraries(self.workspaces, Processors(count, threads))
 
     @property
     def compute_capability(self) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Replay, replay
 from autobatch.device.cuda_settings import keeps_workspaces
+from autobatch.device.hardware_profile import Libraries
 from autobatch.footprint.fit_sizes import Unpredictable, fit
 from autobatch.footprint.largest import largest_micro_batch
 from autobatch.footprint.program import Program, TooLong, Untraceable
@@ -145,7 +146,7 @@ def predict(
     budget_bytes: int,
     cap: int,
     micro_batch: int | None = None,
-    workspaces: tuple[int, int] | None = None,
+    libraries: Libraries | None = None,
 ) -> Prediction:
     """Predict the largest micro-batch that fits in a budget.
 
@@ -154,12 +155,12 @@ def predict(
         budget_bytes: bytes that the allocator may hold.
         cap: the largest micro-batch to try.
         micro_batch: predict this size in place of the largest.
-        workspaces: bytes of one cuBLAS workspace and their number per process, None for no workspaces.
+        libraries: of the GPU; None to leave them out.
 
     Raises:
         Unpredictable: the footprint is invalid at a size that was tried.
     """
-    program = with_workspaces(step, workspaces)
+    program = program_on(step, libraries)
 
     def allocator(share: float = 1) -> CachingAllocator:
         return gpu_allocator(int(budget_bytes * share))
@@ -189,27 +190,28 @@ def gpu_allocator(limit: int | None, expandable: bool = False) -> CachingAllocat
     return CachingAllocator(limit, AllocatorConfig(expandable_segments=expandable, retries=False))
 
 
-def with_workspaces(
-    step: Footprint, workspaces: tuple[int, int] | None, *, are_kept: bool | None = None
-) -> Program:
-    """Return the program with cuBLAS workspaces.
+def program_on(step: Footprint, libraries: Libraries | None, *, are_kept: bool | None = None) -> Program:
+    """Return the program of a step on a GPU: with cuBLAS workspaces, and the scratch of its reductions.
 
-    Until torch 2.14 each thread takes one at its first product and keeps it, and the backward has its own
-    thread. From 2.15 on, each product takes one and frees it (ATen/cuda/CublasHandlePool.cpp).
+    Until torch 2.14 each thread takes a workspace at its first product and keeps it, and the backward has its
+    own thread. From 2.15 on, each product takes one and frees it (ATen/cuda/CublasHandlePool.cpp).
 
     Args:
         step: the footprint.
-        workspaces: bytes of one, and the number that is kept in a process; None for no workspaces.
-        are_kept: whether they are kept; None to ask this torch.
+        libraries: of the GPU; None for no workspaces, and the usual processors.
+        are_kept: whether workspaces are kept; None to ask this torch.
     """
-    if workspaces is None:
+    if libraries is None:
         return step.program
-    size, count = workspaces
+    program = step.program.on(libraries.processors)
+    if libraries.workspaces is None:
+        return program
+    size, count = libraries.workspaces
     if are_kept is None:
         are_kept = keeps_workspaces(str(torch.__version__), os.environ)
     if not are_kept:
-        return step.program.with_scratch(step.products, size)
-    return step.program.with_blocks([(index, size) for index in step.first_products[:count]])
+        return program.with_scratch(step.products, size)
+    return program.with_blocks([(index, size) for index in step.first_products[:count]])
 
 
 def why_untrusted() -> str | None:

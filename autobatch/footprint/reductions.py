@@ -60,7 +60,9 @@ class Reduction(NamedTuple):
     def of(cls, numbers: Sequence[int]) -> Self:
         """Return the reduction that has these `numbers`."""
         rest = iter(numbers[4:])
-        return cls(*numbers[:4], tuple(Dimension(*each) for each in zip(rest, rest, rest, strict=True)))
+        item_bytes, sum_bytes, vector, offset = numbers[:4]
+        dimensions = tuple(Dimension(*each) for each in zip(rest, rest, rest, strict=True))
+        return cls(item_bytes, sum_bytes, vector, offset, dimensions)
 
 
 def scratch_bytes(reduction: Reduction, processors: Processors) -> tuple[int, int]:
@@ -94,7 +96,7 @@ def _scratch(dimensions: list[Dimension], kind: Reduction, processors: Processor
     step_input *= block_height
     values = _up(inputs, step_input)
     grid = _up(outputs // output_vector, step_output)
-    target = processors.count * (processors.threads // (block_width * block_height))
+    target = processors.multiprocessors * (processors.threads // (block_width * block_height))
     if values < _MOST_VALUES or grid > target:
         return 0, 0
     blocks = max(

@@ -17,9 +17,10 @@ from autobatch.core.records.estimate import Remedy
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import replay
+from autobatch.device.hardware_profile import Libraries
 from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.largest import largest_micro_batch
-from autobatch.footprint.predict import Footprint, with_workspaces
+from autobatch.footprint.predict import Footprint, program_on
 from autobatch.footprint.program import Polynomial, Program, Untraceable
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.step.apply_knobs import find_blocks
@@ -49,8 +50,8 @@ class Spending:
     """Returns the same without a limit."""
     cap: int
     """The largest micro-batch to try."""
-    workspaces: tuple[int, int] | None = None
-    """See `autobatch.footprint.predict.predict`."""
+    libraries: Libraries | None = None
+    """Of the GPU; None to leave them out."""
     expandable: bool = False
     """True if segments are expandable already."""
 
@@ -239,7 +240,7 @@ def _outcome(step: Footprint, spending: Spending, *, expandable: bool) -> tuple[
         assert made is not None
         return made
 
-    program: Program = with_workspaces(step, spending.workspaces)
+    program: Program = program_on(step, spending.libraries)
     try:
         size = largest_micro_batch(program, allocator, spending.cap)
         # If a size fits only after the cache is emptied, the peak is the one within the budget.

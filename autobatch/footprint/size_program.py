@@ -13,16 +13,16 @@ every shape. The bytes of a block are a polynomial in the micro-batch m and the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autobatch.device.allocator.onednn_workspace import PAGE
 from autobatch.device.allocator.trace import FREE
-from autobatch.footprint.program import Untraceable
+from autobatch.device.hardware_profile import USUAL_PROCESSORS
+from autobatch.footprint.program import DerivedSize, Origin, Untraceable, derived_bytes
 from autobatch.footprint.tracing.recording import Recording
 
 TRACED_STEPS = (1, 1, 3)
@@ -49,14 +49,20 @@ class Part:
     blocks: tuple[int, ...]
     """Blocks that it allocates, in order."""
     coefficients: NDArray[np.float64]
-    """One row per block: its polynomial, with L in units of ``unit``."""
+    """One row per block, or for each number that its size follows from: a polynomial, with L in ``unit``."""
     unit: float
+    derived: tuple[tuple[int, int, Origin], ...] = ()
+    """Blocks whose size follows from numbers: place among the blocks, count of numbers, and rule."""
 
     def sizes_at(self, shape: Shape) -> list[int]:
         """Return the bytes of each block."""
         values = self.coefficients @ _terms(shape, self.unit)
-        sizes: list[int] = np.maximum(0, np.rint(values)).astype(np.int64).tolist()
-        return sizes
+        found: list[int] = np.maximum(0, np.rint(values)).astype(np.int64).tolist()
+        for place, count, origin in self.derived:
+            found[place : place + count] = [
+                derived_bytes(origin, found[place : place + count], USUAL_PROCESSORS)
+            ]
+        return found
 
     def is_like(self, other: Part) -> bool:
         """Return whether both allocate the same blocks at every shape."""
@@ -109,11 +115,20 @@ def fit_size_program(points: Sequence[tuple[Shape, Recording]]) -> SizeProgram:
     unit = max(shape.size for shape, _ in points)
     coefficients, is_exact = _fit([shape for shape, _ in points], [one for _, one in points], unit)
     edges = [0, *_bounds(points[0][1]), len(events)]
+    known = points[0][1].derived
+    taken = [block for block, is_free in events if not is_free]
+    starts = [0, *itertools.accumulate(_count(known, block) for block in taken)]
     parts = []
     for start, stop in itertools.pairwise(edges):
         blocks = tuple(block for block, is_free in events[start:stop] if not is_free)
-        rows = coefficients[list(blocks)] if blocks else np.zeros((0, TERMS))
-        parts.append(Part(tuple(events[start:stop]), blocks, rows, unit))
+        places = [at for block in blocks for at in range(starts[block], starts[block + 1])]
+        rows = coefficients[places] if places else np.zeros((0, TERMS))
+        derived = tuple(
+            (place, _count(known, block), known[block].origin)
+            for place, block in enumerate(blocks)
+            if block in known
+        )
+        parts.append(Part(tuple(events[start:stop]), blocks, rows, unit, derived))
     setup, opening, opening_step, single, single_step, first, second, later, step = parts
     if not second.is_like(later):
         raise Untraceable("the micro-batches of a step do not allocate alike")
@@ -211,7 +226,15 @@ def _start_with_batch(recording: Recording, position: int) -> int:
     return start
 
 
+def _count(derived: Mapping[int, DerivedSize], block: int) -> int:
+    """Return how many numbers the size of a block follows from."""
+    return len(derived[block].numbers) if block in derived else 1
+
+
 def _sizes_of(recording: Recording) -> list[int]:
-    """Return the sizes of all blocks; of those that are rounded up to pages, a bound that is a polynomial."""
-    bounds = {block: sum(parts) + len(parts) * (PAGE - 1) for block, parts in recording.pages.items()}
-    return [bounds.get(block, size) for block, size in recording.trace.events if size != FREE]
+    """Return the sizes of all blocks, or the numbers that these follow from."""
+    found: list[int] = []
+    for block, size in recording.trace.events:
+        if size != FREE:
+            found += recording.derived[block].numbers if block in recording.derived else [size]
+    return found

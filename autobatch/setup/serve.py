@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from autobatch.device.base import Device
+from autobatch.footprint.tracing.apart import has_left_fakes
 from autobatch.setup.child import ThisProcess, open_here
 from autobatch.setup.setup import SetupSettings
 from autobatch.setup.spare import Output
@@ -49,7 +50,7 @@ def serve(
     with suppress(EOFError, BrokenPipeError):
         while True:
             number, function, args, more = connection.recv()
-            connection.send((number, *_answer(here, function, args, more), _has_lost(here.setup.device)))
+            connection.send((number, *_answer(here, function, args, more), _must_end(here.setup.device)))
 
 
 def _answer(
@@ -64,10 +65,14 @@ def _answer(
     return "error", carried
 
 
-def _has_lost(device: Device) -> bool:
-    """Return whether a device answers nothing any more, as a GPU after an error of its context."""
+def _must_end(device: Device) -> bool:
+    """Return whether no later answer would be right.
+
+    A GPU answers nothing any more after an error of its context. On a GPU a trace runs in this process, and
+    code of the user's may have kept one of its fakes.
+    """
     try:
         device.synchronize()
     except RuntimeError:
         return True
-    return False
+    return has_left_fakes()

@@ -14,8 +14,8 @@ from autobatch.core.records.device import DeviceRecord
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.base import Device
+from autobatch.device.hardware_profile import Libraries
 from autobatch.device.oom import memory_named
-from autobatch.device.profiles import data_home, match_profile
 from autobatch.device.select import device_kind, open_device
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import rank_share
@@ -92,8 +92,8 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     """Settings of the device's caching allocator; None if it caches nothing."""
     compute_capability: tuple[int, int] | None = None
     """Compute capability of the GPU that runs the operators; None if the CPU runs them."""
-    workspaces: tuple[int, int] | None = None
-    """Bytes of a workspace of a GPU's libraries, and their number; None for no GPU or an unknown one."""
+    libraries: Libraries | None = None
+    """What the libraries of the GPU take; None on a CPU."""
     may_spill: bool = False
     """True if the driver may move memory to the host where an allocation should fail."""
     size_quartiles: list[float] = []
@@ -239,7 +239,7 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
         name=workload.name,
         allocator=setup.device.allocator_config,
         compute_capability=setup.device.compute_capability,
-        workspaces=workspaces_of(device, setup.device.compute_capability),
+        libraries=setup.device.libraries,
         may_spill=setup.device.may_spill,
         size_quartiles=setup.worst_case.size_quartiles(),
         largest_sample=setup.worst_case.largest(),
@@ -263,14 +263,6 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
 def data_of_setup(setup: TrainSetup) -> DataDigest | None:
     """Return what tells the training data of a setup from others; None if nothing does."""
     return None if setup.stream is not None else digest_data(setup.workload.train_data)
-
-
-def workspaces_of(device: DeviceRecord, capability: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Return the workspaces that the profile of a GPU has; None for a CPU or an unknown GPU."""
-    if capability is None:
-        return None
-    gpu = match_profile(device.name, device.total_bytes, capability, user_dir=data_home(os.environ))
-    return None if gpu is None else gpu.workspaces
 
 
 def new_allocator(info: SetupInfo, *, capped: bool = True, expandable: bool | None = None) -> Allocator:

@@ -11,9 +11,10 @@ from autobatch.core.records.estimate import Remedy
 from autobatch.core.records.run import MemoryCurve, PredictedPoint
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import replay
+from autobatch.footprint import predict
 from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.explain import memory_curve, predicted_points
-from autobatch.footprint.predict import Footprint, with_workspaces
+from autobatch.footprint.predict import Footprint
 from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.footprint.remedies import Spending, find_remedies
 from autobatch.footprint.tracing.trace_step import Setting
@@ -56,8 +57,8 @@ def trace_footprint(
 
 
 def program_on(step: Footprint, info: SetupInfo) -> Program:
-    """Return the program of a step on the device of a setup, with the workspaces of a GPU's libraries."""
-    return with_workspaces(step, info.workspaces)
+    """Return the program of a step on the device of a setup, with the memory of a GPU's libraries."""
+    return predict.program_on(step, info.libraries)
 
 
 def other_order(setup: TrainSetup) -> Program | None:
@@ -106,6 +107,7 @@ def remedies_of(setup: TrainSetup, step: Footprint | None) -> list[Remedy]:
         unlimited=lambda expandable: new_allocator(info, capped=False, expandable=expandable),
         cap=info.samples,
         expandable=info.allocator is not None and info.allocator.expandable_segments,
+        libraries=info.libraries,
     )
     setting = setting_of(setup)
     with preserved_random_state():

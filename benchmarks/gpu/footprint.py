@@ -15,7 +15,8 @@ from autobatch.core.units import GiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.device.base import Device
-from autobatch.footprint.predict import Footprint, footprint, predict, with_workspaces
+from autobatch.device.hardware_profile import USUAL_PROCESSORS, Libraries
+from autobatch.footprint.predict import Footprint, footprint, predict, program_on
 from autobatch.search.replay import Replay
 from autobatch.search.search import search
 from autobatch.setup.attempt import TrainSetup, attempt
@@ -85,7 +86,7 @@ def workspaces_of(device: Device) -> tuple[int, int]:
 
 def peaks(step: Footprint, taken: tuple[int, int], size: int) -> dict[str, int]:
     """Return the predicted peaks of a micro-batch, in bytes."""
-    found = replay(with_workspaces(step, taken).at(size), CachingAllocator())
+    found = replay(program_on(step, Libraries(taken, USUAL_PROCESSORS)).at(size), CachingAllocator())
     return {"allocated": found.peak_allocated_bytes, "reserved": found.peak_reserved_bytes}
 
 
@@ -94,9 +95,9 @@ def limit(
 ) -> dict[str, Any]:
     """Return the largest micro-batch under a cap, predicted and found by runs."""
     budget = machine.budget(cap)
-    estimate = predict(step, budget_bytes=budget, cap=most, workspaces=taken)
+    estimate = predict(step, budget_bytes=budget, cap=most, libraries=Libraries(taken, USUAL_PROCESSORS))
     capped = replace(setup, device=machine.open(budget))
-    replay = Replay(lambda: CachingAllocator(budget), with_workspaces(step, taken))
+    replay = Replay(lambda: CachingAllocator(budget), program_on(step, Libraries(taken, USUAL_PROCESSORS)))
     true = search(lambda size: attempt(capped, size), cap=most, replay=replay)
     return {
         "cap_bytes": cap,

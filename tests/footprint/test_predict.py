@@ -13,6 +13,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
+from autobatch.device.hardware_profile import USUAL_PROCESSORS, Libraries
 from autobatch.footprint import predict as predicting
 from autobatch.footprint.fit_sizes import Unpredictable
 from autobatch.footprint.largest import largest_micro_batch
@@ -47,16 +48,16 @@ def test_a_loss_over_pairs_is_quadratic():
 def test_a_prediction_is_an_interval_around_its_answer(monkeypatch):
     monkeypatch.setattr(predicting, "keeps_workspaces", lambda *_: True)  # as until torch 2.14
     step = footprint(setting(setup(WORKLOADS["transformer"](), precision="bf16"), capability=(8, 9)))
-    workspaces = (8_519_680, 2)
-    found = predict(step, budget_bytes=256 * MiB, cap=10**6, workspaces=workspaces)
+    libraries = Libraries((8_519_680, 2), USUAL_PROCESSORS)
+    found = predict(step, budget_bytes=256 * MiB, cap=10**6, libraries=libraries)
     assert found.fits
     assert 0 < found.micro_batch_low <= found.micro_batch <= found.micro_batch_high
     assert found.peak_allocated_bytes <= found.peak_reserved_bytes <= 256 * MiB
     without = predict(step, budget_bytes=256 * MiB, cap=10**6)
     assert without.micro_batch > found.micro_batch
-    capped = predict(step, budget_bytes=256 * MiB, cap=7, workspaces=workspaces)
+    capped = predict(step, budget_bytes=256 * MiB, cap=7, libraries=libraries)
     assert capped[:3] == (7, 7, 7)
-    asked = predict(step, budget_bytes=256 * MiB, cap=10**6, micro_batch=10**5, workspaces=workspaces)
+    asked = predict(step, budget_bytes=256 * MiB, cap=10**6, micro_batch=10**5, libraries=libraries)
     assert not asked.fits
     assert asked.peak_reserved_bytes > 256 * MiB
     none = predict(step, budget_bytes=MiB, cap=10**6)
@@ -89,7 +90,10 @@ def test_a_prediction_is_the_edge_of_what_a_replay_allows():
 
 def test_workspaces_are_taken_at_the_first_products_and_stay():
     step = footprint(setting(setup(WORKLOADS["perceptron"]()), capability=(8, 0)))
-    plain, more = step.program.at(4), predicting.with_workspaces(step, (MiB, 2), are_kept=True).at(4)
+    plain, more = (
+        step.program.at(4),
+        predicting.program_on(step, Libraries((MiB, 2), USUAL_PROCESSORS), are_kept=True).at(4),
+    )
     added = [index for index, (_, size) in enumerate(more.events) if size == MiB]
     assert [more.phase_at(index) for index in added] == ["forward", "backward"]
     assert len(more.events) == len(plain.events) + 2
@@ -163,8 +167,8 @@ def test_a_large_model_in_seconds_and_without_memory():
 
 def test_later_torch_takes_a_workspace_at_each_product_and_frees_it():
     step = footprint(setting(setup(WORKLOADS["perceptron"]()), capability=(8, 0)))
-    kept = predicting.with_workspaces(step, (MiB, 2), are_kept=True).at(4)
-    taken = predicting.with_workspaces(step, (MiB, 2), are_kept=False).at(4)
+    kept = predicting.program_on(step, Libraries((MiB, 2), USUAL_PROCESSORS), are_kept=True).at(4)
+    taken = predicting.program_on(step, Libraries((MiB, 2), USUAL_PROCESSORS), are_kept=False).at(4)
     plain = step.program.at(4)
     count = sum(size == MiB for _, size in taken.events)
     assert sum(size == MiB for _, size in kept.events) == 2 < count == len(step.products)

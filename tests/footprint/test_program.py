@@ -12,7 +12,7 @@ from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.onednn_workspace import whole_pages
 from autobatch.device.allocator.trace import FREE, Trace, replay
-from autobatch.footprint.program import Pages, Polynomial, Program, Untraceable
+from autobatch.footprint.program import Derived, DerivedSize, Polynomial, Program, Untraceable
 from tests.support.recipes import recipes, trace, trace_of
 
 
@@ -104,9 +104,9 @@ def test_parts_of_whole_pages_are_fitted_before_they_are_rounded():
     """Rounded sizes follow no polynomial; those of the parts do, and each is rounded on its own."""
     parts = {m: (1000 * m, 4096 * m, 10) for m in (2, 3, 7)}
     traces = [(m, Trace(((0, 8), (1, whole_pages(parts[m])), (0, FREE)))) for m in (2, 3)]
-    program = Program.fit(traces, [{1: parts[m]} for m in (2, 3)])
+    program = Program.fit(traces, [{1: DerivedSize("pages", parts[m])} for m in (2, 3)])
     assert program.at(7).events[1] == (1, 2 * 4096 + 7 * 4096 + 4096)
     assert not program.bends()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(program), type=Program) == program
     with pytest.raises(Untraceable, match="grows by another part"):
-        Pages((Polynomial(1),)).plus(1)
+        Derived("pages", (Polynomial(1),)).plus(1)

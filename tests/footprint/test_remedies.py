@@ -180,7 +180,12 @@ def test_changes_are_combined_if_none_suffices_alone():
     def trace(name, changed):
         asked.append((name, changed.precision, changed.gradient_dtype))
         events = [
-            (block, rule and Polynomial(*(quarters[name] * part for part in rule[:3]), 4 * rule.denominator))
+            (
+                block,
+                rule
+                if not isinstance(rule, Polynomial)
+                else Polynomial(*(quarters[name] * part for part in rule[:3]), 4 * rule.denominator),
+            )
             for block, rule in step.program.events
         ]
         return replace(step, program=replace(step.program, events=tuple(events)))
@@ -204,7 +209,12 @@ def two_peaks(step, names):
     def trace(name, changed):
         quarters = 1 if names <= set(name.split("+")) else 4
         events = [
-            (block, rule and Polynomial(*(quarters * part for part in rule[:3]), 4 * rule.denominator))
+            (
+                block,
+                rule
+                if not isinstance(rule, Polynomial)
+                else Polynomial(*(quarters * part for part in rule[:3]), 4 * rule.denominator),
+            )
             for block, rule in step.program.events
         ]
         return replace(step, program=replace(step.program, events=tuple(events)))

@@ -59,16 +59,21 @@ def real(function: Callable[..., Any], inputs: Any) -> list[str]:
     """Return the events of a function on the GPU, from the history of torch's allocator."""
     inputs = tree_map_only(Tensor, lambda x: x.detach().cuda().requires_grad_(x.requires_grad), inputs)
     function(*inputs)  # takes workspaces, and loads libraries
+    return events_of(history(lambda: function(*inputs)).canonical())
+
+
+def history(function: Callable[[], Any]) -> Trace:
+    """Return the events of a call on the GPU."""
     torch.cuda.synchronize()
     torch.cuda.memory._record_memory_history(enabled="all", context=None)
     try:
-        kept = function(*inputs)
+        kept = function()
         torch.cuda.synchronize()
         entries = torch.cuda.memory._snapshot()["device_traces"][0]
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
     del kept
-    return events_of(trace_of(entries).canonical())
+    return trace_of(entries)
 
 
 def processors_here() -> Processors:

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection
 from typing import Literal, TypeVar, cast
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autobatch.core.errors import AutobatchError
 from autobatch.core.garbage import uncollected
@@ -50,6 +51,18 @@ def can_run_apart() -> bool:
     """
     has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return sys.platform == "linux" and not has_cuda and not multiprocessing.current_process().daemon
+
+
+def has_left_fakes() -> bool:
+    """Return whether tensors of a trace that ran in this process are still in use, for example in a cache."""
+    if not _has_fakes():
+        return False
+    gc.collect()
+    return _has_fakes()
+
+
+def _has_fakes() -> bool:
+    return not can_run_apart() and any(type(one) is FakeTensor for one in gc.get_objects())
 
 
 def run_apart(function: Callable[[], T]) -> T:

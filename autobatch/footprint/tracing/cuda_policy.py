@@ -233,7 +233,7 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Run a linear layer without the copy that torch makes of a fake for its bias (ATen/native/Linear.cpp)."""
+    """Run a linear layer, with its bias added in place, unlike torch for fakes (ATen/native/Linear.cpp)."""
     if bias is None:
         return x.matmul(weight.t())
     if x.dim() == 2:

@@ -39,17 +39,12 @@ def kernel_of(func: Any, args: tuple[Any, ...], *, on_gpu: bool) -> Callable[...
         return _loss_per_element
     if func in _SPARSE and any(map(_is_sparse, args)):
         return _SPARSE[func]
-    if func is aten._embedding_bag.default and not on_gpu:
-        return _embedding_bag_on_cpu
     if func is aten._embedding_bag_backward.default and args[9]:
         return _sparse_gradient_of_bags
-    if on_gpu and func is aten.native_layer_norm.default and args[0].dtype in LOW_PRECISION:
-        return _layer_norm
-    if on_gpu and func is aten.log_sigmoid_forward.default:
-        return _log_sigmoid
     if func is aten.native_batch_norm.default and args[0].dtype in LOW_PRECISION:
         return partial(_batch_norm, on_gpu=on_gpu)
-    return _recurrent_backward if func is aten.mkldnn_rnn_layer_backward.default else func
+    found: Callable[..., Any] = (_ON_GPU if on_gpu else _ON_CPU).get(func, func)
+    return found
 
 
 def _loss_per_element(x: Tensor, y: Tensor, *_: Any) -> Tensor:
@@ -142,11 +137,23 @@ def _batch_norm(x: Tensor, weight: Tensor | None, *more: Any, on_gpu: bool) -> A
 
 
 def _layer_norm(*args: Any) -> Any:
-    """Return the statistics in float32, as CUDA does for 16 bits (native/cuda/layer_norm_kernel.cu)."""
+    """Return the statistics in float32 for 16 bits too (native/cuda/layer_norm_kernel.cu)."""
     out, *statistics = aten.native_layer_norm.default(*args)
+    if args[0].dtype not in LOW_PRECISION:
+        return (out, *statistics)
     return (out, *(torch.empty_like(one, dtype=torch.float32) for one in statistics))
 
 
 def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return an empty buffer: only the CPU keeps one (native/Activation.cpp)."""
     return torch.empty_like(x), x.new_empty(0)
+
+
+_ON_CPU: dict[Any, Callable[..., Any]] = {
+    aten._embedding_bag.default: _embedding_bag_on_cpu,
+    aten.mkldnn_rnn_layer_backward.default: _recurrent_backward,
+}
+_ON_GPU: dict[Any, Callable[..., Any]] = {
+    aten.native_layer_norm.default: _layer_norm,
+    aten.log_sigmoid_forward.default: _log_sigmoid,
+}

@@ -127,7 +127,7 @@ def _estimate(
             budget_bytes=budget,
             cap=cap,
             micro_batch=settings.micro_batch,
-            workspaces=gpu.workspaces,
+            libraries=gpu.libraries,
         )
     plan = _plan(traces, found.micro_batch, precision, settings) if found.fits else None
     made = estimate_from(step, found, gpu, (budget, source), precision)

@@ -27,7 +27,7 @@ from autobatch.device.simulated import context_bytes
 from autobatch.distributed.sharding.checks import sync_of
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.footprint.largest import largest_micro_batch
-from autobatch.footprint.predict import Footprint, Prediction, gpu_allocator, predict, with_workspaces
+from autobatch.footprint.predict import Footprint, Prediction, gpu_allocator, predict, program_on
 from autobatch.footprint.remedies import find_remedies
 from autobatch.footprint.tracing.apart import run_apart, run_in_copies
 from autobatch.planning import make_plan
@@ -138,7 +138,7 @@ class RankEstimator:
             budget_bytes=budget[0],
             cap=cap_of(self.settings),
             micro_batch=self.settings.micro_batch,
-            workspaces=gpu.workspaces,
+            libraries=gpu.libraries,
         )
         made = estimate_from(step, found, gpu, budget, precision_on(self.settings, gpu.compute_capability))
         return msgspec.structs.replace(
@@ -159,7 +159,7 @@ class RankEstimator:
     def peak(self, gpu: HardwareProfile, layout: Layout) -> tuple[int, int]:
         """Return the largest micro-batch, 0 if none fits, and its peak; that of 1 if none fits."""
         budget, _ = self._budget(gpu)
-        program = with_workspaces(self._step(gpu, layout), gpu.workspaces)
+        program = program_on(self._step(gpu, layout), gpu.libraries)
         cap = cap_of(self.settings)
         size = largest_micro_batch(program, lambda: gpu_allocator(budget), cap)
         found = replay(program.at(max(1, size)), gpu_allocator(budget if size else None))
@@ -184,7 +184,7 @@ class RankEstimator:
         replicas = self.layout("replicate")
         if self._sees_batch:
             return replicas, "the loss sees the whole batch, so each rank has a whole model"
-        program = with_workspaces(self._step(gpu, replicas), gpu.workspaces)
+        program = program_on(self._step(gpu, replicas), gpu.libraries)
         budget, _ = self._budget(gpu)
         if largest_micro_batch(program, lambda: gpu_allocator(budget), 1):
             return replicas, "a whole model fits on each rank, so each has its own (--parallel replicate)"

@@ -126,5 +126,5 @@ def spending_on(gpu: HardwareProfile, budget_bytes: int, cap: int) -> Spending:
         allocator=partial(gpu_allocator, budget_bytes),
         unlimited=partial(gpu_allocator, None),
         cap=cap,
-        workspaces=gpu.workspaces,
+        libraries=gpu.libraries,
     )

@@ -60,7 +60,7 @@ def predict_single(
     made = {}
     for m in reversed(tried):
         step = made[m] = _footprint(m, recordings[m])
-        found = predict(step, budget_bytes=budget_bytes, cap=m, micro_batch=m, workspaces=gpu.workspaces)
+        found = predict(step, budget_bytes=budget_bytes, cap=m, micro_batch=m, libraries=gpu.libraries)
         if found.fits or micro_batch is not None:
             above = [other for other in tried if other > m]
             return SinglePrediction(step, found._replace(micro_batch_high=above[0] - 1 if above else m))

@@ -254,7 +254,7 @@ def program_for(session: Session, plan: Plan) -> tuple[TrainSetup, SizeProgram |
 
 def trace_setup(setup: TrainSetup, sizes: Sizes) -> SizeProgram | None:
     """Trace a setup over sizes; None if it fails, or on a GPU, whose libraries take more than is traced."""
-    if not setup.device.is_traceable:
+    if setup.device.compute_capability is not None:
         return None
     try:
         with preserved_random_state():

@@ -70,9 +70,9 @@ def test_an_empty_storage_has_no_number():
     x = torch.empty(0)
     mine.count(x)
     assert mine.watch_of(x).block == EMPTY
-    mine.transient(0)
-    mine.transient(64)
-    assert (numbers, mine.events) == ([0], [(0, 64), (0, FREE)])
+    with mine.held(0) as empty, mine.held(64) as block, mine.held(0, is_numbered=True) as other:
+        assert (empty, block, other) == (EMPTY, 0, 1)
+    assert (numbers, mine.events) == ([0, 1], [(0, 64), (1, 0), (1, FREE), (0, FREE)])
     assert mine.allocator.peak_allocated_bytes == 64
 
 

@@ -117,7 +117,7 @@ def test_the_policy_of_the_cpu_is_restored():
 @pytest.mark.usefixtures("on_gpu")
 def test_dropout_keeps_a_mask_of_bytes():
     x = torch.randn(10, requires_grad=True)
-    assert "NativeDropout" in F.dropout(x, 0.5).grad_fn.name()
+    assert "FusedDropout" in F.dropout(x, 0.5).grad_fn.name()
     assert F.dropout(x, 0.5, training=False) is x
     assert F.dropout(x, 0.0).shape == x.shape
 
