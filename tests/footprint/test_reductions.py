@@ -38,7 +38,7 @@ def reduction(shape, reduced, *, item=4, total=4, vector=4, strides=None):
         ((512, 2048), (0,), {}, (0, 0)),
         ((4096, 256), (0, 1), {}, (512, 4)),
         ((4096, 256), (0,), {"total": 16, "vector": 2}, (33554432, 8)),
-        ((8192, 64), (0,), {"item": 2}, (524288, 4)),
+        ((8192, 64), (0,), {"item": 2, "total": 2}, (524288, 4)),
         ((64, 8192), (1,), {}, (0, 0)),
     ],
 )
@@ -49,7 +49,7 @@ def test_scratch_is_that_of_torch(shape, reduced, kind, taken):
 def test_the_scratch_of_a_bias_grows_in_steps_with_the_rows():
     taken = [scratch_bytes(reduction((rows, 2048), (0,)), H100)[0] for rows in range(1, 20_000, 50)]
     assert taken[0] == 0
-    assert len(set(taken)) < len(taken) / 4
+    assert len(set(taken)) < len(taken) / 3
     few = [scratch_bytes(reduction((rows, 2048), (0,)), Processors(40, 1024))[0] for rows in (4096, 20_000)]
     assert few[0] < taken[82], "a GPU with fewer processors takes less"
 
