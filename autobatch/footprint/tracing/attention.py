@@ -193,5 +193,7 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 def _floating(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None or mask.dtype is not torch.bool:
         return mask
-    seen, hidden = (torch.scalar_tensor(value, dtype=dtype) for value in (0.0, float("-inf")))
+    seen, hidden = (
+        torch.scalar_tensor(value, dtype=dtype, device=mask.device) for value in (0.0, float("-inf"))
+    )
     return torch.where(mask, seen, hidden)

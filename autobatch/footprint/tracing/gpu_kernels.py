@@ -132,7 +132,7 @@ def _over_all(x: Tensor) -> Reduction:
 def _elements_of(args: tuple[Any, ...]) -> Tensor:
     """Return a fake of one value for each element of a loss."""
     shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
-    return torch.empty(shape, dtype=args[0].dtype)
+    return torch.empty(shape, dtype=args[0].dtype, device=args[0].device)
 
 
 def _reduced_loss(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
