@@ -11,9 +11,10 @@ from torch.utils.data import Dataset
 
 from autobatch import Workload
 from autobatch.core.check_options import options_from
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.planning import make_plan
-from autobatch.setup.setup import SetupSettings, open_setup
+from autobatch.setup.setup import open_setup
 from autobatch.training.build import build_sampler
 from autobatch.training.resume import load_run_state
 from autobatch.training.run_folder import RunFiles
@@ -74,7 +75,7 @@ def trained_run(
         The trained model.
     """
     setup = open_setup(
-        workload, SetupSettings(device="cpu", memory_budget="64MiB", precision="fp32", ema=EMA)
+        workload, Options().with_values(device="cpu", memory_budget="64MiB", precision="fp32", ema=EMA)
     )
     asked = {"target_batch": BATCH, "steps": steps, "ema": EMA, "split_check": split_check}
     options = options_from("fit", {**asked, "checkpoint_every": 1, "validate_every": 1})

@@ -68,8 +68,6 @@ def open_choice(
     options: Options,
     context: RunContext,
     opened: ExitStack,
-    *,
-    keeps_batches: bool = False,
 ) -> OpenSetup:
     """Open the setup as asked; ``auto`` shares the model if its weights alone are too large for some rank.
 
@@ -78,19 +76,14 @@ def open_choice(
         options: options of the command.
         context: surroundings of the call.
         opened: keeps the process open.
-        keeps_batches: whether the loop keeps each micro-batch until the next one is there.
     """
     ranks, shard = context.ranks, asked_layout(options, context.ranks)
     if not _may_share(options, ranks):
-        process = opened.enter_context(
-            open_setup_process(workload, options, context, shard, keeps_batches=keeps_batches)
-        )
+        process = opened.enter_context(open_setup_process(workload, options, context, shard))
         return OpenSetup(process, process.info.layout, None)
 
     def whole() -> SetupProcess:
-        return opened.enter_context(
-            open_setup_process(workload, options, context, keeps_batches=keeps_batches, may_share=True)
-        )
+        return opened.enter_context(open_setup_process(workload, options, context, may_share=True))
 
     try:
         return OpenSetup(agree_on_fit(whole, ranks), None, WHOLE)

@@ -75,7 +75,7 @@ def run_plan(workload: Workload | str | None, options: Options, context: RunCont
     options = for_own_loop(checked_options(options, ranks), ranks)
     world_size = 1 if ranks.world > 1 else unpack.world_size_of(options, context.environ)
     with ExitStack() as opened:
-        first = open_choice(workload, options, context, opened, keeps_batches=options.search.own_loop)
+        first = open_choice(workload, options, context, opened)
         stage = partial(probe_and_plan, world_size=world_size)
         found = probe_choice(workload, options, context, first, opened, stage=stage)
         result = _finished(found, options, context, check=options.split_check)

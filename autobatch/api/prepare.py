@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from autobatch.api import unpack
 from autobatch.api.checks import CHECKING_SPLIT, refuse_split, refuse_weights
 from autobatch.api.context import RunContext
 from autobatch.api.over_ranks import check_data_of_ranks, claim_of_ranks
@@ -42,7 +41,7 @@ from autobatch.search.sizes.real_batches import Order
 from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import SetupProcess, ThisProcess
 from autobatch.setup.key import KeyValue, device_key
-from autobatch.setup.setup import data_of_setup, open_setup
+from autobatch.setup.setup import Role, data_of_setup, open_setup
 from autobatch.training.build import (
     build_sampler,
     count_stream,
@@ -295,8 +294,8 @@ def _open_setup(
 ) -> TrainSetup:
     """Open the setup for the training; rank 0 holds a model that ranks share."""
     ranks = context.ranks
-    settings = unpack.setup_settings(options, world=ranks.world, shard=shard, holds_model=ranks.rank == 0)
-    return open_setup(workload, replace(settings, trains=True), environ=context.environ, is_demo=is_demo)
+    role = Role(world=ranks.world, shard=shard, holds_model=ranks.rank == 0, trains=True)
+    return open_setup(workload, options, role, environ=context.environ, is_demo=is_demo)
 
 
 def _budgeted(setup: TrainSetup, key: Mapping[str, KeyValue]) -> TrainSetup:

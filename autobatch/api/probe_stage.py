@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from autobatch.planning import rank_share
 from autobatch.report.result import Result
 from autobatch.report.words import decimal, plural
 from autobatch.search.find_limit import check_size, find_limit
-from autobatch.search.one_probe import Limit, ProbeLimits
+from autobatch.search.one_probe import Limit
 from autobatch.search.planned_sizes import limit_of_plan
 from autobatch.search.sizes.limits_by_size import find_limits_by_size
 from autobatch.search.sizes.real_batches import Order
@@ -32,6 +31,7 @@ from autobatch.search.sizes.survive import survive_real_batches
 from autobatch.search.step_snapshot import step_snapshot
 from autobatch.setup.child import SetupProcess
 from autobatch.setup.open_process import open_process
+from autobatch.setup.setup import Role
 from autobatch.setup.trace import predicted_memory
 from autobatch.workload.contract import Workload
 
@@ -53,7 +53,6 @@ def open_setup_process(
     context: RunContext,
     shard: ShardLayout | None = None,
     *,
-    keeps_batches: bool = False,
     may_share: bool = False,
 ) -> AbstractContextManager[SetupProcess]:
     """Open the setup in a process that can be asked to try it.
@@ -63,20 +62,12 @@ def open_setup_process(
         options: options of the command.
         context: surroundings of the call.
         shard: the way in which ranks share the model; None if each has a whole one.
-        keeps_batches: whether the loop keeps each micro-batch until the next one is there.
         may_share: whether ranks may share a model that is too large for one of them.
     """
     ranks = context.ranks
-    settings = unpack.setup_settings(
-        options,
-        world=ranks.world,
-        shard=shard,
-        holds_model=ranks.rank == 0,
-        keeps_batches=keeps_batches,
-    )
-    settings = replace(settings, may_share=may_share)
+    role = Role(world=ranks.world, shard=shard, holds_model=ranks.rank == 0, may_share=may_share)
     context.progress.doing(OPENING)
-    return open_process(workload, settings, isolated=context.isolated, spare=context.spare)
+    return open_process(workload, options, role, isolated=context.isolated, spare=context.spare)
 
 
 def probe_only(
@@ -100,11 +91,10 @@ def probe_only(
         return Limit(check_size(process, asked, progress=progress))
 
     if asked is None:
-        limits, order = unpack.probe_limits(options), Order(None, options.device.seed)
-        found = _limit(process, limits, order, context, together)
+        found = _limit(process, options, None, context, together)
         probe = find_limits_by_size(
             process,
-            limits,
+            options,
             found.probe,
             home=context.home,
             progress=progress,
@@ -126,7 +116,11 @@ def probe_only(
 
 
 def _limit(
-    process: SetupProcess, limits: ProbeLimits, order: Order, context: RunContext, together: JointSettings
+    process: SetupProcess,
+    options: Options,
+    share: int | None,
+    context: RunContext,
+    together: JointSettings,
 ) -> Limit:
     """Find the largest micro-batch on this rank alone, after a check that all ranks have the same workload.
 
@@ -136,10 +130,14 @@ def _limit(
     info, progress = process.info, context.progress
 
     def probe() -> Limit:
-        return find_limit(process, limits, home=context.home, progress=progress, clock=context.clock)
+        return find_limit(
+            process, options, share=share, home=context.home, progress=progress, clock=context.clock
+        )
 
     limit = agree_on_fit(probe, context.ranks) if together.may_share else probe()
-    limit = survive_real_batches(process, limit, order, home=context.home, progress=progress)
+    limit = survive_real_batches(
+        process, limit, Order(share, options.device.seed), home=context.home, progress=progress
+    )
     # For a stream these are only the scanned samples, and rank 0 reads them for all ranks.
     samples = None if info.epoch_samples is None else info.samples
     check_equal(context.ranks.gather({"the model": info.key.get("model"), "the data": samples}))
@@ -170,11 +168,10 @@ def probe_and_plan(
     """
     info, progress, ranks = process.info, context.progress, context.ranks
     # An invalid plan must fail before minutes are spent on a probe.
-    asked = unpack.multiple_asked(options) or 1
+    asked = options.multiple or 1
     unpack.plan_for(info, 1, options, max(world_size, ranks.world), multiple=asked)
     share = rank_share(options.target_batch, world_size, 0)
-    limits = unpack.probe_limits(options, share)
-    limit = _limit(process, limits, Order(share, options.device.seed), context, together)
+    limit = _limit(process, options, share, context, together)
     alone = limit.probe.micro_batch
     if ranks.world == 1:  # of several ranks, the batch itself runs
         limit, alone = limit_of_plan(process, limit, share, progress)

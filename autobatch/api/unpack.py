@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from autobatch.core.errors import InputError
@@ -11,51 +10,12 @@ from autobatch.core.records.plan import Plan
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import launched_world_size, make_plan
 from autobatch.probing.estimates.settings import EstimateSettings, RankSettings
-from autobatch.search.one_probe import ProbeLimits
-from autobatch.setup.setup import SetupInfo, SetupSettings
-
-
-def setup_settings(
-    options: Options,
-    *,
-    world: int = 1,
-    shard: ShardLayout | None = None,
-    holds_model: bool = True,
-    keeps_batches: bool = False,
-) -> SetupSettings:
-    """Return the settings with which the setup is opened."""
-    return SetupSettings(
-        device=options.device.device,
-        memory_budget=options.device.memory_budget,
-        precision=options.device.precision,
-        gradient_dtype=options.device.gradient_dtype,
-        seed=options.device.seed,
-        max_grad_norm=options.train.max_grad_norm,
-        ema=options.train.ema,
-        target_batch=options.batch.target_batch,
-        keeps_batches=keeps_batches,
-        size_multiple=options.search.size_multiple,
-        world=world,
-        shard=shard,
-        holds_model=holds_model,
-        scan=options.search.scan,
-    )
+from autobatch.setup.setup import SetupInfo
 
 
 def shard_layout(options: Options, world: int) -> ShardLayout:
     """Return the layout in which this many ranks share a model."""
     return ShardLayout(world=world, sync=options.ranks.shard_sync, modules=options.ranks.shard_modules)
-
-
-def probe_limits(options: Options, target_batch: int | None = None) -> ProbeLimits:
-    """Return the bounds of the probe; ``target_batch`` is None if the probe is not for a plan."""
-    return ProbeLimits(
-        target_batch=target_batch,
-        max_micro_batch=options.search.max_micro_batch,
-        multiple=multiple_asked(options),
-        time_limit_s=options.search.time_limit or math.inf,
-        has_own_budget=options.device.memory_budget is not None,
-    )
 
 
 def world_size_of(options: Options, environ: Mapping[str, str]) -> int:
@@ -67,12 +27,6 @@ def world_size_of(options: Options, environ: Mapping[str, str]) -> int:
     if options.batch.world_size is not None:
         return options.batch.world_size
     return launched_world_size(environ)
-
-
-def multiple_asked(options: Options) -> int | None:
-    """Return the number whose multiples micro-batches must be; None to find it out."""
-    asked = options.search.micro_batch_multiple
-    return None if asked == "auto" else asked
 
 
 def plan_for(

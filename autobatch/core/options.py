@@ -469,6 +469,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.batch.target_batch
 
     @property
+    def multiple(self) -> int | None:
+        """Number whose multiples micro-batches are; None to find out whether there is one."""
+        asked = self.search.micro_batch_multiple
+        return None if asked == "auto" else asked
+
+    @property
     def split_check(self) -> Literal["error", "note", "off"]:
         """What to do if the loss cannot be split: as asked, else stop a training and note it elsewhere."""
         return self.batch.split_check or ("error" if self.command == "fit" else "note")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records.probe import Probe
 from autobatch.core.units import MiB, format_bytes
@@ -19,7 +21,7 @@ from autobatch.search import questions
 from autobatch.search.cache import CachedLimit, StaleEntry, entry_path, lookup, store
 from autobatch.search.failed_sizes import FailedSizes
 from autobatch.search.kept_trace import Untraced, find_trace, keep_trace, order_of
-from autobatch.search.one_probe import Limit, ProbeLimits, Probing, caps_of
+from autobatch.search.one_probe import Limit, Probing, caps_of
 from autobatch.search.peaks import has_ample_room
 from autobatch.search.search import MULTIPLES, Found, first_size, search
 from autobatch.search.spill import SpillGuard
@@ -34,8 +36,9 @@ NOTABLE_GROWTH = 64 * MiB
 
 def find_limit(
     process: SetupProcess,
-    limits: ProbeLimits,
+    options: Options,
     *,
+    share: int | None = None,
     home: Path,
     progress: Progress,
     clock: Callable[[], float] = time.monotonic,
@@ -44,7 +47,8 @@ def find_limit(
 
     Args:
         process: holds the setup.
-        limits: caps and time limit.
+        options: options of the run: caps, time limit and budget.
+        share: see `autobatch.search.one_probe.caps_of`.
         home: data directory, in which answers are kept.
         progress: receives each attempt and the answer.
         clock: seconds.
@@ -52,7 +56,7 @@ def find_limit(
     Raises:
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    probing = _open(process, limits, progress)
+    probing = _open(process, options, progress, share)
     cached = _look_up(probing, home)
     confirmed = _confirm(probing, cached, entry_path(cached.key, home)) if cached else None
     limit = confirmed or _search(probing, clock)
@@ -73,7 +77,7 @@ def check_size(process: SetupProcess, micro_batch: int, *, progress: Progress) -
     Raises:
         DoesNotFitError: it does not fit.
     """
-    attempted = _open(process, ProbeLimits(), progress).run(micro_batch).attempt
+    attempted = _open(process, Options(), progress).run(micro_batch).attempt
     if not attempted.fits:
         raise DoesNotFitError(
             f"a micro-batch of {micro_batch} does not fit in "
@@ -93,13 +97,15 @@ def check_size(process: SetupProcess, micro_batch: int, *, progress: Progress) -
     return found
 
 
-def _open(process: SetupProcess, limits: ProbeLimits, progress: Progress) -> Probing:
+def _open(process: SetupProcess, options: Options, progress: Progress, share: int | None = None) -> Probing:
     """Report the device, and gather the surroundings of a probe."""
     info = process.info
     progress.opened(info.device)
     for line in info.notes:
         progress.note(line)
-    return Probing(process, limits, caps_of(info, limits), SpillGuard(active=info.may_spill), progress)
+    return Probing(
+        process, options, caps_of(info, options, share), SpillGuard(active=info.may_spill), progress
+    )
 
 
 def _search(probing: Probing, clock: Callable[[], float]) -> Limit:
@@ -117,18 +123,18 @@ def _search(probing: Probing, clock: Callable[[], float]) -> Limit:
         tried[size] = probing.report(sizes(size))
         return tried[size]
 
-    limits = probing.limits
+    options = probing.options
+    limit_s = options.search.time_limit or math.inf
+    world = int(process.info.key["world_size"] or 1)
     try:
         found = search(
             run,
             cap=probing.cap,
             replay=probing.replay(step),
             first=first_size(process.info.compute_capability),
-            multiple=limits.multiple,
-            multiples=sorted({*MULTIPLES, limits.world} - {1}),
-            stopped=lambda: (
-                sizes.stopped_by or ("time limit" if clock() - start > limits.time_limit_s else None)
-            ),
+            multiple=options.multiple,
+            multiples=sorted({*MULTIPLES, world} - {1}),
+            stopped=lambda: sizes.stopped_by or ("time limit" if clock() - start > limit_s else None),
         )
     except Exception as error:
         # A batch of 1 is a special case for some operators (batch statistics), and the last resort.
@@ -170,7 +176,7 @@ def _note_search(probing: Probing, found: Found) -> None:
     """Say why the next size does not run, if not for want of memory, and which sizes run."""
     size = found.micro_batch
     above = next((one for one in found.attempts if one.micro_batch == size + found.multiple), None)
-    if found.multiple > 1 and probing.limits.multiple is None:
+    if found.multiple > 1 and probing.options.multiple is None:
         failed = next(one for one in found.attempts if one.is_error)
         probing.progress.note(
             f"only multiples of {found.multiple} run as micro-batches: {failed.micro_batch:,} fails with "
@@ -191,7 +197,7 @@ def _look_up(probing: Probing, home: Path) -> CachedLimit | None:
     cached = lookup(probing.process.info.key, home)
     if not isinstance(cached, StaleEntry):
         return cached
-    if cached.has_close_budget and not probing.limits.has_own_budget:
+    if cached.has_close_budget and probing.options.device.memory_budget is None:
         return cached.limit
     if not cached.is_other_question:
         probing.progress.note(f"{cached}: probing again")
@@ -205,7 +211,7 @@ def _confirm(probing: Probing, cached: CachedLimit, file: Path) -> Limit | None:
         The limit, with the step if it can be traced; None if the cached limit answers another question, no
         longer fits, or is too small. Too small means that more fits, which a run of it alone does not show.
     """
-    multiple = cached.multiple if probing.limits.multiple is None else probing.limits.multiple
+    multiple = cached.multiple if probing.options.multiple is None else probing.options.multiple
     size = min(cached.micro_batch, probing.cap) // multiple * multiple
     if not size or cached.multiple % multiple or (cached.limited_by != "memory" and size < probing.cap):
         return None

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records.probe import LimitedBy, Probe
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.footprint.predict import Footprint
-from autobatch.planning import rank_share
 from autobatch.search import questions
 from autobatch.search.kept_trace import Untraced
 from autobatch.search.replay import Replay
@@ -23,22 +21,6 @@ from autobatch.setup.attempt import Outcome
 from autobatch.setup.child import SetupProcess
 from autobatch.setup.setup import SetupInfo, new_allocator
 from autobatch.setup.trace import program_on
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeLimits:
-    """Bounds of a probe: plain values."""
-
-    target_batch: int | None = None
-    """None if the probe is not for a plan."""
-    max_micro_batch: int | None = None
-    time_limit_s: float = math.inf
-    multiple: int | None = None
-    """Number whose multiples micro-batches are; None to find out whether there is one."""
-    world: int = 1
-    """Ranks that share a batch."""
-    has_own_budget: bool = False
-    """True if the budget was given, and does not follow free memory."""
 
 
 class Limit(NamedTuple):
@@ -57,7 +39,7 @@ class Probing(NamedTuple):
     """Surroundings of one probe, which all of its parts use."""
 
     process: SetupProcess
-    limits: ProbeLimits
+    options: Options
     caps: dict[LimitedBy, int]
     guard: SpillGuard
     progress: Progress
@@ -102,12 +84,19 @@ class Probing(NamedTuple):
         return outcome
 
 
-def caps_of(info: SetupInfo, limits: ProbeLimits) -> dict[LimitedBy, int]:
-    """Return the caps of the micro-batch besides memory, in samples, by their name."""
+def caps_of(info: SetupInfo, options: Options, share: int | None = None) -> dict[LimitedBy, int]:
+    """Return the caps of the micro-batch besides memory, in samples, by their name.
+
+    Args:
+        info: the setup.
+        options: options of the run.
+        share: samples of a batch that one rank takes; None for all of the batch, if there is one.
+    """
     caps: dict[LimitedBy, int] = {}
-    if limits.target_batch is not None:
-        caps["target_batch"] = rank_share(limits.target_batch, 1, 0)
-    if limits.max_micro_batch is not None:
-        caps["max_micro_batch"] = limits.max_micro_batch
+    batch = options.batch.target_batch if share is None else share
+    if batch is not None:
+        caps["target_batch"] = batch
+    if options.search.max_micro_batch is not None:
+        caps["max_micro_batch"] = options.search.max_micro_batch
     caps["dataset"] = info.samples
     return caps

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from autobatch.core.errors import AutobatchError
+from autobatch.core.options import Options
 from autobatch.device.host import count_oom_kills
 from autobatch.setup.attempt import TrainSetup
-from autobatch.setup.setup import SetupInfo, SetupSettings, describe_setup, open_setup
+from autobatch.setup.setup import Role, SetupInfo, describe_setup, open_setup
 from autobatch.setup.spare import Spare, start_spare
 from autobatch.workload.contract import Workload
 from autobatch.workload.reference import find_workload
@@ -97,7 +98,8 @@ class ChildProcess:
 
     Args:
         reference: the workload as ``module:function`` or ``path.py:function``; None for the demo.
-        settings: how the setup is opened.
+        options: options of the run.
+        role: part of this process among the ranks.
         spare: a child that has begun to import torch; None to start one.
         start: starts further children.
         answer_seconds: time after which a call counts as hung.
@@ -113,7 +115,8 @@ class ChildProcess:
     def __init__(
         self,
         reference: str | None,
-        settings: SetupSettings,
+        options: Options,
+        role: Role = Role(),  # noqa: B008 - plain values
         *,
         spare: Spare | None = None,
         start: Callable[[], Spare] = start_spare,
@@ -121,7 +124,8 @@ class ChildProcess:
         oom_kills: Callable[[], int] = count_oom_kills,
     ) -> None:
         self._reference = reference
-        self._settings = settings
+        self._options = options
+        self._role = role
         self._spare = spare
         self._start_child = start
         self._answer_seconds = answer_seconds
@@ -183,7 +187,7 @@ class ChildProcess:
         spare = self._start_child() if self._spare is None or self._spare.is_taken else self._spare
         self._log, self._connection, self._process = spare.log, spare.connection, spare.take().process
         with suppress(BrokenPipeError, ConnectionResetError):  # the wait for its answer tells why
-            self._connection.send((self._reference, self._settings))
+            self._connection.send((self._reference, self._options, self._role))
         self._calls = 0
         self._has_lost_gpu = False
         try:
@@ -240,6 +244,11 @@ SetupProcess = ThisProcess | ChildProcess
 """A process that holds an open setup, and calls functions there."""
 
 
-def open_here(workload: Workload | str | None, settings: SetupSettings) -> ThisProcess:
+def open_here(
+    workload: Workload | str | None,
+    options: Options,
+    role: Role = Role(),  # noqa: B008 - plain values
+) -> ThisProcess:
     """Open the workload in this process."""
-    return ThisProcess(open_setup(find_workload(workload, settings.seed), settings, is_demo=workload is None))
+    made = find_workload(workload, options.device.seed)
+    return ThisProcess(open_setup(made, options, role, is_demo=workload is None))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from autobatch.core.options import Options
 from autobatch.setup.child import ChildProcess, SetupProcess, open_here
-from autobatch.setup.setup import SetupSettings
+from autobatch.setup.setup import Role
 from autobatch.setup.spare import Spare
 from autobatch.workload.contract import Workload
 
@@ -14,7 +15,8 @@ from autobatch.workload.contract import Workload
 @contextmanager
 def open_process(
     workload: Workload | str | None,
-    settings: SetupSettings,
+    options: Options,
+    role: Role = Role(),  # noqa: B008 - plain values
     *,
     isolated: bool,
     spare: Spare | None = None,
@@ -23,7 +25,8 @@ def open_process(
 
     Args:
         workload: the workload, or a reference to it; None for the demo.
-        settings: how the setup is opened.
+        options: options of the run.
+        role: part of this process among the ranks.
         isolated: open a reference in a child.
         spare: a child that has begun to import torch; None to start one.
 
@@ -32,8 +35,8 @@ def open_process(
     """
     if isolated and not isinstance(workload, Workload):
         with ChildProcess(
-            workload, settings, spare=None if spare is None or spare.is_taken else spare
+            workload, options, role, spare=None if spare is None or spare.is_taken else spare
         ) as child:
             yield child
         return
-    yield open_here(workload, settings)
+    yield open_here(workload, options, role)

@@ -14,17 +14,18 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from autobatch.core.options import Options
 from autobatch.device.base import Device
 from autobatch.footprint.tracing.apart import has_left_fakes
 from autobatch.setup.child import ThisProcess, open_here
-from autobatch.setup.setup import SetupSettings
+from autobatch.setup.setup import Role
 from autobatch.setup.spare import Output
 from autobatch.workload.contract import Workload
 from autobatch.workload.user_code import to_picklable
 
 
 def serve(
-    connection: Connection, workload: Workload | str | None, settings: SetupSettings, log: Output
+    connection: Connection, workload: Workload | str | None, options: Options, role: Role, log: Output
 ) -> None:
     """Run the child: open the workload, then answer calls until the pipe closes."""
     descriptor = log.descriptor
@@ -39,7 +40,7 @@ def serve(
     # Trials start loader workers, which a daemon must not. They end with this process.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     try:
-        here = open_here(workload, settings)
+        here = open_here(workload, options, role)
         # What is open now lives as long as this process, so no collection needs to look at it again.
         gc.collect()
         gc.freeze()

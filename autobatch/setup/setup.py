@@ -9,6 +9,7 @@ from typing import Literal
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import EXPANDABLE, PRECISION, Value
+from autobatch.core.options import Options
 from autobatch.core.records.base import GradientDtype, Precision, Record
 from autobatch.core.records.device import DeviceRecord
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
@@ -36,25 +37,9 @@ from autobatch.workload.streams import ENDLESS, is_open_ended, scanned, stream_n
 
 
 @dataclass(frozen=True, kw_only=True)
-class SetupSettings:
-    """Settings that a setup is opened with: plain values, which travel to a child process."""
+class Role:
+    """Part that a process takes among the ranks: plain values, which travel to a child process."""
 
-    device: str = "auto"
-    memory_budget: str | int | None = None
-    """None for the free memory less a headroom."""
-    precision: Precision | Literal["auto"] = "auto"
-    gradient_dtype: GradientDtype | Literal["auto"] = "auto"
-    seed: int = 0
-    max_grad_norm: float | None = None
-    """None for no clipping."""
-    ema: float | None = None
-    """Decay of the averaged weights; None for no average."""
-    target_batch: int | None = None
-    """None if unknown."""
-    keeps_batches: bool = False
-    """True to plan for a loop that keeps each micro-batch until the next one is there."""
-    size_multiple: str | int | None = None
-    """Number whose multiples samples are padded to, or ``auto``; None for none."""
     world: int = 1
     """Ranks that train together, each on a device of its own."""
     shard: ShardLayout | None = None
@@ -65,8 +50,6 @@ class SetupSettings:
     """True to open no model whose weights and gradients are too large for one rank: ranks may share it."""
     trains: bool = False
     """True in the process that trains. Another one runs the steps of a rank without the other ranks."""
-    scan: int | None = None
-    """Samples of a stream to plan from; None for the default."""
 
 
 class SetupInfo(Record, frozen=True, kw_only=True):
@@ -122,7 +105,8 @@ def with_knobs(setup: TrainSetup, knobs: Mapping[str, Value]) -> TrainSetup:
 
 def open_setup(
     workload: Workload,
-    settings: SetupSettings,
+    options: Options,
+    role: Role = Role(),
     *,
     environ: Mapping[str, str] = os.environ,
     is_demo: bool = False,
@@ -131,7 +115,8 @@ def open_setup(
 
     Args:
         workload: what to train.
-        settings: how it is opened.
+        options: options of the run.
+        role: part of this process among the ranks.
         environ: environment variables; AUTOBATCH_HOME is the data directory.
         is_demo: the workload is the embedded demo, which has its own default budget.
 
@@ -139,41 +124,43 @@ def open_setup(
         InputError: the device, the budget or the model is invalid, or ranks cannot sum the loss.
         DoesNotFitError: see `check_whole`.
     """
-    check_loss_of_ranks(workload, settings.shard)
-    budget = budget_of(settings, is_demo=is_demo)
+    check_loss_of_ranks(workload, role.shard)
+    budget = budget_of(options, is_demo=is_demo)
     stream = workload.train_data if is_stream(workload.train_data) else None
-    workload = in_multiples(scanned(workload, settings.scan), settings.size_multiple, seed=settings.seed)
-    device = open_device(settings.device, memory_budget=budget, environ=environ)
-    if settings.may_share:
+    workload = in_multiples(
+        scanned(workload, options.search.scan), options.search.size_multiple, seed=options.device.seed
+    )
+    device = open_device(options.device.device, memory_budget=budget, environ=environ)
+    if role.may_share:
         check_whole(workload, device)
     with preserved_random_state():
-        seed_everything(settings.seed)
+        seed_everything(options.device.seed)
         with memory_named("the model was built"):
             model = (
                 build_model(workload)
-                if settings.shard is None
+                if role.shard is None
                 else build_shared_model(
                     workload,
-                    settings.shard.modules,
-                    holds_model=settings.holds_model,
-                    trains=settings.trains,
+                    role.shard.modules,
+                    holds_model=role.holds_model,
+                    trains=role.trains,
                 )
             )
-    shard = None if settings.shard is None else settings.shard.fitting(model)
+    shard = None if role.shard is None else role.shard.fitting(model)
     return TrainSetup(
         workload=workload,
         stream=stream,
         model=model,
         device=device,
-        worst_case=WorstCaseSampler(workload, seed=settings.seed),
-        precision=precision_of(settings, device),
-        gradient_dtype=gradient_dtype_of(model, settings.gradient_dtype),
-        max_grad_norm=settings.max_grad_norm,
-        ema=settings.ema,
-        whole_batch=whole_batch_of(workload, settings.target_batch),
-        keeps_batches=settings.keeps_batches,
-        world=settings.world,
-        sharding=None if shard is None or settings.trains else shard.for_probe(device.torch_device.type),
+        worst_case=WorstCaseSampler(workload, seed=options.device.seed),
+        precision=precision_of(options, device),
+        gradient_dtype=gradient_dtype_of(model, options.device.gradient_dtype),
+        max_grad_norm=options.train.max_grad_norm,
+        ema=options.train.ema,
+        whole_batch=whole_batch_of(workload, options.batch.target_batch),
+        keeps_batches=options.search.own_loop,
+        world=role.world,
+        sharding=None if shard is None or role.trains else shard.for_probe(device.torch_device.type),
         layout=shard,
     )
 
@@ -198,16 +185,16 @@ def whole_batch_of(workload: Workload, target_batch: int | None) -> int | None:
     return rank_share(target_batch, 1, 0)
 
 
-def budget_of(settings: SetupSettings, *, is_demo: bool) -> str | int | None:
+def budget_of(options: Options, *, is_demo: bool) -> str | int | None:
     """Return the budget that was asked for, else the demo's own for the demo."""
-    if settings.memory_budget is not None or not is_demo:
-        return settings.memory_budget
-    return MEMORY_BUDGET.get(device_kind(settings.device))
+    if options.device.memory_budget is not None or not is_demo:
+        return options.device.memory_budget
+    return MEMORY_BUDGET.get(device_kind(options.device.device))
 
 
-def precision_of(settings: SetupSettings, device: Device) -> Precision:
+def precision_of(options: Options, device: Device) -> Precision:
     """Return the precision that was asked for, else the device's default."""
-    return device.default_precision() if settings.precision == "auto" else settings.precision
+    return device.default_precision() if options.device.precision == "auto" else options.device.precision
 
 
 def describe_setup(setup: TrainSetup) -> SetupInfo:

@@ -91,7 +91,7 @@ def may_copy(device: str) -> bool:
 
 
 def start_spare(*, is_copy: bool = False) -> Spare:
-    """Start a child that waits for a reference and settings.
+    """Start a child that waits for a reference and options.
 
     Args:
         is_copy: copy this process, which has imported torch and done nothing with it; see `may_copy`.
@@ -153,5 +153,5 @@ def _wait_and_serve(connection: Connection, of_parent: Connection | None, log: O
     leave_parent(of_parent)
     serve = resolve_name(SERVE)
     with suppress(EOFError, ConnectionResetError):
-        reference, settings = connection.recv()
-        serve(connection, reference, settings, log)
+        reference, options, role = connection.recv()
+        serve(connection, reference, options, role, log)

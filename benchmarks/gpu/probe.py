@@ -10,12 +10,12 @@ from typing import Any
 
 from autobatch import Workload
 from autobatch.core.errors import DoesNotFitError
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.search.find_limit import find_limit
-from autobatch.search.one_probe import ProbeLimits
 from autobatch.setup.attempt import TrainSetup, attempt
 from autobatch.setup.child import ThisProcess
-from autobatch.setup.setup import SetupSettings, open_setup
+from autobatch.setup.setup import open_setup
 from benchmarks.gpu.machine import Machine
 from benchmarks.probe.limits import bisected
 
@@ -25,7 +25,7 @@ def limit(machine: Machine, make: Callable[[], Workload], budget_bytes: int) -> 
     workload = make()
     most = len(workload.train_data)
     budget = machine.budget(budget_bytes)
-    setup = open_setup(workload, SetupSettings(device=machine.name, memory_budget=budget))
+    setup = open_setup(workload, Options().with_values(device=machine.name, memory_budget=budget))
     row: dict[str, Any] = {
         "model": workload.name,
         "budget_bytes": budget_bytes,
@@ -34,7 +34,7 @@ def limit(machine: Machine, make: Callable[[], Workload], budget_bytes: int) -> 
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as home:
         try:
-            probe = find_limit(ThisProcess(setup), ProbeLimits(), home=Path(home), progress=Progress()).probe
+            probe = find_limit(ThisProcess(setup), Options(), home=Path(home), progress=Progress()).probe
         except DoesNotFitError as error:
             true = brute_force(setup, most, {})
             return row | {"found": 0, "error": str(error), "true": true, "exact": true == 0}

@@ -15,14 +15,14 @@ from typing import Any
 
 from autobatch import Workload
 from autobatch.core.knobs import applicable, defaults, parse_knobs
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records.tuning import Trial
 from autobatch.core.units import GiB
 from autobatch.search.find_limit import find_limit
-from autobatch.search.one_probe import ProbeLimits
 from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import Session, ThisProcess
-from autobatch.setup.setup import SetupSettings, open_setup
+from autobatch.setup.setup import open_setup
 from autobatch.tuning.configuration import Budget, StudyLocation
 from autobatch.tuning.find_fastest import find_fastest
 from autobatch.tuning.trial import TrialRunner, TrialSpec, look_at_workload
@@ -38,7 +38,7 @@ def gain(
     machine: Machine, make: Callable[[], Workload], target: int, trials: int, seconds: float
 ) -> dict[str, Any]:
     """Probe, tune, and measure the result next to the default."""
-    settings = SetupSettings(
+    settings = Options().with_values(
         target_batch=target, device=machine.name, memory_budget=machine.budget(BUDGET_BYTES)
     )
     setup = open_setup(make(), settings)
@@ -91,6 +91,9 @@ def limit_of(setup: TrainSetup, target: int) -> int:
     """Return the largest micro-batch that fits."""
     with tempfile.TemporaryDirectory() as home:
         found = find_limit(
-            ThisProcess(setup), ProbeLimits(target_batch=target), home=Path(home), progress=Progress()
+            ThisProcess(setup),
+            Options().with_values(target_batch=target),
+            home=Path(home),
+            progress=Progress(),
         )
     return found.probe.micro_batch

@@ -55,12 +55,13 @@ def tree_seconds(command: list[str], environment: dict[str, str]) -> tuple[float
 
 def reference(name: str, micro_batch: int) -> None:
     """Import, build, and run one attempt at a size."""
+    from autobatch.core.options import Options
     from autobatch.setup.attempt import attempt
-    from autobatch.setup.setup import SetupSettings, open_setup
+    from autobatch.setup.setup import open_setup
     from benchmarks.probe.library_models import MODELS
 
     budget, make = MODELS[name]
-    setup = open_setup(make(), SetupSettings(device=DEVICE, memory_budget=budget))
+    setup = open_setup(make(), Options().with_values(device=DEVICE, memory_budget=budget))
     outcome = attempt(setup, micro_batch).attempt
     assert outcome.fits, outcome
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from autobatch.core.errors import DoesNotFitError
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.device.base import Device, Meter
 from autobatch.search.find_limit import find_limit
-from autobatch.search.one_probe import ProbeLimits
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from autobatch.setup.child import ThisProcess
 from autobatch.step.train_state import StepSettings, build_train_state
@@ -45,7 +45,7 @@ def by_autobatch(limit: Limit) -> tuple[Answer, dict[str, object]]:
     setup = limit.setup()
     with tempfile.TemporaryDirectory() as home:
         try:
-            probe = find_limit(ThisProcess(setup), ProbeLimits(), home=Path(home), progress=Progress()).probe
+            probe = find_limit(ThisProcess(setup), Options(), home=Path(home), progress=Progress()).probe
         except DoesNotFitError:
             return Answer(0, 1, 1, time.perf_counter() - start), {"limited_by": "nothing fits"}
     answer = Answer(probe.micro_batch, len(probe.attempts), probe.oom_count, time.perf_counter() - start)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.utils.data import Dataset
 
+from autobatch.core.options import Options
 from autobatch.device.oom import is_oom
 from autobatch.setup.attempt import TrainSetup, attempt
-from autobatch.setup.setup import SetupSettings, open_setup
+from autobatch.setup.setup import open_setup
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
@@ -87,8 +88,8 @@ class Limit:
     survived: dict[int, int] = field(default_factory=dict)
 
     @property
-    def settings(self) -> SetupSettings:
-        return SetupSettings(device=self.device, memory_budget=self.budget)
+    def settings(self) -> Options:
+        return Options().with_values(device=self.device, memory_budget=self.budget)
 
     @property
     def cap(self) -> int:

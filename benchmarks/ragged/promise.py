@@ -28,12 +28,13 @@ from autobatch.api.context import RunContext
 from autobatch.api.prepare import prepare
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import AutobatchError
+from autobatch.core.options import Options
 from autobatch.core.records.plan import Plan
 from autobatch.footprint.size_program import SizeProgram
 from autobatch.planning import make_plan
 from autobatch.search.sizes.real_batches import Order, RunBatches, joins_samples, trace_setup
 from autobatch.setup.attempt import TrainSetup, attempt
-from autobatch.setup.setup import SetupSettings, open_setup
+from autobatch.setup.setup import open_setup
 from autobatch.training.build import build_sampler, open_loop
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.workload.size_split import SizeSplit
@@ -64,7 +65,7 @@ class Case(NamedTuple):
     def setup(self, budget: int | str, seed: int) -> TrainSetup:
         """Open it on a device that enforces its budget in training too."""
         made = workload(self.model, self.lengths)
-        setup = open_setup(made, SetupSettings(device=self.device, memory_budget=budget, seed=seed))
+        setup = open_setup(made, Options().with_values(device=self.device, memory_budget=budget, seed=seed))
         if self.device == "cpu":
             setup.device.training = MethodType(_enforced, setup.device)  # type: ignore[method-assign]
         return setup

@@ -22,11 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from autobatch.core.options import Options
 from autobatch.planning import make_plan, micro_batches
 from autobatch.search.sizes.plan_split import SplitSettings, choose_split
 from autobatch.setup.attempt import TrainSetup, attempt, batches_of, open_train_state
 from autobatch.setup.child import Session
-from autobatch.setup.setup import SetupSettings, open_setup
+from autobatch.setup.setup import open_setup
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_step import accumulate, train_step
 from autobatch.workload.data import load_micro_batch
@@ -88,10 +89,10 @@ def setup_of(lengths: str, device: str) -> TrainSetup:
         workload("transformer", lengths, count=SAMPLES, longest=LONGEST),
         model=lambda: Gpt(64, 2, vocabulary=VOCABULARY),
     )
-    wide = open_setup(made, SetupSettings(device=device, memory_budget="8GiB"))
+    wide = open_setup(made, Options().with_values(device=device, memory_budget="8GiB"))
     found = attempt(wide, LIMIT).attempt
     budget = found.peak_reserved_bytes or found.peak_allocated_bytes
-    return open_setup(made, SetupSettings(device=device, memory_budget=budget))
+    return open_setup(made, Options().with_values(device=device, memory_budget=budget))
 
 
 def splits_of(setup: TrainSetup, rounds: int) -> tuple[dict[str, list[Groups]], dict[str, Any]]:
@@ -176,7 +177,7 @@ def costliest(batches: list[Groups], sizes: np.ndarray) -> Groups:
 
 def peak_of(setup: TrainSetup, groups: Groups) -> int | None:
     """Return the peak of two steps over one batch."""
-    wide = open_setup(setup.workload, SetupSettings(device=setup.device.kind, memory_budget="8GiB"))
+    wide = open_setup(setup.workload, Options().with_values(device=setup.device.kind, memory_budget="8GiB"))
     with (
         wide.device.enforced() as meter,
         temporary_weights(wide.model, wide.device.torch_device),

@@ -17,12 +17,12 @@ from torch.utils.data import Dataset
 
 from autobatch import Workload
 from autobatch.core.knobs import Configuration, SearchAxis, applicable, defaults
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.search.find_limit import find_limit
-from autobatch.search.one_probe import ProbeLimits
 from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import Session, ThisProcess
-from autobatch.setup.setup import SetupSettings, open_setup
+from autobatch.setup.setup import open_setup
 from autobatch.tuning.compare import compare
 from autobatch.tuning.configuration import (
     Budget,
@@ -70,11 +70,11 @@ class Case(NamedTuple):
 def open_case(workload: Workload, *, target_batch: int, memory_budget: str, seconds: float) -> Case:
     """Probe a workload, and prepare its trials."""
     workload = dataclasses.replace(workload, train_data=InMemory(workload.train_data, 4 * target_batch))
-    settings = SetupSettings(target_batch=target_batch, memory_budget=memory_budget, device="cpu")
+    settings = Options().with_values(target_batch=target_batch, memory_budget=memory_budget, device="cpu")
     # Other load on the machine does not change the CPU time of the process. With one thread and without other
     # load it equals the wall time.
     setup = dataclasses.replace(open_setup(workload, settings), clock=time.process_time)
-    limits = ProbeLimits(target_batch=target_batch)
+    limits = Options().with_values(target_batch=target_batch)
     with tempfile.TemporaryDirectory() as home:
         probe = find_limit(ThisProcess(setup), limits, home=Path(home), progress=Progress()).probe
     task = TrialSpec(

@@ -7,9 +7,10 @@ from typing import Any
 from autobatch.api import probe_stage
 from autobatch.api.context import RunContext
 from autobatch.api.probe_stage import JointSettings
+from autobatch.core.options import Options
 from autobatch.distributed.ranks import Alone
 from autobatch.setup.child import ThisProcess
-from autobatch.setup.setup import SetupSettings, open_setup
+from autobatch.setup.setup import open_setup
 from tests.support.options import as_options
 from tests.support.training import make_workload
 
@@ -24,7 +25,9 @@ class Second(Alone):
 
 
 def test_the_limit_is_the_least_of_ranks_of_a_kind() -> None:
-    process = ThisProcess(open_setup(make_workload(), SetupSettings(device="cpu", memory_budget="1GiB")))
+    process = ThisProcess(
+        open_setup(make_workload(), Options().with_values(device="cpu", memory_budget="1GiB"))
+    )
     options = as_options("probe", max_micro_batch=4)
     found = probe_stage.probe_only(process, options, RunContext(ranks=Second()), JointSettings()).probe
     assert found is not None

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from autobatch.core.options import Options
 from autobatch.core.records.probe import Attempt
 from autobatch.search.find_limit import find_limit
-from autobatch.search.one_probe import ProbeLimits
 from autobatch.setup.child import ChildProcess
-from autobatch.setup.setup import SetupSettings
 from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns
 from autobatch.tuning.trial import Trials
 from tests.support.commandline import SMALL, autobatch
@@ -112,10 +111,10 @@ def test_a_used_child_finds_the_limit_of_a_fresh_one(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "train.py").write_text(SMALL + WIDE)
-    settings = SetupSettings(device=device, memory_budget=budget)
+    settings = Options().with_values(device=device, memory_budget=budget)
 
     def probe(child: ChildProcess, home: str) -> tuple[int, str | None, list[tuple[object, ...]]]:
-        found = find_limit(child, ProbeLimits(), home=tmp_path / home, progress=Listener()).probe
+        found = find_limit(child, Options(), home=tmp_path / home, progress=Listener()).probe
         assert found.source == "search"
         return found.micro_batch, found.upper_bound_by, [figures(one) for one in found.attempts]
 

@@ -9,13 +9,13 @@ from torch.nn import functional
 
 import autobatch
 from autobatch import Loss, Workload
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.search.find_limit import find_limit
-from autobatch.search.one_probe import ProbeLimits
 from autobatch.setup import attempt as attempts
 from autobatch.setup.attempt import TrainSetup, attempt
 from autobatch.setup.open_process import open_process
-from autobatch.setup.setup import SetupSettings, open_setup
+from autobatch.setup.setup import open_setup
 from benchmarks.workloads import WORKLOADS
 from tests.support.probes import WIDTH, Sequences, amsgrad, mlp, pad, vectors, work
 
@@ -77,7 +77,7 @@ SIMULATED = {
 
 def assert_every_size_agrees(workload: Workload, device: str, budget: str) -> None:
     """Assert that the answer of a probe fits, that no larger size does, and that attempts repeat."""
-    setup = open_setup(workload, SetupSettings(device=device, memory_budget=budget))
+    setup = open_setup(workload, Options().with_values(device=device, memory_budget=budget))
     found = autobatch.probe(workload, device=device, memory_budget=budget)
     cap = min(found.micro_batch + 8, len(workload.train_data))
     fits = {size: attempt(setup, size).attempt.fits for size in range(1, cap + 1)}
@@ -146,7 +146,7 @@ def test_a_limit_leaves_room_for_state_that_the_first_step_makes(
 ) -> None:
     """Activations are tiny and AdamW has three states, so that a single step fits where training does not."""
     workload = work(model, optimizer=amsgrad, train_data=vectors(3000))
-    setup = open_setup(workload, SetupSettings(device=device, memory_budget=budget))
+    setup = open_setup(workload, Options().with_values(device=device, memory_budget=budget))
     found = autobatch.probe(workload, device=device, memory_budget=budget).micro_batch
     assert survives(setup, found, steps)
     # The mutant: the activations are gone when the first step makes the state.
@@ -161,7 +161,7 @@ def test_a_size_that_runs_in_one_order_of_steps_only_does_not_fit(monkeypatch) -
     """A first step of two micro-batches fragments the cache in another way than a step of one."""
     workload = WORKLOADS["experts"]()
     options = {"device": "sim:t4", "memory_budget": "2MiB"}
-    setup = open_setup(workload, SetupSettings(**options))
+    setup = open_setup(workload, Options().with_values(**options))
     found = autobatch.probe(workload, **options).micro_batch
     assert survives(setup, found, steps=6)
     monkeypatch.setattr(attempts, "OTHER_ATTEMPT_STEPS", (1,))
@@ -173,12 +173,12 @@ def test_a_size_that_runs_in_one_order_of_steps_only_does_not_fit(monkeypatch) -
 @pytest.mark.parametrize("isolated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_other_order_is_traced_once_it_makes_a_difference(isolated, tmp_path) -> None:
     """The second prediction is right then: one error, two runs, and every larger size fails."""
-    options = SetupSettings(device="sim:t4", memory_budget="2MiB")
+    options = Options().with_values(device="sim:t4", memory_budget="2MiB")
     here = open_setup(WORKLOADS["experts"](), options)
     file = tmp_path / "train.py"
     file.write_text("from benchmarks.workloads import WORKLOADS\n\ntrain = WORKLOADS['experts']\n")
     with open_process(f"{file}:train", options, isolated=isolated) as process:
-        found = find_limit(process, ProbeLimits(), home=tmp_path, progress=Progress()).probe
+        found = find_limit(process, Options(), home=tmp_path, progress=Progress()).probe
     assert [one.fits for one in found.attempts] == [False, True]
     assert found.upper_bound_by == "replay"
     above = range(found.micro_batch + 1, found.attempts[0].micro_batch + 1)
@@ -202,6 +202,6 @@ def test_random_samples_of_different_lengths_train_at_the_limit(size_of, steps: 
         train_data=Sequences(LENGTHS), collate=pad, loss=over_time, size_of=size_of,
     )  # fmt: skip
     found = autobatch.probe(workload, device="cpu", memory_budget="150KiB")
-    setup = open_setup(workload, SetupSettings(device="cpu", memory_budget="150KiB"))
+    setup = open_setup(workload, Options().with_values(device="cpu", memory_budget="150KiB"))
     assert 2 <= found.micro_batch < 60
     assert survives(setup, found.micro_batch, steps)

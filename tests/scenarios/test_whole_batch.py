@@ -15,6 +15,7 @@ import autobatch
 from autobatch import WholeBatchLoss, Workload
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.knobs import CHANNELS_LAST, CHECKPOINTING
+from autobatch.core.options import Options
 from autobatch.core.units import KiB
 from autobatch.device.cpu import SilentMeter
 from autobatch.footprint.predict import footprint
@@ -22,7 +23,7 @@ from autobatch.footprint.tracing.trace_step import record
 from autobatch.probing.estimates.estimate import estimate_limits
 from autobatch.probing.estimates.settings import EstimateSettings
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
-from autobatch.setup.setup import SetupSettings, describe_setup, open_setup
+from autobatch.setup.setup import describe_setup, open_setup
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.tuning.timing import Timing, time_steps
@@ -104,7 +105,7 @@ def test_a_plan_is_for_the_whole_batch_and_by_brute_force_the_largest(device, ta
     assert sum(found.micro_batches) == target
     assert found.probe.limited_by == "memory"
     asked = {"target_batch": target, "device": device, "memory_budget": budget}
-    made = open_setup(contrastive(), SetupSettings(**asked))
+    made = open_setup(contrastive(), Options().with_values(**asked))
     assert made.whole_batch == target
     assert attempt(made, size).attempt.fits
     assert not any(attempt(made, size + more).attempt.fits for more in (1, 2, 10))
@@ -124,7 +125,7 @@ def test_what_fitted_is_remembered_by_target_batch() -> None:
 
 def key(workload: Workload, **options: Any) -> dict[str, Any]:
     asked = {"device": "cpu", "memory_budget": "1MiB", "target_batch": 64} | options
-    return describe_setup(open_setup(workload, SetupSettings(**asked))).key
+    return describe_setup(open_setup(workload, Options().with_values(**asked))).key
 
 
 def test_the_key_holds_the_batch_and_both_parts_of_such_a_loss_alone() -> None:

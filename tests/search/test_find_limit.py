@@ -14,6 +14,7 @@ import autobatch
 from autobatch.api.context import RunContext
 from autobatch.api.pipeline import run_plan
 from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records.probe import Probe
 from autobatch.core.units import GiB, KiB, MiB
@@ -22,10 +23,9 @@ from autobatch.device.host import HostMemory
 from autobatch.search import questions
 from autobatch.search.cache import CachedLimit
 from autobatch.search.find_limit import find_limit
-from autobatch.search.one_probe import ProbeLimits
 from autobatch.setup.attempt import attempt
 from autobatch.setup.child import ThisProcess
-from autobatch.setup.setup import SetupSettings, open_setup
+from autobatch.setup.setup import open_setup
 from autobatch.setup.trace import traced_peak
 from tests.support.hardware import CpuAsGpu
 from tests.support.options import as_options
@@ -55,7 +55,7 @@ def test_a_model_with_batch_statistics_is_never_probed_with_one_sample() -> None
 
 
 def test_the_error_names_the_reason_if_a_single_sample_cannot_run() -> None:
-    probe = SetupSettings(device="cpu", memory_budget="1GiB")
+    probe = Options().with_values(device="cpu", memory_budget="1GiB")
     least = attempt(open_setup(work(normalised), probe), 2).attempt.peak_allocated_bytes
     with pytest.raises(DoesNotFitError, match=r"micro-batch of 2 does not fit.*1 cannot run.*Expected more"):
         autobatch.probe(work(normalised), device="cpu", memory_budget=str(least - 1))
@@ -120,7 +120,11 @@ def test_the_time_limit_ends_the_search_with_a_size_that_fits(
     made = replace(setup(WORKLOADS["perceptron"]()), device=CpuAsGpu(memory_budget=64 * MiB))
     clock = map(float, count()).__next__
     found = find_limit(
-        ThisProcess(made), ProbeLimits(time_limit_s=0.5), home=tmp_path, progress=Progress(), clock=clock
+        ThisProcess(made),
+        Options().with_values(time_limit=0.5),
+        home=tmp_path,
+        progress=Progress(),
+        clock=clock,
     )
     assert (found.probe.stopped_by, found.probe.upper_bound_by, found.file) == ("time limit", None, None)
     assert found.probe.micro_batch == max(one.micro_batch for one in found.probe.attempts if one.fits)
@@ -133,14 +137,14 @@ def test_the_time_limit_ends_the_search_with_a_size_that_fits(
 def test_a_budget_that_follows_free_memory_may_vary_by_a_few_percent(
     free: int, source: str, tmp_path: Path
 ) -> None:
-    def probe(kib: int, **limits: bool) -> Probe:
+    def probe(kib: int, **limits: str) -> Probe:
         device = CpuDevice(memory_budget=kib * KiB, memory=HostMemory(GiB, GiB, "made up"))
         made = replace(setup(WORKLOADS["perceptron"]()), device=device)
         return limit_of(made, tmp_path, **limits).probe
 
     probe(1000)
     assert probe(10 * free).source.startswith(source)
-    assert probe(10 * free + 10, has_own_budget=True).source == "search"
+    assert probe(10 * free + 10, memory_budget="1GiB").source == "search"
 
 
 def test_the_limit_on_a_gpu_is_saved_with_its_traced_and_its_measured_peak(tmp_path: Path) -> None:
@@ -168,6 +172,6 @@ def test_a_growth_of_other_processes_is_noted(grown: int, is_noted: bool, tmp_pa
     here = replace(setup(WORKLOADS["perceptron"]()), device=Shared(memory_budget=64 * MiB))
     process, notes = ThisProcess(here), Listener()
     here.device.others += grown
-    found = find_limit(process, ProbeLimits(max_micro_batch=3), home=tmp_path, progress=notes).probe
+    found = find_limit(process, Options().with_values(max_micro_batch=3), home=tmp_path, progress=notes).probe
     assert found.other_processes_bytes == 100 * MiB + grown
     assert any("held 100 MiB of the GPU before" in line for line in notes.notes) == is_noted

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.device.allocator.trace import Trace
 from autobatch.footprint.predict import footprint
 from autobatch.search import kept_trace, questions
 from autobatch.search.kept_trace import SUFFIX, Untraced, find_trace, keep_trace, order_of
 from autobatch.setup import trace as traced_setup
-from autobatch.setup.setup import SetupSettings, open_setup
+from autobatch.setup.setup import open_setup
 from tests.support.probes import WIDTH, Listener, limit_of, work
 from tests.support.step_workloads import WORKLOADS, setting, setup
 
@@ -83,7 +84,9 @@ def test_that_a_step_is_too_long_is_kept_until_its_code_changes(
     monkeypatch.setattr(questions, "trace", lambda process: asked.append(1) or trace(process))
 
     def probe(*, extra: bool) -> tuple[str, int, list[str]]:
-        made = open_setup(work(lambda: Changed(extra)), SetupSettings(device="cpu", memory_budget="20KiB"))
+        made = open_setup(
+            work(lambda: Changed(extra)), Options().with_values(device="cpu", memory_budget="20KiB")
+        )
         listener = Listener()
         asked.clear()
         found = limit_of(made, tmp_path, listener).probe

@@ -7,12 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from autobatch.core.options import Options
 from autobatch.core.records.probe import RealBatches
 from autobatch.search.one_probe import Limit
 from autobatch.search.planned_sizes import limit_of_plan
 from autobatch.setup.attempt import TrainSetup, attempt
 from autobatch.setup.child import ThisProcess
-from autobatch.setup.setup import SetupSettings, open_setup
+from autobatch.setup.setup import open_setup
 from benchmarks.workloads import WORKLOADS
 from tests.support.probes import Listener, limit_of
 
@@ -21,7 +22,7 @@ BATCH = 2048
 
 @pytest.fixture(scope="module", name="setup")
 def opened() -> TrainSetup:
-    return open_setup(WORKLOADS["mlp-heavy"](), SetupSettings(device="sim:t4", memory_budget="6MiB"))
+    return open_setup(WORKLOADS["mlp-heavy"](), Options().with_values(device="sim:t4", memory_budget="6MiB"))
 
 
 @pytest.fixture(scope="module", name="limit")
@@ -67,7 +68,7 @@ def test_what_no_replay_knows_and_what_real_batches_have_shown_is_not_doubted(
 ) -> None:
     real = RealBatches(batches=3, by="run", micro_batch_alone=697, is_exact=True)
     checked = limit._replace(probe=msgspec.structs.replace(limit.probe, real_batches=real))
-    smaller = SetupSettings(device="sim:t4", memory_budget="4MiB")
+    smaller = Options().with_values(device="sim:t4", memory_budget="4MiB")
     process = ThisProcess(open_setup(WORKLOADS["mlp-heavy"](), smaller))
     for doubtless in (limit._replace(footprint=None), checked):
         assert limit_of_plan(ThisProcess(setup), doubtless, BATCH, Listener()) == (doubtless, 697)

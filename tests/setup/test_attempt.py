@@ -13,9 +13,10 @@ import autobatch
 from autobatch import Loss, Workload
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.knobs import COMPILE_MODES
+from autobatch.core.options import Options
 from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.setup.attempt import TrainSetup, attempt
-from autobatch.setup.setup import SetupSettings, open_setup
+from autobatch.setup.setup import open_setup
 from tests.support.probes import RandomVectors, classify
 from tests.support.untouched import fingerprint, live_tensors, with_gradients
 
@@ -30,7 +31,7 @@ def work(model: nn.Module, **fields) -> Workload:
 
 
 def setup_of(workload: Workload, budget: str = "1GiB", **options) -> TrainSetup:
-    return open_setup(workload, SetupSettings(device="cpu", memory_budget=budget, **options))
+    return open_setup(workload, Options().with_values(device="cpu", memory_budget=budget, **options))
 
 
 def with_batch_norm() -> nn.Module:
@@ -216,7 +217,7 @@ def test_a_size_has_the_same_figures_every_time() -> None:
 
 def test_an_attempt_on_a_simulated_gpu_fails_in_the_words_of_cuda() -> None:
     model = nn.Sequential(nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 4))
-    made = open_setup(work(model), SetupSettings(device="sim:t4", memory_budget="4MiB"))
+    made = open_setup(work(model), Options().with_values(device="sim:t4", memory_budget="4MiB"))
     failed = attempt(made, 600).attempt
     assert not failed.fits
     assert failed.reason is not None

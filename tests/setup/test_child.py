@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from autobatch.core.errors import AutobatchError, InputError, UserCodeError
+from autobatch.core.options import Options
 from autobatch.search.questions import remedies, run_attempt
 from autobatch.setup.child import ChildProcess, Session
 from autobatch.setup.open_process import open_process
-from autobatch.setup.setup import SetupSettings
 from autobatch.workload.user_code import to_picklable
 from tests.support.commandline import SMALL
 
 pytestmark = pytest.mark.usefixtures("warm_children")
-SETTINGS = SetupSettings(device="cpu", memory_budget="64MiB")
+SETTINGS = Options().with_values(device="cpu", memory_budget="64MiB")
 
 
 @pytest.fixture

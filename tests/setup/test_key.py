@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from autobatch.core.options import Options
 from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.key import device_key, setup_key, stand_in_optimizers
-from autobatch.setup.setup import SetupSettings, open_setup
+from autobatch.setup.setup import Role, open_setup
 from tests.support.probes import amsgrad, mlp, vectors, work
 
 
-def opened(**settings: Any) -> TrainSetup:
-    return open_setup(work(), SetupSettings(device="cpu", memory_budget="1MiB", **settings))
+def opened(role: Role | None = None, **options: Any) -> TrainSetup:
+    return open_setup(
+        work(), Options().with_values(device="cpu", memory_budget="1MiB", **options), role or Role()
+    )
 
 
 def key_of(setup: TrainSetup) -> dict[str, Any]:
@@ -25,10 +28,10 @@ def key_of(setup: TrainSetup) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("field", "change"),
     [
-        ("keeps_batches", {"keeps_batches": True}),
+        ("keeps_batches", {"own_loop": True}),
         ("ema", {"ema": 0.9}),
         ("max_grad_norm", {"max_grad_norm": 1.0}),
-        ("world_size", {"world": 2}),
+        ("world_size", {"role": Role(world=2)}),
     ],
 )
 def test_a_setting_that_changes_what_fits_changes_the_key(field: str, change: dict[str, Any]) -> None:
@@ -43,7 +46,7 @@ def test_the_workload_changes_the_key_by_its_model_samples_and_optimizer() -> No
         ("samples", work(train_data=vectors(width=17))),
         ("optimizer", work(optimizer=amsgrad)),
     ):
-        changed = key_of(open_setup(other, SetupSettings(device="cpu", memory_budget="1MiB")))
+        changed = key_of(open_setup(other, Options().with_values(device="cpu", memory_budget="1MiB")))
         assert {name for name, value in key_of(setup).items() if changed[name] != value} == {field}
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from autobatch.core.errors import UserCodeError
+from autobatch.core.options import Options
 from autobatch.search.questions import run_attempt
 from autobatch.setup.child import ChildProcess
-from autobatch.setup.setup import SetupSettings
 from tests.support.commandline import SMALL
 
 pytestmark = pytest.mark.usefixtures("warm_children")
@@ -30,7 +30,7 @@ def workload():
 def test_a_child_whose_gpu_is_lost_tells_why_and_another_answers_the_next_question(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(f"{SMALL}\n{LOSES_THE_GPU}\n")
-    settings = SetupSettings(device="cpu", memory_budget="64MiB")
+    settings = Options().with_values(device="cpu", memory_budget="64MiB")
     with ChildProcess(f"{file}:workload", settings) as process:
         first = process._process.pid
         with pytest.raises(UserCodeError, match="device-side assert"):

@@ -12,12 +12,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from autobatch.core.errors import InputError
+from autobatch.core.options import Options
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.setup import (
-    SetupSettings,
+    Role,
     budget_of,
     describe_setup,
     new_allocator,
@@ -33,22 +34,22 @@ from tests.support.untouched import fingerprint, with_gradients
 
 
 def test_a_given_budget_replaces_the_budget_of_the_demo() -> None:
-    assert budget_of(SetupSettings(device="cpu"), is_demo=True) == MEMORY_BUDGET["cpu"]
-    assert budget_of(SetupSettings(device="sim:t4"), is_demo=True) == MEMORY_BUDGET["sim"]
-    assert budget_of(SetupSettings(device="cpu", memory_budget="9MiB"), is_demo=True) == "9MiB"
-    assert budget_of(SetupSettings(device="cpu"), is_demo=False) is None
+    assert budget_of(Options().with_values(device="cpu"), is_demo=True) == MEMORY_BUDGET["cpu"]
+    assert budget_of(Options().with_values(device="sim:t4"), is_demo=True) == MEMORY_BUDGET["sim"]
+    assert budget_of(Options().with_values(device="cpu", memory_budget="9MiB"), is_demo=True) == "9MiB"
+    assert budget_of(Options().with_values(device="cpu"), is_demo=False) is None
 
 
 def test_the_demo_has_the_budget_of_the_device_that_auto_finds(monkeypatch) -> None:
     for found, kind in ((True, "cuda"), (False, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda found=found: found)
-        assert budget_of(SetupSettings(device="auto"), is_demo=True) == MEMORY_BUDGET[kind]
+        assert budget_of(Options().with_values(device="auto"), is_demo=True) == MEMORY_BUDGET[kind]
 
 
 def test_the_device_chooses_the_precision_unless_one_is_given() -> None:
     device = SimpleNamespace(default_precision=lambda: "bf16")
-    assert precision_of(SetupSettings(), device) == "bf16"
-    assert precision_of(SetupSettings(precision="fp16"), device) == "fp16"
+    assert precision_of(Options(), device) == "bf16"
+    assert precision_of(Options().with_values(precision="fp16"), device) == "fp16"
 
 
 def test_opening_and_describing_draw_nothing_although_model_and_data_do() -> None:
@@ -60,7 +61,7 @@ def test_opening_and_describing_draw_nothing_although_model_and_data_do() -> Non
 
     before = fingerprint(live)
     setup = open_setup(
-        work(model, train_data=RandomVectors()), SetupSettings(device="cpu", memory_budget="1MiB")
+        work(model, train_data=RandomVectors()), Options().with_values(device="cpu", memory_budget="1MiB")
     )
     describe_setup(setup)
     assert fingerprint(live) == before
@@ -68,7 +69,7 @@ def test_opening_and_describing_draw_nothing_although_model_and_data_do() -> Non
 
 def test_the_seed_decides_the_weights() -> None:
     def weight(seed: int) -> torch.Tensor:
-        return next(open_setup(work(), SetupSettings(device="cpu", seed=seed)).model.parameters())
+        return next(open_setup(work(), Options().with_values(device="cpu", seed=seed)).model.parameters())
 
     assert torch.equal(weight(1), weight(1))
     assert not torch.equal(weight(1), weight(2))
@@ -79,7 +80,7 @@ def test_the_seed_decides_the_weights() -> None:
 
 def key_of(workload=None, **options) -> dict:
     asked = {"device": "cpu", "memory_budget": "1MiB"} | options
-    return describe_setup(open_setup(workload or work(), SetupSettings(**asked))).key
+    return describe_setup(open_setup(workload or work(), Options().with_values(**asked))).key
 
 
 class Renamed(nn.Sequential):
@@ -129,7 +130,9 @@ def test_the_key_does_not_depend_on_what_leaves_the_limit_unchanged() -> None:
 
 
 def test_a_description_has_the_values_that_a_plan_needs() -> None:
-    setup = open_setup(work(base_batch=32), SetupSettings(device="cpu", memory_budget="1MiB", target_batch=9))
+    setup = open_setup(
+        work(base_batch=32), Options().with_values(device="cpu", memory_budget="1MiB", target_batch=9)
+    )
     info = describe_setup(setup)
     assert (info.samples, info.base_batch, info.precision) == (600, 32, "fp32")
     assert info.device.budget_bytes == 2**20
@@ -137,7 +140,7 @@ def test_a_description_has_the_values_that_a_plan_needs() -> None:
 
 @pytest.mark.parametrize("expandable", [False, True])
 def test_a_description_makes_the_allocator_of_the_device(expandable: bool) -> None:
-    setup = open_setup(work(), SetupSettings(device="sim:t4", memory_budget="64MiB"))
+    setup = open_setup(work(), Options().with_values(device="sim:t4", memory_budget="64MiB"))
     device = setup.device.expandable() if expandable else setup.device
     info = describe_setup(replace(setup, device=device))
     made = new_allocator(info)
@@ -149,7 +152,7 @@ def test_a_description_makes_the_allocator_of_the_device(expandable: bool) -> No
 
 
 def test_a_device_that_caches_nothing_has_a_counting_allocator() -> None:
-    info = describe_setup(open_setup(work(), SetupSettings(device="cpu", memory_budget="1MiB")))
+    info = describe_setup(open_setup(work(), Options().with_values(device="cpu", memory_budget="1MiB")))
     assert info.allocator is None
     assert isinstance(new_allocator(info), CountingAllocator)
     assert (new_allocator(info).limit, new_allocator(info, capped=False).limit) == (2**20, None)
@@ -160,18 +163,18 @@ def test_a_device_that_caches_nothing_has_a_counting_allocator() -> None:
 )
 def test_a_description_has_the_quartiles_of_different_sizes(lengths: list[int], quartiles: list[int]) -> None:
     made = work(train_data=Sequences(lengths), collate=pad, size_of=lambda sample: len(sample[0]))
-    setup = open_setup(made, SetupSettings(device="cpu", memory_budget="1MiB"))
+    setup = open_setup(made, Options().with_values(device="cpu", memory_budget="1MiB"))
     assert describe_setup(setup).size_quartiles == quartiles
 
 
 def test_a_configuration_changes_the_precision_the_knobs_and_the_segments() -> None:
-    setup = open_setup(work(), SetupSettings(device="sim:t4", memory_budget="64MiB"))
+    setup = open_setup(work(), Options().with_values(device="sim:t4", memory_budget="64MiB"))
     changed = with_knobs(setup, {"precision": "bf16", "expandable_segments": True, "optimizer": "fused"})
     assert (changed.precision, changed.knobs["optimizer"]) == ("bf16", "fused")
     assert changed.device.new_allocator().config.expandable_segments
     assert (setup.precision, setup.knobs) == ("fp32", {})
     assert not with_knobs(setup, {}).device.new_allocator().config.expandable_segments
-    host = open_setup(work(), SetupSettings(device="cpu", memory_budget="64MiB"))
+    host = open_setup(work(), Options().with_values(device="cpu", memory_budget="64MiB"))
     assert with_knobs(host, {"expandable_segments": True}).device is host.device
 
 
@@ -179,7 +182,7 @@ def over_whole_batch(**settings: Any) -> TrainSetup:
     loss = WholeBatchLoss(
         represent=lambda model, batch: model(batch[0]), loss=lambda _, rows: rows.square().mean()
     )
-    return open_setup(work(loss=loss), SetupSettings(device="cpu", memory_budget="1MiB", **settings))
+    return open_setup(work(loss=loss), Options().with_values(device="cpu", memory_budget="1MiB", **settings))
 
 
 def test_a_loss_over_a_batch_of_unknown_size_is_noted() -> None:
@@ -192,9 +195,9 @@ def test_a_loss_over_a_batch_of_unknown_size_is_noted() -> None:
 
 def test_ranks_that_share_a_model_refuse_a_loss_over_the_batch_before_a_probe() -> None:
     contrastive = make_workload(loss=INFO_NCE)
-    settings = SetupSettings(device="cpu", memory_budget="1GiB", world=2)
+    options, role = Options().with_values(device="cpu", memory_budget="1GiB"), Role(world=2)
     with pytest.raises(
         InputError, match="a WholeBatchLoss runs two passes over a batch, and ranks that share"
     ):
-        open_setup(contrastive, replace(settings, shard=ShardLayout(world=2)))
-    assert open_setup(contrastive, settings).world == 2
+        open_setup(contrastive, options, replace(role, shard=ShardLayout(world=2)))
+    assert open_setup(contrastive, options, role).world == 2

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from autobatch.core.options import Options
 from autobatch.setup import spare as spares
 from autobatch.setup.child import ChildCrashed, Session
 from autobatch.setup.open_process import open_process
-from autobatch.setup.setup import SetupSettings
 from autobatch.setup.spare import Output, may_copy, spare_child
 
-SETTINGS = SetupSettings(device="cpu", memory_budget="1GiB")
+SETTINGS = Options().with_values(device="cpu", memory_budget="1GiB")
 
 
 def test_a_spare_child_serves_the_first_workload_and_a_new_one_the_next() -> None:

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from torch import nn
 
+from autobatch.core.options import Options
 from autobatch.core.units import MiB
 from autobatch.probing.estimates.estimate import estimate_limits
 from autobatch.probing.estimates.settings import EstimateSettings
 from autobatch.setup import trace as traced_setup
 from autobatch.setup.attempt import TrainSetup, attempt
-from autobatch.setup.setup import SetupSettings, describe_setup, open_setup, with_knobs
+from autobatch.setup.setup import describe_setup, open_setup, with_knobs
 from autobatch.setup.trace import (
     other_order,
     predicted_memory,
@@ -32,7 +33,7 @@ def largest_that_runs(made: TrainSetup, cap: int) -> int:
 
 
 def test_the_traces_of_both_orders_are_the_events_of_an_attempt() -> None:
-    made = open_setup(work(lambda: mlp(4096)), SetupSettings(device="sim:t4", memory_budget="4MiB"))
+    made = open_setup(work(lambda: mlp(4096)), Options().with_values(device="sim:t4", memory_budget="4MiB"))
     first, second = trace_footprint(made), other_order(made)
     size = largest_that_runs(made, 40)
     ran = attempt(made, size)
@@ -44,14 +45,14 @@ def test_the_traces_of_both_orders_are_the_events_of_an_attempt() -> None:
 
 def test_a_trace_draws_nothing_although_augmented_data_does() -> None:
     live = with_gradients(mlp())
-    made = open_setup(work(lambda: live, train_data=RandomVectors()), SetupSettings(device="cpu"))
+    made = open_setup(work(lambda: live, train_data=RandomVectors()), Options().with_values(device="cpu"))
     before = fingerprint(live)
     assert trace_footprint(made) is not None
     assert fingerprint(live) == before
 
 
 def test_a_model_of_very_many_tensors_is_run_in_place_of_traced(monkeypatch) -> None:
-    made = open_setup(work(mlp), SetupSettings(device="cpu", memory_budget="1GiB"))
+    made = open_setup(work(mlp), Options().with_values(device="cpu", memory_budget="1GiB"))
     tensors = len(list(made.model.parameters()))
     monkeypatch.setattr(traced_setup, "MOST_TRACED", tensors)
     assert trace_footprint(made) is not None
@@ -63,7 +64,7 @@ def test_of_like_layers_only_those_count_that_are_traced(monkeypatch) -> None:
     monkeypatch.setattr(traced_setup, "MOST_TRACED", 12)
     made = open_setup(
         work(lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(40)))),
-        SetupSettings(device="sim:t4", memory_budget="4MiB"),
+        Options().with_values(device="sim:t4", memory_budget="4MiB"),
     )
     step = trace_footprint(made)
     assert step is not None

@@ -25,7 +25,6 @@ CHANGED: dict[str, Any] = {
     "lr_trials": 6,
     "max_grad_norm": 0.5,
     "max_micro_batch": 3,
-    "micro_batch_multiple": 2,
     "memory_budget": "123MiB",
     "memory_viz": "memory.pickle",
     "micro_batch": 2,
@@ -63,6 +62,7 @@ CHANGED: dict[str, Any] = {
     "workers": 2,
     "world_size": 3,
     "size_multiple": "auto",
+    "micro_batch_multiple": 2,
     "own_loop": True,
 }
 

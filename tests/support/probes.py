@@ -16,10 +16,11 @@ from autobatch import Workload
 from autobatch.api.context import RunContext
 from autobatch.api.pipeline import run_probe
 from autobatch.core.check_options import options_from
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.report.result import Result
 from autobatch.search.find_limit import find_limit
-from autobatch.search.one_probe import Limit, ProbeLimits
+from autobatch.search.one_probe import Limit
 from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import ThisProcess
 
@@ -106,4 +107,6 @@ def probed(workload: Workload, **options) -> tuple[Result, Listener]:
 
 def limit_of(setup: TrainSetup, home: Path, progress: Progress | None = None, **limits) -> Limit:
     """Find the largest micro-batch on a setup that is open here."""
-    return find_limit(ThisProcess(setup), ProbeLimits(**limits), home=home, progress=progress or Progress())
+    return find_limit(
+        ThisProcess(setup), Options().with_values(**limits), home=home, progress=progress or Progress()
+    )

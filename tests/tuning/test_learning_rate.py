@@ -17,10 +17,10 @@ from torch import nn
 
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
+from autobatch.core.options import Options
 from autobatch.core.records.tuning import LrComparison
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.setup.child import ChildProcess
-from autobatch.setup.setup import SetupSettings
 from autobatch.tuning.learning_rate import (
     MINIMUM_GAIN,
     PARTS,
@@ -285,7 +285,9 @@ def test_a_run_that_crashes_its_process_is_infeasible_and_the_next_one_runs(tmp_
     path = tmp_path / "train.py"
     path.write_text(f"{SMALL}\n{CRASHES}\n")
     task = LrTrialSpec(0.01, 32, 8, "fp32", {}, 4)
-    with ChildProcess(f"{path}:workload", SetupSettings(device="cpu", memory_budget="64MiB")) as child:
+    with ChildProcess(
+        f"{path}:workload", Options().with_values(device="cpu", memory_budget="64MiB")
+    ) as child:
         runs = ShortRuns(child, task)
         first = runs.run(0.01, 0)
         assert (first.failure, first.rate) == (None, 0.01)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import msgspec
 
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records.probe import LengthLimit, Probe, UpperBoundBy
 from autobatch.search import questions
 from autobatch.search.kept_answers import kept_answers
-from autobatch.search.one_probe import ProbeLimits, caps_of
+from autobatch.search.one_probe import caps_of
 from autobatch.search.sizes.curve import CurvePoint
 from autobatch.search.sizes.real_batches import find_curve
 from autobatch.setup.child import SetupProcess
@@ -18,7 +19,7 @@ from autobatch.setup.child import SetupProcess
 
 def find_limits_by_size(
     process: SetupProcess,
-    limits: ProbeLimits,
+    options: Options,
     found: Probe,
     *,
     home: Path,
@@ -31,7 +32,7 @@ def find_limits_by_size(
 
     Args:
         process: holds the setup.
-        limits: caps of the micro-batch.
+        options: options of the run.
         found: the limit of the largest samples.
         home: data directory, in which the answer is kept.
         progress: receives notes.
@@ -39,7 +40,7 @@ def find_limits_by_size(
     if not process.info.size_quartiles or found.stopped_by is not None:
         return found
     unit = process.info.size_unit
-    cap = min(caps_of(process.info, limits).values())
+    cap = min(caps_of(process.info, options).values())
     progress.doing("computing the limits of smaller samples")
     try:
         curve = _curve(process, found, cap, home)

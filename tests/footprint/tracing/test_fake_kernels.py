@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from autobatch import Workload
+from autobatch.core.options import Options
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.tracing.trace_step import record
 from autobatch.setup.attempt import attempt
-from autobatch.setup.setup import SetupSettings, open_setup
+from autobatch.setup.setup import open_setup
 from autobatch.setup.trace import setting_of
 
 aten = torch.ops.aten
@@ -58,7 +59,9 @@ def traces(
         optimizer=optimizer,
         learning_rate=1e-3,
     )
-    setup = open_setup(workload, SetupSettings(device="cpu", memory_budget="1GiB", precision=precision))
+    setup = open_setup(
+        workload, Options().with_values(device="cpu", memory_budget="1GiB", precision=precision)
+    )
     real = attempt(setup, 3).trace
     assert real is not None
     return record(setting_of(setup), 3).trace, real.canonical()

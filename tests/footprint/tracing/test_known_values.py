@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 
+from autobatch.core.options import Options
 from autobatch.footprint.tracing.known_values import MOST_ELEMENTS, KnownValues, has_values, value_of
 from autobatch.footprint.tracing.trace_step import new_mode, record
 from autobatch.setup.attempt import attempt
-from autobatch.setup.setup import SetupSettings, open_setup
+from autobatch.setup.setup import open_setup
 from autobatch.setup.trace import setting_of
 from tests.support.packed import WORKLOADS
 from tests.support.probes import work
@@ -20,7 +21,7 @@ from tests.support.probes import work
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_trace_of_packed_sequences_is_that_of_an_attempt(name: str) -> None:
-    made = open_setup(WORKLOADS[name](), SetupSettings(device="cpu", memory_budget="1GiB"))
+    made = open_setup(WORKLOADS[name](), Options().with_values(device="cpu", memory_budget="1GiB"))
     known = replace(setting_of(made), has_values=True)
     found = [record(known, size).trace for size in (9, 14)]
     assert found == [attempt(made, size).trace.canonical() for size in (9, 14)]
@@ -41,7 +42,7 @@ class Selecting(nn.Module):
 def test_selections_by_known_values_keep_what_a_run_keeps() -> None:
     rows = list(torch.randint(50, (20, 6), generator=torch.Generator().manual_seed(3)))
     workload = work(Selecting, train_data=rows, loss=lambda model, ids: model(ids))
-    made = open_setup(workload, SetupSettings(device="cpu", memory_budget="1GiB"))
+    made = open_setup(workload, Options().with_values(device="cpu", memory_budget="1GiB"))
     known = record(replace(setting_of(made), has_values=True), 7)
     assert known.trace == attempt(made, 7).trace.canonical()
     assert not known.has_selections
@@ -69,7 +70,7 @@ def test_ctc_keeps_columns_for_the_longest_text() -> None:
         return nn.functional.ctc_loss(model(sounds).log_softmax(-1), texts[0], texts[1], texts[2])
 
     workload = work(lambda: nn.Linear(4, 6), train_data=Spoken(), collate=aligned, loss=loss)
-    made = open_setup(workload, SetupSettings(device="cpu", memory_budget="1GiB"))
+    made = open_setup(workload, Options().with_values(device="cpu", memory_budget="1GiB"))
     known = record(replace(setting_of(made), has_values=True), 7)
     assert known.trace == attempt(made, 7).trace.canonical()
 

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from autobatch import Workload
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records.probe import Probe
 from autobatch.search.find_limit import find_limit
-from autobatch.search.one_probe import ProbeLimits
 from autobatch.search.sizes import limits_by_size
 from autobatch.search.sizes.limits_by_size import find_limits_by_size
 from autobatch.setup.attempt import TrainSetup, attempt_at
 from autobatch.setup.child import ThisProcess
-from autobatch.setup.setup import SetupSettings, open_setup
+from autobatch.setup.setup import open_setup
 from tests.support.probes import Sequences, pad, work
 
 LENGTHS = [8, 8, 8, 16, 16, 32, 32, 64]
@@ -35,9 +35,9 @@ def of_lengths(lengths: list[int]) -> Workload:
 
 
 def probe_by_size(lengths: list[int], home: Path) -> tuple[TrainSetup, Probe]:
-    options = SetupSettings(device="cpu", memory_budget="100KiB")
+    options = Options().with_values(device="cpu", memory_budget="100KiB")
     setup = open_setup(of_lengths(lengths * 30), options)
-    process, limits = ThisProcess(setup), ProbeLimits()
+    process, limits = ThisProcess(setup), Options()
     found = find_limit(process, limits, home=home, progress=Progress()).probe
     return setup, find_limits_by_size(process, limits, found, home=home, progress=Progress())
 
