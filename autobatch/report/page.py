@@ -19,7 +19,7 @@ from autobatch.report.charts.curves import training_figure
 from autobatch.report.charts.drawing import Mark, Picture, Table
 from autobatch.report.charts.memory import memory_curve_figure, memory_figure
 from autobatch.report.charts.split import plan_figure
-from autobatch.report.charts.trials import comparison_figure, knee_figure, trials_figure
+from autobatch.report.charts.trials import comparison_figure, trials_figure
 from autobatch.report.facts import Fact, Part, Tile, facts_of, headline, tiles_of
 from autobatch.report.theme import style_sheet
 from autobatch.report.words import moment
@@ -142,7 +142,7 @@ def sections_of(run: RunRecord) -> list[Section]:
             "tuning",
             "Tuning",
             part("tuning"),
-            drawn(compared, knee_figure(trials), trials_figure(trials)),
+            drawn(compared, trials_figure(trials)),
             notes=[] if rates is None else rates.notes,
         ),
         Section(

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from autobatch.core.records.tuning import Trial, TrialComparison
 from autobatch.report.charts.drawing import (
@@ -17,7 +17,6 @@ from autobatch.report.charts.drawing import (
     draw,
     evenly_spaced,
     plain_axes,
-    series,
 )
 from autobatch.report.words import count, decimal, knobs_in_words, plural, ratio_in_words
 
@@ -129,58 +128,6 @@ def comparison_figure(comparisons: Sequence[TrialComparison]) -> Picture | None:
             rows=[
                 [name, f"{one.ratio:.3f}", _interval(one), str(one.rounds), "yes" if one.chosen else ""]
                 for name, one in zip(names, comparisons, strict=True)
-            ],
-        ),
-        note=words,
-    )
-
-
-def knee_figure(trials: Sequence[Trial]) -> Picture | None:
-    """Draw the speed over the micro-batch, a colour for each precision. None without two sizes of one.
-
-    Of several trials with one precision and micro-batch the fastest is drawn: the others have other knobs.
-    """
-    best: dict[str, dict[int, float]] = {}
-    for trial in trials:
-        speed = trial.relative or trial.samples_per_s
-        if trial.feasible and speed is not None and trial.micro_batch:
-            sizes = best.setdefault(str(trial.parameters.get("precision", "")), {})
-            sizes[trial.micro_batch] = max(speed, sizes.get(trial.micro_batch, 0.0))
-    if not any(len(sizes) > 1 for sizes in best.values()):
-        return None
-    is_relative = any(trial.relative is not None for trial in trials)
-    unit = "speed ÷ speed of the default" if is_relative else "samples/s"
-    lines = {precision: sorted(sizes.items()) for precision, sizes in sorted(best.items())}
-
-    def paint(figure: Figure, narrow: bool) -> None:
-        axes = plain_axes(figure, xlabel="micro-batch, samples", title=unit)
-        for number, points in enumerate(lines.values()):
-            sizes, speeds = [size for size, _ in points], [speed for _, speed in points]
-            axes.plot(sizes, speeds, "o", color=series(2 * number), markersize=7)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted({size for points in lines.values() for size, _ in points}))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_ylim(bottom=0)
-
-    title = "Speed by micro-batch"
-    words = "The fastest trial of each micro-batch and precision."
-    return Picture(
-        slug="knee",
-        title=title,
-        description=words,
-        svg=draw("knee", title, words, paint, heights=(280, 240)),
-        legend=[
-            Mark(role=f"series-{2 * number % 7 + 1}", label=precision or "trials", shape="dot")
-            for number, precision in enumerate(lines)
-        ],
-        table=Table(
-            caption=words,
-            head=["Precision", "Micro-batch", unit],
-            rows=[
-                [precision, count(size), decimal(speed)]
-                for precision, points in lines.items()
-                for size, speed in points
             ],
         ),
         note=words,

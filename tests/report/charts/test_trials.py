@@ -7,7 +7,6 @@ import msgspec
 from autobatch.core.records.tuning import Trial
 from autobatch.report.charts.trials import (
     comparison_figure,
-    knee_figure,
     trials_figure,
 )
 from tests.support.sample_run import some_comparisons, some_trials
@@ -56,20 +55,3 @@ def test_trials_are_drawn_relative_to_the_default_with_a_mark_where_the_study_wa
 def test_dollars_and_distant_alphabets_are_not_read_as_formulas():
     odd = msgspec.structs.replace(some_comparisons()[0], changes={"precision": "$x^2$ <b> 学習率"})
     assert "$x^2$ &lt;b&gt; 学習率" in comparison_figure([odd]).svg
-
-
-def test_the_knee_has_the_fastest_trial_of_each_size_and_precision():
-    trials = [
-        Trial(number=number, samples_per_s=speed, parameters={"precision": precision}, micro_batch=size)
-        for number, (precision, size, speed) in enumerate(
-            [("fp32", 64, 100.0), ("fp32", 32, 90.0), ("bf16", 64, 150.0), ("fp32", 64, 80.0)]
-        )
-    ]
-    refused = Trial(
-        number=4, samples_per_s=None, feasible=False, parameters={"precision": "bf16"}, micro_batch=8
-    )
-    picture = knee_figure([*trials, refused])
-    assert picture.table.rows == [["bf16", "64", "150"], ["fp32", "32", "90"], ["fp32", "64", "100"]]
-    assert [mark.label for mark in picture.legend] == ["bf16", "fp32"]
-    assert knee_figure([trials[0], trials[2]]) is None, "one size of each is no curve"
-    assert knee_figure([]) is None
