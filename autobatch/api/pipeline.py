@@ -79,9 +79,7 @@ def run_plan(workload: Workload | str | None, options: Options, context: RunCont
         stage = partial(probe_and_plan, world_size=world_size)
         found = probe_choice(workload, options, context, first, opened, stage=stage)
         result = _finished(found, options, context, check=options.split_check)
-        return add_split(
-            found.process, result, options, context.progress, home=context.home, ranks=ranks, is_last=True
-        )
+        return add_split(found.process, result, options, context.progress, ranks=ranks, is_last=True)
 
 
 def for_own_loop(options: Options, ranks: Ranks) -> Options:
@@ -140,7 +138,7 @@ def run_tune(workload: Workload | str | None, options: Options, context: RunCont
         if tuner.trials or not tuner.lr_trials:
             result = add_tuning(tuner, result)
         write_memory_viz(process, result, options, context.progress)
-        result = add_split(process, result, options, context.progress, home=context.home, ranks=context.ranks)
+        result = add_split(process, result, options, context.progress, ranks=context.ranks)
         if not tuner.lr_trials:
             return result
         try:

@@ -274,9 +274,7 @@ def _with_split(process: SetupProcess, result: Result, options: Options, context
         steps=options.train.steps,
         epochs=options.train.epochs,
     )
-    return add_split(
-        process, result, options, context.progress, home=context.home, ranks=context.ranks, order=order
-    )
+    return add_split(process, result, options, context.progress, ranks=context.ranks, order=order)
 
 
 def _find(workload: Workload | str | None, seed: int, context: RunContext) -> Workload:

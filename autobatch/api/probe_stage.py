@@ -96,7 +96,6 @@ def probe_only(
             process,
             options,
             found.probe,
-            home=context.home,
             progress=progress,
         )
     else:
@@ -135,9 +134,7 @@ def _limit(
         )
 
     limit = agree_on_fit(probe, context.ranks) if together.may_share else probe()
-    limit = survive_real_batches(
-        process, limit, Order(share, options.device.seed), home=context.home, progress=progress
-    )
+    limit = survive_real_batches(process, limit, Order(share, options.device.seed), progress=progress)
     # For a stream these are only the scanned samples, and rank 0 reads them for all ranks.
     samples = None if info.epoch_samples is None else info.samples
     check_equal(context.ranks.gather({"the model": info.key.get("model"), "the data": samples}))

@@ -6,14 +6,13 @@ import msgspec
 
 from autobatch.core.records.plan import Plan, RunOrder
 from autobatch.planning import micro_batches
-from autobatch.search.kept_answers import KeptAnswers
 from autobatch.search.questions import ask_or_none
 from autobatch.search.sizes.real_batches import Order
-from autobatch.search.sizes.run_order import InOrder, find_in_order
+from autobatch.search.sizes.run_order import find_in_order
 from autobatch.setup.child import SetupProcess
 
 
-def in_run_order(process: SetupProcess, plan: Plan, order: Order, cap: int, kept: KeptAnswers) -> Plan:
+def in_run_order(process: SetupProcess, plan: Plan, order: Order, cap: int) -> Plan:
     """Return a plan with the largest micro-batch that fits in the order of the run, or the same plan.
 
     Args:
@@ -21,15 +20,10 @@ def in_run_order(process: SetupProcess, plan: Plan, order: Order, cap: int, kept
         plan: a plan for one rank, whose micro-batch fits in any order.
         order: the batches of the run.
         cap: the largest micro-batch to try.
-        kept: answers to earlier questions.
     """
-    question = ("order", plan, order, cap)
-    found = kept.find(question, InOrder)
+    found = ask_or_none(process, "a look at the order of the run", find_in_order, plan, order, cap)
     if found is None:
-        found = ask_or_none(process, "a look at the order of the run", find_in_order, plan, order, cap)
-        if found is None:
-            return plan
-        kept.keep(question, found)
+        return plan
     sizes = micro_batches(plan.target_batch, found.micro_batch)
     return msgspec.structs.replace(
         plan,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +16,6 @@ from autobatch.distributed.joint_split import agree_on_cut
 from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.report.facts import describe_run_order
 from autobatch.report.result import Result
-from autobatch.search.kept_answers import KeptAnswers, kept_answers
 from autobatch.search.sizes.plan_split import SplitChoice, SplitSettings, choose_split, read_sizes
 from autobatch.search.sizes.real_batches import Order
 from autobatch.setup.child import ChildCrashed, SetupProcess
@@ -30,7 +27,6 @@ def add_split(
     options: Options,
     progress: Progress,
     *,
-    home: Path,
     ranks: Ranks | None = None,
     order: Order | None = None,
     is_last: bool = False,
@@ -39,8 +35,7 @@ def add_split(
 
     If the order of the run is known, samples that are joined may share larger micro-batches, and that plan is
     taken unless a split by size is faster. A choice that fails is no reason to end a run that can split by
-    count. If it is the last stage of a command, an interrupted choice keeps the result. A kept choice of the
-    same plan is taken again, so that runs on one machine cut at the same places.
+    count. If it is the last stage of a command, an interrupted choice keeps the result.
 
     Raises:
         InputError: a split by size was asked for, and would change results.
@@ -62,12 +57,11 @@ def add_split(
     share = max(1, plan.ranks[ranks.rank].samples) if plan.ranks else plan.target_batch
     settings = _settings_of(probe, options, share)
     by_count = of_rank = msgspec.structs.replace(plan, target_batch=share)
-    kept = kept_answers(process.info, probe, home)
     progress.doing("choosing how batches are split")
     try:
         if order is not None and plan.world_size == 1 and probe.stopped_by is None:
-            by_count = in_run_order(process, of_rank, order, settings.cap, kept)
-        choice = _choose(process, by_count, settings, kept)
+            by_count = in_run_order(process, of_rank, order, settings.cap)
+        choice = _choose(process, by_count, settings)
     except KeyboardInterrupt:
         if not is_last:
             raise
@@ -95,21 +89,16 @@ def _settings_of(probe: Probe, options: Options, share: int) -> SplitSettings:
     return SplitSettings(options.batch.split, limit, min(cap, share), options.device.seed)
 
 
-def _choose(process: SetupProcess, plan: Plan, settings: SplitSettings, kept: KeptAnswers) -> SplitChoice:
-    """Return the choice, kept or new; a failure chooses the split by count."""
-    question = ("split", settings, plan)
-    known = kept.find(question, SplitChoice)
+def _choose(process: SetupProcess, plan: Plan, settings: SplitSettings) -> SplitChoice:
+    """Return the choice; a failure chooses the split by count."""
     try:
-        choice = process.call("the choice of the split", choose_split, plan, settings, known)
+        return process.call("the choice of the split", choose_split, plan, settings)
     except InputError:
         raise
     except AutobatchError as error:
         if isinstance(error, ChildCrashed):
             process.restart()
         return SplitChoice(None, f"batches are split by count: {error}")
-    if known is None and choice.is_compared:
-        kept.keep(question, choice)
-    return choice
 
 
 def _may_cut_jointly(plan: Plan, options: Options, ranks: Ranks) -> bool:

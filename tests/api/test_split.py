@@ -13,7 +13,6 @@ from autobatch.api.pipeline import run_plan
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.progress import Progress
-from autobatch.core.records.plan import MicroBatchCost
 from autobatch.search.sizes.hazards import Obstacle
 from tests.support.ragged import CONTRASTIVE, pad, ragged_workload
 from tests.support.training import language_model
@@ -73,17 +72,6 @@ def test_a_choice_that_fails_leaves_a_plan_by_count(tmp_path: Path, monkeypatch)
     found, notes = plan(tmp_path, ragged_workload())
     assert found.plan.split == "count"
     assert "batches are split by count: the clock stands still" in notes
-
-
-def test_the_same_plan_is_cut_alike_although_times_differ(tmp_path: Path, monkeypatch) -> None:
-    first, _ = plan(tmp_path, ragged_workload(), split="size")
-    cost = MicroBatchCost(fixed=1e-9, per_size=5.0)
-    monkeypatch.setattr("autobatch.search.sizes.plan_split.measure_cost", lambda *_: cost)
-    again, notes = plan(tmp_path, ragged_workload(), split="size")
-    assert again.plan.size_cut == first.plan.size_cut
-    assert any("padded ÷ real" in line for line in notes)
-    elsewhere, _ = plan(tmp_path / "other", ragged_workload(), split="size")
-    assert elsewhere.plan.size_cut.cost == cost
 
 
 def test_a_kept_choice_does_not_hide_a_hazard(tmp_path: Path, monkeypatch) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records.probe import LengthLimit, Probe, UpperBoundBy
 from autobatch.search import questions
-from autobatch.search.kept_answers import kept_answers
 from autobatch.search.one_probe import caps_of
-from autobatch.search.sizes.curve import CurvePoint
 from autobatch.search.sizes.real_batches import find_curve
 from autobatch.setup.child import SetupProcess
 
@@ -22,7 +18,6 @@ def find_limits_by_size(
     options: Options,
     found: Probe,
     *,
-    home: Path,
     progress: Progress,
 ) -> Probe:
     """Add the largest micro-batch of smaller samples, if sizes differ: a curve over size, by replay.
@@ -34,7 +29,6 @@ def find_limits_by_size(
         process: holds the setup.
         options: options of the run.
         found: the limit of the largest samples.
-        home: data directory, in which the answer is kept.
         progress: receives notes.
     """
     if not process.info.size_quartiles or found.stopped_by is not None:
@@ -43,7 +37,7 @@ def find_limits_by_size(
     cap = min(caps_of(process.info, options).values())
     progress.doing("computing the limits of smaller samples")
     try:
-        curve = _curve(process, found, cap, home)
+        curve = questions.ask_or_none(process, "a curve over size", find_curve, found.micro_batch, cap)
     except KeyboardInterrupt:
         progress.note("interrupted: left out the micro-batches of smaller samples")
         return found
@@ -53,17 +47,6 @@ def find_limits_by_size(
     lengths = [_length_limit(size, own, "cap" if own == cap else "replay") for size, own in points]
     lengths.append(_length_limit(longest, limit, found.upper_bound_by))
     return msgspec.structs.replace(found, lengths=lengths, size_unit=unit)
-
-
-def _curve(process: SetupProcess, found: Probe, cap: int, home: Path) -> list[CurvePoint] | None:
-    """Return the kept curve, or compute and keep it; None if the step is no exact program."""
-    kept, question = kept_answers(process.info, found, home), ("curve", found.micro_batch, cap)
-    known = kept.find(question, list[CurvePoint])
-    if known is None:
-        known = questions.ask_or_none(process, "a curve over size", find_curve, found.micro_batch, cap)
-        if known is not None:
-            kept.keep(question, known)
-    return known
 
 
 def _length_limit(size: float, micro_batch: int, upper_bound_by: UpperBoundBy | None) -> LengthLimit:

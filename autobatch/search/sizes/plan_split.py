@@ -54,21 +54,15 @@ class SplitChoice(NamedTuple):
     """None to split by count."""
     note: str | None
     """The choice in words; None if there was none to make."""
-    is_compared: bool = False
-    """True if the splits were compared, which depends on nothing but the question."""
 
 
-def choose_split(
-    session: Session, plan: Plan, settings: SplitSettings, known: SplitChoice | None = None
-) -> SplitChoice:
+def choose_split(session: Session, plan: Plan, settings: SplitSettings) -> SplitChoice:
     """Choose the split of a plan; the setup stays unchanged.
 
     Args:
         session: the open setup.
         plan: the plan.
         settings: settings of the choice.
-        known: an earlier choice of the same question, which is taken if nothing stands against it; None for
-            none.
 
     Raises:
         InputError: a split by size was asked for, and would change results.
@@ -90,8 +84,6 @@ def choose_split(
         return SplitChoice(
             None, f"batches are split by count: {obstacle.reason}" if is_worth_saying else None
         )
-    if known is not None:
-        return known
     setup, program = program_for(session, plan)
     # The limit of the probe is that of its own configuration.
     is_other = bool(memory_signature(plan.knobs)) or plan.precision != session.setup.precision
@@ -132,12 +124,12 @@ def _compare(
     batches = RunBatches(setup=setup, sizes=sizes, order=order, is_padded=cut.is_padded)
     survived = _surviving(batches, program, cut)
     if survived is None:
-        return SplitChoice(None, f"{BY_COUNT}: no split by size survives the batches of the run", True)
+        return SplitChoice(None, f"{BY_COUNT}: no split by size survives the batches of the run")
     cut = with_expectations(survived, sizes, plan, settings.seed)
     gain = cut.expected_speedup or _gain_without_cost(cut)
     if settings.split == "auto" and gain < LEAST_GAIN:
-        return SplitChoice(None, f"{BY_COUNT}: by size would save {max(0.0, 1 - 1 / gain):.0%}", True)
-    return SplitChoice(cut, describe_cut(cut), True)
+        return SplitChoice(None, f"{BY_COUNT}: by size would save {max(0.0, 1 - 1 / gain):.0%}")
+    return SplitChoice(cut, describe_cut(cut))
 
 
 def _gain_without_cost(cut: SizeCut) -> float:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import msgspec
 
 from autobatch.core.progress import Progress
 from autobatch.core.records.probe import Probe, RealBatches
 from autobatch.search import questions
-from autobatch.search.kept_answers import kept_answers
 from autobatch.search.one_probe import Limit
 from autobatch.search.sizes.real_batches import Order, Survivor, find_survivor
 from autobatch.setup.child import SetupProcess
 
 
-def survive_real_batches(
-    process: SetupProcess, limit: Limit, order: Order, *, home: Path, progress: Progress
-) -> Limit:
+def survive_real_batches(process: SetupProcess, limit: Limit, order: Order, *, progress: Progress) -> Limit:
     """Check a limit against the batches of the run, and lower it to one that they survive.
 
     A lower limit runs once, so that no answer is a size that never ran. The saved limit stays that of the
@@ -28,7 +24,6 @@ def survive_real_batches(
         process: holds the setup.
         limit: the answer for the most expensive samples.
         order: the batches of the run.
-        home: data directory, in which the answer is kept.
         progress: receives the attempt and a note.
     """
     probe = limit.probe
@@ -36,7 +31,9 @@ def survive_real_batches(
         return limit
     progress.doing("replaying batches of the run")
     try:
-        found = _find(process, probe, order, home)
+        found = questions.ask_or_none(
+            process, "a replay of real batches", find_survivor, probe.micro_batch, order
+        )
     except KeyboardInterrupt:
         progress.note("interrupted: the limit was not checked against batches of the run")
         return limit._replace(probe=msgspec.structs.replace(probe, stopped_by="interrupt"))
@@ -67,19 +64,6 @@ def survive_real_batches(
         real_batches=record,
     )
     return limit._replace(probe=probe)
-
-
-def _find(process: SetupProcess, probe: Probe, order: Order, home: Path) -> Survivor | None:
-    """Return the kept survivor of these batches, or find and keep it."""
-    kept, question = kept_answers(process.info, probe, home), ("survivor", order)
-    found = kept.find(question, Survivor)
-    if found is None:
-        found = questions.ask_or_none(
-            process, "a replay of real batches", find_survivor, probe.micro_batch, order
-        )
-        if found is not None:
-            kept.keep(question, found)
-    return found
 
 
 def _is_lower(found: Survivor, probe: Probe, order: Order) -> bool:

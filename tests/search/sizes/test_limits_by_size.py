@@ -13,7 +13,6 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records.probe import Probe
 from autobatch.search.find_limit import find_limit
-from autobatch.search.sizes import limits_by_size
 from autobatch.search.sizes.limits_by_size import find_limits_by_size
 from autobatch.setup.attempt import TrainSetup, attempt_at
 from autobatch.setup.child import ThisProcess
@@ -39,7 +38,7 @@ def probe_by_size(lengths: list[int], home: Path) -> tuple[TrainSetup, Probe]:
     setup = open_setup(of_lengths(lengths * 30), options)
     process, limits = ThisProcess(setup), Options()
     found = find_limit(process, limits, home=home, progress=Progress()).probe
-    return setup, find_limits_by_size(process, limits, found, home=home, progress=Progress())
+    return setup, find_limits_by_size(process, limits, found, progress=Progress())
 
 
 def test_each_quartile_of_the_sizes_has_its_own_limit(tmp_path: Path) -> None:
@@ -74,10 +73,3 @@ def test_samples_of_one_size_have_no_limits_by_size(tmp_path: Path) -> None:
     setup, found = probe_by_size([16], tmp_path)
     assert setup.worst_case.size_quartiles() == []
     assert found.lengths == []
-
-
-def test_the_same_curve_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, first = probe_by_size(LENGTHS, tmp_path)
-    monkeypatch.setattr(limits_by_size, "find_curve", lambda *_: pytest.fail("computed again"))
-    _, again = probe_by_size(LENGTHS, tmp_path)
-    assert again.lengths == first.lengths

@@ -48,7 +48,7 @@ def untraced_steps(monkeypatch) -> None:
 @pytest.mark.usefixtures("untraced")
 def test_ragged_samples_are_split_by_size_with_the_saving_in_the_note() -> None:
     session = Session(make_setup(ragged_workload()))
-    cut, note, _ = choose_split(session, PLAN, settings())
+    cut, note = choose_split(session, PLAN, settings())
     assert cut is not None
     assert cut.padding < cut.padding_by_count
     assert cut.expected_speedup > 1.2
@@ -59,19 +59,15 @@ def test_ragged_samples_are_split_by_size_with_the_saving_in_the_note() -> None:
 
 def test_equal_samples_are_split_by_count_without_a_word_unless_asked() -> None:
     session = Session(make_setup(ragged_workload(train_data=tokens(), collate=None, size_of=None)))
-    assert choose_split(session, PLAN, settings()) == (None, None, False)
-    cut, note, _ = choose_split(session, PLAN, settings("size"))
+    assert choose_split(session, PLAN, settings()) == (None, None)
+    cut, note = choose_split(session, PLAN, settings("size"))
     assert cut is None
     assert "one size" in note
 
 
 def test_count_asks_nothing(monkeypatch) -> None:
     monkeypatch.setattr(plan_split, "find_obstacle", lambda _: pytest.fail("asked"))
-    assert choose_split(Session(make_setup(ragged_workload())), PLAN, settings("count")) == (
-        None,
-        None,
-        False,
-    )
+    assert choose_split(Session(make_setup(ragged_workload())), PLAN, settings("count")) == (None, None)
 
 
 def test_a_hazard_is_a_note_for_auto_and_an_error_for_size() -> None:
@@ -79,7 +75,7 @@ def test_a_hazard_is_a_note_for_auto_and_an_error_for_size() -> None:
         return model(batch[0]).mean()
 
     session = Session(make_setup(ragged_workload(loss=mean)))
-    cut, note, _ = choose_split(session, PLAN, settings())
+    cut, note = choose_split(session, PLAN, settings())
     assert cut is None
     assert "padding" in note
     with pytest.raises(InputError, match=r"--split size is not possible: .* Use --split count"):
@@ -90,7 +86,7 @@ def test_a_hazard_is_a_note_for_auto_and_an_error_for_size() -> None:
 def test_auto_leaves_batches_alone_if_nothing_is_saved(monkeypatch) -> None:
     monkeypatch.setattr(plan_split, "measure_cost", lambda *_: MicroBatchCost(fixed=1.0))
     session = Session(make_setup(ragged_workload()))
-    cut, note, _ = choose_split(session, PLAN, settings())
+    cut, note = choose_split(session, PLAN, settings())
     assert cut is None
     assert "would save" in note
     assert choose_split(session, PLAN, settings("size")).cut is not None
@@ -143,7 +139,7 @@ def test_a_step_that_is_traced_has_a_limit_for_each_size_which_real_batches_surv
 def test_joined_samples_fill_a_micro_batch_by_their_total_size(tmp_path: Path) -> None:
     setup = simulated_setup(joined_workload(), tmp_path, "22MiB")
     plan = make_plan(target_batch=120, micro_batch_limit=30, learning_rate=0.01)
-    cut, note, _ = choose_split(Session(setup), plan, settings("size", 30)._replace(cap=120))
+    cut, note = choose_split(Session(setup), plan, settings("size", 30)._replace(cap=120))
     assert not cut.is_padded
     assert cut.steps < plan.accumulation_steps
     assert "padded" not in note
@@ -160,6 +156,6 @@ def test_joined_samples_fill_a_micro_batch_by_their_total_size(tmp_path: Path) -
 
 @pytest.mark.usefixtures("untraced")
 def test_joined_samples_whose_step_is_not_traced_are_split_by_count() -> None:
-    cut, note, _ = choose_split(Session(make_setup(joined_workload())), PLAN, settings())
+    cut, note = choose_split(Session(make_setup(joined_workload())), PLAN, settings())
     assert cut is None
     assert "does not pad" in note

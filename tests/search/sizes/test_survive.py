@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -44,23 +43,19 @@ def outcome(process, micro_batch: int, *, fits: bool = True) -> Outcome:
     )
 
 
-def survived(
-    monkeypatch, home: Path, found: Survivor | None, *, target: int | None = 256, fits: bool = True, **changes
-):
+def survived(monkeypatch, found: Survivor | None, *, target: int | None = 256, fits: bool = True, **changes):
     monkeypatch.setattr(survive, "find_survivor", lambda *_: found)
     monkeypatch.setattr(
         survive.questions, "run_attempt", lambda process, size: outcome(process, size, fits=fits)
     )
     listener = Listening()
     process = ThisProcess(make_setup(ragged_workload()))
-    limit = survive_real_batches(
-        process, limit_of(30, **changes), Order(target, 0), home=home, progress=listener
-    )
+    limit = survive_real_batches(process, limit_of(30, **changes), Order(target, 0), progress=listener)
     return limit.probe, listener.heard
 
 
-def test_a_lower_survivor_runs_once_and_becomes_the_answer(monkeypatch, tmp_path: Path) -> None:
-    probe, heard = survived(monkeypatch, tmp_path, Survivor(18, 300, True))
+def test_a_lower_survivor_runs_once_and_becomes_the_answer(monkeypatch) -> None:
+    probe, heard = survived(monkeypatch, Survivor(18, 300, True))
     assert (probe.micro_batch, probe.upper_bound_by) == (18, "replay")
     assert [one.micro_batch for one in probe.attempts] == [18]
     assert (probe.real_batches.micro_batch_alone, probe.real_batches.batches) == (30, 300)
@@ -68,39 +63,32 @@ def test_a_lower_survivor_runs_once_and_becomes_the_answer(monkeypatch, tmp_path
     assert "30 fits on the most expensive samples alone" in heard[1]
 
 
-def test_a_plan_of_as_many_steps_keeps_the_limit(monkeypatch, tmp_path: Path) -> None:
+def test_a_plan_of_as_many_steps_keeps_the_limit(monkeypatch) -> None:
     assert math.ceil(256 / 29) == math.ceil(256 / 30)
-    probe, heard = survived(monkeypatch, tmp_path, Survivor(29, 300, True))
+    probe, heard = survived(monkeypatch, Survivor(29, 300, True))
     assert probe.micro_batch == 30
     assert probe.real_batches.batches == 300
     assert heard == []
-    assert survived(monkeypatch, tmp_path, Survivor(29, 300, True), target=None)[0].micro_batch == 29
+    assert survived(monkeypatch, Survivor(29, 300, True), target=None)[0].micro_batch == 29
 
 
 @pytest.mark.parametrize("found", [None, Survivor(18, 300, True)])
-def test_without_a_survivor_that_runs_the_limit_stays(monkeypatch, tmp_path: Path, found) -> None:
-    probe, _ = survived(monkeypatch, tmp_path, found, fits=False)
+def test_without_a_survivor_that_runs_the_limit_stays(monkeypatch, found) -> None:
+    probe, _ = survived(monkeypatch, found, fits=False)
     assert probe.micro_batch == 30
 
 
-def test_an_interrupted_probe_is_not_checked(monkeypatch, tmp_path: Path) -> None:
-    probe, _ = survived(monkeypatch, tmp_path, Survivor(18, 300, True), stopped_by="time limit")
+def test_an_interrupted_probe_is_not_checked(monkeypatch) -> None:
+    probe, _ = survived(monkeypatch, Survivor(18, 300, True), stopped_by="time limit")
     assert (probe.micro_batch, probe.real_batches) == (30, None)
 
 
-def test_an_interrupt_keeps_the_limit_of_the_most_expensive_samples(monkeypatch, tmp_path: Path) -> None:
+def test_an_interrupt_keeps_the_limit_of_the_most_expensive_samples(monkeypatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(survive, "find_survivor", interrupted)
     process, listener = ThisProcess(make_setup(ragged_workload())), Listening()
-    limit = survive_real_batches(process, limit_of(30), Order(256, 0), home=tmp_path, progress=listener)
+    limit = survive_real_batches(process, limit_of(30), Order(256, 0), progress=listener)
     assert (limit.probe.micro_batch, limit.probe.stopped_by) == (30, "interrupt")
     assert "not checked" in listener.heard[0]
-
-
-def test_the_same_batches_are_replayed_once(monkeypatch, tmp_path: Path) -> None:
-    first, _ = survived(monkeypatch, tmp_path, Survivor(18, 300, True))
-    again, _ = survived(monkeypatch, tmp_path, Survivor(12, 300, True))
-    other, _ = survived(monkeypatch, tmp_path, Survivor(12, 300, True), target=512)
-    assert [one.micro_batch for one in (first, again, other)] == [18, 18, 12]
