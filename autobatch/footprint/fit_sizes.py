@@ -7,8 +7,10 @@ program, each runs in a copy of its own, because user code may keep what it buil
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
@@ -21,6 +23,8 @@ from autobatch.footprint.tracing.trace_step import Setting, record
 from autobatch.workload.contract import Collated
 from autobatch.workload.rng import preserved_random_state
 
+MULTIPLES = (2, 8)
+"""Numbers that a step may insist on multiples of."""
 SIZES = (2, 3, 5, 8)
 """Micro-batches to trace. Many operators treat 1 as special. Two sizes give a line, the third checks it. If
 the line is wrong, three give a parabola and the fourth checks that."""
@@ -30,49 +34,74 @@ class Unpredictable(AutobatchError, RuntimeError):  # noqa: N818 - describes the
     """A step whose footprint cannot be predicted, with the reason in one line."""
 
 
-def fit(
-    setting: Setting, others: Sequence[tuple[Setting, int]]
-) -> tuple[Recording, Program, list[Recording]]:
+class Refused(Unpredictable):
+    """A step whose own code fails, maybe only at the sizes that were traced."""
+
+
+class Fitted(NamedTuple):
+    """The traces of a step, and its program."""
+
+    first: Recording
+    """At the first size."""
+    program: Program
+    others: list[Recording]
+    """The traces of the other settings."""
+    multiple: int = 1
+    """The number whose multiples the step runs at."""
+
+
+def fit(setting: Setting, others: Sequence[tuple[Setting, int]]) -> Fitted:
     """Fit a program to traces at the first sizes, and check it by the start of a trace at the next one.
 
-    Returns:
-        The trace at the first size, the program, and the traces of the other settings.
+    If the step's own code fails, multiples of these sizes are traced: it may insist on an even number.
     """
     try:
-        one, two, check, more = _first_traces(setting, others, partial(_record, run_in_copies))
-        program = _fitted(one, two)
-        if program.begins_with(SIZES[2], check.trace):
-            return one, program, more
-    except TooLong:
+        return _fit_in_units(setting, others, 1)
+    except Refused as error:
+        refused = error
+    for multiple in MULTIPLES:
+        with suppress(Refused):
+            return _fit_in_units(setting, others, multiple)
+    raise refused
+
+
+def _fit_in_units(setting: Setting, others: Sequence[tuple[Setting, int]], unit: int) -> Fitted:
+    """Fit a program to traces at multiples of a number."""
+    sizes = [unit * size for size in SIZES]
+    try:
+        one, two, check, *more = _first_traces(setting, sizes, others, partial(_record, run_in_copies))
+        program = _fitted(sizes, one, two)
+        if program.begins_with(sizes[2], check.trace):
+            return Fitted(one, program, more, unit)
+    except (TooLong, Refused):
         raise
     except (Untraceable, Unpredictable):
         pass
     # A trace may also have missed what an earlier one left in a cache of the user's code.
-    one, two, check, more = _first_traces(setting, others, record_apart)
-    program = _fitted(one, two)
-    if program.begins_with(SIZES[2], check.trace):
-        return one, program, more
-    three, check = record_apart((setting, SIZES[2]), (_shortened(setting), SIZES[3]))
-    program = _fitted(one, two, three)
-    if program.begins_with(SIZES[3], check.trace):
-        return one, program, more
+    one, two, check, *more = _first_traces(setting, sizes, others, record_apart)
+    program = _fitted(sizes, one, two)
+    if program.begins_with(sizes[2], check.trace):
+        return Fitted(one, program, more, unit)
+    three, check = record_apart((setting, sizes[2]), (_shortened(setting), sizes[3]))
+    program = _fitted(sizes, one, two, three)
+    if program.begins_with(sizes[3], check.trace):
+        return Fitted(one, program, more, unit)
     raise Untraceable("the sizes of its allocations are no polynomial in the micro-batch")
 
 
 def _first_traces(
-    setting: Setting, others: Sequence[tuple[Setting, int]], recorded: Callable[..., list[Recording]]
-) -> tuple[Recording, Recording, Recording, list[Recording]]:
+    setting: Setting,
+    sizes: Sequence[int],
+    others: Sequence[tuple[Setting, int]],
+    recorded: Callable[..., list[Recording]],
+) -> list[Recording]:
     """Return the traces at the first two sizes, one to check them, and those of the others."""
-    small, large, third, _ = SIZES
-    one, two, check, *more = recorded(
-        (setting, small), (setting, large), (_shortened(setting), third), *others
-    )
-    return one, two, check, more
+    return recorded((setting, sizes[0]), (setting, sizes[1]), (_shortened(setting), sizes[2]), *others)
 
 
-def _fitted(*recordings: Recording) -> Program:
+def _fitted(sizes: Sequence[int], *recordings: Recording) -> Program:
     """Fit a program to recordings at the first sizes."""
-    points = [(size, one.trace) for size, one in zip(SIZES, recordings, strict=False)]
+    points = [(size, one.trace) for size, one in zip(sizes, recordings, strict=False)]
     return Program.fit(points, [one.derived for one in recordings])
 
 
@@ -124,7 +153,8 @@ def recorded(setting: Setting, size: int, batch: Collated) -> Recording:
     except (InputError, TooLong):
         raise
     except Exception as error:
-        raise Unpredictable(f"cannot predict: {_reason(error)}") from error
+        refuses = Refused if isinstance(error, AssertionError | ValueError) else Unpredictable
+        raise refuses(f"cannot predict: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
-from autobatch.device.allocator.ledger import CountingAllocator
+from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.allocator.trace import Replay, replay
 from autobatch.device.cuda_settings import keeps_workspaces
 from autobatch.device.hardware_profile import Libraries
@@ -58,6 +58,8 @@ class Footprint:
     """Remarks for the user, one line each."""
     seconds: float
     """Duration of tracing."""
+    multiple: int = 1
+    """The number whose multiples the step runs at."""
 
 
 class Prediction(NamedTuple):
@@ -118,13 +120,16 @@ def footprint_beside(
     if reason:
         raise Unpredictable(f"cannot predict: {reason}")
     try:
-        first, program, recordings = fit(setting, others)
+        found = fit(setting, others)
     except TooLong:
         raise
     except Untraceable as error:
         raise Unpredictable(f"cannot predict: {error}") from error
-    step = footprint_of(program, first)
-    return replace(step, notes=tuple(notes_on(setting, first)), seconds=clock() - start), recordings
+    step = replace(footprint_of(found.program, found.first), multiple=found.multiple)
+    notes = notes_on(setting, found.first)
+    if found.multiple > 1:
+        notes.append(f"the step fails at other sizes, so only multiples of {found.multiple} are predicted")
+    return replace(step, notes=tuple(notes), seconds=clock() - start), found.others
 
 
 def footprint_of(program: Program, recording: Recording) -> Footprint:
@@ -167,10 +172,9 @@ def predict(
 
     try:
         # Each limits the next: if the live bytes alone exceed the budget, no allocator fits them.
-        high = largest_micro_batch(program, lambda: CountingAllocator(budget_bytes), cap)
-        best = largest_micro_batch(program, allocator, high)
-        cautious = partial(allocator, 1 - step.margin)
-        low = largest_micro_batch(program, cautious, best)
+        high = largest_on(step, program, lambda: CountingAllocator(budget_bytes), cap)
+        best = largest_on(step, program, allocator, high)
+        low = largest_on(step, program, partial(allocator, 1 - step.margin), best)
         asked = best if micro_batch is None else micro_batch
         outcome = replay(program.at(max(1, asked)), allocator())
         fits = outcome.fits and asked > 0
@@ -179,6 +183,22 @@ def predict(
     except Untraceable as error:
         raise Unpredictable(f"cannot predict: {error}") from error
     return Prediction(asked, low, high, fits, outcome)
+
+
+def largest_on(step: Footprint, program: Program, new_allocator: Callable[[], Allocator], cap: int) -> int:
+    """Return the largest micro-batch up to ``cap`` that fits, in multiples that the step runs at; 0 for none.
+
+    Args:
+        step: the footprint.
+        program: of the step on a GPU, see `program_on`.
+        new_allocator: returns an empty allocator with the budget as its limit.
+        cap: the largest micro-batch to try.
+
+    Raises:
+        Untraceable: the program is invalid at a size that was tried.
+    """
+    unit = step.multiple
+    return unit * largest_micro_batch(program.in_units(unit), new_allocator, cap // unit)
 
 
 def gpu_allocator(limit: int | None, expandable: bool = False) -> CachingAllocator:

@@ -51,6 +51,10 @@ class Polynomial(NamedTuple):
             raise Untraceable(f"an allocation would have {size} bytes at micro-batch {m}")
         return size
 
+    def in_units(self, unit: int) -> Polynomial:
+        """Return the rule over numbers of ``unit`` samples."""
+        return self._replace(slope=self.slope * unit, square=self.square * unit * unit)
+
     def plus(self, size: int) -> Polynomial:
         """Return the rule with this many more bytes."""
         return self._replace(constant=self.constant + size * self.denominator)
@@ -82,6 +86,10 @@ class Derived(msgspec.Struct, frozen=True):
     def at(self, m: int) -> int:
         """Return the size in bytes; see `Polynomial.at`."""
         return derived_bytes(self.origin, [number.at(m) for number in self.numbers], self.processors)
+
+    def in_units(self, unit: int) -> Self:
+        """Return the rule over numbers of ``unit`` samples."""
+        return msgspec.structs.replace(self, numbers=tuple(one.in_units(unit) for one in self.numbers))
 
     def plus(self, size: int) -> Self:
         """Return the rule with this many more bytes.
@@ -174,6 +182,14 @@ class Program:
         events = tuple(
             (block, on_gpu[rule] if isinstance(rule, Derived) else rule) for block, rule in self.events
         )
+        return replace(self, events=events)
+
+    def in_units(self, unit: int) -> Self:
+        """Return the program over numbers of ``unit`` samples."""
+        if unit == 1:
+            return self
+        scaled = {rule: rule.in_units(unit) for _, rule in self.events if rule is not None}
+        events = tuple((block, None if rule is None else scaled[rule]) for block, rule in self.events)
         return replace(self, events=events)
 
     def with_blocks(self, blocks: Sequence[tuple[int, int]]) -> Self:

@@ -19,8 +19,7 @@ from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import replay
 from autobatch.device.hardware_profile import Libraries
 from autobatch.footprint.depth import deep_footprint
-from autobatch.footprint.largest import largest_micro_batch
-from autobatch.footprint.predict import Footprint, program_on
+from autobatch.footprint.predict import Footprint, largest_on, program_on
 from autobatch.footprint.program import Polynomial, Program, Untraceable
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.step.apply_knobs import find_blocks
@@ -242,7 +241,7 @@ def _outcome(step: Footprint, spending: Spending, *, expandable: bool) -> tuple[
 
     program: Program = program_on(step, spending.libraries)
     try:
-        size = largest_micro_batch(program, allocator, spending.cap)
+        size = largest_on(step, program, allocator, spending.cap)
         # If a size fits only after the cache is emptied, the peak is the one within the budget.
         peaks = replay(program.at(max(1, size)), allocator() if size else spending.unlimited(expandable))
     except Untraceable:

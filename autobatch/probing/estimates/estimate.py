@@ -129,7 +129,7 @@ def _estimate(
             micro_batch=settings.micro_batch,
             libraries=gpu.libraries,
         )
-    plan = _plan(traces, found.micro_batch, precision, settings) if found.fits else None
+    plan = _plan(traces, found.micro_batch, precision, settings, step.multiple) if found.fits else None
     made = estimate_from(step, found, gpu, (budget, source), precision)
     return msgspec.structs.replace(made, plan=plan, seconds=time.perf_counter() - start)
 
@@ -180,12 +180,15 @@ def _by_size(traces: Traces, gpu: HardwareProfile, one: Estimate, settings: Esti
         )
 
 
-def _plan(traces: Traces, micro_batch: int, precision: Precision, settings: EstimateSettings) -> Plan | None:
+def _plan(
+    traces: Traces, micro_batch: int, precision: Precision, settings: EstimateSettings, multiple: int
+) -> Plan | None:
     if settings.target_batch is None:
         return None
     return make_plan(
         target_batch=settings.target_batch,
         micro_batch_limit=micro_batch,
+        multiple=multiple,
         learning_rate=traces.workload.learning_rate,
         base_batch=traces.workload.base_batch,
         precision=precision,

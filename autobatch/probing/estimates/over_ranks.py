@@ -26,8 +26,7 @@ from autobatch.device.hardware_profile import HardwareProfile
 from autobatch.device.simulated import context_bytes
 from autobatch.distributed.sharding.checks import sync_of
 from autobatch.distributed.sharding.layout import ShardLayout
-from autobatch.footprint.largest import largest_micro_batch
-from autobatch.footprint.predict import Footprint, Prediction, gpu_allocator, predict, program_on
+from autobatch.footprint.predict import Footprint, Prediction, gpu_allocator, largest_on, predict, program_on
 from autobatch.footprint.remedies import find_remedies
 from autobatch.footprint.tracing.apart import run_apart, run_in_copies
 from autobatch.planning import make_plan
@@ -143,7 +142,7 @@ class RankEstimator:
         made = estimate_from(step, found, gpu, budget, precision_on(self.settings, gpu.compute_capability))
         return msgspec.structs.replace(
             made,
-            plan=self._plan(gpu, found),
+            plan=self._plan(gpu, found, step.multiple),
             seconds=time.perf_counter() - start,
             world_size=layout.world,
             parallel=layout.parallel,
@@ -159,9 +158,10 @@ class RankEstimator:
     def peak(self, gpu: HardwareProfile, layout: Layout) -> tuple[int, int]:
         """Return the largest micro-batch, 0 if none fits, and its peak; that of 1 if none fits."""
         budget, _ = self._budget(gpu)
-        program = program_on(self._step(gpu, layout), gpu.libraries)
+        step = self._step(gpu, layout)
+        program = program_on(step, gpu.libraries)
         cap = cap_of(self.settings)
-        size = largest_micro_batch(program, lambda: gpu_allocator(budget), cap)
+        size = largest_on(step, program, lambda: gpu_allocator(budget), cap)
         found = replay(program.at(max(1, size)), gpu_allocator(budget if size else None))
         return size, found.peak_reserved_bytes or found.peak_allocated_bytes
 
@@ -184,9 +184,10 @@ class RankEstimator:
         replicas = self.layout("replicate")
         if self._sees_batch:
             return replicas, "the loss sees the whole batch, so each rank has a whole model"
-        program = program_on(self._step(gpu, replicas), gpu.libraries)
+        step = self._step(gpu, replicas)
+        program = program_on(step, gpu.libraries)
         budget, _ = self._budget(gpu)
-        if largest_micro_batch(program, lambda: gpu_allocator(budget), 1):
+        if largest_on(step, program, lambda: gpu_allocator(budget), step.multiple):
             return replicas, "a whole model fits on each rank, so each has its own (--parallel replicate)"
         return self.layout("shard"), "no whole model fits on a rank, so the ranks share it (--parallel shard)"
 
@@ -254,13 +255,14 @@ class RankEstimator:
         like = None if layout.world == self.ranks.ranks else layout._replace(world=self.ranks.ranks)
         return self.traces.step(layout, gpu.compute_capability, like=like)
 
-    def _plan(self, gpu: HardwareProfile, found: Prediction) -> Plan | None:
+    def _plan(self, gpu: HardwareProfile, found: Prediction, multiple: int) -> Plan | None:
         if self.settings.target_batch is None or not found.fits:
             return None
         return make_plan(
             target_batch=self.settings.target_batch,
             micro_batch_limit=found.micro_batch,
             world_size=self.ranks.ranks,
+            multiple=multiple,
             learning_rate=self.traces.workload.learning_rate,
             base_batch=self.traces.workload.base_batch,
             precision=precision_on(self.settings, gpu.compute_capability),

@@ -173,6 +173,23 @@ def test_an_estimate_is_not_capped_by_the_data_and_says_which_option_caps_it():
     assert [(one.micro_batch, one.fits) for one in asked.estimates] == [(5000, True)] * 2
 
 
+def test_a_step_that_insists_on_even_micro_batches_is_estimated_in_them():
+    options = EstimateSettings(profiles=["t4"], memory_budget="24MiB", target_batch=500, precision="fp32")
+    workload = work(lambda: mlp(2048))
+    free = estimate_limits(workload, options, home=NOWHERE).estimates[0]
+    loss = workload.loss
+
+    def even_loss(model, batch):
+        assert len(batch[0]) % 2 == 0
+        return loss(model, batch)
+
+    found = estimate_limits(replace(workload, loss=even_loss), options, home=NOWHERE)
+    (one,) = found.estimates
+    assert one.micro_batch == free.micro_batch // 2 * 2 > 0
+    assert all(size % 2 == 0 for size in one.plan.micro_batches)
+    assert any("only multiples of 2" in note for note in found.notes)
+
+
 def test_an_estimate_needs_no_emptied_cache():
     """As on the GPU itself: a size that fits only after the cache was emptied does not count."""
     workload = make(lambda: Transformer(width=128, depth=3), data=Tokens(), loss=token_loss)
