@@ -6,7 +6,9 @@ buffers, gradients and modes are the same objects with the same values.
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import deque
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
@@ -40,8 +42,14 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
         )
     kept = [(t, t.data, t.grad, t.requires_grad) for t in tensors]
     modules = [
-        (module, dict(vars(module)), [(known, dict(known)) for known in _registries(module)])
+        (module, _attributes(module), [(known, dict(known)) for known in _registries(module)])
         for module in model.modules()
+    ]
+    generators = [
+        (value, value.get_state())
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, torch.Generator)
     ]
     try:
         for tensor, data, _, _ in kept:
@@ -58,6 +66,8 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
             vars(module).update(attributes)
             for registry, entries in registries:
                 _refill(registry, entries)
+        for generator, state in generators:
+            generator.set_state(state)
         for tensor, data, gradient, requires_grad in kept:
             tensor.grad = None
             tensor.data = data
@@ -158,6 +168,16 @@ class _Mark:
     def differs(self, tensor: Tensor) -> bool:
         """Check whether the tensor was written since."""
         return tensor._version != self._version or tensor.untyped_storage()._cdata != self._storage._cdata
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module; the lists and dicts of its own as copies, which a pass may fill."""
+    return {
+        name: copy.copy(value)
+        if isinstance(value, list | dict | set | deque) and not name.startswith("_")
+        else value
+        for name, value in vars(module).items()
+    }
 
 
 def _refill(registry: MutableMapping[str, Any], entries: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ sample in the whole and in its part (`SameDraws`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 import torch
@@ -142,48 +142,38 @@ def find_written(setup: TrainSetup, meter: Meter, split: SplitSamples, micro_bat
     if split.parts is None or len(split.parts) < 2 or isinstance(setup.workload.loss, WholeBatchLoss):
         return Finding()  # a WholeBatchLoss puts everything back between its passes
     for kind in pass_types(setup, in_training=True):
-        try:
-            with open_runner(setup, meter, kind) as runner:
-                return _written(runner, split.parts, micro_batches)
-        except Exception:  # what fails here fails in training too, and is reported there
-            continue
+        with suppress(Exception), open_runner(setup, meter, kind) as runner:  # training reports what fails
+            return _written(runner, split.parts[0], split.parts[1], micro_batches)
     return Finding()
 
 
-def _written(runner: GradientRunner, parts: Parts, micro_batches: int) -> Finding:
-    """See `find_written`."""
-    state, found = runner.state, []
-    for part in parts[:2]:
+def _written(
+    runner: GradientRunner, one: tuple[Collated, int], other: tuple[Collated, int], micro_batches: int
+) -> Finding:
+    """Compare the gradient of a part with that after another part, whose writes are left in place."""
+
+    def run(part: tuple[Collated, int], *, from_start: bool = True) -> Tensor:
         seed_everything(SEED)
-        gradient = runner.run(*part)
-        found.append((gradient.elements, state.written(), state.changed_attributes()))
-    (_, first, attributes), (alone, second, _) = found
-    length = float(alone.norm())
-    seed_everything(SEED)
-    runner.run(*parts[0])
-    seed_everything(SEED)
-    after = runner.run(*parts[1], from_start=False).elements
-    change = float((after - alone).norm()) / length if 0.0 < length < float("inf") else None
-    names = names_of(sorted({*first, *second}) or attributes)
-    is_read = change is not None and change > max(STATE_TOLERANCE, runner.tolerance)
-    if not names or (not first and not second and not is_read):
+        return runner.run(*part, from_start=from_start).elements
+
+    run(one)
+    first = runner.state.written()
+    alone = run(other)
+    second = runner.state.written()
+    names = names_of(sorted({*first, *second}))
+    if not names:
         return Finding()
-    if is_read and not _is_equal(first, second):
-        return Finding(
-            f"the gradient of {parts[1][1]} samples changes by {change:.1%} after {parts[0][1]} others: "
-            f"{_state_cause(names)}",
-            writes=names,
-        )
-    effect = "whether later micro-batches of the step read it could not be checked"
-    if change is not None:
-        effect = f"the gradient of {parts[1][1]} samples changes by {change:.1%} after another micro-batch"
-    return Finding(
-        remarks=(
-            f"the forward pass writes {names}: each of the {micro_batches} micro-batches of a step does, one "
-            f"after the other, where one pass over the whole batch would write once; {effect}",
-        ),
-        writes=names,
+    run(one)
+    change = float((run(other, from_start=False) - alone).norm() / alone.norm())
+    sees_samples = first.keys() != second.keys() or any(not torch.equal(first[k], second[k]) for k in first)
+    effect = f"the gradient of {other[1]} samples changes by {change:.1%} after {one[1]} others"
+    if sees_samples and change > max(STATE_TOLERANCE, runner.tolerance):
+        return Finding(f"{effect}: {_state_cause(names)}", writes=names)
+    remark = (
+        f"the forward pass writes {names}: each of the {micro_batches} micro-batches of a step does, one "
+        f"after the other, where one pass over the whole batch would write once; {effect}"
     )
+    return Finding(remarks=(remark,), writes=names)
 
 
 def _state_cause(names: str) -> str:
@@ -192,11 +182,6 @@ def _state_cause(names: str) -> str:
         "batch, after the step (for example in optimizer.register_step_post_hook), or use a target batch "
         "that fits in one micro-batch"
     )
-
-
-def _is_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Check that two passes wrote the same values, whatever their samples were."""
-    return bool(one) and one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 
 def _fault_of(runner: GradientRunner, loss: object, samples: SplitSamples) -> str | None:
@@ -210,52 +195,34 @@ def _fault_of(runner: GradientRunner, loss: object, samples: SplitSamples) -> st
             "the collate function draws at random, and what it returns cannot be cut along dimension 0"
         )
     with ExitStack() as held:
-        whole, draws = _whole_gradient(runner, samples, held)
-        fault = _Comparison(runner, loss, whole, draws).fault_in(samples)
+        one, other = (_run_whole(runner, samples, seed) for seed in (SEED, SEED + 1))
+        draws, found = None, _Comparison(runner, loss, one, None)
+        if _differ(one, other, runner.tolerance):
+            held.enter_context(NoDropout())
+            draws = held.enter_context(SameDraws(samples.samples))
+            found = _Comparison.recorded(runner, loss, samples, draws)
+        length = float(found.whole.elements.norm())
+        if not 0.0 < length < float("inf"):
+            kind = "zero" if length == 0.0 else "not finite"
+            raise UncheckedError(f"the gradient of {samples.samples} samples is {kind}")
+        fault = found.fault_in(samples)
         if fault is not None and draws is not None and draws.is_flat:
             draws.is_interleaved = True
-            draws.record()
-            whole = runner.run(samples.whole, samples.samples)
-            other = _Comparison(runner, loss, whole, draws).fault_in(samples)
+            other_fault = _Comparison.recorded(runner, loss, samples, draws).fault_in(samples)
             # The wrong order of rows looks like a loss that mixes samples.
-            fault = other if other is None or MIXED in fault or SEVERAL in fault else fault
+            fault = other_fault if other_fault is None or MIXED in fault or SEVERAL in fault else fault
         if fault is not None and draws is not None and draws.doubts:
             raise UncheckedError(
                 f"the forward pass draws at random over the micro-batch ({', '.join(sorted(draws.doubts))})"
             )
+        if fault is not None:
+            found.check_repeats(samples)
     return fault
 
 
-def _whole_gradient(
-    runner: GradientRunner, samples: SplitSamples, held: ExitStack
-) -> tuple[SampleGradient, SameDraws | None]:
-    """Return the gradient of the whole batch, with the mode that fixes its draws if it needs one.
-
-    Raises:
-        UncheckedError: the gradient is zero, not finite, or changes from run to run.
-    """
-    draws = None
-    seed_everything(SEED)
-    whole = runner.run(samples.whole, samples.samples)
-    seed_everything(SEED + 1)
-    if _differ(whole, runner.run(samples.whole, samples.samples), runner.tolerance):
-        held.enter_context(NoDropout())
-        draws = held.enter_context(SameDraws(samples.samples))
-        draws.record()
-        whole = runner.run(samples.whole, samples.samples)
-        draws.end()
-        draws.replay(0, samples.samples)
-        if _differ(whole, runner.run(samples.whole, samples.samples), runner.tolerance):
-            raise UncheckedError(
-                f"the gradients of two passes over the same {samples.samples} samples differ although their "
-                "random numbers are the same: the loss keeps state between passes, through which "
-                "micro-batches see each other, or draws from a generator of its own"
-            )
-    length = float(whole.elements.norm())
-    if not 0.0 < length < float("inf"):
-        kind = "zero" if length == 0.0 else "not finite"
-        raise UncheckedError(f"the gradient of {samples.samples} samples is {kind}")
-    return whole, draws
+def _run_whole(runner: GradientRunner, samples: SplitSamples, seed: int) -> SampleGradient:
+    seed_everything(seed)
+    return runner.run(samples.whole, samples.samples)
 
 
 def _differ(one: SampleGradient, other: SampleGradient, tolerance: float) -> bool:
@@ -270,6 +237,33 @@ class _Comparison(NamedTuple):
     loss: object
     whole: SampleGradient
     draws: SameDraws | None
+
+    @classmethod
+    def recorded(
+        cls, runner: GradientRunner, loss: object, samples: SplitSamples, draws: SameDraws
+    ) -> _Comparison:
+        """Run the whole batch, and record its draws.
+
+        Raises:
+            UncheckedError: its gradient changes from run to run, with the same draws.
+        """
+        draws.record()
+        whole = runner.run(samples.whole, samples.samples)
+        draws.end()
+        found = cls(runner, loss, whole, draws)
+        found.check_repeats(samples)
+        return found
+
+    def check_repeats(self, samples: SplitSamples) -> None:
+        """Run the whole batch again, and raise if its gradient is another one now."""
+        self._start(0, samples.samples)
+        again = self.runner.run(samples.whole, samples.samples)
+        if _differ(self.whole, again, self.runner.tolerance):
+            raise UncheckedError(
+                f"the gradients of two passes over the same {samples.samples} samples differ although their "
+                "random numbers are the same: the model or the loss keeps state between passes, through "
+                "which micro-batches see each other, or draws from a generator of its own"
+            )
 
     def fault_in(self, samples: SplitSamples) -> str | None:
         """Return the fault that the parts show; None if they agree with the whole."""
@@ -334,9 +328,8 @@ class _Comparison(NamedTuple):
         self._start(0, samples.samples)
         if is_separable(self.runner, samples.whole, samples.samples):
             return (
-                f"{SEVERAL}, each over something else than samples "
-                "(boxes, class weights, tokens): divide all of its terms by one count, and return "
-                "Loss(total, count)"
+                f"{SEVERAL}, each over something else than samples (boxes, class weights, tokens): divide "
+                "all of its terms by one count, and return Loss(total, count)"
             )
         return (
             f"{MIXED}, so the batch cannot be split. For a contrastive loss or a penalty on the whole batch "

@@ -69,7 +69,7 @@ def open_runner(setup: TrainSetup, meter: Meter, kind: PassType) -> Iterator[Gra
     others = held_modules(setup.workload.loss, setup.model)
     state = PassState({"": setup.model, **others})
     with ExitStack() as held:
-        held.callback(state.end)
+        held.callback(state.put_back)
         model = held.enter_context(temporary_weights(setup.model, device))
         for other in others.values():
             held.enter_context(temporary_weights(other, device))

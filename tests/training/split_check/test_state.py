@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 
 import pytest
@@ -14,7 +13,7 @@ from autobatch.core.errors import InputError
 from autobatch.step.restore import BufferSnapshot
 from autobatch.training.split_check.check import check_loss_splits, examine_loss
 from autobatch.workload.order import GlobalBatchSampler
-from tests.support.training import fingerprint, make_setup, make_workload, mean_loss, network
+from tests.support.training import fingerprint, make_setup, make_workload, network
 
 
 class Teaching(nn.Module):
@@ -96,19 +95,6 @@ def dino_with_a_center_of_its_own(model: nn.Module, batch) -> Tensor:
     return CENTER(scores, scores.detach() * 0.05)
 
 
-class Remembering(nn.Module):
-    """A model that adds what it saw last, kept in plain attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.seen = network(), deque([torch.zeros(3, dtype=torch.float64)], maxlen=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.body(x)
-        self.seen.append(out.detach().mean(0))
-        return out + self.seen[0]
-
-
 class Normed(nn.Module):
     """A spectral norm, whose vectors move with each pass, whatever the samples are."""
 
@@ -124,7 +110,6 @@ KINDS = {
     "centre": ({"model": Dino, "loss": dino}, "the buffer center.center"),
     "queue": ({"model": Moco, "loss": moco}, "the buffers place, queue"),
     "centre of the loss": ({"loss": dino_with_a_center_of_its_own}, "the buffer Center.center"),
-    "attributes": ({"model": Remembering, "loss": mean_loss}, "the attribute seen"),
 }
 
 
@@ -133,19 +118,38 @@ def test_state_through_which_micro_batches_see_each_other_is_refused_by_name(kin
     fields, name = KINDS[kind]
     setup = make_setup(make_workload(**fields))
     sampler = GlobalBatchSampler(samples=24, target_batch=24, seed=0, steps=3)
-    before = fingerprint(setup.model, CENTER.center), copy.deepcopy(getattr(setup.model, "seen", None))
+    before = fingerprint(setup.model, CENTER.center)
     with pytest.raises(InputError, match="micro-batches see each other through it") as caught:
         check_loss_splits(setup, micro_batch=8, sampler=sampler)
     assert f"the forward pass writes {name}, and" in str(caught.value)
     assert "after the step" in str(caught.value)
     assert "--split-check note" in str(caught.value)
-    after = fingerprint(setup.model, CENTER.center), getattr(setup.model, "seen", None)
-    assert str(before) == str(after)
+    assert fingerprint(setup.model, CENTER.center) == before
     (note,), found = check_loss_splits(setup, micro_batch=8, sampler=sampler, check="note")
     assert name in note
     assert found.writes
     (note,), _ = check_loss_splits(setup, micro_batch=24, sampler=sampler)
     assert "every batch is one micro-batch" in note
+
+
+class Remembering(nn.Module):
+    """A model that adds what it saw last, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.seen, self.own = network(), deque([0.0], maxlen=3), torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(float(x.mean()) + float(torch.rand((), generator=self.own)))
+        return self.body(x) * (1 + self.seen[0])
+
+
+def test_what_a_model_keeps_in_attributes_is_put_back_at_the_end() -> None:
+    setup = make_setup(make_workload(model=Remembering))
+    before = setup.model.own.get_state()
+    assert "keeps state between passes" in str(examine_loss(setup, 8, 3).unchecked)
+    assert list(setup.model.seen) == [0.0]
+    assert torch.equal(setup.model.own.get_state(), before)
 
 
 @pytest.mark.parametrize("replaces", [False, True])
@@ -160,7 +164,7 @@ def test_state_that_no_gradient_depends_on_is_a_remark(replaces: bool) -> None:
         "writes the buffer queue and the frozen parameters teacher.bias, teacher.weight: each of the 3"
         in remark
     )
-    assert "changes by 0.0% after another micro-batch" in remark
+    assert "changes by 0.0% after 2 others" in remark
     assert found.notes(is_split=False) == []
 
 
