@@ -27,6 +27,8 @@ from benchmarks.gpu.workloads import CASES
 MIB = 1 << 20
 STEPS = ((1, 2, 2), (2, 2, 1))
 """Micro-batches of each optimizer step. The order of the first two changes how memory fragments."""
+NO_ENGINE = "unable to find an engine"
+"""What cuDNN says if it has no memory for the workspace of any plan."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -70,7 +72,9 @@ def loop(name: str, budget_mib: int, micro_batch: int) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
         try:
             train(name, budget_mib, micro_batch, steps)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and NO_ENGINE not in str(error):
+                raise
             return {"fits": False}
         statistics = torch.cuda.memory_stats()
         if statistics["num_alloc_retries"]:

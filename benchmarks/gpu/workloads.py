@@ -116,18 +116,6 @@ class Patches(nn.Module):
         return self.head(self.body(self.cut(x).flatten(2).transpose(1, 2)).mean(1))
 
 
-class Recommender(nn.Module):
-    """A wide embedding whose gradient is sparse, and a small head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.items = nn.EmbeddingBag(200_000, 64, mode="sum", sparse=True)
-        self.head = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.items(ids))
-
-
 class Bottleneck(nn.Module):
     """1×1, 3×3 and 1×1 convolutions with batch statistics, around a shortcut."""
 
@@ -174,8 +162,7 @@ def residual_net(channels: int = 64, blocks: int = 4) -> nn.Module:
 def plain_conv() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(64, 128, 3, padding=1), nn.GELU(),
-        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128 * 64, 256), nn.Dropout(0.1), nn.Linear(256, 10),
+        nn.Conv2d(64, 128, 3, padding=1), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128 * 64, 256), nn.Dropout(0.1), nn.Linear(256, 10),
     )  # fmt: skip
 
 
@@ -252,7 +239,7 @@ def series() -> Few:
 def pad(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     pad_rows = partial(nn.utils.rnn.pad_sequence, batch_first=True)
     ids, targets = zip(*samples, strict=True)
-    return [pad_rows(list(ids)), pad_rows(list(targets), padding_value=-100)]
+    return [pad_rows(list(ids)), pad_rows(list(targets))]
 
 
 def pack(samples: list[tuple[Tensor, int]]) -> tuple[Any, Tensor]:
@@ -265,14 +252,7 @@ def classify(model: nn.Module, batch: Any) -> Tensor:
 
 
 def next_token(model: nn.Module, batch: Any) -> Tensor:
-    return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-
-
-def counted(model: nn.Module, batch: Any) -> Loss:
-    total = functional.cross_entropy(
-        model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum", ignore_index=-100
-    )
-    return Loss(total, (batch[1] != -100).sum())
+    return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=0)
 
 
 def reconstruct(model: nn.Module, batch: Any) -> Tensor:
@@ -301,10 +281,6 @@ def fused(params: Any, learning_rate: float) -> torch.optim.Optimizer:
 
 def one_by_one(params: Any, learning_rate: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=learning_rate, foreach=False)
-
-
-def adagrad(params: Any, learning_rate: float) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(params, lr=learning_rate)
 
 
 def case(
@@ -352,7 +328,7 @@ CASES: dict[str, Case] = {
     "gpt-fp16": case(decoder, text, (1500, 4096), next_token, precision="fp16"),
     "gpt-checkpointed": case(partial(decoder, recompute=True), text, (1200, 3000), next_token),
     "gpt-ragged": case(
-        decoder, partial(ragged, 256), (1500, 4096), counted, collate=pad, size_of=lambda one: len(one[0])
+        decoder, partial(ragged, 256), (1500, 4096), next_token, collate=pad, size_of=lambda one: len(one[0])
     ),
     "gpt-124m": case(
         partial(Decoder, 768, 12, 12, words=50257, length=512),
@@ -365,7 +341,6 @@ CASES: dict[str, Case] = {
     "packed-lstm": case(
         PackedLstm, series, (160, 400), collate=pack, size_of=lambda one: len(one[0]), precision="fp32"
     ),
-    "recommender": case(Recommender, lambda: Few([(torch.arange(20), 1)]), (300, 500), optimizer=adagrad),
     "llama": case(llama, partial(inputs, 256), (700, 3000), own_loss),
     "bert": case(bert, partial(inputs, 128), (500, 2000), own_loss),
     "t5": case(t5, partial(inputs, 128), (500, 2000), own_loss),

@@ -1,0 +1,90 @@
+"""A command on GPUs, and other processes that take their memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.commandline import Ran, autobatch
+
+WORKLOAD = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from autobatch import Workload
+
+def model():
+    return nn.Sequential(nn.Linear(512, 1024, bias=False), nn.ReLU(), nn.Linear(1024, 100, bias=False))
+
+def workload():
+    torch.manual_seed(0)
+    return Workload(
+        model=model,
+        train_data=TensorDataset(torch.randn(20_000, 512), torch.randint(100, (20_000,))),
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate),
+        learning_rate=1e-3,
+    )
+"""
+Command = Callable[..., Ran]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU, or the stub: python -m tests.stub_gpu -- pytest -m gpu tests/gpu")
+
+
+@pytest.fixture
+def on_gpu(tmp_path: Path) -> Command:
+    """Run the command beside the file ``train.py`` of a workload, on so many GPUs."""
+    (tmp_path / "train.py").write_text(WORKLOAD, encoding="utf-8")
+    (tmp_path / "table").touch()
+
+    def run(*arguments: object, gpus: int = 1, **variables: str) -> Ran:
+        own = {"STUB_GPU_STATE": str(tmp_path / "table"), "STUB_GPU_COUNT": str(gpus)}
+        chosen = ",".join(map(str, range(gpus)))
+        return autobatch(tmp_path, *arguments, CUDA_VISIBLE_DEVICES=chosen, **{**own, **variables})
+
+    return run
+
+
+@pytest.fixture
+def contexts(tmp_path: Path) -> Callable[[], dict[int, set[int]]]:
+    """Return the GPUs on which each process opened a context."""
+
+    def read() -> dict[int, set[int]]:
+        found: dict[int, set[int]] = {}
+        log = tmp_path / "contexts"
+        for line in log.read_text().splitlines() if log.exists() else []:
+            words = line.split()
+            if words[2:4] == ["opens", "a"]:
+                found.setdefault(int(words[1]), set()).add(int(words[-1]))
+        return found
+
+    return read
+
+
+@pytest.fixture
+def hog() -> Iterator[Callable[..., int]]:
+    """Take MiB of a GPU in another process until the test ends; return its process id."""
+    started: list[subprocess.Popen[str]] = []
+
+    def take(mib: int, gpu: int = 0, **variables: str) -> int:
+        words = [sys.executable, "-m", "tests.stub_gpu.hog", str(gpu), str(mib)]
+        process = subprocess.Popen(
+            words, env={**os.environ, **variables}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == str(mib << 20)
+        return process.pid
+
+    yield take
+    for process in started:
+        process.communicate()

@@ -1,0 +1,98 @@
+"""Torch's allocator on a GPU against the model of it, and errors of the driver."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autobatch.device.allocator.trace import replay
+from autobatch.device.cuda import CudaDevice
+from tests.support.kernels import only_stub
+
+pytestmark = pytest.mark.gpu
+PROBE = ("probe", "train.py", "--device", "cuda", "--memory-budget", "200MiB", "--json")
+
+
+def steps_of(device: torch.device, size: int, rounds: int = 3) -> None:
+    model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(rounds):
+        model(torch.randn(size, 512, device=device)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_replay_of_the_recorded_events_has_the_peaks_of_torch(expandable: bool) -> None:
+    device = CudaDevice(index=0, memory_budget="1GiB")
+    if expandable:
+        why = device.why_not_expandable()
+        if why:
+            pytest.skip(why)
+        device = device.expandable()
+    for size in (100, 3000):
+        with device.enforced() as meter:
+            steps_of(device.torch_device, size)
+            stats, trace = meter.stats(), meter.trace()
+            model = device.new_allocator()
+        assert trace is not None
+        found = replay(trace, model)
+        assert found.peak_allocated_bytes == stats.peak_allocated_bytes
+        assert found.peak_reserved_bytes == stats.peak_reserved_bytes
+
+
+def test_the_private_pool_of_a_captured_graph_is_not_replayed() -> None:
+    device = CudaDevice(index=0, memory_budget="1GiB")
+    with device.enforced() as meter:
+        layer = nn.Linear(256, 256, device=device.torch_device)
+        inputs = torch.randn(64, 256, device=device.torch_device)
+        layer(inputs).sum().backward()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = layer(inputs)
+        graph.replay()
+        assert outputs.shape == (64, 256)
+        assert meter.trace() is None
+        assert meter.stats().peak_reserved_bytes
+        del graph, outputs
+
+
+def test_recurrent_weights_stay_in_one_piece(recwarn: pytest.WarningsRecorder) -> None:
+    from autobatch.step.restore import temporary_weights
+
+    layers = nn.LSTM(32, 64, num_layers=2)
+    with temporary_weights(layers, torch.device("cuda")):
+        layers(torch.randn(5, 3, 32, device="cuda"))
+    assert not [one for one in recwarn if "contiguous chunk" in str(one.message)]
+    assert layers.weight_ih_l0.device.type == "cpu"
+
+
+@only_stub
+@pytest.mark.parametrize("call", ["malloc:3:2", "gemm:5:3"])
+def test_a_size_at_which_memory_runs_out_does_not_fit(on_gpu, call: str) -> None:
+    """The driver, and cuBLAS with its status for a failed allocation."""
+    done = on_gpu(*PROBE, STUB_FAULT=call)
+    assert done.code == 0, done.err
+    found = done.json["probe"]
+    failed = [one["micro_batch"] for one in found["attempts"] if not one["fits"]]
+    assert failed
+    assert found["micro_batch"] < max(failed)
+
+
+@only_stub
+@pytest.mark.parametrize("call", ["launch:20:700", "launch:20:700:1:1", "sync:3:719:1:1"])
+def test_a_lost_context_at_every_size_ends_in_one_line(on_gpu, call: str) -> None:
+    done = on_gpu(*PROBE, STUB_FAULT=call)
+    assert done.code in (1, 2), done.out
+    assert "illegal memory access" in done.err or "unspecified launch failure" in done.err
+    assert "Traceback" not in done.err
+
+
+@only_stub
+def test_a_context_that_a_large_size_loses_is_replaced(on_gpu) -> None:
+    done = on_gpu(*PROBE, "--max-micro-batch", 600, STUB_FAULT="launch:200:700:1:1")
+    assert done.code == 0, done.err
+    found = done.json["probe"]
+    assert found["micro_batch"] >= 8
+    assert "illegal memory access" in str([one["reason"] for one in found["attempts"]])

@@ -1,0 +1,85 @@
+"""Every command on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.kernels import only_stub
+
+pytestmark = pytest.mark.gpu
+WITHIN = ("--device", "cuda", "--memory-budget", "200MiB")
+TRAIN = ("train.py", *WITHIN, "--split-check", "off", "--target-batch", 4096, "--steps", 2)
+
+
+def test_doctor_lists_the_gpu(on_gpu) -> None:
+    done = on_gpu("doctor", "--json")
+    assert done.code == 0, done.err
+    assert "cuda:0" in on_gpu("doctor").out
+
+
+@only_stub
+def test_estimate_opens_no_context(on_gpu, contexts, tmp_path: Path) -> None:
+    log = str(tmp_path / "contexts")
+    done = on_gpu("estimate", "train.py", "--profile", "h100-80gb", "--json", STUB_CONTEXT_LOG=log)
+    assert done.code == 0, done.err
+    assert done.json["estimates"][0]["micro_batch"] > 1000
+    assert contexts() == {}
+
+
+def test_what_probe_finds_fits_and_one_more_does_not(on_gpu) -> None:
+    done = on_gpu("probe", "train.py", *WITHIN, "--json")
+    assert done.code == 0, done.err
+    found = done.json["probe"]
+    m = found["micro_batch"]
+    assert found["limited_by"] == "memory"
+    assert found["oom_count"] <= 2
+    assert len(found["attempts"]) <= 8
+    again = [on_gpu("probe", "train.py", *WITHIN, "--micro-batch", size, "--json") for size in (m, m + 1)]
+    assert [one.code for one in again] == [0, 3], [one.err for one in again]
+
+
+def test_the_whole_estimate_of_a_limit_is_exact(on_gpu) -> None:
+    """The estimate sees the profile alone, and the limit was found by runs."""
+    found = on_gpu("probe", "train.py", *WITHIN, "--json").json["probe"]
+    m = found["micro_batch"]
+    size = ("--micro-batch", m, "--precision", "bf16")
+    guess = on_gpu("estimate", "train.py", "--profile", "h100-80gb", *size, "--json").json["estimates"][0]
+    ran = next(one for one in found["attempts"] if one["micro_batch"] == m)
+    assert guess["peak_allocated_bytes"] == pytest.approx(ran["peak_allocated_bytes"], rel=0.01)
+
+
+def test_a_second_fit_takes_the_saved_limit_and_confirms_it(on_gpu) -> None:
+    first = on_gpu("fit", *TRAIN, "--trials", 0, "--out", "one", "--json")
+    second = on_gpu("fit", *TRAIN, "--trials", 0, "--out", "two", "--json")
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    limits = [run.json["probe"]["micro_batch"] for run in (first, second)]
+    assert limits[0] == limits[1]
+    assert len(second.json["probe"]["attempts"]) == 1
+    assert second.json["training"]["optimizer_steps"] == 2
+    assert second.json["device"]["other_processes_bytes"] == 0
+
+
+def test_plan_and_tune(on_gpu) -> None:
+    planned = on_gpu("plan", "train.py", *WITHIN, "--target-batch", 4096, "--json")
+    assert planned.code == 0, planned.err
+    assert sum(planned.json["plan"]["micro_batches"]) == 4096
+    tuned = on_gpu("tune", "train.py", *WITHIN, "--target-batch", 512, "--trials", 2, "--json")
+    assert tuned.code == 0, tuned.err
+    assert tuned.json["tuning"]["trials"] == 2
+
+
+def test_an_interrupted_run_resumes(on_gpu) -> None:
+    saving = (*TRAIN, "--trials", 0, "--out", "run", "--checkpoint-every", 1, "--json")
+    assert on_gpu("fit", *saving).code == 0
+    longer = [4 if word == 2 else word for word in saving]
+    resumed = on_gpu("fit", *longer, "--resume")
+    assert resumed.code == 0, resumed.err
+    assert resumed.json["training"]["optimizer_steps"] == 4
+
+
+def test_nothing_fits_says_where_the_memory_goes(on_gpu) -> None:
+    done = on_gpu("probe", "train.py", "--device", "cuda", "--memory-budget", "24MiB")
+    assert done.code == 3
+    assert "24.0 MiB" in done.err

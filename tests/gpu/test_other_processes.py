@@ -1,0 +1,90 @@
+"""Memory that other processes hold, and take while a model trains."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import autobatch
+from autobatch.core.progress import Progress
+from autobatch.core.records.plan import Plan
+from tests.gpu.conftest import WORKLOAD
+from tests.support.kernels import only_stub
+
+pytestmark = pytest.mark.gpu
+MIB = 1 << 20
+
+
+@only_stub
+def test_holders_are_named_and_their_memory_is_not_spent(on_gpu, hog, tmp_path: Path) -> None:
+    table = {"STUB_GPU_STATE": str(tmp_path / "table")}
+    pid = hog(1000, **table)
+    done = on_gpu("probe", "train.py", "--device", "cuda", "--max-micro-batch", 64, "--json", **table)
+    assert done.code == 0, done.err
+    device = done.json["device"]
+    assert [one["pid"] for one in device["holders"] if one["used_bytes"] > 900 * MIB] == [pid]
+    assert device["other_processes_bytes"] == 1256 * MIB  # with the hog's context
+    assert device["budget_bytes"] < (8192 - 1256 - 256) * MIB
+
+
+class Taking(Progress):
+    """Lets another process take memory between the plan and the training."""
+
+    def __init__(self, take, leave_mib: int) -> None:
+        self.take, self.leave_mib = take, leave_mib
+
+    def planned(self, plan: Plan) -> None:
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        self.take(free // MIB - 256 - self.leave_mib)
+
+
+@only_stub
+def test_training_goes_on_smaller_if_another_process_takes_memory(hog, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    workload = {}
+    exec(WORKLOAD, workload)
+    result = autobatch.fit(
+        workload["workload"](),
+        device="cuda",
+        memory_budget="300MiB",
+        target_batch=16384,
+        steps=2,
+        trials=0,
+        split_check="off",
+        progress=Taking(hog, leave_mib=200),
+    )
+    assert result.training.oom_recoveries >= 1
+    assert result.training.optimizer_steps == 2
+    assert result.training.samples == 2 * 16384
+
+
+@only_stub
+@pytest.mark.parametrize("nvml", ["present", "absent"])
+def test_a_gpu_without_nvml_is_read_by_the_driver(on_gpu, nvml: str) -> None:
+    done = on_gpu("probe", "train.py", "--device", "cuda", "--max-micro-batch", 8, "--json", STUB_NVML=nvml)
+    assert done.code == 0, done.err
+    device = done.json["device"]
+    assert device["budget_bytes"] > 6 << 30
+    assert (device["other_processes_bytes"] is None) == (nvml == "absent")
+    assert any("no figures from NVML" in note for note in device["notes"]) == (nvml == "absent")
+
+
+@only_stub
+@pytest.mark.parametrize("kind", ["mig", "integrated"])
+def test_a_slice_and_a_gpu_that_shares_memory_are_read(on_gpu, kind: str) -> None:
+    done = on_gpu(
+        "probe", "train.py", "--device", "cuda", "--max-micro-batch", 8, "--json", STUB_GPU_KIND=kind
+    )
+    assert done.code == 0, done.err
+    device = done.json["device"]
+    assert device["total_bytes"] == 8192 * MIB
+    if kind == "mig":
+        assert device["budget_bytes"] < 8192 * MIB
+        assert device["other_processes_bytes"] == 0
+    else:
+        assert device["notes"] == ["the GPU shares the host's memory"]
+    assert str(os.getpid()) not in str(device["holders"])

@@ -1,0 +1,54 @@
+"""Which GPUs a process touches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.kernels import only_stub
+
+pytestmark = [pytest.mark.gpu, only_stub]
+TRAIN = (
+    "train.py",
+    "--memory-budget",
+    "200MiB",
+    "--split-check",
+    "off",
+    "--target-batch",
+    1024,
+    "--steps",
+    2,
+)
+
+
+@pytest.mark.parametrize("command", ["probe", "fit"])
+def test_a_command_opens_contexts_on_its_gpu_alone(on_gpu, contexts, tmp_path: Path, command: str) -> None:
+    more = {"probe": ("train.py", "--memory-budget", "200MiB"), "fit": (*TRAIN, "--trials", 1)}[command]
+    log = str(tmp_path / "contexts")
+    done = on_gpu(command, *more, "--device", "cuda:1", "--json", gpus=2, STUB_CONTEXT_LOG=log)
+    assert done.code == 0, done.err
+    assert done.json["device"]["other_processes_bytes"] == 0
+    assert contexts()
+    assert all(gpus == {1} for gpus in contexts().values())
+
+
+def test_each_rank_opens_a_context_on_its_gpu_alone(on_gpu, contexts, tmp_path: Path) -> None:
+    log = str(tmp_path / "contexts")
+    more = ("--ranks", 2, "--device", "cuda", "--trials", 0)
+    done = on_gpu("fit", *TRAIN, *more, "--json", gpus=3, STUB_CONTEXT_LOG=log)
+    assert done.code == 0, done.err
+    assert sum(done.json["plan"]["micro_batches"]) * 2 == 1024
+    opened = contexts().values()
+    assert all(len(gpus) == 1 for gpus in opened)
+    assert set().union(*opened) == {0, 1}
+
+
+def test_an_older_gpu_beside_a_newer_one_gets_its_own_precision(on_gpu) -> None:
+    unlike = {"STUB_GPU_CAPABILITY": "9.0,7.5", "STUB_GPU_TOTAL_MIB": "8192,4096"}
+    for index, precision in ((0, "bf16"), (1, "fp32")):
+        more = ("--device", f"cuda:{index}", "--memory-budget", "200MiB", "--target-batch", 64, "--json")
+        done = on_gpu("plan", "train.py", *more, gpus=2, **unlike)
+        assert done.code == 0, done.err
+        assert done.json["plan"]["precision"] == precision
+        assert done.json["device"]["total_bytes"] == (8192, 4096)[index] << 20
