@@ -162,7 +162,8 @@ def residual_net(channels: int = 64, blocks: int = 4) -> nn.Module:
 def plain_conv() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(64, 128, 3, padding=1), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128 * 64, 256), nn.Dropout(0.1), nn.Linear(256, 10),
+        nn.Conv2d(64, 128, 3, padding=1), nn.GELU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(128 * 64, 256), nn.Dropout(0.1), nn.Linear(256, 10),
     )  # fmt: skip
 
 

@@ -1,1 +1,1 @@
-"""Tests on a CUDA GPU, or on the stub of `tests.stub_gpu`; some on the stub alone (`tests.support.kernels`)."""
+"""Tests on a CUDA GPU, or on the stub of `tests.stub_gpu`. Some need the stub: `tests.support.kernels`."""

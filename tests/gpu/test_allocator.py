@@ -87,12 +87,3 @@ def test_a_lost_context_at_every_size_ends_in_one_line(on_gpu, call: str) -> Non
     assert done.code in (1, 2), done.out
     assert "illegal memory access" in done.err or "unspecified launch failure" in done.err
     assert "Traceback" not in done.err
-
-
-@only_stub
-def test_a_context_that_a_large_size_loses_is_replaced(on_gpu) -> None:
-    done = on_gpu(*PROBE, "--max-micro-batch", 600, STUB_FAULT="launch:200:700:1:1")
-    assert done.code == 0, done.err
-    found = done.json["probe"]
-    assert found["micro_batch"] >= 8
-    assert "illegal memory access" in str([one["reason"] for one in found["attempts"]])
