@@ -66,14 +66,14 @@ class LrTrialSpec(NamedTuple):
     target_batch: int
     micro_batch: int
     """The largest of the split, in samples."""
-    multiple: int
-    """Number whose multiples all micro-batches are."""
     precision: Precision
     knobs: dict[str, Value]
     steps: int
     """Optimizer steps of a run; at least `PARTS`."""
     skips: bool = False
     """True to skip a non-finite step, as the training that follows does."""
+    multiple: int = 1
+    """Number whose multiples all micro-batches are."""
 
 
 class LrRun(NamedTuple):
