@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,15 +26,14 @@ from autobatch.core.knobs import (
     memory_signature,
     numeric_signature,
 )
-from autobatch.core.largest import largest
 from autobatch.device.oom import Verdict, classify, first_line
-from autobatch.footprint.largest import largest_micro_batch
-from autobatch.footprint.program import Untraceable
 from autobatch.planning import micro_batches
+from autobatch.search.replay import Replay
+from autobatch.search.search import first_size, search
 from autobatch.setup.attempt import TrainSetup, attempt, batches_of, on_copies
 from autobatch.setup.child import ChildCrashed, Session, SetupProcess
-from autobatch.setup.setup import with_knobs
-from autobatch.setup.trace import trace_footprint
+from autobatch.setup.setup import describe_setup, with_knobs
+from autobatch.setup.trace import program_on, trace_footprint
 from autobatch.step.train_step import train_step
 from autobatch.tuning.configuration import Key, Measurement, changes, infeasible, key_of
 from autobatch.tuning.context import describe_context
@@ -162,8 +160,8 @@ class TrialRunner:
             size = self.limit({name: value for name, value in values.items() if name != COMPILE})
             if not size or attempt(setup, size).attempt.fits:
                 return size
-            cap = size - 1
-        return _largest(setup, cap, self.task.limit) if cap else 0
+            cap = size - self.task.multiple
+        return _largest(setup, cap, self.task.multiple) if cap > 0 else 0
 
     def _micro_batch(self, values: Configuration) -> int:
         """Return the micro-batch of a configuration: the even split at its limit, halved as it says."""
@@ -284,33 +282,17 @@ def _runner_of(session: Session, task: TrialSpec) -> TrialRunner:
     return runner
 
 
-def _largest(setup: TrainSetup, cap: int, known: int) -> int:
-    """Return the largest micro-batch that runs within the enforced budget; 0 if none does.
-
-    The predicted one is taken if it runs. Otherwise runs alone decide.
-
-    Args:
-        setup: with the knobs of the configuration.
-        cap: the largest to try.
-        known: what fits with every knob at its default.
-    """
-
-    def fits(size: int) -> bool:
-        return attempt(setup, size).attempt.fits
-
-    predicted = None
+def _largest(setup: TrainSetup, cap: int, multiple: int) -> int:
+    """Return the largest micro-batch that runs within the enforced budget; 0 if none does."""
     step = trace_footprint(setup)
-    if step is not None:
-        with suppress(Untraceable):
-            predicted = max(1, largest_micro_batch(step.program, setup.device.new_allocator, cap))
-    if predicted is not None and fits(predicted):
-        return predicted
-    return largest(
-        fits,
-        0,
-        predicted or cap + 1,
-        lambda low, high: known if low < known < high else (low + high) // 2,
-    )
+    program = None if step is None else program_on(step, describe_setup(setup))
+    return search(
+        lambda size: attempt(setup, size),
+        cap=cap,
+        replay=Replay(setup.device.new_allocator, program),
+        first=first_size(setup.device.compute_capability),
+        multiple=multiple,
+    ).micro_batch
 
 
 def _distance(reference: list[float], losses: list[float]) -> float:
