@@ -94,14 +94,6 @@ class Fitting:
             size -= 1 if size > single else max(1, size // STRIDE)
         return largest(self.fits, size, above, halving)
 
-    def peak_at(self, m: int) -> int:
-        """Return the most bytes that are live at the same time, in any order.
-
-        Raises:
-            Untraceable: a program is invalid at that size.
-        """
-        return max(live.peak_at(m) for live in self._live)
-
     def _may_fit(self, m: int) -> bool:
         """Return whether the live bytes fit, without which nothing does."""
-        return self._limit is None or self.peak_at(m) <= self._limit
+        return self._limit is None or all(live.peak_at(m) <= self._limit for live in self._live)

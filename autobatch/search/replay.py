@@ -13,16 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from autobatch.device.allocator.ledger import Allocator, CountingAllocator
-from autobatch.device.allocator.trace import FREE, Trace, replay
+from autobatch.device.allocator.ledger import Allocator
+from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.largest import Fitting
 from autobatch.footprint.program import Polynomial, Program, Rule, Untraceable
 from autobatch.setup.attempt import Outcome
 
 MISS = 16
 """A first prediction that is refuted is lowered by one part in this many: traces miss little."""
-RIGHT = 0.01
-"""Share by which the predicted peak of a run may be off if the program is to be believed beside it."""
 
 
 class Bounds(NamedTuple):
@@ -59,7 +57,7 @@ class Replay:
         self._prefixes: list[Bounds] = []
         """The events of the last failure up to it, until a run fits."""
         self._is_right = True
-        """False if the peak of the last run was not the predicted one."""
+        """False if the last run fitted, and was not to fit."""
         self._fit()
 
     def learn(self, outcome: Outcome) -> None:
@@ -75,11 +73,14 @@ class Replay:
         if outcome.trace is None:
             return
         trace = outcome.trace.canonical()
-        self._is_right = self._agrees(size, trace) or self._predicts_peak(size, trace)
+        self._is_right = self._says_upper_fits(size)
         self._runs.append((size, trace))
         if size < max(ran for ran, _ in self._runs):
             return
-        if not self._agrees(size, trace):
+        if self._agrees(size, trace):
+            # What was fitted to other runs is confirmed now.
+            self._orders[0] = Bounds(self._orders[0].upper, self._orders[0].upper)
+        else:
             try:
                 self._orders = [self._corrected(size, trace)]
                 if outcome.other is not None:
@@ -159,11 +160,9 @@ class Replay:
         """True if the events of a run have confirmed or corrected the program."""
         return bool(self._runs)
 
-    def _predicts_peak(self, size: int, trace: Trace) -> bool:
-        """Return whether a run's peak is the one that the program has there."""
-        ran = replay(trace, CountingAllocator()).peak_allocated_bytes
+    def _says_upper_fits(self, size: int) -> bool:
         try:
-            return bool(self._orders) and abs(self._upper.peak_at(size) - ran) <= RIGHT * ran
+            return self._upper.fits(size)
         except Untraceable:
             return False
 
@@ -171,7 +170,11 @@ class Replay:
         return bool(self._orders) and _agree(self._orders[0].upper, size, trace)
 
     def _corrected(self, size: int, trace: Trace) -> Bounds:
-        """Return the program of a run: a line through it and another one, else bounds from its events."""
+        """Return bounds from the events of a run; above, a line through it and another run if there is one.
+
+        That line may be chance, so that it proves nothing until a further run agrees with it.
+        """
+        bounds = bounds_of(size, trace, self._traced)
         for runs in (self._runs[-2:], self._runs[-3:]):
             if len(runs) > 1:
                 try:
@@ -179,8 +182,8 @@ class Replay:
                 except Untraceable:
                     continue
                 if not program.bends():
-                    return Bounds(program, program)
-        return bounds_of(size, trace, self._traced)
+                    return bounds._replace(upper=program)
+        return bounds
 
     def _fit(self) -> None:
         bounds = [*self._orders, *self._prefixes]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from torch import nn
 
 import autobatch
@@ -33,6 +34,7 @@ from tests.support.probes import (
     WIDTH,
     Listener,
     Sequences,
+    classify,
     limit_of,
     mlp,
     probed,
@@ -175,3 +177,47 @@ def test_a_growth_of_other_processes_is_noted(grown: int, is_noted: bool, tmp_pa
     found = find_limit(process, Options().with_values(max_micro_batch=3), home=tmp_path, progress=notes).probe
     assert found.other_processes_bytes == 100 * MiB + grown
     assert any("held 100 MiB of the GPU before" in line for line in notes.notes) == is_noted
+
+
+# Refusals that the budget did not cause.
+
+
+def refused_above(most: int, budget_of_gpu: str):
+    """Return a loss that fails as on a GPU whose memory others hold, far below the budget."""
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        if len(batch[1]) > most:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {budget_of_gpu}. GPU 0 …")
+        return classify(model, batch)
+
+    return loss
+
+
+def test_a_refusal_below_the_budget_is_said_and_its_limit_is_not_saved() -> None:
+    loss = refused_above(9, "20.00 MiB")
+    result, listener = probed(work(loss=loss), memory_budget="900MiB")
+    assert (result.probe.micro_batch, result.profile) == (9, None)
+    assert any("not the budget, refused a micro-batch of 10" in note for note in listener.notes)
+    refused = [one for one in result.probe.attempts if one.micro_batch == 10]
+    assert all(one.is_below_budget for one in refused)
+    # The same text at the budget is the budget's.
+    result, listener = probed(work(loss=refused_above(9, "2.00 GiB")), memory_budget="900MiB")
+    assert result.profile is not None
+    assert not any("refused" in note for note in listener.notes)
+
+
+def test_a_transient_refusal_changes_nothing() -> None:
+    raised: list[int] = []
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        # The trace runs without memory.
+        if len(batch[1]) > 8 and not raised and type(batch[1]) is torch.Tensor:
+            raised.append(len(batch[1]))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 …")
+        return classify(model, batch)
+
+    budget = "80KiB"
+    known = autobatch.probe(work(), device="cpu", memory_budget=budget).micro_batch
+    found, _ = probed(work(loss=loss), memory_budget="64MiB", max_micro_batch=known)
+    assert raised
+    assert (found.probe.micro_batch, found.probe.upper_bound_by) == (known, "cap")

@@ -277,3 +277,12 @@ def test_an_error_at_every_size_from_one_on_is_a_bound() -> None:
 def test_an_error_at_every_size_is_raised() -> None:
     with pytest.raises(AssertionError, match="is no multiple of 1000000"):
         search(insisting(10**6, 1000).run, cap=500, replay=Wrong(300, 3))
+
+
+def test_a_line_through_two_runs_proves_nothing() -> None:
+    """As with packed sequences, the bytes depend on values: they grow, but on no line."""
+    rules = [lambda m: 40 * m + 300 * (m % 3 == 2), lambda m: 7 * m]
+    machine = machine_of(*rules)
+    found = find(machine, 1000)
+    assert found.upper_bound_by == "run"
+    assert_proven(machine, found, 1000)
