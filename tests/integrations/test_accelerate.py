@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,47 +12,16 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from autobatch.core.errors import InputError
 from autobatch.integrations import accelerate
-from autobatch.planning import make_plan
 from tests.support.custom_loops import small_plan
-from tests.support.libraries import imports_library, installed
+from tests.support.libraries import installed
 from tests.support.training import apart, make_workload, mean_loss, reference, weights
 
 
 @pytest.fixture(autouse=True)
-def quiet_and_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "home"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def fresh_state() -> Iterator[None]:
+    yield
     installed("accelerate").state.AcceleratorState._reset_state(reset_partial_state=True)
     installed("accelerate").state.GradientState._reset_state()
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_the_arguments_follow_the_plan(precision: str) -> None:
-    plan = small_plan(24, 7, precision=precision)
-    assert accelerate.arguments(plan) == {
-        "gradient_accumulation_steps": 4,
-        "mixed_precision": {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[precision],
-    }
-    assert accelerate.batch_size(plan) == 6
-
-
-def test_a_plan_for_other_ranks_or_half_the_size_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(UserWarning, match="a target batch of 96 or 98 needs fewer steps"):
-        accelerate.arguments(make_plan(target_batch=97, micro_batch_limit=67, learning_rate=0.1))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="the plan is for 1 rank, and accelerate runs in 2 processes"):
-        accelerate.arguments(small_plan(24, 7))
-
-
-def test_the_library_takes_every_argument() -> None:
-    known = inspect.signature(installed("accelerate").Accelerator).parameters
-    assert set(accelerate.arguments(small_plan(24, 7))) <= set(known)
-
-
-def test_the_adapter_does_not_import_the_library() -> None:
-    assert not imports_library(accelerate, "accelerate")
 
 
 def step(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any) -> None:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, WeightedRandomSampler
 
-import autobatch
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.integrations.library_plan import (
     ALONE,
@@ -25,7 +24,6 @@ from autobatch.integrations.library_plan import (
     device_option,
     drops_last,
     kept_state,
-    on_host,
     plan_for,
     precision_of,
     rebuilt,
@@ -42,11 +40,6 @@ CPU = torch.device("cpu")
 def a_loop(**changes: object) -> LibraryLoop:
     fields = {"name": "Loop", "world_size": 1, "device": CPU, "divides_by_plan": True}
     return LibraryLoop(**fields | changes)  # type: ignore[arg-type]
-
-
-@pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
 
 
 def test_the_plan_is_what_the_library_runs(
@@ -113,13 +106,6 @@ def test_devices_and_precisions_that_have_no_counterpart_are_refused() -> None:
         precision_of("fp8", {"no": "fp32"}, "it")
 
 
-def test_a_model_on_the_host_stays_there() -> None:
-    model = nn.Linear(1, 1)
-    before = model.weight.data_ptr()
-    with on_host(model):
-        assert model.weight.data_ptr() == before
-
-
 SHORT = (
     "the last step of each epoch has 16 of 24 samples in 2 of 3 micro-batches and is still divided by 3, so "
     "its gradient is 33% too small"
@@ -173,19 +159,6 @@ def test_what_is_written_within_the_block_is_gone_after_it() -> None:
     assert owner.model is model
 
 
-def test_attributes_are_restored_after_an_error() -> None:
-    owner = SimpleNamespace(count=1)
-
-    def fail() -> None:
-        with kept_state(owner):
-            owner.count = 2
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert owner.count == 1
-
-
 def plan_of_rank(folder: Path, limits: list[int], is_connected: bool) -> Any:
     """Plan as all ranks do, with limits of their own; return what the library runs, or the error."""
     torch.set_num_threads(1)
@@ -227,14 +200,6 @@ def test_ranks_that_are_not_connected_say_so(server: RankServer, tmp_path: Path)
         assert notes[0] == ALONE
 
 
-def test_a_plan_of_one_rank_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
-    plan = plan_for(make_workload(), a_loop(), target_batch=24, max_micro_batch=7)
-    assert isinstance(plan, autobatch.Plan)
-    assert plan.micro_batch == 6
-    assert ALONE not in " ".join(plan.notes)
-
-
 ROWS = list(range(10))
 
 
@@ -258,12 +223,6 @@ def test_a_random_sampler_and_its_generator_are_taken_along() -> None:
 
     flat = torch.cat(list(weighted()))
     assert torch.equal(torch.cat(list(resized(weighted(), 4))), flat)
-
-
-def test_a_plain_batch_sampler_keeps_its_order_and_its_end() -> None:
-    loader = DataLoader(ROWS, batch_sampler=BatchSampler([8, 6, 4, 2, 0], 2, drop_last=True), collate_fn=list)  # type: ignore[arg-type]
-    check_resizable(loader, before="prepare")
-    assert list(resized(loader, 3)) == [[8, 6, 4]]
 
 
 def test_a_batch_sampler_tells_whether_a_short_batch_is_left_out() -> None:

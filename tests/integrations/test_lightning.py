@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,51 +14,10 @@ from torch.utils.data import DataLoader
 
 from autobatch.core.errors import InputError
 from autobatch.integrations import lightning
-from autobatch.planning import make_plan
 from tests.support.custom_loops import small_plan
-from tests.support.libraries import imports_library, installed
+from tests.support.libraries import installed
 from tests.support.trainers import gradient_of, pad, weights_of
 from tests.support.training import apart, make_workload, mean_loss, reference, weights
-
-
-@pytest.fixture(autouse=True)
-def quiet_and_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_the_arguments_follow_the_plan(precision: str) -> None:
-    plan = small_plan(24, 7, precision=precision)
-    assert lightning.arguments(plan, max_grad_norm=0.5) == {
-        "accumulate_grad_batches": 4,
-        "precision": {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[precision],
-        "gradient_clip_val": 0.5,
-        "gradient_clip_algorithm": "norm",
-    }
-    assert lightning.batch_size(plan) == 6
-
-
-def test_a_plan_for_other_ranks_or_half_the_size_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(UserWarning, match="a target batch of 96 or 98 needs fewer steps"):
-        lightning.arguments(make_plan(target_batch=97, micro_batch_limit=67, learning_rate=0.1))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="the plan is for 1 rank, and Lightning runs in 2 processes"):
-        lightning.arguments(small_plan(24, 7))
-
-
-def test_the_library_takes_every_argument() -> None:
-    known = inspect.signature(installed("lightning").Trainer).parameters
-    assert set(lightning.arguments(small_plan(24, 7))) <= set(known)
-
-
-def test_the_adapter_does_not_import_the_library() -> None:
-    assert not imports_library(lightning, "lightning")
-    with pytest.raises(AttributeError, match="has no attribute 'Trainer'"):
-        _ = lightning.Trainer
 
 
 def test_the_library_takes_the_step_of_the_arguments(tmp_path: Path) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +12,9 @@ from torch import nn
 
 from autobatch.core.errors import InputError
 from autobatch.integrations import transformers
-from autobatch.planning import make_plan
 from autobatch.workload.contract import Loss
-from tests.support.custom_loops import small_plan
-from tests.support.libraries import imports_library, installed
+from tests.support.libraries import installed
 from tests.support.trainers import BUDGET, Texts, gpt2, gradient_of, mean_over_words, pad, weights_of
-
-
-@pytest.fixture(autouse=True)
-def quiet_and_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "home"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def a_trainer(folder: Path, model: nn.Module | None = None, *, kind: Any = None, **options: Any) -> Any:
@@ -44,47 +31,6 @@ def a_trainer(folder: Path, model: nn.Module | None = None, *, kind: Any = None,
         data_collator=pad,
         **more,
     )
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_the_arguments_follow_the_plan(precision: str) -> None:
-    plan = small_plan(24, 7, precision=precision)
-    assert transformers.arguments(plan, max_grad_norm=0.5) == {
-        "per_device_train_batch_size": 6,
-        "gradient_accumulation_steps": 4,
-        "learning_rate": 0.1,
-        "bf16": precision == "bf16",
-        "fp16": precision == "fp16",
-        "max_grad_norm": 0.5,
-    }
-    assert transformers.arguments(plan)["max_grad_norm"] == 0.0
-
-
-def test_a_plan_for_other_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="the plan is for 2 ranks, and the Trainer runs in 1 process, so"):
-        transformers.arguments(small_plan(24, 7, world_size=2))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="the plan is for 1 rank, and the Trainer runs in 2 processes"):
-        transformers.arguments(small_plan(24, 7))
-    assert transformers.arguments(small_plan(24, 7, world_size=2))["gradient_accumulation_steps"] == 2
-
-
-def test_a_split_that_loses_half_the_size_is_told() -> None:
-    with pytest.warns(UserWarning, match="a target batch of 96 or 98 needs fewer steps"):
-        found = transformers.arguments(make_plan(target_batch=97, micro_batch_limit=67, learning_rate=0.1))
-    # 97 is a prime number, so only micro-batches of one sample are of equal size.
-    assert (found["per_device_train_batch_size"], found["gradient_accumulation_steps"]) == (1, 97)
-
-
-def test_the_library_takes_every_argument() -> None:
-    known = inspect.signature(installed("transformers").TrainingArguments).parameters
-    assert set(transformers.arguments(small_plan(24, 7))) <= set(known)
-
-
-def test_the_adapter_does_not_import_the_library() -> None:
-    assert not imports_library(transformers, "transformers")
-    with pytest.raises(AttributeError, match="has no attribute 'Trainer'"):
-        _ = transformers.Trainer
 
 
 def test_the_trainer_takes_the_step_of_the_whole_batch(tmp_path: Path) -> None:
