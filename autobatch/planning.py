@@ -237,18 +237,22 @@ def even_split(plan: Plan) -> tuple[int, int]:
         plan: the plan, with the target batch, the ranks and the micro-batch that fits.
 
     Returns:
-        The largest divisor of the rank's share that is at most the plan's micro-batch, and the accumulation
-        steps; their product is the share. If the share has few divisors (a prime), the micro-batch is small.
-        Then choose another target batch, or `autobatch.batches`, which splits any batch.
+        The largest divisor of the rank's share that is at most the plan's micro-batch, and a multiple of the
+        plan's ``multiple``; and the accumulation steps. Their product is the share. If the share has few
+        divisors (a prime), the micro-batch is small. Then choose another target batch, or
+        `autobatch.batches`, which splits any batch.
 
     Raises:
-        InputError: the ranks do not divide the target batch.
+        InputError: the ranks do not divide the target batch into equal shares of that multiple.
     """
-    share, rest = divmod(plan.target_batch, plan.world_size)
+    unit = plan.multiple
+    units, rest = divmod(plan.target_batch, plan.world_size * unit)
     if rest:
+        near = [n * plan.world_size * unit for n in (units, units + 1) if n]
+        of = f" in multiples of {unit}" if unit > 1 else ""
         raise InputError(
-            f"a target batch of {plan.target_batch} over {plan.world_size} ranks gives unequal shares, which "
-            f"this library cannot run: ask for {share * plan.world_size} or {(share + 1) * plan.world_size}"
+            f"a target batch of {plan.target_batch} over {plan.world_size} ranks gives unequal shares{of}, "
+            f"which this library cannot run: ask for {' or '.join(map(str, near))}"
         )
-    micro_batch = next(size for size in range(min(plan.micro_batch, share), 0, -1) if share % size == 0)
-    return micro_batch, share // micro_batch
+    size = next(size for size in range(min(plan.micro_batch // unit, units), 0, -1) if units % size == 0)
+    return size * unit, units // size

@@ -114,6 +114,15 @@ def test_equal_micro_batches_are_the_largest_that_fit(ranks: int) -> None:
             assert not [bigger for bigger in range(size + 1, plan.micro_batch + 1) if share % bigger == 0]
 
 
+def test_equal_micro_batches_are_multiples_of_what_a_workload_insists_on() -> None:
+    plan = make_plan(target_batch=18, micro_batch_limit=4, learning_rate=0.1, multiple=2)
+    assert even_split(plan) == (2, 9), "3 divides 18 too"
+    with pytest.raises(InputError, match=r"12 over 2 ranks gives unequal shares in multiples of 4.*8 or 16"):
+        even_split(
+            make_plan(target_batch=12, micro_batch_limit=4, learning_rate=0.1, world_size=2, multiple=4)
+        )
+
+
 def test_unequal_shares_are_refused_with_targets_that_divide() -> None:
     with pytest.raises(InputError, match=r"24 over 5 ranks.*ask for 20 or 25"):
         even_split(make_plan(target_batch=24, micro_batch_limit=7, learning_rate=0.1, world_size=5))
