@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -33,8 +32,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.options import Options
 from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import Ranks
-from autobatch.probing.estimates.estimate import estimate_limits
-from autobatch.probing.estimates.over_ranks import estimate_over_ranks
+from autobatch.estimate.estimator import estimate_limits
 from autobatch.report.result import Estimates, Result
 from autobatch.workload.contract import Workload
 from autobatch.workload.reference import find_workload
@@ -111,18 +109,7 @@ def run_estimate(workload: Workload | str | None, options: Options, environ: Map
     Raises:
         InputError: the options exclude each other, or the workload is invalid.
     """
-    made, settings = find_workload(workload, options.device.seed), unpack.estimate_settings(options)
-    if options.search.all:
-        settings = replace(settings, profiles=(), device="auto")
-    ranks, home = unpack.rank_settings(options), data_home(environ)
-    if ranks is not None and options.search.memory_viz is not None:
-        raise InputError(
-            f"--memory-viz {options.search.memory_viz} shows one GPU, found --ranks {options.ranks.ranks}: "
-            "leave one out"
-        )
-    if ranks is None:
-        return estimate_limits(made, settings, home=home)
-    return estimate_over_ranks(made, settings, ranks, home=home)
+    return estimate_limits(find_workload(workload, options.device.seed), options, home=data_home(environ))
 
 
 def run_tune(workload: Workload | str | None, options: Options, context: RunContext) -> Result:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autobatch.core.errors import InputError
 from autobatch.core.options import Options
 from autobatch.core.records.plan import Plan
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import launched_world_size, make_plan
-from autobatch.probing.estimates.settings import EstimateSettings, RankSettings
 from autobatch.setup.setup import SetupInfo
 
 
@@ -49,41 +47,3 @@ def plan_for(
         precision=info.precision,
         gradient_dtype=info.gradient_dtype,
     )
-
-
-def estimate_settings(options: Options) -> EstimateSettings:
-    """Return the settings of an estimate: what to predict, and for which GPUs."""
-    return EstimateSettings(
-        device=options.device.device,
-        memory_budget=options.device.memory_budget,
-        precision=options.device.precision,
-        gradient_dtype=options.device.gradient_dtype,
-        seed=options.device.seed,
-        profiles=options.search.profile,
-        micro_batch=options.search.micro_batch,
-        max_micro_batch=options.search.max_micro_batch,
-        target_batch=options.batch.target_batch,
-        scan=options.search.scan,
-        memory_viz=options.search.memory_viz,
-    )
-
-
-def rank_settings(options: Options) -> RankSettings | None:
-    """Return the ranks that an estimate is for; None for one GPU.
-
-    Raises:
-        InputError: the model would be shared by a single rank.
-    """
-    if options.ranks.ranks is not None and options.ranks.ranks > 1:
-        return RankSettings(
-            ranks=options.ranks.ranks,
-            parallel=options.ranks.parallel,
-            shard_sync=options.ranks.shard_sync,
-            shard_modules=options.ranks.shard_modules,
-        )
-    if options.ranks.parallel == "shard":
-        raise InputError(
-            f"--parallel shard shares a model among ranks, found --ranks {options.ranks.ranks or 'unset'}: "
-            "give --ranks N with N at least 2"
-        )
-    return None

@@ -107,7 +107,6 @@ class EstimateKeywords(CommonKeywords, total=False):
 
     profile: str | Sequence[str]
     all: bool
-    memory_viz: StrPath | None
     micro_batch: int | None
     max_micro_batch: int | None
     target_batch: int | None

@@ -143,7 +143,10 @@ class SearchOptions(Section, frozen=True, kw_only=True):
     memory_viz: Annotated[
         str | None,
         Option(
-            "Also write the memory of a few steps for pytorch.org/memory_viz.", "output", COMMANDS, "FILE"
+            "Also write the memory of a few steps for pytorch.org/memory_viz.",
+            "output",
+            tuple(command for command in COMMANDS if command != "estimate"),
+            "FILE",
         ),
     ] = None
     profile: Annotated[

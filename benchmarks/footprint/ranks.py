@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from autobatch.device.profiles import load_profile
-from autobatch.probing.estimates.over_ranks import RankEstimator
-from autobatch.probing.estimates.settings import EstimateSettings, RankSettings
+from autobatch.estimate.estimator import Estimator
 from benchmarks.footprint.large import MODELS, large
 from benchmarks.footprint.seconds import cpu_seconds
+from tests.support.options import as_options
 
 RESULT = Path(__file__).parents[1] / "results" / "footprint-ranks_amd-epyc_2026-11-22.json"
 GPUS = ("a100-40gb", "h100-80gb", "h200")
@@ -33,14 +33,15 @@ WORLDS = (1, 8, 64)
 def estimate(name: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     wall, before = time.perf_counter(), cpu_seconds()
-    settings = EstimateSettings(profiles=GPUS, precision="bf16")
+    home = Path("nowhere")
+    alone = as_options("estimate", profile=[*GPUS], precision="bf16")
     gpus = [load_profile(gpu, user_dir=Path("nowhere")) for gpu in GPUS]
     cells: dict[str, dict[str, int]] = {}
     seconds: dict[str, float] = {}
-    shared = RankEstimator(large(name), settings, RankSettings(ranks=8, parallel="shard"))
+    shared = Estimator(large(name), alone.with_values(ranks=8, parallel="shard"), home)
     for world in WORLDS:
         start = cpu_seconds()
-        one = RankEstimator(shared.traces.workload, settings, RankSettings(ranks=1)) if world == 1 else shared
+        one = Estimator(shared.traces.workload, alone, home) if world == 1 else shared
         layout = one.layout("replicate" if world == 1 else "shard", world)
         cells[str(world)] = {gpu.name: one.peak(gpu, layout)[0] for gpu in gpus}
         seconds[str(world)] = round(cpu_seconds() - start, 1)

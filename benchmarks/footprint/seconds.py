@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from autobatch.probing.estimates.estimate import estimate_limits
-from autobatch.probing.estimates.settings import EstimateSettings
+from autobatch.estimate.estimator import estimate_limits
 from benchmarks.footprint.decoders import GPT2_SMALL, LLAMA2_7B, decoder
+from tests.support.options import as_options
 
 DECODERS = {"gpt2": (GPT2_SMALL, "GPT-2 small"), "7b": (LLAMA2_7B, "Llama 2 7B")}
 
@@ -38,7 +38,7 @@ def main() -> None:
     shape, title = DECODERS[which]
     wall, cpu = time.perf_counter(), cpu_seconds()
     found = estimate_limits(
-        decoder(shape, which), EstimateSettings(profiles=gpus, micro_batch=1), home=Path("nowhere")
+        decoder(shape, which), as_options("estimate", profile=gpus, micro_batch=1), home=Path("nowhere")
     )
     one = found.estimates[0]
     print(

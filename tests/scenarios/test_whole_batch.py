@@ -18,10 +18,9 @@ from autobatch.core.knobs import CHANNELS_LAST, CHECKPOINTING
 from autobatch.core.options import Options
 from autobatch.core.units import KiB
 from autobatch.device.cpu import SilentMeter
+from autobatch.estimate.estimator import estimate_limits
 from autobatch.footprint.predict import footprint
 from autobatch.footprint.tracing.trace_step import record
-from autobatch.probing.estimates.estimate import estimate_limits
-from autobatch.probing.estimates.settings import EstimateSettings
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from autobatch.setup.setup import describe_setup, open_setup
 from autobatch.step.train_state import StepSettings, build_train_state
@@ -29,6 +28,7 @@ from autobatch.step.train_step import train_step
 from autobatch.tuning.timing import Timing, time_steps
 from autobatch.tuning.trial import CHECK_MICRO_BATCHES, CHECK_SAMPLES, LossCheck
 from autobatch.workload.nested import feed
+from tests.support.options import as_options
 from tests.support.probes import WIDTH, probed, vectors, work
 from tests.support.step_workloads import WORKLOADS, convolutional, images, setting, setup
 from tests.support.steps import split
@@ -146,7 +146,7 @@ def test_without_a_target_batch_a_note_says_what_was_taken_for_it() -> None:
 
 def test_an_estimate_counts_the_whole_batch() -> None:
     def found(**options: Any) -> Any:
-        asked = EstimateSettings(profiles=["t4"], precision="fp32", micro_batch=8, **options)
+        asked = as_options("estimate", profile=["t4"], precision="fp32", micro_batch=8, **options)
         return estimate_limits(contrastive(), asked, home=Path("nowhere"))
 
     # Larger than the scratch of cuBLAS, which torch 2.15 gives back before the loss takes its memory.

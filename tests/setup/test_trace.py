@@ -9,8 +9,7 @@ from torch import nn
 
 from autobatch.core.options import Options
 from autobatch.core.units import MiB
-from autobatch.probing.estimates.estimate import estimate_limits
-from autobatch.probing.estimates.settings import EstimateSettings
+from autobatch.estimate.estimator import estimate_limits
 from autobatch.setup import trace as traced_setup
 from autobatch.setup.attempt import TrainSetup, attempt
 from autobatch.setup.setup import describe_setup, open_setup, with_knobs
@@ -22,6 +21,7 @@ from autobatch.setup.trace import (
     traced_peak,
 )
 from tests.support.hardware import CpuAsGpu
+from tests.support.options import as_options
 from tests.support.probes import RandomVectors, mlp, work
 from tests.support.step_workloads import WORKLOADS, deep_transformer, setup
 from tests.support.untouched import fingerprint, with_gradients
@@ -74,7 +74,7 @@ def test_of_like_layers_only_those_count_that_are_traced(monkeypatch) -> None:
 def test_the_traced_peak_of_a_gpu_is_that_of_an_estimate(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
     workload, size = WORKLOADS["transformer"](), 7
-    options = EstimateSettings(profiles=["l4", "a10"], micro_batch=size, precision="fp32")
+    options = as_options("estimate", profile=["l4", "a10"], micro_batch=size, precision="fp32")
     here = replace(setup(workload), device=CpuAsGpu(memory_budget=64 * MiB), max_grad_norm=None)
     predicted = estimate_limits(workload, options, home=tmp_path).estimates[0].peak_reserved_bytes
     assert traced_peak(here, size) == predicted

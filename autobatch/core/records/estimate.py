@@ -42,8 +42,6 @@ class Estimate(Record, frozen=True, kw_only=True):
     seconds: float
     """Duration of the prediction; GPUs that run the same operators share the time of one trace."""
     plan: Plan | None
-    retries: int | None
-    """Allocations that succeed only after cached memory is released; each one stalls."""
     memory: dict[str, int]
     """Live bytes at the peak, by category."""
     modules: dict[str, int]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import CHECKPOINTING
+from autobatch.estimate import traces as tracing
+from autobatch.estimate.traces import ALONE, Layout, Traces, arranged, on_meta
 from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.tracing.apart import run_apart
-from autobatch.probing.estimates import traces as tracing
-from autobatch.probing.estimates.layouts import ALONE, Layout, arranged
-from autobatch.probing.estimates.settings import EstimateSettings
-from autobatch.probing.estimates.traces import Traces, on_meta
+from tests.support.options import as_options
 from tests.support.probes import mlp, work
 from tests.support.step_workloads import Tokens, Transformer, make, token_loss
 
@@ -22,7 +22,7 @@ NEW = (8, 0)
 
 def traces_of(depth: int = 2) -> Traces:
     workload = make(lambda: Transformer(32, depth), data=Tokens(), loss=token_loss)
-    return Traces(workload, EstimateSettings(profiles=["a100-40gb"]))
+    return Traces(workload, as_options("estimate", profile=["a100-40gb"]))
 
 
 def test_a_step_and_its_changes_are_traced_once(monkeypatch):
@@ -98,3 +98,24 @@ def test_a_model_that_needs_values_and_more_memory_than_there_is_is_refused_in_o
     with pytest.raises(InputError, match=r"not on the CPU either, where .* are available") as caught:
         on_meta(work(too_large))
     assert "\n" not in str(caught.value)
+
+
+def test_one_rank_arranges_nothing():
+    with arranged(ALONE) as how:
+        assert how == (None, 1)
+
+
+def test_replicas_sum_in_a_buffer_beside_the_model():
+    with arranged(Layout(4)) as how:
+        assert how == (None, 4)
+
+
+def shares_within_the_block() -> list[bool]:
+    found = []
+    with arranged(Layout(4, "shard")) as (arrange, world):
+        found += [arrange is not None, world == 1, dist.get_world_size() == 4]
+    return [*found, not dist.is_initialized()]
+
+
+def test_a_rank_that_shares_a_model_has_a_group_within_the_block():
+    assert run_apart(shares_within_the_block) == [True] * 4

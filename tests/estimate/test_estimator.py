@@ -10,15 +10,20 @@ import msgspec
 import pytest
 
 from autobatch.core.errors import DoesNotFitError
-from autobatch.core.records.estimate import Remedy
+from autobatch.core.records.estimate import RankEstimate, Remedy
 from autobatch.core.units import MiB
+from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.device.allocator.trace import replay
+from autobatch.device.profiles import load_profile
+from autobatch.estimate import estimator as estimating
+from autobatch.estimate import traces as tracing
+from autobatch.estimate.estimator import compared_with_runs, estimate_limits, fewest_ranks
+from autobatch.estimate.traces import ALONE, Traces
 from autobatch.footprint.depth import deep_footprint
-from autobatch.probing.estimates import estimate as estimating
-from autobatch.probing.estimates import traces as tracing
-from autobatch.probing.estimates.estimate import estimate_limits
-from autobatch.probing.estimates.settings import EstimateSettings, device_notes
+from autobatch.footprint.predict import program_on
 from autobatch.report.terminal import Terminal
 from autobatch.search.cache import CachedLimit, store
+from tests.support.options import as_options
 from tests.support.probes import mlp, work
 from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, token_loss
 
@@ -29,7 +34,7 @@ NOWHERE = Path("nowhere")
 def found():
     workload = make(lambda: Transformer(width=32), data=Tokens(), loss=token_loss)
     return estimate_limits(
-        workload, EstimateSettings(profiles=["rtx-4090"], memory_budget=f"{24 * MiB}"), home=NOWHERE
+        workload, as_options("estimate", profile=["rtx-4090"], memory_budget=f"{24 * MiB}"), home=NOWHERE
     )
 
 
@@ -80,12 +85,12 @@ def test_saved_runs_that_took_more_memory_widen_the_interval(tmp_path):
             measured_bytes=measured * MiB,
         )
         store(saved, tmp_path)
-    options = EstimateSettings(profiles=["rtx-4090", "l4"], memory_budget=f"{40 * MiB}")
+    options = as_options("estimate", profile=["rtx-4090", "l4"], memory_budget=f"{40 * MiB}")
     after = estimate_limits(workload, options, home=tmp_path)
     now, before = after.estimates[0], estimate_limits(workload, options, home=NOWHERE).estimates[0]
     assert now.micro_batch == before.micro_batch
     assert now.micro_batch_low < before.micro_batch_low
-    tight = EstimateSettings(profiles=["rtx-4090", "l4"], memory_budget=f"{32 * MiB}")
+    tight = as_options("estimate", profile=["rtx-4090", "l4"], memory_budget=f"{32 * MiB}")
     assert now.micro_batch_low == estimate_limits(workload, tight, home=NOWHERE).estimates[0].micro_batch
     assert any("-1.0% to +25.0% more than predicted (2 compared)" in note for note in after.notes)
 
@@ -107,7 +112,7 @@ def test_every_gpu_that_does_not_fit_has_its_advice(monkeypatch):
     monkeypatch.setattr(estimating, "find_remedies", advise)
     monkeypatch.setattr(tracing, "deep_footprint", trace)
     names = ["t4", "l40s", "v100-16gb"]
-    options = EstimateSettings(profiles=names, memory_budget="0.13%", precision="fp32", micro_batch=8)
+    options = as_options("estimate", profile=names, memory_budget="0.13%", precision="fp32", micro_batch=8)
     found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
     assert [one.fits for one in found.estimates] == [False, True, False]
     advice = [one.remedies and one.remedies[0].peak_bytes for one in found.estimates]
@@ -121,7 +126,7 @@ def test_every_gpu_that_does_not_fit_has_its_advice(monkeypatch):
 
 
 def test_estimates_for_several_gpus_have_no_remedies():
-    options = EstimateSettings(profiles=["rtx-4090", "a100-40gb"], max_micro_batch=4)
+    options = as_options("estimate", profile=["rtx-4090", "a100-40gb"], max_micro_batch=4)
     found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
     assert [one.remedies for one in found.estimates] == [None, None]
     text = StringIO()
@@ -130,27 +135,27 @@ def test_estimates_for_several_gpus_have_no_remedies():
 
 
 def test_a_simulated_device_names_the_gpu():
-    options = EstimateSettings(device="sim:l4", max_micro_batch=4)
+    options = as_options("estimate", device="sim:l4", max_micro_batch=4)
     found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
     assert [(one.profile, one.micro_batch) for one in found.estimates] == [("l4", 4)]
 
 
 def test_a_device_that_is_left_out_is_a_note_of_the_estimate():
-    options = EstimateSettings(device="cpu", profiles=["l4", "a100-40gb"], max_micro_batch=4)
+    options = as_options("estimate", device="cpu", profile=["l4", "a100-40gb"], max_micro_batch=4)
     found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
-    assert set(device_notes(options)) < set(found.notes)
+    assert any("--device cpu was left out" in note for note in found.notes)
 
 
 def test_the_error_names_memory_and_remedies_if_no_gpu_is_large_enough():
     workload = make(lambda: Transformer(width=32, depth=1), data=Tokens(), loss=token_loss)
-    options = EstimateSettings(profiles=["t4"], memory_budget=f"{17 * MiB}", precision="fp32")
+    options = as_options("estimate", profile=["t4"], memory_budget=f"{17 * MiB}", precision="fp32")
     with pytest.raises(DoesNotFitError, match=r"optimizer state.*What helps: a larger GPU"):
         estimate_limits(workload, options, home=NOWHERE)
 
 
 def test_an_estimate_plans_the_batch_within_its_micro_batch(monkeypatch):
     monkeypatch.setattr("autobatch.footprint.predict.keeps_workspaces", lambda *_: True)  # until torch 2.14
-    options = EstimateSettings(profiles=["t4"], memory_budget=f"{24 * MiB}", target_batch=500)
+    options = as_options("estimate", profile=["t4"], memory_budget=f"{24 * MiB}", target_batch=500)
     (one,) = estimate_limits(work(lambda: mlp(2048)), options, home=NOWHERE).estimates
     assert 1 <= one.micro_batch_low <= one.micro_batch <= one.micro_batch_high <= 500
     assert one.micro_batch < 500
@@ -162,19 +167,23 @@ def test_an_estimate_plans_the_batch_within_its_micro_batch(monkeypatch):
 def test_an_estimate_is_not_capped_by_the_data_and_says_which_option_caps_it():
     """The data have 64 samples, and all GPUs would take them in one micro-batch."""
     workload, gpus = WORKLOADS["perceptron"](), ["t4", "a100-80gb"]
-    free = estimate_limits(workload, EstimateSettings(profiles=gpus), home=NOWHERE)
+    free = estimate_limits(workload, as_options("estimate", profile=gpus), home=NOWHERE)
     small, large = (one.micro_batch for one in free.estimates)
     assert 64 < small < large
     assert not any("bounds" in note for note in free.notes)
-    capped = estimate_limits(workload, EstimateSettings(profiles=gpus, target_batch=small + 1), home=NOWHERE)
+    capped = estimate_limits(
+        workload, as_options("estimate", profile=gpus, target_batch=small + 1), home=NOWHERE
+    )
     assert [one.micro_batch for one in capped.estimates] == [small, small + 1]
     assert any("--target-batch" in note and "on a100-80gb:" in note for note in capped.notes)
-    asked = estimate_limits(workload, EstimateSettings(profiles=gpus, micro_batch=5000), home=NOWHERE)
+    asked = estimate_limits(workload, as_options("estimate", profile=gpus, micro_batch=5000), home=NOWHERE)
     assert [(one.micro_batch, one.fits) for one in asked.estimates] == [(5000, True)] * 2
 
 
 def test_a_step_that_insists_on_even_micro_batches_is_estimated_in_them():
-    options = EstimateSettings(profiles=["t4"], memory_budget="24MiB", target_batch=500, precision="fp32")
+    options = as_options(
+        "estimate", profile=["t4"], memory_budget="24MiB", target_batch=500, precision="fp32"
+    )
     workload = work(lambda: mlp(2048))
     free = estimate_limits(workload, options, home=NOWHERE).estimates[0]
     loss = workload.loss
@@ -194,20 +203,45 @@ def test_an_estimate_needs_no_emptied_cache():
     """As on the GPU itself: a size that fits only after the cache was emptied does not count."""
     workload = make(lambda: Transformer(width=128, depth=3), data=Tokens(), loss=token_loss)
     for budget in range(40, 72, 4):
-        options = EstimateSettings(profiles=["t4"], memory_budget=f"{budget}MiB", precision="fp32")
+        options = as_options("estimate", profile=["t4"], memory_budget=f"{budget}MiB", precision="fp32")
         (one,) = estimate_limits(workload, options, home=NOWHERE).estimates
-        assert (one.fits, one.retries) == (True, 0)
+        assert one.fits
+        step = Traces(workload, options).step(ALONE, (7, 5))
+        program = program_on(step, load_profile("t4", user_dir=NOWHERE).libraries)
+        found = replay(program.at(one.micro_batch), CachingAllocator(budget * MiB))
+        assert (found.fits, found.retries) == (True, 0)
 
 
 def test_the_precision_follows_the_gpu_unless_one_is_given():
-    options = EstimateSettings(profiles=["t4", "l4"])
+    options = as_options("estimate", profile=["t4", "l4"])
     found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
     assert [one.precision for one in found.estimates] == ["fp32", "bf16"]
 
 
 def test_a_micro_batch_is_predicted_for_models_of_any_size():
     """The weights, two states of AdamW and the gradients take 19 GB; a T4 has 16 GB, an A100 80 GB."""
-    options = EstimateSettings(profiles=["t4", "a100-80gb"], micro_batch=3, precision="fp32")
+    options = as_options("estimate", profile=["t4", "a100-80gb"], micro_batch=3, precision="fp32")
     found = estimate_limits(work(lambda: mlp(60_000_000)), options, home=NOWHERE)
     assert [(one.micro_batch, one.fits) for one in found.estimates] == [(3, False), (3, True)]
     assert all(one.peak_reserved_bytes > 4 * 4 * 20 * 60_000_000 for one in found.estimates)
+
+
+def row(world: int, budget: int, micro_batch: int) -> RankEstimate:
+    return RankEstimate(
+        profile=f"gpu-{budget}",
+        world_size=world,
+        parallel="shard",
+        budget_bytes=budget,
+        micro_batch=micro_batch,
+        peak_reserved_bytes=1,
+    )
+
+
+def test_the_fewest_ranks_are_named_on_the_smallest_gpu():
+    table = [row(8, 40, 3), row(4, 80, 2), row(4, 40, 0), row(4, 60, 1)]
+    assert fewest_ranks(table) == ", 4 ranks on gpu-60 (a micro-batch of 1 fits there)"
+    assert fewest_ranks([row(8, 40, 0)]) == ""
+
+
+def test_runs_are_compared_by_the_least_and_the_most():
+    assert "-1.0% to +25.0% more than predicted (2 compared)" in compared_with_runs("l4", [0.25, -0.01])

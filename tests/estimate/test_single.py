@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.units import KiB, MiB
+from autobatch.core.units import MiB
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
+from autobatch.estimate.estimator import Estimator
+from autobatch.estimate.traces import ALONE
 from autobatch.footprint.fit_sizes import Unpredictable
-from autobatch.probing.estimates.layouts import ALONE
-from autobatch.probing.estimates.settings import EstimateSettings
-from autobatch.probing.estimates.single import predict_single
-from autobatch.probing.estimates.traces import Traces
 from autobatch.setup.attempt import attempt
+from tests.support.options import as_options
 from tests.support.step_workloads import make, setup
 
 NOWHERE = Path("nowhere")
@@ -51,33 +50,33 @@ def without_workspaces():
     return msgspec.structs.replace(load_profile("t4", user_dir=NOWHERE), cublas_workspaces=None)
 
 
-def test_the_limit_is_that_of_attempts():
-    budget = 4 * MiB
-    gpu, traces = without_workspaces(), Traces(workload(), EstimateSettings(profiles=["t4"]))
+def estimator(home, **options):
+    options = as_options("estimate", profile=["t4"], precision="fp32", **options)
+    return Estimator(workload(), options, home)
+
+
+def test_the_limit_is_that_of_attempts(tmp_path):
+    budget, gpu = 4 * MiB, without_workspaces()
+    made = estimator(tmp_path, memory_budget="4MiB", max_micro_batch=SAMPLES)
     with pytest.raises(Unpredictable):
-        traces.step(ALONE, gpu.compute_capability)
-    step, found = predict_single(traces, gpu, budget_bytes=budget, cap=SAMPLES, micro_batch=None)
+        made.traces.step(ALONE, gpu.compute_capability)
+    found = made.limit(gpu)
     one = replace(setup(workload()), device=SimulatedDevice(gpu, memory_budget=budget), max_grad_norm=None)
     ran = {m: attempt(one, m).attempt for m in range(1, SAMPLES + 1)}
     most = max(m for m, each in ran.items() if each.fits)
     assert 1 < most < SAMPLES
     assert (found.micro_batch, found.fits, found.micro_batch_high) == (most, True, most)
-    assert found.peak_reserved_bytes == ran[most].peak_reserved_bytes
     assert found.micro_batch_low <= most
-    assert {label.kind for label in step.labels} >= {"parameters", "optimizer state", "activations"}
+    assert set(found.memory) >= {"parameters", "optimizer state", "activations"}
 
 
-def test_a_given_size_is_predicted():
-    gpu, traces = without_workspaces(), Traces(workload(), EstimateSettings(profiles=["t4"]))
-    one = replace(setup(workload()), device=SimulatedDevice(gpu), max_grad_norm=None)
-    _, found = predict_single(traces, gpu, budget_bytes=64 * MiB, cap=SAMPLES, micro_batch=7)
-    assert found.fits
-    assert found.peak_reserved_bytes == attempt(one, 7).attempt.peak_reserved_bytes
-    assert "single sizes (7)" in "".join(traces.notes())
+def test_a_given_size_is_predicted(tmp_path):
+    made = estimator(tmp_path, memory_budget="64MiB", micro_batch=7)
+    assert made.limit(without_workspaces()).fits
+    assert "single sizes (7)" in "".join(made.notes())
 
 
-def test_nothing_fits():
-    gpu, traces = without_workspaces(), Traces(workload(), EstimateSettings(profiles=["t4"]))
-    _, found = predict_single(traces, gpu, budget_bytes=100 * KiB, cap=SAMPLES, micro_batch=None)
+def test_nothing_fits(tmp_path):
+    found = estimator(tmp_path, memory_budget="100KiB", max_micro_batch=SAMPLES).limit(without_workspaces())
     assert (found.micro_batch, found.fits) == (0, False)
     assert found.peak_allocated_bytes > 0

@@ -7,7 +7,7 @@ ranks, and with each change that may help. Everything else, for example the budg
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -16,11 +16,13 @@ import torch
 from torch import nn
 
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.records.base import GradientDtype
+from autobatch.core.options import Options
+from autobatch.core.records.base import GradientDtype, Parallel, ShardSync
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.host import host_memory
 from autobatch.device.oom import first_line, is_oom
+from autobatch.estimate.gpus import precision_on
 from autobatch.footprint.depth import DeepFootprint, deep_footprint, is_deep, record_few
 from autobatch.footprint.fit_sizes import Unpredictable
 from autobatch.footprint.predict import Footprint, notes_on
@@ -29,8 +31,6 @@ from autobatch.footprint.single_sizes import record_single_sizes
 from autobatch.footprint.tracing.apart import run_in_copies
 from autobatch.footprint.tracing.recording import Recording
 from autobatch.footprint.tracing.trace_step import Arrange, Setting
-from autobatch.probing.estimates.layouts import ALONE, Layout, arranged
-from autobatch.probing.estimates.settings import EstimateSettings, precision_on
 from autobatch.setup.model import build_model
 from autobatch.setup.notes import whole_batch_notes
 from autobatch.setup.setup import whole_batch_of
@@ -40,6 +40,41 @@ from autobatch.workload.data import WorstCaseSampler
 
 T = TypeVar("T")
 Capability = tuple[int, int]
+
+
+class Layout(NamedTuple):
+    """The ranks of a step, and what each of them holds."""
+
+    world: int = 1
+    parallel: Parallel = "replicate"
+    sync: ShardSync = "each"
+    modules: str | None = None
+
+
+ALONE = Layout()
+
+
+@contextmanager
+def arranged(layout: Layout) -> Iterator[tuple[Arrange | None, int]]:
+    """Return how the ranks arrange a model, and how many sum gradients in a buffer beside it.
+
+    A rank that has a part of a model is rank 0 of a group that exchanges nothing within the block.
+
+    Args:
+        layout: the ranks.
+    """
+    if layout.world == 1:
+        yield None, 1
+        return
+    # Importing FSDP takes a second, which an estimate for one GPU saves.
+    from autobatch.distributed.fake_group import fake_ranks
+    from autobatch.distributed.sharding.model import Sharding
+
+    if layout.parallel == "replicate":
+        yield None, layout.world
+        return
+    with fake_ranks(layout.world) as mesh:
+        yield Sharding(mesh=mesh, sync=layout.sync, modules=layout.modules), 1
 
 
 class TraceKey(NamedTuple):
@@ -58,11 +93,11 @@ class Traces:
 
     Args:
         workload: what to train.
-        settings: of the estimate.
+        options: of the estimate.
     """
 
     workload: Workload
-    settings: EstimateSettings
+    options: Options
     _found: dict[TraceKey, DeepFootprint] = field(default_factory=dict)
     _recorded: dict[TraceKey, Recording] = field(default_factory=dict)
     _failed: dict[TraceKey, AutobatchError] = field(default_factory=dict)
@@ -72,9 +107,9 @@ class Traces:
     """The GPU of each kind that was asked about first."""
 
     def __post_init__(self) -> None:
-        self.whole_batch = whole_batch_of(self.workload, self.settings.target_batch)
+        self.whole_batch = whole_batch_of(self.workload, self.options.batch.target_batch)
         self.model, self.build_notes = on_meta(self.workload)
-        self.gradient_dtype: GradientDtype = gradient_dtype_of(self.model, self.settings.gradient_dtype)
+        self.gradient_dtype: GradientDtype = gradient_dtype_of(self.model, self.options.device.gradient_dtype)
         self.worst_case = WorstCaseSampler(self.workload)
         self.worst_case.check_collate()
 
@@ -185,7 +220,7 @@ class Traces:
             workload=self.workload,
             model=self.model,
             batch_of=self.worst_case.batch,
-            precision=precision_on(self.settings, capability),
+            precision=precision_on(capability, self.options),
             gradient_dtype=self.gradient_dtype,
             capability=capability,
             samples=self.whole_batch,

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from torch import nn
 
-from autobatch.probing.estimates.estimate import estimate_limits
-from autobatch.probing.estimates.settings import EstimateSettings
+from autobatch.estimate.estimator import estimate_limits
+from tests.support.options import as_options
 from tests.support.ragged import Sequences, joined_workload, ragged_workload, wide_model
 from tests.support.training import tokens
 
-SETTINGS = EstimateSettings(profiles=("t4",), memory_budget="40MiB", target_batch=96)
+SETTINGS = as_options("estimate", profile=["t4"], memory_budget="40MiB", target_batch=96)
 
 
 class UpTo(Sequences):

@@ -1,0 +1,394 @@
+"""Prediction of what fits on hardware that need not be here, from shapes alone.
+
+The model is built on the meta device if its constructor allows that, so that a model of many billions of
+parameters needs no memory. The step is traced once for each kind of GPU and each way in which ranks share it,
+with what may help at the same time. A rank that has a whole model is traced with the buffer in which ranks
+sum their gradients; a rank that has a part of it is traced through FSDP2 itself, as rank 0 of a process group
+that exchanges nothing. All else, for example the budget, is a replay.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import msgspec
+
+from autobatch.core.errors import DoesNotFitError
+from autobatch.core.options import Options
+from autobatch.core.records.base import Parallel
+from autobatch.core.records.estimate import Estimate, RankEstimate, Remedy
+from autobatch.core.records.plan import Plan
+from autobatch.core.units import format_bytes
+from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
+from autobatch.device.allocator.trace import replay
+from autobatch.device.hardware_profile import HardwareProfile
+from autobatch.distributed.sharding.checks import sync_of
+from autobatch.distributed.sharding.layout import ShardLayout
+from autobatch.estimate.gpus import (
+    budget_on,
+    cap_of,
+    larger_gpus,
+    named_gpus,
+    names_of,
+    option_notes,
+    precision_on,
+    ranks_of,
+    spending_on,
+)
+from autobatch.estimate.sizes import with_sizes
+from autobatch.estimate.traces import ALONE, Layout, Traces
+from autobatch.footprint.explain import explain
+from autobatch.footprint.fit_sizes import Unpredictable
+from autobatch.footprint.predict import (
+    Footprint,
+    Prediction,
+    footprint_of,
+    gpu_allocator,
+    largest_on,
+    predict,
+    program_on,
+)
+from autobatch.footprint.program import Program
+from autobatch.footprint.remedies import find_remedies, in_words
+from autobatch.footprint.scratch import in_proportion
+from autobatch.footprint.tracing.apart import run_apart, run_in_copies
+from autobatch.planning import make_plan
+from autobatch.report.result import Estimates
+from autobatch.search.cache import prediction_errors
+from autobatch.setup.setup import check_loss_of_ranks
+from autobatch.workload.contract import WholeBatchLoss, Workload
+from autobatch.workload.rng import preserved_random_state, seed_everything
+from autobatch.workload.streams import scanned, stream_notes
+
+TABLE_SECONDS = 15.0
+"""Time after which no further number of ranks is traced for the table."""
+
+
+def estimate_limits(workload: Workload, options: Options, *, home: Path) -> Estimates:
+    """Predict what fits, on one GPU or on each of many ranks. No GPU is touched.
+
+    Args:
+        workload: what to train.
+        options: of ``autobatch estimate``.
+        home: data directory, with saved profiles and limits.
+
+    Raises:
+        InputError: an option, a profile or the workload is invalid, or the model cannot be sharded.
+        Unpredictable: the step cannot be traced; the message says why.
+        DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
+    """
+    if ranks_of(options) > 1 and options.ranks.parallel == "shard":
+        ranks = options.ranks
+        asked = ShardLayout(world=ranks_of(options), sync=ranks.shard_sync, modules=ranks.shard_modules)
+        check_loss_of_ranks(workload, asked)
+    # The model is built without memory, and its code may keep what it builds.
+    with preserved_random_state():
+        return run_apart(lambda: Estimator(scanned(workload, options.search.scan), options, home).estimates())
+
+
+class Estimator:
+    """Predictions for a workload.
+
+    Args:
+        workload: what to train.
+        options: of ``autobatch estimate``.
+        home: data directory.
+    """
+
+    def __init__(self, workload: Workload, options: Options, home: Path) -> None:
+        seed_everything(options.device.seed)
+        self.options = options
+        self.home = home
+        self.world = ranks_of(options)
+        self.traces = Traces(workload, options)
+        self._sees_batch = isinstance(workload.loss, WholeBatchLoss)
+
+    def estimates(self) -> Estimates:
+        """Predict for each GPU, and for one GPU, or where nothing fits, also what would help."""
+        gpus = named_gpus(self.options, self.home)
+        if len(gpus) == 1:
+            self._prepare(gpus[0])
+        found = {gpu.name: self.limit(gpu) for gpu in gpus}
+        for gpu in gpus:
+            if len(gpus) == 1 or not found[gpu.name].fits:
+                helpful = self._remedies(gpu, found[gpu.name])
+                found[gpu.name] = msgspec.structs.replace(found[gpu.name], remedies=helpful)
+        if len(gpus) == 1 and self.world == 1:
+            found = {gpus[0].name: self._by_size(gpus[0], found[gpus[0].name])}
+        table: list[RankEstimate] = []
+        if self.world > 1:
+            shown = gpus if len(gpus) > 1 else [gpus[0], *larger_gpus(gpus[0], self.home)]
+            table = self._table(shown, found[gpus[0].name].parallel or "shard")
+        estimates = list(found.values())
+        if not names_of(self.options):
+            estimates.sort(key=_need)
+        if not any(one.fits for one in estimates):
+            raise DoesNotFitError(nothing_fits(estimates, self.options) + fewest_ranks(table))
+        notes = [f"{one.profile}: {one.parallel_reason}" for one in estimates if one.parallel_reason]
+        notes += [*option_notes(estimates, self.options), *self.notes()]
+        for gpu in gpus:
+            shares = prediction_errors(self.home, (gpu.title, *gpu.device_names))
+            if shares:
+                notes.append(compared_with_runs(gpu.name, shares))
+        return Estimates(estimates=estimates, over_ranks=table, notes=list(dict.fromkeys(notes)))
+
+    def notes(self) -> list[str]:
+        """Return remarks on the traces so far, one per line."""
+        return [*stream_notes(self.traces.workload.train_data), *self.traces.notes()]
+
+    def limit(self, gpu: HardwareProfile) -> Estimate:
+        """Predict what fits on one GPU, without what would help."""
+        start = time.perf_counter()
+        budget, source = budget_on(gpu, self.options)
+        layout, reason = self._choose(gpu)
+        step, found = self._predict(gpu, layout, budget)
+        where = explain(step, max(1, found.micro_batch))
+        return Estimate(
+            profile=gpu.name,
+            budget_bytes=budget,
+            budget_source=source,
+            precision=precision_on(gpu.compute_capability, self.options),
+            micro_batch=found.micro_batch,
+            micro_batch_low=found.micro_batch_low,
+            micro_batch_high=found.micro_batch_high,
+            fits=found.fits,
+            peak_allocated_bytes=found.peak_allocated_bytes,
+            peak_reserved_bytes=found.peak_reserved_bytes,
+            plan=self._plan(gpu, found.micro_batch, step.multiple) if found.fits else None,
+            memory=where.by_kind,
+            modules=where.by_module,
+            phase=where.phase,
+            world_size=layout.world,
+            parallel=layout.parallel if layout.world > 1 else None,
+            shard_sync=layout.sync if layout.parallel == "shard" else None,
+            parallel_reason=reason,
+            seconds=time.perf_counter() - start,
+        )
+
+    def layout(self, parallel: Parallel, world: int | None = None) -> Layout:
+        """Return the ranks that were asked for, or another number of them."""
+        if self.world == 1:
+            return ALONE
+        sync = sync_of(self.traces.model, self.options.ranks.shard_sync)
+        return Layout(world or self.world, parallel, sync, self.options.ranks.shard_modules)
+
+    def peak(self, gpu: HardwareProfile, layout: Layout) -> tuple[int, int]:
+        """Return the largest micro-batch, 0 if none fits, and its peak; that of 1 if none fits."""
+        budget, _ = budget_on(gpu, self.options)
+        step = self._step(gpu, layout)
+        program = program_on(step, gpu.libraries)
+        size = largest_on(step, program, lambda: gpu_allocator(budget), cap_of(self.options))
+        found = replay(program.at(max(1, size)), gpu_allocator(budget if size else None))
+        return size, found.peak_reserved_bytes or found.peak_allocated_bytes
+
+    def _prepare(self, gpu: HardwareProfile) -> None:
+        """Trace at the same time what the answer for one GPU needs, those that take longest first."""
+        capability = gpu.compute_capability
+        if self.world == 1:
+            self.traces.prepare(capability, [ALONE], changed=ALONE)
+            return
+        # A shared model takes longer.
+        both = [self.layout("shard")] * (not self._sees_batch) + [self.layout("replicate")]
+        if self.options.ranks.parallel == "auto":
+            self.traces.prepare(capability, both)
+        layout, _ = self._choose(gpu)
+        first = both if layout.parallel == "replicate" else [layout]
+        others = [self.layout(layout.parallel, world) for world in self._worlds(layout.parallel)[:-1]]
+        self.traces.prepare(capability, first, changed=layout, like=others)
+
+    def _choose(self, gpu: HardwareProfile) -> tuple[Layout, str | None]:
+        """Return the layout that was asked for; else replicas if one sample fits, and shards if not."""
+        asked = self.options.ranks.parallel
+        if self.world == 1 or asked != "auto":
+            return self.layout("replicate" if asked == "auto" else asked), None
+        replicas = self.layout("replicate")
+        if self._sees_batch:
+            return replicas, "the loss sees the whole batch, so each rank has a whole model"
+        step = self._step(gpu, replicas)
+        budget, _ = budget_on(gpu, self.options)
+        program = program_on(step, gpu.libraries)
+        if largest_on(step, program, lambda: gpu_allocator(budget), step.multiple):
+            return replicas, "a whole model fits on each rank, so each has its own (--parallel replicate)"
+        return self.layout("shard"), "no whole model fits on a rank, so the ranks share it (--parallel shard)"
+
+    def _predict(self, gpu: HardwareProfile, layout: Layout, budget: int) -> tuple[Footprint, Prediction]:
+        """Return the footprint of a step on a GPU, and its prediction."""
+        asked = self.options.search.micro_batch
+        of_budget = partial(predict, budget_bytes=budget, libraries=gpu.libraries)
+        try:
+            step = self._step(gpu, layout)
+        except Unpredictable as error:
+            if layout.world > 1:
+                raise
+            try:
+                return self._predict_single(gpu, budget, of_budget)
+            except Unpredictable:
+                raise Unpredictable(
+                    f"{error}. autobatch probe --device sim:{gpu.name} runs the step, on the CPU in a model "
+                    "of that GPU's allocator"
+                ) from error
+        # Runs that took more than predicted widen the interval by as much.
+        residuals = prediction_errors(self.home, (gpu.title, *gpu.device_names))
+        step = replace(step, margin=max([step.margin, *(1 - 1 / (1 + each) for each in residuals)]))
+        return step, of_budget(step, cap=cap_of(self.options), micro_batch=asked)
+
+    def _predict_single(
+        self, gpu: HardwareProfile, budget: int, of_budget: Callable[..., Prediction]
+    ) -> tuple[Footprint, Prediction]:
+        """Predict a step that follows no rule in the micro-batch, from traces at single sizes.
+
+        Each trace is exact for its size. Between them, the step is taken to grow in proportion.
+
+        Raises:
+            Unpredictable: the step cannot be traced at a single size either.
+        """
+        asked = self.options.search.micro_batch
+
+        def allocator() -> Allocator:
+            made = gpu_allocator(None if asked is not None else budget)
+            size, count = gpu.libraries.workspaces or (0, 0)
+            with suppress(BudgetExceeded):
+                for _ in range(count):
+                    made.malloc(size)
+            return made
+
+        recordings = self.traces.at_single_sizes(
+            gpu.compute_capability, allocator, asked or cap_of(self.options)
+        )
+        tried = sorted(recordings) if asked is None else [asked]
+        for m in reversed(tried):
+            one = recordings[m]
+            program = Program(in_proportion(m, one.trace).events, one.trace.canonical().marks)
+            step = footprint_of(program, one)
+            found = of_budget(step, cap=m, micro_batch=m)
+            if found.fits or asked is not None:
+                above = [other for other in tried if other > m]
+                return step, found._replace(micro_batch_high=above[0] - 1 if above else m)
+        return step, Prediction(0, 0, 0, fits=False, outcome=found.outcome)
+
+    def _remedies(self, gpu: HardwareProfile, one: Estimate) -> list[Remedy]:
+        """Return what would let more fit; nothing if the step follows no rule."""
+        layout = self.layout(one.parallel or "replicate")
+        capability = gpu.compute_capability
+        spending = spending_on(gpu, one.budget_bytes, self.options)
+        try:
+            step = self._step(gpu, layout)
+        except Unpredictable:
+            return []
+        with self.traces.arranged(layout) as how:
+            setting, trace = self.traces.setting(capability, how), self.traces.tracer(layout, capability)
+            found = find_remedies(setting, step, spending, trace=trace)
+        others = []
+        if layout.parallel == "replicate":
+            may_share = layout.world > 1 and not self._sees_batch
+            others += [("shard", "--parallel shard", self.layout("shard"))] * may_share
+        elif sync_of(self.traces.model, "each") != layout.sync:
+            others.append(("shard_sync", "--shard-sync each", layout._replace(sync="each")))
+        for name, advice, other in others:
+            size, peak = self.peak(gpu, other)
+            if size > one.micro_batch:
+                found.append(Remedy(name=name, advice=advice, micro_batch=size, peak_bytes=peak))
+        return sorted(found, key=lambda remedy: (-remedy.micro_batch, remedy.peak_bytes))
+
+    def _by_size(self, gpu: HardwareProfile, one: Estimate) -> Estimate:
+        """Add what fits of smaller samples, beside the workspaces of libraries."""
+        size, count = gpu.libraries.workspaces or (0, 0)
+        return with_sizes(
+            one,
+            self.traces.setting(gpu.compute_capability),
+            self.traces.worst_case,
+            partial(gpu_allocator, one.budget_bytes - size * count),
+            cap=cap_of(self.options),
+            seed=self.options.device.seed,
+        )
+
+    def _worlds(self, parallel: Parallel) -> list[int]:
+        """Return the numbers of ranks for the table, the one that was asked for last."""
+        others = (2 * self.world, 4 * self.world, self.world // 2)
+        return [*(n for n in others if n > 1 and parallel == "shard"), self.world]
+
+    def _table(self, gpus: Sequence[HardwareProfile], parallel: Parallel) -> list[RankEstimate]:
+        """Predict for other numbers of ranks too, until the time is over; shared models only."""
+        start = time.perf_counter()
+
+        def rows(world: int) -> list[RankEstimate]:
+            if world != self.world and time.perf_counter() - start > TABLE_SECONDS:
+                return []
+            return [self._row(gpu, self.layout(parallel, world)) for gpu in gpus]
+
+        found = run_in_copies([partial(rows, world) for world in self._worlds(parallel)])
+        return sorted(chain.from_iterable(found), key=lambda row: row.world_size)
+
+    def _row(self, gpu: HardwareProfile, layout: Layout) -> RankEstimate:
+        size, peak = self.peak(gpu, layout)
+        return RankEstimate(
+            profile=gpu.name,
+            world_size=layout.world,
+            parallel=layout.parallel,
+            budget_bytes=budget_on(gpu, self.options)[0],
+            micro_batch=size,
+            peak_reserved_bytes=peak,
+        )
+
+    def _step(self, gpu: HardwareProfile, layout: Layout) -> Footprint:
+        like = None if layout.world == self.world else layout._replace(world=self.world)
+        return self.traces.step(layout, gpu.compute_capability, like=like)
+
+    def _plan(self, gpu: HardwareProfile, micro_batch: int, multiple: int) -> Plan | None:
+        if self.options.batch.target_batch is None:
+            return None
+        return make_plan(
+            target_batch=self.options.batch.target_batch,
+            micro_batch_limit=micro_batch,
+            world_size=self.world,
+            multiple=multiple,
+            learning_rate=self.traces.workload.learning_rate,
+            base_batch=self.traces.workload.base_batch,
+            precision=precision_on(gpu.compute_capability, self.options),
+            gradient_dtype=self.traces.gradient_dtype,
+        )
+
+
+def _need(one: Estimate) -> tuple[float, int]:
+    """Return what to sort by: GPUs that need the fewest micro-batches come first, small ones before large."""
+    if not one.fits:
+        return math.inf, one.budget_bytes
+    return (0 if one.plan is None else one.plan.accumulation_steps), one.budget_bytes
+
+
+def nothing_fits(estimates: Sequence[Estimate], options: Options) -> str:
+    """Write that a micro-batch fits on no GPU, where its memory goes, and what helps."""
+    asked = options.search.micro_batch or 1
+    most = max(estimates, key=lambda one: one.budget_bytes)
+    where = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in list(most.memory.items())[:3])
+    names = ", ".join(one.profile for one in estimates)
+    where_not = f"not to fit on {names}" if len(estimates) == 1 else f"to fit on none of {names}"
+    return (
+        f"a micro-batch of {asked} is predicted {where_not}: it takes "
+        f"{format_bytes(most.peak_reserved_bytes)} ({where}), and {most.profile} has a budget of "
+        f"{format_bytes(most.budget_bytes)}. What helps: a larger GPU{in_words(most.remedies)}"
+    )
+
+
+def fewest_ranks(table: Sequence[RankEstimate]) -> str:
+    """Write the fewest ranks on which a sample fits as the end of a sentence; nothing if there are none."""
+    fitting = [row for row in table if row.micro_batch]
+    if not fitting:
+        return ""
+    best = min(fitting, key=lambda row: (row.world_size, row.budget_bytes))
+    return f", {best.world_size} ranks on {best.profile} (a micro-batch of {best.micro_batch:,} fits there)"
+
+
+def compared_with_runs(name: str, shares: Sequence[float]) -> str:
+    """Compare runs on a GPU with traces for it, in one sentence."""
+    return (
+        f"{name}: runs on this machine took {min(shares):+.1%} to {max(shares):+.1%} more than predicted "
+        f"({len(shares)} compared)"
+    )

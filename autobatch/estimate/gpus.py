@@ -1,0 +1,140 @@
+"""The GPUs of an estimate: those that the options name, their budgets, and what is tried on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from autobatch.core.errors import InputError
+from autobatch.core.options import Options
+from autobatch.core.records.base import Precision
+from autobatch.core.records.estimate import Estimate
+from autobatch.core.units import GiB, format_bytes
+from autobatch.device.budget import GPU_HEADROOM_SHARE, resolve_budget
+from autobatch.device.hardware_profile import HardwareProfile
+from autobatch.device.profiles import list_profiles, load_profile
+from autobatch.device.simulated import context_bytes
+from autobatch.footprint.predict import gpu_allocator
+from autobatch.footprint.remedies import NATIVE_BF16, Spending
+
+LARGEST = 2**31 - 1
+"""The largest micro-batch of any search, for a step whose memory does not grow."""
+TABLE_GPUS = 3
+"""GPUs in the table of ranks, if only one was asked about."""
+NCCL_BYTES = 1 * GiB
+"""Memory of NCCL on a GPU, outside of the allocator. Users measure from a few hundred MiB to 1.6 GB, by
+channels, links and GPU (github.com/NVIDIA/nccl/issues/864 and 1685)."""
+
+
+def names_of(options: Options) -> Sequence[str]:
+    """Return the names of the GPUs to predict for; none for all that are known."""
+    if options.search.all:
+        return ()
+    device = options.device.device
+    return options.search.profile or ([device.removeprefix("sim:")] if device.startswith("sim:") else [])
+
+
+def named_gpus(options: Options, home: Path) -> list[HardwareProfile]:
+    """Return the GPUs that the options name, or all that are known.
+
+    Raises:
+        InputError: a profile is unknown or invalid.
+    """
+    names = names_of(options)
+    if names:
+        return [load_profile(name, user_dir=home) for name in names]
+    return list(list_profiles(user_dir=home).profiles)
+
+
+def larger_gpus(gpu: HardwareProfile, home: Path) -> list[HardwareProfile]:
+    """Return the next GPUs with more memory and at least the same operators."""
+    others = [
+        other
+        for other in list_profiles(user_dir=home).profiles
+        if other.total_bytes > gpu.total_bytes
+        and (other.compute_capability >= NATIVE_BF16) >= (gpu.compute_capability >= NATIVE_BF16)
+    ]
+    by_memory = {
+        other.total_bytes // GiB: other for other in sorted(others, key=lambda o: o.name, reverse=True)
+    }
+    return [by_memory[size] for size in sorted(by_memory)][: TABLE_GPUS - 1]
+
+
+def ranks_of(options: Options) -> int:
+    """Return the number of ranks that an estimate is for.
+
+    Raises:
+        InputError: the model would be shared by a single rank.
+    """
+    ranks = options.ranks.ranks or 1
+    if ranks == 1 and options.ranks.parallel == "shard":
+        raise InputError(
+            f"--parallel shard shares a model among ranks, found --ranks {options.ranks.ranks or 'unset'}: "
+            "give --ranks N with N at least 2"
+        )
+    return ranks
+
+
+def budget_on(gpu: HardwareProfile, options: Options) -> tuple[int, str]:
+    """Return the bytes that the allocator may hold on a GPU, and the reason in words.
+
+    Raises:
+        InputError: the budget is no size, or exceeds the memory of the GPU.
+    """
+    return resolve_budget(
+        options.device.memory_budget,
+        total_bytes=gpu.total_bytes,
+        available=[
+            (gpu.total_bytes, "in total"),
+            (-context_bytes(gpu), "CUDA context"),
+            *([(-NCCL_BYTES, "NCCL")] if ranks_of(options) > 1 else []),
+        ],
+        headroom_share=GPU_HEADROOM_SHARE,
+        owner=gpu.title,
+    )
+
+
+def cap_of(options: Options) -> int:
+    """Return the largest micro-batch to try. The data are no cap: a GPU that is not here may see more."""
+    caps = (options.search.max_micro_batch, options.batch.target_batch, LARGEST)
+    return min(cap for cap in caps if cap is not None)
+
+
+def precision_on(capability: tuple[int, int], options: Options) -> Precision:
+    """Return the precision that was asked for; else bf16 where it is native."""
+    if options.device.precision != "auto":
+        return options.device.precision
+    return "bf16" if capability >= NATIVE_BF16 else "fp32"
+
+
+def spending_on(gpu: HardwareProfile, budget_bytes: int, options: Options) -> Spending:
+    """Return the budget of a GPU, and the largest micro-batch to spend it on."""
+    return Spending(
+        allocator=partial(gpu_allocator, budget_bytes),
+        unlimited=partial(gpu_allocator, None),
+        cap=cap_of(options),
+        libraries=gpu.libraries,
+    )
+
+
+def option_notes(estimates: Sequence[Estimate], options: Options) -> list[str]:
+    """Return what the options leave out or bound, one line each."""
+    notes = []
+    device, cap = options.device.device, cap_of(options)
+    if device != "auto" and not (device.startswith("sim:") and not options.search.profile):
+        notes.append(
+            f"an estimate touches no device, so --device {device} was left out: name a GPU with --profile or "
+            "--device sim:PROFILE"
+        )
+    names = [one.profile for one in estimates if one.fits and one.micro_batch == cap]
+    if options.search.micro_batch is None and names:
+        option = "--max-micro-batch" if cap == options.search.max_micro_batch else "--target-batch"
+        notes.append(
+            f"{option} {cap:,} bounds the micro-batch on {', '.join(names)}: more may fit without it"
+        )
+    if ranks_of(options) > 1 and options.device.memory_budget is None:
+        notes.append(
+            f"each budget leaves {format_bytes(NCCL_BYTES)} for the buffers of NCCL, not measured here"
+        )
+    return notes

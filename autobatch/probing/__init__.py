@@ -1,1 +1,0 @@
-"""The largest micro-batch that fits."""
