@@ -32,7 +32,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.options import Options
 from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import Ranks
-from autobatch.estimate.estimator import estimate_limits
+from autobatch.estimates.estimator import estimate_limits
 from autobatch.report.result import Estimates, Result
 from autobatch.workload.contract import Workload
 from autobatch.workload.reference import find_workload

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from autobatch.device.profiles import load_profile
-from autobatch.estimate.estimator import Estimator
+from autobatch.estimates.estimator import Estimator
 from benchmarks.footprint.large import MODELS, large
 from benchmarks.footprint.seconds import cpu_seconds
 from tests.support.options import as_options

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from autobatch.estimate.estimator import estimate_limits
+from autobatch.estimates.estimator import estimate_limits
 from benchmarks.footprint.decoders import GPT2_SMALL, LLAMA2_7B, decoder
 from tests.support.options import as_options
 

@@ -209,19 +209,6 @@ def test_an_estimate_of_all_gpus_ignores_the_profiles(tmp_path: Path) -> None:
     assert needs == sorted(needs)
 
 
-def test_an_estimate_writes_the_memory_of_its_first_gpu(tmp_path: Path) -> None:
-    path = tmp_path / "memory.pickle"
-    options = options_from("estimate", {"profile": "t4", "memory_viz": str(path), "micro_batch": 16})
-    found = run_estimate(None, options, {"AUTOBATCH_HOME": str(tmp_path)})
-    events = pickle.loads(path.read_bytes())["device_traces"][0]
-    reserved = sum(one["size"] for one in events if one["action"] == "segment_alloc")
-    # The estimate counts workspaces of libraries besides the tensors.
-    assert 0 < reserved <= found.estimates[0].peak_reserved_bytes
-    wrong = options.with_values(memory_viz=str(path / "x"))
-    with pytest.raises(InputError, match=r"--memory-viz .* cannot be written"):
-        run_estimate(None, wrong, {"AUTOBATCH_HOME": str(tmp_path)})
-
-
 @pytest.mark.parametrize("device", ["cpu", "sim:t4"])
 def test_the_memory_of_the_steps_of_a_plan_is_written(tmp_path: Path, device: str) -> None:
     path = tmp_path / "memory.pickle"

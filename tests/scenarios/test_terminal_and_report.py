@@ -6,7 +6,7 @@ import io
 
 import msgspec
 
-from autobatch.estimate.estimator import estimate_limits
+from autobatch.estimates.estimator import estimate_limits
 from autobatch.report.terminal import Terminal
 from tests.support.options import as_options
 from tests.support.step_workloads import WORKLOADS

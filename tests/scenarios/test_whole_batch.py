@@ -18,7 +18,7 @@ from autobatch.core.knobs import CHANNELS_LAST, CHECKPOINTING
 from autobatch.core.options import Options
 from autobatch.core.units import KiB
 from autobatch.device.cpu import SilentMeter
-from autobatch.estimate.estimator import estimate_limits
+from autobatch.estimates.estimator import estimate_limits
 from autobatch.footprint.predict import footprint
 from autobatch.footprint.tracing.trace_step import record
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt

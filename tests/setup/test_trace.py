@@ -9,7 +9,7 @@ from torch import nn
 
 from autobatch.core.options import Options
 from autobatch.core.units import MiB
-from autobatch.estimate.estimator import estimate_limits
+from autobatch.estimates.estimator import estimate_limits
 from autobatch.setup import trace as traced_setup
 from autobatch.setup.attempt import TrainSetup, attempt
 from autobatch.setup.setup import describe_setup, open_setup, with_knobs

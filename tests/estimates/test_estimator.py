@@ -15,10 +15,10 @@ from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.device.profiles import load_profile
-from autobatch.estimate import estimator as estimating
-from autobatch.estimate import traces as tracing
-from autobatch.estimate.estimator import compared_with_runs, estimate_limits, fewest_ranks
-from autobatch.estimate.traces import ALONE, Traces
+from autobatch.estimates import estimator as estimating
+from autobatch.estimates import traces as tracing
+from autobatch.estimates.estimator import compared_with_runs, estimate_limits, fewest_ranks
+from autobatch.estimates.traces import ALONE, Traces
 from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.predict import program_on
 from autobatch.report.terminal import Terminal

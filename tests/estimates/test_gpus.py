@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autobatch.device.profiles import load_profile
-from autobatch.estimate.gpus import (
+from autobatch.estimates.gpus import (
     LARGEST,
     cap_of,
     larger_gpus,

@@ -22,7 +22,7 @@ from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.host import host_memory
 from autobatch.device.oom import first_line, is_oom
-from autobatch.estimate.gpus import precision_on
+from autobatch.estimates.gpus import precision_on
 from autobatch.footprint.depth import DeepFootprint, deep_footprint, is_deep, record_few
 from autobatch.footprint.fit_sizes import Unpredictable
 from autobatch.footprint.predict import Footprint, notes_on

@@ -13,8 +13,8 @@ from torch import nn
 from autobatch.core.units import MiB
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.estimate.estimator import Estimator
-from autobatch.estimate.traces import ALONE
+from autobatch.estimates.estimator import Estimator
+from autobatch.estimates.traces import ALONE
 from autobatch.footprint.fit_sizes import Unpredictable
 from autobatch.setup.attempt import attempt
 from tests.support.options import as_options

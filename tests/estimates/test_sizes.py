@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from autobatch.estimate.estimator import estimate_limits
+from autobatch.estimates.estimator import estimate_limits
 from tests.support.options import as_options
 from tests.support.ragged import Sequences, joined_workload, ragged_workload, wide_model
 from tests.support.training import tokens

@@ -31,7 +31,7 @@ from autobatch.device.allocator.trace import replay
 from autobatch.device.hardware_profile import HardwareProfile
 from autobatch.distributed.sharding.checks import sync_of
 from autobatch.distributed.sharding.layout import ShardLayout
-from autobatch.estimate.gpus import (
+from autobatch.estimates.gpus import (
     budget_on,
     cap_of,
     larger_gpus,
@@ -42,8 +42,8 @@ from autobatch.estimate.gpus import (
     ranks_of,
     spending_on,
 )
-from autobatch.estimate.sizes import with_sizes
-from autobatch.estimate.traces import ALONE, Layout, Traces
+from autobatch.estimates.sizes import with_sizes
+from autobatch.estimates.traces import ALONE, Layout, Traces
 from autobatch.footprint.explain import explain
 from autobatch.footprint.fit_sizes import Unpredictable
 from autobatch.footprint.predict import (

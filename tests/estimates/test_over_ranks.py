@@ -12,8 +12,8 @@ from torch.nn import functional
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.units import MiB
 from autobatch.device.profiles import load_profile
-from autobatch.estimate.estimator import Estimator, estimate_limits
-from autobatch.estimate.gpus import NCCL_BYTES, option_notes
+from autobatch.estimates.estimator import Estimator, estimate_limits
+from autobatch.estimates.gpus import NCCL_BYTES, option_notes
 from autobatch.footprint.tracing.apart import run_apart
 from autobatch.workload.contract import WholeBatchLoss
 from tests.support.options import as_options

@@ -9,8 +9,8 @@ from torch import nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import CHECKPOINTING
-from autobatch.estimate import traces as tracing
-from autobatch.estimate.traces import ALONE, Layout, Traces, arranged, on_meta
+from autobatch.estimates import traces as tracing
+from autobatch.estimates.traces import ALONE, Layout, Traces, arranged, on_meta
 from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.tracing.apart import run_apart
 from tests.support.options import as_options
