@@ -32,8 +32,7 @@ from autobatch.footprint.tracing.apart import run_in_copies
 from autobatch.footprint.tracing.recording import Recording
 from autobatch.footprint.tracing.trace_step import Arrange, Setting
 from autobatch.setup.model import build_model
-from autobatch.setup.notes import whole_batch_notes
-from autobatch.setup.setup import whole_batch_of
+from autobatch.setup.setup import whole_batch_notes, whole_batch_of
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.workload.contract import Workload
 from autobatch.workload.data import WorstCaseSampler

@@ -18,14 +18,27 @@ from autobatch.core.units import MiB, format_bytes
 from autobatch.footprint.largest import Fitting
 from autobatch.footprint.predict import Footprint
 from autobatch.search import questions
-from autobatch.search.cache import CachedLimit, StaleEntry, entry_path, lookup, store
-from autobatch.search.failed_sizes import FailedSizes
-from autobatch.search.kept_trace import Untraced, find_trace, keep_trace, order_of
-from autobatch.search.one_probe import Limit, Probing, caps_of
-from autobatch.search.peaks import has_ample_room
+from autobatch.search.cache import (
+    CachedLimit,
+    StaleEntry,
+    Untraced,
+    entry_path,
+    find_trace,
+    keep_trace,
+    lookup,
+    order_of,
+    store,
+)
+from autobatch.search.one_probe import (
+    FailedSizes,
+    Limit,
+    Probing,
+    SpillGuard,
+    caps_of,
+    has_ample_room,
+    variation_of,
+)
 from autobatch.search.search import MULTIPLES, Found, first_size, search
-from autobatch.search.spill import SpillGuard
-from autobatch.search.variation import variation_of
 from autobatch.setup.attempt import Outcome
 from autobatch.setup.child import SetupProcess
 from autobatch.workload.user_code import describe

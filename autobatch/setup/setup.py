@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from torch import nn
+
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import EXPANDABLE, PRECISION, Value
 from autobatch.core.options import Options
 from autobatch.core.records.base import GradientDtype, Precision, Record
 from autobatch.core.records.device import DeviceRecord
+from autobatch.core.units import format_bytes
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.base import Device
@@ -23,7 +26,6 @@ from autobatch.planning import rank_share
 from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.key import KeyValue, setup_key
 from autobatch.setup.model import build_model, build_shared_model, check_whole
-from autobatch.setup.notes import emulation_notes, placement_notes, whole_batch_notes
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream
 from autobatch.workload.data import WorstCaseSampler
@@ -265,3 +267,36 @@ def new_allocator(info: SetupInfo, *, capped: bool = True, expandable: bool | No
         return CountingAllocator(limit)
     asked = info.allocator.expandable_segments if expandable is None else expandable
     return CachingAllocator(limit, replace(info.allocator, expandable_segments=asked))
+
+
+def whole_batch_notes(workload: Workload, whole_batch: int | None) -> list[str]:
+    """Return a note if the loss sees a whole batch of unknown size, else nothing."""
+    if whole_batch is not None or not isinstance(workload.loss, WholeBatchLoss):
+        return []
+    return [
+        "the loss sees all samples of an optimizer step, assumed to be two micro-batches here: a larger "
+        "batch takes more memory. Give --target-batch to plan, tune, fit or estimate"
+    ]
+
+
+def placement_notes(model: nn.Module) -> list[str]:
+    """Return a note if the model was built on a GPU, where attempts hold a copy beside it."""
+    parameters = [one for one in model.parameters() if one.device.type not in ("cpu", "meta")]
+    if not parameters:
+        return []
+    held = format_bytes(sum(one.numel() * one.element_size() for one in parameters))
+    return [
+        f"the model was built on {parameters[0].device}, where each attempt holds a copy of its {held} "
+        "beside it, so that fewer samples fit: build it on the CPU, and it is moved once"
+    ]
+
+
+def emulation_notes(precision: Precision, compute_capability: tuple[int, int] | None) -> list[str]:
+    """Return a note if a GPU is older than the first that computes in bf16 (8.0), and emulates it."""
+    if precision != "bf16" or compute_capability is None or compute_capability >= (8, 0):
+        return []
+    capability = ".".join(map(str, compute_capability))
+    return [
+        f"a GPU of compute capability {capability} emulates bf16, which is slower than fp32: --precision "
+        "fp16 is fast from 7.0 on"
+    ]

@@ -25,7 +25,7 @@ from typing import IO, Any
 from autobatch.core.signals import end_with_parent, hold_back_signals
 from autobatch.device.host import has_gpu_driver
 
-SERVE = "autobatch.setup.serve:serve"
+SERVE = "autobatch.setup.child:serve"
 """What the child runs, by its name: an import would bring torch into the parent."""
 
 
