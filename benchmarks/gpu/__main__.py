@@ -1,14 +1,14 @@
 """All measurements on a GPU with one command, for a GPU that is here for minutes only.
 
-    python -m benchmarks.gpu --out DIR [--minutes 9] [--part facts] [--device stand-in]
+    python -m benchmarks.gpu --out DIR [--minutes 9] [--part facts]
 
 The measurements run in the order that yields the most per minute. Each is written to ``DIR/rows.jsonl`` as
 soon as it ends. A failure is a row, too, and the next measurement follows, in a new process if the GPU's
 context is lost or a measurement hangs. A second call with the same DIR continues: first what was never tried,
 then what failed or was cut off. At the end, ``DIR/table.md`` sets every claim beside what was measured.
 
-``--device stand-in`` rehearses everything without a GPU. ``python -m benchmarks.gpu.keep DIR`` turns the
-results into fixtures of the tests and into figures of a profile.
+``python -m tests.stub_gpu -- python -m benchmarks.gpu …`` rehearses it without a GPU. ``python -m
+benchmarks.gpu.keep DIR`` turns the results into fixtures of the tests and into figures of a profile.
 """
 
 from __future__ import annotations
@@ -37,14 +37,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--minutes", type=float, default=9.0, help="end by then")
     parser.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--device", choices=("cuda", "stand-in"), default="cuda")
     options = parser.parse_args()
     until = time.time() + 60 * options.minutes
     options.out.mkdir(parents=True, exist_ok=True)
     journal = Journal(options.out, last_call(options.out) + 1)
     command = [sys.executable, "-m", "benchmarks.gpu.work", "--out", str(options.out)]
     command += ["--call", str(journal.call), "--until", str(until)]
-    command += ["--device", options.device, "--part", *options.part]
+    command += ["--part", *options.part]
     while measure(command, journal, until):
         pass
     text = table(journal.rows())

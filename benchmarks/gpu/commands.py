@@ -17,10 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.device import NAME, ON_STUB
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "autobatch"]
+CHECK = ["--split-check", "off"] if ON_STUB else []
 STOPPED = 143
 
 
@@ -61,10 +62,10 @@ def doctor() -> dict[str, Any]:
         return run(["doctor", "--json"], environ)
 
 
-def demo(machine: Machine, more: list[str]) -> dict[str, Any]:
+def demo() -> dict[str, Any]:
     """Fit the demo twice: the second time, the saved limit answers."""
     with fresh_home() as environ, tempfile.TemporaryDirectory() as folder:
-        given = ["fit", "--target-batch", "1024", "--device", machine.name, "--json", *more]
+        given = ["fit", "--target-batch", "1024", "--device", NAME, "--json", *CHECK]
         if importlib.util.find_spec("optuna") is None:
             given += ["--trials", "0"]
         return {
@@ -73,20 +74,13 @@ def demo(machine: Machine, more: list[str]) -> dict[str, Any]:
         }
 
 
-def plan(machine: Machine) -> dict[str, Any]:
-    """Plan the demo in a small budget."""
-    given = ["plan", "--device", machine.name, "--memory-budget", "2GiB", "--target-batch", "256", "--json"]
-    with fresh_home() as environ:
-        return run(given, environ)
-
-
-def resume(machine: Machine, steps: int) -> dict[str, Any]:
+def resume(steps: int) -> dict[str, Any]:
     """Stop a run by SIGTERM, resume it, and compare its weights with an uninterrupted run, bit for bit.
 
     If they differ, a second uninterrupted run tells whether its kernels are deterministic at all.
     """
-    given = ["fit", "--target-batch", "256", "--steps", str(steps), "--trials", "0", "--device", machine.name]
-    given += ["--checkpoint-every", "5", "--json"]
+    given = ["fit", "--target-batch", "256", "--steps", str(steps), "--trials", "0", "--device", NAME]
+    given += ["--checkpoint-every", "5", "--json", *CHECK]
     with fresh_home() as environ, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         whole = run([*given, "--out", "whole"], environ, name)
@@ -129,12 +123,12 @@ def digest(file: Path) -> str | None:
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else None
 
 
-def tests(machine: Machine, files: list[str], out: Path) -> dict[str, Any]:
+def tests(out: Path) -> dict[str, Any]:
     """Run the tests that need a GPU, with warnings as warnings, and count their outcomes."""
     report = out / "tests.xml"
     given = ["-m", "pytest", "-m", "gpu", "-o", "addopts=", "-W", "default", "-p", "no:cacheprovider", "-q"]
     # A file that needs a package which is not there does not keep the others from running.
-    given += ["--continue-on-collection-errors", f"--junitxml={report}", *(files or gpu_tests())]
+    given += ["--continue-on-collection-errors", f"--junitxml={report}", *gpu_tests()]
     with fresh_home() as environ:
         done = subprocess.run(
             [sys.executable, *given], env=environ, cwd=ROOT, capture_output=True, text=True, check=False

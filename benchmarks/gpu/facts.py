@@ -13,31 +13,31 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device import nvml
 from autobatch.device.base import Device
 from autobatch.device.cuda_history import recorded, trace_of
-from benchmarks.gpu.attention import attention
-from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.device import BUSY_CYCLES, GPU, about, empty, open_gpu, recorded_entries, room
 
 
-def outside_bytes(machine: Machine) -> int:
+def outside_bytes() -> int:
     """Return the memory in use that the allocator of this process does not hold."""
-    free, total = machine.free_and_total()
-    return total - free - machine.reserved()
+    free, total = torch.cuda.mem_get_info(GPU)
+    return total - free - torch.cuda.memory_reserved(GPU)
 
 
-def versions(machine: Machine) -> dict[str, Any]:
+def versions() -> dict[str, Any]:
     """Read names, versions and totals, and check that torch and the driver agree on the total."""
-    about = machine.about()
-    total = machine.free_and_total()[1]
-    return about | {"driver_total_bytes": total, "totals_agree": total == about["total_bytes"]}
+    properties = about()
+    total = torch.cuda.mem_get_info(GPU)[1]
+    return properties | {"driver_total_bytes": total, "totals_agree": total == properties["total_bytes"]}
 
 
-def readings_of_nvml(machine: Machine) -> dict[str, Any]:
+def readings_of_nvml() -> dict[str, Any]:
     """Read NVML, and check that it lists this process."""
-    uuid = f"GPU-{machine.about()['uuid']}"
+    uuid = f"GPU-{about()['uuid']}"
     start = time.perf_counter()
     gpu = nvml.read_gpu(uuid)
     seconds = time.perf_counter() - start
@@ -47,44 +47,44 @@ def readings_of_nvml(machine: Machine) -> dict[str, Any]:
         "gpu": str(gpu),
         "total_bytes": getattr(gpu, "total_bytes", None),
         "free_bytes": getattr(gpu, "free_bytes", None),
-        "cuda_free_bytes": machine.free_and_total()[0],
+        "cuda_free_bytes": torch.cuda.mem_get_info(GPU)[0],
         "seconds": round(seconds, 4),
         "holders": str(holders),
         "lists_this_process": os.getpid() in listed,
     }
 
 
-def growth_of_context(machine: Machine) -> dict[str, int]:
+def growth_of_context() -> dict[str, int]:
     """Return the bytes outside the allocator after each kind of kernel was loaded."""
-    device = machine.torch_device
-    found = {"context": outside_bytes(machine)}
+    device = GPU
+    found = {"context": outside_bytes()}
     x = torch.randn(512, 512, device=device, requires_grad=True)
     (x @ x).sum().backward()
-    found["fp32 product"] = outside_bytes(machine)
+    found["fp32 product"] = outside_bytes()
     with torch.autocast(device.type, torch.bfloat16):
         (x @ x).float().sum().backward()
-    found["bf16 product"] = outside_bytes(machine)
+    found["bf16 product"] = outside_bytes()
     convolution = nn.Conv2d(3, 64, 3, padding=1).to(device)
     convolution(torch.randn(8, 3, 64, 64, device=device)).sum().backward()
-    found["convolution"] = outside_bytes(machine)
+    found["convolution"] = outside_bytes()
     q = torch.randn(2, 8, 512, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     functional.scaled_dot_product_attention(q, q, q, is_causal=True).float().sum().backward()
-    found["attention"] = outside_bytes(machine)
+    found["attention"] = outside_bytes()
     torch.optim.AdamW(convolution.parameters()).step()
-    found["optimizer"] = outside_bytes(machine)
+    found["optimizer"] = outside_bytes()
     return found
 
 
-def workspaces(machine: Machine) -> dict[str, Any]:
+def workspaces() -> dict[str, Any]:
     """Return the blocks of 1 MiB and more that products take and keep, with and without bias, twice."""
     found: dict[str, Any] = {}
     for bias in (True, False):
         for turn in (1, 2):
-            layer = nn.Linear(256, 256, bias=bias).to(machine.torch_device)
-            x = torch.randn(64, 256, device=machine.torch_device)
-            machine.empty()
-            before = machine.reserved()
-            with machine.recorded() as entries:
+            layer = nn.Linear(256, 256, bias=bias).to(GPU)
+            x = torch.randn(64, 256, device=GPU)
+            empty()
+            before = torch.cuda.memory_reserved(GPU)
+            with recorded_entries() as entries:
                 for _ in range(2):
                     layer(x).sum().backward()
                 seen = entries()
@@ -107,49 +107,51 @@ def large_blocks(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, in
     }
 
 
-def start_of_sessions(machine: Machine) -> dict[str, list[int]]:
+def start_of_sessions() -> dict[str, list[int]]:
     """Return what the allocator holds as each of three sessions starts; 0 is right."""
-    device, found = machine.open(machine.budget(4 * GiB)), []
+    device, found = open_gpu(4 * GiB), []
     for _ in range(3):
         with device.enforced() as meter:
             found.append(meter.stats().reserved_bytes or 0)
-            x = torch.randn(64, 64, device=machine.torch_device, requires_grad=True)
+            x = torch.randn(64, 64, device=GPU, requires_grad=True)
             (x @ x).sum().backward()
             del x
     return {"reserved_bytes": found}
 
 
-def refused_allocation(machine: Machine) -> dict[str, Any]:
+def refused_allocation() -> dict[str, Any]:
     """Return the keys of the entry of an allocation that failed, and how our reader takes it."""
     # Not `enforced`, which records for itself.
-    with machine.open(machine.budget(GiB)).training(), machine.recorded() as entries:
+    with open_gpu(GiB).training(), recorded_entries() as entries:
         with contextlib.suppress(torch.OutOfMemoryError):
-            torch.empty(machine.budget(2 * GiB), dtype=torch.uint8, device=machine.torch_device)
+            torch.empty(2 * GiB, dtype=torch.uint8, device=GPU)
         seen = entries()
     refused = [one for one in seen if one["action"] == "oom"]
     return {"keys": sorted(refused[0]) if refused else None, "events": len(trace_of(seen).events)}
 
 
-def cap(machine: Machine) -> dict[str, Any]:
+def cap() -> dict[str, Any]:
     """Fill the budget in pieces, with fixed and with expandable segments: it holds all and never more."""
-    fixed = machine.open(machine.budget(5000 * MiB))
-    found: dict[str, Any] = {"fixed": fill(fixed, machine)}
+    fixed = open_gpu(5000 * MiB)
+    found: dict[str, Any] = {"fixed": fill(fixed)}
     why = fixed.why_not_expandable()
     try:
-        found["expandable"] = why or fill(fixed.expandable(), machine)
+        found["expandable"] = why or fill(fixed.expandable())
     except RuntimeError as error:  # a virtual machine may forbid the calls that they need
         found["expandable"] = str(error).splitlines()[0]
     return found
 
 
-def fill(device: Device, machine: Machine) -> dict[str, Any]:
+def fill(
+    device: Device,
+) -> dict[str, Any]:
     """Return how many fiftieths of the budget the allocator holds, and its figures."""
     held = []
     with device.enforced() as meter:
         with contextlib.suppress(torch.OutOfMemoryError):
             while len(held) < 1000:
                 size = device.budget_bytes // 50
-                held.append(torch.empty(size, dtype=torch.uint8, device=machine.torch_device))
+                held.append(torch.empty(size, dtype=torch.uint8, device=GPU))
         stats = meter.stats()
         pieces = len(held)
         held.clear()
@@ -161,17 +163,16 @@ def fill(device: Device, machine: Machine) -> dict[str, Any]:
     }
 
 
-def warning_of_debug_mode(machine: Machine) -> dict[str, Any]:
+def warning_of_debug_mode() -> dict[str, Any]:
     """Return the warnings of torch's mode that reports waits."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        if machine.is_real:
-            torch.cuda.set_sync_debug_mode("error")
-            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode("default")
     return {"warnings": [str(one.message)[:100] for one in seen]}
 
 
-def copies(machine: Machine) -> dict[str, float]:
+def copies() -> dict[str, float]:
     """Return the seconds that the call of a copy takes while the GPU is busy for 0.2 seconds.
 
     A copy that takes that long made the host wait for the stream.
@@ -180,50 +181,50 @@ def copies(machine: Machine) -> dict[str, float]:
     for pinned in (False, True):
         for size in (4 * KiB, MiB, 64 * MiB):
             x = torch.empty(size, dtype=torch.uint8)
-            x = x.pin_memory() if pinned and machine.is_real else x
-            x.to(machine.torch_device, non_blocking=True)
-            machine.synchronize()
-            machine.keep_busy()
+            x = x.pin_memory() if pinned else x
+            x.to(GPU, non_blocking=True)
+            torch.cuda.synchronize(GPU)
+            torch.cuda._sleep(BUSY_CYCLES)
             start = time.perf_counter()
-            x.to(machine.torch_device, non_blocking=True)
+            x.to(GPU, non_blocking=True)
             found[f"{'pinned' if pinned else 'pageable'} {size}"] = time.perf_counter() - start
-            machine.synchronize()
+            torch.cuda.synchronize(GPU)
     return {name: round(seconds, 5) for name, seconds in found.items()}
 
 
-def speeds(machine: Machine) -> dict[str, float]:
+def speeds() -> dict[str, float]:
     """Return bytes per second of a copy within the GPU, and bf16 operations per second of a large product."""
-    side, size = (8192, 4 * GiB) if machine.is_real else (64, MiB)
-    a = torch.randn(side, side, device=machine.torch_device, dtype=torch.bfloat16)
-    x = torch.empty(size, dtype=torch.uint8, device=machine.torch_device)
+    side, size = 8192, min(4 * GiB, room() // 8)
+    a = torch.randn(side, side, device=GPU, dtype=torch.bfloat16)
+    x = torch.empty(size, dtype=torch.uint8, device=GPU)
     y = torch.empty_like(x)
-    product = shortest(lambda: a @ a, machine)
-    copy = shortest(lambda: y.copy_(x), machine)
+    product = shortest(lambda: a @ a)
+    copy = shortest(lambda: y.copy_(x))
     return {"bytes_per_second": 2 * size / copy, "bf16_per_second": 2 * side**3 / product}
 
 
-def shortest(run: Callable[[], object], machine: Machine, times: int = 10) -> float:
+def shortest(run: Callable[[], object], times: int = 10) -> float:
     """Return the seconds of the quickest of some runs, each waited for."""
     found = []
     for _ in range(times):
-        machine.synchronize()
+        torch.cuda.synchronize(GPU)
         start = time.perf_counter()
         run()
-        machine.synchronize()
+        torch.cuda.synchronize(GPU)
         found.append(time.perf_counter() - start)
     return min(found)
 
 
-def norms(machine: Machine) -> dict[str, Any]:
+def norms() -> dict[str, Any]:
     """Return the blocks that an RMSNorm of 64 MiB takes, in fp32 and under autocast."""
     found: dict[str, Any] = {}
-    rows = 16384 if machine.is_real else 16
-    layer = nn.RMSNorm(1024).to(machine.torch_device)
+    rows = 16384
+    layer = nn.RMSNorm(1024).to(GPU)
     for precision in ("fp32", "bf16"):
-        x = torch.randn(rows, 1024, device=machine.torch_device, requires_grad=True)
-        with machine.recorded() as entries, warnings.catch_warnings(record=True) as seen:
+        x = torch.randn(rows, 1024, device=GPU, requires_grad=True)
+        with recorded_entries() as entries, warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            with torch.autocast(machine.torch_device.type, torch.bfloat16, enabled=precision == "bf16"):
+            with torch.autocast(GPU.type, torch.bfloat16, enabled=precision == "bf16"):
                 kept = layer(x)
             found[precision] = large_blocks(entries())
         found[precision]["warnings"] = [str(one.message)[:120] for one in seen]
@@ -231,11 +232,9 @@ def norms(machine: Machine) -> dict[str, Any]:
     return found
 
 
-def pools(machine: Machine) -> dict[str, Any]:
+def pools() -> dict[str, Any]:
     """Return where a snapshot names the pool of a CUDA graph, and whether no trace is made of it."""
-    if not machine.is_real:
-        return {"entries": [], "segments": [], "is_refused": True}
-    x = torch.ones(MiB, device=machine.torch_device)
+    x = torch.ones(MiB, device=GPU)
     with recorded(0) as history:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -251,7 +250,67 @@ def pools(machine: Machine) -> dict[str, Any]:
     return found
 
 
-FACTS: dict[str, Callable[[Machine], dict[str, Any]]] = {
+ATTENTIONS: dict[str, tuple[torch.dtype, bool, bool, float]] = {
+    "bf16": (torch.bfloat16, False, False, 0.0),
+    "bf16 causal": (torch.bfloat16, True, False, 0.0),
+    "bf16 mask": (torch.bfloat16, False, True, 0.0),
+    "bf16 dropout": (torch.bfloat16, False, False, 0.1),
+    "fp32": (torch.float32, False, False, 0.0),
+    "fp32 causal": (torch.float32, True, False, 0.0),
+    "fp32 mask": (torch.float32, False, True, 0.0),
+}
+"""Data type, causal, mask and dropout of the attentions that are measured."""
+
+
+def attention() -> dict[str, Any]:
+    """Return what each kernel of attention keeps and what its backward pass takes, in bytes."""
+    found: dict[str, Any] = {}
+    for name, (dtype, causal, masked, dropout) in ATTENTIONS.items():
+        shape = (8, 16, 1024, 64)
+        qkv = [torch.randn(shape, device=GPU, dtype=dtype, requires_grad=True) for _ in range(3)]
+        side = shape[2]
+        mask = torch.zeros(1, 1, side, side, device=GPU, dtype=dtype) if masked else None
+        options = {"is_causal": causal, "attn_mask": mask, "dropout_p": dropout}
+        row: dict[str, Any] = {"choice": int(torch._fused_sdp_choice(*qkv, **options))}
+        for backend in (
+            None,
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+        ):
+            label = "default" if backend is None else backend.name
+            try:
+                with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
+                    row[label] = memory_of_attention(qkv, options)
+            except RuntimeError as error:  # this kernel does not take these inputs
+                row[label] = str(error).splitlines()[0][:100]
+        found[name] = row
+    return found
+
+
+def memory_of_attention(qkv: list[torch.Tensor], options: dict[str, Any]) -> dict[str, int]:
+    """Return the bytes of the second forward and backward pass, when all plans are made."""
+    found = {}
+    for _ in range(2):
+        for tensor in qkv:
+            tensor.grad = None
+        empty()
+        torch.cuda.reset_peak_memory_stats(GPU)
+        base = torch.cuda.memory_allocated(GPU)
+        out = functional.scaled_dot_product_attention(*qkv, **options)
+        forward, kept = torch.cuda.max_memory_allocated(GPU) - base, torch.cuda.memory_allocated(GPU) - base
+        gradient = torch.ones_like(out)
+        torch.cuda.reset_peak_memory_stats(GPU)
+        before = torch.cuda.memory_allocated(GPU)
+        out.backward(gradient)
+        backward = torch.cuda.max_memory_allocated(GPU) - before
+        found = {"kept": kept, "forward": forward, "backward": backward}
+        del out, gradient
+    gradients = sum(tensor.grad.nbytes for tensor in qkv if tensor.grad is not None)
+    return found | {"gradients": gradients}
+
+
+FACTS: dict[str, Callable[[], dict[str, Any]]] = {
     "versions": versions,
     "context": growth_of_context,  # before anything else loads kernels
     "nvml": readings_of_nvml,

@@ -20,8 +20,8 @@ import msgspec
 
 from autobatch.device.hardware_profile import Figure, HardwareProfile, format_profile, read_profile
 from benchmarks.gpu.claims import Found, table
-from benchmarks.gpu.footprint import GOLDEN_FILE, TRACES_FILE
 from benchmarks.gpu.journal import DONE, FILE, Journal, latest
+from benchmarks.gpu.recordings import GOLDEN_FILE, TRACES_FILE
 from benchmarks.report import RESULTS
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.gpu.journal import BEGUN, DONE, FAILED, Journal
 
-PARTS = ("facts", "tests", "footprint", "probe", "fit", "loop", "tune")
+PARTS = ("facts", "tests", "limit", "fit", "speed")
 LOST = 9
 """Exit code of a process whose GPU answers nothing any more. The next process goes on."""
 PATIENCE = 3.0
@@ -78,27 +78,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--call", type=int, required=True)
     parser.add_argument("--until", type=float, required=True)
-    parser.add_argument("--device", required=True)
     parser.add_argument("--part", nargs="*", required=True)
     options = parser.parse_args()
     import torch
 
-    from benchmarks.gpu.machine import machine_of
-    from benchmarks.gpu.plan import units_of
-
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         print(f"torch {torch.__version__} finds no CUDA GPU: nothing was measured")
         return 0
-    machine = machine_of(options.device)
+    from benchmarks.gpu.device import empty
+    from benchmarks.gpu.plan import units_of
 
     def is_lost() -> bool:
         try:
-            machine.empty()
+            empty()
         except RuntimeError:
             return True
         return False
 
-    units = [unit for unit in units_of(machine, options.out) if unit.part in options.part]
+    units = [unit for unit in units_of(options.out) if unit.part in options.part]
     return work(units, Journal(options.out, options.call), options.until, is_lost)
 
 

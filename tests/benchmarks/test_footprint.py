@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-import torch
 
-from autobatch.core.units import MiB
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
-from autobatch.footprint.predict import footprint
 from autobatch.setup.attempt import attempt
 from benchmarks.footprint import table
 from benchmarks.footprint.truth import profiled
-from benchmarks.gpu import cases as gpus
-from tests.support.step_workloads import WORKLOADS, setting, setup
+from tests.support.step_workloads import WORKLOADS, setup
 
 
 def test_figures_by_hand():
@@ -60,27 +54,8 @@ def test_a_summary_leaves_out_unused_predictions_and_counts_errors():
     assert "| b | fp32 | -10.00% | -10.00% | -10.00% | -10.00% | 1 of 2 |" in text
 
 
-def test_a_limit_that_is_too_high_is_an_underestimate():
-    limit = {"gpu": 100, "predicted": 103, "predicted_low": 99, "predicted_high": 104, "runs": 2, "ooms": 0}
-    found = table.gpu_summary([{"workload": "a", "notes": [], "sizes": [], "limits": [limit]}])
-    assert found["limits"]["under"] == 1
-    assert (found["limits_exact"], found["limits_in_interval"]) == (0, 1)
-
-
 def test_the_profiler_and_a_meter_agree():
     """torch's profiler and the tracker of storages share no code."""
     one = setup(WORKLOADS["transformer"]())
     seen = replay(profiled(one, 6), CountingAllocator()).peak_allocated_bytes
     assert seen == pytest.approx(attempt(one, 6).attempt.peak_allocated_bytes, rel=0.02)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", gpus.CASES)
-def test_every_case_for_a_gpu_can_be_traced(name):
-    case = gpus.CASES[name]()
-    with torch.device("meta"):
-        model = case.workload.model()
-    one = setting(setup(WORKLOADS["perceptron"](), precision="bf16"), capability=(9, 0), steps=(1, 2, 2))
-    made = replace(one, workload=case.workload, model=model, batch_of=case.batch_of, knobs=case.knobs)
-    traced = footprint(made)
-    assert replay(traced.program.at(64), CountingAllocator()).peak_allocated_bytes > 16 * MiB

@@ -1,31 +1,23 @@
-"""The measurements on a GPU: their journal, their process, their table, and a rehearsal on the stand-in."""
+"""The measurements on a GPU: their journal, their process and their table."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import time
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from autobatch.core.units import GiB, MiB
-from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.device.hardware_profile import read_profile
 from autobatch.device.profiles import load_profile
-from benchmarks.gpu import claims, commands, footprint, keep, loop, probe
+from benchmarks.gpu import claims, commands, keep
 from benchmarks.gpu.__main__ import measure
-from benchmarks.gpu.cases import case, vectors
-from benchmarks.gpu.facts import FACTS, large_blocks
-from benchmarks.gpu.golden import Mismatch, lasting, mismatches, reduced
+from benchmarks.gpu.facts import large_blocks
 from benchmarks.gpu.journal import BEGUN, CUT, DONE, FAILED, FILE, Journal, last_call, latest
-from benchmarks.gpu.machine import CudaMachine, StandIn
-from benchmarks.gpu.plan import perceptron, units_of
+from benchmarks.gpu.recordings import Mismatch, mismatches, reduced
 from benchmarks.gpu.work import LOST, Unit, work
-from benchmarks.workloads import mlp
-from tests.support.python_gpu import python_gpu
 
 
 def entries(*actions):
@@ -60,20 +52,6 @@ def test_the_entries_of_the_allocator_by_hand():
 def test_a_gpu_that_allocates_differently_is_noticed():
     other = [(action, address, 4 * MiB if size == 2 * MiB else size) for action, address, size in BY_HAND]
     assert mismatches(other)[0] == Mismatch(1, 4 * MiB, 2 * MiB)
-
-
-def test_workspaces_are_blocks_that_stay():
-    size = 8_519_680
-    trace = Trace(((0, size), (1, 5), (2, size), (3, size), (3, FREE), (4, 32 * MiB), (1, FREE)))
-    assert lasting(trace) == {size: 2, 32 * MiB: 1}
-
-
-@pytest.mark.parametrize(
-    ("capability", "size"), [((9, 0), 32 * MiB), ((12, 0), 32 * MiB), ((8, 9), 8_519_680), (None, 8_519_680)]
-)
-def test_workspaces_that_no_torch_tells_are_those_of_the_capability(capability, size):
-    """A recording of torch 2.15 has no lasting workspace, from which a size could be read."""
-    assert footprint.workspaces_of(SimpleNamespace(compute_capability=capability)) == (size, 2)
 
 
 def test_an_allocation_that_failed_has_no_address():
@@ -209,71 +187,30 @@ def test_the_end_of_the_time_ends_the_processes_of_a_unit_too(tmp_path):
     pytest.fail("the process of the unit still runs")
 
 
-def test_every_unit_has_its_own_name():
-    names = [unit.name for unit in units_of(StandIn(), None)]
-    assert len(set(names)) == len(names)
-
-
-def test_the_first_call_answers_every_claim_but_the_gain_of_tuning(tmp_path):
-    """A GPU may be there for nine minutes only."""
-    given = units_of(CudaMachine(), tmp_path)
-    ends = itertools.accumulate(unit.seconds for unit in given)
-    first = {unit.name for unit, end in zip(given, ends, strict=True) if end <= 9 * 60}
-    needed = {f"facts/{name}" for name in FACTS} | {
-        "footprint/golden", "footprint/gpt bf16", "facts/traces gpt bf16", "probe/gpt-124m 8 GiB",
-        "probe/resnet-50 8 GiB", "loop/small", "fit/demo", "fit/resume", "tests/gpu",
-    }  # fmt: skip
-    assert needed <= first
-
-
-def test_facts_limits_and_the_loop_are_measured_on_the_stand_in(tmp_path):
-    given = [
-        unit for unit in units_of(StandIn(), tmp_path) if unit.part in {"facts", "footprint", "probe", "loop"}
-    ]
-    journal = Journal(tmp_path, 1)
-    work(given, journal, time.time() + 600, lambda: False)
-    last = latest(journal.rows())
-    assert {name: row.get("error") for name, row in last.items() if row["status"] != DONE} == {}
-    assert last["probe/perceptron 8 GiB"]["found"]["exact"] is True
-    assert last["facts/cap"]["found"]["fixed"]["pieces"] > 30
-    assert last["facts/sessions"]["found"]["reserved_bytes"] == [0, 0, 0]
-    assert last["facts/traces mlp fp32"]["found"]["same_twice"] is True
-    text = claims.table(journal.rows())
-    assert "1 of 1 exact; 1 runs and 0 out-of-memory errors" in text
-    assert "| tuning gains over the largest micro-batch | not measured |" in text
-
-    kept = keep.keep_fixtures(tmp_path, tmp_path / "kept", "stand-in")
-    assert [file.name for file in kept] == ["stand-in_golden.json.gz", "stand-in_traces.jsonl.gz"]
-    assert mismatches(keep.read_golden(kept[0])) == []
-    traced = keep.read_traces(kept[1])["mlp", "fp32"]
-    assert sorted(traced) == [2, 8, 16, 31, 32, 48, 64]
-    assert all(any(size == FREE for _, size in events) for events in traced.values())
-
-
 def test_a_table_without_any_row_says_so():
     text = claims.table([])
     assert text.count(claims.UNKNOWN) == len(claims.CLAIMS)
 
 
 def test_a_table_by_hand():
-    limit = {"exact": True, "runs": 3, "ooms": 1}
+    limit = {"exact": True, "runs": 3, "errors": 1}
     rows = [
         {"unit": "facts/versions", "status": DONE, "found": {"gpu": "A", "torch": "2", "cuda": "13"}},
-        {"unit": "probe/a", "status": DONE, "found": limit},
-        {"unit": "probe/b", "status": DONE, "found": limit | {"exact": False, "runs": 5}},
+        {"unit": "limit/a", "status": DONE, "found": limit},
+        {"unit": "limit/b", "status": DONE, "found": limit | {"exact": False, "runs": 5}},
         {"unit": "facts/context", "status": DONE, "found": {"first": GiB, "last": GiB + 65 * MiB}},
-        {"unit": "loop/a", "status": FAILED, "error": "RuntimeError: no"},
+        {"unit": "speed/a", "status": FAILED, "error": "RuntimeError: no"},
     ]
     plain = {"losses": [2.0, 1.0], "seconds": 0.2, "reserved_bytes": 1}
     compiled = plain | {"losses": [2.0, 1.001], "seconds": 0.1}
     modes = {"off": plain, "default": compiled, "reduce-overhead": "RuntimeError: overwritten"}
-    rows.append({"unit": "loop/graphs", "status": DONE, "found": modes})
+    rows.append({"unit": "speed/compiled", "status": DONE, "found": modes})
     text = claims.table(rows)
     assert "default: 2.00 times as fast, losses within 1.0e-03; reduce-overhead: RuntimeError: over" in text
     assert text.startswith("A, torch 2, CUDA 13\n")
-    assert "1 of 2 exact; 4 runs and 1 out-of-memory errors in the median, 5 and 1 at most" in text
+    assert "1 of 2 exact; 4 runs and 1 errors in the median, 5 and 1 at most" in text
     assert "65.0 MiB more (more than the notable 64 MiB)" in text
-    assert "- loop/a: RuntimeError: no" in text
+    assert "- speed/a: RuntimeError: no" in text
 
 
 def test_the_pool_of_a_graph_is_named_where_torch_names_it():
@@ -330,7 +267,7 @@ def test_a_python_without_pytest_is_named(tmp_path, monkeypatch):
     said = SimpleNamespace(returncode=1, stdout="", stderr="python: No module named pytest\n")
     monkeypatch.setattr(commands.subprocess, "run", lambda *_, **__: said)
     with pytest.raises(RuntimeError, match=r"no report \(exit 1\): python: No module named pytest"):
-        commands.tests(StandIn(), [], tmp_path)
+        commands.tests(tmp_path)
 
 
 def test_commands_find_the_packages_that_were_carried_along(monkeypatch):
@@ -356,57 +293,3 @@ def test_a_command_that_fails_is_a_failure_with_its_last_words(tmp_path, monkeyp
 
 def test_the_tests_for_a_gpu_are_found():
     assert "tests/device/test_cuda.py" in commands.gpu_tests()
-
-
-class SmallerGpu(CudaMachine):
-    """The code for a real GPU, on one of CPU tensors, whose budgets are smaller."""
-
-    def budget(self, budget_bytes):
-        return budget_bytes // 512
-
-
-def read_facts(out):
-    with python_gpu(64 * GiB):
-        machine = SmallerGpu()
-        found = {name: FACTS[name](machine) for name in FACTS if name not in TOO_MUCH}
-        found["golden"] = footprint.golden(machine, small_case(), "fp32", 4, out)
-        found["limit"] = probe.limit(machine, perceptron, 4 * GiB)
-        found["loop"] = loop.ratio(machine, perceptron(), 32, 2)
-        machine.empty()
-    return found
-
-
-TOO_MUCH = {"context", "attention", "speeds", "pools"}
-"""Facts that need a GPU: its attention, products that take long on the CPU, and graphs."""
-
-
-def small_case():
-    return case("mlp", mlp(64, 2, 32), partial(vectors, width=32))
-
-
-@pytest.mark.program
-def test_the_code_for_a_real_gpu_runs_on_one_of_cpu_tensors(server, tmp_path):
-    home = {"AUTOBATCH_HOME": str(tmp_path)}
-    (found,) = server.values(read_facts, tmp_path, world=1, environ=home)
-    assert found["versions"]["gpu"] == "Python GPU"
-    assert found["refused"]["keys"] == ["action", "device_free", "pool_id", "size", "stream", "time_us"]
-    assert found["sessions"] == {"reserved_bytes": [0, 0, 0]}
-    assert found["cap"]["fixed"]["pieces"] == 50
-    assert found["norms"]["fp32"]["taken"]
-    assert found["golden"]["entries"] > 20
-    assert found["limit"]["exact"] is True
-    assert found["loop"]["waits_within_a_step"] is None
-
-
-@pytest.mark.slow
-def test_the_whole_rehearsal(tmp_path):
-    """Run commands, tests and tuning, too."""
-    journal = Journal(tmp_path, 1)
-    command = [sys.executable, "-m", "benchmarks.gpu.work", "--out", str(tmp_path), "--call", "1"]
-    command += ["--until", str(time.time() + 900), "--device", "stand-in", "--part", "tests", "fit", "tune"]
-    assert measure(command, journal, time.time() + 900) is False
-    last = latest(journal.rows())
-    assert {name: row.get("error") for name, row in last.items() if row["status"] != DONE} == {}
-    assert [row["exit"] for row in last["fit/demo"]["found"].values()] == [0, 0]
-    assert last["fit/resume"]["found"]["equal"] is True
-    assert last["tests/gpu"]["found"]["failed"] == 0

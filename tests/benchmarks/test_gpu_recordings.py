@@ -8,8 +8,8 @@ import pytest
 
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import Trace, replay
-from benchmarks.gpu.golden import mismatches
 from benchmarks.gpu.keep import read_golden, read_traces
+from benchmarks.gpu.recordings import mismatches
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "gpu"
 GOLDEN = sorted(FIXTURES.glob("*_golden.json.gz"))
