@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autobatch.core.records.training import StepRecord, Training
     from autobatch.integrations.own_loop import batches
     from autobatch.report.result import Estimates, Result
-    from autobatch.training.sinks import Sink
+    from autobatch.training.metrics import Sink
     from autobatch.workload.contract import Loss, WholeBatchLoss, Workload
 
 _MODULES = {
@@ -45,7 +45,7 @@ _MODULES = {
     "core.records.training": ("StepRecord", "Training"),
     "integrations.own_loop": ("batches",),
     "report.result": ("Estimates", "Result"),
-    "training.sinks": ("Sink",),
+    "training.metrics": ("Sink",),
     "workload.contract": ("Loss", "WholeBatchLoss", "Workload"),
 }
 """Public names by the module that defines them."""

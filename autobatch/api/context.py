@@ -12,7 +12,7 @@ from autobatch.core.progress import Progress
 from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.setup.spare import Spare
-from autobatch.training.sinks import Sink
+from autobatch.training.metrics import Sink
 
 
 @dataclass(frozen=True, kw_only=True)

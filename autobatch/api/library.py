@@ -25,7 +25,7 @@ from autobatch.core.keywords import (
     TuneKeywords,
 )
 from autobatch.report.result import Estimates, PlanResult, ProbeResult, Result
-from autobatch.training.sinks import Sink
+from autobatch.training.metrics import Sink
 from autobatch.workload.contract import Workload
 
 

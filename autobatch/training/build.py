@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autobatch.core.errors import InputError
+from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
 from autobatch.core.options import Options
 from autobatch.core.records.plan import Plan
 from autobatch.device.base import Meter
@@ -21,13 +22,14 @@ from autobatch.step.gradients import Optimizers
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.batchnorm import batch_norms
 from autobatch.training.evaluation import sanity_check_validation
-from autobatch.training.feed_options import feed_options, stream_workers
 from autobatch.training.loop import Loop
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.training.phase_times import phase_times
 from autobatch.workload.contract import Collated, Workload, kind_of
 from autobatch.workload.data import load_micro_batch
+from autobatch.workload.feed import AHEAD
 from autobatch.workload.loader import gpu_of, open_feed
+from autobatch.workload.loader_parts import Loading
 from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler, Order
 from autobatch.workload.rng import seed_everything, seed_rank
@@ -35,6 +37,7 @@ from autobatch.workload.size_split import SizeSplit, digest_of
 from autobatch.workload.split import CountSplit, Split
 from autobatch.workload.streams import StreamSampler, StreamView, count_samples, told_length
 from autobatch.workload.user_code import user_code
+from autobatch.workload.worker import start_method
 
 SPARE_SAMPLES = 2
 """Samples of a micro-batch that counts nothing: BatchNorm needs two."""
@@ -258,3 +261,41 @@ def spare_of(setup: TrainSetup) -> tuple[Collated, int]:
     """Return the first samples on the device, for a rank with fewer micro-batches than others."""
     ids = range(min(SPARE_SAMPLES, len(setup.workload.train_data)))  # type: ignore[arg-type]
     return to_device(load_micro_batch(setup.workload, ids), setup.device.torch_device), len(ids)
+
+
+def feed_options(
+    plan: Plan,
+    options: Options,
+    loading: Loading,
+    seeded_before: bool | None,
+    note: Callable[[str], None],
+) -> dict[str, Any]:
+    """Return the options of the feed; a run that seeded its samples keeps doing so after a resume."""
+    workers = options.train.workers
+    if workers is None:
+        workers = int(plan.knobs.get(LOADER_WORKERS) or loading.workers or 0)
+    # A split by size changes the order in which samples are fetched, which must not change their draws.
+    seeded = options.train.sample_seeds or workers > 0 or plan.size_cut is not None
+    if seeded and seeded_before is False:
+        note(
+            "the run did not seed its samples one by one before the resume, and does from here on. If the "
+            "data are augmented at random, the rest differs from the uninterrupted run: use --workers 0 to "
+            "continue as before"
+        )
+    seeded = seeded or bool(seeded_before)
+    prefetch = options.train.prefetch or int(plan.knobs.get(PREFETCH) or loading.prefetch or AHEAD)
+    return {"seed": options.device.seed, "workers": workers, "prefetch": prefetch, "sample_seeds": seeded}
+
+
+def stream_workers(options: dict[str, Any], loading: Loading) -> dict[str, Any]:
+    """Move the loader processes from the feed, which makes micro-batches, to the stream."""
+    workers = options["workers"]
+    options |= {"workers": 0, "sample_seeds": False}
+    if not workers:
+        return {}
+    return {
+        "num_workers": workers,
+        "prefetch_factor": options["prefetch"],
+        "worker_init_fn": loading.init_worker,
+        "multiprocessing_context": start_method(),
+    }

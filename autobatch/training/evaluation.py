@@ -17,7 +17,6 @@ from autobatch.device.oom import Verdict, classify, first_line, loses_context
 from autobatch.planning import split_evenly
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import Rows
-from autobatch.training.validation_size import ValidationBatchSize
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload, kind_of
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import tensors_of, to_device
@@ -26,6 +25,10 @@ from autobatch.workload.user_code import user_code
 
 SANITY_SAMPLES = 2
 """Validation samples that loss and metrics are tried on before training."""
+
+
+MOST_GROWTH = 2
+"""Most validation samples at once, in training micro-batches."""
 
 
 def evaluate(
@@ -291,3 +294,75 @@ def _total_and_count(name: str, value: Tensor | Loss, size: int) -> tuple[float,
             f"{size} samples: return the number of items that its total sums over"
         )
     return total, count
+
+
+class ValidationBatchSize:
+    """The validation micro-batch: doubled if that fits, halved after an out-of-memory error.
+
+    A forward pass without gradients keeps no activations, so it takes more samples than training does. The
+    size starts at the training micro-batch and grows to `MOST_GROWTH` times that. Larger sizes gain little,
+    and reach kernels with 32-bit indices. A size that failed is not tried again.
+
+    Args:
+        micro_batch: samples to start with.
+        grows: whether to try larger sizes; False if running out of memory would end the process.
+    """
+
+    def __init__(self, micro_batch: int, *, grows: bool = False) -> None:
+        self.micro_batch = micro_batch
+        self.start = micro_batch
+        self._grows = grows
+        self._smallest_failed = math.inf
+
+    def record_fit(self, size: int) -> None:
+        """Record that this many samples fit."""
+        may_grow = 2 * size < self._smallest_failed and 2 * size <= MOST_GROWTH * self.start
+        if self._grows and size == self.micro_batch and may_grow:
+            self.micro_batch = 2 * size
+
+    def record_failure(self, size: int) -> None:
+        """Record that this many samples failed."""
+        self._smallest_failed = min(self._smallest_failed, size)
+        self.micro_batch = math.ceil(size / 2)
+
+
+def evaluate_shared(
+    workload: Workload, train_state: TrainState, *, meter: Meter, micro_batch: int, part: tuple[int, int]
+) -> Sums:
+    """Compute the sums of this rank's part of the validation data; all ranks call it.
+
+    Args:
+        workload: has the data, the loss and the metrics.
+        train_state: the model; the modes of its modules are restored.
+        meter: counts each micro-batch.
+        micro_batch: samples at once, the same on every rank.
+        part: the number of the part, and of all parts, each a range of samples.
+
+    Raises:
+        DoesNotFitError: memory ran out, while other ranks wait for this one.
+    """
+    data, sums = workload.validation_data, Sums()
+    if data is None:
+        return sums
+    sizes = split_evenly(len(data), part[1])  # type: ignore[arg-type]
+    start = sum(sizes[: part[0]])
+    end = start + sizes[part[0]]
+    with eval_mode(train_state.model):
+        for _ in range(math.ceil(max(sizes) / micro_batch)):
+            own = range(start, min(start + micro_batch, end))
+            # A rank that is done still joins the collectives of the others. Its figures do not count.
+            ids = own or range(1)
+            found = evaluate_micro_batch(
+                workload, train_state, meter, ids, WholeBatchRows(ids), any_error=False
+            )
+            if isinstance(found, str):
+                raise DoesNotFitError(
+                    f"out of memory in validation at a micro-batch of {len(ids)}, for which other ranks of a "
+                    f"shared model wait: {found.rstrip('.')}. Give a smaller --validation-micro-batch"
+                )
+            if own:
+                sums.add(found)
+            start = own.stop if own else start
+    # Without a backward pass the last gathered parameters are still whole.
+    train_state.forget_gathered()
+    return sums

@@ -12,28 +12,30 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.core.records.training import StepRecord
+from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line, is_fragmented
 from autobatch.distributed.engine import Engine, OutOfMemory
+from autobatch.step.gradients import Optimizers
 from autobatch.step.loss_share import StepTotals
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.training.batchnorm import rescaled_momentum
 from autobatch.training.fetched import Fetched, KeptBatch, Running
-from autobatch.training.learning_rates import check_learning_rates, scaled_learning_rate, warmup_factor
-from autobatch.training.memory_readings import MemoryReadings
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.training.nonfinite import nonfinite_error
-from autobatch.training.oom_errors import error_before_step, error_in_step
+from autobatch.training.out_of_memory import error_before_step, error_in_step, undo_batch
 from autobatch.training.phase_times import OTHER, PhaseTimes
-from autobatch.training.undo import undo_batch
 from autobatch.workload.contract import WholeBatchLoss, Workload
 from autobatch.workload.feed import Feed
 from autobatch.workload.nested import feed
@@ -46,6 +48,10 @@ LEAST_LOSS_SCALE = 2.0**-10
 """Loss scale below which an overflow means that the gradients themselves are not finite."""
 MAX_SKIPS_IN_A_ROW = 3
 """Consecutive steps that may be skipped because they are not finite."""
+
+
+READING_INTERVAL = 16
+"""Steps between two readings in the steady state, and steps before it that are all read."""
 
 
 @dataclass(kw_only=True)
@@ -292,3 +298,73 @@ class Loop:
             loss=result.loss,
             reason=reason,
         )
+
+
+def warmup_factor(samples_seen: int, warmup_samples: int | None) -> float:
+    """Return the warm-up factor of the learning rate for the batch that ends after ``samples_seen``."""
+    return 1.0 if warmup_samples is None else min(1.0, samples_seen / warmup_samples)
+
+
+def scaled_learning_rate(optimizers: Optimizers, factor: float) -> AbstractContextManager[None]:
+    """Multiply all learning rates by ``factor`` within the block; schedules never see it."""
+    return nullcontext() if factor == 1.0 else _scaled(optimizers, factor)
+
+
+@contextmanager
+def _scaled(optimizers: Optimizers, factor: float) -> Iterator[None]:
+    originals = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    try:
+        for group, rate in originals:
+            group["lr"] = rate * factor
+        yield
+    finally:
+        for group, rate in originals:
+            group["lr"] = rate
+
+
+def check_learning_rates(optimizers: Optimizers, step: int) -> float:
+    """Return the learning rate of the first parameter group, 0 if it has none.
+
+    Raises:
+        NonFiniteError: a learning rate of step ``step`` is not finite.
+        InputError: a learning rate is negative.
+    """
+    rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
+    away = [one for one in rates if isinstance(one, Tensor) and not one.is_cpu]
+    if away:
+        # One transfer for all rates that are on the device.
+        values = iter(torch.stack([one.double() for one in away]).tolist())
+        rates = [next(values) if any(one is other for other in away) else one for one in rates]
+    for number, rate in enumerate(rates, 1):
+        if rate is not None and not 0 <= rate < math.inf:
+            raise (InputError if math.isfinite(rate) else NonFiniteError)(
+                f"the learning rate of step {step} is {float(rate):g} (parameter group {number} of "
+                f"{len(rates)}), so the step was not taken: it must be finite and at least 0; check "
+                "Workload(schedule=…) and Workload(optimizer=…)"
+            )
+    return float(rates[0] or 0.0)
+
+
+class MemoryReadings:
+    """The memory after each step, as it was last read.
+
+    Args:
+        meter: reads it.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._steps = 0
+        self._last: MemoryStats | None = None
+
+    def after_step(self, *, is_unusual: bool) -> MemoryStats:
+        """Return the memory after the next step, read anew if that is due.
+
+        Args:
+            is_unusual: whether the step ran out of memory, so that what is known no longer holds.
+        """
+        is_due = self._steps < READING_INTERVAL or self._steps % READING_INTERVAL == 0
+        self._steps += 1
+        if self._last is None or is_due or is_unusual:
+            self._last = self._meter.stats()
+        return self._last

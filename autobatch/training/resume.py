@@ -17,7 +17,7 @@ from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.training.checkpoints.checkpoint import clean_leftovers, list_checkpoints
 from autobatch.training.checkpoints.content import check_content
 from autobatch.training.checkpoints.load import Loaded, load_newest
-from autobatch.training.oom_errors import available_host_memory
+from autobatch.training.out_of_memory import available_host_memory
 from autobatch.training.run_folder import CHECKPOINTS
 from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler, order_digest
 

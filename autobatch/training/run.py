@@ -5,20 +5,31 @@ OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/model-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from autobatch.core.errors import AutobatchError, DoesNotFitError, Interrupted, RestartSmallerError
+from autobatch.core.errors import (
+    AutobatchError,
+    DoesNotFitError,
+    InputError,
+    Interrupted,
+    RestartSmallerError,
+)
+from autobatch.core.files import read_json, write_atomic
 from autobatch.core.progress import Progress
 from autobatch.core.records.training import StepRecord, Training
 from autobatch.core.signals import StopRequest, stop_on_signals
 from autobatch.device.oom import first_line, memory_named
 from autobatch.step.optimizers import averaged_weights, switch
+from autobatch.training.checkpoints.checkpoint import list_checkpoints
 from autobatch.training.checkpoints.load import Loaded
 from autobatch.training.checkpoints.run_checkpoints import RunCheckpoints
-from autobatch.training.evaluation import Sums, evaluate_part
+from autobatch.training.evaluation import Sums, ValidationBatchSize, evaluate_part, evaluate_shared
 from autobatch.training.export import check_exportable, export_weights
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop, check_checkpoint_state
@@ -26,17 +37,15 @@ from autobatch.training.metrics import (
     TENSORBOARD,
     JsonLines,
     MetricsWriter,
+    UserSinks,
     open_tensorboard,
     rewind_metrics,
 )
-from autobatch.training.oom_file import apply_smaller_micro_batch, restart_hint
-from autobatch.training.run_folder import METRICS, RunFiles
-from autobatch.training.shared_evaluation import evaluate_shared
-from autobatch.training.sinks import UserSinks
+from autobatch.training.run_folder import CHECKPOINTS, METRICS, OOM_FILE, RunFiles
 from autobatch.training.split_check.check import FirstBatch
-from autobatch.training.totals import RunTotals
-from autobatch.training.validation_size import ValidationBatchSize
 from autobatch.workload.rng import preserved_random_state
+
+PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 
 
 def train(
@@ -278,3 +287,130 @@ class _Run:
             f"{self.checkpoints.newest}. Resume with: {self._files.resume_hint}",
             signal_number=request.counts_as,
         )
+
+
+class RunTotals:
+    """Totals over the steps of a run, of constant size."""
+
+    def __init__(self) -> None:
+        self.first_loss: float | None = None
+        self.final_loss: float | None = None
+        self.skipped_steps = 0
+        self.samples = 0
+        self.seconds = 0.0
+        self._peaks: dict[str, int | None] = dict.fromkeys(PEAKS)
+        self._last_count = 0.0
+        """Items of the last batch: the target batch in the unit of the noise scale."""
+
+    def add_earlier(self, row: Mapping[str, Any]) -> None:
+        """Add a step from before the resume, as ``metrics.jsonl`` holds it."""
+        self._add(row.get("loss"), is_applied=row.get("applied", True))
+        self._add_peaks(row)
+        self.samples = row.get("samples", self.samples)
+        self.seconds += row.get("seconds", 0.0)
+        self._last_count = row.get("count", self._last_count)
+
+    def add(self, record: StepRecord) -> None:
+        """Add a step of this process."""
+        self._add(record.loss, is_applied=record.applied)
+        if record.peak_allocated_bytes is not None or record.peak_reserved_bytes is not None:
+            self._add_peaks({name: getattr(record, name) for name in PEAKS})
+        self.samples = record.samples
+        self.seconds += record.seconds
+        self._last_count = record.count
+
+    def _add(self, loss: float | None, *, is_applied: bool) -> None:
+        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self.final_loss = loss if loss is not None else self.final_loss
+        self.skipped_steps += not is_applied
+
+    def _add_peaks(self, row: Mapping[str, Any]) -> None:
+        for name, before in self._peaks.items():
+            known = [size for size in (before, row.get(name)) if size is not None]
+            self._peaks[name] = max(known, default=None)
+
+    def summary(
+        self,
+        loop: Loop,
+        *,
+        validation: dict[str, float | None],
+        checkpoint: Path | None,
+        resumed_from: Path | None,
+        failed_checkpoints: list[int],
+    ) -> Training:
+        """Return the summary of a finished run.
+
+        Args:
+            loop: the loop at its end.
+            validation: the final validation.
+            checkpoint: the last checkpoint.
+            resumed_from: the checkpoint that the run was resumed from.
+            failed_checkpoints: the steps after which no checkpoint could be written.
+        """
+        average = loop.train_state.average
+        noise = loop.noise.estimate()
+        return Training(
+            optimizer_steps=loop.steps_applied,
+            samples=loop.sampler.seen(loop.batches_seen),
+            samples_per_s=self.samples / self.seconds if self.seconds else None,
+            first_loss=self.first_loss,
+            final_loss=self.final_loss,
+            oom_recoveries=loop.oom_recoveries,
+            resumed_from=None if resumed_from is None else str(resumed_from),
+            checkpoint=None if checkpoint is None else str(checkpoint),
+            seconds=self.seconds,
+            skipped_steps=self.skipped_steps,
+            validation=validation,
+            noise_scale=noise.noise_scale,
+            noise_band=(noise.low, noise.high),
+            noise_advice=None if noise.low is None else noise.sentence(round(self._last_count)),
+            micro_batch=loop.split.of_longest(loop.micro_batch),
+            ema=None if average is None else average.decay,
+            failed_checkpoints=failed_checkpoints,
+            notes=[],
+            phase_seconds=loop.times.totals(self.seconds),
+            **self._peaks,
+        )
+
+
+def restart_hint(loop: Loop, files: RunFiles, error: AutobatchError) -> str | None:
+    """Return how to continue after an error; after an out-of-memory error, write the smaller micro-batch."""
+    has_checkpoint = bool(list_checkpoints(files.out / CHECKPOINTS))
+    if not isinstance(error, RestartSmallerError):
+        return f"resume from the newest checkpoint with: {files.resume_hint}" if has_checkpoint else None
+    loop.engine.lower(loop.micro_batch)
+    content = {
+        "batches_seen": loop.batches_seen,
+        "micro_batch": loop.micro_batch,
+        "limits": loop.engine.limits,
+        "error": str(error),
+    }
+    write_atomic(files.out / OOM_FILE, json.dumps(content, indent=1).encode())
+    if has_checkpoint:
+        return f"resume in smaller micro-batches with: {files.resume_hint}"
+    smaller = loop.split.of_longest(loop.micro_batch)
+    return f"there is no checkpoint yet: start again with --max-micro-batch {smaller}"
+
+
+def apply_smaller_micro_batch(loop: Loop, out: Path, resumed: Loaded | None) -> None:
+    """Use the smaller micro-batch of a resumed or restarted run that ended out of memory."""
+    ranks, path = loop.engine.ranks, out / OOM_FILE
+    if resumed is None and not ranks.restart:
+        ranks.once(lambda: path.unlink(missing_ok=True))
+        return
+    found = ranks.once(lambda: _read_limits(path))
+    if ranks.world > 1 and len(found) == ranks.world + 1:
+        loop.engine.limits[:] = map(min, loop.engine.limits, found[1:])
+        loop.micro_batch = loop.engine.limits[ranks.rank]
+    elif ranks.world == 1 and found:
+        loop.micro_batch = min(loop.micro_batch, found[0])
+
+
+def _read_limits(path: Path) -> list[int]:
+    """Return the micro-batch that a run left when memory ran out, then those of all ranks; or nothing."""
+    try:
+        content = read_json(path)
+        found = [content["micro_batch"], *content.get("limits", [])]
+    except (InputError, KeyError, TypeError, AttributeError):
+        return []
+    return found if all(isinstance(one, int) and one >= 1 for one in found) else []

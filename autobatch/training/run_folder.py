@@ -13,7 +13,7 @@ from typing import Any
 
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
-from autobatch.training.sinks import Sink
+from autobatch.training.metrics import Sink
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,8 @@ class RunFiles:
 RUNS = Path("runs")
 LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
+OOM_FILE = "oom.json"
+"""Left by a run that ended out of memory: ``batches_seen``, the ``micro_batch`` to resume with, the error."""
 METRICS = "metrics.jsonl"
 WEIGHTS = "model.safetensors"
 AVERAGED_WEIGHTS = "model-ema.safetensors"

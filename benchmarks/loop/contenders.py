@@ -22,7 +22,7 @@ from autobatch.planning import make_plan
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.loop import Loop
 from autobatch.training.metrics import JsonLines
-from autobatch.training.totals import RunTotals
+from autobatch.training.run import RunTotals
 from autobatch.workload.order import GlobalBatchSampler
 from benchmarks.loop.cases import ACCUMULATION, Case, Precision, Source, context, loss_of
 

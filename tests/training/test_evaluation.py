@@ -15,9 +15,17 @@ from autobatch.core.errors import DoesNotFitError, InputError, RestartSmallerErr
 from autobatch.device.cpu import SilentMeter
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.training.evaluation import evaluate, sanity_check_validation
-from autobatch.training.validation_size import ValidationBatchSize
+from autobatch.training.evaluation import (
+    Sums,
+    ValidationBatchSize,
+    evaluate,
+    evaluate_shared,
+    sanity_check_validation,
+)
 from autobatch.workload.contract import Loss, WholeBatchLoss
+from tests.support.rank_server import RankServer
+from tests.support.ranked import open_group
+from tests.support.sharded_loops import block_workload, sharded_loop
 from tests.support.training import (
     IGNORED,
     INFO_NCE,
@@ -290,3 +298,78 @@ def test_an_invalid_count_is_named(name: str, count) -> None:
     fields = {"loss": wrong} if name == "loss" else {"metrics": lambda *given: {name: wrong(*given)}}
     with pytest.raises(InputError, match=f"count of the validation metric '{name}' must be finite and at"):
         metrics_of(make_workload(validation_data=points(9), **fields), 4)
+
+
+def test_a_size_that_fits_doubles_once_and_a_failed_one_halves() -> None:
+    size = ValidationBatchSize(5, grows=True)
+    size.record_fit(4)
+    assert size.micro_batch == 5, "a short last micro-batch tells nothing"
+    size.record_fit(5)
+    assert size.micro_batch == 10
+    size.record_fit(10)
+    assert size.micro_batch == 10, "twice the training micro-batch is enough"
+    size.record_failure(10)
+    size.record_fit(5)
+    assert size.micro_batch == 5, "what failed is not tried again"
+
+
+def test_a_size_that_may_not_grow_only_halves() -> None:
+    size = ValidationBatchSize(5)
+    size.record_fit(5)
+    assert size.micro_batch == 5
+    size.record_failure(5)
+    assert size.micro_batch == 3
+
+
+def workload(samples: int):
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3)).double()
+
+    return make_workload(model=model, validation_data=points(samples, seed=5))
+
+
+def validate(samples: int, micro_batch: int) -> tuple[float | None, bool]:
+    """Return the loss over all ranks, and whether the model is in parts again."""
+    group = open_group()
+    loop = sharded_loop(group, workload(samples))
+    sums = evaluate_shared(
+        loop.workload,
+        loop.train_state,
+        meter=SilentMeter(),
+        micro_batch=micro_batch,
+        part=(group.rank, group.world),
+    )
+    whole = Sums()
+    for part in group.gather(sums.to_plain()):
+        whole.add_plain(part)
+    in_parts = all(hasattr(p, "to_local") for p in loop.train_state.model.parameters())
+    group.close()
+    return whole.means()["loss"], in_parts
+
+
+@pytest.mark.distributed
+# One rank has more samples than the other, or all of them.
+@pytest.mark.parametrize(("samples", "micro_batch"), [(7, 2), (1, 2), (8, 3)])
+def test_the_loss_is_that_of_one_process(server: RankServer, samples: int, micro_batch: int) -> None:
+    model = make_loop(workload(samples)).train_state.model
+    rows = torch.utils.data.default_collate(list(points(samples, seed=5)))  # type: ignore[arg-type]
+    expected = float(mean_loss(model, rows).detach())
+    for loss, in_parts in server.values(validate, samples, micro_batch):
+        assert loss == pytest.approx(expected, rel=1e-12)
+        assert in_parts
+
+
+def test_nothing_is_computed_without_validation_data() -> None:
+    loop = make_loop(block_workload())
+    sums = evaluate_shared(loop.workload, loop.train_state, meter=SilentMeter(), micro_batch=2, part=(0, 1))
+    assert sums.means() == {}
+
+
+def test_out_of_memory_names_the_option_that_helps() -> None:
+    def loss(model: nn.Module, batch: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    loop = make_loop(make_workload(loss=loss, validation_data=points(4)))
+    with pytest.raises(DoesNotFitError, match=r"micro-batch of 2, .* a smaller --validation-micro-batch"):
+        evaluate_shared(loop.workload, loop.train_state, meter=SilentMeter(), micro_batch=2, part=(0, 1))

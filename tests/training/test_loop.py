@@ -11,6 +11,15 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from autobatch.core.errors import InputError, NonFiniteError
+from autobatch.device.allocator.ledger import MemoryStats
+from autobatch.device.cpu import SilentMeter
+from autobatch.training.loop import (
+    READING_INTERVAL,
+    MemoryReadings,
+    check_learning_rates,
+    scaled_learning_rate,
+    warmup_factor,
+)
 from autobatch.workload.contract import Loss
 from tests.support.training import (
     INFO_NCE,
@@ -276,3 +285,52 @@ def test_the_learning_rate_is_restored_after_an_error(monkeypatch) -> None:
     with pytest.raises(ValueError, match="in the step"):
         next(loop.run())
     assert loop.train_state.optimizers[0].param_groups[0]["lr"] == 0.1
+
+
+def optimizers_at(*rates: float | torch.Tensor) -> tuple[torch.optim.Optimizer, ...]:
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    return (optimizer,)
+
+
+def test_the_factor_grows_to_one() -> None:
+    assert [warmup_factor(seen, 40) for seen in (10, 20, 40, 80)] == [0.25, 0.5, 1.0, 1.0]
+    assert warmup_factor(1, None) == 1.0
+
+
+def test_rates_are_scaled_within_the_block_only() -> None:
+    optimizers = optimizers_at(0.5, 0.25)
+    with scaled_learning_rate(optimizers, 0.5):
+        assert [group["lr"] for group in optimizers[0].param_groups] == [0.25, 0.125]
+    assert [group["lr"] for group in optimizers[0].param_groups] == [0.5, 0.25]
+
+
+def test_the_first_rate_is_returned_and_all_are_checked() -> None:
+    assert check_learning_rates(optimizers_at(0.5, torch.tensor(0.25)), 1) == 0.5
+    with pytest.raises(NonFiniteError, match=r"step 3 is nan \(parameter group 2 of 2\)"):
+        check_learning_rates(optimizers_at(0.5, math.nan), 3)
+    with pytest.raises(InputError, match=r"is -1"):
+        check_learning_rates(optimizers_at(-1.0), 1)
+
+
+class Numbered(SilentMeter):
+    """A meter whose readings are numbered."""
+
+    readings = 0
+
+    def stats(self) -> MemoryStats:
+        self.readings += 1
+        return MemoryStats(self.readings, None, None, None, None)
+
+
+def test_all_first_steps_are_read_then_one_of_many_and_each_unusual_one() -> None:
+    readings = MemoryReadings(Numbered())
+    unusual = 2 * READING_INTERVAL + 3
+    read = [
+        readings.after_step(is_unusual=step == unusual).allocated_bytes
+        for step in range(4 * READING_INTERVAL)
+    ]
+    fresh = [step for step, one in enumerate(read) if step == 0 or one != read[step - 1]]
+    assert fresh == [*range(READING_INTERVAL + 1), 2 * READING_INTERVAL, unusual, 3 * READING_INTERVAL]

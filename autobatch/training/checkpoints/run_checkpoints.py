@@ -11,9 +11,8 @@ from autobatch.training.checkpoints.checkpoint import save_checkpoint
 from autobatch.training.checkpoints.load import Loaded
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop, check_checkpoint_state
-from autobatch.training.oom_errors import available_host_memory
-from autobatch.training.oom_file import OOM_FILE
-from autobatch.training.run_folder import CHECKPOINTS, RunFiles
+from autobatch.training.out_of_memory import available_host_memory
+from autobatch.training.run_folder import CHECKPOINTS, OOM_FILE, RunFiles
 
 
 class RunCheckpoints:

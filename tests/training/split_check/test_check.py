@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
 from autobatch.core.errors import InputError
-from autobatch.training.split_check import compare
+from autobatch.training.split_check import check as checks
 from autobatch.training.split_check.check import check_loss_splits, examine_loss
 from autobatch.training.split_check.compare import Finding
+from autobatch.training.split_check.gradient import PassType
 from autobatch.workload.contract import Loss, WholeBatchLoss
 from autobatch.workload.order import GlobalBatchSampler
 from benchmarks.workloads import WORKLOADS
@@ -26,6 +27,7 @@ from tests.support.training import (
     IGNORED,
     INFO_NCE,
     TOKENS,
+    Rows,
     contrastive_loss,
     make_setup,
     make_workload,
@@ -106,7 +108,7 @@ def standardised(model, batch):
     return (rows - rows.mean(0)) / rows.std(0)
 
 
-@pytest.mark.parametrize("budget", ["1GiB", "4KiB"], ids=["float64", "float32"])
+@pytest.mark.parametrize("budget", ["1GiB", "4KiB"])
 def test_rows_of_a_loss_over_the_whole_batch_must_not_depend_on_other_samples(budget: str) -> None:
     assert check(make_workload(loss=INFO_NCE), budget=budget) == []
     dropping = make_workload(model=lambda: nn.Sequential(network(), nn.Dropout(0.5)).double(), loss=INFO_NCE)
@@ -138,18 +140,34 @@ def test_rows_of_a_loss_over_the_whole_batch_must_not_depend_on_other_samples(bu
         ),
     ],
 )
-@pytest.mark.parametrize("budget", ["1GiB", "4KiB"], ids=["float64", "float32"])
+@pytest.mark.parametrize("budget", ["1GiB", "4KiB"])
 def test_losses_that_cannot_be_split_are_errors_that_name_the_cause(changes, message, budget) -> None:
     with pytest.raises(InputError, match=message) as caught:
         check(make_workload(**changes), budget=budget)
     assert "\n" not in str(caught.value)
 
 
+PASSES = {
+    "float64": None,
+    "float32": PassType(torch.float32, train_mode=False),
+    "bf16": PassType(None, train_mode=True, precision="bf16"),
+    "fp16": PassType(None, train_mode=True, precision="fp16"),
+}
+
+
 @pytest.mark.parametrize("kind", PAIRS)
-@pytest.mark.parametrize("share", [compare.FLOAT64_BUDGET_SHARE, 0.0], ids=["float64", "float32"])
-def test_wrong_losses_are_found_beside_random_draws_and_right_ones_pass(kind, share, monkeypatch) -> None:
-    monkeypatch.setattr(compare, "FLOAT64_BUDGET_SHARE", share)
+@pytest.mark.parametrize("passes", PASSES)
+def test_wrong_losses_are_found_beside_random_draws_and_right_ones_pass(kind, passes, monkeypatch) -> None:
     fields, wrong, right, cause = PAIRS[kind]
+    if (kind, passes) == ("few short texts", "bf16"):
+        pytest.skip("this error of 2.9 % is in the range of bf16")
+    if passes != "float64":
+        monkeypatch.setattr(checks, "pass_types", lambda *_, **__: [PASSES[passes]])
+        data = fields.get("train_data", points())
+        if type(data) is Rows:
+            data = Rows(*(one.float() if one.is_floating_point() else one for one in data.columns))
+        model = fields.get("model", network)
+        fields = {**fields, "train_data": data, "model": lambda: model().float()}
     with pytest.raises(InputError, match=cause):
         check(make_workload(**fields, loss=wrong))
     assert check(make_workload(**fields, loss=right)) == []

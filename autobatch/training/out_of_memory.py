@@ -1,13 +1,45 @@
-"""Errors that end a run out of memory, with the remedies in words."""
+"""Memory that runs out in training: the batch is rolled back, and errors name the remedies."""
 
 from __future__ import annotations
 
 from autobatch.core.errors import AutobatchError, DoesNotFitError, RestartSmallerError
 from autobatch.core.units import format_bytes
+from autobatch.device.base import Device
 from autobatch.device.host import host_memory
 from autobatch.distributed.engine import OutOfMemory
+from autobatch.step.apply_knobs import free_graphs
 from autobatch.step.train_state import TrainState
 from autobatch.workload.contract import WholeBatchLoss
+from autobatch.workload.rng import RandomState, restore_random_state
+
+
+def undo_batch(train_state: TrainState, device: Device, random_state: RandomState, *, is_fatal: bool) -> bool:
+    """Return to the start of a batch, outside of any ``except`` block.
+
+    Args:
+        train_state: its gradients are dropped, and its buffers restored.
+        device: frees its cache.
+        random_state: of all generators at the start of the batch.
+        is_fatal: whether the device may no longer answer.
+
+    Returns:
+        False if a large buffer has changed, or if a device after a fatal error no longer answers.
+    """
+    train_state.gradients.clear()
+    try:
+        if train_state.gradients.are_overwritten:
+            # The graphs of the micro-batches that ran out of memory hold theirs.
+            free_graphs()
+        device.release()
+        # A lost device fails here for certain: freeing its cache may not show it.
+        device.synchronize()
+        is_restored = train_state.buffers.restore()
+        restore_random_state(random_state)
+    except Exception:
+        if not is_fatal:
+            raise
+        return False
+    return is_restored
 
 
 def error_before_step(train_state: TrainState, step: int, oom: OutOfMemory) -> AutobatchError | None:
