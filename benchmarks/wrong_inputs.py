@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import get_origin
 from unittest import mock
 
-from autobatch.api import probe_stage
+from autobatch.api import stages
 from autobatch.cli import main as cli
 from autobatch.core.check_options import choices_of, expected, plain_type
 from autobatch.core.options import COMMANDS, fields_of
@@ -195,10 +195,10 @@ def ask(asked: WrongInput, folder: Path) -> Answer:
     def in_this_process(workload: object, settings: object, **_: object) -> object:
         return open_process(workload, settings, isolated=False)  # type: ignore[arg-type]
 
-    open_process = probe_stage.open_process
+    open_process = stages.open_process
     with (
         mock.patch.dict(os.environ, inherited | own | asked.environ, clear=True),
-        mock.patch.object(probe_stage, "open_process", in_this_process),
+        mock.patch.object(stages, "open_process", in_this_process),
         contextlib.chdir(folder),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),

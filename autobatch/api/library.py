@@ -12,10 +12,9 @@ from typing import Any, Unpack
 import msgspec
 
 from autobatch.api.context import RunContext
-from autobatch.api.fit import run_fit
 from autobatch.api.listeners import ShowProgress, listening
-from autobatch.api.over_ranks import joined_ranks
-from autobatch.api.pipeline import run_estimate, run_plan, run_probe, run_tune
+from autobatch.api.pipeline import run, run_estimate
+from autobatch.api.ranks import joined_ranks
 from autobatch.core.check_options import options_from
 from autobatch.core.keywords import (
     EstimateKeywords,
@@ -49,7 +48,7 @@ def probe(
     """
     checked = options_from("probe", dict(options))
     with listening(progress) as listener, joined_ranks(os.environ) as ranks:
-        result = run_probe(workload, checked, RunContext(progress=listener, ranks=ranks))
+        result = run(workload, checked, RunContext(progress=listener, ranks=ranks))
     assert result.probe is not None
     return ProbeResult(**_fields(result.probe), device=result.device)
 
@@ -80,7 +79,7 @@ def plan(
     checked = options_from("plan", {"own_loop": True, **options})
     environ = os.environ if checked.batch.world_size is None and "RANK" in os.environ else {}
     with listening(progress) as listener, joined_ranks(environ) as ranks:
-        result = run_plan(workload, checked, RunContext(progress=listener, ranks=ranks))
+        result = run(workload, checked, RunContext(progress=listener, ranks=ranks))
     assert result.plan is not None
     assert result.probe is not None
     return PlanResult(**_fields(result.plan), device=result.device, probe=result.probe)
@@ -121,7 +120,7 @@ def tune(
     """
     checked = options_from("tune", dict(options))
     with listening(progress) as listener, joined_ranks(os.environ) as ranks:
-        return run_tune(workload, checked, RunContext(progress=listener, ranks=ranks))
+        return run(workload, checked, RunContext(progress=listener, ranks=ranks))
 
 
 def fit(
@@ -150,7 +149,7 @@ def fit(
     """
     checked = options_from("fit", dict(options))
     with listening(progress) as listener, joined_ranks(os.environ) as ranks:
-        return run_fit(workload, checked, RunContext(progress=listener, sinks=tuple(sinks), ranks=ranks))
+        return run(workload, checked, RunContext(progress=listener, sinks=tuple(sinks), ranks=ranks))
 
 
 def _fields(record: msgspec.Struct) -> dict[str, Any]:

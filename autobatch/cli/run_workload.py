@@ -6,14 +6,12 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, TextIO, cast
 
 from autobatch.cli.output import SafeStream, reserve_stdout, undelivered_code
 from autobatch.core.garbage import uncollected
 
 if TYPE_CHECKING:
-    from autobatch.api.context import RunContext
     from autobatch.cli.failures import RunLog
     from autobatch.core.options import Options
     from autobatch.distributed.ranks import Ranks
@@ -42,7 +40,7 @@ def run_workload(name: str, workload: str | None, options: Options, log: RunLog,
     with reserve_stdout() if options.output.json else contextlib.nullcontext():
         stream = SafeStream(sys.stderr if options.output.json else sys.stdout)
         if ranks.rank:
-            _run_silently(name, workload, options, log, ranks)
+            _run_silently(workload, options, log, ranks)
             return 0
         result = _result_of(name, workload, options, log, stream=stream, ranks=ranks)
     if options.output.json:
@@ -77,9 +75,8 @@ def _result_of(
         terminal.doing("importing torch")
         with uncollected():
             from autobatch.api.context import RunContext
-            from autobatch.api.pipeline import run_estimate
+            from autobatch.api.pipeline import run, run_estimate
 
-            runner = None if name == "estimate" else _runner(name)
             gc.freeze()
 
         if name == "estimate":
@@ -98,31 +95,17 @@ def _result_of(
             command=log.command,
             entered=log.enter,
         )
-        assert runner is not None
-        result = runner(workload, options, context)
+        result = run(workload, options, context)
         terminal.finish(result)
     return result
 
 
-def _runner(name: str) -> Callable[[Any, Any, RunContext], Result]:
-    """Return the function of a command that runs a workload."""
-    from autobatch.api.fit import run_fit
-    from autobatch.api.pipeline import run_plan, run_probe, run_tune
-
-    functions: dict[str, Callable[[Any, Any, RunContext], Result]] = {
-        "fit": run_fit,
-        "plan": run_plan,
-        "probe": run_probe,
-        "tune": run_tune,
-    }
-    return functions[name]
-
-
-def _run_silently(name: str, workload: str | None, options: Options, log: RunLog, ranks: Ranks) -> None:
+def _run_silently(workload: str | None, options: Options, log: RunLog, ranks: Ranks) -> None:
     """Run a command on a rank that prints nothing."""
     from autobatch.api.context import RunContext
+    from autobatch.api.pipeline import run
 
     context = RunContext(
         ranks=ranks, isolated=True, environ=os.environ, command=log.command, entered=log.enter
     )
-    _runner(name)(workload, options, context)
+    run(workload, options, context)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from autobatch.api.context import RunContext
-from autobatch.api.prepare import prepare
+from autobatch.api.pipeline import prepare
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import AutobatchError
 from autobatch.core.options import Options

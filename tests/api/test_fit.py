@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import autobatch
 from autobatch.api.context import RunContext
-from autobatch.api.fit import _resume_hint, _write, run_fit
+from autobatch.api.pipeline import _resume_hint, _write
+from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.core.progress import Progress
@@ -150,7 +151,7 @@ def test_training_has_the_budget_of_the_probe_whatever_is_free_by_then(tmp_path:
         return train_plan(run, *args, **fields)
 
     monkeypatch.setattr("autobatch.device.select.host_memory", memory)
-    monkeypatch.setattr("autobatch.api.fit.train_plan", train)
+    monkeypatch.setattr("autobatch.api.pipeline.train_plan", train)
     options = {**SHORT, "memory_budget": None}
     probed = fit(make_workload(), tmp_path, **options).device.budget_bytes
     fit(make_workload(), tmp_path, **options, resume=True)
@@ -191,7 +192,7 @@ def test_a_report_that_cannot_be_written_is_noted_and_the_run_is_kept(tmp_path: 
     monkeypatch.setattr("autobatch.report.page.write_report", full)
     listener = Listener()
     options = options_from("fit", {**OPTIONS, **SHORT, "steps": 2, "out": str(tmp_path / "run")})
-    done = run_fit(make_workload(), options, RunContext(progress=listener))
+    done = run_command(make_workload(), options, RunContext(progress=listener))
     assert listener.notes[-1] == "the report could not be written: report.html: No space left on device"
     assert (done.report, done.training.optimizer_steps) == (None, 2)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["report"] is None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autobatch.api.over_ranks import (
+from autobatch.api.ranks import (
     WholeModelTooLargeError,
     agree_on_fit,
     check_count,

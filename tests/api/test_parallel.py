@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autobatch
-from autobatch.api.parallel import asked_layout, check_parallel, layout_of_resume
+from autobatch.api.pipeline import _layout_of_resume
+from autobatch.api.ranks import checked_options
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
 from autobatch.distributed.rank_plan import layout_of
@@ -35,15 +36,8 @@ def options(**changes: Any) -> Options:
 
 def test_one_process_cannot_share_a_model() -> None:
     with pytest.raises(InputError, match="--parallel shard shares a model among ranks, found one process"):
-        check_parallel(options(parallel="shard"), Alone())
-    check_parallel(options(parallel="replicate"), Alone())
-    check_parallel(options(parallel="shard"), Three())
-
-
-def test_the_layout_is_as_asked() -> None:
-    asked = options(parallel="shard", shard_sync="once", shard_modules="blocks.*")
-    assert asked_layout(asked, Three()) == ShardLayout(world=3, sync="once", modules="blocks.*")
-    assert asked_layout(options(), Three()) is None
+        checked_options(options(parallel="shard"), Alone())
+    assert checked_options(options(parallel="replicate"), Alone()).ranks.parallel == "replicate"
 
 
 def test_a_resume_keeps_the_layout_unless_another_is_asked_for() -> None:
@@ -51,11 +45,11 @@ def test_a_resume_keeps_the_layout_unless_another_is_asked_for() -> None:
     assert plan is not None
     shared = msgspec.structs.replace(plan, parallel="shard", shard_sync="once", world_size=2)
     assert layout_of(shared) == ShardLayout(world=2, sync="once")
-    assert layout_of_resume(shared, options(), Three()) == ShardLayout(world=3, sync="once")
-    assert layout_of_resume(shared, options(parallel="replicate"), Three()) is None
-    assert layout_of_resume(shared, options(), Alone()) is None
-    assert layout_of_resume(plan, options(), Three()) is None
-    assert layout_of_resume(plan, options(parallel="shard"), Three()) == ShardLayout(world=3)
+    assert _layout_of_resume(shared, options(), Three()) == ShardLayout(world=3, sync="once")
+    assert _layout_of_resume(shared, options(parallel="replicate"), Three()) is None
+    assert _layout_of_resume(shared, options(), Alone()) is None
+    assert _layout_of_resume(plan, options(), Three()) is None
+    assert _layout_of_resume(plan, options(parallel="shard"), Three()) == ShardLayout(world=3)
 
 
 def wide() -> nn.Module:

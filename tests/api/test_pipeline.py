@@ -10,7 +10,8 @@ import pytest
 from torch import nn
 
 from autobatch.api.context import RunContext
-from autobatch.api.pipeline import run_estimate, run_plan, run_probe, run_tune
+from autobatch.api.pipeline import run as run_command
+from autobatch.api.pipeline import run_estimate
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
@@ -33,7 +34,7 @@ def plan_options(**values: Any) -> Options:
 
 
 def test_a_plan_shows_where_the_memory_goes(tmp_path: Path) -> None:
-    found = run_plan(deep_transformer(), plan_options(), context_in(tmp_path))
+    found = run_command(deep_transformer(), plan_options(), context_in(tmp_path))
     assert found.title == deep_transformer().name
     ran = {one.micro_batch: one.peak_allocated_bytes for one in found.probe.attempts if one.fits}
     predicted = {point.micro_batch: point.peak_reserved_bytes for point in found.predicted}
@@ -43,7 +44,7 @@ def test_a_plan_shows_where_the_memory_goes(tmp_path: Path) -> None:
     totals = [sum(sizes) for sizes in zip(*found.memory_curve.categories.values(), strict=True)]
     assert max(totals) == ran[answer]
     # A confirmed limit shows the same memory.
-    again = run_plan(deep_transformer(), plan_options(), context_in(tmp_path))
+    again = run_command(deep_transformer(), plan_options(), context_in(tmp_path))
     assert again.probe.source != "search"
     assert again.memory_curve == found.memory_curve
 
@@ -51,18 +52,18 @@ def test_a_plan_shows_where_the_memory_goes(tmp_path: Path) -> None:
 def test_a_plan_whose_rule_lacks_a_base_batch_fails_before_the_probe(tmp_path: Path) -> None:
     listener = Listener()
     with pytest.raises(InputError, match="base_batch"):
-        run_plan(work(), plan_options(lr_rule="linear"), context_in(tmp_path, progress=listener))
+        run_command(work(), plan_options(lr_rule="linear"), context_in(tmp_path, progress=listener))
     assert listener.sizes == []
 
 
 def test_a_probe_limits_smaller_samples_too_but_not_if_one_size_is_checked(tmp_path: Path) -> None:
     probe = {"device": "cpu", "memory_budget": "2MiB"}
-    found = run_probe(work(), options_from("probe", probe), context_in(tmp_path, command="again"))
+    found = run_command(work(), options_from("probe", probe), context_in(tmp_path, command="again"))
     assert found.probe.source == "search"
     assert found.profile is not None
     assert found.command == "again"
     options = options_from("probe", {**probe, "micro_batch": 3})
-    checked = run_probe(work(), options, context_in(tmp_path))
+    checked = run_command(work(), options, context_in(tmp_path))
     assert (checked.probe.micro_batch, checked.probe.source, checked.profile) == (3, "asked", None)
 
 
@@ -79,13 +80,12 @@ def test_an_interrupted_probe_ends_a_plan_with_its_answer_and_a_tuning_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("autobatch.setup.trace.trace_footprint", lambda *_, **__: None)
-    monkeypatch.setattr("autobatch.setup.trace.trace_single", lambda *_: {})
-    found = run_plan(work(), plan_options(), context_in(tmp_path, progress=Interrupting()))
+    found = run_command(work(), plan_options(), context_in(tmp_path, progress=Interrupting()))
     assert (found.probe.stopped_by, found.probe.micro_batch) == ("interrupt", 2)
     assert sum(found.plan.micro_batches) == 64
     options = options_from("tune", {"target_batch": 64, "device": "cpu", "memory_budget": "2MiB"})
     with pytest.raises(KeyboardInterrupt):
-        run_tune(work(), options, context_in(tmp_path, progress=Interrupting()))
+        run_command(work(), options, context_in(tmp_path, progress=Interrupting()))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_tuning_runs_the_stages_that_are_requested(
     monkeypatch.setattr("autobatch.tuning.tune_plan.TRIAL_SECONDS", 0.001)
     short = {"trials": 1, "knobs": "micro_batch_shift", "lr_trials": 1, "lr_steps": 4}
     options = {"target_batch": 64, "device": "cpu", "memory_budget": "2MiB", **short, **values}
-    found = run_tune(work(), options_from("tune", options), context_in(tmp_path))
+    found = run_command(work(), options_from("tune", options), context_in(tmp_path))
     assert ran == stages
     assert found.tuning is not None
     assert found.tuning.trials == ("configurations" in stages)
@@ -130,7 +130,7 @@ def test_a_storage_is_checked_before_the_model_is_built_if_it_is_used(tmp_path: 
 
     def tune(**values: Any) -> None:
         options = {"target_batch": 8, "device": "cpu", "storage": "nothing://there", **values}
-        run_tune(work(model), options_from("tune", options), context_in(tmp_path))
+        run_command(work(model), options_from("tune", options), context_in(tmp_path))
 
     for values in ({}, {"trials": 0, "tune_lr": True}):
         with pytest.raises(InputError, match="the storage nothing://there"):
@@ -164,7 +164,7 @@ def test_an_isolated_context_opens_a_reference_in_a_child_and_a_workload_here(
     options = options_from("probe", {"device": "cpu", "memory_budget": "2MiB", "micro_batch": 2})
     here = work()
     for workload in (here, f"{tmp_path / 'train.py'}:workload"):
-        found = run_probe(workload, options, context_in(tmp_path, isolated=True))
+        found = run_command(workload, options, context_in(tmp_path, isolated=True))
         assert found.probe.micro_batch == 2
     assert opened == [here]
 
@@ -188,7 +188,7 @@ def test_a_plan_is_for_the_ranks_that_were_asked_for_or_launched(
     options: dict[str, Any], environ: dict[str, str], world: int, share: int, tmp_path: Path
 ) -> None:
     context = RunContext(environ=environ | {"AUTOBATCH_HOME": str(tmp_path)})
-    result = run_plan(make_workload(), plan_options(**options, max_micro_batch=5), context)
+    result = run_command(make_workload(), plan_options(**options, max_micro_batch=5), context)
     assert result.plan is not None
     assert (result.plan.world_size, sum(result.plan.micro_batches)) == (world, share)
     assert result.plan.target_batch == 64
@@ -196,7 +196,7 @@ def test_a_plan_is_for_the_ranks_that_were_asked_for_or_launched(
 
 def test_a_rank_is_not_probed_beyond_its_share(tmp_path: Path) -> None:
     context = RunContext(environ={"AUTOBATCH_HOME": str(tmp_path)})
-    result = run_plan(make_workload(), plan_options(target_batch=8, world_size=4), context)
+    result = run_command(make_workload(), plan_options(target_batch=8, world_size=4), context)
     assert result.probe is not None
     assert (result.probe.micro_batch, result.probe.limited_by) == (2, "target_batch")
 
@@ -214,7 +214,7 @@ def test_the_memory_of_the_steps_of_a_plan_is_written(tmp_path: Path, device: st
     path = tmp_path / "memory.pickle"
     listener = Listener()
     options = plan_options(device=device, memory_budget="24MiB", memory_viz=str(path), max_micro_batch=20)
-    result = run_plan(make_workload(), options, context_in(tmp_path, progress=listener))
+    result = run_command(make_workload(), options, context_in(tmp_path, progress=listener))
     assert result.plan is not None
     events = pickle.loads(path.read_bytes())["device_traces"][0]
     kinds = {one["category"] for one in events if one["action"] == "alloc"}
@@ -227,9 +227,9 @@ def test_a_batch_that_is_larger_than_the_data_is_noted(tmp_path: Path) -> None:
     workload = make_workload()
     samples, listener = len(workload.train_data), Listener()
     options = plan_options(target_batch=samples, max_micro_batch=4)
-    run_plan(workload, options, context_in(tmp_path, progress=listener))
+    run_command(workload, options, context_in(tmp_path, progress=listener))
     assert not any("larger than the data" in line for line in listener.notes)
     options = plan_options(target_batch=3 * samples, max_micro_batch=4)
-    run_plan(workload, options, context_in(tmp_path, progress=listener))
+    run_command(workload, options, context_in(tmp_path, progress=listener))
     [note] = [line for line in listener.notes if "larger than the data" in line]
     assert note.endswith(f"each step takes 3 epochs of {samples:,} samples")

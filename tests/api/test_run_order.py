@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from autobatch.api.context import RunContext
-from autobatch.api.fit import run_fit
-from autobatch.api.prepare import prepare
+from autobatch.api.pipeline import prepare
+from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
 from autobatch.report.facts import describe_run_order
@@ -37,7 +37,7 @@ def options_of(folder: Path, **values: Any) -> Options:
 
 def fit(folder: Path, **values: Any):
     context = context_of(folder)
-    return run_fit(joined_workload(), options_of(folder, **values), context), context.progress.notes
+    return run_command(joined_workload(), options_of(folder, **values), context), context.progress.notes
 
 
 def test_a_run_takes_what_fits_in_its_order(tmp_path: Path) -> None:

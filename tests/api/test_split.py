@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from autobatch.api import split
+from autobatch.api import stages
 from autobatch.api.context import RunContext
-from autobatch.api.pipeline import run_plan
+from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.progress import Progress
@@ -30,7 +30,7 @@ def plan(home: Path, workload, **values: Any):
     options = {"target_batch": 24, "device": "cpu", "memory_budget": "2MiB", **values}
     listener = Noting()
     context = RunContext(environ={"AUTOBATCH_HOME": str(home)}, progress=listener)
-    return run_plan(workload, options_from("plan", options), context), listener.notes
+    return run_command(workload, options_from("plan", options), context), listener.notes
 
 
 @pytest.mark.parametrize("changes", [{}, {"loss": CONTRASTIVE}])
@@ -68,7 +68,7 @@ def test_a_choice_that_fails_leaves_a_plan_by_count(tmp_path: Path, monkeypatch)
     def broken(*_: object):
         raise AutobatchError("the clock stands still")
 
-    monkeypatch.setattr(split, "choose_split", broken)
+    monkeypatch.setattr(stages, "choose_split", broken)
     found, notes = plan(tmp_path, ragged_workload())
     assert found.plan.split == "count"
     assert "batches are split by count: the clock stands still" in notes

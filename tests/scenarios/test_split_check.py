@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import autobatch
 from autobatch.api.context import RunContext
-from autobatch.api.pipeline import run_plan, run_probe, run_tune
+from autobatch.api.pipeline import run as run_command
 from autobatch.core.errors import InputError
 from autobatch.core.progress import Progress
 from autobatch.tuning.tune_plan import PlanTuner
@@ -82,11 +82,11 @@ def test_a_probe_and_a_plan_note_a_loss_that_cannot_be_split(choice: str, tmp_pa
         context = RunContext(progress=Notes(), environ={"AUTOBATCH_HOME": str(tmp_path)})
         workload = make_workload(**fields, loss=loss)
         if choice == "probe":
-            run_probe(workload, as_options("probe", **options), context)
+            run_command(workload, as_options("probe", **options), context)
         elif choice == "plan":
-            run_plan(workload, as_options("plan", **options, target_batch=64), context)
+            run_command(workload, as_options("plan", **options, target_batch=64), context)
         else:
-            run_tune(workload, as_options("tune", **options, target_batch=64, trials=0), context)
+            run_command(workload, as_options("tune", **options, target_batch=64, trials=0), context)
         found = [note for note in context.progress.notes if "the gradient of" in note or "checked" in note]
         assert len(found) == len(expected)
         assert all(text in note for note, text in zip(found, expected, strict=True))
@@ -96,7 +96,7 @@ def test_a_plan_in_one_micro_batch_is_exact_as_long_as_it_fits(tmp_path: Path) -
     fields, wrong, _, _ = PAIRS["masked tokens"]
     context = RunContext(progress=Notes(), environ={"AUTOBATCH_HOME": str(tmp_path)})
     options = as_options("plan", device="cpu", memory_budget="64MiB", target_batch=16)
-    run_plan(make_workload(**fields, loss=wrong), options, context)
+    run_command(make_workload(**fields, loss=wrong), options, context)
     assert any("exact as long as memory does not run out" in note for note in context.progress.notes)
 
 

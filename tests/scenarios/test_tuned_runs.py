@@ -19,7 +19,7 @@ from torch import nn
 import autobatch
 from autobatch.api import pipeline
 from autobatch.api.context import RunContext
-from autobatch.api.pipeline import run_tune
+from autobatch.api.pipeline import run as run_command
 from autobatch.cli.failures import Terminated
 from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
@@ -80,7 +80,7 @@ def test_the_plan_takes_over_the_chosen_configuration(monkeypatch: pytest.Monkey
     options = options_from(
         "tune", {"target_batch": 48, "memory_budget": 400_000, "device": "cpu", "trials": 3, "seed": 1}
     )
-    again = run_tune(trial_workload(), options, RunContext(progress=progress))
+    again = run_command(trial_workload(), options, RunContext(progress=progress))
     assert again.tuning is not None
     assert (again.tuning.study, again.tuning.history, started) == (
         first.tuning.study,
@@ -221,7 +221,7 @@ def test_an_interrupt_keeps_the_default_learning_rate_and_earlier_results(
     monkeypatch.setattr(ShortRuns, "run", interrupted)
     storage = str(tmp_path / "s.log")
     asked = options(storage=storage, study="study")
-    result = run_tune(linear_workload(), asked, RunContext(progress=progress))
+    result = run_command(linear_workload(), asked, RunContext(progress=progress))
     assert calls
     assert result.plan is not None
     assert result.tuning is not None
@@ -236,7 +236,7 @@ def test_a_termination_request_ends_tuning(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(ShortRuns, "run", terminated)
     with pytest.raises(Terminated):
-        run_tune(linear_workload(), options(), RunContext())
+        run_command(linear_workload(), options(), RunContext())
 
 
 def test_fit_trains_with_the_found_learning_rate_and_reports_it(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_run_resumed_on_other_hardware_keeps_the_found_learning_rate(
     options = {"target_batch": SAMPLES, "device": "cpu", "trials": 0, "tune_lr": True, "lr_steps": STEPS}
     options |= {"lr_trials": 3, "steps": 2, "out": tmp_path / "run"}
     first = autobatch.fit(linear_workload(learning_rate=0.01), **options).plan
-    monkeypatch.setattr("autobatch.api.prepare.changes_since_checkpoint", lambda *_, **__: ["device"])
+    monkeypatch.setattr("autobatch.api.pipeline.changes_since_checkpoint", lambda *_, **__: ["device"])
     again = autobatch.fit(linear_workload(learning_rate=0.01), **{**options, "steps": 4, "resume": True}).plan
     assert first is not None
     assert again is not None

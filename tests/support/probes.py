@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from autobatch import Workload
 from autobatch.api.context import RunContext
-from autobatch.api.pipeline import run_probe
+from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
@@ -102,7 +102,7 @@ class Listener(Progress):
 def probed(workload: Workload, **options) -> tuple[Result, Listener]:
     listener = Listener()
     asked = options_from("probe", {"device": "cpu", "memory_budget": "80KiB"} | options)
-    return run_probe(workload, asked, RunContext(progress=listener)), listener
+    return run_command(workload, asked, RunContext(progress=listener)), listener
 
 
 def limit_of(setup: TrainSetup, home: Path, progress: Progress | None = None, **limits) -> Limit:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autobatch.api.context import RunContext
-from autobatch.api.tune_stage import open_tuner
+from autobatch.api.stages import _open_tuner
 from autobatch.core.knobs import SearchAxis
 from autobatch.core.progress import Progress
 from autobatch.core.records.tuning import Tuning
@@ -60,7 +60,15 @@ def test_the_study_of_learning_rates_has_another_name_in_the_same_storage(tmp_pa
     given = {"study": "mine", "storage": "journal.log", "lr_steps": 8, "lr_trials": 2}
     tuner = tuner_of(tmp_path, Progress(), **given)
     plan = make_plan(target_batch=8, micro_batch_limit=4, learning_rate=0.1)
-    task = LrTrialSpec(plan.learning_rate, plan.target_batch, 4, plan.precision, {}, steps=8)
+    task = LrTrialSpec(
+        default=plan.learning_rate,
+        target_batch=8,
+        micro_batch=4,
+        multiple=1,
+        precision=plan.precision,
+        knobs={},
+        steps=8,
+    )
     place = tuner._locate_lr(task)
     assert (place.name, place.storage) == ("mine-learning-rate", "journal.log")
     assert (place.made_for["learning_rate"], place.made_for["lr_steps"]) == (0.1, 8)
@@ -91,8 +99,8 @@ def test_a_model_that_ranks_share_is_not_tuned(tmp_path: Path) -> None:
         ({"trials": 4, "tune_lr": True}, "the configuration and the learning rate are"),
     ):
         options = as_options("fit", target_batch=8, **asked)
-        assert open_tuner(process, options, 10, context, None).trials == 4
-        tuner = open_tuner(process, options, 10, context, ShardLayout(world=2))
+        assert _open_tuner(process, options, 10, context, None).trials == 4
+        tuner = _open_tuner(process, options, 10, context, ShardLayout(world=2))
         assert (tuner.trials, tuner.lr_trials) == (0, 0)
         assert progress.notes.pop() == f"{left_out} not tuned, because the ranks share the model"
     assert not progress.notes

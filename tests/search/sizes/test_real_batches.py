@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autobatch.api.context import RunContext
-from autobatch.api.pipeline import run_plan
+from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import DoesNotFitError
 from autobatch.search.sizes import real_batches
@@ -101,6 +101,6 @@ def test_a_sample_that_does_not_fit_alone_is_named_before_training(tmp_path: Pat
     with pytest.raises(
         DoesNotFitError, match="sample 17 of the training data, whose size of 40000"
     ) as caught:
-        run_plan(workload, options, context)
+        run_command(workload, options, context)
     assert caught.value.exit_code == 3
     assert "cut shorter or left out" in str(caught.value)

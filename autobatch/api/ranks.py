@@ -50,6 +50,45 @@ def joined_ranks(environ: Mapping[str, str]) -> Iterator[Ranks]:
     ranks.close()
 
 
+def checked_options(options: Options, ranks: Ranks) -> Options:
+    """Return the options of this rank, after a check that the ranks can do what was asked for.
+
+    Raises:
+        InputError: they cannot, or ranks differ in an option or a version.
+    """
+    check_count(options, ranks)
+    if options.ranks.parallel == "shard" and ranks.world == 1:
+        raise InputError(
+            "--parallel shard shares a model among ranks, found one process: give --ranks N with N at least "
+            "2, or start with torchrun"
+        )
+    options = options_of_rank(options, ranks)
+    return _for_own_loop(options, ranks) if options.command == "plan" else options
+
+
+def _for_own_loop(options: Options, ranks: Ranks) -> Options:
+    """Return the options of a plan over ranks. In a user's loop, each rank has a whole model.
+
+    Raises:
+        InputError: another number of ranks was asked for than run, or such a loop would share a model.
+    """
+    if ranks.world == 1:
+        return options
+    if options.batch.world_size not in (None, ranks.world):
+        raise InputError(
+            f"--world-size {options.batch.world_size} plans for another launcher, and {ranks.world} ranks "
+            "run: leave one out"
+        )
+    if not options.search.own_loop:
+        return options
+    if options.ranks.parallel == "shard":
+        raise InputError(
+            "--own-loop plans for a loop of your own, in which each rank has a whole model, and --parallel "
+            "shard shares it: leave one out"
+        )
+    return options.with_values(parallel="replicate")
+
+
 def options_of_rank(options: Options, ranks: Ranks) -> Options:
     """Return the options with the device of this rank, after a check that all ranks have the same.
 
