@@ -57,7 +57,7 @@ from autobatch.footprint.predict import (
 )
 from autobatch.footprint.program import Program
 from autobatch.footprint.remedies import find_remedies, in_words
-from autobatch.footprint.scratch import in_proportion
+from autobatch.footprint.single_sizes import in_proportion
 from autobatch.footprint.tracing.apart import run_apart, run_in_copies
 from autobatch.planning import make_plan
 from autobatch.report.result import Estimates

@@ -255,7 +255,7 @@ class Traces:
             setting = self.setting(self._capabilities[key.is_new], how, key.change)
             if like is not None:
                 return like.on(setting, self._recorded.get(key))
-            return deep_footprint(setting, tested=bool(self._found) or bool(key.change))
+            return deep_footprint(setting)
 
     def _record_few(self, key: TraceKey) -> Recording:
         with self.arranged(key.layout) as how:

@@ -104,7 +104,6 @@ def record_few(setting: Setting) -> Recording:
 def deep_footprint(
     setting: Setting,
     *,
-    tested: bool = True,
     most_tensors: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> DeepFootprint:
@@ -112,7 +111,6 @@ def deep_footprint(
 
     Args:
         setting: what to trace.
-        tested: skip the self-test, because this torch has passed it.
         most_tensors: parameter tensors of what is traced, above which it is not; None for no limit.
         clock: returns seconds.
 
@@ -127,10 +125,10 @@ def deep_footprint(
         _check_size(many, most_tensors)
         # A model may count its layers elsewhere, and then runs at its own depth only.
         with suppress(Exception):
-            found = _deepened(setting, (few, middle, many), stack.layers, tested=tested)
+            found = _deepened(setting, (few, middle, many), stack.layers)
             return replace(found, step=replace(found.step, seconds=clock() - start))
     _check_size(setting.model, most_tensors)
-    step = footprint(setting, tested=tested, clock=clock)
+    step = footprint(setting, clock=clock)
     return DeepFootprint(step, step, None, tuple(range(len(step.program.events))))
 
 
@@ -183,12 +181,10 @@ def _switches_of(module: nn.Module) -> tuple[object, ...]:
     )
 
 
-def _deepened(
-    setting: Setting, models: tuple[nn.Module, nn.Module, nn.Module], layers: int, *, tested: bool
-) -> DeepFootprint:
+def _deepened(setting: Setting, models: tuple[nn.Module, nn.Module, nn.Module], layers: int) -> DeepFootprint:
     """Trace a model that was cut to three depths."""
     few, middle, many = (replace(setting, model=model) for model in models)
-    step, recordings = footprint_beside(middle, [(few, SIZES[0]), (many, SIZES[0])], tested=tested)
+    step, recordings = footprint_beside(middle, [(few, SIZES[0]), (many, SIZES[0])])
     others = [events_of(_as_footprint(one, step)) for one in recordings]
     runs = deepen((others[0], events_of(step), others[1]), layers - DEPTHS[1])
     deep, origins = footprint_of(step, runs)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from autobatch.core.largest import halving, largest
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.allocator.trace import replay
-from autobatch.footprint.live_bytes import LiveBytes
-from autobatch.footprint.program import Program
+from autobatch.footprint.program import Program, Rule
 
 SCANNED_EVENTS = 200_000
 """Allocations and frees that are replayed below the bound, size after size, which takes half a second."""
@@ -97,3 +98,37 @@ class Fitting:
     def _may_fit(self, m: int) -> bool:
         """Return whether the live bytes fit, without which nothing does."""
         return self._limit is None or all(live.peak_at(m) <= self._limit for live in self._live)
+
+
+class LiveBytes:
+    """The bytes that a program holds after each of its events.
+
+    Args:
+        events: ``(block, size)`` for an allocation, ``(block, None)`` for a free; frees of unknown blocks are
+            left out.
+    """
+
+    def __init__(self, events: Sequence[tuple[int, Rule | None]]) -> None:
+        numbers: dict[Rule, int] = {}
+        held: dict[int, int] = {}
+        changes: list[int] = []
+        """The number of a rule, from 1, with the sign of what happens to a block of its size."""
+        for block, rule in events:
+            if rule is not None:
+                held[block] = numbers.setdefault(rule, len(numbers) + 1)
+                changes.append(held[block])
+            elif block in held:
+                changes.append(-held.pop(block))
+        self._rules = list(numbers)
+        self._numbers = np.abs(changes, dtype=np.intp) if changes else np.zeros(0, np.intp)
+        self._signs = np.sign(changes, dtype=np.int8) if changes else np.zeros(0, np.int8)
+
+    def peak_at(self, m: int) -> int:
+        """Return the most bytes that are live at the same time at micro-batch ``m``.
+
+        Raises:
+            Untraceable: a size would be negative there.
+        """
+        sizes = np.array([0, *(rule.at(m) for rule in self._rules)], np.int64)
+        live = np.cumsum(sizes[self._numbers] * self._signs)
+        return int(live.max(initial=0))

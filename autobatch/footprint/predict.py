@@ -30,7 +30,6 @@ from autobatch.device.hardware_profile import Libraries
 from autobatch.footprint.fit_sizes import Unpredictable, fit
 from autobatch.footprint.largest import largest_micro_batch
 from autobatch.footprint.program import Program, TooLong, Untraceable
-from autobatch.footprint.selftest import self_test
 from autobatch.footprint.tracing.cuda_policy import missing_parts
 from autobatch.footprint.tracing.recording import Label, Recording
 from autobatch.footprint.tracing.trace_step import Setting
@@ -87,27 +86,23 @@ class Prediction(NamedTuple):
         return self.outcome.peak_reserved_bytes
 
 
-def footprint(
-    setting: Setting, *, tested: bool = False, clock: Callable[[], float] = time.perf_counter
-) -> Footprint:
+def footprint(setting: Setting, *, clock: Callable[[], float] = time.perf_counter) -> Footprint:
     """Trace a step at a few small micro-batches, and fit a program to its allocations.
 
     Args:
         setting: what to trace.
-        tested: skip the self-test, because this torch has passed it.
         clock: returns seconds.
 
     Raises:
         Unpredictable: the step cannot be traced, or follows no rule in the micro-batch.
     """
-    return footprint_beside(setting, (), tested=tested, clock=clock)[0]
+    return footprint_beside(setting, (), clock=clock)[0]
 
 
 def footprint_beside(
     setting: Setting,
     others: Sequence[tuple[Setting, int]],
     *,
-    tested: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Footprint, list[Recording]]:
     """Do as `footprint`, and at the same time record other settings, each at a micro-batch.
@@ -116,7 +111,7 @@ def footprint_beside(
         Unpredictable: a step cannot be traced, or that of the first setting follows no rule.
     """
     start = clock()
-    reason = None if tested else why_untrusted()
+    reason = why_untrusted()
     if reason:
         raise Unpredictable(f"cannot predict: {reason}")
     try:
@@ -237,7 +232,7 @@ def program_on(step: Footprint, libraries: Libraries | None, *, are_kept: bool |
 def why_untrusted() -> str | None:
     """Return the reason why this torch allows no predictions, None if it does."""
     missing = missing_parts()
-    return f"this torch has no {', '.join(missing)}" if missing else self_test()
+    return f"this torch has no {', '.join(missing)}" if missing else None
 
 
 def notes_on(setting: Setting, recording: Recording) -> list[str]:

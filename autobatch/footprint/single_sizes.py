@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Protocol
 
 from autobatch.device.allocator.ledger import Allocator
-from autobatch.device.allocator.trace import Trace, replay
+from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.footprint.fit_sizes import recorded
 from autobatch.footprint.largest import largest_micro_batch
-from autobatch.footprint.scratch import in_proportion
+from autobatch.footprint.program import Polynomial, Program
 from autobatch.footprint.tracing.apart import run_apart
 from autobatch.footprint.tracing.recording import Recording
 from autobatch.footprint.tracing.trace_step import Setting
@@ -29,27 +29,6 @@ MOST_TRACES = 8
 """Sizes that are traced at most; two or three usually end the search."""
 
 
-def trace_single_sizes(
-    setting: Setting, new_allocator: Callable[[], Allocator], cap: int
-) -> dict[int, Trace]:
-    """Trace a step at a few micro-batches, up to the largest that fits and the next.
-
-    The traces run in one copy of this process.
-
-    Args:
-        setting: what to trace.
-        new_allocator: returns an empty allocator with the budget as its limit.
-        cap: the largest micro-batch to try, at least 1.
-
-    Returns:
-        The trace of each size.
-
-    Raises:
-        Unpredictable: the step cannot be traced.
-    """
-    return {size: one.trace for size, one in record_single_sizes(setting, new_allocator, cap).items()}
-
-
 def record_single_sizes(
     setting: Setting,
     new_allocator: Callable[[], Allocator],
@@ -57,7 +36,7 @@ def record_single_sizes(
     *,
     known: Mapping[int, Recording] | None = None,
 ) -> dict[int, Recording]:
-    """Do as `trace_single_sizes`, and return the recordings.
+    """Trace a step at a few micro-batches, up to the largest that fits and the next, in one copy.
 
     Args:
         setting: what to trace.
@@ -113,3 +92,21 @@ def closed_in(trace_of: TraceOf, new_allocator: Callable[[], Allocator], cap: in
             break
         size = min(max(in_proportion_to(size, trace), low + 1), high - 1)
     return traces
+
+
+def in_proportion(m: int, trace: Trace) -> Program:
+    """Return a program whose blocks grow in proportion to the micro-batch, from one trace.
+
+    Blocks of the size of one that the setup takes are constant: parameters, gradients, the optimizer's state.
+    It serves for steps whose order of allocations depends on the values of the data, as that of packed
+    sequences does.
+
+    Args:
+        m: the micro-batch of the trace.
+        trace: the events of an attempt.
+    """
+    events = trace.canonical().events
+    start = next((index for index, phase in trace.canonical().marks if phase != "setup"), 0)
+    constant = {size for _, size in events[:start]}
+    rules = {size: Polynomial(size) if size in constant else Polynomial(0, size, 0, m) for _, size in events}
+    return Program(tuple((block, None if size == FREE else rules[size]) for block, size in events), ())

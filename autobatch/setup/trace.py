@@ -136,7 +136,7 @@ def predicted_memory(
 
 
 def _trace(setting: Setting) -> Footprint:
-    return deep_footprint(setting, tested=False, most_tensors=MOST_TRACED).step
+    return deep_footprint(setting, most_tensors=MOST_TRACED).step
 
 
 def setting_of(setup: TrainSetup) -> Setting:

@@ -10,7 +10,6 @@ from torch import nn
 
 from autobatch.core.knobs import CHECKPOINTING, OPTIMIZER
 from autobatch.distributed.fake_group import fake_ranks
-from autobatch.distributed.replicas import in_buckets
 from autobatch.distributed.sharding.model import Sharding
 from autobatch.footprint.depth import cut_to, deep_footprint, like_layers
 from autobatch.footprint.predict import Footprint, footprint
@@ -34,12 +33,11 @@ def are_equal(one: Footprint, other: Footprint) -> bool:
     )
 
 
-@pytest.mark.parametrize("arrange", [None, pytest.param(in_buckets, marks=pytest.mark.slow)])
-def test_a_few_layers_give_the_trace_of_all(arrange):
-    asked = deep_setting(arrange=arrange)
+def test_a_few_layers_give_the_trace_of_all():
+    asked = deep_setting()
     found = deep_footprint(asked)
     assert found.layers == 3, "the whole model was traced"
-    assert are_equal(found.step, footprint(asked, tested=True))
+    assert are_equal(found.step, footprint(asked))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +52,7 @@ def test_a_few_layers_give_the_trace_of_all_in_each_remedy(knobs):
     asked = deep_setting(knobs=knobs, steps=(1, 2, 2))
     found = deep_footprint(asked)
     assert found.layers == 3, "the whole model was traced"
-    assert are_equal(found.step, footprint(asked, tested=True))
+    assert are_equal(found.step, footprint(asked))
 
 
 def compare_shards(sync: str) -> list[bool]:
@@ -65,7 +63,7 @@ def compare_shards(sync: str) -> list[bool]:
         with fake_ranks(world) as mesh:
             asked = deep_setting(arrange=Sharding(mesh=mesh, sync=sync))  # type: ignore[arg-type]
             found = deep_footprint(asked) if found is None else found.on(asked)
-            equal.append(are_equal(found.step, footprint(asked, tested=True)))
+            equal.append(are_equal(found.step, footprint(asked)))
     return equal
 
 
@@ -111,7 +109,7 @@ def test_a_model_that_does_not_repeat_is_traced_as_it_is(model):
     asked = deep_setting(model=model)
     found = deep_footprint(asked)
     assert found.layers is None
-    assert are_equal(found.step, footprint(asked, tested=True))
+    assert are_equal(found.step, footprint(asked))
 
 
 def test_like_layers_are_those_with_the_same_parameters():

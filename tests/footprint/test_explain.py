@@ -93,5 +93,5 @@ def test_an_explanation_is_one_sentence():
     )
     assert found.text() == (
         "6.00 MiB at the peak in the backward: activations 4.00 MiB, parameters 2.00 MiB "
-        "(most activations in a 2.00 MiB, b 1.00 MiB, c 1.00 MiB)"
+        "(most activations in `a` 2.00 MiB, `b` 1.00 MiB, `c` 1.00 MiB)"
     )

@@ -70,7 +70,7 @@ def test_what_user_code_keeps_is_in_each_trace():
     data = [(torch.ones(16), torch.zeros(1))] * 20
     workload = make(Windowed, data=data, loss=lambda model, batch: model(batch[0]).square().mean())
     asked = replace(setting(setup(workload), capability=None), steps=(1,))
-    one, program, (other,) = fit(asked, [(asked, 4)])
+    one, program, (other,), _ = fit(asked, [(asked, 4)])
     alone, checked = record_apart((asked, SIZES[0]), (asked, 7))
     assert one == alone
     assert program.at(4).canonical() == other.trace

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
-from autobatch.footprint.live_bytes import LiveBytes
+from autobatch.footprint.largest import LiveBytes
 from autobatch.footprint.program import Polynomial, Program, Untraceable
 
 EVENTS = st.lists(

@@ -31,7 +31,7 @@ ALLOCATORS = {
 
 @pytest.fixture(scope="module")
 def step():
-    return footprint(setting(setup(WORKLOADS["transformer"]())), tested=True)
+    return footprint(setting(setup(WORKLOADS["transformer"]())))
 
 
 @pytest.mark.parametrize("kind", ALLOCATORS)

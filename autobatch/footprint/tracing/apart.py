@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Literal, TypeVar, cast
 
 import torch
@@ -30,12 +31,13 @@ from autobatch.core.errors import AutobatchError
 from autobatch.core.garbage import uncollected
 from autobatch.core.signals import end_with_parent, hold_back_signals
 from autobatch.device.host import usable_cores
-from autobatch.footprint.tracing.stuck import StuckWatch
 
 ANSWER_SECONDS = 600.0
 """Time after which a call counts as hung."""
 LOOK_SECONDS = 1.0
 """Time between two looks at copies that have not answered yet."""
+STUCK_SECONDS = 10.0
+"""Time without any work after which a process whose threads all wait for a lock counts as stuck."""
 _TURN_BYTES = 4
 
 Kind = Literal["result", "error", "foreign error", "stuck"]
@@ -242,3 +244,51 @@ def _serve(connection: Connection, function: Callable[[], object]) -> None:
     except (Exception, SystemExit):
         answer = "foreign error", None
     connection.send(answer)
+
+
+class StuckWatch:
+    """Observations of a process over time.
+
+    A process is stuck if all of its threads wait for a lock, and none of them has computed for a while.
+    Whoever reads a file or a network, sleeps, or waits for another process, does not wait for a lock.
+
+    Args:
+        process: its number.
+        now: the time, in seconds.
+        proc: the file system that describes processes, on Linux.
+    """
+
+    def __init__(self, process: int, now: float, *, proc: Path = Path("/proc")) -> None:
+        self._tasks = proc / str(process) / "task"
+        self._since = now
+        self._worked: int | None = None
+        """Ticks of computation at the last look."""
+
+    def is_stuck(self, now: float) -> bool:
+        """Look at the process, and return whether it has been stuck long enough.
+
+        Args:
+            now: the time, in seconds.
+
+        Returns:
+            False if the system does not tell what a thread waits for.
+        """
+        worked = self._worked_if_locked()
+        if worked is None or worked != self._worked:
+            self._since, self._worked = now, worked
+        return now - self._since >= STUCK_SECONDS
+
+    def _worked_if_locked(self) -> int | None:
+        """Return the ticks that all threads have computed; None unless all of them wait for a lock."""
+        ticks = 0
+        with suppress(OSError, ValueError, IndexError):
+            for task in self._tasks.iterdir():
+                # For example futex_wait_queue: the name of the kernel's function, proc_pid_wchan(5).
+                if not (task / "wchan").read_text().startswith("futex"):
+                    return None
+                # After the name, which may have spaces, come fields 3 and on; 14 and 15 are ticks,
+                # proc_pid_stat(5).
+                fields = (task / "stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
+            return ticks
+        return None

@@ -30,7 +30,6 @@ from autobatch.footprint.reductions import Reduction, scratch_bytes
 from autobatch.footprint.tracing.fake_kernels import kernel_of
 from autobatch.footprint.tracing.gpu_kernels import kernel_on_gpu
 from autobatch.footprint.tracing.known_values import KnownValues, kernel_of_known, value_of
-from autobatch.footprint.tracing.quick_kernels import QuickKernels
 from autobatch.footprint.tracing.recording import Label, Recording
 
 aten = torch.ops.aten
@@ -81,7 +80,6 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         self._known = known
         self._most_operators = most_operators
         self._operators = 0
-        self._quick = QuickKernels()
         self.modules: list[str] = []
         """Names of the modules whose forward runs, the innermost last."""
         self._labels: list[Label] = []
@@ -174,7 +172,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         if func in _SELECTIONS and not self._is_known(args):
             func, args, kwargs = self._select_all(func, args, kwargs)
         known = None if self._known is None else kernel_of_known(func, args)
-        kernel = known or self._quick.of(func, args) or kernel_of(func, args, on_gpu=self._on_gpu)
+        kernel = known or kernel_of(func, args, on_gpu=self._on_gpu)
         on_gpu = kernel_on_gpu(func) if self._on_gpu else None
         run = partial(super().__torch_dispatch__, kernel, types, args, kwargs)
         out = run() if on_gpu is None else on_gpu(self, run, args)

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.tracker import StorageMeter
+from autobatch.footprint.tracing.cuda_policy import _rms_norm as rms_norm
 from autobatch.footprint.tracing.cuda_policy import cuda_policy
-from autobatch.footprint.tracing.rms_norm import rms_norm
 
 
 def kept_bytes(run) -> int:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from autobatch.footprint.tracing import stuck
-from autobatch.footprint.tracing.stuck import StuckWatch
+from autobatch.footprint.tracing import apart as stuck
+from autobatch.footprint.tracing.apart import StuckWatch
 
 TICKS = "7 (a) b) S" + 10 * " 0" + " {} {}" + 30 * " 0"
 
