@@ -124,6 +124,7 @@ class PythonGpu:
             major=8,
             minor=0,
             multi_processor_count=1,
+            max_threads_per_multi_processor=2048,
         )
         return {
             "_lazy_init": self._initialize,
