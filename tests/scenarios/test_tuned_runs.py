@@ -257,7 +257,7 @@ def test_fit_trains_with_the_found_learning_rate_and_reports_it(tmp_path: Path) 
     assert stored["tuning"]["learning_rate"]["best"] == found.best
     assert stored["plan"]["learning_rate_rule"] == "tuned"
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "Loss by learning rate" in page
+    assert "6 learning rates tried in runs of 24 steps" in page
     assert "6 runs of 24 optimizer steps at this batch" in page
 
 
