@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -174,9 +175,15 @@ def weights(result: Any) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in result.model.parameters()])
 
 
+@pytest.fixture(scope="module")
+def checked_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Log, Any, str]]:
+    """Return a function that trains a kind of data with the check, once."""
+    return functools.cache(lambda kind: run(kind, tmp_path_factory.mktemp("run") / "checked"))
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_check_changes_no_batch_and_draws_nothing(kind: str, tmp_path: Path) -> None:
-    checked, result, state = run(kind, tmp_path / "checked")
+def test_the_check_changes_no_batch_and_draws_nothing(kind: str, checked_run, tmp_path: Path) -> None:
+    checked, result, state = checked_run(kind)
     plain, other, expected = run(kind, tmp_path / "plain", split_check="off")
     assert len(checked.batches) == len(plain.batches) == STEPS
     assert all(len(batch) == 2 for batch in checked.batches)
@@ -211,8 +218,10 @@ def test_the_batches_of_a_stream_are_those_that_it_yields(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_ended_in_the_middle_goes_on_with_the_same_batches(kind: str, tmp_path: Path) -> None:
-    whole, expected, _ = run(kind, tmp_path / "whole")
+def test_a_run_that_ended_in_the_middle_goes_on_with_the_same_batches(
+    kind: str, checked_run, tmp_path: Path
+) -> None:
+    whole, expected, _ = checked_run(kind)
     Recording.fails_at = 5
     try:
         with pytest.raises((autobatch.AutobatchError, SystemExit)):

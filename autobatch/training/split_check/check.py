@@ -150,14 +150,21 @@ class FirstBatch:
         """
         records = loop.run()
         if self._check != "off" and self._before.fault is None and not self._before.writes:
-            kept = loop.kept = KeptBatch()
-            record = next(records, None)
-            loop.kept = None
-            if record is not None:
-                if record.accumulation_steps > 1:
-                    self._judge(self._compare(loop, kept, record))
-                yield record
+            yield from self._first(loop, records)
         yield from records
+
+    def _first(self, loop: Loop, records: Iterator[StepRecord]) -> list[StepRecord]:
+        """Train the first batch, compare it, and return its record; empty if there is none."""
+        kept = loop.kept = KeptBatch()
+        try:
+            record = next(records, None)
+        finally:
+            loop.kept = None
+        if record is None:
+            return []
+        if record.accumulation_steps > 1:
+            self._judge(self._compare(loop, kept, record))
+        return [record]
 
     def _compare(self, loop: Loop, kept: KeptBatch, record: StepRecord) -> Finding:
         """Compare as many samples of the batch as time and memory allow."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
 from autobatch.core.errors import InputError
+from autobatch.training.fetched import KeptBatch
 from autobatch.training.loop_state import capture_loop
 from autobatch.training.split_check import check as checks
 from autobatch.training.split_check.check import FirstBatch, examine_loss
@@ -29,9 +32,8 @@ def trained(
 ):
     """Train with the check; return the loop, its records and the notes."""
     loop = make_loop(workload, **{"target_batch": 96, "steps": STEPS, "micro_batch": micro_batch, **options})
-    setup = make_setup(workload)
-    setup = type(setup)(**{**vars(setup), "model": loop.train_state.model, "device": loop.device})
-    setup = type(setup)(**{**vars(setup), "precision": loop.train_state.precision})
+    setup = replace(make_setup(workload), model=loop.train_state.model, device=loop.device)
+    setup = replace(setup, precision=loop.train_state.precision)
     notes: list[str] = []
     first = FirstBatch(setup, check=check, note=notes.append, before=before or Finding())
     return loop, list(first.run(loop)), notes
@@ -197,6 +199,24 @@ def test_memory_that_is_never_enough_ends_no_run(compared) -> None:
     _, records, notes = trained(make_workload(train_data=points(300), loss=loss), steps=1)
     assert (len(records), notes) == (1, [])
     assert [sum(sizes) for sizes in compared] == [96, 48, 24, 12, 6, 3]
+
+
+def test_the_copies_of_the_first_batch_live_no_longer_than_its_comparison(monkeypatch) -> None:
+    kept: list[weakref.ref[Any]] = []
+
+    class Tracked(KeptBatch):
+        def __init__(self) -> None:
+            super().__init__()
+            kept.append(weakref.ref(self))
+
+    monkeypatch.setattr(checks, "KeptBatch", Tracked)
+    loop = make_loop(make_workload(train_data=points(300)), target_batch=96, micro_batch=32, steps=2)
+    setup = replace(make_setup(loop.workload), model=loop.train_state.model, device=loop.device)
+    records = FirstBatch(setup, check="error", note=print, before=Finding()).run(loop)
+    next(records)
+    assert kept
+    assert kept[0]() is None
+    assert loop.kept is None
 
 
 def test_what_cannot_be_compared_is_said_once() -> None:
