@@ -122,6 +122,9 @@ class Replay:
         if high not in self._failed:
             return high - 1
         # What is known misses what made it fail. Until a run shows that, the two sizes alone count.
+        if high < 2 * low and low - 1 not in self._allocated:
+            # The size that ran is probably the largest, which one run shows.
+            return low + 1
         return high - max(1, (high - low) // MISS) if len(self._failed) == 1 else (low + high) // 2
 
     def _by_events(self, cap: int) -> int | None:
