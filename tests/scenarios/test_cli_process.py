@@ -70,7 +70,7 @@ def test_fit_prints_one_json_object_to_stdout_and_all_else_to_stderr(tmp_path: P
         assert names <= found[part].keys(), part
     attempt = {"micro_batch", "fits", "peak_allocated_bytes", "peak_reserved_bytes", "seconds"}
     assert all(attempt <= one.keys() for one in found["probe"]["attempts"])
-    assert found["schema"] == 2
+    assert found["schema"] == 3
     assert found["device"]["other_processes_bytes"] is None
     assert found["probe"]["attempts"][0]["peak_reserved_bytes"] is None
     assert found["training"]["resumed_from"] is None

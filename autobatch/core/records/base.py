@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the JSON that the command line prints."""
 Precision = Literal["fp32", "bf16", "fp16"]
 GradientDtype = Literal["fp32", "weights"]

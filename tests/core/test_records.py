@@ -1,0 +1,67 @@
+"""All records: immutable, built by keyword, and with the keys of the JSON that users rely on."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import msgspec
+import pytest
+
+from autobatch.core import records
+from autobatch.core.records.base import Record
+from autobatch.core.records.device import DeviceRecord
+from autobatch.core.records.estimate import Estimate
+from autobatch.core.records.plan import Plan
+from autobatch.core.records.probe import Attempt, Probe
+from autobatch.core.records.run import RunRecord
+from autobatch.core.records.training import Training
+from autobatch.core.records.tuning import Tuning
+from tests.support.sample_run import a_device, a_run
+
+KINDS = {
+    kind
+    for module in pkgutil.iter_modules(records.__path__, f"{records.__name__}.")
+    for kind in vars(importlib.import_module(module.name)).values()
+    if isinstance(kind, type) and issubclass(kind, Record)
+}
+
+
+KEYS: dict[type[Record], str] = {
+    DeviceRecord: "budget_bytes kind name other_processes_bytes total_bytes",
+    Estimate: (
+        "budget_bytes micro_batch micro_batch_high micro_batch_low peak_allocated_bytes "
+        "peak_reserved_bytes plan profile seconds"
+    ),
+    Plan: (
+        "accumulation_steps base_batch effective_batch learning_rate learning_rate_rule "
+        "micro_batch micro_batches precision target_batch world_size"
+    ),
+    Probe: "attempts limited_by micro_batch oom_count predicted_micro_batch upper_bound_by",
+    Attempt: "fits micro_batch peak_allocated_bytes peak_reserved_bytes seconds",
+    Training: (
+        "checkpoint final_loss first_loss oom_recoveries optimizer_steps resumed_from samples samples_per_s"
+    ),
+    Tuning: "baseline_samples_per_s best best_samples_per_s study trials",
+}
+
+
+def test_records_are_immutable_and_keyword_only() -> None:
+    assert len(KINDS) > 15
+    assert all(kind.__struct_config__.frozen for kind in KINDS)
+    with pytest.raises(AttributeError, match="immutable"):
+        a_device().kind = "cpu"
+    with pytest.raises(TypeError):
+        RunRecord(a_device())  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_a_record_has_the_keys_of_the_contract(kind: type[Record]) -> None:
+    assert set(KEYS[kind].split()) <= set(kind.__struct_fields__)
+
+
+def test_a_run_is_the_same_after_a_trip_through_json() -> None:
+    run = a_run()
+    assert msgspec.json.decode(msgspec.json.encode(run), type=RunRecord) == run
+    text = msgspec.json.encode(a_run(training=None)).decode()
+    assert '"training":null' in text
