@@ -20,8 +20,7 @@ def examine() -> dict[str, Any]:
     """Examine the machine: host, GPUs, NVML, versions, and what is missing."""
     import torch
 
-    from autobatch.device.cuda_gpus import visible_gpus
-    from autobatch.device.cuda_open import lacking_kernels
+    from autobatch.device.cuda_gpus import lacking_kernels, visible_gpus
     from autobatch.device.host import cpu_name, host_memory
     from autobatch.device.nvml import NvmlAbsent, read_gpus, read_holders
 

@@ -18,21 +18,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from autobatch.core.records.device import DeviceRecord, MemoryHolder
-from autobatch.device import cuda_settings, nvml
+from autobatch.device import cuda_allocator, nvml
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.budget import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.compiler import missing_on_gpu
+from autobatch.device.cuda_allocator import CudaMeter, recorded, why_refused
 from autobatch.device.cuda_gpus import (
     bytes_of_process,
     context_growth,
+    open_context,
     others_bytes,
     read_free,
     read_nvml,
+    require_counted,
     require_gpu,
+    require_kernels,
 )
-from autobatch.device.cuda_history import recorded
-from autobatch.device.cuda_meter import CudaMeter, why_refused
-from autobatch.device.cuda_open import open_context, require_counted, require_kernels
 from autobatch.device.hardware_profile import Libraries, Processors
 from autobatch.device.host import is_wsl
 from autobatch.device.oom import lost_context_ignored
@@ -81,11 +82,11 @@ class CudaDevice:
         self._loaded_bytes: int | None = None
         """Taken by the kernels and libraries that the first session loaded; None before it."""
         free_bytes, source, self._notes = read_free(index, self._properties, after)
-        options = cuda_settings.unmodelled_options(os.environ)
+        options = cuda_allocator.unmodelled_options(os.environ)
         if options:
             self._notes.append(f"{', '.join(options)} of the allocator: predictions come from peaks alone")
         held_bytes = torch.cuda.memory_reserved(index)
-        cap_bytes = cuda_settings.read_cap(index, self._properties.total_memory)
+        cap_bytes = cuda_allocator.read_cap(index, self._properties.total_memory)
         if cap_bytes - held_bytes < free_bytes and cap_bytes < self._properties.total_memory:
             free_bytes, source = max(0, cap_bytes - held_bytes), "set_per_process_memory_fraction"
         self._available_bytes = min(free_bytes + held_bytes, self._properties.total_memory)
@@ -123,7 +124,7 @@ class CudaDevice:
     @property
     def allocator_config(self) -> AllocatorConfig:
         """Settings of torch's allocator in a session, in which a step that needed a retry does not fit."""
-        expandable = self._expandable or cuda_settings.asks_for_expandable(os.environ)
+        expandable = self._expandable or cuda_allocator.asks_for_expandable(os.environ)
         held_bytes = self._held_bytes
         if held_bytes is None:
             held_bytes = torch.cuda.memory_allocated(self._index)
@@ -134,7 +135,7 @@ class CudaDevice:
         """What the libraries and the kernels of the GPU take."""
         gpu = self._properties
         return Libraries(
-            cuda_settings.usual_workspaces(self.compute_capability),
+            cuda_allocator.usual_workspaces(self.compute_capability),
             Processors(gpu.multi_processor_count, gpu.max_threads_per_multi_processor),
         )
 
@@ -202,17 +203,17 @@ class CudaDevice:
     def enforced(self) -> Iterator[CudaMeter]:
         """Cap the allocator at the budget within the block, which starts with an empty cache."""
         # Workspaces of cuBLAS become cached blocks when they are freed, so this comes before the release.
-        cuda_settings.free_workspaces()
-        cuda_settings.free_pinned()
+        cuda_allocator.free_workspaces()
+        cuda_allocator.free_pinned()
         self.release()
-        is_modelled = not cuda_settings.unmodelled_options(os.environ)
+        is_modelled = not cuda_allocator.unmodelled_options(os.environ)
         with (
             self._session(),
             recorded(self._index, is_modelled=is_modelled) as history,
             self._libraries_counted(),
         ):
             yield CudaMeter(self._index, history)
-        cuda_settings.free_workspaces()
+        cuda_allocator.free_workspaces()
 
     @contextlib.contextmanager
     def training(self) -> Iterator[CudaMeter]:
@@ -226,7 +227,7 @@ class CudaDevice:
 
     def why_not_expandable(self) -> str | None:
         """Return why the allocator cannot switch to expandable segments while it runs; None if it can."""
-        return "segments are expandable already" if self._expandable else cuda_settings.why_not_expandable()
+        return "segments are expandable already" if self._expandable else cuda_allocator.why_not_expandable()
 
     def expandable(self) -> CudaDevice:
         """Return the same GPU, with expandable segments in its sessions."""
@@ -267,10 +268,10 @@ class CudaDevice:
             # Code of the user and Triton's kernels run on the current GPU, and events record its stream.
             stack.enter_context(torch.cuda.device(self._index))
             stack.enter_context(
-                cuda_settings.capped(self._index, limit_bytes=self._budget_bytes, total_bytes=total_bytes)
+                cuda_allocator.capped(self._index, limit_bytes=self._budget_bytes, total_bytes=total_bytes)
             )
             if self._expandable:
-                stack.enter_context(cuda_settings.expandable_segments(self.release))
+                stack.enter_context(cuda_allocator.expandable_segments(self.release))
             yield
 
     @contextlib.contextmanager

@@ -25,7 +25,7 @@ from torch import nn
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.allocator.trace import Replay, replay
-from autobatch.device.cuda_settings import keeps_workspaces
+from autobatch.device.cuda_allocator import keeps_workspaces
 from autobatch.device.hardware_profile import Libraries
 from autobatch.footprint.fit_sizes import Unpredictable, fit
 from autobatch.footprint.largest import largest_micro_batch

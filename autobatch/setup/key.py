@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autobatch.core.records.device import DeviceRecord
-from autobatch.device.cuda_settings import allocator_options
+from autobatch.device.cuda_allocator import allocator_options
 from autobatch.setup.attempt import TrainSetup
 from autobatch.step.optimizers import argument_of
 from autobatch.workload.contract import WholeBatchLoss, Workload

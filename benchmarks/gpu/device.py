@@ -12,7 +12,7 @@ import torch
 
 from autobatch.core.units import GiB
 from autobatch.device.base import Device
-from autobatch.device.cuda_settings import free_workspaces
+from autobatch.device.cuda_allocator import free_workspaces
 from autobatch.device.select import open_device
 
 NAME = "cuda:0"

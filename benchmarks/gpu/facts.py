@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device import nvml
 from autobatch.device.base import Device
-from autobatch.device.cuda_history import recorded, trace_of
+from autobatch.device.cuda_allocator import recorded, trace_of
 from benchmarks.gpu.device import BUSY_CYCLES, GPU, about, empty, open_gpu, recorded_entries, room
 
 

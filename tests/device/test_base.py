@@ -12,7 +12,7 @@ from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.device.base import Device, Meter
 from autobatch.device.cpu import CpuDevice, SilentMeter
 from autobatch.device.cuda import CudaDevice
-from autobatch.device.cuda_meter import CudaMeter
+from autobatch.device.cuda_allocator import CudaMeter
 from autobatch.device.simulated import SimulatedDevice
 
 PACKAGE = Path(autobatch.__file__).parent

@@ -21,7 +21,7 @@ def device(request: pytest.FixtureRequest) -> Device:
 def test_no_property_of_a_gpu_is_claimed(device: Device) -> None:
     assert device.torch_device == torch.device("cpu")
     assert device.compute_capability is None
-    assert device.is_traceable
+    assert device.libraries is None
     assert not device.may_spill
     assert not device.reads_pinned_memory
     assert not device.gains_from_compile

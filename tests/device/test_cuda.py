@@ -88,7 +88,6 @@ def test_cleaning_up_does_not_hide_the_error_that_lost_the_context(fake: FakeCud
 
 def test_answers_that_are_the_same_for_every_gpu(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     device: Device = CudaDevice(index=0, memory_budget="6GiB")
-    assert not device.is_traceable
     assert device.reads_pinned_memory
     assert device.gains_from_compile
     assert device.optimizer_implementations() == ("default", "fused")

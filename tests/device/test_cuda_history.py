@@ -8,7 +8,7 @@ import torch
 from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
-from autobatch.device.cuda_history import History, recorded, trace_of
+from autobatch.device.cuda_allocator import History, recorded, trace_of
 
 
 def entry(action: str, address: int, size: int = 0) -> dict[str, object]:
@@ -73,7 +73,7 @@ def test_private_pools_give_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_recording_that_lost_its_beginning_gives_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch keeps the last entries of a recording that is too long, so that a full one may be incomplete."""
-    monkeypatch.setattr("autobatch.device.cuda_history.MOST_EVENTS", 3)
+    monkeypatch.setattr("autobatch.device.cuda_allocator.MOST_EVENTS", 3)
     for count in (2, 3):
         entries = [entry("alloc", number, 8) for number in range(count)]
         monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda _, e=entries: {"device_traces": [e]})

@@ -7,7 +7,7 @@ import torch
 
 from autobatch.core.units import GiB
 from autobatch.device.allocator.ledger import MemoryStats
-from autobatch.device.cuda_meter import CudaMeter, why_refused
+from autobatch.device.cuda_allocator import CudaMeter, why_refused
 from tests.support.fake_cuda import FakeCuda
 
 

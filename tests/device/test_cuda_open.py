@@ -8,7 +8,7 @@ import torch
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
 from autobatch.core.units import GiB
 from autobatch.device.cuda import CudaDevice
-from autobatch.device.cuda_open import UNCACHED, has_kernels, open_context
+from autobatch.device.cuda_gpus import UNCACHED, has_kernels, open_context
 from autobatch.device.nvml import NvmlAbsent, NvmlGpu
 from tests.support.fake_cuda import FakeCuda, gpu_reading
 

@@ -23,7 +23,6 @@ from autobatch.device.allocator.ledger import Allocator, BudgetExceeded, MemoryS
 from autobatch.device.allocator.output_size import output_bytes
 from autobatch.device.allocator.storage_table import StorageTable
 from autobatch.device.allocator.trace import Trace
-from autobatch.device.allocator.updates import UPDATES
 
 
 class _Kind(Enum):
@@ -40,6 +39,25 @@ class _Kind(Enum):
 
 _VIEW, _NEW, _UPDATE, _SUM = _Kind.VIEW, _Kind.NEW, _Kind.UPDATE, _Kind.SUM
 _STRIDED = torch.strided
+UPDATES = frozenset(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name, overload in (
+        ("add_", "Tensor"),
+        ("add_", "Scalar"),
+        ("sub_", "Tensor"),
+        ("mul_", "Tensor"),
+        ("mul_", "Scalar"),
+        ("div_", "Tensor"),
+        ("lerp_", "Scalar"),
+        ("lerp_", "Tensor"),
+        ("addcmul_", "default"),
+        ("addcdiv_", "default"),
+        ("copy_", "default"),
+        ("zero_", "default"),
+        ("fill_", "Scalar"),
+    )
+)
+"""Operators that change the values of a tensor in place, and never its storage: most of an optimizer step."""
 _SUMS = frozenset(
     {
         ("aten::add", "Tensor"),

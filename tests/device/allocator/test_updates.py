@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autobatch.device.allocator.updates import UPDATES
+from autobatch.device.allocator.tracker import UPDATES
 
 
 @pytest.mark.parametrize("operator", sorted(UPDATES, key=str), ids=str)

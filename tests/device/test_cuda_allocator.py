@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autobatch.core.units import GiB, MiB
-from autobatch.device.cuda_settings import (
+from autobatch.device.cuda_allocator import (
     asks_for_expandable,
     capped,
     expandable_segments,
