@@ -2,19 +2,35 @@
 
 For a limit m, a target T and W ranks, a plan uses the fewest accumulation steps that m allows, and splits the
 T samples as evenly as possible. Nothing is rounded and no divisor is needed: a step has exactly T samples.
+
+Samples of unlike sizes are sorted, and cut where the padded area is least. For any cost and any memory that
+grow with the padded size, some optimal split is contiguous: of two micro-batches, the one with the largest
+sample may take the largest samples of both. Its padded size stays, and that of the other cannot grow. So
+dynamic programming over the sorted list finds the optimum:
+
+    best[i] = min over k of  fixed + k · size[i] + best[i + k],   k ≤ limit(size[i])
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autobatch.core.errors import InputError
 from autobatch.core.records.base import GradientDtype, Precision
 from autobatch.core.records.plan import LearningRateRule, Plan
 from autobatch.core.units import significant
 
+Sizes = NDArray[np.float64]
+Counts = NDArray[np.int64]
+FIXED_SHARE = 1 / 32
+"""Cost of a micro-batch besides its area, as a share of the largest area that fits. Without it, samples of
+unlike sizes would all run alone. With it, a micro-batch that fills the memory is cut in two if that saves
+more than a thirty-second of it."""
 RULE_SOURCES: dict[LearningRateRule, str] = {
     "linear": "Goyal et al. 2017, arXiv:1706.02677 (SGD): learning rate × (batch ÷ base batch)",
     "sqrt": "Malladi et al. 2022, arXiv:2205.10287 (Adam): learning rate × √(batch ÷ base batch)",
@@ -59,6 +75,82 @@ def check_multiple(target_batch: int, world_size: int, multiple: int) -> None:
             f"a target batch of {target_batch:,} over {world_size} ranks leaves a rank without a micro-batch "
             f"of {multiple}: use {world_size * multiple:,} or more, or start fewer ranks"
         )
+
+
+def shares(samples: int, limits: Sequence[int], multiple: int = 1) -> list[int]:
+    """Share samples among ranks as evenly as their limits allow; what is left over goes to the largest.
+
+    A step takes the fewest micro-batches that all ranks together allow: k = ⌈T ÷ Σ limits⌉. Within k micro-
+    batches of its limit, each rank takes the same number of samples, so that a small GPU takes what it can
+    and the others take the rest evenly. Shares sum to exactly T; a rank may take none.
+
+    Args:
+        samples: samples of a batch.
+        limits: the largest micro-batch of each rank.
+        multiple: number whose multiples all shares are, but for the last one if ``samples`` is none.
+    """
+    if multiple > 1:
+        units, rest = divmod(samples, multiple)
+        found = [multiple * one for one in shares(units, [max(1, one // multiple) for one in limits])]
+        return [*found[:-1], found[-1] + rest]
+    count = math.ceil(samples / sum(limits))
+    # The smallest ranks are filled first. Of equal ranks the last is, so that the first gets what is left.
+    order = sorted(range(len(limits)), key=lambda rank: (limits[rank], -rank))
+    found, left = [0] * len(limits), samples
+    for number, rank in enumerate(order):
+        found[rank] = min(count * limits[rank], left // (len(limits) - number))
+        left -= found[rank]
+    return found
+
+
+def cut_by_area(sizes: Sizes, limits: Counts, *, fixed: float, ranks: int = 1) -> list[int]:
+    """Cut a sorted list into contiguous micro-batches of the least padded area.
+
+    Args:
+        sizes: sizes of the samples, the largest first.
+        limits: the largest micro-batch that may begin with each sample.
+        fixed: cost of a micro-batch besides its area.
+        ranks: ranks that share each micro-batch, and wait for the one with most of its samples.
+
+    Returns:
+        The samples of each micro-batch, in order. Among equal costs, the smaller micro-batch comes first.
+    """
+    count = len(sizes)
+    counts = np.ceil(np.arange(1, count + 1, dtype=np.float64) / ranks)
+    best = np.zeros(count + 1)
+    taken = np.zeros(count, dtype=np.int64)
+    for start in range(count - 1, -1, -1):
+        most = min(int(limits[start]), count - start)
+        totals = sizes[start] * counts[:most] + best[start + 1 : start + most + 1]
+        taken[start] = chosen = int(totals.argmin()) + 1
+        best[start] = fixed + totals[chosen - 1]
+    found: list[int] = []
+    start = 0
+    while start < count:
+        found.append(int(taken[start]))
+        start += found[-1]
+    return found
+
+
+def fewest_joined(sizes: Sizes, limits: Callable[[Sizes], Counts]) -> list[int]:
+    """Cut a sorted list of samples that are joined, and not padded, into the fewest contiguous micro-batches.
+
+    Each takes as many samples as fit. Their cost is that of their samples in any cut, and a fixed part each.
+
+    Args:
+        sizes: sizes of the samples, the largest first.
+        limits: returns the largest micro-batches of samples of the given mean sizes.
+
+    Returns:
+        The samples of each micro-batch, in order.
+    """
+    found: list[int] = []
+    while sum(found) < len(sizes):
+        rest = sizes[sum(found) :]
+        counts = np.arange(1, len(rest) + 1)
+        fits = counts <= limits(np.cumsum(rest) / counts)
+        found.append(max(1, len(rest) if fits.all() else int(fits.argmin())))
+    return found
 
 
 def learning_rate_factor(rule: LearningRateRule, *, target_batch: int, base_batch: int | None) -> float:

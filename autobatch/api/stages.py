@@ -25,9 +25,8 @@ from autobatch.core.progress import Progress
 from autobatch.core.records.plan import Plan, RunOrder
 from autobatch.core.records.probe import Probe, RankLimit
 from autobatch.core.records.tuning import Tuning
-from autobatch.distributed.joint_split import agree_on_cut
 from autobatch.distributed.launch import check_equal
-from autobatch.distributed.rank_plan import limits_over_ranks, spread
+from autobatch.distributed.rank_plan import agree_on_cut, limits_over_ranks, spread
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ONCE, ShardLayout
 from autobatch.planning import launched_world_size, make_plan, micro_batches, rank_share

@@ -21,7 +21,7 @@ from autobatch.core.files import UNREADABLE
 from autobatch.core.knobs import parse_knobs
 from autobatch.core.options import MOST_WORKERS, Options, fields_of
 from autobatch.core.text import LONGEST_VALUE, is_text, printable, quoted
-from autobatch.core.units import TiB, parse_budget, parse_multiple
+from autobatch.core.units import TiB, parse_budget
 from autobatch.core.usual_words import answer_to
 
 LARGEST_INTEGER = 2**63 - 1
@@ -114,7 +114,6 @@ def _check(command: str, values: Mapping[str, Any], names: Mapping[str, str]) ->
     for name, parse in (
         ("memory_budget", lambda budget: parse_budget(budget, whole_bytes=TiB)),
         ("knobs", parse_knobs),
-        ("size_multiple", parse_multiple),
     ):
         if values.get(name) is not None:
             try:

@@ -34,7 +34,6 @@ class SearchKeywords(CommonKeywords, total=False):
     time_limit: float | None
     max_grad_norm: float | None
     ema: float | None
-    size_multiple: str | int | None
     memory_viz: StrPath | None
     ranks: int | None
     parallel: Literal["auto", "replicate", "shard"]

@@ -127,10 +127,6 @@ class SearchOptions(Section, frozen=True, kw_only=True):
             "Samples at the start of a stream to plan from. Without it: 1000.", "what to train", COMMANDS, "N"
         ),
     ] = None
-    size_multiple: Annotated[
-        str | int | None,
-        Option("Pad samples to multiples of N. auto: at most 8 sizes.", "memory", RUNS, "N|auto"),
-    ] = None
     own_loop: Annotated[
         bool,
         Option(

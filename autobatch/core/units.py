@@ -79,17 +79,3 @@ def format_bytes(size: int | None) -> str:
         del names[0]
     decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{decimals}f} {names[0]}"
-
-
-def parse_multiple(asked: str | int) -> int | None:
-    """Return the multiple that was asked for; None for ``auto``.
-
-    Raises:
-        InputError: it is neither ``auto`` nor a whole number of at least 1.
-    """
-    if asked == "auto":
-        return None
-    text = str(asked)
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) < 2**31):
-        raise InputError(f"{quoted(text)} is invalid: write auto, or a whole number of at least 1")
-    return int(text)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from bisect import bisect_left
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from autobatch.core.records.device import DeviceRecord
-from autobatch.core.records.plan import Plan, RankPlan
+from autobatch.core.records.plan import Plan, RankPlan, SizeCut
 from autobatch.core.records.probe import RankLimit
 from autobatch.distributed.engine import Engine
-from autobatch.distributed.joint_split import JointSizeSplit
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ShardLayout
-from autobatch.distributed.shares import Place, RankSplit, kinds_of, least_of_each_kind, shares
-from autobatch.planning import micro_batches
-from autobatch.workload.size_split import SizeSplit
-from autobatch.workload.split import Split
+from autobatch.planning import micro_batches, shares
+from autobatch.workload.split import SizeSplit, Split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,6 +26,19 @@ if TYPE_CHECKING:
     from autobatch.distributed.sharding.model import ShardedModel
     from autobatch.step.train_state import TrainState
     from autobatch.workload.contract import Collated
+    from autobatch.workload.split import Sizes
+
+CLOSE_BUDGETS = 0.02
+"""Relative difference of the budgets of two GPUs of one kind."""
+
+
+class Place(NamedTuple):
+    """The memory that a rank trains in."""
+
+    device: str
+    """Name of the device."""
+    total_bytes: int
+    budget_bytes: int
 
 
 def limits_over_ranks(ranks: Ranks, limit: int, device: DeviceRecord) -> list[RankLimit]:
@@ -46,6 +58,26 @@ def limits_over_ranks(ranks: Ranks, limit: int, device: DeviceRecord) -> list[Ra
     ]
 
 
+def kinds_of(places: Sequence[Place]) -> list[int]:
+    """Return the kind of each rank, named by the first rank of it: one device, and close budgets."""
+    firsts: list[int] = []
+    kinds: list[int] = []
+    for rank, place in enumerate(places):
+        kind = next((one for one in firsts if _are_alike(places[one], place)), rank)
+        if kind == rank:
+            firsts.append(rank)
+        kinds.append(kind)
+    return kinds
+
+
+def least_of_each_kind(limits: Sequence[int], kinds: Sequence[int]) -> list[int]:
+    """Return the limits with that of every rank lowered to the least of its kind."""
+    least: dict[int, int] = {}
+    for limit, kind in zip(limits, kinds, strict=True):
+        least[kind] = min(limit, least.get(kind, limit))
+    return [least[kind] for kind in kinds]
+
+
 def spread(plan: Plan, limits: Sequence[RankLimit], layout: ShardLayout | None = None) -> Plan:
     """Return the plan of one process, spread over all ranks.
 
@@ -54,15 +86,14 @@ def spread(plan: Plan, limits: Sequence[RankLimit], layout: ShardLayout | None =
         limits: of all ranks.
         layout: the model that the ranks share; None if each has a whole one.
     """
-    unit = plan.multiple
-    in_units = shares(plan.target_batch // unit, [max(1, one.limit // unit) for one in limits])
+    samples_of = shares(plan.target_batch, [one.limit for one in limits], plan.multiple)
     of_ranks = [
         RankPlan(
             **{name: getattr(one, name) for name in RankLimit.__struct_fields__},
             samples=samples,
             micro_batches=micro_batches(samples, one.limit, plan.multiple),
         )
-        for one, samples in zip(limits, [unit * one for one in in_units], strict=True)
+        for one, samples in zip(limits, samples_of, strict=True)
     ]
     first = of_ranks[0].micro_batches
     return msgspec.structs.replace(
@@ -87,16 +118,50 @@ def limit_of_rank(ranks: Ranks, plan: Plan) -> int:
 
 def share_of_rank(ranks: Ranks, plan: Plan, samples: int) -> int:
     """Return the samples that this rank takes of a batch of this size."""
-    return shares(samples, [one.limit for one in plan.ranks])[ranks.rank] if plan.ranks else samples
+    limits = [one.limit for one in plan.ranks]
+    return shares(samples, limits, plan.multiple)[ranks.rank] if limits else samples
 
 
-def split_of_rank(ranks: Ranks, plan: Plan, split: Split) -> Split:
-    """Return the split of this rank, which splits its share as ``split`` would a whole batch."""
-    if ranks.world == 1:
-        return split
-    if isinstance(split, SizeSplit):
-        return JointSizeSplit(split, ranks.rank, [split.largest] * ranks.world)
-    return RankSplit(split, ranks.rank, [one.limit for one in plan.ranks])
+def agree_on_cut(ranks: Ranks, cut: SizeCut | None) -> SizeCut | None:
+    """Return the cut by which all ranks split; all of them call it.
+
+    Args:
+        ranks: the ranks.
+        cut: the cut of this rank; None to split by count.
+
+    Returns:
+        For every size the least limit of any rank. None if a rank splits by count, or has other samples.
+    """
+    found = [
+        None if one is None else msgspec.convert(one, SizeCut)
+        for one in ranks.gather(None if cut is None else msgspec.to_builtins(cut))
+    ]
+    cuts = [one for one in found if one is not None]
+    if len(cuts) < ranks.world or len({one.digest for one in cuts}) > 1:
+        return None
+    knots = sorted({size for one in cuts for size in one.sizes})
+    least = [min(_limit_at(one, size) for one in cuts) for size in knots]
+    return msgspec.structs.replace(cuts[0], sizes=knots, micro_batches=least)
+
+
+def split_for(ranks: Ranks, plan: Plan, sizes: Sizes | None, measured_every: int | None) -> Split:
+    """Return the split of this rank.
+
+    Args:
+        ranks: the ranks.
+        plan: the plan.
+        sizes: size of each sample if the plan cuts by size.
+        measured_every: batches from one measurement of the gradient noise to the next.
+    """
+    if plan.size_cut is None or sizes is None:
+        return Split(ranks.rank, [one.limit for one in plan.ranks], plan.multiple)
+    return SizeSplit(
+        sizes=sizes,
+        cut=plan.size_cut,
+        measured_every=measured_every,
+        rank=ranks.rank,
+        limits=[max(plan.size_cut.micro_batches)] * ranks.world,
+    )
 
 
 def layout_of(plan: Plan) -> ShardLayout | None:
@@ -140,7 +205,7 @@ def open_engine(
     Args:
         ranks: the ranks.
         plan: of `spread`, if several ranks run.
-        split: of `split_of_rank`.
+        split: of `split_for`.
         train_state: what trains.
         spare: returns a small micro-batch on the device, with its samples.
     """
@@ -151,10 +216,19 @@ def open_engine(
     from autobatch.distributed.replicate import Replicate
 
     assert isinstance(ranks, Group)
-    assert isinstance(split, RankSplit)
     kinds = [one.kind for one in plan.ranks]
     if train_state.shared is None:
         return Replicate(ranks, split, kinds, train_state, spare)
     from autobatch.distributed.sharding.engine import Shard
 
     return Shard(ranks, split, kinds, train_state, spare)
+
+
+def _limit_at(cut: SizeCut, size: float) -> int:
+    """Return the limit of a cut for samples up to a size: that of the next knot."""
+    return cut.micro_batches[min(bisect_left(cut.sizes, size), len(cut.sizes) - 1)]
+
+
+def _are_alike(one: Place, other: Place) -> bool:
+    is_same = (one.device, one.total_bytes) == (other.device, other.total_bytes)
+    return is_same and math.isclose(one.budget_bytes, other.budget_bytes, rel_tol=CLOSE_BUDGETS)

@@ -25,7 +25,6 @@ from autobatch.distributed.engine import Engine, OutOfMemory
 from autobatch.distributed.group import Group
 from autobatch.distributed.messages import as_rank_lost
 from autobatch.distributed.reduce import Reduction
-from autobatch.distributed.shares import RankSplit
 from autobatch.step.loss_share import StepTotals
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import Rows
@@ -33,6 +32,7 @@ from autobatch.workload.contract import Collated, WholeBatchLoss
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.rng import preserved_random_state
+from autobatch.workload.split import Split
 
 Spare = Callable[[], tuple[Collated, int]]
 """Returns a micro-batch on the device with its samples, for a rank that has none."""
@@ -47,7 +47,7 @@ class GroupEngine(Engine):
         kinds: the kind of each rank; those of one kind have one limit.
     """
 
-    def __init__(self, group: Group, split: RankSplit, kinds: Sequence[int]) -> None:
+    def __init__(self, group: Group, split: Split, kinds: Sequence[int]) -> None:
         self.ranks: Group = group
         self._split = split
         self._kinds = kinds
@@ -113,7 +113,7 @@ class Replicate(GroupEngine):
     """
 
     def __init__(
-        self, group: Group, split: RankSplit, kinds: Sequence[int], train_state: TrainState, spare: Spare
+        self, group: Group, split: Split, kinds: Sequence[int], train_state: TrainState, spare: Spare
     ) -> None:
         super().__init__(group, split, kinds)
         self._reduction = Reduction(group)

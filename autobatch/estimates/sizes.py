@@ -19,7 +19,7 @@ from autobatch.search.sizes.hazards import hazard_in_model, is_padded
 from autobatch.search.sizes.plan_split import with_expectations
 from autobatch.workload.contract import is_stream
 from autobatch.workload.data import WorstCaseSampler
-from autobatch.workload.size_split import digest_of
+from autobatch.workload.split import digest_of
 
 Sizes = NDArray[np.float64]
 
@@ -84,4 +84,4 @@ def _cut(points: list[CurvePoint], sizes: Sizes, plan: Plan, seed: int) -> SizeC
         limits_by="replay",
         digest=digest_of(sizes),
     )
-    return with_expectations(cut, sizes, plan, seed)
+    return with_expectations(cut, sizes, plan, seed)[0]

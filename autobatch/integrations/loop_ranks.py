@@ -9,7 +9,7 @@ from autobatch.core.records.plan import Plan
 from autobatch.distributed.launch import check_equal
 from autobatch.distributed.messages import Messages, join_loop
 from autobatch.distributed.reduce import Reduction
-from autobatch.distributed.shares import shares
+from autobatch.planning import shares
 from autobatch.step.gradients import exchange_buffer, norm_of
 from autobatch.step.loss_share import StepTotals
 from autobatch.step.train_state import TrainState

@@ -31,7 +31,7 @@ from autobatch.workload.contract import Collated, Loss, kind_of
 from autobatch.workload.data import size_of_sample
 from autobatch.workload.nested import form_of
 from autobatch.workload.order import GlobalBatch
-from autobatch.workload.size_split import SizeSplit
+from autobatch.workload.split import SizeSplit
 
 if TYPE_CHECKING:
     from autobatch.integrations.loop_ranks import LoopRanks

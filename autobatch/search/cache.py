@@ -37,7 +37,7 @@ DIGEST = re.compile("[0-9a-f]{16}")
 """Form of a value of the key that is too long to keep."""
 ASKED_FOR = {
     "budget_bytes", "device", "device_kind", "total_bytes", "precision", "gradient_dtype", "max_grad_norm",
-    "ema", "whole_batch", "keeps_batches", "parallel", "size_multiple",
+    "ema", "whole_batch", "keeps_batches", "parallel",
 }  # fmt: skip
 """Fields of the key that options change: an answer to another question is not stale."""
 CLOSE_BUDGETS = 0.05

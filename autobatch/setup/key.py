@@ -14,7 +14,6 @@ from autobatch.setup.attempt import TrainSetup
 from autobatch.step.optimizers import argument_of
 from autobatch.workload.contract import WholeBatchLoss, Workload
 from autobatch.workload.nested import tensors_of
-from autobatch.workload.size_multiple import multiple_of
 
 KeyValue = str | int | None
 
@@ -57,7 +56,6 @@ def device_key(setup: TrainSetup) -> dict[str, KeyValue]:
         "precision": setup.precision,
         # None as in the keys of runs that knew no other type.
         "gradient_dtype": None if setup.gradient_dtype == "fp32" else setup.gradient_dtype,
-        "size_multiple": multiple_of(setup.workload),
         "device": device.name,
         "device_kind": device.kind,
         "total_bytes": device.total_bytes,

@@ -33,8 +33,7 @@ from autobatch.workload.data_digest import DataDigest, digest_data
 from autobatch.workload.demo import MEMORY_BUDGET
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.sampler_order import epoch_of
-from autobatch.workload.size_multiple import in_multiples, multiple_notes
-from autobatch.workload.size_split import digest_of
+from autobatch.workload.split import digest_of
 from autobatch.workload.streams import ENDLESS, is_open_ended, scanned, stream_notes
 
 
@@ -129,9 +128,7 @@ def open_setup(
     check_loss_of_ranks(workload, role.shard)
     budget = budget_of(options, is_demo=is_demo)
     stream = workload.train_data if is_stream(workload.train_data) else None
-    workload = in_multiples(
-        scanned(workload, options.search.scan), options.search.size_multiple, seed=options.device.seed
-    )
+    workload = scanned(workload, options.search.scan)
     device = open_device(options.device.device, memory_budget=budget, environ=environ)
     if role.may_share:
         check_whole(workload, device)
@@ -240,7 +237,6 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
             *device.notes,
             *stream_notes(workload.train_data),
             *setup.worst_case.notes,
-            *multiple_notes(workload, sizes),
             *whole_batch_notes(workload, setup.whole_batch),
             *gradient_sum_notes(setup.model, setup.gradient_dtype),
             *placement_notes(setup.model),

@@ -14,7 +14,7 @@ from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
 from autobatch.core.options import Options
 from autobatch.core.records.plan import Plan
 from autobatch.device.base import Meter
-from autobatch.distributed.rank_plan import limit_of_rank, model_of_ranks, open_engine, split_of_rank
+from autobatch.distributed.rank_plan import limit_of_rank, model_of_ranks, open_engine, split_for
 from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import Session
@@ -33,8 +33,7 @@ from autobatch.workload.loader_parts import Loading
 from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler, Order
 from autobatch.workload.rng import seed_everything, seed_rank
-from autobatch.workload.size_split import SizeSplit, digest_of
-from autobatch.workload.split import CountSplit, Split
+from autobatch.workload.split import Split, digest_of
 from autobatch.workload.streams import StreamSampler, StreamView, count_samples, told_length
 from autobatch.workload.user_code import user_code
 from autobatch.workload.worker import start_method
@@ -123,7 +122,7 @@ def open_loop(
     fed = feed_options(plan, options, loading, None if is_stream else seeded_before, note)
     if isinstance(sampler, StreamSampler):
         sampler.view.read_with(**stream_workers(fed, loading))
-    split = split_of_rank(ranks, plan, split_of(setup, plan))
+    split = split_of(setup, plan, ranks)
     gpu = gpu_of(setup.device, plan.knobs, loading)
     with (
         setup.device.training() as meter,
@@ -151,22 +150,20 @@ def on_stream(setup: TrainSetup, sampler: GlobalBatchSampler) -> TrainSetup:
     return replace(setup, workload=replace(setup.workload, train_data=sampler.view))
 
 
-def split_of(setup: TrainSetup, plan: Plan) -> Split:
-    """Return the split of a plan.
+def split_of(setup: TrainSetup, plan: Plan, ranks: Ranks) -> Split:
+    """Return the split of this rank in a plan.
 
     Raises:
         InputError: it cuts by size, and the sizes of the samples are not those that it was planned for.
     """
     cut = plan.size_cut
-    if cut is None:
-        return CountSplit(plan.multiple)
-    sizes = setup.worst_case.sizes()
-    if sizes is None or digest_of(sizes) != cut.digest:
+    sizes = None if cut is None else setup.worst_case.sizes()
+    if cut is not None and (sizes is None or digest_of(sizes) != cut.digest):
         raise InputError(
             "the sizes of the training samples are not those that the plan was made for, so its batches "
             "would be cut at other places: give the same data, or use --split count"
         )
-    return SizeSplit(sizes=sizes, cut=cut, measured_every=NoiseScale.every)
+    return split_for(ranks, plan, sizes, NoiseScale.every)
 
 
 def split_changes(setup: TrainSetup, plan: Plan, split: Literal["auto", "count", "size"]) -> list[str]:
@@ -174,7 +171,7 @@ def split_changes(setup: TrainSetup, plan: Plan, split: Literal["auto", "count",
     if split not in ("auto", plan.split):
         return ["--split"]
     try:
-        split_of(setup, plan)
+        split_of(setup, plan, Alone())
     except InputError:
         return ["sizes of the samples"]
     return []

@@ -41,7 +41,7 @@ from autobatch.workload.feed import Feed
 from autobatch.workload.nested import feed
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.rng import RandomState, capture_random_state
-from autobatch.workload.split import CountSplit, MicroBatchIds, Split
+from autobatch.workload.split import MicroBatchIds, Split
 from autobatch.workload.user_code import user_code
 
 LEAST_LOSS_SCALE = 2.0**-10
@@ -65,7 +65,7 @@ class Loop:
     meter: Meter
     micro_batch: int
     """The largest micro-batch to run; shrinks after an out-of-memory error."""
-    split: Split = field(default_factory=CountSplit)
+    split: Split = field(default_factory=Split)
     """Forms the micro-batches of each batch."""
     engine: Engine = field(default_factory=Engine)
     """The ranks that train each batch together."""

@@ -28,7 +28,6 @@ _BIT_EXACT_KEYS = {
     "torch": "torch",
     "precision": "--precision",
     "gradient_dtype": "--gradient-dtype",
-    "size_multiple": "--size-multiple",
 }
 """Entries of the setup's key that a bit-exact resume depends on, with their names in messages."""
 

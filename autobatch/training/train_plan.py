@@ -17,7 +17,7 @@ from autobatch.core.units import GiB, format_bytes
 from autobatch.core.version import versions
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.oom import memory_named
-from autobatch.distributed.rank_plan import limit_of_rank, share_of_rank, split_of_rank
+from autobatch.distributed.rank_plan import limit_of_rank, share_of_rank
 from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.key import device_key
@@ -195,7 +195,7 @@ def _check_split(
     Raises:
         InputError: the loss cannot be split into micro-batches.
     """
-    split = split_of_rank(ranks, plan, split_of(setup, plan))
+    split = split_of(setup, plan, ranks)
     notes, found = check_loss_splits(
         setup,
         micro_batch=split.of_longest(limit_of_rank(ranks, plan)),

@@ -38,7 +38,7 @@ from autobatch.workload.data import load_micro_batch
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.sampler_order import epoch_of
-from autobatch.workload.split import CountSplit
+from autobatch.workload.split import Split
 
 if TYPE_CHECKING:
     from autobatch.tuning.study import StoredTrial, Study
@@ -298,7 +298,7 @@ def _train(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> Iter
     ):
         seed_everything(seed)
         for batch in sampler.batches():
-            parts = CountSplit(task.multiple).parts(batch, task.micro_batch)
+            parts = Split(multiple=task.multiple).parts(batch, task.micro_batch)
             fetched = ((load_micro_batch(setup.workload, part.ids), len(part.ids)) for part in parts)
             placed = train_state.passing(batches_of(setup, meter, fetched), len(parts))
             yield train_step(train_state, placed, len(batch.ids)), train_state.scaler is not None

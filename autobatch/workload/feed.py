@@ -20,7 +20,7 @@ from autobatch.workload.contract import Collated
 from autobatch.workload.data import collate_samples, fetch
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.rng import capture_random_state, restore_random_state, seed_generators
-from autobatch.workload.split import CountSplit, MicroBatchIds, Split
+from autobatch.workload.split import MicroBatchIds, Split
 
 COLLATING = -1
 """Takes the place of a sample's index in the seed of a collate function."""
@@ -81,7 +81,7 @@ class SeededFeed:
 
     def __init__(self, collate: SeededCollate, split: Split | None = None) -> None:
         self._collate = collate
-        self._split = CountSplit() if split is None else split
+        self._split = Split() if split is None else split
 
     def collated(self, batch: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
         """See `Feed`."""

@@ -28,7 +28,7 @@ from autobatch.workload.contract import Collated
 from autobatch.workload.feed import SeededCollate
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.socket_folder import open_socket_folder
-from autobatch.workload.split import CountSplit, MicroBatchIds, Split
+from autobatch.workload.split import MicroBatchIds, Split
 from autobatch.workload.worker import Failure, MicroBatchDataset, start_method, start_worker
 from autobatch.workload.worker_exit import WorkerExits
 
@@ -72,7 +72,7 @@ class WorkerFeed:
         init_worker: Callable[[int], object] | None = None,
     ) -> None:
         self._collate = collate
-        self._split = CountSplit() if split is None else split
+        self._split = Split() if split is None else split
         self._time_limit_s = time_limit_s
         self._batches = batches
         self._settings: dict[str, Any] = {

@@ -37,8 +37,7 @@ from autobatch.setup.attempt import TrainSetup, attempt
 from autobatch.setup.setup import open_setup
 from autobatch.training.build import build_sampler, open_loop
 from autobatch.training.noise_scale import NoiseScale
-from autobatch.workload.size_split import SizeSplit
-from autobatch.workload.split import CountSplit, Split
+from autobatch.workload.split import SizeSplit, Split
 from benchmarks.gpu.journal import DONE, Journal, last_call
 from benchmarks.ragged.workloads import PAIRS, workload
 from benchmarks.report import save, surroundings
@@ -128,7 +127,7 @@ class Run(NamedTuple):
             order=Order(TARGET, self.seed),
             is_padded=not joins_samples(setup, sizes, program),
         )
-        split: Split = CountSplit()
+        split: Split = Split()
         micro_batch = plan.micro_batch
         if plan.size_cut is not None:
             split = SizeSplit(sizes=sizes, cut=plan.size_cut, measured_every=NoiseScale.every)

@@ -32,7 +32,7 @@ from autobatch.step.restore import temporary_weights
 from autobatch.step.train_step import accumulate, train_step
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
-from autobatch.workload.size_split import SizeSplit
+from autobatch.workload.split import SizeSplit
 from benchmarks.gpu.journal import DONE, Journal, last_call
 from benchmarks.ragged.workloads import VOCABULARY, Gpt, workload
 from benchmarks.report import save, surroundings

@@ -28,12 +28,7 @@ SAMPLES: dict[Any, list[Any]] = {
     os.PathLike[str]: [Path("a/b")],
     Sequence[str]: [["a", "b"], ("a",)],
 }
-TEXTS = {
-    "device": "cuda:1",
-    "memory_budget": "80%",
-    "knobs": "precision,compile",
-    "size_multiple": "auto",
-}
+TEXTS = {"device": "cuda:1", "memory_budget": "80%", "knobs": "precision,compile"}
 """Text of the options that are checked beyond their type."""
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.core.errors import InputError
-from autobatch.core.units import GiB, KiB, MiB, TiB, format_bytes, parse_budget, parse_bytes, parse_multiple
+from autobatch.core.units import GiB, KiB, MiB, TiB, format_bytes, parse_budget, parse_bytes
 
 UNITS = {"": 1, "B": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": TiB, "K": KiB, "MB": 10**6, "GB": 10**9}
 
@@ -92,14 +92,3 @@ def test_a_share_is_over_0_and_at_most_100_percent(text: str) -> None:
 def test_a_budget_may_be_a_size() -> None:
     assert parse_budget("6GiB", whole_bytes=1) == 6 * GiB
     assert parse_budget(4096, whole_bytes=1) == 4096
-
-
-@pytest.mark.parametrize(("asked", "multiple"), [("auto", None), ("16", 16), (8, 8)])
-def test_a_multiple_is_auto_or_a_whole_number(asked, multiple) -> None:
-    assert parse_multiple(asked) == multiple
-
-
-@pytest.mark.parametrize("asked", ["", "0", "-8", "1.5", "many", "²", 2**31, True])
-def test_any_other_multiple_is_invalid(asked) -> None:
-    with pytest.raises(InputError, match="write auto"):
-        parse_multiple(asked)

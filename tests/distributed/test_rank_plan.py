@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from autobatch.core.records.device import DeviceRecord
+from autobatch.core.records.plan import SizeCut
 from autobatch.distributed.engine import Engine
 from autobatch.distributed.rank_plan import (
+    Place,
+    agree_on_cut,
+    kinds_of,
+    least_of_each_kind,
     limit_of_rank,
     limits_over_ranks,
     open_engine,
     share_of_rank,
-    split_of_rank,
+    split_for,
     spread,
 )
 from autobatch.distributed.ranks import Alone
 from autobatch.planning import make_plan
-from autobatch.workload.split import CountSplit
+from autobatch.workload.order import GlobalBatch
+from autobatch.workload.split import Split
 from tests.support.training import make_loop, make_workload
 
 DEVICE = DeviceRecord(kind="cpu", name="a CPU", total_bytes=9, budget_bytes=5, budget_source="as set")
@@ -33,8 +42,9 @@ def test_one_process_keeps_its_plan() -> None:
     plan = make_plan(target_batch=7, micro_batch_limit=3, learning_rate=0.1)
     assert limit_of_rank(Alone(), plan) == 3
     assert share_of_rank(Alone(), plan, 7) == 7
-    split = CountSplit()
-    assert split_of_rank(Alone(), plan, split) is split
+    split = Split()
+    batch = GlobalBatch(0, 0, list(range(7)))
+    assert split_for(Alone(), plan, None, None).parts(batch, 3) == split.parts(batch, 3)
     train_state = make_loop(make_workload()).train_state
     assert type(open_engine(Alone(), plan, split, train_state, lambda: (None, 0))) is Engine
 
@@ -50,3 +60,41 @@ def test_every_rank_gets_its_part_of_the_batch() -> None:
     assert (plan.world_size, plan.micro_batch, plan.accumulation_steps) == (3, 7, 2)
     assert limit_of_rank(Three(), plan) == 9
     assert share_of_rank(Three(), plan, 33) == 15
+
+
+def test_ranks_of_one_kind_get_the_least_of_it() -> None:
+    big, small = Place("A", 40, 1000), Place("B", 8, 100)
+    places = [big, small, big._replace(budget_bytes=985), big._replace(budget_bytes=900)]
+    kinds = kinds_of(places)
+    assert kinds == [0, 1, 0, 3]
+    assert least_of_each_kind([10, 2, 9, 8], kinds) == [9, 2, 9, 8]
+
+
+class Two(Alone):
+    """Ranks of which the other has another cut."""
+
+    world = 2
+
+    def __init__(self, other: SizeCut | None) -> None:
+        self.other = other
+
+    def gather(self, value):
+        return [value, None if self.other is None else msgspec.to_builtins(self.other)]
+
+
+def cut_at(sizes: list[float], limits: list[int], digest: str = "same") -> SizeCut:
+    return SizeCut(sizes=sizes, micro_batches=limits, limits_by="replay", digest=digest)
+
+
+def test_ranks_agree_on_the_least_limit_for_every_size() -> None:
+    own, other = cut_at([8.0, 64.0], [16, 2]), cut_at([8.0, 32.0, 64.0], [12, 5, 3])
+    found = agree_on_cut(Two(other), own)
+    assert found is not None
+    assert (found.sizes, found.micro_batches) == ([8.0, 32.0, 64.0], [12, 2, 2])
+    assert agree_on_cut(Alone(), own) == own
+
+
+@pytest.mark.parametrize("other", [None, cut_at([64.0], [2], digest="other")])
+def test_all_ranks_split_by_count_if_one_does_or_has_other_samples(other: SizeCut | None) -> None:
+    assert agree_on_cut(Two(other), cut_at([64.0], [2])) is None
+    assert agree_on_cut(Two(cut_at([64.0], [2])), None) is None

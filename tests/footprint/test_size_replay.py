@@ -11,7 +11,7 @@ from autobatch.footprint.size_program import Shape, SizeProgram
 from autobatch.footprint.size_replay import replay_batches
 from autobatch.search.sizes.curve import trace_sizes
 from autobatch.setup.trace import setting_of
-from autobatch.workload.split import CountSplit
+from autobatch.workload.split import Split
 from tests.support.ragged import Sequences, ragged_split, ragged_workload, simulated_setup, wide_model
 from tests.support.training import make_loop
 
@@ -44,7 +44,7 @@ def real_peaks(workload, setup, split, micro_batch: int, target: int) -> list[tu
 ])  # fmt: skip
 def test_peaks_are_those_of_training(traced, by_size: bool, target: int, micro_batch: int) -> None:
     workload, setup, sizes, program = traced
-    split = ragged_split(workload, micro_batch) if by_size else CountSplit()
+    split = ragged_split(workload, micro_batch) if by_size else Split()
     largest = split.largest if by_size else micro_batch
     real = real_peaks(workload, setup, split, largest, target)
     loop = make_loop(workload, target_batch=target, steps=STEPS)

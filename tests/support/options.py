@@ -25,6 +25,7 @@ CHANGED: dict[str, Any] = {
     "lr_trials": 6,
     "max_grad_norm": 0.5,
     "max_micro_batch": 3,
+    "micro_batch_multiple": 2,
     "memory_budget": "123MiB",
     "memory_viz": "memory.pickle",
     "micro_batch": 2,
@@ -61,8 +62,6 @@ CHANGED: dict[str, Any] = {
     "warmup_samples": 100,
     "workers": 2,
     "world_size": 3,
-    "size_multiple": "auto",
-    "micro_batch_multiple": 2,
     "own_loop": True,
 }
 

@@ -12,16 +12,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
-from autobatch.core.records.plan import MicroBatchCost, SizeCut
+from autobatch.core.records.plan import SizeCut
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.setup.attempt import TrainSetup
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
 from autobatch.workload.data import WorstCaseSampler
-from autobatch.workload.size_split import SizeSplit, digest_of
+from autobatch.workload.split import SizeSplit, digest_of
 from tests.support.training import IGNORED, info_nce, language_model, make_loop
-
-COST = MicroBatchCost(fixed=1.0, per_sample=0.1, per_size=0.2)
 
 
 class Sequences:
@@ -87,7 +85,7 @@ def ragged_split(workload: Workload, limit: int = 5, *, measured_every: int | No
     assert sizes is not None
     knots = sorted({float(size) for size in sizes})
     limits = [limit + 2 * (len(knots) - 1 - number) for number in range(len(knots))]
-    cut = SizeCut(sizes=knots, micro_batches=limits, limits_by="replay", cost=COST, digest=digest_of(sizes))
+    cut = SizeCut(sizes=knots, micro_batches=limits, limits_by="replay", digest=digest_of(sizes))
     return SizeSplit(sizes=sizes, cut=cut, measured_every=measured_every)
 
 

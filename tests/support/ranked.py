@@ -9,11 +9,10 @@ from typing import Any
 from autobatch.distributed.group import Group
 from autobatch.distributed.ranks import open_ranks
 from autobatch.distributed.replicate import Replicate
-from autobatch.distributed.shares import RankSplit
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import Workload
 from autobatch.workload.data import load_micro_batch
-from autobatch.workload.split import CountSplit
+from autobatch.workload.split import Split
 from tests.support.training import make_loop
 
 
@@ -31,7 +30,7 @@ def ranked_loop(
     **options: Any,
 ) -> Loop:
     """Build the loop of a rank, each of a kind of its own."""
-    split = RankSplit(CountSplit(), group.rank, limits)
+    split = Split(group.rank, limits)
     loop = make_loop(
         workload,
         micro_batch=limits[group.rank],

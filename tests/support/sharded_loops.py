@@ -17,13 +17,12 @@ from autobatch.distributed.group import Group
 from autobatch.distributed.sharding.engine import Shard
 from autobatch.distributed.sharding.model import Sharding
 from autobatch.distributed.sharding.state import map_leaves
-from autobatch.distributed.shares import RankSplit
 from autobatch.step.train_step import train_step
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop
 from autobatch.workload.contract import Workload
 from autobatch.workload.data import load_micro_batch
-from autobatch.workload.split import CountSplit
+from autobatch.workload.split import Split
 from tests.support.training import make_loop, make_workload, points
 
 SAMPLES = 12
@@ -82,7 +81,7 @@ def sharded_loop(
         arranged.append(Sharding(mesh=mesh, sync=sync)(whole, precision))
         return whole
 
-    split = RankSplit(CountSplit(), group.rank, limits)
+    split = Split(group.rank, limits)
     loop = make_loop(
         replace(workload, model=model),
         micro_batch=limits[group.rank],

@@ -7,7 +7,7 @@ import torch
 from autobatch.training.fetched import Fetched, Running
 from autobatch.training.phase_times import PhaseTimes
 from autobatch.workload.data import load_micro_batch
-from autobatch.workload.split import CountSplit, MicroBatchIds
+from autobatch.workload.split import MicroBatchIds, Split
 from tests.support.training import make_workload
 
 PARTS = [MicroBatchIds(0, range(2), [3, 1]), MicroBatchIds(0, range(2, 3), [7])]
@@ -37,7 +37,7 @@ def test_the_micro_batch_that_runs_is_blamed_in_both_passes_and_the_fullest_othe
     seen: list[tuple[tuple[int, int], bool]] = []
 
     def look() -> None:
-        seen.append((running.blamed(CountSplit(), 2), running.is_in_loss))
+        seen.append((running.blamed(Split(), 2), running.is_in_loss))
 
     look()
     for _ in range(2):
@@ -53,7 +53,7 @@ def test_the_micro_batch_that_runs_is_blamed_in_both_passes_and_the_fullest_othe
         ((1, 1), False),
         ((2, 1), False),
     ]
-    assert Running([], [], runs_twice=True).blamed(CountSplit(), 2) == (1, 1)
+    assert Running([], [], runs_twice=True).blamed(Split(), 2) == (1, 1)
 
 
 def test_one_pass_has_no_loss_after_it() -> None:

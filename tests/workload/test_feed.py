@@ -10,7 +10,7 @@ import torch
 from autobatch.workload.feed import COLLATING, SeededCollate, SeededFeed
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.rng import capture_random_state, seed_generators
-from autobatch.workload.split import CountSplit, MicroBatchIds
+from autobatch.workload.split import MicroBatchIds, Split
 from tests.support.feeds import Numbered
 from tests.support.kinds import Augmented
 from tests.support.training import points
@@ -41,9 +41,7 @@ def test_a_collate_function_is_seeded_by_the_first_sample_of_its_micro_batch() -
     def collate(samples):
         return random.random()
 
-    for part, found in zip(
-        CountSplit().parts(BATCH, 2), feed(collate=collate).collated(BATCH, 2), strict=True
-    ):
+    for part, found in zip(Split().parts(BATCH, 2), feed(collate=collate).collated(BATCH, 2), strict=True):
         seed_generators(1, 2, part.places[0], COLLATING)
         assert found == random.random()
 

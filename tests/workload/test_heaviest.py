@@ -8,7 +8,7 @@ import pytest
 from autobatch.workload import heaviest
 from autobatch.workload.heaviest import heaviest_batches
 from autobatch.workload.order import GlobalBatchSampler
-from autobatch.workload.split import CountSplit
+from autobatch.workload.split import Split
 
 SIZES = np.random.default_rng(0).lognormal(2, 1, 53)
 
@@ -21,7 +21,6 @@ def test_the_heaviest_batches_are_those_of_brute_force(last_batch, block: int, m
     found = heaviest_batches(sampler, SIZES, [1, 3, 4, 10], kept=5)
     for limit, numbers in found.items():
         totals = [
-            max(SIZES[part.ids].sum() for part in CountSplit().parts(batch, limit))
-            for batch in sampler.batches()
+            max(SIZES[part.ids].sum() for part in Split().parts(batch, limit)) for batch in sampler.batches()
         ]
         assert np.allclose([totals[number] for number in numbers], sorted(totals, reverse=True)[:5])

@@ -1,28 +1,254 @@
-"""Splits by count: every sample once, in order."""
+"""Splits of a batch over ranks, by count and by size, against brute force; one process is one rank."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autobatch.core.records.plan import SizeCut
+from autobatch.planning import cut_by_area, fewest_joined, micro_batches, shares, split_evenly
 from autobatch.workload.order import GlobalBatch
-from autobatch.workload.split import CountSplit, MicroBatchIds
+from autobatch.workload.split import MicroBatchIds, SizeSplit, Split, digest_of, size_of_part
+from tests.support.ragged import padded_and_real
+
+LIMITS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
 
-@given(st.integers(1, 40), st.integers(1, 50))
-def test_a_batch_splits_into_micro_batches_that_hold_every_sample_in_order(samples: int, limit: int) -> None:
-    ids = list(range(100, 100 + samples))
-    parts = CountSplit().parts(GlobalBatch(4, 1, ids), limit)
-    assert [sample for part in parts for sample in part.ids] == ids
-    assert [ids[place] for part in parts for place in part.places] == ids
-    assert all(part.batch_index == 4 for part in parts)
-    sizes = [len(part.ids) for part in parts]
-    assert max(sizes) <= limit
-    assert max(sizes) - min(sizes) <= 1
-    assert len(parts) == -(-samples // limit)
+@given(st.integers(1, 500), LIMITS)
+def test_shares_sum_to_the_batch_within_the_limits(samples: int, limits: list[int]) -> None:
+    found = shares(samples, limits)
+    count = math.ceil(samples / sum(limits))
+    assert sum(found) == samples
+    assert all(0 <= share <= count * limit for share, limit in zip(found, limits, strict=True))
+
+
+@given(st.integers(1, 14), st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_no_other_shares_are_more_even(samples: int, limits: list[int]) -> None:
+    count = math.ceil(samples / sum(limits))
+    caps = [range(count * limit + 1) for limit in limits]
+    others = [one for one in itertools.product(*caps) if sum(one) == samples]
+    assert sorted(shares(samples, limits)) == max(sorted(one) for one in others)
+
+
+@given(st.integers(1, 500), st.integers(1, 9), st.integers(1, 40))
+def test_equal_ranks_share_as_planned(samples: int, world: int, limit: int) -> None:
+    assert shares(samples, [limit] * world) == split_evenly(samples, world)
+
+
+@given(st.integers(0, 300), LIMITS)
+def test_the_slices_of_all_ranks_are_the_batch(samples: int, limits: list[int]) -> None:
+    batch = GlobalBatch(7, 1, [1000 + place for place in range(samples)])
+    found, counts = [], []
+    for rank, limit in enumerate(limits):
+        parts = Split(rank, limits).parts(batch, limit)
+        assert all(1 <= len(part.ids) <= limit and part.batch_index == 7 for part in parts)
+        assert [len(part.ids) for part in parts] == micro_batches(sum(len(p.ids) for p in parts), limit)
+        found += [(place, one) for part in parts for place, one in zip(part.places, part.ids, strict=True)]
+        counts.append(len(parts))
+    assert found == list(enumerate(batch.ids))
+    assert {Split(rank, limits).rounds(batch) for rank in range(len(limits))} == {max(counts)}
+    if len(limits) == 1:
+        assert Split().parts(batch, limits[0]) == Split(0, limits).parts(batch, limits[0])
 
 
 def test_a_failed_micro_batch_is_halved_upwards() -> None:
     for size, half in ((1, 1), (2, 1), (7, 4)):
-        assert CountSplit().halved(MicroBatchIds(0, range(size), [0] * size), 9) == half
-    assert CountSplit().of_longest(9) == 9
+        assert Split().halved(MicroBatchIds(0, range(size), [0] * size), 9) == half
+    assert Split().of_longest(9) == 9
+
+
+def partitions(items: list[float]):
+    """Yield every set partition."""
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for smaller in partitions(rest):
+        yield [[first], *smaller]
+        for number, group in enumerate(smaller):
+            yield [*smaller[:number], [first, *group], *smaller[number + 1 :]]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_cut_costs_as_little_as_the_best_of_all_set_partitions(seed: int, ranks: int) -> None:
+    """Each group costs what the rank with most of its samples takes."""
+    draw = random.Random(seed)
+    sizes = sorted((draw.randint(1, 60) for _ in range(7)), reverse=True)
+    room, fixed = draw.choice([80, 150, 400]), draw.choice([0.0, 20.0, 180.0])
+
+    def limit(size: float) -> int:
+        return ranks * max(1, room // int(size))
+
+    def cost(groups: list[list[float]]) -> float:
+        return sum(fixed + math.ceil(len(group) / ranks) * max(group) for group in groups)
+
+    limits = np.array([limit(size) for size in sizes])
+    counts = cut_by_area(np.array(sizes, dtype=float), limits, fixed=fixed, ranks=ranks)
+    assert sum(counts) == len(sizes)
+    found = [sizes[a:b] for a, b in itertools.pairwise([0, *itertools.accumulate(counts)])]
+    best = min(
+        cost(groups)
+        for groups in partitions(sizes)
+        if all(len(group) <= limit(max(group)) for group in groups)
+    )
+    assert cost(found) == pytest.approx(best, rel=1e-12)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(40, 120))
+def test_joined_samples_take_the_fewest_contiguous_micro_batches(sizes: list[int], room: int) -> None:
+    ordered = np.array(sorted(sizes, reverse=True), dtype=float)
+    counts = fewest_joined(ordered, lambda means: np.floor(room / means + 1e-9).astype(np.int64))
+    assert sum(counts) == len(sizes)
+    ends = list(itertools.accumulate(counts))
+    assert all(ordered[end - n : end].sum() <= room for end, n in zip(ends, counts, strict=True))
+    fewest = next(
+        groups
+        for groups in range(1, len(sizes) + 1)
+        for cuts in itertools.combinations(range(1, len(sizes)), groups - 1)
+        if all(ordered[a:b].sum() <= room for a, b in itertools.pairwise([0, *cuts, len(sizes)]))
+    )
+    assert len(counts) == fewest
+
+
+def split_of(sizes: Any, tokens: float, *, is_padded: bool = True, **more: Any) -> SizeSplit:
+    """Make a split in which so many tokens fit, padding included if there is any."""
+    knots = sorted({float(one) for one in sizes})
+    cut = SizeCut(
+        sizes=knots,
+        micro_batches=[max(1, int(tokens // one)) for one in knots],
+        limits_by="replay",
+        is_padded=is_padded,
+    )
+    return SizeSplit(sizes=np.array(sizes, dtype=float), cut=cut, **more)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=60),
+    shrunk=st.lists(st.floats(0.1, 1.0), min_size=1, max_size=4),
+    index=st.integers(0, 4),
+    is_padded=st.booleans(),
+    measured_every=st.sampled_from([None, 4]),
+)
+def test_ranks_take_each_sample_once_within_their_limits(
+    sizes: list[int], shrunk: list[float], index: int, is_padded: bool, measured_every: int | None
+) -> None:
+    largest = split_of(sizes, 120).largest
+    limits = [max(1, int(largest * share)) for share in shrunk]
+    batch = GlobalBatch(index, 0, list(range(len(sizes)))[::-1])
+    seen: list[int] = []
+    counts, rounds = [], set()
+    for rank in range(len(limits)):
+        split = split_of(
+            sizes, 120, is_padded=is_padded, measured_every=measured_every, rank=rank, limits=limits
+        )
+        parts = split.parts(batch, limits[rank])
+        assert split.parts(batch, limits[rank]) is parts
+        rounds.add(split.rounds(batch))
+        counts.append(len(parts))
+        for part in parts:
+            assert [batch.ids[place] for place in part.places] == part.ids
+            size = size_of_part(split.sizes[part.ids], is_padded=is_padded)
+            assert len(part.ids) <= split.limits_at(np.array([size]), limits[rank])[0]
+            seen += part.ids
+    assert sorted(seen) == sorted(batch.ids)
+    # Every rank knows how many micro-batches the others run.
+    assert rounds == {max(counts)}
+    if is_padded and len(sizes) >= 8 * len(limits) * max(limits):
+        assert max(counts) - min(counts) <= 1
+
+
+def drawn(name: str, count: int, seed: int) -> np.ndarray:
+    """Draw lengths of up to 512 tokens, as sets of texts have them."""
+    draw = np.random.default_rng(seed)
+    found = {
+        "uniform": lambda: draw.uniform(1, 513, count),
+        "log-normal": lambda: 512 * np.exp(draw.normal(-1.8, 0.8, count)),
+        "sft": lambda: np.where(
+            draw.random(count) < 0.9,
+            512 * np.exp(draw.normal(-2.2, 0.6, count)),
+            draw.uniform(256, 513, count),
+        ),
+        "two-peaked": lambda: np.where(
+            draw.random(count) < 0.6, draw.normal(102, 25, count), draw.normal(410, 25, count)
+        ),
+    }[name]()
+    return found.astype(int).clip(2, 512).astype(float)
+
+
+@pytest.mark.parametrize("name", ["uniform", "log-normal", "sft", "two-peaked"])
+def test_little_of_a_batch_is_padding_and_ranks_share_its_area_to_one_percent(name: str) -> None:
+    for world, seed in itertools.product((1, 2, 8), range(4)):
+        sizes = drawn(name, 256 * min(2, world), seed)
+        batch = GlobalBatch(1, 0, list(range(len(sizes))))
+        limit = split_of(sizes, 8 * 512).largest
+        areas, groups = [], []
+        for rank in range(world):
+            split = split_of(sizes, 8 * 512, rank=rank, limits=[limit] * world)
+            parts = split.parts(batch, limit)
+            fixed = len(parts) * split.fixed_area(limit)
+            areas.append(fixed + sum(len(part.ids) * sizes[part.ids].max() for part in parts))
+            groups += [list(part.places) for part in parts]
+        padded, real = padded_and_real(sizes, groups)
+        assert padded / real <= (1.1 if world < 8 else 1.15)
+        assert max(areas) * world / sum(areas) - 1 <= 0.01
+
+
+def test_one_cut_follows_from_the_sizes_alone() -> None:
+    sizes = [3.0, 40.0, 5.0, 38.0, 4.0, 39.0]
+    parts = split_of(sizes, 160).parts(GlobalBatch(0, 0, [0, 1, 2, 3, 4, 5]), 53)
+    assert [part.ids for part in parts] == [[1, 5, 3], [2, 4, 0]]
+    assert [part.places for part in parts] == [[1, 5, 3], [2, 4, 0]]
+    equal = split_of([2.0] * 5, 6).parts(GlobalBatch(0, 0, [4, 0, 3, 1, 2]), 3)
+    assert [i for part in equal for i in part.ids] == [4, 0, 3, 1, 2]
+
+
+def test_a_measured_batch_begins_with_samples_as_they_were_drawn() -> None:
+    sizes = [float(1 + (7 * i) % 32) for i in range(32)]
+    one = split_of(sizes, 256, measured_every=4)
+    ids = list(range(32))
+    random.Random(3).shuffle(ids)
+    assert one.parts(GlobalBatch(4, 0, ids), one.largest)[0].ids == ids[:2]
+    assert sizes[one.parts(GlobalBatch(5, 0, ids), one.largest)[0].ids[0]] == 32.0
+
+
+@given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 40))
+def test_after_an_error_the_failed_sizes_run_in_micro_batches_of_at_most_half(
+    longest: int, more: int, count: int
+) -> None:
+    limits = [longest + more, longest]
+    cut = SizeCut(sizes=[1.0, 9.0], micro_batches=limits, limits_by="replay")
+    one = SizeSplit(sizes=np.array([1.0, 9.0]), cut=cut)
+    for index, limit in enumerate(limits):
+        size = min(count, limit)
+        part = MicroBatchIds(0, range(size), [index] * size)
+        shrunk = one.halved(part, one.largest)
+        assert 1 <= shrunk <= one.largest
+        again = one.parts(GlobalBatch(0, 0, [index] * size), shrunk)
+        assert max(len(each.ids) for each in again) <= -(-size // 2)
+    assert [one.of_longest(m) for m in (one.largest, 1)] == [longest, 1]
+
+
+def test_a_joined_micro_batch_is_limited_by_its_mean_size() -> None:
+    cut = SizeCut(sizes=[10.0, 20.0, 30.0], micro_batches=[6, 3, 2], limits_by="replay", is_padded=False)
+    split = SizeSplit(sizes=np.array([30.0, 10.0, 10.0, 10.0, 10.0, 10.0]), cut=cut)
+    parts = split.parts(GlobalBatch(0, 0, list(range(6))), 6)
+    assert [part.ids for part in parts] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_batch_in_one_micro_batch_keeps_its_order() -> None:
+    ids = [3, 1, 2, 0]
+    (only,) = split_of([1.0, 1.0, 1.0, 1.0], 8).parts(GlobalBatch(1, 0, ids), 8)
+    assert only.ids == ids
+
+
+def test_a_digest_tells_other_sizes() -> None:
+    assert digest_of(np.array([1.0, 2.0])) == digest_of(np.array([1.0, 2.0]))
+    assert digest_of(np.array([1.0, 2.0])) != digest_of(np.array([2.0, 1.0]))

@@ -10,18 +10,6 @@ from autobatch.core.records.probe import RankLimit
 LearningRateRule = Literal["none", "linear", "sqrt"]
 
 
-class MicroBatchCost(Record, frozen=True, kw_only=True):
-    """Seconds of a micro-batch of m samples padded to a size L, fitted to measured ones.
-
-    It is ``fixed + m · (per_sample + per_size · L + per_size_squared · L²)``.
-    """
-
-    fixed: float
-    per_sample: float = 0.0
-    per_size: float = 0.0
-    per_size_squared: float = 0.0
-
-
 class SizeCut(Record, frozen=True, kw_only=True):
     """Split by size: each batch is sorted by the sizes of its samples and cut at its own sizes."""
 
@@ -31,8 +19,6 @@ class SizeCut(Record, frozen=True, kw_only=True):
     """Largest micro-batch of samples up to each of ``sizes``."""
     limits_by: Literal["longest", "replay", "run"]
     """Source of ``micro_batches``: the limit of the longest samples for all, replays, or runs per size."""
-    cost: MicroBatchCost | None = None
-    """Measured cost that the cut minimizes; None to cut into equal counts."""
     padding_by_count: float | None = None
     """Padded ÷ real size of a split by count, a mean over batches of the run."""
     padding: float | None = None
@@ -41,8 +27,6 @@ class SizeCut(Record, frozen=True, kw_only=True):
     """Micro-batches of a batch that is split by count."""
     steps: float | None = None
     """Micro-batches of a batch in this split, a mean over batches of the run."""
-    expected_speedup: float | None = None
-    """Time of a step that is split by count ÷ time of a step in this split, by ``cost``; None if unknown."""
     digest: str = ""
     """Digest of the sizes of all samples."""
     is_padded: bool = True

@@ -22,7 +22,6 @@ from autobatch.distributed.messages import lost_rank
 from autobatch.distributed.reduce import Figures, Table, figures_of, sum_totals
 from autobatch.distributed.replicate import GroupEngine, Spare
 from autobatch.distributed.sharding.model import ShardedModel
-from autobatch.distributed.shares import RankSplit
 from autobatch.step.gradients import norm_of
 from autobatch.step.loss_share import StepTotals
 from autobatch.step.restore import BufferSnapshot
@@ -30,6 +29,7 @@ from autobatch.step.train_state import TrainState
 from autobatch.workload.contract import Collated, Loss
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.rng import capture_random_state, preserved_random_state, restore_random_state
+from autobatch.workload.split import Split
 
 
 class Shard(GroupEngine):
@@ -44,7 +44,7 @@ class Shard(GroupEngine):
     """
 
     def __init__(
-        self, group: Group, split: RankSplit, kinds: Sequence[int], train_state: TrainState, spare: Spare
+        self, group: Group, split: Split, kinds: Sequence[int], train_state: TrainState, spare: Spare
     ) -> None:
         super().__init__(group, split, kinds)
         assert isinstance(train_state.shared, ShardedModel)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -11,9 +10,8 @@ from numpy.typing import NDArray
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import PRECISION, memory_signature
-from autobatch.core.records.plan import MicroBatchCost, Plan, SizeCut
+from autobatch.core.records.plan import Plan, SizeCut
 from autobatch.footprint.size_program import SizeProgram
-from autobatch.search.sizes.cost import measure_cost
 from autobatch.search.sizes.curve import CurvePoint, curve_of
 from autobatch.search.sizes.hazards import find_obstacle, is_padded
 from autobatch.search.sizes.real_batches import RUN, Order, RunBatches, program_for
@@ -21,15 +19,14 @@ from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import Session
 from autobatch.setup.setup import with_knobs
 from autobatch.workload.order import GlobalBatchSampler
-from autobatch.workload.size_split import SizeSplit, digest_of, size_of_part
-from autobatch.workload.split import CountSplit, Split
+from autobatch.workload.split import SizeSplit, Split, digest_of, size_of_part
 
 Sizes = NDArray[np.float64]
 BY_COUNT = "batches are split by count"
 BATCHES = 8
 """Batches of the run over which the savings are averaged."""
 LEAST_GAIN = 1.03
-"""Ratio of times, or of padded sizes if times are unknown, from which ``auto`` splits by size."""
+"""Ratio of padded areas, with the fixed cost of each micro-batch, from which ``auto`` splits by size."""
 SHARES = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """Shares of the limits that are tried until real batches fit."""
 MEASURED_EVERY = 4
@@ -115,7 +112,6 @@ def _compare(
         sizes=[point.size for point in points],
         micro_batches=[point.micro_batch for point in points],
         limits_by="longest" if program is None else "replay",
-        cost=measure_cost(setup, sizes, points[-1].micro_batch),
         digest=digest_of(sizes),
         by_size_of=setup.workload.size_of is not None,
         is_padded=not joins,
@@ -125,17 +121,10 @@ def _compare(
     survived = _surviving(batches, program, cut)
     if survived is None:
         return SplitChoice(None, f"{BY_COUNT}: no split by size survives the batches of the run")
-    cut = with_expectations(survived, sizes, plan, settings.seed)
-    gain = cut.expected_speedup or _gain_without_cost(cut)
+    cut, gain = with_expectations(survived, sizes, plan, settings.seed)
     if settings.split == "auto" and gain < LEAST_GAIN:
         return SplitChoice(None, f"{BY_COUNT}: by size would save {max(0.0, 1 - 1 / gain):.0%}")
     return SplitChoice(cut, describe_cut(cut))
-
-
-def _gain_without_cost(cut: SizeCut) -> float:
-    """Return the ratio of padded sizes, or of micro-batches if nothing is padded; 1 if unknown."""
-    before, after = (cut.padding_by_count, cut.padding) if cut.is_padded else (cut.steps_by_count, cut.steps)
-    return before / after if before and after else 1.0
 
 
 def _surviving(batches: RunBatches, program: SizeProgram | None, cut: SizeCut) -> SizeCut | None:
@@ -161,17 +150,18 @@ def _surviving(batches: RunBatches, program: SizeProgram | None, cut: SizeCut) -
 def describe_cut(cut: SizeCut) -> str:
     """Describe a split by size and its saving, in one line."""
     padding = f"padded ÷ real {cut.padding_by_count:.2f} → {cut.padding:.2f}, " if cut.is_padded else ""
-    text = (
+    return (
         f"batches are split by the sizes of their samples: {padding}{cut.steps_by_count:.0f} → "
         f"{cut.steps:.1f} micro-batches"
     )
-    if cut.expected_speedup is not None:
-        text += f", {cut.expected_speedup:.2f} × as fast as by count in theory"
-    return text
 
 
-def with_expectations(cut: SizeCut, sizes: Sizes, plan: Plan, seed: int) -> SizeCut:
-    """Fill in padding, micro-batches and speed-up, as means over the first batches of the run."""
+def with_expectations(cut: SizeCut, sizes: Sizes, plan: Plan, seed: int) -> tuple[SizeCut, float]:
+    """Fill in padding and micro-batches, as means over the first batches of the run.
+
+    Returns:
+        The cut, and the cost of a split by count ÷ its cost; 1 if there is no batch.
+    """
     split = SizeSplit(sizes=sizes, cut=cut, measured_every=MEASURED_EVERY)
     sampler = GlobalBatchSampler(
         samples=len(sizes),
@@ -181,18 +171,17 @@ def with_expectations(cut: SizeCut, sizes: Sizes, plan: Plan, seed: int) -> Size
         last_batch=plan.last_batch,
     )
     if plan.last_batch == "drop" and len(sizes) < plan.target_batch:
-        return cut
-    by_count = _totals(CountSplit(), sampler, sizes, plan.micro_batch, cut)
-    by_size = _totals(split, sampler, sizes, split.largest, cut)
-    speedup = by_count.seconds / by_size.seconds if cut.cost and by_size.seconds else None
-    return msgspec.structs.replace(
+        return cut, 1.0
+    by_count = _totals(Split(), sampler, sizes, plan.micro_batch, split)
+    by_size = _totals(split, sampler, sizes, split.largest, split)
+    known = msgspec.structs.replace(
         cut,
         padding_by_count=by_count.padding,
         padding=by_size.padding,
         steps_by_count=by_count.steps,
         steps=by_size.steps,
-        expected_speedup=speedup,
     )
+    return known, by_count.area / by_size.area if by_size.area else 1.0
 
 
 class _Totals(NamedTuple):
@@ -200,29 +189,21 @@ class _Totals(NamedTuple):
     """Padded ÷ real."""
     steps: float
     """Micro-batches of a batch."""
-    seconds: float
+    area: float
+    """Padded area, with the fixed cost of each micro-batch."""
 
 
 def _totals(
-    split: Split, sampler: GlobalBatchSampler, sizes: Sizes, micro_batch: int, cut: SizeCut
+    split: Split, sampler: GlobalBatchSampler, sizes: Sizes, micro_batch: int, by_size: SizeSplit
 ) -> _Totals:
-    cost, is_padded = cut.cost, cut.is_padded
-    padded = real = seconds = 0.0
+    padded = real = 0.0
     count = batches = 0
     for batch in sampler.batches():
         batches += 1
-        parts = [part.ids for part in split.parts(batch, micro_batch)]
-        own = [size_of_part(sizes[ids], is_padded=is_padded) for ids in parts]
-        padded += math.fsum(len(ids) * size for ids, size in zip(parts, own, strict=True))
-        real += math.fsum(float(sizes[ids].sum()) for ids in parts)
-        count += len(parts)
-        if cost is not None:
-            seconds += math.fsum(
-                seconds_of(cost, len(ids), size) for ids, size in zip(parts, own, strict=True)
-            )
-    return _Totals(padded / real if real else 1.0, count / max(1, batches), seconds)
-
-
-def seconds_of(cost: MicroBatchCost, samples: int, size: float) -> float:
-    """Return the seconds of a micro-batch."""
-    return cost.fixed + samples * (cost.per_sample + cost.per_size * size + cost.per_size_squared * size**2)
+        for part in split.parts(batch, micro_batch):
+            own = sizes[part.ids]
+            padded += len(own) * size_of_part(own, is_padded=by_size.cut.is_padded)
+            real += float(own.sum())
+            count += 1
+    fixed = count * by_size.fixed_area(by_size.largest)
+    return _Totals(padded / real if real else 1.0, count / max(1, batches), padded + fixed)

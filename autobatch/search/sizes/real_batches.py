@@ -33,8 +33,7 @@ from autobatch.workload.data import load_micro_batch
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, LastBatch
 from autobatch.workload.rng import preserved_random_state
 from autobatch.workload.sampler_order import epoch_of
-from autobatch.workload.size_split import size_of_part
-from autobatch.workload.split import CountSplit, MicroBatchIds, Split
+from autobatch.workload.split import MicroBatchIds, Split, size_of_part
 
 Sizes = NDArray[np.float64]
 REPLAYED = 300
@@ -189,7 +188,7 @@ def find_survivor(session: Session, limit: int, order: Order) -> Survivor | None
         return None
     if isinstance(setup.workload.loss, WholeBatchLoss):
         return None
-    program, split = program_of(session, sizes), CountSplit()
+    program, split = program_of(session, sizes), Split()
     joins = program is not None and joins_samples(setup, sizes, program)
     tries = 0
     for micro_batch, target in _candidates(limit, order.target_batch):

@@ -36,7 +36,7 @@ from autobatch.setup.child import Session
 from autobatch.workload.contract import WholeBatchLoss, Workload
 from autobatch.workload.heaviest import heaviest_batches
 from autobatch.workload.order import GlobalBatch
-from autobatch.workload.split import CountSplit, MicroBatchIds
+from autobatch.workload.split import MicroBatchIds, Split
 
 MOST_SAMPLES = 2**23
 """Samples of the longest run whose batches are all looked at, which takes about 3 seconds."""
@@ -117,11 +117,11 @@ class _HeaviestBatches:
         if self.program is None:
             return self._run(limit, []) is None
         heavy = list(self._heavy(limit))
-        return self.batches.replay(self.program, CountSplit(), limit, batches=heavy * 2).fits
+        return self.batches.replay(self.program, Split(), limit, batches=heavy * 2).fits
 
     def survives(self, limit: int) -> bool:
         """Return whether the first batches and the heaviest ones after them fit, and the heaviest run."""
-        split = CountSplit()
+        split = Split()
         if self.program is None:
             return self._run(limit, [split.parts(one, limit) for one in self.batches.first(RUN)]) is None
         a_batch = len(self.program.later.events) * math.ceil(self.batches.whole.target_batch / limit)
@@ -142,7 +142,7 @@ class _HeaviestBatches:
 
     def _heaviest_parts(self, batch: GlobalBatch, limit: int) -> list[MicroBatchIds]:
         sizes = self.batches.sizes
-        parts = CountSplit().parts(batch, limit)
+        parts = Split().parts(batch, limit)
         return sorted(parts, key=lambda part: -float(np.sum(sizes[part.ids])))[:RUN_PARTS]
 
 

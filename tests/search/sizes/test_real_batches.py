@@ -15,7 +15,7 @@ from autobatch.core.errors import DoesNotFitError
 from autobatch.search.sizes import real_batches
 from autobatch.search.sizes.real_batches import Order, RunBatches, find_survivor, program_of
 from autobatch.setup.child import Session
-from autobatch.workload.split import CountSplit
+from autobatch.workload.split import Split
 from tests.support.ragged import Sequences, count_ooms, ragged_workload, simulated_setup, wide_model
 from tests.support.training import fingerprint, make_setup, tokens
 
@@ -63,8 +63,8 @@ def test_a_failed_run_says_why_and_leaves_the_model_alone(tmp_path: Path) -> Non
     setup = simulated_setup(WORKLOAD, tmp_path, "22MiB")
     before = fingerprint(setup.model)
     batches = RunBatches(setup=setup, sizes=setup.worst_case.sizes(), order=Order(512, 0))
-    assert "out of memory" in batches.run_first(CountSplit(), 512, count=1)
-    assert batches.run_first(CountSplit(), 4, count=1) is None
+    assert "out of memory" in batches.run_first(Split(), 512, count=1)
+    assert batches.run_first(Split(), 4, count=1) is None
     assert fingerprint(setup.model) == before
 
 
@@ -77,7 +77,7 @@ def test_without_a_target_the_candidates_are_close_together(tmp_path: Path) -> N
     for larger in range(found.micro_batch + 1, min(96, found.micro_batch + 4)):
         order = Order(larger * real_batches.ASSUMED_STEPS, 0)
         batches = RunBatches(setup=setup, sizes=setup.worst_case.sizes(), order=order)
-        assert not batches.replay(program, CountSplit(), larger).fits
+        assert not batches.replay(program, Split(), larger).fits
 
 
 def test_equal_samples_and_allocators_without_a_cache_need_no_check(tmp_path: Path) -> None:
