@@ -50,7 +50,8 @@ def micro_batches(samples: int, limit: int, multiple: int = 1) -> list[int]:
     """
     units, rest = divmod(samples, multiple)
     parts = math.ceil(units / max(1, limit // multiple))
-    return [multiple * one for one in split_evenly(units, parts)] * (units > 0) + [rest] * (rest > 0)
+    whole = [multiple * one for one in split_evenly(units, parts)] if units else []
+    return [*whole, rest] if rest else whole
 
 
 def rank_share(target_batch: int, world_size: int, rank: int, multiple: int = 1) -> int:
