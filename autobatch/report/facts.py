@@ -158,11 +158,9 @@ def _memory_tile(run: RunRecord) -> Tile:
     if not ran:
         return Tile("Budget", budget, run.device.name)
     largest = max(ran, key=lambda one: held_bytes(one) or 0)
-    return Tile(
-        "Peak memory",
-        format_bytes(held_bytes(largest)),
-        f"of {budget}, at {count(largest.micro_batch)} samples",
-    )
+    precision = run.probe.precision if run.probe else None
+    what = ", ".join(filter(None, (plural(largest.micro_batch, "sample"), precision)))
+    return Tile("Peak in the probe", format_bytes(held_bytes(largest)), f"of {budget}, {what}")
 
 
 def held_bytes(attempt: Attempt) -> int | None:
@@ -443,11 +441,12 @@ def describe_tuning(tuning: Tuning, plan: Plan | None = None, steps: int | None 
         return "kept the default: it could not be measured"
     if best <= default or not default:
         return f"kept the default, {decimal(best, 3)} samples/s{_when_measured(tuning)}"
-    words = (
-        f"{knobs_in_words(tuning.best) or 'another configuration'}: {decimal(best, 3)} samples/s, "
-        f"{ratio_in_words(best / default)} than the default ({decimal(default, 3)} samples/s)"
-    )
     chosen = next((one for one in tuning.comparisons if one.chosen), None)
+    what = knobs_in_words(tuning.best if chosen is None else chosen.changes) or "another configuration"
+    words = (
+        f"{what}: {decimal(best, 3)} samples/s, {ratio_in_words(best / default)} than the default "
+        f"({decimal(default, 3)} samples/s)"
+    )
     if chosen is not None and chosen.low is not None and chosen.high is not None:
         words += f", 95 % interval {percent(chosen.low - 1)} to {percent(chosen.high - 1)}"
     if plan is None:

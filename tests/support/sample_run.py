@@ -205,7 +205,7 @@ def an_estimate(**changes):
     known = {
         "profile": "rtx-4090", "budget_bytes": 22 * GiB, "budget_source": "", "precision": "bf16",
         "micro_batch": 90, "micro_batch_low": 86, "micro_batch_high": 93, "fits": True,
-        "peak_allocated_bytes": 20 * GiB, "peak_reserved_bytes": 21 * GiB, "seconds": 0.1, "retries": 0,
+        "peak_allocated_bytes": 20 * GiB, "peak_reserved_bytes": 21 * GiB, "seconds": 0.1,
         "plan": make_plan(target_batch=1024, micro_batch_limit=90, learning_rate=0.1),
         "memory": {}, "modules": {}, "phase": "backward",
     }  # fmt: skip
