@@ -83,8 +83,8 @@ class Terminal(Progress):
             return
         self._say(f"autobatch {__version__} · the embedded demo (no workload was given)", style="bold")
         if not predicts:
-            self._say("It trains on 1,797 handwritten digits. Its memory budget is small, so that the")
-            self._say("batch needs accumulation; --memory-budget overrides it. To train your model:")
+            self._say("It trains on 1,797 handwritten digits. Its memory budget is small: a large")
+            self._say("batch needs accumulation. --memory-budget overrides it. To train your model:")
             self._say("autobatch fit train.py --target-batch 1024")
 
     def doing(self, act: str) -> None:

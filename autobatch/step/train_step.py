@@ -191,9 +191,10 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
             "without detach() and torch.no_grad()"
         )
     scale = 1.0 if train_state.scaler is None or not any(has_gradient) else train_state.scaler.get_scale()
+    scale = scale or math.nan  # overflow after overflow halves it down to 0, and no gradient has a norm then
     factor = totals.divisor / items if items else math.nan
     loss *= factor
-    steps = _steps_to_take(train_state, items, loss, values)
+    steps = _steps_to_take(train_state, items, loss, [value / scale for value in values])
     if any(steps):
         # An overflowed gradient is not stepped with, so it does not clip the others.
         norm = math.hypot(*(v for v, step in zip(values, steps, strict=True) if step)) * factor / scale
@@ -202,7 +203,7 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
             torch._foreach_mul_([g for own in gradients for g in own], coefficient)
     # Not held any longer: rounding 16-bit gradients frees their sums one by one.
     del gradients, norms
-    if items > 0 and (train_state.scaler is not None or any(steps)):
+    if any(steps) or (items > 0 and train_state.scaler is not None and not math.isnan(scale)):
         train_state.buffers.commit()
         _take_steps(train_state, has_gradient, moved=any(steps))
     train_state.gradients.clear()

@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 import os
+import statistics
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -152,6 +153,24 @@ def alone(function: Any, *arguments: Any) -> dict[str, Any]:
     return found
 
 
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Return a table with one line per version of torch."""
+    lines = [
+        "| torch | limits | exact | runs: median, most | errors: median, most | allocated ÷ | reserved ÷ |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for version in sorted({row["torch"] for row in rows}):
+        own = [row for row in rows if row["torch"] == version and "failed" not in row]
+        counts = [[row[name] for row in own] for name in ("runs", "errors")]
+        cells = [version, str(len(own)), str(sum(row["exact"] for row in own))]
+        cells += [f"{statistics.median(some):g}, {max(some)}" for some in counts]
+        for kind in ("allocated_bytes", "reserved_bytes"):
+            ratios = [row["estimate"][kind] / row["loop"][kind] for row in own if row["loop"]["fits"]]
+            cells.append(f"{statistics.median(ratios):.4f} ({min(ratios):.3f} to {max(ratios):.3f})")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -172,6 +191,7 @@ def main() -> None:
             options.out.write_text("[\n" + ",\n".join(json.dumps(one) for one in rows) + "\n]\n")
             said = row.get("failed") or f"{row['found']:6} exact {row['exact']} runs {row['runs']}"
             print(f"{name:20} {budget_mib:6} MiB  {said}", flush=True)
+    print(summary(rows))
 
 
 if __name__ == "__main__":

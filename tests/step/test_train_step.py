@@ -263,3 +263,14 @@ def test_a_negative_count_behind_a_positive_sum_is_named_and_moves_nothing(preci
     with pytest.raises(InputError, match="must be finite and at least 0, found -2 for a micro-batch"):
         train_step(train_state, split(workload, [8, 8, 8]), SAMPLES)
     assert torch.equal(weights(train_state.model), before)
+
+
+def test_a_loss_scale_that_fell_to_0_takes_no_step() -> None:
+    workload = make_workload()
+    train_state = train_state_of(workload, precision="fp16")
+    train_state.scaler = torch.amp.GradScaler("cpu", init_scale=0.0)
+    before = weights(train_state.model)
+    result = train_step(train_state, split(workload, [SAMPLES]), SAMPLES)
+    assert not result.applied
+    assert math.isnan(result.grad_norm)
+    assert torch.equal(weights(train_state.model), before)
