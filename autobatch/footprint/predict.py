@@ -7,7 +7,8 @@ Tracing takes seconds and no memory, for any batch and GPU. A prediction for ano
 
 Known limitations: eager PyTorch only (a compiled model is traced as its module) and one stream. Not counted
 are cuDNN's scratch memory for convolutions, memory of its recurrent layers beyond their gates, temporaries
-inside sorting kernels, and custom CUDA extensions. The interval of a prediction allows for the first.
+inside sorting kernels (also behind the gradient of an embedding of more than 3,072 tokens), and custom CUDA
+extensions. The interval of a prediction allows for the first.
 """
 
 from __future__ import annotations
