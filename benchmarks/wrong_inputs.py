@@ -192,8 +192,8 @@ def ask(asked: WrongInput, folder: Path) -> Answer:
     own = {"AUTOBATCH_HOME": str(folder / "home"), "XDG_CONFIG_HOME": str(folder / "config")}
     out, err = io.StringIO(), io.StringIO()
 
-    def in_this_process(workload: object, settings: object, **_: object) -> object:
-        return open_process(workload, settings, isolated=False)  # type: ignore[arg-type]
+    def in_this_process(*given: object, **_: object) -> object:
+        return open_process(*given, isolated=False)  # type: ignore[arg-type]
 
     open_process = stages.open_process
     with (
