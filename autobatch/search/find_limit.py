@@ -43,6 +43,8 @@ from autobatch.setup.attempt import Outcome
 from autobatch.setup.child import SetupProcess
 from autobatch.workload.user_code import describe
 
+SUSPECT = 3
+"""A size that is no multiple of any likely number, run if the step could be traced at multiples only."""
 NOTABLE_GROWTH = 64 * MiB
 """Growth of other processes' memory during a probe that is worth a note: less is noise of drivers."""
 
@@ -147,6 +149,7 @@ def _search(probing: Probing, clock: Callable[[], float]) -> Limit:
             first=first_size(process.info.compute_capability),
             multiple=options.multiple,
             multiples=sorted({*MULTIPLES, world} - {1}),
+            suspect=SUSPECT if step is not None and step.multiple > 1 else None,
             stopped=lambda: sizes.stopped_by or ("time limit" if clock() - start > limit_s else None),
         )
     except Exception as error:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from autobatch.core.largest import largest
@@ -64,6 +65,7 @@ def search(
     first: int = FIRST_SIZE,
     multiple: int | None = None,
     multiples: Sequence[int] = MULTIPLES,
+    suspect: int | None = None,
     stopped: Callable[[], str | None] = lambda: None,
 ) -> Found:
     """Find the largest micro-batch that fits.
@@ -80,6 +82,8 @@ def search(
         first: the first size without a prediction.
         multiple: the number whose multiples may run; None to find out.
         multiples: the numbers that it may be, if a size fails for another reason than memory.
+        suspect: a size that may fail for another reason than memory, and runs first to find the multiple;
+            None if there is no reason to expect one.
         stopped: asked before each run once a size fits; a reason ends the search.
 
     Returns:
@@ -94,6 +98,8 @@ def search(
     reach = first if predicted is None else REACH * max(predicted, FIRST_SIZE)
     stopped_by = None
     try:
+        if suspect is not None and multiple is None and suspect <= cap:
+            one.look_for_multiple(suspect)
         one.find(min(cap, reach))
     except _Stopped as reason:
         stopped_by = str(reason)
@@ -121,6 +127,11 @@ class _Search:
         self.low = 0
         """The largest size that ran and fits."""
         self.attempts: list[Attempt] = []
+
+    def look_for_multiple(self, suspect: int) -> None:
+        """Run a size that may show that only multiples of a number run."""
+        with suppress(_MultipleFound):
+            self._fits(suspect)
 
     def find(self, top: int) -> None:
         """Search the sizes up to ``top``, then larger ones as long as the largest of them fits."""
