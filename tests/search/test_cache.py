@@ -177,7 +177,7 @@ def test_prediction_errors_are_those_of_limits_with_both_figures_on_a_device(tmp
 
 @pytest.fixture(scope="module")
 def step():
-    return footprint(setting(setup(WORKLOADS["perceptron"]())), tested=True)
+    return footprint(setting(setup(WORKLOADS["perceptron"]())))
 
 
 def test_a_trace_is_read_as_it_was_kept(tmp_path: Path, step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
