@@ -146,6 +146,7 @@ class Slow(Rows):
 def feed_forever(pipe: int) -> None:
     """Read micro-batches without end, and write the ids of the workers to a pipe."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # where a second signal leads
     workload = make_workload(train_data=Slow(*points().columns))
     sampler = GlobalBatchSampler(samples=24, target_batch=7, seed=0, steps=10**9)
     with stop_on_signals(), open_feed(workload, sampler.batches, seed=0, workers=2) as feed:
