@@ -108,9 +108,9 @@ LONGEST = 60
 ADDED = "  # +"
 """Mark of the lines that a script of a library has more with autobatch."""
 LIBRARIES = {
-    "hf_trainer": ("transformers", r"Trainer: batch 64 in \d+ micro-batches.*after 8 steps"),
-    "lightning_module": ("lightning", r"Lightning: batch 256 in \d+ micro-batches.*8 steps"),
-    "accelerate_loop": ("accelerate", r"accelerate: batch 256 in \d+ micro-batches.*8 steps"),
+    "hf_trainer": ("transformers", r"Trainer: .*batch 64 in \d+ micro-batches.*after 8 steps"),
+    "lightning_module": ("lightning", r"Lightning: .*batch 256 in \d+ micro-batches.*8 steps"),
+    "accelerate_loop": ("accelerate", r"accelerate: .*batch 256 in \d+ micro-batches.*8 steps"),
     "lora": ("peft", r"batch 64 in \d+ micro-batches.*step 3: loss"),
 }
 OWN = {
