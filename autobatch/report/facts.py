@@ -249,7 +249,7 @@ def _evidence(probe: Probe) -> str:
         return ""
     if probe.source.startswith("saved "):
         return f" (saved on {probe.source.removeprefix('saved ')}, confirmed by one run)"
-    more = count(probe.micro_batch + 1)
+    more = count(probe.micro_batch + probe.multiple)
     return {
         "run": f"; {more} ran and do not",
         "error": f"; {more} do not run, for another reason than memory",

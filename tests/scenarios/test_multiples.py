@@ -38,6 +38,7 @@ def test_the_multiple_is_found_and_named(multiple: int) -> None:
     found = autobatch.probe(work(loss=in_multiples_of(multiple)), device="cpu", memory_budget="80KiB")
     assert (found.micro_batch, found.multiple) == (LARGEST // multiple * multiple, multiple)
     assert found.upper_bound_by in ("run", "replay")
+    assert f"; {found.micro_batch + multiple} " in str(found), "the next size is the next multiple"
     again = autobatch.probe(work(loss=in_multiples_of(multiple)), device="cpu", memory_budget="80KiB")
     assert (again.micro_batch, again.multiple, len(again.attempts)) == (found.micro_batch, multiple, 1)
 
