@@ -128,7 +128,9 @@ class CudaDevice:
         held_bytes = self._held_bytes
         if held_bytes is None:
             held_bytes = torch.cuda.memory_allocated(self._index)
-        return AllocatorConfig(expandable_segments=expandable, held_bytes=held_bytes, retries=False)
+        return AllocatorConfig(
+            expandable_segments=expandable, falls=None, held_bytes=held_bytes, retries=False
+        )
 
     @property
     def libraries(self) -> Libraries:

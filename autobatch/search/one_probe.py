@@ -209,20 +209,25 @@ class Probing(NamedTuple):
         """Return what limits an answer: the first cap that it reaches, else memory."""
         return next((name for name, cap in self.caps.items() if cap == micro_batch == self.cap), "memory")
 
-    def allocator(self, budget_bytes: int | None = None) -> Callable[[], Allocator]:
+    def allocator(
+        self, budget_bytes: int | None = None, *, falls: bool | None = None
+    ) -> Callable[[], Allocator]:
         """Return what makes an empty allocator with the device's budget, or another one."""
         info = self.process.info
         if budget_bytes is not None:
             device = msgspec.structs.replace(info.device, budget_bytes=budget_bytes)
             info = msgspec.structs.replace(info, device=device)
-        return lambda: new_allocator(info)
+        return lambda: new_allocator(info, falls=falls)
 
     def replay(self, step: Footprint | None, *, budget_bytes: int | None = None) -> Replay:
         """Return what predicts sizes from a traced step, or from runs alone."""
+        model = self.process.info.allocator
+        is_uncertain = model is not None and model.falls is None
         return Replay(
             self.allocator(budget_bytes),
             None if step is None else program_on(step, self.process.info),
             lambda: questions.trace_other_order(self.process),
+            [self.allocator(budget_bytes, falls=True)] if is_uncertain else [],
         )
 
     def run(self, size: int) -> Outcome:

@@ -6,11 +6,15 @@ A run that takes other memory than was traced is the better trace. Its events ar
 their sizes at other micro-batches are inferred: a block that has a size of the program keeps its rule, one
 of the model's own tensors is constant, and any other one is bounded by its size from below and by growth in
 proportion to the micro-batch from above. Guesses take the upper bound, and proofs the lower one.
+
+A GPU's driver decides where segments lie, on which the choice among free blocks of the same size depends. So
+there may be several models of the allocator. A run with the events of the program refutes those in which it
+ends otherwise, and a proof takes all that are left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from autobatch.device.allocator.ledger import Allocator
@@ -37,6 +41,7 @@ class Replay:
         new_allocator: makes an empty allocator with the device's budget.
         program: the traced events of an attempt; None if it was not traced.
         other_order: traces the other order; called once a size fails in that order only.
+        other_allocators: the same for other models of the allocator, each of which may be the right one.
     """
 
     def __init__(
@@ -44,8 +49,11 @@ class Replay:
         new_allocator: Callable[[], Allocator],
         program: Program | None = None,
         other_order: Callable[[], Program | None] = lambda: None,
+        other_allocators: Sequence[Callable[[], Allocator]] = (),
     ) -> None:
         self._new_allocator = new_allocator
+        self._allocators = [new_allocator, *other_allocators]
+        """What no run has refuted, the likeliest first."""
         self._traced = program
         self._other_order = other_order
         self._orders = [] if program is None else [Bounds(program, program)]
@@ -88,6 +96,7 @@ class Replay:
             except Untraceable:
                 self._orders = []
         self._prefixes = []
+        self._refute(size, fits=True)
         self._fit()
 
     def _learn_failure(self, size: int, outcome: Outcome) -> None:
@@ -101,7 +110,19 @@ class Replay:
             ran = outcome.trace if outcome.other is None else outcome.other
             if ran is not None:
                 self._prefixes = [bounds_of(size, _with_request(ran, outcome.requested_bytes), self._traced)]
+        is_known = bool(self._orders) and (not has_run or len(self._orders) > 1)
+        if is_known and outcome.trace and _begins(self._orders[0].upper, size, outcome.trace):
+            self._refute(size, fits=False)
         self._fit()
+
+    def _refute(self, size: int, *, fits: bool) -> None:
+        """Leave out the models of the allocator in which a run with known events ends otherwise."""
+        programs = [one.upper for one in self._orders]
+        try:
+            right = [new for new in self._allocators if Fitting(programs, new).fits(size) is fits]
+        except Untraceable:
+            return
+        self._allocators = right or self._allocators
 
     def largest(self, cap: int) -> int | None:
         """Predict the largest micro-batch up to ``cap`` that fits, possibly 0; None if nothing is known."""
@@ -132,7 +153,7 @@ class Replay:
         if not (self._orders or self._prefixes):
             return None
         try:
-            return self._upper.largest(cap)
+            return self._upper[0].largest(cap)
         except Untraceable:
             self._orders, self._prefixes = [], []
             return None
@@ -154,7 +175,9 @@ class Replay:
         try:
             if not (self._orders or self._prefixes):
                 return None
-            return self._upper.fits(size) or (None if self._lower.fits(size) else False)
+            if all(one.fits(size) for one in self._upper):
+                return True
+            return None if any(one.fits(size) for one in self._lower) else False
         except Untraceable:
             return None
 
@@ -165,7 +188,7 @@ class Replay:
 
     def _says_upper_fits(self, size: int) -> bool:
         try:
-            return self._upper.fits(size)
+            return self._upper[0].fits(size)
         except Untraceable:
             return False
 
@@ -190,8 +213,8 @@ class Replay:
 
     def _fit(self) -> None:
         bounds = [*self._orders, *self._prefixes]
-        self._lower = Fitting([one.lower for one in bounds], self._new_allocator)
-        self._upper = Fitting([one.upper for one in bounds], self._new_allocator)
+        self._lower = [Fitting([one.lower for one in bounds], new) for new in self._allocators]
+        self._upper = [Fitting([one.upper for one in bounds], new) for new in self._allocators]
 
 
 def _agree(program: Program, m: int, trace: Trace) -> bool:
@@ -203,6 +226,16 @@ def _agree(program: Program, m: int, trace: Trace) -> bool:
     if not trace.marks:
         traced = Trace(traced.events)
     return traced.canonical().events == trace.canonical().events
+
+
+def _begins(program: Program, m: int, trace: Trace) -> bool:
+    """Return whether a run that failed has the first events of a program."""
+    try:
+        traced = program.at(m).without_empty().events
+    except Untraceable:
+        return False
+    ran = trace.without_empty().events
+    return ran == traced[: len(ran)]
 
 
 def _with_request(trace: Trace, requested_bytes: int | None) -> Trace:

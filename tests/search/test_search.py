@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 from autobatch.cli.failures import Terminated
 from autobatch.core.records.probe import Attempt
-from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.core.units import MiB
+from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
+from autobatch.device.allocator.trace import FREE, Trace, replay
+from autobatch.footprint.program import Program
 from autobatch.search.replay import Replay
 from autobatch.search.search import Found, search
 from autobatch.setup.attempt import Outcome
@@ -169,6 +172,45 @@ def test_a_size_that_fails_in_the_other_order_only_brings_that_order_into_the_re
     assert (found.micro_batch, found.upper_bound_by) == (other.limit(10_000), "replay")
     assert machine.asked[0] == machine.limit(10_000)
     assert len(machine.asked) <= 3
+
+
+@pytest.mark.parametrize("falls", [False, True])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_the_order_of_segments_is_found_by_runs(is_first: bool, falls: bool) -> None:
+    """The driver decides which of two free blocks of 20 MiB is lower: a lone one, or half of a segment.
+
+    Whatever is taken from the half is missing when the whole segment is needed.
+    """
+
+    def trace(size: int) -> Trace:
+        whole, halves, alone = [(0, 40), (0, FREE)], [(1, 20), (2, 20)], [(3, 20)]
+        before = [*whole, *halves, *alone] if is_first else [*alone, *whole, *halves]
+        events = [*before, (1, FREE), (3, FREE), (4, size), (2, FREE), (5, 28)]
+        return Trace(tuple((block, one if one == FREE else one * MiB) for block, one in events))
+
+    def new_allocator(falls: bool) -> CachingAllocator:
+        return CachingAllocator(64 * MiB, AllocatorConfig(retries=False, falls=falls))
+
+    def run(size: int) -> Outcome:
+        asked.append(size)
+        fits = outcomes[size].fits
+        return outcome_of(size, fits, 60 * MiB)._replace(
+            trace=trace(size) if fits else Trace(trace(size).events[:-1])
+        )
+
+    asked: list[int] = []
+    outcomes = {size: replay(trace(size), new_allocator(falls)) for size in range(1, 41)}
+    predictions = Replay(
+        lambda: new_allocator(False),
+        Program.fit([(size, trace(size)) for size in (2, 3)]),
+        other_allocators=[lambda: new_allocator(True)],
+    )
+    found = search(run, cap=40, replay=predictions)
+    largest = max(size for size, outcome in outcomes.items() if outcome.fits)
+    assert largest == (12 if is_first is not falls else 20)
+    assert found.micro_batch == largest
+    assert found.upper_bound_by in ("run", "replay")
+    assert len(asked) <= 3
 
 
 def test_the_time_limit_gives_the_largest_size_so_far() -> None:

@@ -5,7 +5,8 @@ fit, splitting, merging, the per-process cap, and the release of cached segments
 use torch, so a trace replays in milliseconds.
 
 Not modelled: several streams, private pools (CUDA graphs), ``max_split_size_mb`` and other options that are
-off by default. Addresses only grow, while the driver reuses those of freed segments.
+off by default. Among free blocks of the same size the lowest is taken, so the order of the segments counts,
+which the driver decides. Here addresses only grow or only fall, and none is used again.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class AllocatorConfig:
     """Smallest request with a segment of its own size: ``kMinLargeAlloc``."""
     segment_round_bytes: int = 2 * MiB
     """Granularity of such segments: ``kRoundLarge``."""
+    falls: bool | None = False
+    """Each new segment lies below those before it; False: above them; None: above, or as the driver likes."""
     held_bytes: int = 0
     """Bytes that the process holds already, as one block that nothing frees."""
     retries: bool = True
@@ -218,6 +221,9 @@ class CachingAllocator:
     def _claim_addresses(self, size: int) -> int:
         # Pages of either size then start at multiples of that size.
         alignment = lcm(self.config.large_segment_bytes, self.config.small_segment_bytes)
+        if self.config.falls:
+            self._next_address = (self._next_address - size) // alignment * alignment
+            return self._next_address
         address = -(-self._next_address // alignment) * alignment
         self._next_address = address + size
         return address

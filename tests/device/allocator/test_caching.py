@@ -282,3 +282,13 @@ def test_memory_that_is_held_already_stays_and_counts() -> None:
     over = CachingAllocator(20 * MiB, AllocatorConfig(held_bytes=30 * MiB))
     with pytest.raises(BudgetExceeded):
         over.malloc(1)
+
+
+def test_the_lowest_of_free_blocks_of_one_size_is_taken() -> None:
+    """The driver decides which segment that is: the first if addresses grow, the last if they fall."""
+    for falls in (False, True):
+        allocator = CachingAllocator(None, AllocatorConfig(falls=falls))
+        blocks = [allocator.malloc(20 * MiB) for _ in range(3)]
+        for block in blocks:
+            allocator.free(block)
+        assert allocator.malloc(20 * MiB) is blocks[-1 if falls else 0]
