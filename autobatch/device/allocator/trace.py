@@ -72,12 +72,13 @@ class Trace:
 
     def without_empty(self) -> Trace:
         """Return the canonical trace without blocks of no bytes, which no allocator sees."""
-        empty = {block for block, size in self.events if size == 0}
+        whole = self.canonical()  # no two of its blocks have the same number
+        empty = {block for block, size in whole.events if size == 0}
         if not empty:
-            return self.canonical()
-        places = [0, *accumulate(block not in empty for block, _ in self.events)]
-        events = tuple(event for event in self.events if event[0] not in empty)
-        return Trace(events, tuple((places[at], phase) for at, phase in self.marks)).canonical()
+            return whole
+        places = [0, *accumulate(block not in empty for block, _ in whole.events)]
+        events = tuple(event for event in whole.events if event[0] not in empty)
+        return Trace(events, tuple((places[at], phase) for at, phase in whole.marks)).canonical()
 
 
 class Repetition(NamedTuple):

@@ -112,3 +112,8 @@ def test_a_canonical_trace_stays_the_same_object():
     once = trace.canonical()
     assert once.canonical() is once
     assert once == Trace(((0, 100), (1, 50), (0, FREE), (2, 1)), ((0, "forward"),))
+
+
+def test_a_block_whose_number_an_empty_one_had_stays() -> None:
+    trace = Trace(((7, 512), (7, FREE), (7, 0), (7, FREE), (8, 100)))
+    assert trace.without_empty().events == ((0, 512), (0, FREE), (1, 100))
