@@ -69,7 +69,7 @@ class OpenSetup(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """What was found so far, and the process that it was found in."""
+    """The findings so far, and the process that they were made in."""
 
     process: SetupProcess
     result: Result

@@ -53,7 +53,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class DeviceOptions(Section, frozen=True, kw_only=True):
-    """Where the work runs, and in which numbers."""
+    """The device of the work, its budget and its precision."""
 
     device: Annotated[
         str, Option("auto, cuda, cuda:N, cpu, sim:PROFILE.", "memory", COMMANDS, "DEVICE", common=True)
@@ -88,7 +88,7 @@ class DeviceOptions(Section, frozen=True, kw_only=True):
 
 
 class SearchOptions(Section, frozen=True, kw_only=True):
-    """What is tried, and for which GPUs it is predicted."""
+    """The sizes to try, and the GPUs to predict for."""
 
     max_micro_batch: Annotated[
         AtLeastOne | None, Option("Largest micro-batch to try.", "memory", COMMANDS, "N", common=True)
@@ -439,7 +439,7 @@ class RankOptions(Section, frozen=True, kw_only=True):
 
 
 class OutputOptions(Section, frozen=True, kw_only=True):
-    """What the command line prints."""
+    """The output of the command line."""
 
     json: Annotated[
         bool, Option("Print one JSON object to stdout, all else to stderr.", "output", COMMANDS, common=True)
@@ -475,7 +475,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def split_check(self) -> Literal["error", "note", "off"]:
-        """What to do if the loss cannot be split: as asked, else stop a training and note it elsewhere."""
+        """The reaction to a loss that cannot be split: as asked, else an error in a training, else a note."""
         return self.batch.split_check or ("error" if self.command == "fit" else "note")
 
     def with_values(self, **values: Any) -> Self:

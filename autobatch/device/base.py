@@ -72,7 +72,7 @@ class Device(Protocol):
 
     @property
     def libraries(self) -> Libraries | None:
-        """What the libraries of the GPU take that runs the operators; None if the CPU runs them."""
+        """Memory of the libraries on the GPU that runs the operators; None if the CPU runs them."""
 
     @property
     def may_spill(self) -> bool:

@@ -134,7 +134,7 @@ class CudaDevice:
 
     @property
     def libraries(self) -> Libraries:
-        """What the libraries and the kernels of the GPU take."""
+        """Memory of the libraries and the kernels of the GPU."""
         gpu = self._properties
         return Libraries(
             cuda_allocator.usual_workspaces(self.compute_capability),

@@ -31,7 +31,7 @@ class Processors(NamedTuple):
 
 
 class Libraries(NamedTuple):
-    """What CUDA's libraries and kernels take on a GPU beside tensors."""
+    """Memory that CUDA's libraries and kernels take on a GPU beside tensors."""
 
     workspaces: tuple[int, int] | None
     """Bytes of one cuBLAS workspace, and their number in a training process; None if unknown."""
@@ -117,7 +117,7 @@ class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def libraries(self) -> Libraries:
-        """What libraries take; with the usual number of multiprocessors if theirs is unknown."""
+        """Memory of the libraries, for the usual number of multiprocessors if theirs is unknown."""
         count = (
             USUAL_PROCESSORS.multiprocessors if self.multiprocessors is None else self.multiprocessors.value
         )

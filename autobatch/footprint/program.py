@@ -113,7 +113,7 @@ Rule: TypeAlias = Polynomial | Derived
 
 
 class DerivedSize(NamedTuple):
-    """What the size of one block follows from."""
+    """The origin of the size of one block."""
 
     origin: Origin
     numbers: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What fits according to a replay of the step, which every run confirms or corrects.
+"""The replay of a step, which tells what fits and which every run confirms or corrects.
 
     trace ──► program ──replay──► guess ──run──► events: equal? confirmed; else the program is built anew
 
@@ -35,7 +35,7 @@ class Bounds(NamedTuple):
 
 
 class Replay:
-    """What fits according to a program, corrected by runs.
+    """A prediction of what fits, by a program that runs correct.
 
     Args:
         new_allocator: makes an empty allocator with the device's budget.
