@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autobatch.core.signals import STOPPING, hold_back_signals, stop_on_signals
+from autobatch.core.signals import STOPPING, handle_signals, hold_back_signals, stop_on_signals
 
 
 def ending_of(body: Callable[[], None]) -> int:
@@ -37,7 +37,8 @@ def test_the_same_signal_within_a_moment_is_the_same_request() -> None:
 
 
 def test_a_second_signal_does_at_once_what_it_does_outside_of_training() -> None:
-    with stop_on_signals() as request:
+    # A shell lets what it starts in the background ignore SIGINT.
+    with handle_signals([signal.SIGINT], signal.default_int_handler), stop_on_signals() as request:
         os.kill(os.getpid(), signal.SIGTERM)
         assert request.signal_number == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):

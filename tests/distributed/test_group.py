@@ -134,6 +134,7 @@ def test_a_rank_that_is_killed_is_noticed(server: RankServer) -> None:
 
 def one_ends_at_once() -> int | None:
     """Lose a rank that a second signal ended, as a launcher sends both to all."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
     group = open_group()
     with stop_on_signals(itertools.count().__next__):
         group.gather(None)
