@@ -20,9 +20,7 @@ if TYPE_CHECKING:
         RestartSmallerError,
     )
     from autobatch.core.progress import Progress
-    from autobatch.core.records.plan import Plan
-    from autobatch.core.records.probe import Probe
-    from autobatch.core.records.training import StepRecord, Training
+    from autobatch.core.records import Plan, Probe, StepRecord, Training
     from autobatch.integrations.own_loop import batches
     from autobatch.report.result import Estimates, Result
     from autobatch.training.metrics import Sink
@@ -40,9 +38,7 @@ _MODULES = {
         "RestartSmallerError",
     ),
     "core.progress": ("Progress",),
-    "core.records.plan": ("Plan",),
-    "core.records.probe": ("Probe",),
-    "core.records.training": ("StepRecord", "Training"),
+    "core.records": ("Plan", "Probe", "StepRecord", "Training"),
     "integrations.own_loop": ("batches",),
     "report.result": ("Estimates", "Result"),
     "training.metrics": ("Sink",),

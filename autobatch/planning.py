@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autobatch.core.errors import InputError
-from autobatch.core.records.base import GradientDtype, Precision
-from autobatch.core.records.plan import LearningRateRule, Plan
+from autobatch.core.records import GradientDtype, LearningRateRule, Plan, Precision
 from autobatch.core.units import significant
 
 Sizes = NDArray[np.float64]

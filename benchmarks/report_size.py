@@ -16,9 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from autobatch.core.records.run import RunRecord
-from autobatch.core.records.training import StepRecord, Training
-from autobatch.core.records.tuning import Trial, Tuning
+from autobatch.core.records import RunRecord, StepRecord, Training, Trial, Tuning
 from autobatch.device.cpu import CpuDevice
 from autobatch.report.page import write_report
 from autobatch.report.result import load_run

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.core.errors import InputError
-from autobatch.core.records.plan import Plan
+from autobatch.core.records import Plan
 from autobatch.planning import (
     even_split,
     even_split_note,

@@ -11,10 +11,7 @@ from typing import Literal, TextIO
 
 from autobatch.core.errors import InputError
 from autobatch.core.progress import Broadcast, Progress
-from autobatch.core.records.device import DeviceRecord
-from autobatch.core.records.plan import Plan
-from autobatch.core.records.probe import Attempt, Probe
-from autobatch.core.records.tuning import Tuning
+from autobatch.core.records import Attempt, DeviceRecord, Plan, Probe, Tuning
 from autobatch.report.facts import describe_budget, describe_fits, describe_plan, describe_tuning
 
 LOG = logging.getLogger("autobatch")

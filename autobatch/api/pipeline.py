@@ -38,9 +38,7 @@ from autobatch.api.stages import (
 from autobatch.core.files import write_atomic
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
-from autobatch.core.records.plan import Plan
-from autobatch.core.records.run import RunRecord
-from autobatch.core.records.tuning import Tuning
+from autobatch.core.records import Plan, RunRecord, Tuning
 from autobatch.core.text import error_text
 from autobatch.core.version import commit, versions
 from autobatch.device.host import usable_cores

@@ -22,9 +22,7 @@ from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.files import write_output
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
-from autobatch.core.records.plan import Plan, RunOrder
-from autobatch.core.records.probe import Probe, RankLimit
-from autobatch.core.records.tuning import Tuning
+from autobatch.core.records import Plan, Probe, RankLimit, RunOrder, Tuning
 from autobatch.distributed.launch import check_equal
 from autobatch.distributed.rank_plan import agree_on_cut, limits_over_ranks, spread
 from autobatch.distributed.ranks import Ranks

@@ -12,7 +12,7 @@ import msgspec
 
 from autobatch.cli.doctor import doctor_lines, examine
 from autobatch.core.errors import InputError
-from autobatch.core.records.base import SCHEMA
+from autobatch.core.records import SCHEMA
 from autobatch.core.text import error_text, quoted
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__

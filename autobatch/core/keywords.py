@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Literal, Required, TypedDict
 
-from autobatch.core.records.plan import LearningRateRule
+from autobatch.core.records import LearningRateRule
 
 StrPath = str | os.PathLike[str]
 

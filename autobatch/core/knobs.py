@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from autobatch.core.errors import InputError
-from autobatch.core.records.base import Precision
+from autobatch.core.records import Precision
 
 Value = str | int | float | bool | None
 Configuration = Mapping[str, Value]

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_type
 import msgspec
 from msgspec import Meta
 
-from autobatch.core.records.plan import LearningRateRule
+from autobatch.core.records import LearningRateRule
 
 COMMANDS = ("fit", "plan", "probe", "tune", "estimate")
 """Commands that open a workload."""

@@ -6,11 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autobatch.core.records.device import DeviceRecord
-    from autobatch.core.records.plan import Plan
-    from autobatch.core.records.probe import Attempt, Probe
-    from autobatch.core.records.training import StepRecord
-    from autobatch.core.records.tuning import Trial, Tuning
+    from autobatch.core.records import Attempt, DeviceRecord, Plan, Probe, StepRecord, Trial, Tuning
 
 
 class Progress:

@@ -16,8 +16,7 @@ from autobatch.device.allocator.ledger import MemoryStats
 if TYPE_CHECKING:
     import torch
 
-    from autobatch.core.records.base import Precision
-    from autobatch.core.records.device import DeviceRecord
+    from autobatch.core.records import DeviceRecord, Precision
     from autobatch.device.allocator.caching import AllocatorConfig
     from autobatch.device.allocator.ledger import Allocator
     from autobatch.device.allocator.trace import Trace

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from autobatch.core.errors import InputError
-from autobatch.core.records.device import DeviceRecord
+from autobatch.core.records import DeviceRecord
 from autobatch.core.units import format_bytes, parse_budget
 from autobatch.device.allocator.ledger import BudgetExceeded, CountingAllocator, MemoryStats
 from autobatch.device.allocator.trace import Trace

@@ -9,7 +9,7 @@ import torch
 from autobatch.device.compiler import missing_on_cpu
 
 if TYPE_CHECKING:
-    from autobatch.core.records.base import Precision
+    from autobatch.core.records import Precision
 
 
 class CpuOperators:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autobatch.core.records.device import DeviceRecord, MemoryHolder
+from autobatch.core.records import DeviceRecord, MemoryHolder
 from autobatch.device import cuda_allocator, nvml
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.budget import GPU_HEADROOM_SHARE, resolve_budget
@@ -41,7 +41,7 @@ from autobatch.device.oom import lost_context_ignored
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from autobatch.core.records.base import Precision
+    from autobatch.core.records import Precision
     from autobatch.device.allocator.ledger import MemoryStats
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.core.records.base import Record
-from autobatch.core.records.device import MemoryHolder
+from autobatch.core.records import MemoryHolder, Record
 from autobatch.core.units import MiB, format_bytes
 from autobatch.device import nvml
 from autobatch.device.host import host_memory

@@ -12,8 +12,7 @@ import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from autobatch.core.records.base import Record
-from autobatch.core.records.device import MemoryHolder
+from autobatch.core.records import MemoryHolder, Record
 from autobatch.core.text import error_text
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from autobatch.core.records.device import DeviceRecord
+from autobatch.core.records import DeviceRecord
 from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import BudgetExceeded, MemoryStats, cuda_oom_text

@@ -17,7 +17,7 @@ import msgspec
 
 from autobatch.core.errors import AutobatchError
 from autobatch.core.files import write_atomic
-from autobatch.core.records.base import Record
+from autobatch.core.records import Record
 from autobatch.distributed.launch import VERDICT
 
 POLL_S = 0.25

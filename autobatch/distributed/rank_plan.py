@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from autobatch.core.records.device import DeviceRecord
-from autobatch.core.records.plan import Plan, RankPlan, SizeCut
-from autobatch.core.records.probe import RankLimit
+from autobatch.core.records import DeviceRecord, Plan, RankLimit, RankPlan, SizeCut
 from autobatch.distributed.engine import Engine
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ShardLayout

@@ -22,9 +22,7 @@ import msgspec
 
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.options import Options
-from autobatch.core.records.base import Parallel
-from autobatch.core.records.estimate import Estimate, RankEstimate, Remedy
-from autobatch.core.records.plan import Plan
+from autobatch.core.records import Estimate, Parallel, Plan, RankEstimate, Remedy
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
 from autobatch.device.allocator.trace import replay

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
-from autobatch.core.records.base import Precision
-from autobatch.core.records.estimate import Estimate
+from autobatch.core.records import Estimate, Precision
 from autobatch.core.units import GiB, format_bytes
 from autobatch.device.budget import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.hardware_profile import HardwareProfile

@@ -9,9 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autobatch.core.errors import AutobatchError
-from autobatch.core.records.estimate import Estimate
-from autobatch.core.records.plan import Plan, SizeCut
-from autobatch.core.records.probe import LengthLimit
+from autobatch.core.records import Estimate, LengthLimit, Plan, SizeCut
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.search.sizes.curve import CurvePoint, curve_of, trace_sizes

@@ -17,7 +17,7 @@ from torch import nn
 
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.options import Options
-from autobatch.core.records.base import GradientDtype, Parallel, ShardSync
+from autobatch.core.records import GradientDtype, Parallel, ShardSync
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.host import host_memory

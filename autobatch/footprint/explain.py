@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
-from autobatch.core.records.run import MemoryCurve, PredictedPoint
+from autobatch.core.records import MemoryCurve, PredictedPoint
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from autobatch.core.errors import AutobatchError
 from autobatch.core.knobs import CHECKPOINTING, OPTIMIZER
-from autobatch.core.records.estimate import Remedy
+from autobatch.core.records import Remedy
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import replay

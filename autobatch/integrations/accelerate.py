@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from autobatch.core.keywords import PlanKeywords
-from autobatch.core.records.plan import Plan
+from autobatch.core.records import Plan
 from autobatch.integrations.library_plan import (
     Float32Outputs,
     LibraryLoop,

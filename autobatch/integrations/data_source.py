@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from autobatch.core.errors import InputError
-from autobatch.core.records.plan import Plan
+from autobatch.core.records import Plan
 from autobatch.workload.contract import Collated, MapStyle, kind_of
 from autobatch.workload.cut import ADVICE, concatenate, cut, samples_along, signature
 from autobatch.workload.data import collate_samples, fetch

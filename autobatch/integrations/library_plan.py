@@ -27,7 +27,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from autobatch.api import library
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.keywords import PlanKeywords
-from autobatch.core.records.plan import Plan
+from autobatch.core.records import Plan
 from autobatch.planning import check_world_size, even_split, even_split_note, launched_world_size
 from autobatch.report.result import PlanResult
 from autobatch.workload.contract import Workload, is_stream, kind_of

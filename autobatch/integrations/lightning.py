@@ -38,8 +38,7 @@ from torch.utils.data import DataLoader
 
 from autobatch.core.errors import InputError
 from autobatch.core.keywords import PlanKeywords
-from autobatch.core.records.base import Precision
-from autobatch.core.records.plan import Plan
+from autobatch.core.records import Plan, Precision
 from autobatch.integrations.library_plan import (
     LibraryLoop,
     LibraryPlan,

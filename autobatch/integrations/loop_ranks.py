@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autobatch.core.errors import InputError
-from autobatch.core.records.plan import Plan
+from autobatch.core.records import Plan
 from autobatch.distributed.launch import check_equal
 from autobatch.distributed.messages import Messages, join_loop
 from autobatch.distributed.reduce import Reduction

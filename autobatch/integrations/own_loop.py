@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import InputError, NonFiniteError
-from autobatch.core.records.base import GradientDtype
-from autobatch.core.records.plan import Plan
+from autobatch.core.records import GradientDtype, Plan
 from autobatch.integrations.data_source import Data, Length, LoaderBatches, Samples, SampleT, open_source
 from autobatch.planning import check_world_size, launched_world_size, micro_batches
 from autobatch.step.gradients import LOW_PRECISION, Gradients

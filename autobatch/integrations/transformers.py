@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.keywords import PlanKeywords
-from autobatch.core.records.base import Precision
-from autobatch.core.records.plan import Plan
+from autobatch.core.records import Plan, Precision
 from autobatch.integrations.library_plan import (
     Float32Outputs,
     LibraryLoop,

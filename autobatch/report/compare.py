@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from autobatch.core.files import write_atomic
-from autobatch.core.records.run import RunRecord
-from autobatch.core.records.training import Training
+from autobatch.core.records import RunRecord, Training
 from autobatch.core.units import format_bytes
 from autobatch.report.charts.curves import smoothed
 from autobatch.report.charts.drawing import Mark, Picture, Table, downsample, draw, plain_axes, series

@@ -11,7 +11,7 @@ from autobatch.core.text import printable
 from autobatch.core.units import format_bytes
 
 if TYPE_CHECKING:
-    from autobatch.core.records.estimate import Estimate
+    from autobatch.core.records import Estimate
     from autobatch.report.result import Estimates
 
 TOP_MODULES = 5

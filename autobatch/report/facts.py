@@ -12,13 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from autobatch.core.records.device import DeviceRecord
-from autobatch.core.records.estimate import Estimate
-from autobatch.core.records.plan import Plan, SizeCut
-from autobatch.core.records.probe import Attempt, LengthLimit, Probe
-from autobatch.core.records.run import RunRecord
-from autobatch.core.records.training import Training
-from autobatch.core.records.tuning import LrTuning, Trial, Tuning
+from autobatch.core.records import (
+    Attempt,
+    DeviceRecord,
+    Estimate,
+    LengthLimit,
+    LrTuning,
+    Plan,
+    Probe,
+    RunRecord,
+    SizeCut,
+    Training,
+    Trial,
+    Tuning,
+)
 from autobatch.core.units import format_bytes
 from autobatch.report.words import (
     count,

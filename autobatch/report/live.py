@@ -25,7 +25,7 @@ from autobatch.report.words import metric_in_words, plural
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from autobatch.core.records.training import StepRecord
+    from autobatch.core.records import StepRecord
 
 FIXED_COLUMNS = 30
 """Columns of the training line besides its figures and its bar."""

@@ -12,8 +12,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from autobatch.core.records.estimate import Estimate
-from autobatch.core.records.run import RunRecord
+from autobatch.core.records import Estimate, RunRecord
 from autobatch.core.units import format_bytes
 from autobatch.report.charts.drawing import Picture, Table
 from autobatch.report.facts import Fact, describe_split, facts_of, headline

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autobatch.core.files import write_atomic
-from autobatch.core.records.run import RunRecord
+from autobatch.core.records import RunRecord
 from autobatch.report.charts.curves import training_figure
 from autobatch.report.charts.drawing import Mark, Picture, Table
 from autobatch.report.charts.memory import memory_curve_figure, memory_figure

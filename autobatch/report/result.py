@@ -9,13 +9,17 @@ import msgspec
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import UNREADABLE, read_json
-from autobatch.core.records.base import SCHEMA, Record
-from autobatch.core.records.device import DeviceRecord
-from autobatch.core.records.estimate import Estimate, RankEstimate
-from autobatch.core.records.plan import Plan
-from autobatch.core.records.probe import Probe
-from autobatch.core.records.run import RunRecord
-from autobatch.core.records.training import StepRecord
+from autobatch.core.records import (
+    SCHEMA,
+    DeviceRecord,
+    Estimate,
+    Plan,
+    Probe,
+    RankEstimate,
+    Record,
+    RunRecord,
+    StepRecord,
+)
 from autobatch.core.text import error_text
 from autobatch.core.version import __version__
 from autobatch.report.facts import describe_estimate, text_of

@@ -32,10 +32,7 @@ from autobatch.report.live import LiveLine
 from autobatch.report.words import knobs_in_words, metric_in_words, ratio_in_words
 
 if TYPE_CHECKING:
-    from autobatch.core.records.device import DeviceRecord
-    from autobatch.core.records.probe import Attempt
-    from autobatch.core.records.training import StepRecord
-    from autobatch.core.records.tuning import Trial
+    from autobatch.core.records import Attempt, DeviceRecord, StepRecord, Trial
     from autobatch.report.result import Estimates, Result
 
 

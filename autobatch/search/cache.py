@@ -23,7 +23,7 @@ import msgspec
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import UNREADABLE, read_json, write_atomic
-from autobatch.core.records.probe import LimitedBy, UpperBoundBy
+from autobatch.core.records import LimitedBy, UpperBoundBy
 from autobatch.core.text import printable, quoted
 from autobatch.core.version import __version__
 from autobatch.device.allocator.trace import FREE, Trace

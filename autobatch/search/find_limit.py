@@ -13,7 +13,7 @@ import msgspec
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
-from autobatch.core.records.probe import Probe
+from autobatch.core.records import Probe
 from autobatch.core.units import MiB, format_bytes
 from autobatch.footprint.largest import Fitting
 from autobatch.footprint.predict import Footprint

@@ -16,7 +16,7 @@ import msgspec
 from autobatch.core.errors import AutobatchError, UserCodeError
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
-from autobatch.core.records.probe import Attempt, LimitedBy, Probe
+from autobatch.core.records import Attempt, LimitedBy, Probe
 from autobatch.core.text import error_text
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import FREE, Trace

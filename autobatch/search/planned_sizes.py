@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from autobatch.core.progress import Progress
-from autobatch.core.records.probe import Attempt
+from autobatch.core.records import Attempt
 from autobatch.footprint.largest import Fitting
 from autobatch.footprint.program import Untraceable
 from autobatch.planning import micro_batches

@@ -8,8 +8,7 @@ from contextlib import suppress
 from typing import Concatenate, ParamSpec, TypeVar
 
 from autobatch.core.errors import AutobatchError, DoesNotFitError
-from autobatch.core.records.estimate import Remedy
-from autobatch.core.records.probe import Attempt
+from autobatch.core.records import Attempt, Remedy
 from autobatch.core.units import format_bytes
 from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import Footprint

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from autobatch.core.largest import largest
-from autobatch.core.records.probe import Attempt, UpperBoundBy
+from autobatch.core.records import Attempt, UpperBoundBy
 from autobatch.search.replay import Replay
 from autobatch.setup.attempt import Outcome
 

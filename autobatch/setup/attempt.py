@@ -20,8 +20,7 @@ from torch import nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import Value
-from autobatch.core.records.base import GradientDtype, Precision
-from autobatch.core.records.probe import Attempt
+from autobatch.core.records import Attempt, GradientDtype, Precision
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.base import Device, Meter

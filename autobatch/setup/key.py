@@ -8,7 +8,7 @@ import os
 import torch
 from torch import nn
 
-from autobatch.core.records.device import DeviceRecord
+from autobatch.core.records import DeviceRecord
 from autobatch.device.cuda_allocator import allocator_options
 from autobatch.setup.attempt import TrainSetup
 from autobatch.step.optimizers import argument_of

@@ -12,8 +12,7 @@ from torch import nn
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import EXPANDABLE, PRECISION, Value
 from autobatch.core.options import Options
-from autobatch.core.records.base import GradientDtype, Precision, Record
-from autobatch.core.records.device import DeviceRecord
+from autobatch.core.records import DeviceRecord, GradientDtype, Precision, Record
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator

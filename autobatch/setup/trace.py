@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from autobatch.core.errors import AutobatchError
 from autobatch.core.knobs import COMPILE
-from autobatch.core.records.estimate import Remedy
-from autobatch.core.records.run import MemoryCurve, PredictedPoint
+from autobatch.core.records import MemoryCurve, PredictedPoint, Remedy
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint import predict

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from autobatch.core.records.base import GradientDtype
+from autobatch.core.records import GradientDtype
 from autobatch.core.units import MiB, format_bytes
 from autobatch.step.local_part import local_parts
 from autobatch.step.readable import is_readable

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
-from autobatch.core.records.base import GradientDtype, Precision
+from autobatch.core.records import GradientDtype, Precision
 from autobatch.step.apply_knobs import apply_forward, apply_implementation, apply_layout, uses_graphs
 from autobatch.step.ema import WeightAverage
 from autobatch.step.gradients import Gradients, Optimizers, exchange_buffer

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from autobatch.core.errors import InputError
-from autobatch.core.records.base import Record
+from autobatch.core.records import Record
 from autobatch.step.backward import backward_from
 from autobatch.step.gradients import norm_of
 from autobatch.step.loss_share import (

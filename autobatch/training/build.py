@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
 from autobatch.core.options import Options
-from autobatch.core.records.plan import Plan
+from autobatch.core.records import Plan
 from autobatch.device.base import Meter
 from autobatch.distributed.rank_plan import limit_of_rank, model_of_ranks, open_engine, split_for
 from autobatch.distributed.ranks import Alone, Ranks

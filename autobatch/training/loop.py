@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.core.errors import InputError, NonFiniteError
-from autobatch.core.records.training import StepRecord
+from autobatch.core.records import StepRecord
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line, is_fragmented

@@ -20,7 +20,7 @@ import msgspec
 from autobatch.core.errors import CheckpointError
 from autobatch.core.files import UNREADABLE, write_atomic
 from autobatch.core.progress import Progress
-from autobatch.core.records.training import StepRecord, Training
+from autobatch.core.records import StepRecord, Training
 from autobatch.core.text import error_text
 
 TENSORBOARD = "tensorboard"

@@ -22,7 +22,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from autobatch.core.records.base import Record
+from autobatch.core.records import Record
 
 MIN_BATCHES = 50
 """Fewest measured batches that give an estimate."""

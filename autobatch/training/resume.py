@@ -10,7 +10,7 @@ import msgspec
 
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options
-from autobatch.core.records.plan import Plan
+from autobatch.core.records import Plan
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
 from autobatch.distributed.ranks import Alone, Ranks

@@ -22,7 +22,7 @@ from autobatch.core.errors import (
 )
 from autobatch.core.files import read_json, write_atomic
 from autobatch.core.progress import Progress
-from autobatch.core.records.training import StepRecord, Training
+from autobatch.core.records import StepRecord, Training
 from autobatch.core.signals import StopRequest, stop_on_signals
 from autobatch.device.oom import first_line, memory_named
 from autobatch.step.optimizers import averaged_weights, switch

@@ -11,8 +11,7 @@ from torch import nn
 
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
-from autobatch.core.records.plan import Plan
-from autobatch.core.records.training import Training
+from autobatch.core.records import Plan, Training
 from autobatch.core.units import GiB, format_bytes
 from autobatch.core.version import versions
 from autobatch.device.cpu import CpuDevice

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autobatch.core.knobs import Configuration, Value
-from autobatch.core.records.tuning import TrialComparison
+from autobatch.core.records import TrialComparison
 from autobatch.tuning.configuration import Measure, Measurement, changes
 
 MINIMUM_GAIN = 0.02

@@ -24,7 +24,7 @@ import msgspec
 
 from autobatch.core.knobs import Configuration, SearchAxis, Value, defaults
 from autobatch.core.progress import SILENT, Progress
-from autobatch.core.records.tuning import Trial, Tuning
+from autobatch.core.records import Trial, Tuning
 from autobatch.tuning.compare import (
     LEAST_ROUNDS,
     MINIMUM_GAIN,

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from autobatch.core.knobs import Value
 from autobatch.core.progress import SILENT, Progress
-from autobatch.core.records.base import Precision
-from autobatch.core.records.tuning import LrComparison, LrTrial, LrTuning
+from autobatch.core.records import LrComparison, LrTrial, LrTuning, Precision
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.setup.attempt import TrainSetup, batches_of, on_copies
 from autobatch.setup.child import ChildCrashed, Session, SetupProcess

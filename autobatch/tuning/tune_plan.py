@@ -23,8 +23,7 @@ from autobatch.core.knobs import (
 )
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
-from autobatch.core.records.plan import Plan
-from autobatch.core.records.tuning import LrTuning, Tuning
+from autobatch.core.records import LrTuning, Plan, Tuning
 from autobatch.distributed.rank_plan import limit_of_rank, limits_over_ranks, share_of_rank, spread
 from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.planning import micro_batches

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from autobatch.core.errors import InputError
-from autobatch.core.records.base import Record
+from autobatch.core.records import Record
 from autobatch.device.host import cpu_name
 from autobatch.workload.data import fetch
 from autobatch.workload.rng import preserved_random_state, seed_everything

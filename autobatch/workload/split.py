@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autobatch.core.records.plan import SizeCut
+from autobatch.core.records import SizeCut
 from autobatch.planning import FIXED_SHARE, cut_by_area, fewest_joined, micro_batches, shares
 from autobatch.workload.order import GlobalBatch
 

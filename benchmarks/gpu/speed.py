@@ -16,7 +16,7 @@ import autobatch
 from autobatch import Workload
 from autobatch.core.knobs import COMPILE, COMPILE_MODES
 from autobatch.core.progress import Progress
-from autobatch.core.records.training import StepRecord
+from autobatch.core.records import StepRecord
 from autobatch.core.units import GiB
 from autobatch.step.apply_knobs import free_graphs
 from autobatch.step.train_state import StepSettings, build_train_state

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from autobatch.core.records.base import GradientDtype
+from autobatch.core.records import GradientDtype
 from autobatch.planning import micro_batches
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import accumulate

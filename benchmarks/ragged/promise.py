@@ -29,7 +29,7 @@ from autobatch.api.pipeline import prepare
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import AutobatchError
 from autobatch.core.options import Options
-from autobatch.core.records.plan import Plan
+from autobatch.core.records import Plan
 from autobatch.footprint.size_program import SizeProgram
 from autobatch.planning import make_plan
 from autobatch.search.sizes.real_batches import Order, RunBatches, joins_samples, trace_setup

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from autobatch.core.records.base import ShardSync
+from autobatch.core.records import ShardSync
 from benchmarks.ranks.loop import (
     ACCUMULATION,
     BATCHES,

@@ -11,8 +11,7 @@ import autobatch
 from autobatch.api import library
 from autobatch.core.errors import InputError
 from autobatch.core.options import COMMANDS
-from autobatch.core.records.plan import Plan
-from autobatch.core.records.probe import Probe
+from autobatch.core.records import Plan, Probe
 from autobatch.report.result import Estimates, PlanResult, ProbeResult, Result
 from tests.support.options import all_changed, as_options, required
 from tests.support.probes import mlp, work

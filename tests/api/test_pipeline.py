@@ -15,7 +15,7 @@ from autobatch.api.pipeline import run_estimate
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
-from autobatch.core.records.probe import Attempt
+from autobatch.core.records import Attempt
 from autobatch.core.units import MiB
 from autobatch.setup import child
 from autobatch.tuning.tune_plan import PlanTuner

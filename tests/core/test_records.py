@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
 import msgspec
 import pytest
 
 from autobatch.core import records
-from autobatch.core.records.base import Record
-from autobatch.core.records.device import DeviceRecord
-from autobatch.core.records.estimate import Estimate
-from autobatch.core.records.plan import Plan
-from autobatch.core.records.probe import Attempt, Probe
-from autobatch.core.records.run import RunRecord
-from autobatch.core.records.training import Training
-from autobatch.core.records.tuning import Tuning
+from autobatch.core.records import (
+    Attempt,
+    DeviceRecord,
+    Estimate,
+    Plan,
+    Probe,
+    Record,
+    RunRecord,
+    Training,
+    Tuning,
+)
 from tests.support.sample_run import a_device, a_run
 
-KINDS = {
-    kind
-    for module in pkgutil.iter_modules(records.__path__, f"{records.__name__}.")
-    for kind in vars(importlib.import_module(module.name)).values()
-    if isinstance(kind, type) and issubclass(kind, Record)
-}
+KINDS = {kind for kind in vars(records).values() if isinstance(kind, type) and issubclass(kind, Record)}
 
 
 KEYS: dict[type[Record], str] = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.core.records.device import MemoryHolder
+from autobatch.core.records import MemoryHolder
 from autobatch.device import cuda_gpus, nvml
 from autobatch.device.allocator.ledger import BudgetExceeded
 from autobatch.device.base import Device

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from autobatch.core.records.device import DeviceRecord
-from autobatch.core.records.plan import SizeCut
+from autobatch.core.records import DeviceRecord, SizeCut
 from autobatch.distributed.engine import Engine
 from autobatch.distributed.rank_plan import (
     Place,

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from autobatch.core.errors import DoesNotFitError
-from autobatch.core.records.estimate import RankEstimate, Remedy
+from autobatch.core.records import RankEstimate, Remedy
 from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import replay

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.records.estimate import Remedy
+from autobatch.core.records import Remedy
 from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator

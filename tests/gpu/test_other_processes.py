@@ -10,7 +10,7 @@ import torch
 
 import autobatch
 from autobatch.core.progress import Progress
-from autobatch.core.records.plan import Plan
+from autobatch.core.records import Plan
 from tests.gpu.conftest import WORKLOAD
 from tests.support.kernels import only_stub
 

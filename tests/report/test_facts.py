@@ -8,11 +8,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from autobatch.core.records.estimate import Estimate
-from autobatch.core.records.plan import Plan, RankPlan, RunOrder, SizeCut
-from autobatch.core.records.probe import LengthLimit, LimitedBy, RankLimit, RealBatches
-from autobatch.core.records.run import RunRecord
-from autobatch.core.records.tuning import Trial, TrialComparison, Tuning
+from autobatch.core.records import (
+    Estimate,
+    LengthLimit,
+    LimitedBy,
+    Plan,
+    RankLimit,
+    RankPlan,
+    RealBatches,
+    RunOrder,
+    RunRecord,
+    SizeCut,
+    Trial,
+    TrialComparison,
+    Tuning,
+)
 from autobatch.planning import make_plan
 from autobatch.report.facts import (
     describe_estimate,

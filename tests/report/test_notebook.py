@@ -123,7 +123,7 @@ def test_two_fragments_can_share_a_page() -> None:
 def test_notebook_output_needs_no_torch(tmp_path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from autobatch.core.records.device import DeviceRecord\n"
+        "from autobatch.core.records import DeviceRecord\n"
         "from autobatch.report.result import Result\n"
         "device = DeviceRecord(kind='cpu', name='a', total_bytes=1, budget_bytes=1, budget_source='')\n"
         "assert '<table>' in Result(device=device)._repr_html_()\n"

@@ -6,7 +6,7 @@ import sys
 import msgspec
 import pytest
 
-from autobatch.core.records.device import MemoryHolder
+from autobatch.core.records import MemoryHolder
 from autobatch.report.facts import facts_of, headline, tiles_of
 from autobatch.report.page import render, write_report
 from tests.support.page_checker import CHROMIUM, check, measure

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from autobatch.core.progress import Progress
-from autobatch.core.records.device import MemoryHolder
-from autobatch.core.records.tuning import Trial
+from autobatch.core.records import MemoryHolder, Trial
 from autobatch.report.facts import final_facts
 from autobatch.report.result import Estimates, Result
 from autobatch.report.terminal import PLAIN_LINES, Terminal

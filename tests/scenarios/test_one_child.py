@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autobatch.core.options import Options
-from autobatch.core.records.probe import Attempt
+from autobatch.core.records import Attempt
 from autobatch.search.find_limit import find_limit
 from autobatch.setup.child import ChildProcess
 from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns

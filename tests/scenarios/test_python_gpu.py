@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 import autobatch
-from autobatch.core.records.training import StepRecord, Training
+from autobatch.core.records import StepRecord, Training
 from tests.support.python_gpu import PythonGpu, python_gpu
 from tests.support.rank_server import RankServer
 from tests.support.training import Rows

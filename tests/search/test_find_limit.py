@@ -17,7 +17,7 @@ from autobatch.api.pipeline import run as run_command
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
-from autobatch.core.records.probe import Probe
+from autobatch.core.records import Probe
 from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory

@@ -14,7 +14,7 @@ import autobatch
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
-from autobatch.core.records.probe import Attempt
+from autobatch.core.records import Attempt
 from autobatch.device.oom import loses_context
 from autobatch.search.one_probe import (
     LOST,

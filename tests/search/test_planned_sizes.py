@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from autobatch.core.options import Options
-from autobatch.core.records.probe import RealBatches
+from autobatch.core.records import RealBatches
 from autobatch.search.one_probe import Limit
 from autobatch.search.planned_sizes import limit_of_plan
 from autobatch.setup.attempt import TrainSetup, attempt

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
-from autobatch.core.records.probe import Attempt
+from autobatch.core.records import Attempt
 from autobatch.core.units import KiB, MiB
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autobatch.cli.failures import Terminated
-from autobatch.core.records.probe import Attempt
+from autobatch.core.records import Attempt
 from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
-from autobatch.core.records.base import Precision
+from autobatch.core.records import Precision
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.distributed.sharding.layout import ShardLayout

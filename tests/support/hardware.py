@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from autobatch.core.records.device import DeviceRecord
+from autobatch.core.records import DeviceRecord
 from autobatch.core.units import GiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.cpu import CpuDevice

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autobatch.core.progress import Progress
-from autobatch.core.records.training import StepRecord, Training
+from autobatch.core.records import StepRecord, Training
 from autobatch.training.checkpoints.checkpoint import list_checkpoints
 from autobatch.training.checkpoints.load import load_newest
 from autobatch.training.loop import Loop

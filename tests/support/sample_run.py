@@ -2,12 +2,24 @@
 
 import math
 
-from autobatch.core.records.device import DeviceRecord, MemoryHolder
-from autobatch.core.records.estimate import Estimate
-from autobatch.core.records.probe import Attempt, Probe
-from autobatch.core.records.run import MemoryCurve, PredictedPoint, RunRecord
-from autobatch.core.records.training import StepRecord, Training
-from autobatch.core.records.tuning import LrComparison, LrTrial, LrTuning, Trial, TrialComparison, Tuning
+from autobatch.core.records import (
+    Attempt,
+    DeviceRecord,
+    Estimate,
+    LrComparison,
+    LrTrial,
+    LrTuning,
+    MemoryCurve,
+    MemoryHolder,
+    PredictedPoint,
+    Probe,
+    RunRecord,
+    StepRecord,
+    Training,
+    Trial,
+    TrialComparison,
+    Tuning,
+)
 from autobatch.core.units import GiB, MiB
 from autobatch.planning import make_plan
 

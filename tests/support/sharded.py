@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from autobatch.core.records.base import Precision, ShardSync
+from autobatch.core.records import Precision, ShardSync
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Trace, replay
 from autobatch.device.allocator.tracker import StorageMeter

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autobatch.core.records.base import ShardSync
+from autobatch.core.records import ShardSync
 from autobatch.distributed.group import Group
 from autobatch.distributed.sharding.engine import Shard
 from autobatch.distributed.sharding.model import Sharding

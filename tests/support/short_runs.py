@@ -11,7 +11,7 @@ import optuna
 import torch
 from torch import nn
 
-from autobatch.core.records.tuning import LrTuning
+from autobatch.core.records import LrTuning
 from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import ThisProcess
 from autobatch.tuning.configuration import Budget, StudyLocation

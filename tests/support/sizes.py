@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autobatch.core.records.probe import Attempt
+from autobatch.core.records import Attempt
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.program import Program

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
-from autobatch.core.records.base import Precision
+from autobatch.core.records import Precision
 from autobatch.core.units import GiB
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import Dataset
 
-from autobatch.core.records.base import Precision
+from autobatch.core.records import Precision
 from autobatch.device.base import Device, Meter
 from autobatch.device.cpu import CpuDevice, SilentMeter
 from autobatch.setup.attempt import TrainSetup

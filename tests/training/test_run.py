@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from autobatch.core.errors import DoesNotFitError, RestartSmallerError
 from autobatch.core.progress import Progress
-from autobatch.core.records.training import StepRecord
+from autobatch.core.records import StepRecord
 from autobatch.training.checkpoints.checkpoint import list_checkpoints
 from autobatch.training.run import RunTotals, train
 from tests.support.faults import Fault, Noisy, Watching, plain

@@ -13,8 +13,7 @@ from torch import nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.progress import Progress
-from autobatch.core.records.plan import Plan
-from autobatch.core.records.training import Training
+from autobatch.core.records import Plan, Training
 from autobatch.planning import make_plan
 from autobatch.training.build import build_sampler
 from autobatch.training.checkpoints.load import load_newest

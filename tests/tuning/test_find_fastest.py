@@ -13,7 +13,7 @@ from optuna.samplers import GPSampler
 from optuna.trial import TrialState
 
 from autobatch.core.knobs import Configuration, SearchAxis, defaults
-from autobatch.core.records.tuning import Tuning
+from autobatch.core.records import Tuning
 from autobatch.report.facts import describe_tuning
 from autobatch.tuning.compare import MINIMUM_GAIN
 from autobatch.tuning.configuration import (

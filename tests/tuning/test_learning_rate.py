@@ -18,7 +18,7 @@ from torch import nn
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
-from autobatch.core.records.tuning import LrComparison
+from autobatch.core.records import LrComparison
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.setup.child import ChildProcess
 from autobatch.tuning.learning_rate import (

@@ -12,7 +12,7 @@ from autobatch.api.context import RunContext
 from autobatch.api.stages import _open_tuner
 from autobatch.core.knobs import SearchAxis
 from autobatch.core.progress import Progress
-from autobatch.core.records.tuning import Tuning
+from autobatch.core.records import Tuning
 from autobatch.distributed.ranks import Alone
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import make_plan

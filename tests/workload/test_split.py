@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.core.records.plan import SizeCut
+from autobatch.core.records import SizeCut
 from autobatch.planning import cut_by_area, fewest_joined, micro_batches, shares, split_evenly
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.split import MicroBatchIds, SizeSplit, Split, digest_of, size_of_part

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autobatch.core.errors import InputError
-from autobatch.core.records.base import Precision
+from autobatch.core.records import Precision
 from autobatch.device.oom import first_line
 from autobatch.distributed.group import Group
 from autobatch.distributed.messages import as_rank_lost

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autobatch.core.errors import InputError
-from autobatch.core.records.base import ShardSync
+from autobatch.core.records import ShardSync
 from autobatch.step.gradients import low_precision_parameters
 
 

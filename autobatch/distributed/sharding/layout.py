@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autobatch.core.records.base import Record, ShardSync
+from autobatch.core.records import Record, ShardSync
 
 if TYPE_CHECKING:
     from torch import nn

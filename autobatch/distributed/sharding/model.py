@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from autobatch.core.errors import InputError
-from autobatch.core.records.base import Precision, ShardSync
+from autobatch.core.records import Precision, ShardSync
 from autobatch.distributed.sharding.checks import check_model, sync_of
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.step.gradients import EXCHANGE_BYTES, LOW_PRECISION

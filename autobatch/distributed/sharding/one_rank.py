@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autobatch.core.records.base import Precision
+from autobatch.core.records import Precision
 from autobatch.distributed.fake_group import ALONE
 from autobatch.distributed.sharding.build import fill, on_meta
 from autobatch.distributed.sharding.model import ShardedModel, Sharding

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
 from autobatch.core.knobs import Configuration
-from autobatch.core.records.base import GradientDtype, Precision
+from autobatch.core.records import GradientDtype, Precision
 from autobatch.footprint.tracing.cuda_policy import cuda_policy, leave_gpus_alone, prefer_foreach
 from autobatch.footprint.tracing.known_values import KnownValues, has_values, own_copy
 from autobatch.footprint.tracing.recording import Recording

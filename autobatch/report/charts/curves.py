@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from autobatch.core.records.training import StepRecord
+from autobatch.core.records import StepRecord
 from autobatch.report.charts.drawing import Mark, Picture, Table, color, downsample, draw, evenly_spaced
 from autobatch.report.words import count, decimal, plural
 

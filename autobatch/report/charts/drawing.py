@@ -13,7 +13,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from autobatch.core.records.base import Record
+from autobatch.core.records import Record
 from autobatch.core.text import error_text
 from autobatch.core.units import GiB, KiB, MiB, TiB
 from autobatch.report.theme import LIGHT

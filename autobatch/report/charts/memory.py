@@ -9,9 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
-from autobatch.core.records.device import DeviceRecord
-from autobatch.core.records.probe import Probe
-from autobatch.core.records.run import MemoryCurve, PredictedPoint
+from autobatch.core.records import DeviceRecord, MemoryCurve, PredictedPoint, Probe
 from autobatch.core.units import format_bytes
 from autobatch.report.charts.drawing import (
     Mark,

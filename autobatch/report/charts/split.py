@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from autobatch.core.records.plan import Plan
+from autobatch.core.records import Plan
 from autobatch.planning import micro_batches, rank_share
 from autobatch.report.charts.drawing import Mark, Picture, Table, color, draw, plain_axes
 from autobatch.report.words import count, plural

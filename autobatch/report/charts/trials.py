@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from autobatch.core.records.tuning import Trial, TrialComparison
+from autobatch.core.records import Trial, TrialComparison
 from autobatch.report.charts.drawing import (
     Mark,
     Picture,

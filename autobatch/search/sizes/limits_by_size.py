@@ -6,7 +6,7 @@ import msgspec
 
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
-from autobatch.core.records.probe import LengthLimit, Probe, UpperBoundBy
+from autobatch.core.records import LengthLimit, Probe, UpperBoundBy
 from autobatch.search import questions
 from autobatch.search.one_probe import caps_of
 from autobatch.search.sizes.real_batches import find_curve

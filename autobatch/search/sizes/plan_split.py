@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import PRECISION, memory_signature
-from autobatch.core.records.plan import Plan, SizeCut
+from autobatch.core.records import Plan, SizeCut
 from autobatch.footprint.size_program import SizeProgram
 from autobatch.search.sizes.curve import CurvePoint, curve_of
 from autobatch.search.sizes.hazards import find_obstacle, is_padded

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from autobatch.core.errors import AutobatchError
 from autobatch.core.knobs import PRECISION, memory_signature
-from autobatch.core.records.plan import Plan
+from autobatch.core.records import Plan
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.footprint.size_program import Shape, SizeProgram
 from autobatch.footprint.size_replay import BatchReplay, replay_batches

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autobatch.core.records.plan import Plan
+from autobatch.core.records import Plan
 from autobatch.footprint.size_program import SizeProgram
 from autobatch.search.sizes.hazards import is_padded, largest_deviation
 from autobatch.search.sizes.real_batches import (

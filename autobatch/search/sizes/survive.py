@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from autobatch.core.progress import Progress
-from autobatch.core.records.probe import Probe, RealBatches
+from autobatch.core.records import Probe, RealBatches
 from autobatch.search import questions
 from autobatch.search.one_probe import Limit
 from autobatch.search.sizes.real_batches import Order, Survivor, find_survivor

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from autobatch.core.errors import CheckpointError
 from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
-from autobatch.core.records.plan import Plan
+from autobatch.core.records import Plan
 from autobatch.training.checkpoints.manifest import MANIFEST
 from autobatch.training.checkpoints.state_file import STATE
 from autobatch.workload.data_digest import DataDigest

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from autobatch.core.errors import InputError
-from autobatch.core.records.training import StepRecord
+from autobatch.core.records import StepRecord
 from autobatch.device.base import Meter
 from autobatch.planning import micro_batches, split_evenly
 from autobatch.setup.attempt import TrainSetup

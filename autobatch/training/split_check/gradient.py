@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autobatch.core.records.base import Precision
+from autobatch.core.records import Precision
 from autobatch.device.base import Meter
 from autobatch.setup.attempt import TrainSetup
 from autobatch.step.gradients import LOW_PRECISION

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from autobatch.core.records.probe import Attempt
-from autobatch.core.records.run import MemoryCurve
+from autobatch.core.records import Attempt, MemoryCurve
 from autobatch.core.units import GiB, MiB
 from autobatch.report.charts.memory import attempts_table, held_bytes, memory_curve_figure, memory_figure
 from tests.support.sample_run import a_device, a_memory_curve, a_probe, a_run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from autobatch.core.records.tuning import Trial
+from autobatch.core.records import Trial
 from autobatch.report.charts.trials import (
     comparison_figure,
     trials_figure,

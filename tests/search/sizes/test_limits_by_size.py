@@ -11,7 +11,7 @@ from torch import nn
 from autobatch import Workload
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
-from autobatch.core.records.probe import Probe
+from autobatch.core.records import Probe
 from autobatch.search.find_limit import find_limit
 from autobatch.search.sizes.limits_by_size import find_limits_by_size
 from autobatch.setup.attempt import TrainSetup, attempt_at

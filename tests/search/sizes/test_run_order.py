@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autobatch.core.records.plan import Plan
+from autobatch.core.records import Plan
 from autobatch.planning import make_plan
 from autobatch.search.sizes import real_batches
 from autobatch.search.sizes.real_batches import Order

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from autobatch.core.progress import Progress
-from autobatch.core.records.probe import Attempt, Probe
+from autobatch.core.records import Attempt, Probe
 from autobatch.search.one_probe import Limit
 from autobatch.search.sizes import survive
 from autobatch.search.sizes.real_batches import Order, Survivor

@@ -1,0 +1,564 @@
+"""Records of every stage; the JSON of the command line has the same names.
+
+A figure that a device cannot give is None, never 0 or -1. Sizes are in bytes, times in seconds, counts in
+samples. Nothing here imports torch, so a report can be read anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+SCHEMA = 3
+"""Version of the JSON that the command line prints."""
+Precision = Literal["fp32", "bf16", "fp16"]
+GradientDtype = Literal["fp32", "weights"]
+"""Type in which gradients are summed: float32 at least, or that of the weights."""
+Parallel = Literal["replicate", "shard"]
+ShardSync = Literal["each", "once"]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all records: immutable, keyword-only, serialized under the field names."""
+
+
+class MemoryHolder(Record, frozen=True, kw_only=True):
+    """Process that holds memory of the device."""
+
+    pid: int | None
+    """Process id as the driver sees it (the host's, in a container); None if unknown."""
+    name: str | None
+    used_bytes: int | None
+
+
+class DeviceRecord(Record, frozen=True, kw_only=True):
+    """The device and its memory budget."""
+
+    kind: str
+    """``cuda``, ``cpu`` or ``sim``."""
+    name: str
+    total_bytes: int
+    budget_bytes: int
+    """Bytes the allocator may hold."""
+    budget_source: str
+    """Origin of the budget, in words."""
+    other_processes_bytes: int | None = None
+    holders: list[MemoryHolder] = []
+    notes: list[str] = []
+    """Remarks on these figures, one per line."""
+
+
+LimitedBy = Literal["memory", "target_batch", "dataset", "max_micro_batch"]
+UpperBoundBy = Literal["run", "replay", "cap", "error"]
+
+
+class Attempt(Record, frozen=True, kw_only=True):
+    """One micro-batch that really ran."""
+
+    micro_batch: int
+    fits: bool
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    seconds: float
+    """Duration of the whole attempt."""
+    step_seconds: float | None = None
+    """Duration of its last step: two micro-batches in the steady state."""
+    reason: str | None = None
+    """Reason why it does not fit: the first line of the error, or the rule that it broke."""
+    phase: str | None = None
+    """Phase of the step that failed: ``setup``, ``forward``, ``loss``, ``backward`` or ``optimizer``."""
+    is_error: bool = False
+    """True if it failed for another reason than memory, above a size that fits."""
+    is_below_budget: bool = False
+    """True if memory ran out although all that was held and the request are below the budget: something else
+    than the budget refused it."""
+
+
+class LengthLimit(Record, frozen=True, kw_only=True):
+    """Largest micro-batch of samples up to a given size."""
+
+    size: float
+    """Size by `size_of`, else the number of elements of a sample."""
+    micro_batch: int
+    upper_bound_by: UpperBoundBy | None
+    """Proof that the next size does not fit; None if the search ended near the limit, without one."""
+    padded_size: float = 0.0
+    """``size`` × ``micro_batch``: tokens per micro-batch if a size is a number of tokens."""
+
+
+class RealBatches(Record, frozen=True, kw_only=True):
+    """Check of a limit against batches of the run, whose samples differ in size."""
+
+    batches: int
+    """Batches, in the order and the split of the run."""
+    by: Literal["replay", "run"]
+    """Replayed in a model of the allocator, or run."""
+    micro_batch_alone: int
+    """Largest micro-batch of the most expensive samples alone."""
+    is_exact: bool = True
+    """False if the replay bounds some allocations from above."""
+
+
+class RankLimit(Record, frozen=True, kw_only=True):
+    """The largest micro-batch of one rank."""
+
+    rank: int
+    host: str
+    device: str
+    kind: int
+    """The first rank of the same device and budget; ranks of one kind have one limit."""
+    limit: int
+    """The largest micro-batch that fits on ranks of this kind."""
+
+
+class Probe(Record, frozen=True, kw_only=True):
+    """The largest micro-batch that fits, and how it was found."""
+
+    micro_batch: int
+    limited_by: LimitedBy
+    upper_bound_by: UpperBoundBy | None
+    """Evidence that the next size does not fit, or ``error`` if it fails for another reason than memory; None
+    if the search was stopped before."""
+    predicted_micro_batch: int | None
+    oom_count: int
+    attempts: list[Attempt]
+    source: str = "search"
+    """``search``, ``saved DATE`` if one run confirmed a cached limit, or ``asked`` if only this size was
+    checked."""
+    lengths: list[LengthLimit] = []
+    """Largest micro-batch of samples up to several sizes, ascending; empty if all samples have one size."""
+    size_unit: Literal["tokens"] | None = None
+    """``tokens`` if samples are sequences whose sizes count their tokens; None for any other size."""
+    multiple: int = 1
+    """Micro-batches are multiples of it, because others fail for another reason than memory."""
+    memory_variation: float | None = None
+    """Share by which the allocations of equal micro-batches differ from draw to draw; None if they do not, or
+    if they are not recorded."""
+    stopped_by: str | None = None
+    """``time limit``, ``interrupt`` or ``lost GPU context`` if the answer is the largest size found before;
+    None if complete."""
+    other_processes_bytes: int | None = None
+    """Bytes of other processes on the GPU at the end; `DeviceRecord` has the figure of the start."""
+    precision: Precision | None = None
+    """Precision of the attempts; None if unknown."""
+    real_batches: RealBatches | None = None
+    """Check against real batches; None if samples do not differ in size or the allocator caches nothing."""
+    ranks: list[RankLimit] = []
+    """The limit of each rank, if several run."""
+    parallel: Parallel | None = None
+    """``replicate`` if each rank has a whole model, ``shard`` if the ranks share it; None for one rank."""
+    parallel_reason: str | None = None
+    """The reason for it; None if it was asked for."""
+    shard_sync: ShardSync | None = None
+    """Reduction of sharded gradients: after ``each`` micro-batch, or ``once`` per step; None if none are."""
+    shard_sync_reason: str | None = None
+    """The reason for it; None if it was asked for."""
+
+
+LearningRateRule = Literal["none", "linear", "sqrt"]
+
+
+class SizeCut(Record, frozen=True, kw_only=True):
+    """Split by size: each batch is sorted by the sizes of its samples and cut at its own sizes."""
+
+    sizes: list[float]
+    """Sizes of samples in ascending order, the last that of the largest."""
+    micro_batches: list[int]
+    """Largest micro-batch of samples up to each of ``sizes``."""
+    limits_by: Literal["longest", "replay", "run"]
+    """Source of ``micro_batches``: the limit of the longest samples for all, replays, or runs per size."""
+    padding_by_count: float | None = None
+    """Padded ÷ real size of a split by count, a mean over batches of the run."""
+    padding: float | None = None
+    """Padded ÷ real size of this split."""
+    steps_by_count: float | None = None
+    """Micro-batches of a batch that is split by count."""
+    steps: float | None = None
+    """Micro-batches of a batch in this split, a mean over batches of the run."""
+    digest: str = ""
+    """Digest of the sizes of all samples."""
+    is_padded: bool = True
+    """True if a micro-batch is padded to its largest sample. False if samples are joined end to end, as
+    graphs are: then the mean size of a micro-batch decides on its memory."""
+    by_size_of: bool = False
+    """True if the sizes come from the workload's ``size_of``, False if they count the numbers in a sample."""
+    replayed_batches: int | None = None
+    """Batches of the run that fit in a replay of this split; None if the step cannot be traced."""
+
+
+class RunOrder(Record, frozen=True, kw_only=True):
+    """Evidence that a micro-batch fits in the order of one run, though not in every order.
+
+    Samples that are joined end to end, as graphs are, take memory by the sum of their sizes, and the largest
+    ones never share a micro-batch of this run.
+    """
+
+    batches: int
+    """Batches of the run, all of which were looked at."""
+    by: Literal["replay", "run"]
+    """The heaviest of them were run. ``replay`` if hundreds were replayed in a model of the allocator too."""
+    micro_batch_in_any_order: int
+    """Micro-batch that the largest samples together allow."""
+    digest: str = ""
+    """Digest of the sizes of all samples."""
+
+
+class RankPlan(RankLimit, frozen=True, kw_only=True):
+    """The part of a plan that one rank runs."""
+
+    samples: int
+    """Samples of a full batch that this rank takes."""
+    micro_batches: list[int]
+
+
+class Plan(Record, frozen=True, kw_only=True):
+    """A split of exactly ``target_batch`` samples per optimizer step over ranks and micro-batches.
+
+    ``micro_batches`` are the sizes that one rank runs, in order. They differ by at most one, and their sum
+    over the ranks is the target batch. If ``size_cut`` is set, each batch is cut at its own sizes instead.
+    """
+
+    target_batch: int
+    effective_batch: int
+    world_size: int
+    micro_batch: int
+    accumulation_steps: int
+    micro_batches: list[int]
+    multiple: int = 1
+    """Number whose multiples all micro-batches are."""
+    base_batch: int | None
+    learning_rate: float
+    learning_rate_rule: Literal["none", "linear", "sqrt", "tuned"]
+    """The rule, or ``tuned`` if the tuner found the learning rate."""
+    learning_rate_factor: float = 1.0
+    learning_rate_source: str = ""
+    precision: Precision = "fp32"
+    gradient_dtype: GradientDtype = "fp32"
+    last_batch: Literal["carry", "flush", "drop"] = "carry"
+    knobs: dict[str, str | int | float | bool | None] = {}
+    """Other choices of the tuner, by the name of the knob."""
+    split: Literal["count", "size"] = "count"
+    """``count`` splits a batch into equal counts, ``size`` by the sizes of its samples."""
+    size_cut: SizeCut | None = None
+    """Rule of the split by size; None if batches are split by count."""
+    run_order: RunOrder | None = None
+    """Evidence for a micro-batch that fits in the order of this run; None if it fits in any order."""
+    ranks: list[RankPlan] = []
+    """The part of each rank, if several train; ``micro_batches`` are those of rank 0."""
+    parallel: Parallel | None = None
+    """``replicate`` if each rank has a whole model, ``shard`` if the ranks share it; None for one rank."""
+    parallel_reason: str | None = None
+    """The reason for it; None if it was asked for."""
+    shard_sync: ShardSync | None = None
+    """Reduction of sharded gradients: after ``each`` micro-batch, or ``once`` per step; None if none are."""
+    shard_sync_reason: str | None = None
+    """The reason for it; None if it was asked for."""
+    shard_modules: str | None = None
+    """Regular expression for the modules that are gathered one at a time; None for the repeated blocks."""
+
+
+class Trial(Record, frozen=True, kw_only=True):
+    """One configuration that the tuner measured."""
+
+    number: int
+    samples_per_s: float | None
+    """Throughput at the effective batch; None if not measured."""
+    feasible: bool = True
+    """True if it ran within the budget."""
+    parameters: dict[str, str | int | float | bool | None] = {}
+    micro_batch: int | None = None
+    """Micro-batch of the run; None if it did not run."""
+    note: str | None = None
+    """Reason why it is not feasible, or the origin of its figure."""
+    relative: float | None = None
+    """Throughput ÷ that of the default around the same time; None if not measured."""
+    started: str | None = None
+    """Start of the search that ran it: ISO date and time, UTC. A study may go on later."""
+
+
+class TrialComparison(Record, frozen=True, kw_only=True):
+    """A configuration that ran side by side with the default, in several rounds."""
+
+    changes: dict[str, str | int | float | bool | None]
+    """Values that differ from the default."""
+    ratio: float
+    """Throughput ÷ the default's: geometric mean over the rounds."""
+    low: float | None
+    """Lower end of the 95 % interval of the ratio; None if unknown."""
+    high: float | None
+    rounds: int
+    chosen: bool = False
+
+
+class LrTrial(Record, frozen=True, kw_only=True):
+    """One learning rate that was tried in a short run."""
+
+    number: int
+    learning_rate: float
+    loss: float | None
+    """Mean over the last quarter of the run, or over the part of it that ran; None if not finite."""
+    feasible: bool = True
+    """True if it trained to the end of the run."""
+    note: str | None = None
+    """Reason why it is not feasible."""
+
+
+class LrComparison(Record, frozen=True, kw_only=True):
+    """The default learning rate and the best of the trials on the same data."""
+
+    seed: int
+    """Seed of the data order."""
+    default_loss: float | None
+    other_loss: float | None
+    gain: float
+    """Loss reduction gained over the default, as a share of the other's own loss reduction.
+
+    1 if the default does not train, -1 if the other does not."""
+
+
+class LrTuning(Record, frozen=True, kw_only=True):
+    """Result of the learning-rate study in short runs."""
+
+    trials: int
+    steps: int
+    """Optimizer steps per run."""
+    default: float
+    """Learning rate of the plan before tuning."""
+    best: float
+    """Learning rate of the plan now: the default, unless another was better beyond the noise."""
+    default_loss: float | None
+    """Mean over the last quarter of a run; None if it was not run or is not finite."""
+    best_loss: float | None
+    study: str
+    history: list[LrTrial] = []
+    """Every learning rate that was tried, in order."""
+    pairs: list[LrComparison] = []
+    """Comparisons that decided the choice."""
+    sampler: str = ""
+    """Sampler that proposed the trials, in words."""
+    seconds: float = 0.0
+    notes: list[str] = []
+    """Remarks on the choice, one per line."""
+
+
+class Tuning(Record, frozen=True, kw_only=True):
+    """Measurements and choice of the tuner."""
+
+    trials: int
+    best: dict[str, str | int | float | bool | None]
+    baseline_samples_per_s: float
+    best_samples_per_s: float
+    study: str
+    measured: str | None = None
+    """Start of the earlier search that measured both speeds: ISO date and time, UTC. None for this search."""
+    history: list[Trial] = []
+    """Every configuration that was measured, in order."""
+    comparisons: list[TrialComparison] = []
+    """The best configurations beside the default, which decided the choice."""
+    remembered: int = 0
+    """Trials of ``history`` that earlier searches of the study ran."""
+    sampler: str = ""
+    """Sampler that proposed the trials, in words."""
+    seconds: float = 0.0
+    """Duration of the search, including the comparison of the best with the default."""
+    sampler_seconds: float = 0.0
+    """Part of ``seconds`` that the sampler and the storage took."""
+    notes: list[str] = []
+    """Remarks on the choice, one per line."""
+    learning_rate: LrTuning | None = None
+    """Result of the learning-rate study; None if it was not asked for."""
+
+
+class StepRecord(Record, frozen=True, kw_only=True):
+    """One step of the run: a line of ``metrics.jsonl``."""
+
+    step: int
+    """Batches seen, including this one."""
+    applied: bool
+    """False if the weights did not change: the loss scale overflowed, no item was counted, or a loss or
+    gradient was not finite and was skipped."""
+    samples: int
+    """Samples seen so far by the whole run."""
+    loss: float | None
+    """Mean over the batch; None if no item was counted."""
+    count: float
+    """Items that the loss is a mean over."""
+    learning_rate: float
+    grad_norm: float | None
+    micro_batch: int
+    accumulation_steps: int
+    seconds: float
+    """Duration of this step."""
+    samples_per_s: float | None = None
+    """Throughput of this step."""
+    items_per_s: float | None = None
+    """Throughput in items that the loss is a mean over, for example tokens; samples by default."""
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    oom_recoveries: int
+    """Recoveries so far."""
+    validation: dict[str, float | None] = {}
+    """Held-out metrics, if validation ran after this step; a value is None if not finite."""
+    recovered: str | None = None
+    """Message of the out-of-memory error, if this step ran again in smaller micro-batches."""
+
+
+class Training(Record, frozen=True, kw_only=True):
+    """Summary of the training loop."""
+
+    optimizer_steps: int
+    samples: int
+    samples_per_s: float | None
+    """Over all steps of the run, also those before a resume; None if none of them was timed."""
+    first_loss: float | None
+    final_loss: float | None
+    oom_recoveries: int
+    resumed_from: str | None
+    checkpoint: str | None
+    seconds: float = 0.0
+    skipped_steps: int = 0
+    validation: dict[str, float | None] = {}
+    """Held-out metrics at the end; a value is None if not finite."""
+    noise_scale: float | None = None
+    """Gradient noise scale, in items that the loss is a mean over; None if unknown."""
+    noise_band: tuple[float | None, float | None] = (None, None)
+    """95 % band of the noise scale; an unknown end is None."""
+    noise_advice: str | None = None
+    """Advice on the target batch, in a sentence."""
+    micro_batch: int | None = None
+    """Micro-batch at the end, smaller than the plan's after a recovery."""
+    ema: float | None = None
+    """Decay of the averaged weights that were validated; None if the weights themselves were."""
+    peak_allocated_bytes: int | None = None
+    """Largest peak of a step; None if the device does not count it."""
+    peak_reserved_bytes: int | None = None
+    failed_checkpoints: list[int] = []
+    """Steps after which a checkpoint could not be written and the run continued."""
+    notes: list[str] = []
+    """Findings of the check of the loss, before the training and in its first batches."""
+    phase_seconds: dict[str, float] = {}
+    """Seconds of the whole run by phase, the largest first: ``data`` (waiting for it), ``forward``,
+    ``backward``, ``step`` and ``other`` of the steps, from a sample of them, and ``validation`` and
+    ``checkpoint`` between steps."""
+
+
+class Remedy(Record, frozen=True, kw_only=True):
+    """A change that lets a larger micro-batch fit, and its predicted effect; traced, not run."""
+
+    name: str
+    """``checkpointing``, ``bf16``, ``gradient_dtype``, ``fused`` or ``expandable_segments``; several are
+    joined by ``+``."""
+    advice: str
+    """Instruction, in words."""
+    micro_batch: int
+    """Largest micro-batch that is predicted to fit with the change; 0 if none, though it lowers the peak."""
+    peak_bytes: int
+    """Peak compared with the budget, at ``micro_batch`` or at 1 if that is 0."""
+
+
+class Estimate(Record, frozen=True, kw_only=True):
+    """Prediction of what fits on one GPU."""
+
+    profile: str
+    budget_bytes: int
+    budget_source: str
+    precision: Precision
+    micro_batch: int
+    """Largest micro-batch that is predicted to fit, 0 if none; or the one that was asked about."""
+    micro_batch_low: int
+    micro_batch_high: int
+    """Upper end of the interval in which the true limit is expected."""
+    fits: bool
+    peak_allocated_bytes: int
+    """Peak at ``micro_batch``, or at 1 if none fits."""
+    peak_reserved_bytes: int | None
+    seconds: float
+    """Duration of the prediction; GPUs that run the same operators share the time of one trace."""
+    plan: Plan | None
+    memory: dict[str, int]
+    """Live bytes at the peak, by category."""
+    modules: dict[str, int]
+    """Bytes of activations at the peak, by module."""
+    phase: str
+    """Phase of the step that contains the peak."""
+    remedies: list[Remedy] | None = None
+    """Changes that let more fit, the best first; None if several GPUs were asked about."""
+    lengths: list[LengthLimit] = []
+    """As `Probe.lengths`; empty for several GPUs, or if the step is no program of the size."""
+    size_unit: Literal["tokens"] | None = None
+    """As `Probe.size_unit`."""
+    size_cut: SizeCut | None = None
+    """Split by size of the plan, whose cost is unknown; None without a plan, or if something forbids it."""
+    world_size: int = 1
+    """Ranks, one per GPU; all figures are those of one rank."""
+    parallel: Parallel | None = None
+    """``replicate`` if each rank has a whole model, ``shard`` if the ranks share it; None for one rank."""
+    parallel_reason: str | None = None
+    """Reason for the choice, in words; None if it was asked for."""
+    shard_sync: ShardSync | None = None
+    """Reduction of sharded gradients: after ``each`` micro-batch, or ``once`` per step."""
+
+
+class RankEstimate(Record, frozen=True, kw_only=True):
+    """Prediction of what fits on each of some ranks: a cell of the table of ranks and GPUs."""
+
+    profile: str
+    world_size: int
+    parallel: Parallel
+    budget_bytes: int
+    micro_batch: int
+    """Largest micro-batch of a rank that is predicted to fit, 0 if none."""
+    peak_reserved_bytes: int
+    """Peak of a rank at ``micro_batch``, or at 1 if none fits."""
+
+
+class PredictedPoint(Record, frozen=True):
+    """Peak that the footprint predicted for a micro-batch before it ran."""
+
+    micro_batch: int
+    peak_reserved_bytes: int
+    """Compared with the budget; live bytes on devices whose allocator reserves nothing."""
+
+
+class MemoryCurve(Record, frozen=True):
+    """Memory over the events of one optimizer step, by category; all lists are equally long."""
+
+    positions: list[float]
+    """Positions in the step, in the unit of ``axis``."""
+    categories: dict[str, list[int]]
+    """Live bytes by category at each position, drawn from the bottom in this order."""
+    axis: str = "allocation event"
+    phases: dict[str, float] = {}
+    """Start of each phase of the step, by name."""
+
+
+class RunRecord(Record, frozen=True, kw_only=True):
+    """All records of a run; a stage that did not run is None or empty."""
+
+    device: DeviceRecord
+    probe: Probe | None = None
+    plan: Plan | None = None
+    tuning: Tuning | None = None
+    training: Training | None = None
+    title: str | None = None
+    """Name of the workload."""
+    command: str | None = None
+    """Command that repeats the run."""
+    predicted: list[PredictedPoint] = []
+    """Predicted peaks around the limit; empty if the step cannot be traced."""
+    memory_curve: MemoryCurve | None = None
+    """Memory over a step at the limit; None if the step cannot be traced."""
+    versions: dict[str, str] = {}
+    surroundings: dict[str, str] = {}
+    """The machine and the source: cores, threads, the driver, the commit of the working directory."""
+    options: dict[str, str | int | float | bool | list[str] | None] = {}
+    """Every option of the run, as it was used."""
+    created: str | None = None
+    """End of the run: ISO date and time, UTC."""
+    checkpoints: list[int] = []
+    """Steps of the checkpoints that still exist."""
+    metrics: list[StepRecord] = []
+    """One record per step, in order; the last one if a step ran again. Not part of the JSON."""
+    notes: list[str] = []
+    """Remarks on the report itself, one per line. Not part of the JSON."""
