@@ -11,7 +11,7 @@ from pathlib import Path
 from autobatch.core.progress import Progress
 from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import Alone, Ranks
-from autobatch.setup.spare import Spare
+from autobatch.setup.standby import Standby
 from autobatch.training.metrics import Sink
 
 
@@ -24,7 +24,7 @@ class RunContext:
     """The processes that run this call together."""
     isolated: bool = False
     """True to try a workload in a child process if it is given as a reference."""
-    spare: Spare | None = None
+    standby: Standby | None = None
     """A child that has begun to import torch; None to start one when it is needed."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     command: str = ""

@@ -51,10 +51,8 @@ from autobatch.distributed.shared_stream import open_stream, split_note
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.report.result import Estimates, Result, load_run
 from autobatch.search.sizes.real_batches import Order
-from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import SetupProcess, ThisProcess
-from autobatch.setup.key import KeyValue, device_key
-from autobatch.setup.setup import Role, data_of_setup, open_setup
+from autobatch.setup.setup import KeyValue, Role, Setup, data_of_setup, device_key, open_setup
 from autobatch.training.build import (
     build_sampler,
     count_stream,
@@ -110,7 +108,7 @@ class StoredRun(NamedTuple):
 
     checkpoint: Loaded
     plan: Plan
-    setup: TrainSetup
+    setup: Setup
     sampler: GlobalBatchSampler
     data: DataDigest | None
     out: Path
@@ -394,7 +392,7 @@ def _open_to_train(
     context: RunContext,
     shard: ShardLayout | None,
     is_demo: bool | None = None,
-) -> TrainSetup:
+) -> Setup:
     """Open the setup for the training; rank 0 holds a model that ranks share."""
     ranks = context.ranks
     context.progress.doing(OPENING)
@@ -404,7 +402,7 @@ def _open_to_train(
     return open_setup(found, options, role, environ=context.environ, is_demo=is_demo)
 
 
-def _budgeted(setup: TrainSetup, key: Mapping[str, KeyValue]) -> TrainSetup:
+def _budgeted(setup: Setup, key: Mapping[str, KeyValue]) -> Setup:
     """Return a setup with the budget of a probe, as its key has it, so that training has the same."""
     budget_bytes = key.get("budget_bytes")
     return setup if budget_bytes is None else replace(setup, device=setup.device.budgeted(int(budget_bytes)))
@@ -427,7 +425,7 @@ def _epoch_samples(process: SetupProcess, options: Options, context: RunContext)
 
 
 def _sampler_of(
-    setup: TrainSetup, options: Options, samples: int | None, context: RunContext
+    setup: Setup, options: Options, samples: int | None, context: RunContext
 ) -> GlobalBatchSampler:
     """Return the batches of the run; ``samples`` of an epoch of a stream are None if not counted yet."""
     if setup.stream is not None:

@@ -41,8 +41,7 @@ from autobatch.search.sizes.real_batches import Order
 from autobatch.search.sizes.run_order import find_in_order
 from autobatch.search.sizes.survive import survive_real_batches
 from autobatch.search.step_snapshot import step_snapshot
-from autobatch.setup.child import ChildCrashed, SetupProcess
-from autobatch.setup.open_process import open_process
+from autobatch.setup.child import ChildCrashed, SetupProcess, open_process
 from autobatch.setup.setup import Role, SetupInfo
 from autobatch.setup.trace import predicted_memory
 from autobatch.training.export import examine_weights
@@ -222,7 +221,7 @@ def _open(
     role = Role(world=ranks.world, shard=shard, holds_model=ranks.rank == 0, may_share=may_share)
     context.progress.doing(OPENING)
     return opened.enter_context(
-        open_process(workload, options, role, isolated=context.isolated, spare=context.spare)
+        open_process(workload, options, role, isolated=context.isolated, standby=context.standby)
     )
 
 

@@ -58,7 +58,7 @@ def _result_of(
     name: str, workload: str | None, options: Options, log: RunLog, *, stream: SafeStream, ranks: Ranks
 ) -> Result | Estimates:
     from autobatch.report.terminal import Terminal
-    from autobatch.setup.spare import may_copy, spare_child
+    from autobatch.setup.standby import may_copy, standby_child
     from autobatch.workload.reference import check_reference
 
     with contextlib.ExitStack() as held:
@@ -69,7 +69,7 @@ def _result_of(
         # Threads of a group of ranks do not survive a copy.
         is_copy = needs_child and ranks.world == 1 and may_copy(options.device.device)
         # A child that is no copy imports torch while this process does.
-        spare = held.enter_context(spare_child()) if needs_child and not is_copy else None
+        standby = held.enter_context(standby_child()) if needs_child and not is_copy else None
         terminal = held.enter_context(Terminal(cast("TextIO", stream), quiet=options.output.quiet))
         terminal.begin(workload, predicts=name == "estimate")
         terminal.doing("importing torch")
@@ -85,12 +85,12 @@ def _result_of(
             terminal.estimated(estimates)
             return estimates
         if is_copy:
-            spare = held.enter_context(spare_child(is_copy=True))
+            standby = held.enter_context(standby_child(is_copy=True))
         context = RunContext(
             progress=terminal,
             ranks=ranks,
             isolated=True,
-            spare=spare,
+            standby=standby,
             environ=os.environ,
             command=log.command,
             entered=log.enter,

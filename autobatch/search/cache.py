@@ -29,7 +29,7 @@ from autobatch.core.version import __version__
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.device.profiles import profile_folder, save_or_explain
 from autobatch.footprint.predict import Footprint
-from autobatch.setup.key import KeyValue
+from autobatch.setup.setup import KeyValue
 
 SCHEMA = 2
 Positive = Annotated[int, msgspec.Meta(gt=0, le=2**63 - 1)]

@@ -8,37 +8,24 @@ state. This module knows no device by name.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 import torch
-from torch import nn
 
 from autobatch.core.errors import InputError
-from autobatch.core.knobs import Value
-from autobatch.core.records import Attempt, GradientDtype, Precision
+from autobatch.core.records import Attempt
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line, requested_bytes
-from autobatch.step.apply_knobs import free_graphs, uses_graphs
-from autobatch.step.restore import temporary_weights
-from autobatch.step.train_state import StepSettings, TrainState, build_train_state
+from autobatch.setup.rehearsal import batches_of, on_copies, step_anyway
+from autobatch.setup.setup import Setup
 from autobatch.step.train_step import StepResult, train_step
 from autobatch.step.whole_batch import batch_samples
-from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
-from autobatch.workload.data import WorstCaseSampler
-from autobatch.workload.nested import Kept, feed
 from autobatch.workload.rng import preserved_random_state
-from autobatch.workload.user_code import user_code
-
-if TYPE_CHECKING:
-    from autobatch.distributed.sharding.layout import ShardLayout
-    from autobatch.distributed.sharding.model import Sharding
 
 ATTEMPT_STEPS = (1, 2, 2)
 """Micro-batches of each step of an attempt. Adam's state appears in the first step, and ``.grad`` is resident
@@ -49,37 +36,6 @@ of several micro-batches fragments the memory in another way, so that a size may
 UNKNOWN_STATS = MemoryStats(None, None, None, None, None)
 NEAR_THE_LIMIT = 0.75
 """Share of the budget above which an attempt is repeated in the other order."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainSetup:
-    """Model, data and device of attempts and trials, each of which leaves them unchanged."""
-
-    workload: Workload
-    model: nn.Module
-    device: Device
-    worst_case: WorstCaseSampler
-    stream: Any = None
-    """The user's stream, of which the workload has the first samples; None for data with an index."""
-    precision: Precision
-    gradient_dtype: GradientDtype = "fp32"
-    max_grad_norm: float | None = None
-    ema: float | None = None
-    """Decay of the averaged weights; None for no average."""
-    knobs: Mapping[str, Value] = field(default_factory=dict)
-    """Values of the knobs that are not at their default."""
-    whole_batch: int | None = None
-    """Samples of an optimizer step if the loss sees all of them (`WholeBatchLoss`); None if it does not, or
-    if they are unknown."""
-    keeps_batches: bool = False
-    """True for a loop that keeps each micro-batch until the next one is there."""
-    world: int = 1
-    """Ranks that train together; several hold a buffer in which they sum their gradients."""
-    sharding: Sharding | None = None
-    """The parts of a rank without the others; None if each rank has a whole model, or to train."""
-    layout: ShardLayout | None = None
-    """What ranks gather and reduce of a model that they share; None if each has a whole one."""
-    clock: Callable[[], float] = time.perf_counter
 
 
 class Outcome(NamedTuple):
@@ -98,7 +54,7 @@ class Outcome(NamedTuple):
     """What it failed with, if not for want of memory."""
 
 
-def attempt(setup: TrainSetup, micro_batch: int) -> Outcome:
+def attempt(setup: Setup, micro_batch: int) -> Outcome:
     """Train a few steps at a micro-batch within the budget, and leave the model unchanged.
 
     Raises:
@@ -116,7 +72,7 @@ def attempt(setup: TrainSetup, micro_batch: int) -> Outcome:
     return Outcome(worse, first.trace, second.trace, second.requested_bytes, second.is_context_lost)
 
 
-def _run_steps(setup: TrainSetup, micro_batch: int, steps: Sequence[int]) -> Outcome:
+def _run_steps(setup: Setup, micro_batch: int, steps: Sequence[int]) -> Outcome:
     """Run the steps of an attempt with an empty cache; ``steps`` counts the micro-batches of each."""
     failure: tuple[Verdict, str, int | None] | None = None
     step_seconds: float | None = None
@@ -175,7 +131,7 @@ def _is_below_budget(device: Device, stats: MemoryStats, requested: int | None) 
 
 
 def attempt_at(
-    setup: TrainSetup, micro_batch: int, max_size: float | None, *, in_one_order: bool = False
+    setup: Setup, micro_batch: int, max_size: float | None, *, in_one_order: bool = False
 ) -> Outcome:
     """Make an attempt on the costliest samples of at most ``max_size``; None for no limit.
 
@@ -187,7 +143,7 @@ def attempt_at(
 
 
 def _train_on_copies(
-    setup: TrainSetup, micro_batch: int, meter: Meter, mark: Callable[[str], None], steps: Sequence[int]
+    setup: Setup, micro_batch: int, meter: Meter, mark: Callable[[str], None], steps: Sequence[int]
 ) -> float:
     """Run the steps of an attempt on copies of the model's tensors, and return the seconds of the last.
 
@@ -225,71 +181,6 @@ def _train_on_copies(
     return seconds
 
 
-@contextmanager
-def on_copies(setup: TrainSetup, meter: Meter, *, learning_rate: float | None = None) -> Iterator[TrainState]:
-    """Return a train state on copies of the model's tensors, which live within the block.
-
-    Of a model that ranks share, the copies are the parts of one rank, with values of their own.
-
-    Args:
-        setup: the model and its optimizer.
-        meter: counts the copies.
-        learning_rate: None for the workload's own.
-    """
-    if setup.sharding is None:
-        try:
-            with temporary_weights(setup.model, setup.device.torch_device):
-                yield open_train_state(setup, meter, learning_rate=learning_rate)
-        finally:
-            if uses_graphs(setup.knobs):
-                free_graphs()
-        return
-    # Importing FSDP takes a second, which a run without it saves.
-    from autobatch.distributed.sharding.one_rank import sharded_copy
-
-    with meter.uncounted():
-        model, shared = sharded_copy(setup.model, setup.sharding, setup.precision, setup.device.torch_device)
-    train_state = open_train_state(replace(setup, model=model), meter, learning_rate=learning_rate)
-    shared.attach(train_state)
-    yield train_state
-
-
-def open_train_state(setup: TrainSetup, meter: Meter, *, learning_rate: float | None = None) -> TrainState:
-    """Build the train state of a setup whose model is on temporary weights.
-
-    Args:
-        setup: the model and its optimizer.
-        meter: counts the model's tensors from here on.
-        learning_rate: None for the workload's own.
-    """
-    meter.count(tensor.data for tensor in [*setup.model.parameters(), *setup.model.buffers()])
-    setup.model.train()
-    return build_train_state(
-        setup.workload,
-        setup.model,
-        setup.device.torch_device,
-        StepSettings(
-            precision=setup.precision,
-            gradient_dtype=setup.gradient_dtype,
-            max_grad_norm=setup.max_grad_norm,
-            ema=setup.ema,
-            knobs=setup.knobs,
-            # Ranks that share a model need no buffer: FSDP sums their gradients.
-            world=1 if setup.sharding else setup.world,
-        ),
-        learning_rate=setup.workload.learning_rate if learning_rate is None else learning_rate,
-    )
-
-
-def batches_of(
-    setup: TrainSetup, meter: Meter, fetched: Iterable[tuple[Collated, int]]
-) -> Iterable[tuple[Collated, int]]:
-    """Move micro-batches to the setup's device; a `WholeBatchLoss` reads each of them twice."""
-    twice = isinstance(setup.workload.loss, WholeBatchLoss)
-    placed = feed(fetched, setup.device.torch_device, meter, twice=twice)
-    return Kept(placed) if setup.keeps_batches and not twice else placed
-
-
 def _check_first(result: StepResult, micro_batch: int, *, scaled: bool) -> None:
     """Raise if the loss or the gradient of the first step is not finite."""
     what = "loss" if not math.isfinite(result.loss) else "gradient"
@@ -300,14 +191,3 @@ def _check_first(result: StepResult, micro_batch: int, *, scaled: bool) -> None:
             f"the workload's {what} is {found} on its first micro-batch of {micro_batch} but must be finite: "
             "check the data, the loss and the learning rate"
         )
-
-
-def step_anyway(train_state: TrainState, mark: Callable[[str], None]) -> None:
-    """Make the optimizers' state appear although a step without counted items, or an overflow, skipped it."""
-    mark("optimizer")
-    for parameter in train_state.parameters:
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    with user_code("optimizer"):
-        for optimizer in train_state.optimizers:
-            optimizer.step()
-    train_state.gradients.clear()

@@ -16,8 +16,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
@@ -27,9 +27,8 @@ from autobatch.core.options import Options
 from autobatch.device.base import Device
 from autobatch.device.host import count_oom_kills
 from autobatch.footprint.tracing.apart import has_left_fakes
-from autobatch.setup.attempt import TrainSetup
-from autobatch.setup.setup import Role, SetupInfo, describe_setup, open_setup
-from autobatch.setup.spare import Output, Spare, start_spare
+from autobatch.setup.setup import Role, Setup, SetupInfo, describe_setup, open_setup
+from autobatch.setup.standby import Output, Standby, start_standby
 from autobatch.workload.contract import Workload
 from autobatch.workload.reference import find_workload
 from autobatch.workload.user_code import to_picklable
@@ -49,7 +48,7 @@ T = TypeVar("T")
 class Session:
     """An open setup, and objects that calls keep there for later calls."""
 
-    setup: TrainSetup
+    setup: Setup
     _kept: dict[type, Any] = field(default_factory=dict)
 
     def keep(self, value: T) -> T:
@@ -86,7 +85,7 @@ class ThisProcess:
     is_replaceable = False
     """False: there is no child."""
 
-    def __init__(self, setup: TrainSetup, reason: str = "the workload is open in this process") -> None:
+    def __init__(self, setup: Setup, reason: str = "the workload is open in this process") -> None:
         self.setup = setup
         self.reason = reason
         self.info: SetupInfo = describe_setup(setup)
@@ -110,7 +109,7 @@ class ChildProcess:
         reference: the workload as ``module:function`` or ``path.py:function``; None for the demo.
         options: options of the run.
         role: part of this process among the ranks.
-        spare: a child that has begun to import torch; None to start one.
+        standby: a child that has begun to import torch; None to start one.
         start: starts further children.
         answer_seconds: time after which a call counts as hung.
         oom_kills: counts the processes that the host has killed because it ran out of memory.
@@ -128,15 +127,15 @@ class ChildProcess:
         options: Options,
         role: Role = Role(),  # noqa: B008 - plain values
         *,
-        spare: Spare | None = None,
-        start: Callable[[], Spare] = start_spare,
+        standby: Standby | None = None,
+        start: Callable[[], Standby] = start_standby,
         answer_seconds: float = ANSWER_SECONDS,
         oom_kills: Callable[[], int] = count_oom_kills,
     ) -> None:
         self._reference = reference
         self._options = options
         self._role = role
-        self._spare = spare
+        self._standby = standby
         self._start_child = start
         self._answer_seconds = answer_seconds
         self._oom_kills = oom_kills
@@ -194,8 +193,8 @@ class ChildProcess:
         self._start()
 
     def _start(self) -> None:
-        spare = self._start_child() if self._spare is None or self._spare.is_taken else self._spare
-        self._log, self._connection, self._process = spare.log, spare.connection, spare.take().process
+        standby = self._start_child() if self._standby is None or self._standby.is_taken else self._standby
+        self._log, self._connection, self._process = standby.log, standby.connection, standby.take().process
         with suppress(BrokenPipeError, ConnectionResetError):  # the wait for its answer tells why
             self._connection.send((self._reference, self._options, self._role))
         self._calls = 0
@@ -252,6 +251,36 @@ class ChildProcess:
 
 SetupProcess = ThisProcess | ChildProcess
 """A process that holds an open setup, and calls functions there."""
+
+
+@contextmanager
+def open_process(
+    workload: Workload | str | None,
+    options: Options,
+    role: Role = Role(),  # noqa: B008 - plain values
+    *,
+    isolated: bool,
+    standby: Standby | None = None,
+) -> Iterator[SetupProcess]:
+    """Open the workload in a child process, or here.
+
+    Args:
+        workload: the workload, or a reference to it; None for the demo.
+        options: options of the run.
+        role: part of this process among the ranks.
+        isolated: open a reference in a child.
+        standby: a child that has begun to import torch; None to start one.
+
+    Raises:
+        InputError: the device, the budget, the workload or a setting is invalid.
+    """
+    if isolated and not isinstance(workload, Workload):
+        with ChildProcess(
+            workload, options, role, standby=None if standby is None or standby.is_taken else standby
+        ) as child:
+            yield child
+        return
+    yield open_here(workload, options, role)
 
 
 def open_here(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
 from autobatch.core.errors import InputError
@@ -17,23 +20,60 @@ from autobatch.core.units import format_bytes
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.base import Device
+from autobatch.device.cuda_allocator import allocator_options
 from autobatch.device.hardware_profile import Libraries
 from autobatch.device.oom import memory_named
 from autobatch.device.select import device_kind, open_device
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import rank_share
-from autobatch.setup.attempt import TrainSetup
-from autobatch.setup.key import KeyValue, setup_key
 from autobatch.setup.model import build_model, build_shared_model, check_whole
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
+from autobatch.step.optimizers import argument_of
 from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.data_digest import DataDigest, digest_data
 from autobatch.workload.demo import MEMORY_BUDGET
+from autobatch.workload.nested import tensors_of
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.sampler_order import epoch_of
 from autobatch.workload.split import digest_of
 from autobatch.workload.streams import ENDLESS, is_open_ended, scanned, stream_notes
+
+if TYPE_CHECKING:
+    from autobatch.distributed.sharding.model import Sharding
+
+KeyValue = str | int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Model, data and device of attempts and trials, each of which leaves them unchanged."""
+
+    workload: Workload
+    model: nn.Module
+    device: Device
+    worst_case: WorstCaseSampler
+    stream: Any = None
+    """The user's stream, of which the workload has the first samples; None for data with an index."""
+    precision: Precision
+    gradient_dtype: GradientDtype = "fp32"
+    max_grad_norm: float | None = None
+    ema: float | None = None
+    """Decay of the averaged weights; None for no average."""
+    knobs: Mapping[str, Value] = field(default_factory=dict)
+    """Values of the knobs that are not at their default."""
+    whole_batch: int | None = None
+    """Samples of an optimizer step if the loss sees all of them (`WholeBatchLoss`); None if it does not, or
+    if they are unknown."""
+    keeps_batches: bool = False
+    """True for a loop that keeps each micro-batch until the next one is there."""
+    world: int = 1
+    """Ranks that train together; several hold a buffer in which they sum their gradients."""
+    sharding: Sharding | None = None
+    """The parts of a rank without the others; None if each rank has a whole model, or to train."""
+    layout: ShardLayout | None = None
+    """What ranks gather and reduce of a model that they share; None if each has a whole one."""
+    clock: Callable[[], float] = time.perf_counter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +134,7 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     notes: list[str] = []
 
 
-def with_knobs(setup: TrainSetup, knobs: Mapping[str, Value]) -> TrainSetup:
+def with_knobs(setup: Setup, knobs: Mapping[str, Value]) -> Setup:
     """Return a setup with the precision, the step and the allocator of a configuration."""
     precision: Precision = knobs.get(PRECISION) or setup.precision  # type: ignore[assignment]
     device = setup.device
@@ -110,7 +150,7 @@ def open_setup(
     *,
     environ: Mapping[str, str] = os.environ,
     is_demo: bool = False,
-) -> TrainSetup:
+) -> Setup:
     """Open the device and build the model. Random states stay, and no sample is read yet.
 
     Args:
@@ -145,7 +185,7 @@ def open_setup(
                 )
             )
     shard = None if role.shard is None else role.shard.fitting(model)
-    return TrainSetup(
+    return Setup(
         workload=workload,
         stream=stream,
         model=model,
@@ -195,7 +235,7 @@ def precision_of(options: Options, device: Device) -> Precision:
     return device.default_precision() if options.device.precision == "auto" else options.device.precision
 
 
-def describe_setup(setup: TrainSetup) -> SetupInfo:
+def describe_setup(setup: Setup) -> SetupInfo:
     """Describe a setup. The first call reads the sizes of the samples.
 
     Raises:
@@ -244,7 +284,7 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
     )
 
 
-def data_of_setup(setup: TrainSetup) -> DataDigest | None:
+def data_of_setup(setup: Setup) -> DataDigest | None:
     """Return what tells the training data of a setup from others; None if nothing does."""
     return None if setup.stream is not None else digest_data(setup.workload.train_data)
 
@@ -299,3 +339,78 @@ def emulation_notes(precision: Precision, compute_capability: tuple[int, int] | 
         f"a GPU of compute capability {capability} emulates bf16, which is slower than fp32: --precision "
         "fp16 is fast from 7.0 on"
     ]
+
+
+def setup_key(setup: Setup, device: DeviceRecord) -> dict[str, KeyValue]:
+    """Return everything that changes what fits, by name."""
+    sample = setup.worst_case.batch(2)
+    loss = setup.workload.loss
+    functions = [loss.represent, loss.loss] if isinstance(loss, WholeBatchLoss) else [loss]
+    return {
+        "workload": setup.workload.name,
+        "model": _digest(
+            *(
+                f"{name}:{tuple(p.shape)}:{p.dtype}:{p.requires_grad}"
+                for name, p in setup.model.named_parameters()
+            ),
+            *(f"{name}:{type(module).__qualname__}" for name, module in setup.model.named_modules()),
+        ),
+        "samples": _digest(*(f"{tuple(t.shape)}:{t.dtype}" for t in tensors_of(sample))),
+        "loss": "+".join(map(_name_of, functions)),
+        "whole_batch": setup.whole_batch,
+        "optimizer": _digest(_optimizer_line(setup.workload)),
+        "max_grad_norm": None if setup.max_grad_norm is None else str(setup.max_grad_norm),
+        # Its memory does not depend on the decay.
+        "ema": None if setup.ema is None else "on",
+        **device_key(setup),
+        "budget_bytes": device.budget_bytes,
+        "allocator": allocator_options(os.environ) or None,
+        "world_size": setup.world,
+        # None as in the keys of runs that knew only whole models.
+        "parallel": None if setup.layout is None else str(setup.layout),
+        "keeps_batches": 1 if setup.keeps_batches else None,
+    }
+
+
+def device_key(setup: Setup) -> dict[str, KeyValue]:
+    """Return the part of the key that a bit-exact resume depends on: hardware, torch and precision."""
+    device = setup.device.describe()
+    return {
+        "precision": setup.precision,
+        # None as in the keys of runs that knew no other type.
+        "gradient_dtype": None if setup.gradient_dtype == "fp32" else setup.gradient_dtype,
+        "device": device.name,
+        "device_kind": device.kind,
+        "total_bytes": device.total_bytes,
+        "torch": str(torch.__version__),
+    }
+
+
+def _name_of(function: object) -> str:
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def _optimizer_line(workload: Workload) -> str:
+    """Return the classes and the settings of the workload's optimizers as text."""
+    made = stand_in_optimizers(workload)
+    if not made:
+        return str(getattr(workload.optimizer, "__qualname__", type(workload.optimizer).__qualname__))
+    return ";".join(
+        f"{type(one).__qualname__}:{sorted((key, str(value)) for key, value in one.defaults.items())}"
+        for one in made
+    )
+
+
+def stand_in_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
+    """Build the workload's optimizers for a stand-in parameter; none if they need the model's own."""
+    stand_in = nn.ParameterList([nn.Parameter(torch.zeros(1, device="cpu"))])
+    try:
+        made = workload.optimizer(argument_of(workload, stand_in), workload.learning_rate)
+    except Exception:
+        return []
+    several = made if isinstance(made, list | tuple) else [made]
+    return [one for one in several if isinstance(one, torch.optim.Optimizer)]
+
+
+def _digest(*lines: str) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -17,8 +17,8 @@ from autobatch.footprint.predict import Footprint
 from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.footprint.remedies import Spending, find_remedies
 from autobatch.footprint.tracing.trace_step import Setting
-from autobatch.setup.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS, TrainSetup
-from autobatch.setup.setup import SetupInfo, describe_setup, new_allocator
+from autobatch.setup.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS
+from autobatch.setup.setup import Setup, SetupInfo, describe_setup, new_allocator
 from autobatch.workload.rng import preserved_random_state
 
 MOST_TRACED = 1000
@@ -31,7 +31,7 @@ MOST_OPERATORS = 30_000
 
 
 def trace_footprint(
-    setup: TrainSetup, steps: Sequence[int] = ATTEMPT_STEPS, *, says_why: bool = False
+    setup: Setup, steps: Sequence[int] = ATTEMPT_STEPS, *, says_why: bool = False
 ) -> Footprint | None:
     """Trace an attempt on tensors without memory. Return None if it cannot be traced.
 
@@ -60,13 +60,13 @@ def program_on(step: Footprint, info: SetupInfo) -> Program:
     return predict.program_on(step, info.libraries)
 
 
-def other_order(setup: TrainSetup) -> Program | None:
+def other_order(setup: Setup) -> Program | None:
     """Trace an attempt in the other order. Return None if it cannot be traced."""
     step = trace_footprint(setup, OTHER_ATTEMPT_STEPS)
     return None if step is None else program_on(step, describe_setup(setup))
 
 
-def traced_peak(setup: TrainSetup, micro_batch: int) -> int | None:
+def traced_peak(setup: Setup, micro_batch: int) -> int | None:
     """Predict the peak reserved bytes of a micro-batch on a GPU from a trace alone, to compare with a run.
 
     Returns:
@@ -84,7 +84,7 @@ def traced_peak(setup: TrainSetup, micro_batch: int) -> int | None:
     return replay(program.at(micro_batch), new_allocator(info, capped=False)).peak_reserved_bytes
 
 
-def remedies_of(setup: TrainSetup, step: Footprint | None) -> list[Remedy]:
+def remedies_of(setup: Setup, step: Footprint | None) -> list[Remedy]:
     """Return the changes that let a larger micro-batch fit.
 
     Args:
@@ -138,7 +138,7 @@ def _trace(setting: Setting) -> Footprint:
     return deep_footprint(setting, most_tensors=MOST_TRACED).step
 
 
-def setting_of(setup: TrainSetup) -> Setting:
+def setting_of(setup: Setup) -> Setting:
     """Return what a trace of an attempt runs, with the operators of the GPU if the device is one."""
     return Setting(
         workload=setup.workload,

@@ -16,8 +16,8 @@ from autobatch.core.records import Plan
 from autobatch.device.base import Meter
 from autobatch.distributed.rank_plan import limit_of_rank, model_of_ranks, open_engine, split_for
 from autobatch.distributed.ranks import Alone, Ranks
-from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import Session
+from autobatch.setup.setup import Setup
 from autobatch.step.gradients import Optimizers
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.batchnorm import batch_norms
@@ -92,7 +92,7 @@ def count_stream(session: Session) -> int:
 
 @contextmanager
 def open_loop(
-    setup: TrainSetup,
+    setup: Setup,
     plan: Plan,
     options: Options,
     sampler: GlobalBatchSampler,
@@ -143,14 +143,14 @@ def open_loop(
         yield loop
 
 
-def on_stream(setup: TrainSetup, sampler: GlobalBatchSampler) -> TrainSetup:
+def on_stream(setup: Setup, sampler: GlobalBatchSampler) -> Setup:
     """Return a setup whose data are the whole stream, if the run reads one, and not its first samples."""
     if not isinstance(sampler, StreamSampler):
         return setup
     return replace(setup, workload=replace(setup.workload, train_data=sampler.view))
 
 
-def split_of(setup: TrainSetup, plan: Plan, ranks: Ranks) -> Split:
+def split_of(setup: Setup, plan: Plan, ranks: Ranks) -> Split:
     """Return the split of this rank in a plan.
 
     Raises:
@@ -166,7 +166,7 @@ def split_of(setup: TrainSetup, plan: Plan, ranks: Ranks) -> Split:
     return split_for(ranks, plan, sizes, NoiseScale.every)
 
 
-def split_changes(setup: TrainSetup, plan: Plan, split: Literal["auto", "count", "size"]) -> list[str]:
+def split_changes(setup: Setup, plan: Plan, split: Literal["auto", "count", "size"]) -> list[str]:
     """Return the changes to the split of a stored plan that rule out a bit-exact resume."""
     if split not in ("auto", plan.split):
         return ["--split"]
@@ -177,7 +177,7 @@ def split_changes(setup: TrainSetup, plan: Plan, split: Literal["auto", "count",
     return []
 
 
-def order_changes(setup: TrainSetup, plan: Plan, sampler: GlobalBatchSampler) -> list[str]:
+def order_changes(setup: Setup, plan: Plan, sampler: GlobalBatchSampler) -> list[str]:
     """Return the changes to the order for which a stored plan was made, if it fits in no other."""
     if plan.run_order is None:
         return []
@@ -189,7 +189,7 @@ def order_changes(setup: TrainSetup, plan: Plan, sampler: GlobalBatchSampler) ->
 
 
 def _build_loop(
-    setup: TrainSetup,
+    setup: Setup,
     plan: Plan,
     options: Options,
     sampler: GlobalBatchSampler,
@@ -254,7 +254,7 @@ def _build_schedules(
     return schedules
 
 
-def spare_of(setup: TrainSetup) -> tuple[Collated, int]:
+def spare_of(setup: Setup) -> tuple[Collated, int]:
     """Return the first samples on the device, for a rank with fewer micro-batches than others."""
     ids = range(min(SPARE_SAMPLES, len(setup.workload.train_data)))  # type: ignore[arg-type]
     return to_device(load_micro_batch(setup.workload, ids), setup.device.torch_device), len(ids)

@@ -18,9 +18,7 @@ from autobatch.device.cpu import CpuDevice
 from autobatch.device.oom import memory_named
 from autobatch.distributed.rank_plan import limit_of_rank, share_of_rank
 from autobatch.distributed.ranks import Alone, Ranks
-from autobatch.setup.attempt import TrainSetup
-from autobatch.setup.key import device_key
-from autobatch.setup.setup import with_knobs
+from autobatch.setup.setup import Setup, device_key, with_knobs
 from autobatch.training.build import open_loop, split_of
 from autobatch.training.checkpoints.load import Loaded
 from autobatch.training.loop import Loop
@@ -49,7 +47,7 @@ class Resume:
 class PreparedRun:
     """A run that is ready to be trained."""
 
-    setup: TrainSetup
+    setup: Setup
     """Has the model, which is trained in place."""
     plan: Plan
     sampler: GlobalBatchSampler
@@ -129,7 +127,7 @@ def _kept_notes(progress: Progress, before: list[str]) -> tuple[list[str], Calla
     return kept, tell
 
 
-def _facts(setup: TrainSetup, sampler: GlobalBatchSampler, options: Options, ranks: Ranks) -> dict[str, Any]:
+def _facts(setup: Setup, sampler: GlobalBatchSampler, options: Options, ranks: Ranks) -> dict[str, Any]:
     """Return what a resume compares: the order of the data, versions, and the devices."""
     return {
         "seed": options.device.seed,
@@ -149,7 +147,7 @@ def _restore(loop: Loop, resume: Resume, sampler: GlobalBatchSampler, progress: 
 
 
 def _check_shared_split(
-    setup: TrainSetup,
+    setup: Setup,
     plan: Plan,
     sampler: GlobalBatchSampler,
     ranks: Ranks,
@@ -178,7 +176,7 @@ def _check_shared_split(
 
 
 def _check_split(
-    setup: TrainSetup,
+    setup: Setup,
     plan: Plan,
     sampler: GlobalBatchSampler,
     ranks: Ranks,

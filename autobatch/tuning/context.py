@@ -7,8 +7,7 @@ import torch
 from autobatch.core.knobs import TuningContext
 from autobatch.device.base import Device
 from autobatch.device.host import usable_cores
-from autobatch.setup.attempt import TrainSetup
-from autobatch.setup.key import stand_in_optimizers
+from autobatch.setup.setup import Setup, stand_in_optimizers
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.tuning.timing import fetch_share
 from autobatch.workload.contract import Workload
@@ -21,7 +20,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def describe_context(
-    setup: TrainSetup,
+    setup: Setup,
     *,
     precision_is_open: bool,
     micro_batch: int,
@@ -59,7 +58,7 @@ def describe_context(
     )
 
 
-def why_not_workers(setup: TrainSetup) -> str | None:
+def why_not_workers(setup: Setup) -> str | None:
     """Return why loader workers cannot feed the workload, or None if they can."""
     workload = setup.workload
     collate = SeededCollate(data=workload.train_data, collate=workload.collate, seed=0)

@@ -27,9 +27,9 @@ from autobatch.core.knobs import Value
 from autobatch.core.progress import SILENT, Progress
 from autobatch.core.records import LrComparison, LrTrial, LrTuning, Precision
 from autobatch.device.oom import Verdict, classify, first_line
-from autobatch.setup.attempt import TrainSetup, batches_of, on_copies
 from autobatch.setup.child import ChildCrashed, Session, SetupProcess
-from autobatch.setup.setup import with_knobs
+from autobatch.setup.rehearsal import batches_of, on_copies
+from autobatch.setup.setup import Setup, with_knobs
 from autobatch.step.train_step import StepResult, train_step
 from autobatch.tuning.compare import MINIMUM_GAIN, STUDENT
 from autobatch.tuning.configuration import Budget, StudyLocation
@@ -253,7 +253,7 @@ def result_of(rate: float, run: LrRun) -> LrTrialResult:
     return LrTrialResult(rate, loss, first, None)
 
 
-def short_run(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> LrRun:
+def short_run(setup: Setup, task: LrTrialSpec, rate: float, seed: int) -> LrRun:
     """Train a few steps on temporary weights.
 
     Args:
@@ -283,7 +283,7 @@ def short_run(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> L
     return run._replace(failure=failure)
 
 
-def _train(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> Iterator[tuple[StepResult, bool]]:
+def _train(setup: Setup, task: LrTrialSpec, rate: float, seed: int) -> Iterator[tuple[StepResult, bool]]:
     """Train the first steps of a run with this seed; yield each result, and whether the loss is scaled."""
     setup = replace(with_knobs(setup, task.knobs), precision=task.precision)
     samples, order = epoch_of(setup.workload, seed)

@@ -14,7 +14,8 @@ import torch
 from autobatch.core.knobs import COMPILE, LOADER_WORKERS
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify
-from autobatch.setup.attempt import TrainSetup, batches_of, on_copies
+from autobatch.setup.rehearsal import batches_of, on_copies
+from autobatch.setup.setup import Setup
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import accumulate, finish
 from autobatch.step.whole_batch import batch_samples
@@ -55,7 +56,7 @@ class Timing(NamedTuple):
 
 
 def time_steps(
-    setup: TrainSetup,
+    setup: Setup,
     sizes: list[int],
     seconds: float,
     *,
@@ -97,7 +98,7 @@ def time_steps(
     return Timing(micro, step, max(0.0, once - len(warm) * (micro + step)))
 
 
-def fetch_share(setup: TrainSetup, size: int) -> float:
+def fetch_share(setup: Setup, size: int) -> float:
     """Return the share of a micro-batch's time that fetching and collating it takes.
 
     Args:
@@ -134,7 +135,7 @@ def fetch_share(setup: TrainSetup, size: int) -> float:
 
 
 def _time_fed(
-    clock: _Stopwatch, setup: TrainSetup, sizes: list[int], seconds: float, *, workers: int, prefetch: int
+    clock: _Stopwatch, setup: Setup, sizes: list[int], seconds: float, *, workers: int, prefetch: int
 ) -> Timing:
     """Time steps that loader workers feed, after using up what they fetched in advance.
 
@@ -174,14 +175,14 @@ def _random_batches(samples: int, size: int, first: int = 0) -> Iterator[GlobalB
             yield GlobalBatch(index, 0, ids)
 
 
-def _compiles(setup: TrainSetup) -> bool:
+def _compiles(setup: Setup) -> bool:
     return setup.knobs.get(COMPILE, "off") != "off"
 
 
 class _Stopwatch:
     """A runner of timed steps on samples that are the same for every configuration."""
 
-    def __init__(self, setup: TrainSetup, train_state: TrainState, meter: Meter) -> None:
+    def __init__(self, setup: Setup, train_state: TrainState, meter: Meter) -> None:
         self._setup = setup
         self._train_state = train_state
         self._meter = meter

@@ -30,9 +30,10 @@ from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.planning import micro_batches
 from autobatch.search.replay import Replay
 from autobatch.search.search import first_size, search
-from autobatch.setup.attempt import TrainSetup, attempt, batches_of, on_copies
+from autobatch.setup.attempt import attempt
 from autobatch.setup.child import ChildCrashed, Session, SetupProcess
-from autobatch.setup.setup import describe_setup, with_knobs
+from autobatch.setup.rehearsal import batches_of, on_copies
+from autobatch.setup.setup import Setup, describe_setup, with_knobs
 from autobatch.setup.trace import program_on, trace_footprint
 from autobatch.step.train_step import train_step
 from autobatch.tuning.configuration import Key, Measurement, changes, infeasible, key_of
@@ -124,7 +125,7 @@ class Trials:
 class TrialRunner:
     """Runner of a study's trials on one setup, which keeps limits and checks for later trials."""
 
-    setup: TrainSetup
+    setup: Setup
     task: TrialSpec
     _limits: dict[Key, int] = field(default_factory=dict)
     _gaps: dict[Key, float] = field(default_factory=dict)
@@ -228,13 +229,13 @@ class LossCheck:
         micro_batch: the largest that fits, in samples.
     """
 
-    def __init__(self, setup: TrainSetup, micro_batch: int) -> None:
+    def __init__(self, setup: Setup, micro_batch: int) -> None:
         self._reference_setup = replace(setup, precision="fp32", knobs={})
         self._size = min(CHECK_SAMPLES, micro_batch)
         self._reference: list[float] | None = None
         self._noise = 0.0
 
-    def over(self, setup: TrainSetup) -> float:
+    def over(self, setup: Setup) -> float:
         """Return by how much the relative distance to the reference exceeds the tolerance; at most 1.
 
         Compiled code draws other random numbers in the forward pass than the model does. So the tolerance is
@@ -282,7 +283,7 @@ def _runner_of(session: Session, task: TrialSpec) -> TrialRunner:
     return runner
 
 
-def _largest(setup: TrainSetup, cap: int, multiple: int) -> int:
+def _largest(setup: Setup, cap: int, multiple: int) -> int:
     """Return the largest micro-batch that runs within the enforced budget; 0 if none does."""
     step = trace_footprint(setup)
     program = None if step is None else program_on(step, describe_setup(setup))
@@ -301,7 +302,7 @@ def _distance(reference: list[float], losses: list[float]) -> float:
     return sum(abs(a - b) for a, b in zip(reference, losses, strict=True)) / scale
 
 
-def _losses(setup: TrainSetup, size: int, *, seed: int) -> list[float]:
+def _losses(setup: Setup, size: int, *, seed: int) -> list[float]:
     """Return the losses of the first steps, without dropout, on samples that are always the same."""
     draw = torch.Generator().manual_seed(0)
     losses = []
@@ -322,7 +323,7 @@ def _losses(setup: TrainSetup, size: int, *, seed: int) -> list[float]:
     return losses
 
 
-def _fetched(setup: TrainSetup, size: int, draw: torch.Generator) -> Iterator[tuple[Collated, int]]:
+def _fetched(setup: Setup, size: int, draw: torch.Generator) -> Iterator[tuple[Collated, int]]:
     samples = len(setup.workload.train_data)  # type: ignore[arg-type]
     for _ in range(CHECK_MICRO_BATCHES):
         ids = torch.randint(samples, (size,), generator=draw, device="cpu").tolist()

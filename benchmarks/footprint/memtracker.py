@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from autobatch.setup.attempt import ATTEMPT_STEPS, TrainSetup
+from autobatch.setup.attempt import ATTEMPT_STEPS
+from autobatch.setup.setup import Setup
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
@@ -27,7 +28,7 @@ class Tracked(NamedTuple):
     failure: str | None
 
 
-def tracked(setup: TrainSetup, micro_batch: int) -> Tracked:
+def tracked(setup: Setup, micro_batch: int) -> Tracked:
     """Track the steps of an attempt; every size needs a run of its own."""
     start = time.process_time()
     try:
@@ -37,7 +38,7 @@ def tracked(setup: TrainSetup, micro_batch: int) -> Tracked:
     return Tracked(peak, time.process_time() - start, None)
 
 
-def _peak(setup: TrainSetup, micro_batch: int) -> int:
+def _peak(setup: Setup, micro_batch: int) -> int:
     with temporary_weights(setup.model, torch.device("cpu")) as model:
         model.train()
         train_state = build_train_state(

@@ -37,7 +37,8 @@ from autobatch.footprint.largest import largest_micro_batch
 from autobatch.footprint.predict import footprint
 from autobatch.footprint.program import Program
 from autobatch.footprint.tracing.trace_step import Setting
-from autobatch.setup.attempt import ATTEMPT_STEPS, TrainSetup, attempt
+from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
+from autobatch.setup.setup import Setup
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.rng import preserved_random_state
 from benchmarks.footprint.memtracker import tracked
@@ -58,10 +59,10 @@ CASES = (("gpt2", ("h100-80gb", "rtx-4090")), ("7b", ("h200", "b200")), ("gpt2",
 """Two GPUs of one generation share a trace; a single GPU also gets remedies."""
 
 
-def setup_of(name: str, precision: str) -> TrainSetup:
+def setup_of(name: str, precision: str) -> Setup:
     workload = WORKLOADS[name]()
     torch.manual_seed(0)
-    return TrainSetup(
+    return Setup(
         workload=workload,
         model=workload.model(),
         device=CpuDevice(memory_budget=8 * GiB),
@@ -116,11 +117,11 @@ def measure(name: str, precision: str) -> dict[str, Any]:
     }
 
 
-def limit(setup: TrainSetup, program: Program, size: int) -> dict[str, Any]:
+def limit(setup: Setup, program: Program, size: int) -> dict[str, Any]:
     """Return the predicted largest micro-batch under a budget, and if real runs confirm it."""
     budget = replay(program.at(size), CachingAllocator()).peak_reserved_bytes
     found = largest_micro_batch(program, lambda: CachingAllocator(budget), 4096)
-    gpu = TrainSetup(
+    gpu = Setup(
         workload=setup.workload,
         model=setup.model,
         device=SimulatedDevice(load_profile("h200", user_dir=RESULTS), budget),
@@ -137,7 +138,7 @@ def limit(setup: TrainSetup, program: Program, size: int) -> dict[str, Any]:
     }
 
 
-def runs(gpu: TrainSetup, size: int) -> bool:
+def runs(gpu: Setup, size: int) -> bool:
     """Check if the traced steps run within the budget; a probe also tries another order."""
     with preserved_random_state(), gpu.device.enforced() as meter:
         try:

@@ -17,7 +17,8 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from autobatch.device.allocator.trace import FREE, Trace
-from autobatch.setup.attempt import ATTEMPT_STEPS, TrainSetup
+from autobatch.setup.attempt import ATTEMPT_STEPS
+from autobatch.setup.setup import Setup
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
@@ -49,7 +50,7 @@ class Onlooker:
         pass
 
 
-def profiled(setup: TrainSetup, micro_batch: int) -> Trace:
+def profiled(setup: Setup, micro_batch: int) -> Trace:
     """Run the steps of an attempt, and return the allocations and frees of the process."""
     prepared = replace(setup, worst_case=Prepared(setup.worst_case.batch(micro_batch)))
     # Without acc_events, torch 2.11 warns that a later cycle would clear the events.
@@ -59,7 +60,7 @@ def profiled(setup: TrainSetup, micro_batch: int) -> Trace:
     return trace_of(prof.profiler.kineto_results.experimental_event_tree())
 
 
-def train(setup: TrainSetup, micro_batch: int, meter: Any) -> None:
+def train(setup: Setup, micro_batch: int, meter: Any) -> None:
     """Run the traced steps on copies of the model's tensors.
 
     Raises:
@@ -83,7 +84,7 @@ def train(setup: TrainSetup, micro_batch: int, meter: Any) -> None:
         setup.device.synchronize()
 
 
-def _batches(setup: TrainSetup, micro_batch: int, count: int, meter: Any) -> Iterator[tuple[Any, int]]:
+def _batches(setup: Setup, micro_batch: int, count: int, meter: Any) -> Iterator[tuple[Any, int]]:
     for _ in range(count):
         with meter.uncounted():
             batch = to_device(setup.worst_case.batch(micro_batch), setup.device.torch_device)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from autobatch.core.options import Options
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
-from autobatch.setup.attempt import TrainSetup, attempt
-from autobatch.setup.setup import open_setup
+from autobatch.setup.attempt import attempt
+from autobatch.setup.setup import Setup, open_setup
 from benchmarks.gpu.device import NAME, about, empty, recorded_entries
 from benchmarks.gpu.workloads import CASES
 
@@ -69,7 +69,7 @@ def mismatches(
     return found
 
 
-def setup_of(name: str) -> TrainSetup:
+def setup_of(name: str) -> Setup:
     """Open a case on the GPU."""
     case = CASES[name]
     return open_setup(case.make(), Options().with_values(device=NAME, **case.options))

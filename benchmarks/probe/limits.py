@@ -9,8 +9,8 @@ from torch.utils.data import Dataset
 
 from autobatch.core.options import Options
 from autobatch.device.oom import is_oom
-from autobatch.setup.attempt import TrainSetup, attempt
-from autobatch.setup.setup import open_setup
+from autobatch.setup.attempt import attempt
+from autobatch.setup.setup import Setup, open_setup
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
@@ -95,21 +95,21 @@ class Limit:
     def cap(self) -> int:
         return len(self.workload.train_data)  # type: ignore[arg-type]
 
-    def setup(self) -> TrainSetup:
+    def setup(self) -> Setup:
         return open_setup(self.workload, self.settings)
 
-    def fits(self, setup: TrainSetup, size: int) -> bool:
+    def fits(self, setup: Setup, size: int) -> bool:
         if size not in self.known:
             self.known[size] = attempt(setup, size).attempt.fits
         return self.known[size]
 
-    def later(self, setup: TrainSetup, size: int) -> int:
+    def later(self, setup: Setup, size: int) -> int:
         """Return the number of optimizer steps at a size before memory runs out."""
         if size and size not in self.survived:
             self.survived[size] = later(setup, size)
         return self.survived[size] if size else LATER
 
-    def true(self, setup: TrainSetup, *around: int) -> int:
+    def true(self, setup: Setup, *around: int) -> int:
         """Return the largest size that fits, by bisection and by running all sizes near the answers."""
         found = bisected(lambda size: self.fits(setup, size), self.cap)
         if self.device != "cpu":
@@ -130,7 +130,7 @@ def bisected(fits, cap: int) -> int:
     return low
 
 
-def later(setup: TrainSetup, size: int, steps: int = LATER) -> int:
+def later(setup: Setup, size: int, steps: int = LATER) -> int:
     """Train at a size on random samples. Return the number of optimizer steps before memory runs out."""
     generator = torch.Generator().manual_seed(size)
     count = len(setup.workload.train_data)  # type: ignore[arg-type]

@@ -33,8 +33,8 @@ from autobatch.core.records import Plan
 from autobatch.footprint.size_program import SizeProgram
 from autobatch.planning import make_plan
 from autobatch.search.sizes.real_batches import Order, RunBatches, joins_samples, trace_setup
-from autobatch.setup.attempt import TrainSetup, attempt
-from autobatch.setup.setup import open_setup
+from autobatch.setup.attempt import attempt
+from autobatch.setup.setup import Setup, open_setup
 from autobatch.training.build import build_sampler, open_loop
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.workload.split import SizeSplit, Split
@@ -61,7 +61,7 @@ class Case(NamedTuple):
         """Name in the journal."""
         return f"{self.model} {self.lengths} {self.device} {self.share:g}"
 
-    def setup(self, budget: int | str, seed: int) -> TrainSetup:
+    def setup(self, budget: int | str, seed: int) -> Setup:
         """Open it on a device that enforces its budget in training too."""
         made = workload(self.model, self.lengths)
         setup = open_setup(made, Options().with_values(device=self.device, memory_budget=budget, seed=seed))
@@ -85,7 +85,7 @@ def _enforced(self: Any) -> Iterator[Any]:
         yield meter
 
 
-def train(setup: TrainSetup, plan: Plan, steps: int, seed: int, *, to_first: bool) -> int:
+def train(setup: Setup, plan: Plan, steps: int, seed: int, *, to_first: bool) -> int:
     """Train a plan, and return the out-of-memory errors.
 
     Args:

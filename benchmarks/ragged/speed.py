@@ -25,9 +25,10 @@ import torch
 from autobatch.core.options import Options
 from autobatch.planning import make_plan, micro_batches
 from autobatch.search.sizes.plan_split import SplitSettings, choose_split
-from autobatch.setup.attempt import TrainSetup, attempt, batches_of, open_train_state
+from autobatch.setup.attempt import attempt
 from autobatch.setup.child import Session
-from autobatch.setup.setup import open_setup
+from autobatch.setup.rehearsal import batches_of, open_train_state
+from autobatch.setup.setup import Setup, open_setup
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_step import accumulate, train_step
 from autobatch.workload.data import load_micro_batch
@@ -83,7 +84,7 @@ def grouped_by_length(sizes: np.ndarray, count: int, seed: int) -> list[Groups]:
     return [in_counts(order[at : at + TARGET], LIMIT) for at in starts]
 
 
-def setup_of(lengths: str, device: str) -> TrainSetup:
+def setup_of(lengths: str, device: str) -> Setup:
     """Open a small language model whose budget is that of ``LIMIT`` samples of the longest."""
     made = replace(
         workload("transformer", lengths, count=SAMPLES, longest=LONGEST),
@@ -95,7 +96,7 @@ def setup_of(lengths: str, device: str) -> TrainSetup:
     return open_setup(made, Options().with_values(device=device, memory_budget=budget))
 
 
-def splits_of(setup: TrainSetup, rounds: int) -> tuple[dict[str, list[Groups]], dict[str, Any]]:
+def splits_of(setup: Setup, rounds: int) -> tuple[dict[str, list[Groups]], dict[str, Any]]:
     """Return the micro-batches of each split over an epoch, and what the choice of the split says."""
     count = max(rounds + 1, SAMPLES // TARGET)
     sizes = setup.worst_case.sizes()
@@ -151,7 +152,7 @@ def per_token(seconds: list[float], batches: list[Groups], sizes: np.ndarray) ->
 
 
 def time_splits(
-    setup: TrainSetup, splits: dict[str, list[Groups]], rounds: int, clock: Callable[[], float]
+    setup: Setup, splits: dict[str, list[Groups]], rounds: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
     """Time one step of each split per round, in an order that rotates; the first round warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in splits}
@@ -175,7 +176,7 @@ def costliest(batches: list[Groups], sizes: np.ndarray) -> Groups:
     return max(batches, key=lambda groups: max(len(group) * sizes[group].max() for group in groups))
 
 
-def peak_of(setup: TrainSetup, groups: Groups) -> int | None:
+def peak_of(setup: Setup, groups: Groups) -> int | None:
     """Return the peak of two steps over one batch."""
     wide = open_setup(setup.workload, Options().with_values(device=setup.device.kind, memory_budget="8GiB"))
     with (
@@ -189,7 +190,7 @@ def peak_of(setup: TrainSetup, groups: Groups) -> int | None:
         return meter.stats().peak_allocated_bytes
 
 
-def gradient_error(setup: TrainSetup, groups: Groups, others: Groups) -> float:
+def gradient_error(setup: Setup, groups: Groups, others: Groups) -> float:
     """Return the relative distance of the gradients of two splits of one batch, in float64."""
     found = []
     setup.model.double()

@@ -20,9 +20,8 @@ from autobatch.core.knobs import Configuration, SearchAxis, applicable, defaults
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.search.find_limit import find_limit
-from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import Session, ThisProcess
-from autobatch.setup.setup import open_setup
+from autobatch.setup.setup import Setup, open_setup
 from autobatch.tuning.compare import compare
 from autobatch.tuning.configuration import (
     Budget,
@@ -61,7 +60,7 @@ class InMemory(Dataset):
 class Case(NamedTuple):
     """A workload with everything that its trials need."""
 
-    setup: TrainSetup
+    setup: Setup
     task: TrialSpec
     axes: list[SearchAxis]
     limit: int

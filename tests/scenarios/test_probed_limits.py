@@ -13,9 +13,9 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.search.find_limit import find_limit
 from autobatch.setup import attempt as attempts
-from autobatch.setup.attempt import TrainSetup, attempt
-from autobatch.setup.open_process import open_process
-from autobatch.setup.setup import open_setup
+from autobatch.setup.attempt import attempt
+from autobatch.setup.child import open_process
+from autobatch.setup.setup import Setup, open_setup
 from benchmarks.workloads import WORKLOADS
 from tests.support.probes import WIDTH, Sequences, amsgrad, mlp, pad, vectors, work
 
@@ -102,7 +102,7 @@ def test_attempts_at_every_size_agree_with_a_probe_of_a_simulated_gpu(case: str)
 # Training at the limit.
 
 
-def survives(setup: TrainSetup, size: int, steps: int, seed: int = 0) -> bool:
+def survives(setup: Setup, size: int, steps: int, seed: int = 0) -> bool:
     """Train on random samples in a loop of plain torch, which shares no code with an attempt."""
     generator = torch.Generator().manual_seed(seed)
     data, workload = setup.workload.train_data, setup.workload

@@ -15,8 +15,8 @@ from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.knobs import COMPILE_MODES
 from autobatch.core.options import Options
 from autobatch.device.allocator.tracker import StorageMeter
-from autobatch.setup.attempt import TrainSetup, attempt
-from autobatch.setup.setup import open_setup
+from autobatch.setup.attempt import attempt
+from autobatch.setup.setup import Setup, open_setup
 from tests.support.probes import RandomVectors, classify
 from tests.support.untouched import fingerprint, live_tensors, with_gradients
 
@@ -30,7 +30,7 @@ def work(model: nn.Module, **fields) -> Workload:
     return Workload(model=lambda: model, **(defaults | fields))
 
 
-def setup_of(workload: Workload, budget: str = "1GiB", **options) -> TrainSetup:
+def setup_of(workload: Workload, budget: str = "1GiB", **options) -> Setup:
     return open_setup(workload, Options().with_values(device="cpu", memory_budget=budget, **options))
 
 

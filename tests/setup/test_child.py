@@ -14,8 +14,7 @@ import pytest
 from autobatch.core.errors import AutobatchError, InputError, UserCodeError
 from autobatch.core.options import Options
 from autobatch.search.questions import remedies, run_attempt
-from autobatch.setup.child import ChildProcess, Session
-from autobatch.setup.open_process import open_process
+from autobatch.setup.child import ChildProcess, Session, open_process
 from autobatch.workload.user_code import to_picklable
 from tests.support.commandline import SMALL
 

@@ -9,19 +9,17 @@ import pytest
 import torch
 
 from autobatch.core.options import Options
-from autobatch.setup.attempt import TrainSetup
-from autobatch.setup.key import device_key, setup_key, stand_in_optimizers
-from autobatch.setup.setup import Role, open_setup
+from autobatch.setup.setup import Role, Setup, device_key, open_setup, setup_key, stand_in_optimizers
 from tests.support.probes import amsgrad, mlp, vectors, work
 
 
-def opened(role: Role | None = None, **options: Any) -> TrainSetup:
+def opened(role: Role | None = None, **options: Any) -> Setup:
     return open_setup(
         work(), Options().with_values(device="cpu", memory_budget="1MiB", **options), role or Role()
     )
 
 
-def key_of(setup: TrainSetup) -> dict[str, Any]:
+def key_of(setup: Setup) -> dict[str, Any]:
     return setup_key(setup, setup.device.describe())
 
 

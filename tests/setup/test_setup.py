@@ -17,9 +17,9 @@ from autobatch.core.records import Precision
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.distributed.sharding.layout import ShardLayout
-from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.setup import (
     Role,
+    Setup,
     budget_of,
     describe_setup,
     emulation_notes,
@@ -181,7 +181,7 @@ def test_a_configuration_changes_the_precision_the_knobs_and_the_segments() -> N
     assert with_knobs(host, {"expandable_segments": True}).device is host.device
 
 
-def over_whole_batch(**settings: Any) -> TrainSetup:
+def over_whole_batch(**settings: Any) -> Setup:
     loss = WholeBatchLoss(
         represent=lambda model, batch: model(batch[0]), loss=lambda _, rows: rows.square().mean()
     )

@@ -11,15 +11,9 @@ from autobatch.core.options import Options
 from autobatch.core.units import MiB
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.setup import trace as traced_setup
-from autobatch.setup.attempt import TrainSetup, attempt
-from autobatch.setup.setup import describe_setup, open_setup, with_knobs
-from autobatch.setup.trace import (
-    other_order,
-    predicted_memory,
-    remedies_of,
-    trace_footprint,
-    traced_peak,
-)
+from autobatch.setup.attempt import attempt
+from autobatch.setup.setup import Setup, describe_setup, open_setup, with_knobs
+from autobatch.setup.trace import other_order, predicted_memory, remedies_of, trace_footprint, traced_peak
 from tests.support.hardware import CpuAsGpu
 from tests.support.options import as_options
 from tests.support.probes import RandomVectors, mlp, work
@@ -27,7 +21,7 @@ from tests.support.step_workloads import WORKLOADS, deep_transformer, setup
 from tests.support.untouched import fingerprint, with_gradients
 
 
-def largest_that_runs(made: TrainSetup, cap: int) -> int:
+def largest_that_runs(made: Setup, cap: int) -> int:
     """Bisect, because each attempt runs."""
     return bisect.bisect_left(range(1, cap), True, key=lambda size: not attempt(made, size).attempt.fits)
 

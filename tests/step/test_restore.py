@@ -11,7 +11,8 @@ from torch import nn
 
 from autobatch.core.errors import InputError
 from autobatch.device.cpu import CpuDevice
-from autobatch.setup.attempt import TrainSetup, attempt
+from autobatch.setup.attempt import attempt
+from autobatch.setup.setup import Setup
 from autobatch.step.restore import SMALL_BUFFER, BufferSnapshot, temporary_weights
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.rng import capture_random_state, restore_random_state
@@ -66,7 +67,7 @@ def test_an_attempt_leaves_the_model_and_the_generators_unchanged(budget, micro_
         optimizer=lambda params, lr: torch.optim.AdamW(params, lr=lr),
     )
     model = in_use()
-    setup = TrainSetup(
+    setup = Setup(
         workload=workload,
         model=model,
         device=CpuDevice(memory_budget=budget),
@@ -91,7 +92,7 @@ def test_a_model_of_16_bit_parameters_is_restored_without_hooks() -> None:
         train_data=points(dtype=torch.bfloat16),
     )
     model = workload.model()
-    setup = TrainSetup(
+    setup = Setup(
         workload=workload,
         model=model,
         device=CpuDevice(memory_budget="1GiB"),

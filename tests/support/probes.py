@@ -21,8 +21,8 @@ from autobatch.core.progress import Progress
 from autobatch.report.result import Result
 from autobatch.search.find_limit import find_limit
 from autobatch.search.one_probe import Limit
-from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import ThisProcess
+from autobatch.setup.setup import Setup
 
 WIDTH = 16
 
@@ -105,7 +105,7 @@ def probed(workload: Workload, **options) -> tuple[Result, Listener]:
     return run_command(workload, asked, RunContext(progress=listener)), listener
 
 
-def limit_of(setup: TrainSetup, home: Path, progress: Progress | None = None, **limits) -> Limit:
+def limit_of(setup: Setup, home: Path, progress: Progress | None = None, **limits) -> Limit:
     """Find the largest micro-batch on a setup that is open here."""
     return find_limit(
         ThisProcess(setup), Options().with_values(**limits), home=home, progress=progress or Progress()

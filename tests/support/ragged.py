@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from autobatch.core.records import SizeCut
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.setup.attempt import TrainSetup
+from autobatch.setup.setup import Setup
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.split import SizeSplit, digest_of
@@ -129,10 +129,10 @@ def wide_model() -> nn.Module:
     return nn.Sequential(nn.Embedding(7, 32), nn.Linear(32, 512), nn.Tanh(), nn.Linear(512, 7))
 
 
-def simulated_setup(workload: Workload, home: Path, budget: str) -> TrainSetup:
+def simulated_setup(workload: Workload, home: Path, budget: str) -> Setup:
     """Build what a probe opens of a workload, on a simulated GPU."""
     torch.manual_seed(0)
-    return TrainSetup(
+    return Setup(
         workload=workload,
         model=workload.model(),
         device=SimulatedDevice(load_profile("t4", user_dir=home), memory_budget=budget),
@@ -141,7 +141,7 @@ def simulated_setup(workload: Workload, home: Path, budget: str) -> TrainSetup:
     )
 
 
-def count_ooms(workload: Workload, setup: TrainSetup, micro_batch: int, *, target: int, steps: int) -> int:
+def count_ooms(workload: Workload, setup: Setup, micro_batch: int, *, target: int, steps: int) -> int:
     """Train, and return how often memory ran out."""
     with setup.device.training() as meter:
         meter.mark("setup")

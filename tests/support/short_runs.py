@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from autobatch.core.records import LrTuning
-from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import ThisProcess
+from autobatch.setup.setup import Setup
 from autobatch.tuning.configuration import Budget, StudyLocation
 from autobatch.tuning.learning_rate import (
     REACH,
@@ -84,7 +84,7 @@ def linear_workload(**fields: Any) -> Workload:
     return make_workload(**{"model": Linear, "train_data": data, "loss": squares, **fields})
 
 
-def linear_setup(**fields: Any) -> TrainSetup:
+def linear_setup(**fields: Any) -> Setup:
     return setup_of(linear_workload(**fields))
 
 
@@ -93,7 +93,7 @@ def task_of(default: float, *, target_batch: int = SAMPLES, steps: int = STEPS) 
 
 
 def find_rate(
-    made: TrainSetup | None = None,
+    made: Setup | None = None,
     *,
     default: float = 0.01,
     trials: int = 12,

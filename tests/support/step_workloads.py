@@ -15,7 +15,7 @@ from autobatch.core.units import GiB
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory
 from autobatch.footprint.tracing.trace_step import Setting
-from autobatch.setup.attempt import TrainSetup
+from autobatch.setup.setup import Setup
 from autobatch.workload.contract import Loss, Workload
 from autobatch.workload.data import WorstCaseSampler
 from tests.support.training import Rows
@@ -163,10 +163,10 @@ def setup(
     budget: int = GiB,
     max_grad_norm: float | None = 1.0,
     ema: float | None = None,
-) -> TrainSetup:
+) -> Setup:
     """Return a setup on the CPU under a budget."""
     torch.manual_seed(0)
-    return TrainSetup(
+    return Setup(
         workload=workload,
         model=workload.model(),
         device=CpuDevice(memory_budget=budget, memory=HostMemory(8 * GiB, 8 * GiB, "made up")),
@@ -178,7 +178,7 @@ def setup(
 
 
 def setting(
-    of: TrainSetup, *, capability: tuple[int, int] | None = None, steps: Sequence[int] = (1, 2)
+    of: Setup, *, capability: tuple[int, int] | None = None, steps: Sequence[int] = (1, 2)
 ) -> Setting:
     """Return the setting that traces the steps of a setup; None for the operators of the CPU."""
     return Setting(

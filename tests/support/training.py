@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from autobatch.core.records import Precision
 from autobatch.device.base import Device, Meter
 from autobatch.device.cpu import CpuDevice, SilentMeter
-from autobatch.setup.attempt import TrainSetup
+from autobatch.setup.setup import Setup
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
@@ -163,10 +163,10 @@ def make_loop(
     )
 
 
-def make_setup(workload: Workload, budget: str = "1GiB") -> TrainSetup:
+def make_setup(workload: Workload, budget: str = "1GiB") -> Setup:
     """Build what a probe opens of a workload, on the CPU."""
     torch.manual_seed(0)
-    return TrainSetup(
+    return Setup(
         workload=workload,
         model=workload.model(),
         device=CpuDevice(memory_budget=budget),

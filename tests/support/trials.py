@@ -16,8 +16,8 @@ from autobatch.device.base import Device
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import Session
+from autobatch.setup.setup import Setup
 from autobatch.tuning.trial import TrialRunner, TrialSpec, look_at_workload
 from autobatch.workload.contract import Workload
 from autobatch.workload.data import WorstCaseSampler
@@ -74,14 +74,14 @@ def trial_workload(**fields: Any) -> Workload:
 
 def trial_setup(
     budget: str | int = "1GiB", *, clock: Callable[[], float] | None = None, **fields: Any
-) -> TrainSetup:
+) -> Setup:
     made = setup_of(trial_workload(**fields), CpuDevice(memory_budget=budget))
     return made if clock is None else replace(made, clock=clock)
 
 
-def setup_of(workload: Workload, device: Device | None = None) -> TrainSetup:
+def setup_of(workload: Workload, device: Device | None = None) -> Setup:
     torch.manual_seed(0)
-    return TrainSetup(
+    return Setup(
         workload=workload,
         model=workload.model(),
         device=device or CpuDevice(memory_budget="1GiB"),
@@ -95,7 +95,7 @@ def task_with(**fields: Any) -> TrialSpec:
     return replace(task, **fields)
 
 
-def make_runner(made: TrainSetup, **fields: Any) -> TrialRunner:
+def make_runner(made: Setup, **fields: Any) -> TrialRunner:
     """Return a runner of trials; ``fields`` change its `TrialSpec`."""
     return TrialRunner(made, task_with(**fields))
 
@@ -105,7 +105,7 @@ def loading_runner(workload: Workload, device: Device | None = None, **fields: A
     return make_runner(setup_of(workload, device), **{"defaults": LOADING, **fields})
 
 
-def context_of(made: TrainSetup, **fields: Any) -> TuningContext:
+def context_of(made: Setup, **fields: Any) -> TuningContext:
     """Return what decides which knobs apply; ``fields`` change the `TrialSpec`."""
     return look_at_workload(Session(made), task_with(**fields))
 

@@ -21,7 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.core.knobs import COMPILE
 from autobatch.device.oom import Verdict, classify
-from autobatch.setup.attempt import TrainSetup, on_copies
+from autobatch.setup.rehearsal import on_copies
+from autobatch.setup.setup import Setup
 from autobatch.step.restore import temporary_weights
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
 from autobatch.workload.data import collate_samples, fetch, load_micro_batch, shallow_copies
@@ -52,7 +53,7 @@ class Obstacle(NamedTuple):
     """True if results would be wrong; False if there is nothing to gain or to go by."""
 
 
-def find_obstacle(setup: TrainSetup) -> Obstacle | None:
+def find_obstacle(setup: Setup) -> Obstacle | None:
     """Return the first obstacle to a split by size; None if there is none.
 
     The weights, the random states and the position in the data stay.
@@ -74,7 +75,7 @@ def find_obstacle(setup: TrainSetup) -> Obstacle | None:
     return None
 
 
-def _obstacles(setup: TrainSetup, sizes: Sizes) -> Iterator[Obstacle | None]:
+def _obstacles(setup: Setup, sizes: Sizes) -> Iterator[Obstacle | None]:
     """Make the checks in order, cheap ones first."""
     yield _in_model(setup)
     yield _in_data(setup, sizes)
@@ -89,7 +90,7 @@ def hazard_in_model(model: nn.Module) -> str | None:
     return None
 
 
-def _in_model(setup: TrainSetup) -> Obstacle | None:
+def _in_model(setup: Setup) -> Obstacle | None:
     """Check for layers and compilers that a split by size disturbs."""
     hazard = hazard_in_model(setup.model)
     if hazard is not None:
@@ -100,7 +101,7 @@ def _in_model(setup: TrainSetup) -> Obstacle | None:
     return None
 
 
-def _in_data(setup: TrainSetup, sizes: Sizes) -> Obstacle | None:
+def _in_data(setup: Setup, sizes: Sizes) -> Obstacle | None:
     """Check that a sample has the same size each time that it is read."""
     order = np.argsort(sizes, kind="stable")
     for index in (int(order[0]), int(order[len(order) // 2]), int(order[-1])):
@@ -114,7 +115,7 @@ def _in_data(setup: TrainSetup, sizes: Sizes) -> Obstacle | None:
     return None
 
 
-def _in_collate(setup: TrainSetup, sizes: Sizes) -> Obstacle | None:
+def _in_collate(setup: Setup, sizes: Sizes) -> Obstacle | None:
     """Check that batches may have any number of samples, are padded, and grow with the size."""
     order = np.argsort(sizes, kind="stable").tolist()
     short, longest = order[len(order) // 4], order[-1]
@@ -182,7 +183,7 @@ def _rank_correlation(one: NDArray[np.float64], other: NDArray[np.int64]) -> flo
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
-def _in_padding(setup: TrainSetup, sizes: Sizes) -> Obstacle | None:
+def _in_padding(setup: Setup, sizes: Sizes) -> Obstacle | None:
     """Compare the loss of a short sample alone with its loss beside the longest one."""
     order = np.argsort(sizes, kind="stable")
     short, longest = int(order[len(order) // 4]), int(order[-1])
@@ -221,7 +222,7 @@ def _is_padded_beside(workload: Workload, short: int, longest: int) -> bool:
     return any(one != other for one, other in zip(alone, both, strict=False)) and len(alone) == len(both)
 
 
-def _change_beside(setup: TrainSetup, short: int, longest: int) -> float | None:
+def _change_beside(setup: Setup, short: int, longest: int) -> float | None:
     """Return the share by which a sample's loss changes beside another; None if the loss draws at random."""
     # Read once: the data may mask or augment a sample anew each time.
     samples = fetch(setup.workload.train_data, [short, longest])
@@ -237,7 +238,7 @@ def _change_beside(setup: TrainSetup, short: int, longest: int) -> float | None:
     return max(excess / abs(alone[0]), counted / alone[1] if alone[1] else 0.0)
 
 
-def _row_beside(setup: TrainSetup, loss: WholeBatchLoss, short: int, longest: int) -> float | None:
+def _row_beside(setup: Setup, loss: WholeBatchLoss, short: int, longest: int) -> float | None:
     """Return the share by which a sample's row changes beside another; None if rows are drawn at random.
 
     Rows of another form beside it are a change by 100 %: a batch could not be put together from them.
@@ -262,7 +263,7 @@ def _row_beside(setup: TrainSetup, loss: WholeBatchLoss, short: int, longest: in
 
 
 @contextmanager
-def _evaluated(setup: TrainSetup) -> Iterator[Run]:
+def _evaluated(setup: Setup) -> Iterator[Run]:
     """Return a function that runs another one on the model, on temporary weights and without gradients."""
     with setup.device.training() as meter, torch.no_grad():
         if setup.sharding is not None:
@@ -277,13 +278,13 @@ def _evaluated(setup: TrainSetup) -> Iterator[Run]:
             yield lambda function, batch: function(model, batch)
 
 
-def _placed(setup: TrainSetup, samples: list[Any]) -> Collated:
+def _placed(setup: Setup, samples: list[Any]) -> Collated:
     """Collate samples, on the device."""
     collated = collate_samples(shallow_copies(samples), setup.workload.collate, option="Workload(collate=…)")
     return to_device(collated, setup.device.torch_device)
 
 
-def _total(setup: TrainSetup, run: Run, samples: list[Any], seed: int) -> tuple[float, float]:
+def _total(setup: Setup, run: Run, samples: list[Any], seed: int) -> tuple[float, float]:
     """Return the sum of the loss over some samples, and the count that it is a sum over."""
     seed_everything(seed)
     loss = run(setup.workload.loss, _placed(setup, samples))

@@ -15,9 +15,8 @@ from autobatch.footprint.size_program import SizeProgram
 from autobatch.search.sizes.curve import CurvePoint, curve_of
 from autobatch.search.sizes.hazards import find_obstacle, is_padded
 from autobatch.search.sizes.real_batches import RUN, Order, RunBatches, program_for
-from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import Session
-from autobatch.setup.setup import with_knobs
+from autobatch.setup.setup import Setup, with_knobs
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.split import SizeSplit, Split, digest_of, size_of_part
 
@@ -93,7 +92,7 @@ def read_sizes(session: Session) -> Sizes | None:
 
 
 def _compare(
-    setup: TrainSetup, program: SizeProgram | None, plan: Plan, settings: SplitSettings, limit: int
+    setup: Setup, program: SizeProgram | None, plan: Plan, settings: SplitSettings, limit: int
 ) -> SplitChoice:
     """Plan a split by size, and take it if it saves enough or was asked for."""
     sizes = setup.worst_case.sizes()

@@ -23,9 +23,9 @@ from autobatch.footprint.size_program import Shape, SizeProgram
 from autobatch.footprint.size_replay import BatchReplay, replay_batches
 from autobatch.search.sizes.curve import CurvePoint, curve_of, trace_sizes
 from autobatch.search.sizes.hazards import is_padded
-from autobatch.setup.attempt import TrainSetup, batches_of, on_copies
 from autobatch.setup.child import Session
-from autobatch.setup.setup import with_knobs
+from autobatch.setup.rehearsal import batches_of, on_copies
+from autobatch.setup.setup import Setup, with_knobs
 from autobatch.setup.trace import setting_of
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import WholeBatchLoss
@@ -84,7 +84,7 @@ class TracedSizes:
 class RunBatches:
     """The first batches of a run, for replays and for runs."""
 
-    setup: TrainSetup
+    setup: Setup
     sizes: Sizes
     """Size of each sample, by its index."""
     order: Order
@@ -226,7 +226,7 @@ def find_curve(session: Session, limit: int, cap: int) -> list[CurvePoint] | Non
     return curve_of(program, sizes, setup.device.new_allocator, limit=limit, cap=cap)
 
 
-def joins_samples(setup: TrainSetup, sizes: Sizes, program: SizeProgram) -> bool:
+def joins_samples(setup: Setup, sizes: Sizes, program: SizeProgram) -> bool:
     """Return whether a micro-batch has the memory of as many samples of their mean size.
 
     It has if samples are joined end to end, and no allocation grows faster than a sample.
@@ -240,7 +240,7 @@ def program_of(session: Session, sizes: Sizes) -> SizeProgram | None:
     return (kept or session.keep(TracedSizes(trace_setup(session.setup, sizes)))).program
 
 
-def program_for(session: Session, plan: Plan) -> tuple[TrainSetup, SizeProgram | None]:
+def program_for(session: Session, plan: Plan) -> tuple[Setup, SizeProgram | None]:
     """Return the setup of a plan's configuration, with its program over sizes; None if it has none."""
     setup = with_knobs(session.setup, {**plan.knobs, PRECISION: plan.precision})
     sizes = setup.worst_case.sizes()
@@ -251,7 +251,7 @@ def program_for(session: Session, plan: Plan) -> tuple[TrainSetup, SizeProgram |
     return setup, trace_setup(setup, sizes) if is_other else program_of(session, sizes)
 
 
-def trace_setup(setup: TrainSetup, sizes: Sizes) -> SizeProgram | None:
+def trace_setup(setup: Setup, sizes: Sizes) -> SizeProgram | None:
     """Trace a setup over sizes; None if it fails, or on a GPU, whose libraries take more than is traced."""
     if setup.device.compute_capability is not None:
         return None

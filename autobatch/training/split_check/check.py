@@ -15,8 +15,8 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import StepRecord
 from autobatch.device.base import Meter
 from autobatch.planning import micro_batches, split_evenly
-from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import Session
+from autobatch.setup.setup import Setup
 from autobatch.training.batchnorm import batch_norm_notes, batch_norms, smallest_micro_batch
 from autobatch.training.fetched import KeptBatch
 from autobatch.training.loop import Loop
@@ -53,7 +53,7 @@ ANYWAY = "To train anyway, use --split-check note"
 
 
 def check_loss_splits(
-    setup: TrainSetup,
+    setup: Setup,
     *,
     micro_batch: int,
     sampler: GlobalBatchSampler,
@@ -96,7 +96,7 @@ def examine(session: Session, micro_batch: int, steps: int) -> Finding:
     return examine_loss(session.setup, micro_batch, steps)
 
 
-def examine_loss(setup: TrainSetup, micro_batch: int, steps: int) -> Finding:
+def examine_loss(setup: Setup, micro_batch: int, steps: int) -> Finding:
     """Examine what splitting a batch changes, and leave the model and the generators unchanged.
 
     Args:
@@ -135,7 +135,7 @@ class FirstBatch:
     """
 
     def __init__(
-        self, setup: TrainSetup, *, check: SplitCheck, note: Callable[[str], None], before: Finding
+        self, setup: Setup, *, check: SplitCheck, note: Callable[[str], None], before: Finding
     ) -> None:
         self._setup = setup
         self._check = check
@@ -213,13 +213,13 @@ class FirstBatch:
             self._note(f"while training, {found.notes(is_split=True)[0]}")
 
 
-def _sizes(setup: TrainSetup, samples: int) -> list[int]:
+def _sizes(setup: Setup, samples: int) -> list[int]:
     """Return the sizes of the parts that samples are compared in."""
     has_many = sum(1 for _ in setup.model.parameters()) >= MANY_TENSORS
     return split_evenly(samples, 2 if has_many else max(2, min(MOST_PARTS, samples // 2)))
 
 
-def _compare_many(setup: TrainSetup, ids: list[int], kind: PassType, few: Finding) -> Finding:
+def _compare_many(setup: Setup, ids: list[int], kind: PassType, few: Finding) -> Finding:
     """Compare more samples, and return what few have shown if these cannot be compared."""
     samples = fetch(setup.workload.train_data, ids)
     try:
@@ -243,7 +243,7 @@ def _mixing_remark(steps: int) -> str:
     )
 
 
-def _check_single_sample(setup: TrainSetup, meter: Meter, sampler: GlobalBatchSampler) -> None:
+def _check_single_sample(setup: Setup, meter: Meter, sampler: GlobalBatchSampler) -> None:
     """Raise if BatchNorm cannot train on a single sample, rather than in the last step of the run."""
     try:
         with open_runner(setup, meter, PassType(None, True)) as runner:

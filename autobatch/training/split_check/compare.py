@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from autobatch.core.errors import InputError
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line
-from autobatch.setup.attempt import TrainSetup
+from autobatch.setup.setup import Setup
 from autobatch.training.split_check.draws import SEED, NoDropout, SameDraws
 from autobatch.training.split_check.gradient import (
     GradientRunner,
@@ -89,7 +89,7 @@ class Finding(NamedTuple):
         return found._replace(fault=fault or self.fault, remarks=self.remarks, writes=self.writes)
 
 
-def pass_types(setup: TrainSetup, *, in_training: bool) -> list[PassType]:
+def pass_types(setup: Setup, *, in_training: bool) -> list[PassType]:
     """Return the types of passes to try, in order.
 
     Eval mode comes first before training, because dropout and BatchNorm do nothing in it. In training it is
@@ -108,7 +108,7 @@ def pass_types(setup: TrainSetup, *, in_training: bool) -> list[PassType]:
 
 
 def compare(
-    setup: TrainSetup, meter: Meter, split: SplitSamples, kinds: Sequence[PassType]
+    setup: Setup, meter: Meter, split: SplitSamples, kinds: Sequence[PassType]
 ) -> tuple[Finding, PassType | None]:
     """Compare a batch with its parts, in the first type of pass that the workload runs in.
 
@@ -139,7 +139,7 @@ def compare(
     return finding, None
 
 
-def find_written(setup: TrainSetup, meter: Meter, split: SplitSamples, micro_batches: int) -> Finding:
+def find_written(setup: Setup, meter: Meter, split: SplitSamples, micro_batches: int) -> Finding:
     """Find what a forward pass in train mode writes, and whether later micro-batches of a step read it.
 
     Args:

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.core.records import Precision
 from autobatch.device.base import Meter
-from autobatch.setup.attempt import TrainSetup
+from autobatch.setup.setup import Setup
 from autobatch.step.gradients import LOW_PRECISION
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import precision_context
@@ -61,7 +61,7 @@ class PassType(NamedTuple):
 
 
 @contextmanager
-def open_runner(setup: TrainSetup, meter: Meter, kind: PassType) -> Iterator[GradientRunner]:
+def open_runner(setup: Setup, meter: Meter, kind: PassType) -> Iterator[GradientRunner]:
     """Run passes on temporary weights within the block, and leave no trace of them.
 
     In train mode dropout and BatchNorm stay in eval mode, because they make every pass differ.
@@ -103,7 +103,7 @@ class GradientRunner:
     """
 
     def __init__(
-        self, setup: TrainSetup, model: nn.Module, meter: Meter, kind: PassType, state: PassState
+        self, setup: Setup, model: nn.Module, meter: Meter, kind: PassType, state: PassState
     ) -> None:
         self._setup = setup
         self.model = model

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from autobatch.core.errors import InputError
-from autobatch.setup.attempt import TrainSetup
+from autobatch.setup.setup import Setup
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.cut import PLAIN, children_of, concatenate, cut, is_column, samples_along, signature
 from autobatch.workload.data import collate_samples, elements, fetch, shallow_copies
@@ -43,7 +43,7 @@ class SampleChoice:
         setup: has the data, and the costs of the samples if they are known.
     """
 
-    def __init__(self, setup: TrainSetup) -> None:
+    def __init__(self, setup: Setup) -> None:
         self._workload = setup.workload
         self._known = setup.worst_case.known_costs
         self._costs: dict[int, float] = {}

@@ -12,7 +12,8 @@ from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.distributed.sharding.layout import ShardLayout
-from autobatch.setup.attempt import attempt, on_copies
+from autobatch.setup.attempt import attempt
+from autobatch.setup.rehearsal import on_copies
 from autobatch.step.train_step import train_step
 from tests.support.rank_server import RankServer
 from tests.support.sharded import Case, peak_bytes, run_real

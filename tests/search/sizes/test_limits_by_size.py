@@ -14,9 +14,9 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import Probe
 from autobatch.search.find_limit import find_limit
 from autobatch.search.sizes.limits_by_size import find_limits_by_size
-from autobatch.setup.attempt import TrainSetup, attempt_at
+from autobatch.setup.attempt import attempt_at
 from autobatch.setup.child import ThisProcess
-from autobatch.setup.setup import open_setup
+from autobatch.setup.setup import Setup, open_setup
 from tests.support.probes import Sequences, pad, work
 
 LENGTHS = [8, 8, 8, 16, 16, 32, 32, 64]
@@ -33,7 +33,7 @@ def of_lengths(lengths: list[int]) -> Workload:
     )
 
 
-def probe_by_size(lengths: list[int], home: Path) -> tuple[TrainSetup, Probe]:
+def probe_by_size(lengths: list[int], home: Path) -> tuple[Setup, Probe]:
     options = Options().with_values(device="cpu", memory_budget="100KiB")
     setup = open_setup(of_lengths(lengths * 30), options)
     process, limits = ThisProcess(setup), Options()

@@ -62,7 +62,7 @@ def _open_in_child(handed: Any) -> Output:
 
 
 @dataclass
-class Spare:
+class Standby:
     """A child that waits for the workload that it is to open."""
 
     process: BaseProcess
@@ -71,7 +71,7 @@ class Spare:
     is_taken: bool = False
     """True once a `autobatch.setup.child.ChildProcess` has it, and ends it."""
 
-    def take(self) -> Spare:
+    def take(self) -> Standby:
         """Hand the child over."""
         self.is_taken = True
         return self
@@ -90,7 +90,7 @@ def may_copy(device: str) -> bool:
     return sys.platform == "linux" and not has_gpu
 
 
-def start_spare(*, is_copy: bool = False) -> Spare:
+def start_standby(*, is_copy: bool = False) -> Standby:
     """Start a child that waits for a reference and options.
 
     Args:
@@ -99,7 +99,7 @@ def start_spare(*, is_copy: bool = False) -> Spare:
     return start_child(_wait_and_serve, is_copy=is_copy)
 
 
-def start_child(serve: Callable[..., None], *more: Any, is_copy: bool) -> Spare:
+def start_child(serve: Callable[..., None], *more: Any, is_copy: bool) -> Standby:
     """Start a child.
 
     Args:
@@ -117,7 +117,7 @@ def start_child(serve: Callable[..., None], *more: Any, is_copy: bool) -> Spare:
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     theirs.close()
-    return Spare(process, ours, log)
+    return Standby(process, ours, log)
 
 
 def leave_parent(of_parent: Connection | None) -> None:
@@ -135,17 +135,17 @@ def leave_parent(of_parent: Connection | None) -> None:
 
 
 @contextmanager
-def spare_child(*, is_copy: bool = False) -> Iterator[Spare]:
-    """Start a child, and end it at the end of the block if nobody has taken it; see `start_spare`."""
-    spare = start_spare(is_copy=is_copy)
+def standby_child(*, is_copy: bool = False) -> Iterator[Standby]:
+    """Start a child, and end it at the end of the block if nobody has taken it; see `start_standby`."""
+    standby = start_standby(is_copy=is_copy)
     try:
-        yield spare
+        yield standby
     finally:
-        if not spare.is_taken:
-            spare.connection.close()
-            spare.process.kill()
-            spare.process.join()
-            spare.log.close()
+        if not standby.is_taken:
+            standby.connection.close()
+            standby.process.kill()
+            standby.process.join()
+            standby.log.close()
 
 
 def _wait_and_serve(connection: Connection, of_parent: Connection | None, log: Output) -> None:

@@ -13,29 +13,28 @@ from pathlib import Path
 import pytest
 
 from autobatch.core.options import Options
-from autobatch.setup import spare as spares
-from autobatch.setup.child import ChildCrashed, Session
-from autobatch.setup.open_process import open_process
-from autobatch.setup.spare import Output, may_copy, spare_child
+from autobatch.setup import standby as standbys
+from autobatch.setup.child import ChildCrashed, Session, open_process
+from autobatch.setup.standby import Output, may_copy, standby_child
 
 SETTINGS = Options().with_values(device="cpu", memory_budget="1GiB")
 
 
 def test_a_spare_child_serves_the_first_workload_and_a_new_one_the_next() -> None:
-    with spare_child() as spare:
-        with open_process(None, SETTINGS, isolated=True, spare=spare) as first:
-            assert first._process.pid == spare.process.pid
+    with standby_child() as standby:
+        with open_process(None, SETTINGS, isolated=True, standby=standby) as first:
+            assert first._process.pid == standby.process.pid
             assert first.info.samples > 0
-        assert not spare.process.is_alive()
-        assert spare.is_taken
+        assert not standby.process.is_alive()
+        assert standby.is_taken
 
 
 def test_a_child_that_nobody_takes_is_ended() -> None:
-    with spare_child() as spare:
-        assert spare.process.is_alive()
-    assert not spare.process.is_alive()
+    with standby_child() as standby:
+        assert standby.process.is_alive()
+    assert not standby.process.is_alive()
     with pytest.raises(ValueError, match="closed"):
-        spare.log.read()
+        standby.log.read()
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
@@ -60,7 +59,7 @@ def write_and_crash(log: Output) -> None:
 
 
 def test_the_parent_imports_no_torch_to_start_it() -> None:
-    check = "import sys; import autobatch.setup.spare; raise SystemExit('torch' in sys.modules)"
+    check = "import sys; import autobatch.setup.standby; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
@@ -76,19 +75,19 @@ def has_torch_of_parent(session: Session) -> bool:
 def test_a_copy_serves_the_workload_with_the_modules_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "made_before_the_copy", sys)
     with (
-        spare_child(is_copy=True) as spare,
-        open_process(None, SETTINGS, isolated=True, spare=spare) as child,
+        standby_child(is_copy=True) as standby,
+        open_process(None, SETTINGS, isolated=True, standby=standby) as child,
     ):
         assert child.call("a look", has_torch_of_parent)
         with pytest.raises(ChildCrashed, match="SIGKILL"):
             child.call("a crash", die)
-    assert not spare.process.is_alive()
+    assert not standby.process.is_alive()
 
 
 def test_a_copy_that_nobody_takes_is_ended() -> None:
-    with spare_child(is_copy=True) as spare:
-        assert spare.process.is_alive()
-    assert not spare.process.is_alive()
+    with standby_child(is_copy=True) as standby:
+        assert standby.process.is_alive()
+    assert not standby.process.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +104,7 @@ def test_a_copy_that_nobody_takes_is_ended() -> None:
 def test_a_child_that_may_use_a_gpu_is_no_copy(
     device: str, has_driver: bool, is_copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spares, "has_gpu_driver", lambda: has_driver)
+    monkeypatch.setattr(standbys, "has_gpu_driver", lambda: has_driver)
     monkeypatch.setattr(sys, "platform", "linux")
     assert may_copy(device) is is_copied
     monkeypatch.setattr(sys, "platform", "darwin")
