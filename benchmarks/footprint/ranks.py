@@ -21,13 +21,18 @@ import torch
 
 from autobatch.device.profiles import load_profile
 from autobatch.estimates.estimator import Estimator
-from benchmarks.footprint.large import MODELS, large
-from benchmarks.footprint.seconds import cpu_seconds
+from benchmarks.footprint.decoders import MODELS, large
 from tests.support.options import as_options
 
 RESULT = Path(__file__).parents[1] / "results" / "footprint-ranks_amd-epyc_2026-11-22.json"
 GPUS = ("a100-40gb", "h100-80gb", "h200")
 WORLDS = (1, 8, 64)
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of the copies that trace in it."""
+    uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(use.ru_utime + use.ru_stime for use in uses)
 
 
 def estimate(name: str) -> dict[str, Any]:

@@ -1,86 +1,56 @@
-"""Accuracy of the predicted memory of a step, against steps that ran.
+"""Predicted memory of a step against the tensors of steps that ran, and the time of an estimate.
 
-    python -m benchmarks.footprint.run
+    python -m benchmarks.footprint.run [--only gpt lstm] [--save]
 
-It takes about six minutes on two cores. Two truths are measured for every micro-batch, and replayed through
-the model of CUDA's caching allocator as the prediction is:
-
-- the tensors of a real run, which a budget counts on the CPU and on simulated GPUs;
-- everything that the process allocated in a run without autobatch's modes, from torch's profiler. The
-  difference is scratch space in the CPU's operators (oneDNN), which no prediction sees.
+Predictions and runs are replayed through the same model of CUDA's caching allocator. A run is one on the CPU,
+whose tensors a budget counts. Scratch space in the CPU's operators is not part of it.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
-import re
+import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from autobatch.core.units import GiB
+from autobatch.core.errors import DoesNotFitError
+from autobatch.core.options import Options
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import Trace, replay
-from autobatch.device.cpu import CpuDevice
-from autobatch.device.host import cpu_name
-from autobatch.device.profiles import load_profile
-from autobatch.device.simulated import SimulatedDevice
-from autobatch.footprint.largest import largest_micro_batch
 from autobatch.footprint.predict import footprint
-from autobatch.footprint.program import Program
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
-from autobatch.setup.setup import Setup
-from autobatch.workload.data import WorstCaseSampler
-from autobatch.workload.rng import preserved_random_state
-from benchmarks.footprint.memtracker import tracked
-from benchmarks.footprint.table import markdown, summary
-from benchmarks.footprint.truth import profiled, train
+from autobatch.setup.setup import open_setup
+from benchmarks.report import save, surroundings
 from benchmarks.workloads import WORKLOADS
 
-RESULTS = Path(__file__).parents[1] / "results"
-COMMAND = "python -m benchmarks.footprint.run"
 SIZES = (7, 40, 100, 250)
 """Micro-batches up to fifty times the largest traced one; 2, 3 and 5 are traced."""
-TRACKED_SIZE = 100
-"""The size at which MemTracker runs as well; it needs a trace of its own for every size."""
-LIMITED_SIZES = (33, 90, 180)
-"""Sizes whose predicted reserved memory is a budget; a larger size may fit in it."""
 PRECISIONS = ("fp32", "bf16")
-CASES = (("gpt2", ("h100-80gb", "rtx-4090")), ("7b", ("h200", "b200")), ("gpt2", ("rtx-4090",)))
-"""Two GPUs of one generation share a trace; a single GPU also gets remedies."""
-
-
-def setup_of(name: str, precision: str) -> Setup:
-    workload = WORKLOADS[name]()
-    torch.manual_seed(0)
-    return Setup(
-        workload=workload,
-        model=workload.model(),
-        device=CpuDevice(memory_budget=8 * GiB),
-        worst_case=WorstCaseSampler(workload),
-        precision=precision,
-        max_grad_norm=1.0,
-    )
+ESTIMATES = {
+    "GPT-2 small, two GPUs": "gpt2_small --profile h100-80gb --profile rtx-4090",
+    "GPT-2 small, one GPU, with what would help": "gpt2_small --profile rtx-4090",
+    "GPT-2 small, 8 ranks": "gpt2_small --ranks 8 --profile a100-40gb",
+    "GPT-2 small, 8 ranks share it": "gpt2_small --ranks 8 --parallel shard --profile a100-40gb",
+    "Llama 2 7B, 8 ranks share it": "llama2_7b --ranks 8 --parallel shard --profile a100-40gb",
+}
+"""Arguments of ``autobatch estimate``, after the file of the models."""
 
 
 def peaks(trace: Trace) -> dict[str, int]:
+    """Return the peaks of a replay, in bytes."""
     found = replay(trace, CachingAllocator())
     return {"allocated": found.peak_allocated_bytes, "reserved": found.peak_reserved_bytes}
 
 
-def measure(name: str, precision: str) -> dict[str, Any]:
-    """Measure one workload in one precision: the peaks at every size, and the largest under some budgets."""
-    setup = setup_of(name, precision)
-    start = time.process_time()
+def measure(name: str, precision: str) -> list[dict[str, Any]]:
+    """Return predicted and real peaks of a workload at every size."""
+    options = Options().with_values(device="cpu", memory_budget="8GiB", precision=precision)
+    setup = open_setup(WORKLOADS[name](), options)
     step = footprint(
         Setting(
             workload=setup.workload,
@@ -89,110 +59,75 @@ def measure(name: str, precision: str) -> dict[str, Any]:
             precision=setup.precision,
             capability=None,
             steps=ATTEMPT_STEPS,
-            max_grad_norm=1.0,
+            max_grad_norm=setup.max_grad_norm,
         )
     )
-    seconds = time.process_time() - start
-    rows = []
-    for size in SIZES:
-        ran = attempt(setup, size)
-        rows.append(
-            {
-                "micro_batch": size,
-                "predicted": peaks(step.program.at(size)),
-                "tensors": peaks(ran.trace),
-                "process": peaks(profiled(setup, size)),
-            }
-        )
-    theirs = tracked(setup, TRACKED_SIZE)._asdict()
-    theirs["live_bytes"] = attempt(setup, TRACKED_SIZE).attempt.peak_allocated_bytes
-    return {
-        "workload": name,
-        "precision": precision,
-        "cpu_seconds": seconds,
-        "notes": list(step.notes),
-        "sizes": rows,
-        "memtracker": theirs | {"micro_batch": TRACKED_SIZE},
-        "limits": [limit(setup, step.program, size) for size in LIMITED_SIZES],
-    }
+    return [
+        {
+            "workload": name,
+            "precision": precision,
+            "micro_batch": size,
+            "predicted": peaks(step.program.at(size)),
+            "real": peaks(attempt(setup, size).trace),
+        }
+        for size in SIZES
+    ]
 
 
-def limit(setup: Setup, program: Program, size: int) -> dict[str, Any]:
-    """Return the predicted largest micro-batch under a budget, and if real runs confirm it."""
-    budget = replay(program.at(size), CachingAllocator()).peak_reserved_bytes
-    found = largest_micro_batch(program, lambda: CachingAllocator(budget), 4096)
-    gpu = Setup(
-        workload=setup.workload,
-        model=setup.model,
-        device=SimulatedDevice(load_profile("h200", user_dir=RESULTS), budget),
-        worst_case=setup.worst_case,
-        precision=setup.precision,
-        max_grad_norm=1.0,
-    )
-    return {
-        "budget_bytes": budget,
-        "predicted": found,
-        "it_runs": runs(gpu, found),
-        "one_more_runs": runs(gpu, found + 1),
-        "a_probe_agrees": attempt(gpu, found).attempt.fits,
-    }
+def seconds_of(arguments: str) -> tuple[float, float]:
+    """Return wall and CPU seconds of the whole process of an estimate."""
+    model, *more = arguments.split()
+    command = [
+        sys.executable,
+        "-m",
+        "autobatch",
+        "estimate",
+        f"benchmarks/footprint/decoders.py:{model}",
+        *more,
+    ]
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode not in (0, DoesNotFitError.exit_code):
+        raise RuntimeError(done.stderr)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.perf_counter() - start, used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
 
 
-def runs(gpu: Setup, size: int) -> bool:
-    """Check if the traced steps run within the budget; a probe also tries another order."""
-    with preserved_random_state(), gpu.device.enforced() as meter:
-        try:
-            train(gpu, size, meter)
-        except torch.OutOfMemoryError:
-            return False
-    return True
-
-
-def costs() -> list[dict[str, Any]]:
-    """Return the time of estimates, each in a process of its own."""
-    rows = []
-    for which, gpus in CASES:
-        command = [sys.executable, "-m", "benchmarks.footprint.seconds", which, *gpus]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            rows.append({"model": which, "failure": lines[-1]})
-        else:
-            rows.append(json.loads(done.stdout))
-        rows[-1]["load_before"] = os.getloadavg()[0]
-    return rows
+def table(rows: list[dict[str, Any]], seconds: dict[str, tuple[float, float]]) -> str:
+    """Return the worst error of each workload, and the seconds of the estimates."""
+    cases = [(row, kind) for row in rows for kind in ("allocated", "reserved")]
+    equal = sum(row["predicted"][kind] == row["real"][kind] for row, kind in cases)
+    lines = [f"{equal} of {len(cases)} predicted peaks are equal to the byte.", ""]
+    lines += ["| workload | worst error: allocated, reserved |", "|---|---|"]
+    for name in dict.fromkeys(row["workload"] for row in rows):
+        own = [row for row in rows if row["workload"] == name]
+        worst = [
+            max((row["predicted"][kind] / row["real"][kind] - 1 for row in own), key=abs)
+            for kind in ("allocated", "reserved")
+        ]
+        lines.append(f"| {name} | {worst[0]:+.2%}, {worst[1]:+.2%} |")
+    lines += ["", "| estimate | wall, s | CPU, s |", "|---|---|---|"]
+    lines += [f"| {name} | {wall:.1f} | {cpu:.1f} |" for name, (wall, cpu) in seconds.items()]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", help="names of workloads")
-    parser.add_argument("--out", type=Path, help="path of the result, without suffix")
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--only", nargs="*", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    start = time.perf_counter()
-    estimates = costs()
-    measured = []
-    for name in options.only or WORKLOADS:
+    content = surroundings()
+    seconds = {name: seconds_of(arguments) for name, arguments in ESTIMATES.items()}
+    rows = []
+    for name in options.only:
         for precision in PRECISIONS:
-            measured.append(measure(name, precision))
-            print(f"{name:<18} {precision}", file=sys.stderr, flush=True)
-    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    content = {
-        "benchmark": "footprint",
-        "command": COMMAND,
-        "date": today,
-        "hardware": f"{cpu_name()}, {os.cpu_count()} cores",
-        "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
-        "wall_seconds": round(time.perf_counter() - start),
-        "summary": summary(measured),
-        "estimates": estimates,
-        "workloads": measured,
-    }
-    slug = re.sub(r"[^a-z0-9]+", "-", content["hardware"].lower()).strip("-")
-    out = options.out or RESULTS / f"footprint_{slug}_{today}"
-    out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
-    out.with_suffix(".md").write_text(markdown(content))
-    print(markdown(content))
+            rows += measure(name, precision)
+            print(f"{name} {precision}", file=sys.stderr, flush=True)
+    text = table(rows, seconds)
+    print(text)
+    if options.save:
+        print(save("footprint", content | {"seconds": seconds, "rows": rows}, text))
 
 
 if __name__ == "__main__":

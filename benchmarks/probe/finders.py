@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
+from typing import Any
+from unittest import mock
 
 import torch
 
-from autobatch.core.errors import DoesNotFitError
-from autobatch.core.options import Options
-from autobatch.core.progress import Progress
+import autobatch
 from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.device.base import Device, Meter
-from autobatch.search.find_limit import find_limit
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
-from autobatch.setup.child import ThisProcess
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Workload
@@ -36,25 +36,21 @@ class Answer:
     ooms: int
     seconds: float
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def by_autobatch(limit: Limit) -> tuple[Answer, dict[str, object]]:
+def by_autobatch(limit: Limit) -> Answer:
+    """Probe as a user does, without saved limits."""
     start = time.perf_counter()
-    setup = limit.setup()
-    with tempfile.TemporaryDirectory() as home:
+    with tempfile.TemporaryDirectory() as home, mock.patch.dict(os.environ, AUTOBATCH_HOME=home):
         try:
-            probe = find_limit(ThisProcess(setup), Options(), home=Path(home), progress=Progress()).probe
-        except DoesNotFitError:
-            return Answer(0, 1, 1, time.perf_counter() - start), {"limited_by": "nothing fits"}
-    answer = Answer(probe.micro_batch, len(probe.attempts), probe.oom_count, time.perf_counter() - start)
-    return answer, {
-        "limited_by": probe.limited_by,
-        "upper_bound_by": probe.upper_bound_by,
-        "predicted": probe.predicted_micro_batch,
-        "sizes": [one.micro_batch for one in probe.attempts],
-    }
+            probe = autobatch.probe(
+                limit.workload, device=limit.device, memory_budget=limit.budget, progress=False
+            )
+        except autobatch.DoesNotFitError:
+            return Answer(0, 1, 1, time.perf_counter() - start)
+    return Answer(probe.micro_batch, len(probe.attempts), probe.oom_count, time.perf_counter() - start)
 
 
 def by_hand(limit: Limit) -> Answer:
@@ -136,22 +132,15 @@ def meter_of(device: Device) -> AbstractContextManager[Meter]:
     )
 
 
-def finders(*, lightning: bool) -> dict[str, Callable[[Limit], Answer] | None]:
-    """Return every other finder by name; None if its library is not installed."""
-    found: dict[str, Callable[[Limit], Answer] | None] = {"doubling and bisection by hand": by_hand}
-    try:
-        import accelerate  # noqa: F401
-    except ImportError:
-        found["accelerate, start 4096"] = found["accelerate, start 128"] = None
-    else:
-        found["accelerate, start 4096"] = lambda limit: by_accelerate(limit, 4096)
-        found["accelerate, start 128"] = lambda limit: by_accelerate(limit, 128)
-    try:
+def finders(*, lightning: bool) -> dict[str, Callable[[Limit], Answer]]:
+    """Return every other finder whose library is installed, by name."""
+    found: dict[str, Callable[[Limit], Answer]] = {"doubling and bisection by hand": by_hand}
+    if importlib.util.find_spec("accelerate"):
+        for size in (4096, 128):
+            found[f"accelerate, start {size}"] = partial(by_accelerate, start_size=size)
+    if lightning and importlib.util.find_spec("lightning"):
         from benchmarks.probe.lightning_finder import by_lightning
-    except ImportError:
-        found["Lightning power"] = found["Lightning binsearch"] = None
-    else:
-        if lightning:
-            found["Lightning power"] = lambda limit: by_lightning(limit, "power")
-            found["Lightning binsearch"] = lambda limit: by_lightning(limit, "binsearch")
+
+        for mode in ("power", "binsearch"):
+            found[f"Lightning {mode}"] = partial(by_lightning, mode=mode)
     return found

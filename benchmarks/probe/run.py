@@ -1,93 +1,118 @@
 """Accuracy of the limits found by autobatch and by other finders, on the same limits in the same run.
 
-    python -m benchmarks.probe.run
+    python -m benchmarks.probe.run [--only gpt lstm] [--others none] [--save]
 
-It takes about eight minutes on two idle cores. The other finders need accelerate and lightning. The rows of a
-finder that is not installed state so.
+It takes about eight minutes on two idle cores. The other finders need accelerate and lightning; one that is
+not installed is left out.
+
+- All finders run under the same meter. On ``cpu`` it counts the bytes of tensors against the budget. On
+  ``sim:t4`` they go through a model of CUDA's caching allocator. Batches count after collation.
+- Real attempts alone give the truth (doubling, then bisection). On ``sim:t4``, where memory need not be
+  monotone, every size near the answers runs as well. A search that ends at the nearest boundary can be under
+  1 there.
+- Over: one of 20 steps of two micro-batches on random samples ran out of memory.
+- accelerate runs the steps that autobatch runs (three optimizer steps). The decorated function builds model
+  and optimizer. It starts from the whole dataset if that is smaller.
+- Lightning runs with its defaults, ``accumulate_grad_batches=2``, no logger and no checkpoints.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import importlib.metadata
-import json
 import multiprocessing
-import os
-import platform
-import re
-import tempfile
-import time
-from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 
-from autobatch.core.units import format_bytes
-from autobatch.device.host import cpu_name, host_memory
 from benchmarks.probe.finders import by_autobatch, finders
-from benchmarks.probe.limits import BUDGETS, Limit, workload_of
-from benchmarks.probe.table import markdown
+from benchmarks.probe.limits import BUDGETS, LATER, Limit, workload_of
+from benchmarks.report import save, surroundings
 
-RESULTS = Path(__file__).parents[1] / "results"
-COMMAND = "python -m benchmarks.probe.run"
 LIGHTNING = ("mlp-heavy", "conv", "resnet-bn", "gpt", "gpt-ragged", "lstm", "contrastive")
 """Workloads for Lightning, whose trials cost a loader and two loops each."""
+HEAD = (
+    "| finder | limits | found ÷ true: worst … best, median | runs: median, most "
+    "| out-of-memory errors: median, most | over (ran out later) | seconds: median, most |"
+)
 
 
-def measure(task: tuple[str, str]) -> list[dict[str, object]]:
+def measure(task: tuple[str, str, bool]) -> list[dict[str, Any]]:
     """Measure all budgets of a workload on a device."""
-    name, device = task
+    name, device, with_others = task
     torch.set_num_threads(1)
     # Every finder collects garbage after an error. Freezing spares it the imported objects.
     gc.collect()
     gc.freeze()
     workload = workload_of(name)
-    return [measure_limit(name, Limit(workload, device, budget)) for budget in BUDGETS[device][name]]
+    return [measure_limit(name, Limit(workload, device, one), with_others) for one in BUDGETS[device][name]]
 
 
-def measure_limit(name: str, limit: Limit) -> dict[str, object]:
-    answer, more = by_autobatch(limit)
+def measure_limit(name: str, limit: Limit, with_others: bool) -> dict[str, Any]:
+    answer = by_autobatch(limit)
     setup = limit.setup()
     true = limit.true(setup, answer.found)
-    neighbour = answer.found >= limit.cap or not limit.fits(setup, answer.found + 1)
-    rows: dict[str, dict[str, object] | None] = {"autobatch": answer.to_json() | more}
-    for finder, find in finders(lightning=name in LIGHTNING).items():
-        rows[finder] = find(limit).to_json() if find else None
+    exact = answer.found >= limit.cap or not limit.fits(setup, answer.found + 1)
+    rows = {"autobatch": answer.to_json()}
+    if with_others:
+        for finder, find in finders(lightning=name in LIGHTNING).items():
+            rows[finder] = find(limit).to_json()
     for row in rows.values():
-        if row is not None:
-            row["steps_later"] = limit.later(setup, row["found"])
+        row["steps_later"] = limit.later(setup, row["found"])
     print(f"{name:18} {limit.device:7} {limit.budget:>8}  true {true:5}  found {answer.found:5}", flush=True)
     return {
         "workload": name,
         "device": limit.device,
         "budget": limit.budget,
-        "dataset": limit.cap,
         "true": true,
-        "exact": bool(answer.found and limit.fits(setup, answer.found) and neighbour),
+        "exact": bool(answer.found and limit.fits(setup, answer.found) and exact),
         "finders": rows,
     }
 
 
-def environment() -> dict[str, object]:
-    """Return what the figures depend on."""
-    memory = host_memory()
-    return {
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": COMMAND,
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "memory": None if memory.total_bytes is None else format_bytes(memory.total_bytes),
-        "python": platform.python_version(),
-        **{name: version_of(name) for name in ("torch", "accelerate", "lightning")},
-    }
+def table(limits: list[dict[str, Any]]) -> str:
+    """Return the finders over all limits and by device, and every limit."""
+    exact = sum(one["exact"] for one in limits)
+    names = list(dict.fromkeys(name for one in limits for name in one["finders"]))
+    lines = [
+        f"autobatch is exact in {exact} of {len(limits)} limits: its answer ran and fits, and the next size",
+        "does not fit in a real attempt (or the answer is the cap).",
+    ]
+    for device in (None, *BUDGETS):
+        chosen = [one for one in limits if device in (None, one["device"])]
+        lines += [
+            "",
+            f"## {device or 'All'}",
+            "",
+            HEAD,
+            "|---" * 7 + "|",
+            *(row(name, chosen) for name in names),
+        ]
+    lines += ["", "| workload | device | budget | true | found | runs | errors | exact |", "|---" * 8 + "|"]
+    for one in limits:
+        answer = one["finders"]["autobatch"]
+        cells = [one["workload"], one["device"], one["budget"], one["true"]]
+        cells += [answer["found"], answer["runs"], answer["ooms"], "yes" if one["exact"] else "**no**"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join([*lines, ""])
 
 
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def row(name: str, limits: list[dict[str, Any]]) -> str:
+    """Return the row of one finder over some limits."""
+    # A limit under which nothing fits has no share to find.
+    answers = [
+        (one["true"], one["finders"][name]) for one in limits if one["true"] and name in one["finders"]
+    ]
+    if not answers:
+        return f"| {name} | 0 | | | | | |"
+    shares = sorted(answer["found"] / true for true, answer in answers)
+    over = sum(answer["steps_later"] < LATER for _, answer in answers)
+    columns = [[answer[field] for _, answer in answers] for field in ("runs", "ooms", "seconds")]
+    cells = [name, str(len(answers)), f"{shares[0]:.3f} … {shares[-1]:.3f}, {median(shares):.3f}"]
+    cells += [f"{median(values):.3g}, {max(values):.3g}" for values in columns]
+    cells.insert(5, str(over))
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -95,28 +120,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="*", help="workloads (default: all)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--others", choices=("all", "none"), default="all", help="the other finders")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results")
     options = parser.parse_args()
-    # No saved limit of this machine may answer, and nothing is left behind.
-    with tempfile.TemporaryDirectory() as home:
-        os.environ["AUTOBATCH_HOME"] = home
-        start = time.perf_counter()
-        tasks = [(name, device) for device in BUDGETS for name in options.only or BUDGETS[device]]
-        with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-            limits = [one for many in pool.imap_unordered(measure, tasks, chunksize=1) for one in many]
-    order = {task: number for number, task in enumerate(tasks)}
-    limits.sort(key=lambda one: order[one["workload"], one["device"]])
-    found = environment() | {"seconds": round(time.perf_counter() - start), "lightning_on": list(LIGHTNING)}
-    slug = re.sub(r"[^a-z0-9]+", "-", str(found["cpu"]).lower()).strip("-")
-    stem = options.out / f"probe_{slug}_{found['date']}"
-    options.out.mkdir(parents=True, exist_ok=True)
-    text = markdown(found, limits)
-    stem.with_suffix(".json").write_text(
-        json.dumps({"environment": found, "limits": limits}, indent=1) + "\n"
-    )
-    stem.with_suffix(".md").write_text(text)
+    content = surroundings("accelerate", "lightning")
+    names = [(device, name) for device in BUDGETS for name in options.only or BUDGETS[device]]
+    tasks = [(name, device, options.others == "all") for device, name in names]
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        limits = [one for many in pool.imap(measure, tasks, chunksize=1) for one in many]
+    text = table(limits)
     print(text)
+    if options.save:
+        print(save("probe", content | {"limits": limits}, text))
 
 
 if __name__ == "__main__":
