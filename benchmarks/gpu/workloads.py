@@ -13,15 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils.rnn import pack_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint_sequential
 
 from autobatch import Loss, Workload
-from benchmarks.probe.library_models import PackedLstm
 from benchmarks.workloads import Block, Experts, Residual, UNet, adamw, mlp, sgd
 
 SAMPLES = 1 << 16
 WORDS = 8192
+
+
+class PackedLstm(nn.Module):
+    """Two recurrent layers over packed sequences, and a linear one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.LSTM(16, 32, 2)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, packed: PackedSequence) -> Tensor:
+        return self.head(self.body(packed)[1][0][-1])
 
 
 @dataclass(frozen=True)
