@@ -1,21 +1,149 @@
-"""Steps that are thrown away: real training on copies of the model's tensors."""
+"""Rehearsals: optimizer steps on copies of the model's tensors, which leave nothing behind.
+
+An attempt, a run of real batches, a timed trial, a check of losses and a short run of a learning rate differ
+only in their batches, and in what they read of the steps. This module knows no device by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
+from autobatch.device.allocator.ledger import MemoryStats
+from autobatch.device.allocator.trace import Trace
 from autobatch.device.base import Meter
+from autobatch.device.oom import Verdict, classify, first_line, requested_bytes
 from autobatch.setup.setup import Setup
 from autobatch.step.apply_knobs import free_graphs, uses_graphs
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
-from autobatch.workload.contract import Collated, WholeBatchLoss
+from autobatch.step.train_step import StepResult, accumulate, finish
+from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
+from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import Kept, feed
+from autobatch.workload.rng import preserved_random_state
+from autobatch.workload.split import MicroBatchIds
 from autobatch.workload.user_code import user_code
+
+UNKNOWN_STATS = MemoryStats(None, None, None, None, None)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Batch of a rehearsal."""
+
+    micro_batches: Iterable[tuple[Collated, int]]
+    """Each on the host, with its number of samples; made when it is needed, and held by nobody."""
+    count: int
+    """Number of micro-batches."""
+    samples: int
+    """Samples of the batch, which may be more than those of its micro-batches."""
+    places: Sequence[Sequence[int]] | None = None
+    """Place in the batch of each sample of each micro-batch; None for samples in order."""
+
+
+class Step(NamedTuple):
+    """Optimizer step of a rehearsal."""
+
+    result: StepResult
+    micro_seconds: float
+    """Of a micro-batch: fetch, collate, forward and backward."""
+    once_seconds: float
+    """Once per step: check of the gradients, clipping, the optimizer, a loss over the whole batch."""
+    seconds: float
+
+
+class OutOfMemory(NamedTuple):
+    """End of a rehearsal that ran out of memory."""
+
+    reason: str
+    phase: str
+    """Phase of the step; see `autobatch.step.train_step.Mark`."""
+    requested_bytes: int | None
+    """About the bytes of the request that failed; None if unknown."""
+    is_context_lost: bool
+    """True if the process should be replaced."""
+
+
+@dataclass
+class Rehearsal:
+    """Findings of a rehearsal."""
+
+    steps: list[Step] = field(default_factory=list)
+    failure: OutOfMemory | None = None
+    """None if memory sufficed."""
+    stats: MemoryStats = UNKNOWN_STATS
+    trace: Trace | None = None
+    """Allocation events, up to the request that failed; None if the device records none."""
+
+
+def rehearse(
+    setup: Setup,
+    batches: Iterable[Batch],
+    *,
+    within_budget: bool = False,
+    is_smallest: bool = False,
+    learning_rate: float | None = None,
+    until: Callable[[Step], bool] = lambda _: False,
+) -> Rehearsal:
+    """Train on batches, and leave the weights, the buffers, the random states, the modes and the gradients.
+
+    Args:
+        setup: the model, the data and the device.
+        batches: taken one at a time, each after the step before it.
+        within_budget: start with an empty cache, enforce the budget, and let the optimizers' state appear in
+            the first step whatever its loss; False to train at full speed.
+        is_smallest: raise an error that only may be about memory, because no smaller size can tell.
+        learning_rate: None for the workload's own.
+        until: ends the rehearsal after a step for which it is true.
+
+    Raises:
+        Exception: whatever the workload raises, except out of memory.
+    """
+    found = Rehearsal()
+    device = setup.device
+    with preserved_random_state(), device.enforced() if within_budget else device.training() as meter:
+        stopwatch = _Stopwatch(setup, meter)
+        try:
+            stopwatch.mark("setup")
+            with on_copies(setup, meter, learning_rate=learning_rate) as train_state:
+                if within_budget and train_state.scaler is not None:
+                    # The usual scale of 65536 may overflow in every step, and no state appears.
+                    train_state.scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=1.0)
+                for batch in batches:
+                    step = _take_step(setup, batch, train_state, stopwatch, measure_first=within_budget)
+                    if within_budget and not found.steps and not step.result.applied:
+                        _step_anyway(train_state, stopwatch.mark)
+                    found.steps.append(step)
+                    if until(step):
+                        break
+                del train_state
+        except Exception as error:
+            verdict = classify(error)
+            if verdict is Verdict.NONE or (verdict is Verdict.SUSPECT and is_smallest):
+                raise
+            found.failure = OutOfMemory(
+                first_line(error), stopwatch.phase, requested_bytes(error), verdict is Verdict.FATAL
+            )
+        # Outside the except block, nothing keeps the failed step's tensors alive.
+        is_lost = found.failure is not None and found.failure.is_context_lost
+        # A lost context answers no question.
+        if not is_lost:
+            found.stats, found.trace = meter.stats(), meter.trace()
+    if found.failure is not None and not is_lost:
+        device.release()
+    return found
+
+
+def batch_of(workload: Workload, parts: Sequence[MicroBatchIds]) -> Batch:
+    """Return the batch of these samples, which are fetched as they are needed."""
+    fetched = ((load_micro_batch(workload, part.ids), len(part.ids)) for part in parts)
+    samples = sum(len(part.ids) for part in parts)
+    return Batch(fetched, len(parts), samples, [part.places for part in parts])
 
 
 @contextmanager
@@ -83,7 +211,7 @@ def batches_of(
     return Kept(placed) if setup.keeps_batches and not twice else placed
 
 
-def step_anyway(train_state: TrainState, mark: Callable[[str], None]) -> None:
+def _step_anyway(train_state: TrainState, mark: Callable[[str], None]) -> None:
     """Make the optimizers' state appear although a step without counted items, or an overflow, skipped it."""
     mark("optimizer")
     for parameter in train_state.parameters:
@@ -92,3 +220,69 @@ def step_anyway(train_state: TrainState, mark: Callable[[str], None]) -> None:
         for optimizer in train_state.optimizers:
             optimizer.step()
     train_state.gradients.clear()
+
+
+def _take_step(
+    setup: Setup, batch: Batch, train_state: TrainState, stopwatch: _Stopwatch, *, measure_first: bool
+) -> Step:
+    """Take one step of `rehearse`.
+
+    Args:
+        setup: the model and its device.
+        batch: the micro-batches.
+        train_state: the copies.
+        stopwatch: times the step.
+        measure_first: hold the norm of the first micro-batch, as the loop may: the peaks are equal to a byte.
+    """
+    placed = batches_of(setup, stopwatch.meter, batch.micro_batches)
+    stopwatch.start()
+    totals = accumulate(
+        train_state,
+        train_state.passing(placed, batch.count),
+        batch.samples,
+        stopwatch.mark,
+        places=batch.places,
+        measure_first=measure_first,
+    )
+    stopwatch.lap()
+    # The call holds ``placed``, which may keep the last micro-batch until the step ends.
+    return stopwatch.stop(finish(train_state, totals, mark=stopwatch.mark), batch.count)
+
+
+class _Stopwatch:
+    """Times of the phases of a step, on a device that has finished its work."""
+
+    def __init__(self, setup: Setup, meter: Meter) -> None:
+        self.meter = meter
+        self.phase = ""
+        self._clock, self._synchronize = setup.clock, setup.device.synchronize
+        self._loss_began: float | None = None
+
+    def mark(self, phase: str) -> None:
+        """Begin a phase. The loss over a whole batch comes once per step, and its time is told apart."""
+        self.phase = phase
+        self.meter.mark(phase)
+        if phase == "loss":
+            self._loss_began = self._now()
+        elif self._loss_began is not None:
+            self._loss_seconds += self._now() - self._loss_began
+            self._loss_began = None
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._loss_began, self._loss_seconds = None, 0.0
+        self._began = self._clock()
+
+    def lap(self) -> None:
+        """End the micro-batches of a step."""
+        self._between = self._now()
+
+    def stop(self, result: StepResult, count: int) -> Step:
+        """End a step of ``count`` micro-batches."""
+        end = self._now()
+        micro = (self._between - self._began - self._loss_seconds) / count
+        return Step(result, micro, end - self._between + self._loss_seconds, end - self._began)
+
+    def _now(self) -> float:
+        self._synchronize()
+        return self._clock()

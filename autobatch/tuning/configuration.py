@@ -39,6 +39,10 @@ class Measurement(NamedTuple):
         return self.failure is None
 
 
+class Infeasible(Exception):  # noqa: N818 - a result of a trial
+    """End of a trial whose configuration must not be chosen, with the reason."""
+
+
 def infeasible(reason: str, *, micro_batch: int = 0) -> Measurement:
     """Return the result of a trial whose configuration must not be chosen."""
     return Measurement(0.0, micro_batch, reason)

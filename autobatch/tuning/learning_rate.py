@@ -26,16 +26,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from autobatch.core.knobs import Value
 from autobatch.core.progress import SILENT, Progress
 from autobatch.core.records import LrComparison, LrTrial, LrTuning, Precision
-from autobatch.device.oom import Verdict, classify, first_line
+from autobatch.device.oom import first_line
 from autobatch.setup.child import ChildCrashed, Session, SetupProcess
-from autobatch.setup.rehearsal import batches_of, on_copies
+from autobatch.setup.rehearsal import Batch, Step, batch_of, rehearse
 from autobatch.setup.setup import Setup, with_knobs
-from autobatch.step.train_step import StepResult, train_step
 from autobatch.tuning.compare import MINIMUM_GAIN, STUDENT
 from autobatch.tuning.configuration import Budget, StudyLocation
-from autobatch.workload.data import load_micro_batch
 from autobatch.workload.order import GlobalBatchSampler
-from autobatch.workload.rng import preserved_random_state, seed_everything
+from autobatch.workload.rng import seed_everything
 from autobatch.workload.sampler_order import epoch_of
 from autobatch.workload.split import Split
 
@@ -265,42 +263,39 @@ def short_run(setup: Setup, task: LrTrialSpec, rate: float, seed: int) -> LrRun:
     Raises:
         Exception: whatever the workload raises at the default learning rate, except out of memory.
     """
-    run = LrRun([])
-    try:
-        for result, is_scaled in _train(setup, task, rate, seed):
-            # Training would end here, unless a loss scale is still falling, which skips such a step.
-            if result.count and not result.applied and not is_scaled and not task.skips:
-                return run._replace(failure="its loss or gradient is not finite")
-            run.steps.append((result.loss, result.count))
-    except Exception as error:
-        if classify(error) is Verdict.NONE and rate == task.default:
-            raise
-        failure = first_line(error)
-    else:
-        return run
-    # Outside the except block, nothing keeps the failed step's tensors alive.
-    setup.device.release()
-    return run._replace(failure=failure)
-
-
-def _train(setup: Setup, task: LrTrialSpec, rate: float, seed: int) -> Iterator[tuple[StepResult, bool]]:
-    """Train the first steps of a run with this seed; yield each result, and whether the loss is scaled."""
     setup = replace(with_knobs(setup, task.knobs), precision=task.precision)
     samples, order = epoch_of(setup.workload, seed)
     sampler = GlobalBatchSampler(
         samples=samples, target_batch=task.target_batch, seed=seed, steps=task.steps, order=order
     )
-    with (
-        preserved_random_state(),
-        setup.device.training() as meter,
-        on_copies(setup, meter, learning_rate=rate) as train_state,
-    ):
+    split = Split(multiple=task.multiple)
+
+    def batches() -> Iterator[Batch]:
         seed_everything(seed)
         for batch in sampler.batches():
-            parts = Split(multiple=task.multiple).parts(batch, task.micro_batch)
-            fetched = ((load_micro_batch(setup.workload, part.ids), len(part.ids)) for part in parts)
-            placed = train_state.passing(batches_of(setup, meter, fetched), len(parts))
-            yield train_step(train_state, placed, len(batch.ids)), train_state.scaler is not None
+            yield batch_of(setup.workload, split.parts(batch, task.micro_batch))
+
+    def ends(step: Step) -> bool:
+        """Return whether training would end here: a loss scale that is still falling skips such a step."""
+        is_lost = bool(step.result.count) and not step.result.applied
+        return is_lost and setup.precision != "fp16" and not task.skips
+
+    try:
+        found = rehearse(setup, batches(), learning_rate=rate, until=ends)
+    except Exception as error:
+        if rate == task.default:
+            raise
+        failure = first_line(error)
+    else:
+        losses = [(step.result.loss, step.result.count) for step in found.steps]
+        if found.failure is not None:
+            return LrRun(losses, found.failure.reason)
+        if ends(found.steps[-1]):
+            return LrRun(losses[:-1], "its loss or gradient is not finite")
+        return LrRun(losses)
+    # Outside the except block, nothing keeps the failed step's tensors alive.
+    setup.device.release()
+    return LrRun([], failure)
 
 
 def _run(session: Session, task: LrTrialSpec, rate: float, seed: int) -> LrRun:

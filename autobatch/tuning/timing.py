@@ -5,23 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from autobatch.core.knobs import COMPILE, LOADER_WORKERS
-from autobatch.device.base import Meter
-from autobatch.device.oom import Verdict, classify
-from autobatch.setup.rehearsal import batches_of, on_copies
+from autobatch.setup.rehearsal import Batch, Step, rehearse
 from autobatch.setup.setup import Setup
-from autobatch.step.train_state import TrainState
-from autobatch.step.train_step import accumulate, finish
 from autobatch.step.whole_batch import batch_samples
+from autobatch.tuning.configuration import Infeasible
 from autobatch.workload.contract import Collated
 from autobatch.workload.data import load_micro_batch
-from autobatch.workload.feed import AHEAD, Feed
+from autobatch.workload.feed import AHEAD
 from autobatch.workload.loader import gpu_of, open_feed
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.rng import preserved_random_state
@@ -55,13 +53,7 @@ class Timing(NamedTuple):
         return self.micro * micro_batches + self.step + self.setup / planned_steps
 
 
-def time_steps(
-    setup: Setup,
-    sizes: list[int],
-    seconds: float,
-    *,
-    prefetch: int = AHEAD,
-) -> Timing:
+def time_steps(setup: Setup, sizes: list[int], seconds: float, *, prefetch: int = AHEAD) -> Timing:
     """Time a configuration on temporary weights, its micro-batches and its optimizer step apart.
 
     Args:
@@ -71,31 +63,51 @@ def time_steps(
         prefetch: micro-batches that each loader worker fetches ahead.
 
     Raises:
-        Exception: whatever running the configuration raises, out of memory included.
+        Infeasible: the configuration runs out of memory.
+        Exception: whatever running the configuration raises.
     """
-    with (
-        preserved_random_state(),
-        setup.device.training() as meter,
-        on_copies(setup, meter) as train_state,
-    ):
-        clock = _Stopwatch(setup, train_state, meter)
-        del train_state
-        kinds = sorted(set(sizes), reverse=True)
-        start = setup.clock()
-        warm = [clock.step(size, 1) for size in kinds * (COMPILED_STEPS if _compiles(setup) else 1)]
-        once = setup.clock() - start if _compiles(setup) else 0.0
-        workers = int(setup.knobs.get(LOADER_WORKERS) or 0)
-        if workers:
-            fed = _time_fed(clock, setup, sizes, seconds, workers=workers, prefetch=prefetch)
-            return fed._replace(setup=fed.setup + once)
-        count = min(ACCUMULATED, len(sizes))
-        timed: list[tuple[float, float]] = []
-        start = setup.clock()
-        while len(timed) < LEAST_STEPS or setup.clock() - start < seconds:
-            timed.append(clock.step(sizes[0], count))
-        del clock
-    micro, step = (statistics.median(column) for column in zip(*timed, strict=True))
-    return Timing(micro, step, max(0.0, once - len(warm) * (micro + step)))
+    compiles = setup.knobs.get(COMPILE, "off") != "off"
+    workers = int(setup.knobs.get(LOADER_WORKERS) or 0)
+    kinds = sorted(set(sizes), reverse=True) * (COMPILED_STEPS if compiles else 1)
+    draw = torch.Generator().manual_seed(0)
+    warm = (random_batch(setup, size, 1, draw) for size in kinds)
+    count = min(FED if workers else ACCUMULATED, len(sizes))
+    # The first steps use up what workers have fetched in advance.
+    ahead = 1 + math.ceil(workers * prefetch / count) if workers else 0
+    numbers = itertools.chain(range(ahead), _until(setup, max(LEAST_STEPS, 2 * workers // count), seconds))
+    if workers:
+        timed = _fed(setup, sizes[0], count, numbers, prefetch=prefetch)
+    else:
+        timed = (random_batch(setup, sizes[0], count, draw) for _ in numbers)
+    with closing(timed):
+        steps = rehearsed(setup, itertools.chain(warm, timed))
+    compiling = sum(step.seconds for step in steps[: len(kinds)]) if compiles else 0.0
+    first, measured = steps[len(kinds)], steps[len(kinds) + ahead :]
+    # Workers finish several micro-batches at once, so that only a mean over many counts.
+    middle = statistics.fmean if workers else statistics.median
+    micro = middle(step.micro_seconds for step in measured)
+    once = middle(step.once_seconds for step in measured)
+    if workers:
+        return Timing(micro, once, compiling + max(0.0, first.micro_seconds - micro) * count)
+    return Timing(micro, once, max(0.0, compiling - len(kinds) * (micro + once)))
+
+
+def rehearsed(setup: Setup, batches: Iterator[Batch]) -> list[Step]:
+    """Rehearse batches at full speed, and return the steps.
+
+    Raises:
+        Infeasible: they run out of memory.
+    """
+    found = rehearse(setup, batches)
+    if found.failure is not None:
+        raise Infeasible(found.failure.reason)
+    return found.steps
+
+
+def random_batch(setup: Setup, size: int, count: int, draw: torch.Generator) -> Batch:
+    """Return a batch of ``count`` micro-batches of random samples."""
+    drawn = ((_load_random(setup, size, draw), size) for _ in range(count))
+    return Batch(drawn, count, batch_samples(setup.whole_batch, size, count))
 
 
 def fetch_share(setup: Setup, size: int) -> float:
@@ -108,56 +120,51 @@ def fetch_share(setup: Setup, size: int) -> float:
     Returns:
         0 if the share is negligible, or unknown because memory runs out.
     """
-    samples = len(setup.workload.train_data)  # type: ignore[arg-type]
     draw = torch.Generator().manual_seed(0)
     fetching = []
     with preserved_random_state():
         for _ in range(FETCHES):
             start = setup.clock()
-            load_micro_batch(
-                setup.workload, torch.randint(samples, (size,), generator=draw, device="cpu").tolist()
-            )
+            _load_random(setup, size, draw)
             fetching.append(setup.clock() - start)
     seconds = statistics.median(fetching)
     if seconds < QUICK_S:
         return 0.0
-    micro: float | None = None
     try:
         micro = time_steps(setup, [size], 0.0).micro
-    except Exception as error:
-        if classify(error) is Verdict.NONE:
-            raise
-    if micro is None:
-        # Outside the except block, nothing keeps the failed step's tensors alive.
-        setup.device.release()
+    except Infeasible:
         return 0.0
     return min(1.0, seconds / max(seconds, micro))
 
 
-def _time_fed(
-    clock: _Stopwatch, setup: Setup, sizes: list[int], seconds: float, *, workers: int, prefetch: int
-) -> Timing:
-    """Time steps that loader workers feed, after using up what they fetched in advance.
-
-    Workers finish several micro-batches at once, so the result is a mean over many.
-    """
-    count = min(FED, len(sizes))
+def _fed(
+    setup: Setup, size: int, count: int, numbers: Iterator[int], *, prefetch: int
+) -> Generator[Batch, None, None]:
+    """Yield batches that loader workers collate, one for each of ``numbers``."""
     samples = len(setup.workload.train_data)  # type: ignore[arg-type]
-    batches = partial(_random_batches, samples, sizes[0] * count)
+    batches = partial(_random_batches, samples, size * count)
     gpu = gpu_of(setup.device, setup.knobs, setup.workload.loading)
+    workers = int(setup.knobs.get(LOADER_WORKERS) or 0)
     with open_feed(setup.workload, batches, seed=0, workers=workers, prefetch=prefetch, gpu=gpu) as feed:
         assert feed is not None
-        sampler = batches(0)
-        first = clock.step(sizes[0], count, feed=feed, batch=next(sampler))
-        for _ in range(math.ceil(workers * prefetch / count)):
-            clock.step(sizes[0], count, feed=feed, batch=next(sampler))
-        timed: list[tuple[float, float]] = []
-        start = setup.clock()
-        least = max(LEAST_STEPS * count, 2 * workers)
-        while len(timed) * count < least or setup.clock() - start < seconds:
-            timed.append(clock.step(sizes[0], count, feed=feed, batch=next(sampler)))
-    micro, step = (statistics.fmean(column) for column in zip(*timed, strict=True))
-    return Timing(micro, step, max(0.0, first[0] - micro) * count)
+        for _, batch in zip(numbers, batches(0), strict=False):
+            collated = _sized(feed.collated(batch, size), size, count)
+            yield Batch(collated, count, batch_samples(setup.whole_batch, size, count))
+
+
+def _until(setup: Setup, least: int, seconds: float) -> Iterator[int]:
+    """Count until so many seconds have passed, but to ``least`` at least."""
+    start = setup.clock()
+    for number in itertools.count():
+        if number >= least and setup.clock() - start >= seconds:
+            return
+        yield number
+
+
+def _load_random(setup: Setup, size: int, draw: torch.Generator) -> Collated:
+    samples = len(setup.workload.train_data)  # type: ignore[arg-type]
+    ids = torch.randint(samples, (size,), generator=draw, device="cpu").tolist()
+    return load_micro_batch(setup.workload, ids)
 
 
 def _sized(collated: Iterator[Collated], size: int, count: int) -> Iterator[tuple[Collated, int]]:
@@ -173,54 +180,3 @@ def _random_batches(samples: int, size: int, first: int = 0) -> Iterator[GlobalB
         ids = torch.randint(samples, (size,), generator=draw, device="cpu").tolist()
         if index >= first:
             yield GlobalBatch(index, 0, ids)
-
-
-def _compiles(setup: Setup) -> bool:
-    return setup.knobs.get(COMPILE, "off") != "off"
-
-
-class _Stopwatch:
-    """A runner of timed steps on samples that are the same for every configuration."""
-
-    def __init__(self, setup: Setup, train_state: TrainState, meter: Meter) -> None:
-        self._setup = setup
-        self._train_state = train_state
-        self._meter = meter
-        self._draw = torch.Generator().manual_seed(0)
-
-    def step(
-        self, size: int, count: int, *, feed: Feed | None = None, batch: GlobalBatch | None = None
-    ) -> tuple[float, float]:
-        """Run a step on samples of its own, or on a batch that a feed collates.
-
-        Returns:
-            Seconds per micro-batch, and seconds of what comes once: the optimizer and a loss over the batch.
-        """
-        clock, device = self._setup.clock, self._setup.device
-        began: float | None = None
-        once = 0.0
-
-        def mark(phase: str) -> None:
-            nonlocal began, once
-            if phase == "loss" or began is not None:
-                device.synchronize()
-                now = clock()
-                once += 0.0 if began is None else now - began
-                began = now if phase == "loss" else None
-
-        collated = self._drawn(size, count) if feed is None or batch is None else feed.collated(batch, size)
-        batches = batches_of(self._setup, self._meter, _sized(collated, size, count))
-        samples = batch_samples(self._setup.whole_batch, size, count)
-        start = clock()
-        totals = accumulate(self._train_state, self._train_state.passing(batches, count), samples, mark)
-        device.synchronize()
-        between = clock()
-        finish(self._train_state, totals, mark=lambda _: None)
-        device.synchronize()
-        return (between - start - once) / count, clock() - between + once
-
-    def _drawn(self, size: int, count: int) -> Iterator[Collated]:
-        samples = len(self._setup.workload.train_data)  # type: ignore[arg-type]
-        for _ in range(count):
-            ids = torch.randint(samples, (size,), generator=self._draw, device="cpu").tolist()
-            yield load_micro_batch(self._setup.workload, ids)

@@ -26,23 +26,20 @@ from autobatch.core.knobs import (
     memory_signature,
     numeric_signature,
 )
-from autobatch.device.oom import Verdict, classify, first_line
+from autobatch.device.oom import first_line
 from autobatch.planning import micro_batches
 from autobatch.search.replay import Replay
 from autobatch.search.search import first_size, search
 from autobatch.setup.attempt import attempt
 from autobatch.setup.child import ChildCrashed, Session, SetupProcess
-from autobatch.setup.rehearsal import batches_of, on_copies
+from autobatch.setup.rehearsal import Batch
 from autobatch.setup.setup import Setup, describe_setup, with_knobs
 from autobatch.setup.trace import program_on, trace_footprint
-from autobatch.step.train_step import train_step
-from autobatch.tuning.configuration import Key, Measurement, changes, infeasible, key_of
+from autobatch.tuning.configuration import Infeasible, Key, Measurement, changes, infeasible, key_of
 from autobatch.tuning.context import describe_context
-from autobatch.tuning.timing import time_steps
-from autobatch.workload.contract import Collated
-from autobatch.workload.data import load_micro_batch
+from autobatch.tuning.timing import random_batch, rehearsed, time_steps
 from autobatch.workload.feed import AHEAD
-from autobatch.workload.rng import preserved_random_state, seed_torch
+from autobatch.workload.rng import seed_torch
 
 CHECK_STEPS = 10
 CHECK_MICRO_BATCHES = 2
@@ -201,8 +198,10 @@ class TrialRunner:
         """Run a part of a trial, and turn an error that the configuration caused into a measurement."""
         try:
             return run(values)
+        except Infeasible as reason:
+            return infeasible(str(reason))
         except Exception as error:
-            if classify(error) is Verdict.NONE and not self.task.changes(values):
+            if not self.task.changes(values):
                 raise
             failure = first_line(error)
         # Outside the except block, nothing keeps the failed step's tensors alive.
@@ -305,26 +304,13 @@ def _distance(reference: list[float], losses: list[float]) -> float:
 def _losses(setup: Setup, size: int, *, seed: int) -> list[float]:
     """Return the losses of the first steps, without dropout, on samples that are always the same."""
     draw = torch.Generator().manual_seed(0)
-    losses = []
-    with (
-        preserved_random_state(),
-        setup.device.training() as meter,
-        on_copies(setup, meter) as train_state,
-    ):
-        for module in train_state.model.modules():
+
+    def batches() -> Iterator[Batch]:
+        for module in setup.model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.eval()
         seed_torch(seed)
         for _ in range(CHECK_STEPS):
-            batches = batches_of(setup, meter, _fetched(setup, size, draw))
-            passing = train_state.passing(batches, CHECK_MICRO_BATCHES)
-            losses.append(train_step(train_state, passing, size * CHECK_MICRO_BATCHES).loss)
-        del train_state
-    return losses
+            yield random_batch(setup, size, CHECK_MICRO_BATCHES, draw)
 
-
-def _fetched(setup: Setup, size: int, draw: torch.Generator) -> Iterator[tuple[Collated, int]]:
-    samples = len(setup.workload.train_data)  # type: ignore[arg-type]
-    for _ in range(CHECK_MICRO_BATCHES):
-        ids = torch.randint(samples, (size,), generator=draw, device="cpu").tolist()
-        yield load_micro_batch(setup.workload, ids), size
+    return [step.result.loss for step in rehearsed(setup, batches())]

@@ -105,12 +105,11 @@ def test_an_error_is_raised_at_the_default_and_makes_other_configurations_infeas
         make_runner(trial_setup(loss=broken)).measure(DEFAULTS)
 
 
-def test_running_out_of_memory_during_timing_is_infeasible(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> Any:
+def test_running_out_of_memory_during_timing_is_infeasible() -> None:
+    def full(*_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(trial_module, "time_steps", full)
-    found = make_runner(trial_setup()).measure(DEFAULTS)
+    found = make_runner(trial_setup(loss=full)).measure(DEFAULTS)
     assert "Tried to allocate" in (found.failure or "")
 
 

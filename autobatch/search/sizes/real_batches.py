@@ -18,18 +18,15 @@ from numpy.typing import NDArray
 from autobatch.core.errors import AutobatchError
 from autobatch.core.knobs import PRECISION, memory_signature
 from autobatch.core.records import Plan
-from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.footprint.size_program import Shape, SizeProgram
 from autobatch.footprint.size_replay import BatchReplay, replay_batches
 from autobatch.search.sizes.curve import CurvePoint, curve_of, trace_sizes
 from autobatch.search.sizes.hazards import is_padded
 from autobatch.setup.child import Session
-from autobatch.setup.rehearsal import batches_of, on_copies
+from autobatch.setup.rehearsal import batch_of, rehearse
 from autobatch.setup.setup import Setup, with_knobs
 from autobatch.setup.trace import setting_of
-from autobatch.step.train_step import train_step
 from autobatch.workload.contract import WholeBatchLoss
-from autobatch.workload.data import load_micro_batch
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, LastBatch
 from autobatch.workload.rng import preserved_random_state
 from autobatch.workload.sampler_order import epoch_of
@@ -136,31 +133,9 @@ class RunBatches:
         Returns:
             The out-of-memory error of a batch that does not fit; None if all fit.
         """
-        setup = self.setup
-        reason: str | None = None
-        with preserved_random_state(), setup.device.enforced() as meter:
-            try:
-                meter.mark("setup")
-                with on_copies(setup, meter) as train_state:
-                    for parts in batches:
-                        samples = sum(len(part.ids) for part in parts)
-                        fetched = ((load_micro_batch(setup.workload, p.ids), len(p.ids)) for p in parts)
-                        train_step(
-                            train_state,
-                            train_state.passing(batches_of(setup, meter, fetched), len(parts)),
-                            samples,
-                            places=[part.places for part in parts],
-                            mark=meter.mark,
-                        )
-                    setup.device.synchronize()
-                    del train_state
-            except Exception as error:
-                if classify(error) is Verdict.NONE:
-                    raise
-                reason = first_line(error)
-        if reason is not None:
-            setup.device.release()
-        return reason
+        chosen = (batch_of(self.setup.workload, parts) for parts in batches)
+        failure = rehearse(self.setup, chosen, within_budget=True).failure
+        return None if failure is None else failure.reason
 
     def _shape(self, part: MicroBatchIds) -> Shape:
         return Shape(len(part.ids), size_of_part(self.sizes[part.ids], is_padded=self.is_padded))
