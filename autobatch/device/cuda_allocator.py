@@ -34,7 +34,11 @@ _UNMODELLED = (
 )
 """Options that change where the allocator puts blocks (c10/core/AllocatorConfig.h, torch 2.13)."""
 
-
+WorkspaceRule = Literal["apart", "shared", "freed"]
+"""When a product takes a workspace: the first of cuBLAS in each thread and the first of cuBLASLt (until torch
+2.11), the first of either (until 2.14), or each, which frees it at once (from 2.15 on)."""
+FUSED_WORKSPACE_BYTES = MiB
+"""Bytes of a workspace of cuBLASLt's own (``parseCUDABlasLtWorkspaceSize``)."""
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables of these options. The first that is set counts, even if empty (c10/core/AllocatorConfig.cpp)."""
 
@@ -109,13 +113,16 @@ def free_pinned() -> None:
         clear()
 
 
-def keeps_workspaces(version: str, environ: Mapping[str, str]) -> bool:
-    """Return whether a version of torch keeps the workspaces of cuBLAS between products (until 2.14).
+def workspace_rule(version: str, environ: Mapping[str, str]) -> WorkspaceRule:
+    """Return when a version of torch takes the workspaces of cuBLAS (ATen/cuda/CublasHandlePool.cpp).
 
-    ``TORCH_CUBLAS_WORKSPACE_CACHE=1`` makes later ones keep them too (ATen/cuda/CublasHandlePool.cpp).
+    ``TORCH_CUBLAS_WORKSPACE_CACHE=1`` makes later versions keep them too.
     """
     major, minor = (int(part) for part in version.split(".")[:2])
-    return (major, minor) < (2, 15) or environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+    if (major, minor) < (2, 12):
+        return "apart"
+    is_kept = (major, minor) < (2, 15) or environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+    return "shared" if is_kept else "freed"
 
 
 def usual_workspaces(capability: tuple[int, int]) -> tuple[int, int]:

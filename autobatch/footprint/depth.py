@@ -207,6 +207,5 @@ def _as_footprint(recording: Recording, step: Footprint) -> Footprint:
         step,
         program=Program(events, recording.trace.marks),
         labels=recording.labels,
-        first_products=recording.first_products,
         products=recording.products,
     )

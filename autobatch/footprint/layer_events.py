@@ -14,14 +14,17 @@ from numpy.typing import NDArray
 from autobatch.footprint.fit_sizes import SIZES
 from autobatch.footprint.predict import Footprint
 from autobatch.footprint.program import Program, Rule, Untraceable
-from autobatch.footprint.tracing.recording import Label
+from autobatch.footprint.tracing.recording import Label, Product
+
+_PRODUCT = ("backward", "fused")
+"""Words for what `Product` tells beside its place."""
 
 
 class Event(NamedTuple):
     """An event of a program, or something that happens between two of them."""
 
     kind: str
-    """``take``, ``free``, ``mark``, ``first`` or ``product``."""
+    """``take``, ``free``, ``mark`` or ``product``."""
     text: str
     """What has to be equal in all layers: the phase, the kind of memory, the module without its number."""
     size: int
@@ -39,9 +42,9 @@ def events_of(step: Footprint) -> list[Event]:
     between: dict[int, list[Event]] = {}
     for at, phase in step.program.marks:
         between.setdefault(at, []).append(Event("mark", phase, 0, ()))
-    for kind, places in (("first", step.first_products), ("product", step.products)):
-        for at in places:
-            between.setdefault(at, []).append(Event(kind, "", 0, ()))
+    for product in step.products:
+        text = " ".join(name for name, value in zip(_PRODUCT, product[1:], strict=True) if value)
+        between.setdefault(product.at, []).append(Event("product", text, 0, ()))
     found: list[Event] = []
     taken: dict[int, tuple[int, int]] = {}
     """Size of each block, and the phases before it."""
@@ -98,8 +101,7 @@ def footprint_of(step: Footprint, runs: list[Run]) -> tuple[Footprint, tuple[int
         step,
         program=program,
         labels=tuple(found.labels),
-        first_products=tuple(found.places["first"]),
-        products=tuple(found.places["product"]),
+        products=tuple(found.products),
     )
     return made, tuple(found.origins)
 
@@ -114,7 +116,7 @@ class _Unrolled:
     origins: list[int] = field(default_factory=list)
     labels: list[Label] = field(default_factory=list)
     marks: list[tuple[int, str]] = field(default_factory=list)
-    places: dict[str, list[int]] = field(default_factory=lambda: {"first": [], "product": []})
+    products: list[Product] = field(default_factory=list)
 
     def add(self, run: Run) -> None:
         """Add the events of a run."""
@@ -144,7 +146,8 @@ class _Unrolled:
                 if event.kind == "mark":
                     self.marks.append((place + time * length, event.text))
                 else:
-                    self.places[event.kind].append(place + time * length)
+                    flags = (name in event.text for name in _PRODUCT)
+                    self.products.append(Product(place + time * length, *flags))
 
 
 def _check_numbers(blocks: NDArray[np.int64], is_taken: NDArray[np.bool_]) -> None:

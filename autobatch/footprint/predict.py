@@ -26,13 +26,13 @@ from torch import nn
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.allocator.trace import Replay, replay
-from autobatch.device.cuda_allocator import keeps_workspaces
+from autobatch.device.cuda_allocator import FUSED_WORKSPACE_BYTES, WorkspaceRule, workspace_rule
 from autobatch.device.hardware_profile import Libraries
 from autobatch.footprint.fit_sizes import Unpredictable, fit
 from autobatch.footprint.largest import largest_micro_batch
 from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.footprint.tracing.cuda_policy import missing_parts
-from autobatch.footprint.tracing.recording import Label, Recording
+from autobatch.footprint.tracing.recording import Label, Product, Recording
 from autobatch.footprint.tracing.trace_step import Setting
 
 MARGIN = 0.03
@@ -48,10 +48,7 @@ class Footprint:
     program: Program
     labels: tuple[Label, ...]
     """By block number."""
-    first_products: tuple[int, ...]
-    """Events at which libraries take their workspaces; see `tracing.trace_mode.Recording`."""
-    products: tuple[int, ...]
-    """The same for workspaces that are freed after each product."""
+    products: tuple[Product, ...]
     margin: float
     """Share of a budget by which a prediction may be too high."""
     notes: tuple[str, ...]
@@ -133,7 +130,6 @@ def footprint_of(program: Program, recording: Recording) -> Footprint:
     return Footprint(
         program=program,
         labels=recording.labels,
-        first_products=recording.first_products,
         products=recording.products,
         margin=CONVOLUTION_MARGIN if recording.has_convolutions else MARGIN,
         notes=(),
@@ -206,28 +202,31 @@ def gpu_allocator(limit: int | None, expandable: bool = False) -> CachingAllocat
     return CachingAllocator(limit, AllocatorConfig(expandable_segments=expandable, retries=False))
 
 
-def program_on(step: Footprint, libraries: Libraries | None, *, are_kept: bool | None = None) -> Program:
+def program_on(step: Footprint, libraries: Libraries | None, *, rule: WorkspaceRule | None = None) -> Program:
     """Return the program of a step on a GPU: with cuBLAS workspaces, and the scratch of its reductions.
-
-    Until torch 2.14 each thread takes a workspace at its first product and keeps it, and the backward has its
-    own thread. From 2.15 on, each product takes one and frees it (ATen/cuda/CublasHandlePool.cpp).
 
     Args:
         step: the footprint.
         libraries: of the GPU; None for no workspaces, and the usual processors.
-        are_kept: whether workspaces are kept; None to ask this torch.
+        rule: for the workspaces; None for that of this torch.
     """
     if libraries is None:
         return step.program
     program = step.program.on(libraries.processors)
     if libraries.workspaces is None:
         return program
-    size, count = libraries.workspaces
-    if are_kept is None:
-        are_kept = keeps_workspaces(str(torch.__version__), os.environ)
-    if not are_kept:
-        return program.with_scratch(step.products, size)
-    return program.with_blocks([(index, size) for index in step.first_products[:count]])
+    size = libraries.workspaces[0]
+    rule = rule or workspace_rule(str(torch.__version__), os.environ)
+    if rule == "freed":
+        taken = [(one.at, FUSED_WORKSPACE_BYTES if one.is_fused else size) for one in step.products]
+        return program.with_blocks(taken, are_freed=True)
+    # The first product of a thread takes the workspace of that thread.
+    first: dict[tuple[bool, int], int] = {}
+    for one in step.products:
+        first.setdefault((one.is_backward, size), one.at)
+        if one.is_fused and rule == "apart":
+            first.setdefault((one.is_backward, FUSED_WORKSPACE_BYTES), one.at)
+    return program.with_blocks([(at, taken) for (_, taken), at in first.items()], are_freed=False)
 
 
 def why_untrusted() -> str | None:

@@ -192,37 +192,25 @@ class Program:
         events = tuple((block, None if rule is None else scaled[rule]) for block, rule in self.events)
         return replace(self, events=events)
 
-    def with_blocks(self, blocks: Sequence[tuple[int, int]]) -> Self:
-        """Return the program with blocks that are never freed: the workspaces of libraries.
+    def with_blocks(self, blocks: Sequence[tuple[int, int]], *, are_freed: bool) -> Self:
+        """Return the program with further blocks: the workspaces of libraries.
 
         Args:
-            blocks: ``(index of the event before the allocation, size in bytes)``.
+            blocks: ``(number of events before the allocation, size in bytes)``, in order.
+            are_freed: True if each is freed at once, False if never.
         """
         number = 1 + max((block for block, _ in self.events), default=-1)
-        parts = list(self.events)
-        marks = list(self.marks)
-        for extra, (index, size) in enumerate(sorted(blocks, reverse=True)):
-            parts.insert(index, (number + extra, Polynomial(size)))
-            marks = [(position + (position > index), phase) for position, phase in marks]
-        return type(self)(tuple(parts), tuple(marks))
-
-    def with_scratch(self, places: Sequence[int], size: int) -> Program:
-        """Return the program with a block at each place that is freed at once.
-
-        Args:
-            places: number of events before each block.
-            size: of a block, in bytes.
-        """
-        number = 1 + max((block for block, _ in self.events), default=-1)
-        parts: list[tuple[int, Rule | None]] = []
+        events: list[tuple[int, Rule | None]] = []
         before = 0
-        for place in sorted(places):
-            parts += [*self.events[before:place], (number, Polynomial(size)), (number, None)]
-            number += 1
+        for block, (place, size) in enumerate(sorted(blocks, key=lambda one: one[0]), number):
+            events += [*self.events[before:place], (block, Polynomial(size))]
+            events += [(block, None)] * are_freed
             before = place
-        parts += self.events[before:]
-        marks = [(at + 2 * sum(place < at for place in places), phase) for at, phase in self.marks]
-        return Program(tuple(parts), tuple(marks))
+        events += self.events[before:]
+        places = [place for place, _ in blocks]
+        each = 2 if are_freed else 1
+        marks = tuple((at + each * sum(place < at for place in places), phase) for at, phase in self.marks)
+        return type(self)(tuple(events), marks)
 
     def at(self, m: int) -> Trace:
         """Return the trace at micro-batch ``m``.

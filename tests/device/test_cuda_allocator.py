@@ -14,11 +14,11 @@ from autobatch.device.cuda_allocator import (
     asks_for_expandable,
     capped,
     expandable_segments,
-    keeps_workspaces,
     memory_fraction,
     reason_not_expandable,
     unmodelled_options,
     why_not_expandable,
+    workspace_rule,
 )
 from tests.support.fake_cuda import FakeCuda
 
@@ -154,14 +154,14 @@ def test_settings_of_other_code_are_seen_in_a_snapshot_of_torch_2_11(
 
 
 @pytest.mark.parametrize(
-    ("version", "environ", "kept"),
+    ("version", "environ", "rule"),
     [
-        ("2.11.0+cu130", {}, True),
-        ("2.14.1", {}, True),
-        ("2.15.0+cu132", {}, False),
-        ("2.15.0", {"TORCH_CUBLAS_WORKSPACE_CACHE": "1"}, True),
-        ("3.0.0a0", {}, False),
+        ("2.11.0+cu130", {}, "apart"),
+        ("2.14.1", {}, "shared"),
+        ("2.15.0+cu132", {}, "freed"),
+        ("2.15.0", {"TORCH_CUBLAS_WORKSPACE_CACHE": "1"}, "shared"),
+        ("3.0.0a0", {}, "freed"),
     ],
 )
-def test_workspaces_are_kept_by_older_torch_or_on_request(version: str, environ: dict, kept: bool) -> None:
-    assert keeps_workspaces(version, environ) is kept
+def test_when_each_torch_takes_workspaces(version: str, environ: dict, rule: str) -> None:
+    assert workspace_rule(version, environ) == rule

@@ -154,7 +154,7 @@ def test_the_error_names_memory_and_remedies_if_no_gpu_is_large_enough():
 
 
 def test_an_estimate_plans_the_batch_within_its_micro_batch(monkeypatch):
-    monkeypatch.setattr("autobatch.footprint.predict.keeps_workspaces", lambda *_: True)  # until torch 2.14
+    monkeypatch.setattr("autobatch.footprint.predict.workspace_rule", lambda *_: "shared")  # until torch 2.14
     options = as_options("estimate", profile=["t4"], memory_budget=f"{24 * MiB}", target_batch=500)
     (one,) = estimate_limits(work(lambda: mlp(2048)), options, home=NOWHERE).estimates
     assert 1 <= one.micro_batch_low <= one.micro_batch <= one.micro_batch_high <= 500

@@ -28,7 +28,6 @@ def are_equal(one: Footprint, other: Footprint) -> bool:
     return (
         one.program.at(4).canonical() == other.program.at(4).canonical()
         and one.labels == other.labels
-        and one.first_products == other.first_products
         and one.products == other.products
     )
 

@@ -7,6 +7,7 @@ import pytest
 from autobatch.footprint.layer_events import Event, Run, events_of, footprint_of
 from autobatch.footprint.predict import footprint
 from autobatch.footprint.program import Polynomial, Untraceable
+from autobatch.footprint.tracing.recording import Product
 from tests.support.step_workloads import WORKLOADS, setting, setup
 
 
@@ -33,10 +34,10 @@ def test_blocks_that_are_freed_twice_or_out_of_order_are_refused(step):
 def test_a_run_repeats_its_events_with_growing_numbers(step):
     rule = Polynomial(8)
     take = Event("take", "activations layer.#.body", 8, (0, 3), 5, rule)
-    between = Event("product", "", 0, ())
+    between = Event("product", "backward", 0, ())
     free = Event("free", "activations layer.#.body", 8, (0, 3), 6)
     found, origins = footprint_of(step, [Run([take, between, free], [(1, 2), (), (1, 2)], 3)])
     assert found.program.events == ((0, rule), (0, None), (1, rule), (1, None), (2, rule), (2, None))
     assert [label.module for label in found.labels] == ["layer.3.body", "layer.5.body", "layer.7.body"]
-    assert found.products == (1, 3, 5)
+    assert found.products == tuple(Product(at, is_backward=True, is_fused=False) for at in (1, 3, 5))
     assert origins == (5, 6) * 3

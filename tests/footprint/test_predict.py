@@ -17,7 +17,7 @@ from autobatch.device.hardware_profile import USUAL_PROCESSORS, Libraries
 from autobatch.footprint import predict as predicting
 from autobatch.footprint.fit_sizes import Unpredictable
 from autobatch.footprint.largest import largest_micro_batch
-from autobatch.footprint.predict import footprint, gpu_allocator, predict
+from autobatch.footprint.predict import footprint, gpu_allocator, predict, program_on
 from autobatch.footprint.tracing.trace_step import record
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from tests.support.step_workloads import WORKLOADS, make, pair_loss, perceptron, setting, setup
@@ -46,7 +46,7 @@ def test_a_loss_over_pairs_is_quadratic():
 
 
 def test_a_prediction_is_an_interval_around_its_answer(monkeypatch):
-    monkeypatch.setattr(predicting, "keeps_workspaces", lambda *_: True)  # as until torch 2.14
+    monkeypatch.setattr(predicting, "workspace_rule", lambda *_: "shared")  # as until torch 2.14
     step = footprint(setting(setup(WORKLOADS["transformer"](), precision="bf16"), capability=(8, 9)))
     libraries = Libraries((8_519_680, 2), USUAL_PROCESSORS)
     found = predict(step, budget_bytes=256 * MiB, cap=10**6, libraries=libraries)
@@ -88,15 +88,28 @@ def test_a_prediction_is_the_edge_of_what_a_replay_allows():
         )
 
 
-def test_workspaces_are_taken_at_the_first_products_and_stay():
+@pytest.mark.parametrize("rule", ["apart", "shared", "freed"])
+def test_workspaces_are_taken_by_the_rule_of_each_torch(rule):
+    """A perceptron adds its biases forward in products of cuBLASLt; cuBLAS runs those backward."""
+    size = 4 * MiB
     step = footprint(setting(setup(WORKLOADS["perceptron"]()), capability=(8, 0)))
-    plain, more = (
-        step.program.at(4),
-        predicting.program_on(step, Libraries((MiB, 2), USUAL_PROCESSORS), are_kept=True).at(4),
-    )
-    added = [index for index, (_, size) in enumerate(more.events) if size == MiB]
-    assert [more.phase_at(index) for index in added] == ["forward", "backward"]
-    assert len(more.events) == len(plain.events) + 2
+    plain = step.program.at(4)
+    found = program_on(step, Libraries((size, 2), USUAL_PROCESSORS), rule=rule).at(4)
+    added = [
+        (found.phase_at(at), taken) for at, (_, taken) in enumerate(found.events) if taken in (MiB, size)
+    ]
+    assert [phase for _, phase in found.marks] == [phase for _, phase in plain.marks]
+    if rule == "freed":
+        assert len(added) == len(step.products) > 3
+        assert set(added) == {("forward", MiB), ("backward", size)}
+        kept = 0
+    else:
+        kept = 2 * size + (rule == "apart") * MiB
+        own = [("forward", MiB)] * (rule == "apart")
+        assert added == [("forward", size), *own, ("backward", size)]
+    assert len(found.events) == len(plain.events) + len(added) * (2 if rule == "freed" else 1)
+    held = [replay(trace, CountingAllocator()).allocated_bytes for trace in (plain, found)]
+    assert held[1] - held[0] == kept
 
 
 def case(forward):
@@ -163,19 +176,3 @@ def test_a_large_model_in_seconds_and_without_memory():
     assert found.peak_allocated_bytes > 4 * parameters
     assert 0 < found.micro_batch < 24 * GiB // (20_000 * 4)
     assert step.seconds < 20
-
-
-def test_later_torch_takes_a_workspace_at_each_product_and_frees_it():
-    step = footprint(setting(setup(WORKLOADS["perceptron"]()), capability=(8, 0)))
-    kept = predicting.program_on(step, Libraries((MiB, 2), USUAL_PROCESSORS), are_kept=True).at(4)
-    taken = predicting.program_on(step, Libraries((MiB, 2), USUAL_PROCESSORS), are_kept=False).at(4)
-    plain = step.program.at(4)
-    count = sum(size == MiB for _, size in taken.events)
-    assert sum(size == MiB for _, size in kept.events) == 2 < count == len(step.products)
-    assert len(taken.events) == len(plain.events) + 2 * count
-    assert [phase for _, phase in taken.marks] == [phase for _, phase in plain.marks]
-    held = [replay(trace, CountingAllocator()).allocated_bytes for trace in (plain, kept, taken)]
-    assert held == [held[0], held[0] + 2 * MiB, held[0]]
-    # In every step there are as many products in the backward as a model of that depth has.
-    phases = [taken.phase_at(index) for index, (_, size) in enumerate(taken.events) if size == MiB]
-    assert set(phases) == {"forward", "backward"}

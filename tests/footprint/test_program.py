@@ -93,7 +93,7 @@ def test_no_size_is_ever_negative():
 def test_blocks_that_stay_are_inserted_at_their_events():
     marks = ((0, "forward"), (1, "backward"))
     program = Program.fit([(m, Trace(((0, 5 * m), (1, 6)), marks)) for m in (1, 2)])
-    more = program.with_blocks([(1, 100), (0, 40)])
+    more = program.with_blocks([(1, 100), (0, 40)], are_freed=False)
     assert [size for _, size in more.at(3).events] == [40, 15, 100, 6]
     assert len({block for block, _ in more.events}) == 4
     assert more.marks == ((0, "forward"), (2, "backward"))

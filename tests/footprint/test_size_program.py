@@ -39,7 +39,6 @@ def recording(shape: Shape, rule=lambda m, size: 100 + 8 * m * size + m * size**
     return Recording(
         trace=Trace(tuple(events), tuple(marks)),
         labels=tuple(labels),
-        first_products=(),
         products=(),
         has_convolutions=False,
         has_selections=False,
@@ -84,7 +83,6 @@ def test_other_events_at_another_size_are_refused() -> None:
         Recording(
             trace=longer,
             labels=last.labels,
-            first_products=(),
             products=(),
             has_convolutions=False,
             has_selections=False,
@@ -108,7 +106,7 @@ def test_phases_of_another_kind_of_step_are_refused() -> None:
             (position, "loss" if phase == "backward" else phase) for position, phase in one.trace.marks
         )
         points.append((shape, Recording(
-            trace=Trace(one.trace.events, marks), labels=one.labels, first_products=(), products=(),
+            trace=Trace(one.trace.events, marks), labels=one.labels, products=(),
             has_convolutions=False, has_selections=False,
         )))  # fmt: skip
     with pytest.raises(Untraceable, match="phases"):

@@ -284,6 +284,60 @@ def _cudnn_attention_backward(pad: Pad, run: Callable[[], Any], args: tuple[Any,
         return result
 
 
+def adds_bias_in_product(
+    bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1
+) -> bool:
+    """Return whether cuBLASLt runs ``addmm``, by ``isInputCompliesAddmmCudaLt`` of ATen."""
+    is_vector = bias.numel() == bias.shape[-1] if bias.dim() else False
+    return (
+        beta == 1
+        and is_vector
+        and bias.is_contiguous()
+        and bias.shape[-1] == weight.shape[1]
+        and min(weight.shape) > 1
+        and x.is_floating_point()
+    )
+
+
+def _copies(*places: int, is_first: bool = False, any_format: bool = False) -> Kernel:
+    """Return the kernel of an operator that copies some of its arguments unless they are contiguous.
+
+    Args:
+        places: of the arguments.
+        is_first: True if it copies before it takes its result.
+        any_format: True if channels may be last.
+    """
+
+    def kernel(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+        copied = [args[place] for place in places if not _is_contiguous(args[place], any_format)]
+        with ExitStack() as stack:
+            result = None if is_first else run()
+            for x in copied:
+                stack.enter_context(pad.held(x.numel() * x.element_size()))
+            return run() if is_first else result
+
+    return kernel
+
+
+def _is_contiguous(x: Tensor, any_format: bool) -> bool:
+    if any_format and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return True
+    return x.is_contiguous()
+
+
+def _log_sum_exp(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+    """Run a logsumexp, with the largest values and the exponentials (ATen/native/ReduceOps.cpp)."""
+    with pad.uncounted():
+        result = run()
+    x, size = args[0], result.numel() * result.element_size()
+    with pad.held(size):
+        with pad.held(size), pad.held(result.numel()):
+            pass
+        with pad.held(x.numel() * x.element_size()):
+            pad.count([result])
+    return result
+
+
 def _batch_norm_backward(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
     """Run the backward pass of a batch norm of features, which cuDNN does not run (cuda/Normalization.cu).
 
@@ -291,7 +345,7 @@ def _batch_norm_backward(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]
     """
     x = args[1]
     if x.dim() != 2:
-        return run()
+        return _copies(0, is_first=True, any_format=True)(pad, run, args)
     with pad.uncounted():
         result = run()
     size = 4 * x.shape[1]
@@ -300,6 +354,32 @@ def _batch_norm_backward(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]
     return result
 
 
+_IN_ANY_FORMAT = frozenset(
+    {
+        "upsample_nearest2d",
+        "_upsample_nearest_exact2d",
+        "upsample_bilinear2d",
+        "avg_pool2d",
+        "max_pool2d_with_indices",
+    }
+)
+_SCALED = _IN_ANY_FORMAT | {
+    "upsample_nearest1d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact3d",
+    "upsample_linear1d",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+    "avg_pool3d",
+    "_adaptive_avg_pool2d",
+    "adaptive_max_pool2d",
+    "max_pool3d_with_indices",
+    "reflection_pad2d",
+}
+"""Operators whose backward pass copies a gradient that is a part of another one, as of a concatenation."""
 _KERNELS: dict[Any, Kernel] = {
     aten.sum.default: _reduces(_SUM, casts=True),
     aten.sum.dim_IntList: _reduces(_SUM, casts=True),
@@ -334,6 +414,17 @@ _KERNELS: dict[Any, Kernel] = {
     aten.convolution_backward.default: _convolution_backward,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten._softmax_backward_data.default: _softmax_backward,
+    aten._softmax.default: _copies(0),
+    aten._log_softmax.default: _copies(0),
+    aten.native_layer_norm.default: _copies(0, is_first=True),
+    aten.logsumexp.default: _log_sum_exp,
+    aten.embedding_dense_backward.default: _copies(0, is_first=True),
+    aten.native_layer_norm_backward.default: _copies(0, 1, is_first=True),
+    aten._log_softmax_backward_data.default: _copies(0),
+    **{
+        getattr(aten, f"{name}_backward").default: _copies(0, any_format=name in _IN_ANY_FORMAT)
+        for name in _SCALED
+    },
     aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_attention_backward,
     aten._scaled_dot_product_efficient_attention.default: _efficient_attention,

@@ -20,6 +20,17 @@ class Label(NamedTuple):
     """Name of the module whose forward made the block; empty outside of any."""
 
 
+class Product(NamedTuple):
+    """A matrix product, for which cuBLAS takes a workspace on a GPU."""
+
+    at: int
+    """Number of events after its result was taken."""
+    is_backward: bool
+    """True in the thread of the backward pass."""
+    is_fused: bool
+    """True if cuBLASLt runs it, and adds the bias at once."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recording:
     """The trace of an attempt, with labels."""
@@ -28,10 +39,7 @@ class Recording:
     """Canonical: blocks are numbered in the order of their allocation."""
     labels: tuple[Label, ...]
     """By block number."""
-    first_products: tuple[int, ...]
-    """Number of events after the results of the first matrix products of forward and backward were taken."""
-    products: tuple[int, ...]
-    """Number of events after the result of each matrix product was taken."""
+    products: tuple[Product, ...]
     has_convolutions: bool
     has_selections: bool
     """True if a selection by values was recorded as if it kept everything."""

@@ -27,15 +27,15 @@ from autobatch.device.hardware_profile import USUAL_PROCESSORS
 from autobatch.footprint.program import DerivedSize, TooLong
 from autobatch.footprint.reductions import Reduction, scratch_bytes
 from autobatch.footprint.tracing.fake_kernels import kernel_of
-from autobatch.footprint.tracing.gpu_kernels import kernel_on_gpu
+from autobatch.footprint.tracing.gpu_kernels import adds_bias_in_product, kernel_on_gpu
 from autobatch.footprint.tracing.known_values import KnownValues, kernel_of_known, value_of
-from autobatch.footprint.tracing.recording import Label, Recording
+from autobatch.footprint.tracing.recording import Label, Product, Recording
 
 aten = torch.ops.aten
 _PRODUCTS = frozenset(
     getattr(aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot")
 )
-"""Operators that run on cuBLAS, which takes a workspace at its first call in each thread."""
+"""Operators that run on cuBLAS."""
 _DEVICE = torch.ops.prim.device.default
 """Called more often than all other operators together, because autograd calls it for every fake."""
 _QUERIES = frozenset({_DEVICE, aten._local_scalar_dense.default})
@@ -83,8 +83,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         """Names of the modules whose forward runs, the innermost last."""
         self._labels: list[Label] = []
         self._phase = "setup"
-        self._first: dict[bool, int] = {}
-        self._products: list[int] = []
+        self._products: list[Product] = []
         self._has_convolutions = False
         self._has_selections = False
         self._found_inf: set[int] = set()
@@ -112,7 +111,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         self._derived |= {block + again.blocks: one for block, one in self._derived.items() if block >= first}
         self._labels += self._labels[first:]
         shift = len(trace.events) - since[0]
-        self._products += [place + shift for place in self._products if place > since[0]]
+        self._products += [one._replace(at=one.at + shift) for one in self._products if one.at > since[0]]
         return True
 
     def recording(self) -> Recording:
@@ -123,7 +122,6 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         return Recording(
             trace=trace.canonical(),
             labels=tuple(self._labels),
-            first_products=tuple(sorted(self._first.values())),
             products=tuple(self._products),
             has_convolutions=self._has_convolutions,
             has_selections=self._has_selections,
@@ -176,8 +174,9 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         run = partial(super().__torch_dispatch__, kernel, types, args, kwargs)
         out = run() if on_gpu is None else on_gpu(self, run, args)
         if func in _PRODUCTS:
-            self._first.setdefault(torch._C._current_graph_task_id() >= 0, self.position)
-            self._products.append(self.position)
+            is_backward = torch._C._current_graph_task_id() >= 0
+            is_fused = func is aten.addmm.default and adds_bias_in_product(*args[:3], **(kwargs or {}))
+            self._products.append(Product(self.position, is_backward, is_fused))
         if func is _RECURRENT:
             out = (*out[:3], self._workspace(args))
         if func is _CHECK:

@@ -84,6 +84,11 @@ def of_type(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], tuple[Any
             lambda x, w, b: F.linear(x.transpose(0, 1), w, b),
             (tensor(64, 128, 256, dtype=dtype), tensor(512, 256, dtype=dtype), tensor(512, dtype=dtype)),
         ),
+        "logsumexp": (lambda x: x.logsumexp(-1), (pair[0],)),
+        "layer norm of a transposed tensor": (
+            lambda x: F.layer_norm(x.transpose(0, 1), (4096,)),
+            (pair[0],),
+        ),
         "embedding of few tokens": (F.embedding, (few, tensor(1000, 64, dtype=dtype))),
         "gather": (lambda x, at: x.gather(0, at), (pair[0], torch.zeros(10, 64, dtype=torch.long))),
         "rows by index": (lambda x, at: x.index_select(0, at), (pair[0], few)),
@@ -91,6 +96,18 @@ def of_type(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], tuple[Any
         "top 5": (lambda x: x.topk(5), (pair[0],)),
         "norms of many": (lambda *x: torch.stack(torch._foreach_norm(list(x))), (pair[0], *channels)),
     }
+    for mode in ("nearest", "nearest-exact", "bilinear", "bicubic"):
+        found[f"{mode} interpolation, concatenated"] = (
+            lambda x, mode=mode: torch.cat(
+                [F.interpolate(x, scale_factor=2, mode=mode), x.new_ones(16, 1, 64, 64)], 1
+            ),
+            (image,),
+        )
+    for name in ("avg_pool2d", "max_pool2d"):
+        found[f"{name}, concatenated"] = (
+            lambda x, name=name: torch.cat([getattr(F, name)(x, 2), x.new_ones(16, 1, 16, 16)], 1),
+            (image,),
+        )
     for name in ("sum", "mean", "std", "amax", "norm"):
         found[f"{name} of rows"] = (lambda x, name=name: getattr(x, name)(dim=0), (pair[0],))
     for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss", "binary_cross_entropy_with_logits"):

@@ -119,9 +119,8 @@ def test_labels_add_up_by_hand():
         assert made["optimizer state"] == 2 * parameters
         assert made["gradients"] == gradients * parameters
         assert made["batch"] == sum(steps) * 4 * 17 * 8
-    forward, backward = found.first_products
-    assert found.trace.phase_at(forward) == "forward"
-    assert found.trace.phase_at(backward) == "backward"
+    for one in found.products:
+        assert found.trace.phase_at(one.at) == ("backward" if one.is_backward else "forward")
     modules = {label.module for label in found.labels if label.kind == "activations"}
     assert {"embedding", "blocks.0.norm", "blocks.1.mlp.1", "head"} <= modules
 
@@ -216,4 +215,4 @@ def test_activations_are_named_after_the_module_that_made_them():
     modules = [label.module for label in found.labels if label.kind == "activations"]
     assert modules.index("left.1") < modules.index("right.1")
     assert set(modules) <= {"", "left.1", "right.1"}
-    assert found.trace.phase_at(found.first_products[0]) == "forward"
+    assert found.trace.phase_at(found.products[0].at) == "forward"
