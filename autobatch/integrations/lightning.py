@@ -51,8 +51,7 @@ from autobatch.integrations.library_plan import (
     split_for,
 )
 from autobatch.planning import even_split
-from autobatch.workload.contract import Collated, Workload, kind_of
-from autobatch.workload.loader_parts import parts_of
+from autobatch.workload.contract import Collated, Workload, kind_of, parts_of
 from autobatch.workload.rng import preserved_random_state
 
 if TYPE_CHECKING:
@@ -151,8 +150,8 @@ def workload(module: Any, loader: DataLoader[Any]) -> Workload:
     parts = parts_of(loader)
     return Workload(
         model=lambda: module,
-        train_data=parts.train_data,
-        collate=parts.collate,
+        train_data=parts["train_data"],
+        collate=parts["collate"],
         loss=_loss,
         optimizer=lambda model, _: _configured(model)[0],
         learning_rate=float(first.param_groups[0]["lr"]),

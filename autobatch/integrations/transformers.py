@@ -39,8 +39,7 @@ from autobatch.integrations.library_plan import (
     rebuilt,
     split_for,
 )
-from autobatch.workload.contract import Collated, Loss, Workload
-from autobatch.workload.loader_parts import parts_of
+from autobatch.workload.contract import Collated, Loss, Workload, parts_of
 
 if TYPE_CHECKING:
     AutobatchCallback: Any
@@ -124,8 +123,8 @@ def workload(trainer: Any) -> Workload:
         parts = parts_of(trainer.get_train_dataloader())
     return Workload(
         model=lambda: trainer.model,
-        train_data=parts.train_data,
-        collate=parts.collate,
+        train_data=parts["train_data"],
+        collate=parts["collate"],
         loss=partial(_loss, trainer),
         optimizer=lambda model, _: _optimizer(trainer, model),
         learning_rate=_learning_rate(trainer),

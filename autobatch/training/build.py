@@ -25,18 +25,16 @@ from autobatch.training.evaluation import sanity_check_validation
 from autobatch.training.loop import Loop
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.training.phase_times import phase_times
-from autobatch.workload.contract import Collated, Workload, kind_of
+from autobatch.workload.contract import Collated, Loading, Workload, kind_of
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.feed import AHEAD
-from autobatch.workload.loader import gpu_of, open_feed
-from autobatch.workload.loader_parts import Loading
+from autobatch.workload.loader import gpu_of, open_feed, start_method
 from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler, Order
 from autobatch.workload.rng import seed_everything, seed_rank
 from autobatch.workload.split import Split, digest_of
 from autobatch.workload.streams import StreamSampler, StreamView, count_samples, told_length
 from autobatch.workload.user_code import user_code
-from autobatch.workload.worker import start_method
 
 SPARE_SAMPLES = 2
 """Samples of a micro-batch that counts nothing: BatchNorm needs two."""

@@ -14,7 +14,6 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeGuard, TypeVar
 
 from autobatch.core.errors import InputError
-from autobatch.workload.loader_parts import Loading, parts_of
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +76,20 @@ class WholeBatchLoss:
     def __call__(self, model: nn.Module, batch: Collated) -> Tensor:
         """Return the loss of these samples, taken as a whole batch."""
         return self.loss(model, self.represent(model, batch))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """The processes that load samples, as arguments of a ``DataLoader`` name them."""
+
+    workers: int | None = None
+    """Loader processes, unless an option or the tuner says otherwise; None for 0."""
+    prefetch: int | None = None
+    """Micro-batches that each process is ahead by; None for torch's default of 2."""
+    pin_memory: bool = True
+    """Copy what the processes load to pinned memory, if the device reads it."""
+    init_worker: Callable[[int], object] | None = None
+    """Called in each process with its number; None for nothing."""
 
 
 _FUNCTIONS = {
@@ -154,10 +167,10 @@ class Workload:
         Raises:
             InputError: the loader makes no batches, or a field is invalid.
         """
-        parts = parts_of(loader)._asdict()
+        parts = parts_of(loader)
         validation = others.get("validation_data")
         if is_loader(validation):
-            others["validation_data"] = parts_of(validation).train_data
+            others["validation_data"] = parts_of(validation)["train_data"]
         return cls(model=model, loss=loss, learning_rate=learning_rate, **(parts | others))
 
     def __post_init__(self) -> None:
@@ -289,3 +302,55 @@ def _is_module(value: object) -> bool:
     """Check for a ``torch.nn.Module`` without importing torch: if nothing did, there is no module."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def parts_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the fields of a `Workload` that a loader fills: its data, collate function, order and processes.
+
+    Raises:
+        InputError: it is no ``DataLoader``, or it yields what its data yield, without making batches.
+    """
+    from torch.utils.data import DataLoader, default_collate
+
+    if not isinstance(loader, DataLoader):
+        raise InputError(
+            f"Workload.from_loader takes a torch DataLoader, found {type(loader).__name__}: give its data as "
+            "Workload(train_data=…)"
+        )
+    if loader.batch_sampler is None and loader.batch_size is None:
+        raise InputError(
+            "Workload.from_loader needs a loader that makes batches, and this one has batch_size=None, so "
+            "its items may be batches already: give a loader of single samples, or use "
+            "autobatch.batches(loader, plan, batched=True) in your own loop"
+        )
+    return {
+        "train_data": loader.dataset,
+        "collate": None if loader.collate_fn is default_collate else loader.collate_fn,
+        "sampler": _sampler_of(loader),
+        "loading": Loading(
+            workers=loader.num_workers,
+            prefetch=loader.prefetch_factor,
+            pin_memory=loader.pin_memory,
+            init_worker=loader.worker_init_fn,
+        ),
+    }
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Iterable[Any] | None:
+    """Return the order of an epoch, of samples or of batches; None for a permutation per epoch."""
+    from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+    from torch.utils.data.distributed import DistributedSampler
+
+    data: Any = loader.dataset
+    if isinstance(data, IterableDataset):
+        return None
+    batches = loader.batch_sampler
+    sampler: Any = batches
+    if batches is None or type(batches) is BatchSampler:
+        sampler = loader.sampler if batches is None else batches.sampler
+    if isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(data):
+        return None
+    if isinstance(sampler, DistributedSampler):
+        # A plan splits each batch over the ranks itself, so it needs all samples.
+        return None if sampler.shuffle else range(len(data))
+    return sampler  # type: ignore[no-any-return]

@@ -79,9 +79,9 @@ class SeededCollate:
 class SeededFeed:
     """Micro-batches that this process collates on demand, without a trace in the loop's generators."""
 
-    def __init__(self, collate: SeededCollate, split: Split | None = None) -> None:
+    def __init__(self, collate: SeededCollate, split: Split) -> None:
         self._collate = collate
-        self._split = Split() if split is None else split
+        self._split = split
 
     def collated(self, batch: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
         """See `Feed`."""

@@ -19,6 +19,7 @@ from autobatch.setup.attempt import attempt
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import WholeBatchLoss
 from autobatch.workload.feed import SeededCollate, SeededFeed
+from autobatch.workload.split import Split
 from tests.support.training import make_loop, make_setup, make_workload, network, points
 
 TARGETS = 9000
@@ -47,7 +48,7 @@ class Lives:
 
 
 def seeded_feed(workload: Workload) -> SeededFeed:
-    return SeededFeed(SeededCollate(data=workload.train_data, collate=workload.collate, seed=0))
+    return SeededFeed(SeededCollate(data=workload.train_data, collate=workload.collate, seed=0), Split())
 
 
 def in_the_loop(workload: Workload) -> Iterator[object]:

@@ -18,8 +18,8 @@ from autobatch.device.select import open_device
 from autobatch.planning import make_plan
 from autobatch.training.build import build_sampler, feed_options, open_loop, stream_workers
 from autobatch.training.loop import Loop
+from autobatch.workload.contract import Loading
 from autobatch.workload.feed import AHEAD
-from autobatch.workload.loader_parts import Loading
 from tests.support.options import as_options
 from tests.support.training import (
     Rows,

@@ -1,76 +1,464 @@
-"""The feed that a run opens, and whether workers can serve it."""
+"""Feeds of a loop: the same samples and draws in this process and from workers, and every way workers end."""
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
+import multiprocessing
+import multiprocessing.util
+import os
+import random
+import signal
 import sys
+import tempfile
 import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from autobatch.cli.failures import describe_failure
+from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError, UserCodeError
 from autobatch.core.knobs import PIN_MEMORY
-from autobatch.device.cpu import CpuDevice
-from autobatch.workload.feed import SeededCollate, SeededFeed
-from autobatch.workload.loader import gpu_of, open_feed, why_not_sent
-from autobatch.workload.loader_parts import Loading
-from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
-from autobatch.workload.worker_feed import WorkerFeed
-from tests.support.feeds import augmented
+from autobatch.core.signals import STOPPING
+from autobatch.workload import loader
+from autobatch.workload.contract import Loading
+from autobatch.workload.feed import COLLATING, SeededCollate
+from autobatch.workload.loader import (
+    LoaderWorkerCrashed,
+    LoaderWorkerTimeout,
+    MicroBatchDataset,
+    gpu_of,
+    open_feed,
+    start_worker,
+    why_not_sent,
+)
+from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.rng import capture_random_state, seed_generators
+from autobatch.workload.split import MicroBatchIds
+from autobatch.workload.user_code import user_code
+from tests.support.feeds import augmented, fed_loop, fed_samples
+from tests.support.kinds import Augmented
 from tests.support.processes import loader_workers
-from tests.support.training import points
+from tests.support.training import Rows, fingerprint, make_workload, points
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="forks")
+SAMPLER = GlobalBatchSampler(samples=24, target_batch=10, seed=0, steps=3)
+
+
+@pytest.mark.parametrize(("workers", "micro_batch"), [(0, 10), (0, 1), (1, 4), (2, 3), (3, 7)])
+def test_draws_are_equal_for_any_workers_and_any_micro_batch(workers: int, micro_batch: int) -> None:
+    expected = fed_samples(workers=0, micro_batch=4)
+    assert len({tuple(inputs) for _, inputs in expected}) == 48  # no draw repeats in two epochs
+    assert fed_samples(workers=workers, micro_batch=micro_batch) == expected
+    assert fed_samples(workers=workers, micro_batch=micro_batch, start=3) == expected[30:]
+    assert fed_samples(workers=0, micro_batch=4, seed=6) != expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_draws_are_those_of_the_seed_written_out_by_hand(workers: int) -> None:
+    (sample, inputs), *_ = fed_samples(workers=workers, micro_batch=4)
+    seed_generators(5, 0, 0, sample)
+    row = points(dtype=torch.float32).columns[0][sample]
+    by_hand = row * random.uniform(0.5, 1.5) + float(np.random.normal()) + torch.randn(5)
+    assert inputs == by_hand.tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_generators_of_the_run_are_not_touched(workers: int) -> None:
+    before = capture_random_state()
+    with open_feed(augmented(), SAMPLER.batches, seed=0, workers=workers, sample_seeds=True) as feed:
+        for batch in SAMPLER.batches():
+            for _ in feed.collated(batch, 4):
+                now = capture_random_state()
+                assert now.python == before.python
+                assert np.array_equal(now.numpy[1], before.numpy[1])
+                assert torch.equal(now.torch, before.torch)
+
+
+def test_a_collate_function_that_draws_is_seeded_by_the_first_sample_of_its_micro_batch() -> None:
+    def collate(samples):
+        inputs, labels = torch.utils.data.default_collate(samples)
+        return inputs + torch.randn(()) + random.random(), labels
+
+    prints = set()
+    for workers in (0, 1, 2):
+        with fed_loop(augmented(collate=collate), workers=workers, sample_seeds=True) as loop:
+            list(loop.run())
+            prints.add(fingerprint(loop.train_state.model))
+    assert len(prints) == 1
+    workload = make_workload(collate=lambda _: random.random())
+    with open_feed(workload, SAMPLER.batches, seed=1, sample_seeds=True) as feed:
+        found = list(feed.collated(next(SAMPLER.batches(2)), 4))
+    for first, drawn in zip((0, 4, 7), found, strict=True):
+        seed_generators(1, 2, first, COLLATING)
+        assert drawn == random.random()
 
 
 def test_the_loop_collates_for_itself_unless_samples_are_seeded() -> None:
-    with open_feed(augmented(), lambda _: iter(()), seed=0) as feed:
+    with open_feed(augmented(), SAMPLER.batches, seed=0) as feed:
         assert feed is None
-    with open_feed(augmented(), lambda _: iter(()), seed=0, sample_seeds=True) as feed:
-        assert isinstance(feed, SeededFeed)
 
 
-def test_workers_start_with_the_first_batch_and_end_with_the_feed() -> None:
-    sampler = GlobalBatchSampler(samples=24, target_batch=10, seed=0, steps=3)
-    with open_feed(augmented(), sampler.batches, seed=0, workers=2) as feed:
-        assert isinstance(feed, WorkerFeed)
-        assert not loader_workers()
-        next(feed.collated(next(sampler.batches()), 4))
-        assert len(loader_workers()) == 2
-    assert not loader_workers()
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_arrive_as_they_were_collated_and_are_read_one_at_a_time(workers: int) -> None:
+    class Many(Augmented):
+        def __getitems__(self, indices: list[int]):
+            assert len(indices) == 1
+            return [self[index] for index in indices]
+
+    def collate(samples):
+        return {"rows": np.stack([inputs.numpy() for inputs, _ in samples]), "names": ["a"], "n": None}
+
+    workload = augmented(train_data=Many(*points(dtype=torch.float32).columns), collate=collate)
+    with open_feed(workload, SAMPLER.batches, seed=0, workers=workers, sample_seeds=True) as feed:
+        found = [data for batch in SAMPLER.batches() for data in feed.collated(batch, 5)]
+    assert len(found) == 6
+    for one in found:
+        assert isinstance(one["rows"], np.ndarray)
+        assert (one["rows"].shape, one["names"], one["n"]) == ((5, 5), ["a"], None)
 
 
-def test_memory_is_pinned_for_gpus_alone() -> None:
-    assert gpu_of(CpuDevice(memory_budget="1GiB"), {PIN_MEMORY: True}, Loading()) is None
+def test_more_workers_than_cpus_raise_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user asked for this number; warnings are errors here."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    with pytest.warns(UserWarning, match="This DataLoader will create 2 worker processes"):
+        torch.utils.data.DataLoader(points(), num_workers=2)  # torch does warn
+    with fed_loop(make_workload(), workers=2, steps=1) as loop:
+        assert len(list(loop.run())) == 1
+
+
+# errors of the workload
+
+
+class Broken(Rows):
+    def __getitem__(self, index: int):
+        if index == 3:
+            raise ValueError("no such picture")  # HERE
+        return super().__getitem__(index)
+
+
+BROKEN_LINE = next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if "# HERE" in line)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_the_data_names_its_line(workers: int) -> None:
+    workload = make_workload(train_data=Broken(*points().columns))
+    with fed_loop(workload, workers=workers, steps=8) as loop, pytest.raises(ValueError) as caught:  # noqa: PT011
+        list(loop.run())
+    report = describe_failure(caught.value)
+    assert report.exit_code == 2
+    assert (
+        report.line
+        == f"the workload's train_data[3] raised ValueError: no such picture ({__file__}:{BROKEN_LINE})"
+    )
+    if workers:
+        assert isinstance(caught.value, UserCodeError)
+        assert any("in __getitem__" in note for note in caught.value.__notes__)
+
+
+class Ragged(Rows):
+    def __getitem__(self, index: int):
+        return torch.zeros(index + 1), 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"collate": lambda samples: sys.exit("no")}, r"the workload's collate called sys.exit\('no'\)"),
+        ({"train_data": Ragged(*points().columns)}, r"cannot be collated .* give Workload\(collate=…\)"),
+        # torch's queue would drop it, and the loop would wait in vain.
+        (
+            {"collate": lambda samples: {"lock": threading.Lock()}},
+            "cannot be sent from a loader worker .* --workers 0",
+        ),
+    ],
+)
+def test_errors_of_the_collate_function_are_those_of_the_user(fields: dict[str, Any], message: str) -> None:
+    workload = make_workload(**fields)
+    with fed_loop(workload, workers=1) as loop, pytest.raises(InputError, match=message):
+        list(loop.run())
+    # The same in this process, where a worker sends the error in place of its micro-batch.
+    collate = SeededCollate(data=workload.train_data, collate=workload.collate, seed=0)
+    found = MicroBatchDataset(collate, ctypes.c_bool(False))[MicroBatchIds(0, range(2), [2, 5])]
+    with pytest.raises(InputError, match=message):
+        raise found.error
+
+
+def test_out_of_memory_in_a_worker_shrinks_the_micro_batch() -> None:
+    def collate(samples):
+        if len(samples) > 2:
+            raise MemoryError("too many at once")
+        return torch.utils.data.default_collate(samples)
+
+    with fed_loop(make_workload(collate=collate), workers=2, micro_batch=7) as loop:
+        records = list(loop.run())
+    assert [record.micro_batch for record in records] == [2] * 6
+    assert "MemoryError" in (records[0].recovered or "")
+
+    def always(samples):
+        raise MemoryError("none at all")
+
+    with (
+        fed_loop(make_workload(collate=always), workers=2, micro_batch=1) as loop,
+        pytest.raises(DoesNotFitError, match="micro-batch of 1"),
+    ):
+        list(loop.run())
+    with pytest.raises(MemoryError, match="none at all"):
+        MicroBatchDataset(SeededCollate(data=points(), collate=always, seed=0), ctypes.c_bool(False))[
+            MicroBatchIds(0, range(2), [2, 5])
+        ]
 
 
 def test_samples_that_cannot_be_sent_to_or_from_workers_are_known_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     collate = SeededCollate(data=points(), collate=None, seed=0)
-    (micro_batch,) = SeededFeed(collate).collated(GlobalBatch(0, 0, list(range(4))), 4)
+    micro_batch = collate(MicroBatchIds(0, range(4), [0, 1, 2, 3]))
     assert why_not_sent(collate, micro_batch) is None
     assert "cannot be sent" in (why_not_sent(collate, {"lock": threading.Lock()}) or "")
     assert "on a GPU" in (why_not_sent(collate, torch.empty(1, device="meta")) or "")
     local = SeededCollate(data=points(), collate=lambda samples: samples, seed=0)
     assert why_not_sent(local, micro_batch) is None or sys.platform != "linux"
-    monkeypatch.setattr("autobatch.workload.loader.start_method", lambda: None)
+    monkeypatch.setattr(loader, "start_method", lambda: None)
     assert "cannot be sent" in (why_not_sent(local, micro_batch) or "")
+    monkeypatch.setattr(loader, "start_method", lambda: "spawn")
+    with (
+        open_feed(make_workload(collate=local.collate), SAMPLER.batches, seed=0, workers=1) as feed,
+        pytest.raises(InputError, match=r"cannot be sent to a loader worker .* --workers 0"),
+    ):
+        next(feed.collated(next(SAMPLER.batches()), 4))
+
+
+# ends of workers
+
+
+def test_workers_start_with_the_first_batch_and_end_with_the_feed() -> None:
+    with open_feed(make_workload(), SAMPLER.batches, seed=0, workers=2) as feed:
+        assert not loader_workers()
+        next(feed.collated(next(SAMPLER.batches()), 4))
+        assert len(loader_workers()) == 2
+    assert not loader_workers()
+
+
+def test_a_micro_batch_is_left_unfinished_when_the_feed_closes() -> None:
+    fetched = []
+
+    class Watched(Rows):
+        def __getitem__(self, index: int):
+            fetched.append(index)
+            stop.value = index == 2
+            return super().__getitem__(index)
+
+    stop = ctypes.c_bool(False)
+    collate = SeededCollate(data=Watched(*points().columns), collate=None, seed=0)
+    assert MicroBatchDataset(collate, stop)[MicroBatchIds(0, range(4), [4, 2, 9, 1])] is None
+    assert fetched == [4, 2]
+
+
+def die_of(number: int) -> None:
+    faulthandler.disable()  # pytest's would print
+    os.kill(os.getpid(), number)
+
+
+class Deadly(Rows):
+    """Data that end their worker at its first sample, before it sent anything that the loop would miss."""
+
+    home = os.getpid()
+    end: Callable[[], object] = partial(die_of, signal.SIGKILL)
+
+    def __getitem__(self, index: int):
+        if os.getpid() != self.home:
+            type(self).end()
+        return super().__getitem__(index)
 
 
 @pytest.mark.parametrize(
-    ("reads", "knobs", "is_gpu"),
+    ("end", "message"),
     [
-        (True, {}, True),
-        (True, {"pin_memory": True}, True),
-        (True, {"pin_memory": False}, False),
-        (False, {}, False),
+        (partial(os._exit, 3), r"loader worker \d+ ended with exit code 3: see its output above"),
+        (partial(die_of, signal.SIGKILL), r"signal SIGKILL: use fewer --workers .* \(--workers 0\)"),
+        (partial(die_of, signal.SIGBUS), r"use a larger /dev/shm|see its output above"),  # torch catches it
     ],
 )
-def test_workers_pin_memory_for_a_gpu_unless_the_knob_forbids_it(reads, knobs, is_gpu) -> None:
-    device = SimpleNamespace(reads_pinned_memory=reads, torch_device=torch.device("cuda", 1))
-    assert gpu_of(device, knobs, Loading()) == (device.torch_device if is_gpu else None)
+def test_a_worker_that_ended_is_reported_and_the_others_end(
+    end: Callable[[], object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Deadly, "end", end)
+    workload = make_workload(train_data=Deadly(*points().columns))
+    with (
+        pytest.raises(LoaderWorkerCrashed, match=message),
+        fed_loop(workload, workers=2, steps=8) as loop,
+    ):
+        list(loop.run())
+    assert not loader_workers()
 
 
-def test_a_loader_without_pinning_is_not_pinned_unless_the_knob_asks() -> None:
-    device = SimpleNamespace(reads_pinned_memory=True, torch_device=torch.device("cuda", 1))
-    assert gpu_of(device, {}, Loading(pin_memory=False)) is None
-    assert gpu_of(device, {PIN_MEMORY: True}, Loading(pin_memory=False)) == device.torch_device
+def test_a_worker_that_ends_while_the_loop_works_is_no_error_of_the_loop() -> None:
+    with pytest.raises(LoaderWorkerCrashed, match="ended with signal SIGKILL"):
+        feed_and_kill_in_the_loss()
+    assert not loader_workers()
+
+
+def feed_and_kill_in_the_loss() -> None:
+    with open_feed(make_workload(), SAMPLER.batches, seed=0, workers=2) as feed:
+        next(feed.collated(next(SAMPLER.batches()), 4))
+        with user_code("loss"):
+            os.kill(loader_workers()[0].pid, signal.SIGKILL)
+            time.sleep(60)
+
+
+def test_off_the_main_thread_a_worker_that_ended_is_noticed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python calls no signal handler there."""
+    monkeypatch.setattr(loader, "POLL_S", 0.2)
+    found: list[object] = []
+
+    def work() -> None:
+        try:
+            with fed_loop(make_workload(train_data=Deadly(*points().columns)), workers=1, steps=8) as loop:
+                found.append(len(list(loop.run())))
+        except AutobatchError as error:
+            found.append(type(error))
+
+    # In this thread alone, torch has set the handler of SIGCHLD that other tests need.
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    signal.signal(signal.SIGCHLD, handler)
+    assert found == [LoaderWorkerCrashed]
+
+
+@LINUX
+def test_a_killed_worker_leaves_no_folder_of_its_own() -> None:
+    # A short path, because that of a socket has a hundred characters at most.
+    with tempfile.TemporaryDirectory() as name:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                feed_and_kill(name)
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def feed_and_kill(folder: str) -> None:
+    tempfile.tempdir = folder
+    multiprocessing.current_process()._config.pop("tempdir", None)
+    try:
+        feed_and_kill_in_the_loss()
+    except LoaderWorkerCrashed:
+        assert list(Path(folder).iterdir()) == [Path(multiprocessing.util.get_temp_dir())]
+
+
+@LINUX
+def test_a_folder_whose_path_is_too_long_for_sockets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", "/" + "x" * 100)
+    with (
+        open_feed(make_workload(), SAMPLER.batches, seed=0, workers=1) as feed,
+        pytest.raises(InputError, match="at most 107 bytes, 119 here: set TMPDIR"),
+    ):
+        next(feed.collated(next(SAMPLER.batches()), 4))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_hangs_is_reported_after_the_time_limit(monkeypatch, workers: int) -> None:
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    monkeypatch.setattr(loader, "POLL_S", 0.2)
+    monkeypatch.setattr(loader, "TIME_LIMIT_S", 1.0)
+    monkeypatch.setattr(Deadly, "end", threading.Event().wait)
+    workload = make_workload(train_data=Deadly(*points().columns))
+    with (
+        fed_loop(workload, workers=workers, steps=8) as loop,
+        pytest.raises(LoaderWorkerTimeout, match=r"within 1 s.*--workers 0"),
+    ):
+        list(loop.run())
+    assert not loader_workers()
+
+
+def test_a_slow_worker_is_waited_for_over_many_polls(monkeypatch) -> None:
+    """The order of the samples survives the polls that found nothing, and the limit is per micro-batch."""
+
+    class Slow(Rows):
+        def __getitem__(self, index: int):
+            time.sleep(0.05)
+            return super().__getitem__(index)
+
+    monkeypatch.setattr(loader, "POLL_S", 0.02)
+    workload = make_workload(train_data=Slow(*points().columns))
+    with open_feed(workload, SAMPLER.batches, seed=0, workers=2) as feed:
+        found = [labels for batch in SAMPLER.batches() for _, labels in feed.collated(batch, 4)]
+    ids = [one for batch in SAMPLER.batches() for one in batch.ids]
+    assert torch.equal(torch.cat(found), points().columns[1][ids])
+
+
+@LINUX
+@pytest.mark.parametrize("parent", ["runs", "ended"])
+def test_a_worker_ignores_stop_signals_and_ends_with_its_parent(
+    parent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if parent == "ended":
+        monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=2**22))
+    pid = os.fork()
+    if pid == 0:
+        numbers: list[int] = []
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+            start_worker(numbers.append, 3)
+            sent = ctypes.c_int()
+            ctypes.CDLL(None).prctl(2, ctypes.byref(sent))  # PR_GET_PDEATHSIG
+            for number in STOPPING:
+                os.kill(os.getpid(), number)
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            is_right = not blocked & set(STOPPING) and sent.value == signal.SIGKILL and numbers == [3]
+            os._exit(0 if is_right else 2)
+        finally:
+            os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == (1 if parent == "ended" else 0)
+
+
+# pinned memory
+
+
+@pytest.mark.parametrize(
+    ("reads", "knobs", "of_loader", "is_gpu"),
+    [
+        (True, {}, True, True),
+        (True, {PIN_MEMORY: True}, True, True),
+        (True, {PIN_MEMORY: False}, True, False),
+        (True, {}, False, False),
+        (True, {PIN_MEMORY: True}, False, True),
+        (False, {PIN_MEMORY: True}, True, False),
+    ],
+)
+def test_memory_is_pinned_for_a_gpu_unless_the_knob_or_the_loader_forbids_it(
+    reads, knobs, of_loader, is_gpu
+) -> None:
+    device: Any = SimpleNamespace(reads_pinned_memory=reads, torch_device=torch.device("cuda", 1))
+    found = gpu_of(device, knobs, Loading(pin_memory=of_loader))
+    assert found == (device.torch_device if is_gpu else None)
+
+
+@pytest.mark.gpu
+def test_micro_batches_for_a_gpu_are_in_pinned_memory() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    gpu = torch.device("cuda", torch.cuda.device_count() - 1)
+    found = []
+    for workers in (0, 2):
+        with open_feed(
+            augmented(), SAMPLER.batches, seed=0, workers=workers, sample_seeds=True, gpu=gpu
+        ) as feed:
+            found.append([data for batch in SAMPLER.batches() for data in feed.collated(batch, 4)])
+    assert all(tensor.is_pinned() for data in found[1] for tensor in data)
+    for here, there in zip(*found, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
+    assert not loader_workers()

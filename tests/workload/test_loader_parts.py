@@ -20,8 +20,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from autobatch.core.errors import InputError
-from autobatch.workload.contract import Workload
-from autobatch.workload.loader_parts import Loading, parts_of
+from autobatch.workload.contract import Loading, Workload, parts_of
 
 DATA = TensorDataset(torch.arange(12.0))
 OTHERS: dict[str, Any] = {
@@ -68,7 +67,7 @@ def test_everything_but_the_batch_size_is_taken() -> None:
 
 
 def test_the_default_collate_function_stays_the_default() -> None:
-    assert parts_of(DataLoader(DATA, batch_size=5)).collate is None
+    assert parts_of(DataLoader(DATA, batch_size=5))["collate"] is None
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,7 @@ def test_the_default_collate_function_stays_the_default() -> None:
 def test_the_order_is_taken_unless_it_is_a_permutation(
     options: dict[str, Any], order: list[Any] | None
 ) -> None:
-    found = parts_of(DataLoader(DATA, **options)).sampler
+    found = parts_of(DataLoader(DATA, **options))["sampler"]
     assert (found if found is None else list(found)) == order
 
 
@@ -102,11 +101,11 @@ def test_the_order_is_taken_unless_it_is_a_permutation(
     ],
 )
 def test_other_samplers_are_kept(sampler: Any) -> None:
-    assert parts_of(DataLoader(DATA, sampler=sampler)).sampler is sampler
+    assert parts_of(DataLoader(DATA, sampler=sampler))["sampler"] is sampler
 
 
 def test_a_stream_has_no_sampler() -> None:
-    assert parts_of(DataLoader(Numbers(), batch_size=2)).sampler is None
+    assert parts_of(DataLoader(Numbers(), batch_size=2))["sampler"] is None
 
 
 def test_validation_data_may_be_a_loader() -> None:

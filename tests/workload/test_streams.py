@@ -262,7 +262,7 @@ def test_a_workload_refuses_what_no_run_can_read(fields: dict[str, Any], message
 
 
 def test_a_loader_of_a_stream_gives_the_stream() -> None:
-    from autobatch.workload.loader_parts import parts_of
+    from autobatch.workload.contract import parts_of
 
     stream = Numbers()
-    assert parts_of(DataLoader(stream, batch_size=4)).train_data is stream
+    assert parts_of(DataLoader(stream, batch_size=4))["train_data"] is stream
