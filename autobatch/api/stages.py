@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from autobatch.api.context import RunContext
 from autobatch.api.ranks import WholeModelTooLargeError, agree_on_fit, check_data_of_ranks
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.files import write_output
+from autobatch.core.files import write_atomic
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Probe, RankLimit, RunOrder, Tuning
@@ -479,7 +479,13 @@ def write_memory_viz(process: SetupProcess, result: Result, options: Options, pr
     if content is None:
         progress.note("--memory-viz: nothing was written, because the steps gave no record of their memory")
         return
-    path = write_output(Path(options.search.memory_viz), content, "--memory-viz")
+    path = Path(options.search.memory_viz)
+    try:
+        write_atomic(path, content)
+    except OSError as error:
+        raise InputError(
+            f"--memory-viz {path} cannot be written: {error.strerror or error}. Give another file"
+        ) from error
     progress.note(f"the memory of a few steps is in {path}: open it at pytorch.org/memory_viz")
 
 

@@ -7,19 +7,17 @@ it, so that messages about a wrong value read the same wherever it was given.
 from __future__ import annotations
 
 import argparse
-import difflib
 import shutil
 import sys
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_origin
 
 from autobatch.cli.config_files import OptionValue, configured, layered
-from autobatch.core.check_options import choices_of, expected, options_from, plain_type
+from autobatch.core.check_options import choices_of, expected, options_from, plain_type, unknown_option
 from autobatch.core.errors import InputError
-from autobatch.core.options import Group, Options, fields_of
+from autobatch.core.options import Options, fields_of
 from autobatch.core.text import LONGEST_VALUE, is_text, printable, quoted
-from autobatch.core.usual_words import answer_to
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -31,6 +29,16 @@ SUMMARIES = {
     "tune": "Probe, plan, and measure which configuration is fastest, with Optuna.",
     "estimate": "Predict the largest micro-batch for GPUs that need not be present.",
 }
+TITLES = {
+    "batch": "batch",
+    "device": "devices",
+    "ranks": "devices",
+    "search": "search",
+    "train": "training",
+    "tune": "tuning",
+    "output": "output",
+}
+"""Titles of the help by the section of an option, in its order."""
 HELP_WORDS = ("-h", "--help", "--help-all")
 HELP_COLUMN = 27
 
@@ -114,7 +122,8 @@ def _read(name: str, arguments: list[str], known: Mapping[str, OptionValue]) -> 
         raise InputError(f"{option} takes no value, found {quoted(value)}") from None
     for word in extra:
         if word.startswith("-"):
-            raise InputError(_unknown(name, word.partition("=")[0], spellings))
+            see = f"see autobatch {name} --help-all"
+            raise InputError(unknown_option(word.partition("=")[0], spellings, otherwise=see))
     if extra:
         raise InputError(
             f"give one WORKLOAD, found {quoted(found.workload)} and {quoted(extra[0])}; "
@@ -157,8 +166,8 @@ def _parser(name: str, known: Mapping[str, OptionValue], *, shows_all: bool) -> 
         allow_abbrev=False,
         exit_on_error=False,
     )
-    groups = {group: parser.add_argument_group(group) for group in get_args(Group)}
-    groups["what to train"].add_argument(
+    groups = {title: parser.add_argument_group(title) for title in TITLES.values()}
+    groups["batch"].add_argument(
         "workload",
         nargs="?",
         metavar="WORKLOAD",
@@ -168,7 +177,7 @@ def _parser(name: str, known: Mapping[str, OptionValue], *, shows_all: bool) -> 
         about = field.about
         hint = _hint(known.get(field.name), field.default, required=field.name in required)
         text = f"{about.text} {hint}".strip()
-        groups[about.group].add_argument(
+        groups[TITLES[field.section]].add_argument(
             _spelled(field.name),
             help=text.replace("%", "%%") if about.common or shows_all else argparse.SUPPRESS,
             **_keywords_of(field.type, about.metavar),
@@ -204,14 +213,6 @@ def _hint(given: OptionValue | None, default: object, *, required: bool = False)
 
 def _shown(value: object) -> str:
     return printable(value, limit=LONGEST_VALUE) if isinstance(value, str) else quoted(value)
-
-
-def _unknown(name: str, option: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(option, known, n=1)
-    hint = answer_to(option, fields_of(name), _spelled) or (
-        f"did you mean {near[0]}?" if near else f"see autobatch {name} --help-all"
-    )
-    return f"there is no option {option}; {hint}"
 
 
 def _spelled(option: str) -> str:

@@ -9,7 +9,6 @@ import sys
 from typing import TYPE_CHECKING, TextIO, cast
 
 from autobatch.cli.output import SafeStream, reserve_stdout, undelivered_code
-from autobatch.core.garbage import uncollected
 
 if TYPE_CHECKING:
     from autobatch.cli.failures import RunLog
@@ -73,11 +72,12 @@ def _result_of(
         terminal = held.enter_context(Terminal(cast("TextIO", stream), quiet=options.output.quiet))
         terminal.begin(workload, predicts=name == "estimate")
         terminal.doing("importing torch")
-        with uncollected():
-            from autobatch.api.context import RunContext
-            from autobatch.api.pipeline import run, run_estimate
+        gc.disable()  # collections while torch makes a million objects take a fifth of its import
+        from autobatch.api.context import RunContext
+        from autobatch.api.pipeline import run, run_estimate
 
-            gc.freeze()
+        gc.freeze()
+        gc.enable()
 
         if name == "estimate":
             terminal.doing("predicting what fits")

@@ -1,7 +1,7 @@
 """The check that the values of all options go through, and the messages about wrong ones.
 
 Values come from the command line, config files, environment variables and keywords of library calls
-(`autobatch.cli.config_files` sets their precedence). Nothing here imports torch.
+(`autobatch.cli.parser` sets their precedence). Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,31 @@ from autobatch.core.knobs import parse_knobs
 from autobatch.core.options import MOST_WORKERS, Options, fields_of
 from autobatch.core.text import LONGEST_VALUE, is_text, printable, quoted
 from autobatch.core.units import TiB, parse_budget
-from autobatch.core.usual_words import answer_to
 
 LARGEST_INTEGER = 2**63 - 1
 """Largest whole number of an option: torch and the files count in 64 bits."""
 _DEVICES = re.compile(r"auto|cpu|cuda(:[0-9]+)?|sim:.+")
+_ELSEWHERE = {
+    "batch_size": ("target_batch", "micro_batch"),
+    "bs": ("target_batch", "micro_batch"),
+    "gradient_accumulation_steps": ("target_batch",),
+    "accumulate_grad_batches": ("target_batch",),
+    "lr": ("tune_lr",),
+    "learning_rate": ("tune_lr",),
+    "no_tune": ("trials",),
+    "amp": ("precision",),
+    "dtype": ("precision",),
+    "gpu": ("device",),
+    "gpus": ("ranks",),
+    "nproc_per_node": ("ranks",),
+    "num_processes": ("ranks",),
+    "fsdp": ("parallel",),
+    "memory": ("memory_budget",),
+    "vram": ("memory_budget",),
+    "checkpoint": ("resume",),
+    "output_dir": ("out",),
+}
+"""Names of options in other tools, and the options here; the first that a command takes is named."""
 
 
 def options_from(
@@ -44,20 +64,17 @@ def options_from(
     """
     names = names or {}
     fields = fields_of(command)
-    for name in values:
+    checked = {}
+    for name, value in values.items():
         if name not in fields:
             raise InputError(unknown_option(names.get(name, name), fields))
-    checked = {
-        name: _converted(names.get(name, name), value, fields[name].type) for name, value in values.items()
-    }
-    for name, value in checked.items():
-        _check_plain(names.get(name, name), value)
+        checked[name] = _converted(names.get(name, name), value, fields[name].type)
     for name, field in fields.items():
         if command in field.about.required_by and checked.get(name) is None:
             found = f"must be {expected(field.type)}, found None"
             missing = f"is missing: give {expected(field.type)}"
             raise InputError(f"{names.get(name, name)} {found if name in checked else missing}")
-    _check(command, checked, names)
+    _check(command, checked, {name: names.get(name, name) for name in checked})
     return Options(command=command).with_values(**checked)
 
 
@@ -65,65 +82,54 @@ def _converted(name: str, value: Any, annotation: Any) -> Any:
     """Return a value in the type of its option.
 
     Raises:
-        InputError: it has another type, or is out of range.
+        InputError: it has another type, is out of range, or is a text that no file can hold.
     """
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    elif hasattr(value, "item"):  # a number of NumPy
+        value = value.item()
+    if isinstance(value, str) and get_origin(plain_type(annotation)) is list:
+        value = [value]
     try:
-        is_single = isinstance(value, str) and get_origin(plain_type(annotation)) is list
-        found = msgspec.convert([value] if is_single else _plain(value), annotation, strict=False)
+        found = msgspec.convert(value, annotation, strict=False)
         is_valid = value is None or found is not None  # msgspec reads the text null as None
     except UNREADABLE:
         found, is_valid = None, False
     if not is_valid:
         raise InputError(f"{name} must be {expected(annotation)}, found {quoted(value)}")
-    return found
-
-
-def _check_plain(name: str, value: object) -> None:
-    """Check that a number fits the arithmetic, and that a text can be a file name and be printed as JSON.
-
-    Raises:
-        InputError: it is not.
-    """
-    if isinstance(value, int) and value > LARGEST_INTEGER:
-        raise InputError(f"{name} must be at most {LARGEST_INTEGER}, found {quoted(value)}")
-    for text in value if isinstance(value, list) else [value]:
+    if isinstance(found, int) and found > LARGEST_INTEGER:
+        raise InputError(f"{name} must be at most {LARGEST_INTEGER}, found {quoted(found)}")
+    for text in found if isinstance(found, list) else [found]:
         if isinstance(text, str) and not is_text(text):
             raise InputError(f"{name} must be text in UTF-8 without NUL, found {quoted(text)}")
-
-
-def _plain(value: object) -> object:
-    """Convert a path to text and a number of NumPy to Python's."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    return value.item() if hasattr(value, "item") else value
+    return found
 
 
 def _check(command: str, values: Mapping[str, Any], names: Mapping[str, str]) -> None:
     """Check what the types cannot express and no device or workload is needed for."""
-    called = {name: names.get(name, name) for name in values}
-    device, ranks = values.get("device"), values.get("ranks")
-    if device is not None and not _DEVICES.fullmatch(device):
+    given = {name: value for name, value in values.items() if value is not None}
+    if "device" in given and not _DEVICES.fullmatch(given["device"]):
         raise InputError(
-            f"{called['device']} {quoted(device)} names no device: "
+            f"{names['device']} {quoted(given['device'])} names no device: "
             "write auto, cuda, cuda:N, cpu or sim:PROFILE"
         )
-    if ranks is not None and ranks > MOST_WORKERS and command != "estimate":
+    if given.get("ranks", 0) > MOST_WORKERS and command != "estimate":
         raise InputError(
-            f"{called['ranks']} must be a whole number from 1 to {MOST_WORKERS}, found '{ranks}'"
+            f"{names['ranks']} must be a whole number from 1 to {MOST_WORKERS}, found '{given['ranks']}'"
         )
-    for name, parse in (
-        ("memory_budget", lambda budget: parse_budget(budget, whole_bytes=TiB)),
-        ("knobs", parse_knobs),
-    ):
-        if values.get(name) is not None:
-            try:
-                parse(values[name])
-            except InputError as error:
-                raise InputError(f"{called[name]}: {error}") from None
-    if values.get("steps") is not None and values.get("epochs") is not None:
+    try:
+        name = "memory_budget"
+        if name in given:
+            parse_budget(given[name], whole_bytes=TiB)
+        name = "knobs"
+        if name in given:
+            parse_knobs(given[name])
+    except InputError as error:
+        raise InputError(f"{names[name]}: {error}") from None
+    if "steps" in given and "epochs" in given:
         raise InputError(
-            f"{called['steps']} {values['steps']} and {called['epochs']} {values['epochs']} exclude each "
-            "other: give one"
+            f"{names['steps']} {given['steps']} and {names['epochs']} {given['epochs']} exclude each other: "
+            "give one"
         )
 
 
@@ -155,14 +161,25 @@ def expected(annotation: Any) -> str:
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[plain]
 
 
-def unknown_option(asked: str, names: Iterable[str]) -> str:
-    """Return the message about an option that does not exist, with the nearest name that does."""
-    names = sorted(names)
-    near = difflib.get_close_matches(asked, names, n=1)
-    hint = answer_to(asked, names, str) or (
-        f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
-    )
+def unknown_option(asked: str, names: Iterable[str], *, otherwise: str | None = None) -> str:
+    """Return the message about an option that does not exist, with the one that was probably meant.
+
+    Args:
+        asked: as the user wrote it, for example ``--batch-size``.
+        names: the options that exist, spelled in the same way.
+        otherwise: advice if no option is near; None to list all of them.
+    """
+    known = {_plain(name): name for name in names}
+    usual = [one for one in _ELSEWHERE.get(_plain(asked), ()) if one in known]
+    near = usual or difflib.get_close_matches(_plain(asked), known, n=1)
+    otherwise = otherwise or f"there are: {', '.join(sorted(known.values()))}"
+    hint = f"did you mean {known[near[0]]}?" if near else otherwise
     return f"there is no option {printable(asked, limit=LONGEST_VALUE)}; {hint}"
+
+
+def _plain(name: str) -> str:
+    """Return a name without dashes, to compare it with others: ``--batch-size`` is ``batch_size``."""
+    return name.lstrip("-").replace("-", "_").lower()
 
 
 def _limited(kind: type, meta: Meta) -> str:

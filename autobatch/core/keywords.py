@@ -1,16 +1,22 @@
-"""Keywords of the library calls, for editors and type checkers.
+"""Keywords of the library calls besides ``target_batch``, for editors and type checkers.
 
 Each type lists the options of a command that a call accepts, with the plain values that a user may pass. The
 options that only change what the command line prints (``json``, ``quiet``, ``verbose``) are left out. A test
 compares these types with `autobatch.core.options`, which defines the options and checks their values.
-Annotations are evaluated here, so that ``__required_keys__`` is right.
 """
 
 import os
 from collections.abc import Sequence
-from typing import Literal, Required, TypedDict
+from typing import Literal, TypedDict
 
-from autobatch.core.records import LearningRateRule
+from autobatch.core.options import (
+    GradientDtypeChoice,
+    ParallelChoice,
+    PrecisionChoice,
+    SplitCheck,
+    SplitChoice,
+)
+from autobatch.core.records import LastBatch, LearningRateRule, ShardSync
 
 StrPath = str | os.PathLike[str]
 
@@ -20,25 +26,33 @@ class CommonKeywords(TypedDict, total=False):
 
     device: str
     memory_budget: str | int | None
-    precision: Literal["auto", "fp32", "bf16", "fp16"]
-    gradient_dtype: Literal["auto", "fp32", "weights"]
+    precision: PrecisionChoice
+    gradient_dtype: GradientDtypeChoice
     scan: int | None
     seed: int
+    max_micro_batch: int | None
+    ranks: int | None
+    parallel: ParallelChoice
+    shard_sync: ShardSync
+    shard_modules: str | None
+
+
+class EstimateKeywords(CommonKeywords, total=False):
+    """Keywords of `autobatch.estimate`."""
+
+    profile: str | Sequence[str]
+    all: bool
+    micro_batch: int | None
 
 
 class SearchKeywords(CommonKeywords, total=False):
     """Keywords of the calls that search for the largest micro-batch."""
 
-    max_micro_batch: int | None
     micro_batch_multiple: Literal["auto"] | int
     time_limit: float | None
     max_grad_norm: float | None
     ema: float | None
     memory_viz: StrPath | None
-    ranks: int | None
-    parallel: Literal["auto", "replicate", "shard"]
-    shard_sync: Literal["each", "once"]
-    shard_modules: str | None
 
 
 class ProbeKeywords(SearchKeywords, total=False):
@@ -50,8 +64,7 @@ class ProbeKeywords(SearchKeywords, total=False):
 class BatchKeywords(SearchKeywords, total=False):
     """Keywords of the calls that plan a batch."""
 
-    target_batch: Required[int]
-    split: Literal["auto", "count", "size"]
+    split: SplitChoice
     lr_rule: LearningRateRule
     base_batch: int | None
 
@@ -59,7 +72,7 @@ class BatchKeywords(SearchKeywords, total=False):
 class PlanKeywords(BatchKeywords, total=False):
     """Keywords of `autobatch.plan`."""
 
-    split_check: Literal["error", "note", "off"] | None
+    split_check: SplitCheck | None
     world_size: int | None
     own_loop: bool
 
@@ -82,7 +95,7 @@ class FitKeywords(TuneKeywords, total=False):
 
     steps: int | None
     epochs: int | None
-    last_batch: Literal["carry", "flush", "drop"]
+    last_batch: LastBatch
     checkpoint_every: int | None
     checkpoint_minutes: float | None
     on_failed_save: Literal["stop", "continue"]
@@ -90,7 +103,7 @@ class FitKeywords(TuneKeywords, total=False):
     validation_micro_batch: int | None
     warmup_samples: int | None
     on_nonfinite: Literal["raise", "skip"]
-    split_check: Literal["error", "note", "off"] | None
+    split_check: SplitCheck | None
     bn_momentum: Literal["keep", "auto"]
     keep_last: int
     workers: int | None
@@ -99,17 +112,3 @@ class FitKeywords(TuneKeywords, total=False):
     collective_timeout: float
     resume: bool
     out: StrPath | None
-
-
-class EstimateKeywords(CommonKeywords, total=False):
-    """Keywords of `autobatch.estimate`."""
-
-    profile: str | Sequence[str]
-    all: bool
-    micro_batch: int | None
-    max_micro_batch: int | None
-    target_batch: int | None
-    ranks: int | None
-    parallel: Literal["auto", "replicate", "shard"]
-    shard_sync: Literal["each", "once"]
-    shard_modules: str | None

@@ -190,23 +190,17 @@ KNOBS = (
         changes_numbers=False,
     ),
 )
-LEFT_OUT = {
-    "learning_rate": "throughput does not depend on it; use --tune-lr, which runs a separate study",
-}
-"""Names that users may look for here, and why they are no knobs."""
 
 
 def parse_knobs(text: str) -> list[str]:
     """Split the value of ``--knobs`` (``micro_batch_shift,precision``) into names.
 
     Raises:
-        InputError: no knob has this name; the message gives the reason or the nearest name.
+        InputError: no knob has this name; the message gives the nearest name.
     """
     names = [name.strip().replace("-", "_") for name in text.split(",")]
     known = [knob.name for knob in KNOBS]
     for name in names:
-        if name in LEFT_OUT:
-            raise InputError(f"{name} is not tuned: {LEFT_OUT[name]}")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"

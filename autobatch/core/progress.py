@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autobatch.core.records import Attempt, DeviceRecord, Plan, Probe, StepRecord, Trial, Tuning
@@ -52,71 +53,20 @@ class Progress:
 
 
 class Broadcast(Progress):
-    """Listener that tells several others of every event.
+    """Listener that passes every event on to several others.
 
     Args:
-        listeners: the others, in the order in which they are told.
+        listeners: the others, in the order in which they hear of an event.
     """
 
     def __init__(self, listeners: Sequence[Progress]) -> None:
-        self._listeners = listeners
+        for event in (name for name in vars(Progress) if not name.startswith("_")):
+            setattr(self, event, partial(self._pass_on, [getattr(one, event) for one in listeners]))
 
-    def doing(self, act: str) -> None:
-        """Tell of an act."""
-        for one in self._listeners:
-            one.doing(act)
-
-    def note(self, text: str) -> None:
-        """Tell of a remark."""
-        for one in self._listeners:
-            one.note(text)
-
-    def opened(self, device: DeviceRecord) -> None:
-        """Tell of the device."""
-        for one in self._listeners:
-            one.opened(device)
-
-    def attempted(self, attempt: Attempt) -> None:
-        """Tell of a micro-batch that ran."""
-        for one in self._listeners:
-            one.attempted(attempt)
-
-    def probed(self, probe: Probe) -> None:
-        """Tell of the largest micro-batch."""
-        for one in self._listeners:
-            one.probed(probe)
-
-    def planned(self, plan: Plan) -> None:
-        """Tell of the split."""
-        for one in self._listeners:
-            one.planned(plan)
-
-    def measured(self, trial: Trial, of: int, changes: Mapping[str, object]) -> None:
-        """Tell of a trial."""
-        for one in self._listeners:
-            one.measured(trial, of, changes)
-
-    def tried_rate(
-        self, number: int, of: int, learning_rate: float, loss: float | None, failure: str | None
-    ) -> None:
-        """Tell of a learning rate that was tried."""
-        for one in self._listeners:
-            one.tried_rate(number, of, learning_rate, loss, failure)
-
-    def tuned(self, tuning: Tuning) -> None:
-        """Tell of the choice of the tuner."""
-        for one in self._listeners:
-            one.tuned(tuning)
-
-    def saved(self, step: int) -> None:
-        """Tell of a checkpoint."""
-        for one in self._listeners:
-            one.saved(step)
-
-    def stepped(self, step: StepRecord, of: int) -> None:
-        """Tell of a training step."""
-        for one in self._listeners:
-            one.stepped(step, of)
+    @staticmethod
+    def _pass_on(receivers: Sequence[Callable[..., None]], *args: Any, **fields: Any) -> None:
+        for receive in receivers:
+            receive(*args, **fields)
 
 
 SILENT = Progress()

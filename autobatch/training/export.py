@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import CheckpointError, InputError
-from autobatch.core.files import create_file
 from autobatch.core.version import __version__
 from autobatch.device.oom import is_oom
 from autobatch.distributed.engine import Engine
@@ -128,7 +127,7 @@ def _export(weights: Mapping[str, Any], path: Path) -> None:
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
-        os.close(create_file(temporary))
+        temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode & 0o777
         # It refuses a tensor that is a part of a larger one, such as a slice or an expanded buffer.
         weights = {name: value if _is_whole(value) else value.clone() for name, value in weights.items()}

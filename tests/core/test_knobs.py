@@ -8,7 +8,6 @@ from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import (
     KNOBS,
-    LEFT_OUT,
     TuningContext,
     applicable,
     defaults,
@@ -142,4 +141,3 @@ def test_unknown_names_are_refused(text: str, said: str) -> None:
         parse_knobs(text)
     with pytest.raises(InputError, match=r"^knobs: "):
         options_from("tune", {"target_batch": 4, "knobs": text})
-    assert not set(LEFT_OUT) & {knob.name for knob in KNOBS}
