@@ -56,6 +56,7 @@ def probe(
 def plan(
     workload: Workload | str | None = None,
     *,
+    target_batch: int,
     progress: ShowProgress = "auto",
     **options: Unpack[PlanKeywords],
 ) -> PlanResult:
@@ -68,15 +69,16 @@ def plan(
 
     Args:
         workload: what to train, or a reference to it; None for the embedded demo.
+        target_batch: samples per optimizer step, exactly.
         progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
             to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
-        options: those of ``autobatch plan``; ``target_batch`` is required.
+        options: those of ``autobatch plan``.
 
     Raises:
         InputError: an option, the device or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    checked = options_from("plan", {"own_loop": True, **options})
+    checked = options_from("plan", {"own_loop": True, "target_batch": target_batch, **options})
     environ = os.environ if checked.batch.world_size is None and "RANK" in os.environ else {}
     with listening(progress) as listener, joined_ranks(environ) as ranks:
         result = run(workload, checked, RunContext(progress=listener, ranks=ranks))
@@ -85,11 +87,17 @@ def plan(
     return PlanResult(**_fields(result.plan), device=result.device, probe=result.probe)
 
 
-def estimate(workload: Workload | str | None = None, **options: Unpack[EstimateKeywords]) -> Estimates:
+def estimate(
+    workload: Workload | str | None = None,
+    *,
+    target_batch: int | None = None,
+    **options: Unpack[EstimateKeywords],
+) -> Estimates:
     """Predict what fits on hardware that need not be here. No GPU is touched.
 
     Args:
         workload: what to train, or a reference to it; None for the embedded demo.
+        target_batch: samples per optimizer step to plan for; None for no plan.
         options: those of ``autobatch estimate``; ``profile`` takes a list of names or files.
 
     Raises:
@@ -97,12 +105,14 @@ def estimate(workload: Workload | str | None = None, **options: Unpack[EstimateK
         Unpredictable: the step cannot be traced; the message says why.
         DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
-    return run_estimate(workload, options_from("estimate", dict(options)), os.environ)
+    checked = options_from("estimate", {"target_batch": target_batch, **options})
+    return run_estimate(workload, checked, os.environ)
 
 
 def tune(
     workload: Workload | str | None = None,
     *,
+    target_batch: int,
     progress: ShowProgress = "auto",
     **options: Unpack[TuneKeywords],
 ) -> Result:
@@ -110,15 +120,16 @@ def tune(
 
     Args:
         workload: what to train, or a reference to it; None for the embedded demo.
+        target_batch: samples per optimizer step, exactly.
         progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
             to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
-        options: those of ``autobatch tune``; ``target_batch`` is required.
+        options: those of ``autobatch tune``.
 
     Raises:
         InputError: an option, the device, the storage or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    checked = options_from("tune", dict(options))
+    checked = options_from("tune", {"target_batch": target_batch, **options})
     with listening(progress) as listener, joined_ranks(os.environ) as ranks:
         return run(workload, checked, RunContext(progress=listener, ranks=ranks))
 
@@ -126,6 +137,7 @@ def tune(
 def fit(
     workload: Workload | str | None = None,
     *,
+    target_batch: int,
     progress: ShowProgress = "auto",
     sinks: Sequence[Sink] = (),
     **options: Unpack[FitKeywords],
@@ -134,10 +146,11 @@ def fit(
 
     Args:
         workload: what to train, or a reference to it; None for the embedded demo.
+        target_batch: samples per optimizer step, exactly.
         progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
             to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
         sinks: receive the records of the training besides ``metrics.jsonl`` (see ``examples/sinks.py``).
-        options: those of ``autobatch fit``; ``target_batch`` is required.
+        options: those of ``autobatch fit``.
 
     Returns:
         The records of every part, and the trained ``model``.
@@ -147,7 +160,7 @@ def fit(
         DoesNotFitError: not even a micro-batch of 1 fits.
         AutobatchError: see `autobatch.training.run.train`.
     """
-    checked = options_from("fit", dict(options))
+    checked = options_from("fit", {"target_batch": target_batch, **options})
     with listening(progress) as listener, joined_ranks(os.environ) as ranks:
         return run(workload, checked, RunContext(progress=listener, sinks=tuple(sinks), ranks=ranks))
 

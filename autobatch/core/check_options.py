@@ -26,7 +26,7 @@ from autobatch.core.units import TiB, parse_budget
 LARGEST_INTEGER = 2**63 - 1
 """Largest whole number of an option: torch and the files count in 64 bits."""
 _DEVICES = re.compile(r"auto|cpu|cuda(:[0-9]+)?|sim:.+")
-_ELSEWHERE = {
+OTHER_NAMES = {
     "batch_size": ("target_batch", "micro_batch"),
     "bs": ("target_batch", "micro_batch"),
     "gradient_accumulation_steps": ("target_batch",),
@@ -170,7 +170,7 @@ def unknown_option(asked: str, names: Iterable[str], *, otherwise: str | None = 
         otherwise: advice if no option is near; None to list all of them.
     """
     known = {_plain(name): name for name in names}
-    usual = [one for one in _ELSEWHERE.get(_plain(asked), ()) if one in known]
+    usual = [one for one in OTHER_NAMES.get(_plain(asked), ()) if one in known]
     near = usual or difflib.get_close_matches(_plain(asked), known, n=1)
     otherwise = otherwise or f"there are: {', '.join(sorted(known.values()))}"
     hint = f"did you mean {known[near[0]]}?" if near else otherwise

@@ -80,6 +80,7 @@ def plan(
     loader: DataLoader[Any],
     *,
     loss: LossFunction,
+    target_batch: int,
     **options: Unpack[PlanKeywords],
 ) -> LibraryPlan:
     """Plan for an ``Accelerator``, set its accumulation steps, and make a loader of the planned batch size.
@@ -90,7 +91,8 @@ def plan(
         optimizer: before ``prepare``.
         loader: before ``prepare``; a ``DataLoader`` or torchdata's ``StatefulDataLoader``.
         loss: maps ``(model, batch)`` to the loss that the loop backpropagates.
-        options: those of `autobatch.plan`, such as ``target_batch`` and ``memory_budget``.
+        target_batch: samples per optimizer step, over all ranks.
+        options: those of `autobatch.plan`, such as ``memory_budget``.
 
     Raises:
         InputError: an option is invalid, or the loader was prepared before or has a batch sampler of its own.
@@ -107,7 +109,7 @@ def plan(
     )
     known = workload(model, optimizer, loader, loss=loss, mixed=accelerator.mixed_precision != "no")
     with on_host(model):
-        found = plan_for(known, loop, loader=partial(resized, loader), **options)
+        found = plan_for(known, loop, target_batch, loader=partial(resized, loader), **options)
     accelerator.gradient_accumulation_steps = found.accumulation_steps
     return found
 

@@ -86,13 +86,19 @@ class LibraryPlan(PlanResult, frozen=True, kw_only=True):
 
 
 def plan_for(
-    workload: Workload, loop: LibraryLoop, *, loader: Any = None, **options: Unpack[PlanKeywords]
+    workload: Workload,
+    loop: LibraryLoop,
+    target_batch: int,
+    *,
+    loader: Any = None,
+    **options: Unpack[PlanKeywords],
 ) -> LibraryPlan:
     """Probe and plan in equal micro-batches, and note what the library's loop makes of them.
 
     Args:
         workload: what the library trains.
         loop: how it trains.
+        target_batch: samples per optimizer step, over all ranks.
         loader: builds the user's loader for a batch size; None if the library does.
         options: those of `autobatch.plan`.
 
@@ -107,7 +113,9 @@ def plan_for(
     options["split"] = "count"
     # The check is for autobatch's own sum; the notes below say what the library's sum is.
     options.setdefault("split_check", "off")
-    found, limit, alone = _plan_with_ranks(lambda: library.plan(workload, **options), loop.world_size)
+    found, limit, alone = _plan_with_ranks(
+        lambda: library.plan(workload, target_batch=target_batch, **options), loop.world_size
+    )
     check_world_size(found, loop.world_size, loop.name)
     found = msgspec.structs.replace(found, micro_batch=limit)
     size, steps = even_split(found)

@@ -90,7 +90,14 @@ def batch_size(plan: Plan) -> int:
     return even_split(plan)[0]
 
 
-def plan(trainer: Any, module: Any, datamodule: Any = None, **options: Unpack[PlanKeywords]) -> LibraryPlan:
+def plan(
+    trainer: Any,
+    module: Any,
+    datamodule: Any = None,
+    *,
+    target_batch: int,
+    **options: Unpack[PlanKeywords],
+) -> LibraryPlan:
     """Plan for a Lightning ``Trainer``, and set its accumulation and the batch size.
 
     Args:
@@ -98,7 +105,8 @@ def plan(trainer: Any, module: Any, datamodule: Any = None, **options: Unpack[Pl
         module: the ``LightningModule``.
         datamodule: the ``LightningDataModule``, or the ``DataLoader`` that ``fit`` would get: then give
             ``plan.loader`` to ``fit``. None if the module has ``train_dataloader``.
-        options: those of `autobatch.plan`, such as ``target_batch`` and ``memory_budget``. Precision,
+        target_batch: samples per optimizer step, over all ranks.
+        options: those of `autobatch.plan`, such as ``memory_budget``. Precision,
             clipping and device are the trainer's.
 
     Raises:
@@ -130,7 +138,7 @@ def plan(trainer: Any, module: Any, datamodule: Any = None, **options: Unpack[Pl
             drop_last=drops_last(loader),
         )
         resize = None if given is None else partial(resized, given)
-        found = plan_for(workload(module, loader), loop, loader=resize, **options)
+        found = plan_for(workload(module, loader), loop, target_batch, loader=resize, **options)
         if holder is not None:
             setattr(*holder, found.micro_batch)
             _check_size(_loader(module, datamodule), found.micro_batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Unpack
 
 from lightning.pytorch.callbacks import Callback
@@ -15,11 +16,12 @@ class AutobatchFinder(Callback):  # type: ignore[misc]
     """A callback in place of ``BatchSizeFinder``: it plans before ``fit`` reads the data, and logs the plan.
 
     Args:
-        options: those of `autobatch.plan`; ``target_batch`` is required.
+        target_batch: samples per optimizer step, over all ranks.
+        options: those of `autobatch.plan`.
     """
 
-    def __init__(self, **options: Unpack[PlanKeywords]) -> None:
-        self._options = options
+    def __init__(self, *, target_batch: int, **options: Unpack[PlanKeywords]) -> None:
+        self._plan = partial(adapter.plan, target_batch=target_batch, **options)
         self.plan: LibraryPlan | None = None
         """The plan; None before ``fit``."""
 
@@ -29,7 +31,7 @@ class AutobatchFinder(Callback):  # type: ignore[misc]
             return
         source = trainer.fit_loop._data_source
         data = trainer.datamodule if source.is_module() else source.instance
-        self.plan = adapter.plan(trainer, pl_module, data, **self._options)
+        self.plan = self._plan(trainer, pl_module, data)
         if not source.is_module():  # fit got a loader
             source.instance = self.plan.loader
 

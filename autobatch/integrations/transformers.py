@@ -72,14 +72,15 @@ def arguments(plan: Plan, *, max_grad_norm: float | None = None) -> dict[str, An
     }
 
 
-def plan(trainer: Any, **options: Unpack[PlanKeywords]) -> LibraryPlan:
+def plan(trainer: Any, *, target_batch: int, **options: Unpack[PlanKeywords]) -> LibraryPlan:
     """Plan for a ``Trainer``, and set its batch size, accumulation steps and learning rate.
 
     An optimizer that the trainer was given keeps its own learning rate.
 
     Args:
         trainer: before ``train()``.
-        options: those of `autobatch.plan`, such as ``target_batch`` and ``memory_budget``. Precision,
+        target_batch: samples per optimizer step, over all ranks.
+        options: those of `autobatch.plan`, such as ``memory_budget``. Precision,
             clipping and device are the trainer's.
 
     Raises:
@@ -101,7 +102,7 @@ def plan(trainer: Any, **options: Unpack[PlanKeywords]) -> LibraryPlan:
     )
     with on_host(trainer.model), _checkpointing(trainer), kept_state(trainer):
         trainer.log = lambda *_, **__: None  # of a compute_loss that logs: its probe is no training
-        found = plan_for(workload(trainer), loop, **options)
+        found = plan_for(workload(trainer), loop, target_batch, **options)
     args.per_device_train_batch_size = found.micro_batch
     args.gradient_accumulation_steps = found.accumulation_steps
     if trainer.optimizer is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Unpack
 
 from transformers import TrainerCallback
@@ -16,12 +17,13 @@ class AutobatchCallback(TrainerCallback):  # type: ignore[misc]
 
     Args:
         trainer: the trainer to which this callback is added.
-        options: those of `autobatch.plan`; ``target_batch`` is required.
+        target_batch: samples per optimizer step, over all ranks.
+        options: those of `autobatch.plan`.
     """
 
-    def __init__(self, trainer: Any, **options: Unpack[PlanKeywords]) -> None:
+    def __init__(self, trainer: Any, *, target_batch: int, **options: Unpack[PlanKeywords]) -> None:
         self._trainer = trainer
-        self._options = options
+        self._plan = partial(adapter.plan, trainer, target_batch=target_batch, **options)
         self._open_loader = trainer.get_train_dataloader
         self.plan: LibraryPlan | None = None
         """The plan; None before ``train()``."""
@@ -44,7 +46,7 @@ class AutobatchCallback(TrainerCallback):  # type: ignore[misc]
         if self.plan is None:
             self._trainer.get_train_dataloader = self._open_loader
             try:
-                self.plan = adapter.plan(self._trainer, **self._options)
+                self.plan = self._plan()
             finally:
                 self._trainer.get_train_dataloader = self._planned_loader
         return self._open_loader()

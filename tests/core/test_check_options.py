@@ -5,15 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.core.check_options import expected, options_from, unknown_option
+from autobatch.core.check_options import OTHER_NAMES, expected, options_from, unknown_option
 from autobatch.core.errors import InputError
-from autobatch.core.options import AtLeastOne, AtLeastZero, Decay, Option, Positive, Seed
+from autobatch.core.options import (
+    AtLeastOne,
+    AtLeastZero,
+    Decay,
+    Option,
+    Positive,
+    Seed,
+    all_fields,
+    fields_of,
+)
 
 
 @given(st.integers(1, 2**62), st.integers(0, 10**6), st.floats(1e-6, 1e9))
@@ -90,7 +98,7 @@ def test_a_table_without_end_is_refused_in_one_line() -> None:
         deep = deep.pop("a")  # type: ignore[assignment]
 
 
-HELP = Option("Text.", "run", ("fit",), "N")
+HELP = Option("Text.", "N")
 
 
 @pytest.mark.parametrize(
@@ -115,19 +123,20 @@ def test_the_expected_values_are_described(annotation: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "annotation", "is_valid"),
-    [(0, AtLeastOne, False), (1, AtLeastOne, True), (0, AtLeastZero, True), (2**31, Seed, False),
-     (0.0, Positive, False), (1.0, Decay, False), (0.5, Decay, True)],
-)  # fmt: skip
-def test_the_ranges_are_those_of_their_names(number: float, annotation: Any, is_valid: bool) -> None:
-    if is_valid:
-        assert msgspec.convert(number, annotation) == number
-    else:
-        with pytest.raises(msgspec.ValidationError):
-            msgspec.convert(number, annotation)
+    ("asked", "command", "said"),
+    [
+        ("stpes", "fit", "did you mean steps?"),
+        ("zzz", "probe", "there are: device, ema, gradient_dtype, json, max_grad_norm, "),
+        ("batch_size", "fit", "did you mean target_batch?"),
+        ("--batch-size", "probe", "did you mean micro_batch?"),
+        ("--lr", "tune", "did you mean tune_lr?"),
+        ("fsdp", "estimate", "did you mean parallel?"),
+    ],
+)
+def test_an_unknown_option_gets_the_one_that_was_meant_or_all(asked: str, command: str, said: str) -> None:
+    assert unknown_option(asked, fields_of(command)).startswith(f"there is no option {asked}; {said}")
 
 
-def test_an_unknown_name_gets_the_nearest_one_or_all() -> None:
-    names = ["steps", "epochs"]
-    assert unknown_option("stpes", names) == "there is no option stpes; did you mean steps?"
-    assert unknown_option("zzz", names) == "there is no option zzz; there are: epochs, steps"
+def test_every_option_that_stands_for_one_of_another_tool_exists() -> None:
+    assert {one for options in OTHER_NAMES.values() for one in options} <= all_fields().keys()
+    assert not OTHER_NAMES.keys() & all_fields().keys()

@@ -39,15 +39,6 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         write_atomic(path, b"new")
 
 
-def test_a_replaced_file_keeps_its_mode_and_a_new_one_can_be_read_by_all(tmp_path, umask):
-    umask(0o022)
-    path = write_atomic(tmp_path / "file", b"old")
-    assert path.stat().st_mode & 0o777 == 0o644
-    path.chmod(0o600)
-    write_atomic(path, b"new")
-    assert path.stat().st_mode & 0o777 == 0o600
-
-
 def test_a_folder_in_the_way_is_an_error(tmp_path):
     (tmp_path / "file").mkdir()
     with pytest.raises(OSError, match="file"):
@@ -77,19 +68,7 @@ def test_a_replaced_file_keeps_its_mode_under_another_umask(tmp_path, umask):
 
 
 DEEP = 100_000
-NOT_JSON = [
-    "[" * DEEP,
-    "NaN",
-    "1e999",
-    "9" * 20,
-    "[-9223372036854775809]",
-    '{"a":' * DEEP,
-    "9" * 5000,
-    "{",
-    "",
-    "\udcff",
-    "nul\0",
-]
+NOT_JSON = ["[" * DEEP, "NaN", "1e999", '{"a":' * DEEP, "9" * 5000, "{", "", "\udcff", "nul\0"]
 NOT_TOML = ["a = " + "[" * DEEP, "a = " + "{a = " * DEEP, "a = " + "9" * 5000, "a = ", "\udcff", "a\0 = 1"]
 
 
