@@ -102,9 +102,9 @@ def test_a_limit_of_another_workload_is_not_returned(tmp_path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "is not JSON: Expecting value"),
-        (b"{", "is not JSON: Expecting property name"),
-        (b"\xff\xfe", "is not JSON: 'utf-8' codec"),
+        (b"", "is not JSON: "),
+        (b"{", "is not JSON: "),
+        (b"\xff\xfe", "is not JSON: "),
         (b"[" * 100_000, "is not JSON: "),
         (b'{"key": ' * 100_000, "is not JSON: "),
         (b'{"micro_batch": ' + b"9" * 5000 + b"}", "is not JSON: "),
