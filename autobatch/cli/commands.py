@@ -16,8 +16,15 @@ from autobatch.core.records import SCHEMA
 from autobatch.core.text import error_text, quoted
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
-from autobatch.device.hardware_profile import Figure, HardwareProfile, format_profile
-from autobatch.device.profiles import data_home, list_profiles, load_profile, save_profile
+from autobatch.device.profiles import (
+    Figure,
+    HardwareProfile,
+    data_home,
+    format_profile,
+    list_profiles,
+    load_profile,
+    save_profile,
+)
 
 Printer = Callable[[str], None]
 """Function that prints a text and a line end."""

@@ -1,26 +1,37 @@
 """The contract of a device: a memory budget, a way to enforce it, and readings.
 
 A `Device` returns a `Meter` for whatever runs on it: `enforced()` for a probe, `training()` for a real run.
-All that differs between GPUs, the CPU and simulated GPUs is an answer of these two protocols. Nothing outside
-this package depends on the kind of a device.
+All that differs between GPUs, the CPU and simulated GPUs is an answer of these two. Nothing outside this
+package depends on the kind of a device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+import gc
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
+import torch
+
+from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.units import MiB, format_bytes, parse_budget
 from autobatch.device.allocator.ledger import MemoryStats
+from autobatch.device.host import compiler_missing_on_cpu
 
 if TYPE_CHECKING:
-    import torch
-
     from autobatch.core.records import DeviceRecord, Precision
     from autobatch.device.allocator.caching import AllocatorConfig
     from autobatch.device.allocator.ledger import Allocator
     from autobatch.device.allocator.trace import Trace
-    from autobatch.device.hardware_profile import Libraries
+    from autobatch.device.profiles import Libraries
+
+HEADROOM_LEAST_BYTES = 512 * MiB
+"""The least headroom: for libraries that allocate past torch, the interpreter and loader workers."""
+GPU_HEADROOM_SHARE = 0.05
+"""Share of a GPU's memory that no budget takes by default, simulated GPUs included."""
 
 
 class Meter(Protocol):
@@ -46,87 +57,155 @@ class Meter(Protocol):
         """Return the allocation events since the session began; None if none are recorded."""
 
 
-class Device(Protocol):
-    """A place to train, with a memory budget."""
+class Device(ABC):
+    """A place to train, with a memory budget. The answers here are those of operators that the CPU runs."""
+
+    kind: ClassVar[str]
+    """``cuda``, ``cpu`` or ``sim``: for reports and cache keys, never to decide anything."""
+    gains_from_compile: ClassVar[bool] = False
+    """True if ``torch.compile`` is worth trying unasked. On the CPU it rarely pays for its time."""
+    reads_pinned_memory: ClassVar[bool] = False
+    """True if it copies from pinned host memory while it computes."""
+
+    def __init__(self, budget_bytes: int, budget_source: str) -> None:
+        self._budget_bytes, self._budget_source = budget_bytes, budget_source
 
     @property
-    def kind(self) -> str:
-        """``cuda``, ``cpu`` or ``sim``: for reports and cache keys, never to decide anything."""
+    def budget_bytes(self) -> int:
+        """Bytes that the allocator may hold, cached blocks included."""
+        return self._budget_bytes
 
     @property
     def torch_device(self) -> torch.device:
         """Device of the tensors."""
-
-    @property
-    def budget_bytes(self) -> int:
-        """Bytes the allocator may hold."""
+        return torch.device("cpu")
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
         """Major and minor of the GPU that runs the operators; None if the CPU runs them."""
-
-    @property
-    def allocator_config(self) -> AllocatorConfig | None:
-        """Settings of its caching allocator; None if it caches nothing."""
+        return None
 
     @property
     def libraries(self) -> Libraries | None:
         """Memory of the libraries on the GPU that runs the operators; None if the CPU runs them."""
+        return None
+
+    @property
+    def allocator_config(self) -> AllocatorConfig | None:
+        """Settings of its caching allocator; None if it caches nothing."""
+        return None
 
     @property
     def may_spill(self) -> bool:
         """True if the driver may move memory to the host where an allocation should fail."""
-
-    @property
-    def reads_pinned_memory(self) -> bool:
-        """True if it copies from pinned host memory while it computes."""
-
-    @property
-    def gains_from_compile(self) -> bool:
-        """True if ``torch.compile`` is worth trying unasked."""
-
-    def default_precision(self) -> Precision:
-        """Return the precision of ``--precision auto``."""
+        return False
 
     def native_precisions(self) -> tuple[Precision, ...]:
-        """Return the precisions that it computes in without emulation, the default first.
+        """Return the precisions that it computes in without emulation, that of ``--precision auto`` first.
 
         16 bits that are slower than 32 are no choice. fp16 is one only without bf16: at the same speed, it
         needs a loss scale and overflows sooner.
         """
+        names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        native = any(getattr(torch.cpu, name, lambda: False)() for name in names)
+        return ("fp32", "bf16") if native else ("fp32",)
 
     def optimizer_implementations(self) -> tuple[str, ...]:
         """Return the implementations of an optimizer that differ here, ``default`` first."""
+        return ("default", "foreach", "fused")
 
     def compiler_missing(self) -> str | None:
         """Return what ``torch.compile`` lacks here, in words; None if nothing."""
+        return compiler_missing_on_cpu()
 
+    @abstractmethod
     def new_allocator(self) -> Allocator:
         """Return an empty model of its allocator, limited to the budget, to replay events in."""
 
+    @abstractmethod
     def describe(self) -> DeviceRecord:
         """Read the machine anew and return name, total, budget and the other processes that hold memory."""
 
+    @abstractmethod
     def enforced(self) -> AbstractContextManager[Meter]:
         """Start with an empty cache, and raise ``torch.OutOfMemoryError`` over the budget in the block."""
 
+    @abstractmethod
     def training(self) -> AbstractContextManager[Meter]:
         """Run real training within the block, at full speed if the device itself enforces its limit."""
 
     def why_not_expandable(self) -> str | None:
         """Return why its allocator cannot switch to expandable segments; None if it can."""
+        return "only the allocator of a GPU keeps segments"
 
-    def expandable(self) -> Device:
+    def expandable(self) -> Self:
         """Return the same device with expandable segments, if its allocator can switch to them."""
+        return self
 
-    def budgeted(self, budget_bytes: int) -> Device:
+    def budgeted(self, budget_bytes: int) -> Self:
         """Return the same device with the budget of a probe, or with as much of it as is free."""
+        other = copy.copy(self)
+        other._budget_bytes = budget_bytes
+        return other
 
     def refuses(self, stats: MemoryStats) -> str | None:
         """Return why a step that ran does not count as fitting (retries, for example); None if it fits."""
+        return None
 
     def release(self) -> None:
-        """Free cached memory; call it outside of any ``except`` block."""
+        """Collect garbage, and free cached memory; call it outside of any ``except`` block."""
+        gc.collect()
 
-    def synchronize(self) -> None:
-        """Wait until the device has finished its work."""
+    def synchronize(self) -> None:  # noqa: B027 - the CPU has nothing to wait for
+        """Wait until the device has finished its work. Operators on the CPU have when they return."""
+
+
+def resolve_budget(
+    asked: str | int | None,
+    *,
+    total_bytes: int,
+    available: Sequence[tuple[int, str]],
+    headroom_share: float,
+    owner: str,
+) -> tuple[int, str]:
+    """Return the bytes that the allocator may hold, and how they were determined, in words.
+
+    Args:
+        asked: The user's budget, taken literally: a size or a share of the total. None for the available
+            memory less a headroom.
+        total_bytes: Memory of the device.
+        available: Signed terms that add up to the available memory, each in bytes and in words.
+        headroom_share: Share of the total to leave free; at least `HEADROOM_LEAST_BYTES` are left.
+        owner: Name of the device in messages.
+
+    Raises:
+        InputError: The budget is no size, or exceeds the total.
+        DoesNotFitError: Nothing is left after the headroom.
+    """
+    if asked is not None:
+        budget_bytes = parse_budget(asked, whole_bytes=total_bytes)
+        if budget_bytes > total_bytes:
+            raise InputError(
+                f"the memory budget is {format_bytes(budget_bytes)} ({asked}), but {owner} has "
+                f"{format_bytes(total_bytes)} ({total_bytes} bytes): ask for no more than that"
+            )
+        return budget_bytes, f"as set: {asked}"
+    headroom_bytes = max(int(total_bytes * headroom_share), HEADROOM_LEAST_BYTES)
+    budget_bytes = min(sum(size for size, _ in available), total_bytes) - headroom_bytes
+    is_least = headroom_bytes == HEADROOM_LEAST_BYTES
+    headroom = f"headroom, {'the least' if is_least else f'{headroom_share:.0%} of the total'}"
+    words = _sum_in_words([*available, (-headroom_bytes, headroom)])
+    if budget_bytes <= 0:
+        raise DoesNotFitError(
+            f"no memory is left to train in on {owner}: {words}; "
+            "end other processes that use it, or set --memory-budget, which takes no headroom off"
+        )
+    return budget_bytes, words
+
+
+def _sum_in_words(terms: Sequence[tuple[int, str]]) -> str:
+    text = ""
+    for size, words in terms:
+        sign = " - " if size < 0 else " + " if text else ""
+        text += f"{sign}{format_bytes(abs(size))} {words}"
+    return text

@@ -6,8 +6,6 @@ at full speed, with nothing counted.
 
 from __future__ import annotations
 
-import copy
-import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -19,9 +17,7 @@ from autobatch.core.units import format_bytes, parse_budget
 from autobatch.device.allocator.ledger import BudgetExceeded, CountingAllocator, MemoryStats
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.allocator.tracker import StorageMeter
-from autobatch.device.base import Meter
-from autobatch.device.budget import resolve_budget
-from autobatch.device.cpu_operators import CpuOperators
+from autobatch.device.base import Device, Meter, resolve_budget
 from autobatch.device.host import HostMemory, cpu_name, host_memory
 
 _NOTHING = nullcontext()
@@ -52,7 +48,7 @@ class SilentMeter:
         return None
 
 
-class CpuDevice(CpuOperators):
+class CpuDevice(Device):
     """The CPU, with a budget of host memory for tensors.
 
     Args:
@@ -66,6 +62,8 @@ class CpuDevice(CpuOperators):
         DoesNotFitError: No memory is left after the headroom.
     """
 
+    kind = "cpu"
+
     def __init__(
         self,
         *,
@@ -74,26 +72,11 @@ class CpuDevice(CpuOperators):
         notes: Sequence[str] = (),
     ) -> None:
         self._memory = host_memory() if memory is None else memory
-        self._budget_bytes, self._budget_source = _budget(memory_budget, self._memory)
-        self._name = cpu_name()
+        super().__init__(*_budget(memory_budget, self._memory))
         self._notes = notes
 
-    @property
-    def kind(self) -> str:
-        """``cpu``."""
-        return "cpu"
-
-    @property
-    def budget_bytes(self) -> int:
-        """Bytes that live tensors may hold."""
-        return self._budget_bytes
-
-    @property
-    def allocator_config(self) -> None:
-        """None: freed memory goes back to the C library."""
-
     def new_allocator(self) -> CountingAllocator:
-        """Return an empty allocator limited to the budget."""
+        """Return an empty allocator limited to the budget. Freed memory goes back to the C library."""
         return CountingAllocator(self._budget_bytes)
 
     def describe(self) -> DeviceRecord:
@@ -101,7 +84,7 @@ class CpuDevice(CpuOperators):
         total = self._memory.total_bytes
         return DeviceRecord(
             kind=self.kind,
-            name=self._name,
+            name=cpu_name(),
             total_bytes=self._budget_bytes if total is None else total,
             budget_bytes=self._budget_bytes,
             budget_source=self._budget_source,
@@ -121,28 +104,6 @@ class CpuDevice(CpuOperators):
     def training(self) -> Iterator[Meter]:
         """Count nothing within the block."""
         yield SilentMeter()
-
-    def why_not_expandable(self) -> str | None:
-        """Return that host memory has no segments."""
-        return "only the allocator of a GPU keeps segments"
-
-    def expandable(self) -> CpuDevice:
-        """Return this device: there is nothing to change."""
-        return self
-
-    def budgeted(self, budget_bytes: int) -> CpuDevice:
-        """Return the same device with the budget of a probe."""
-        other = copy.copy(self)
-        other._budget_bytes = budget_bytes
-        return other
-
-    def refuses(self, stats: MemoryStats) -> str | None:
-        """Return None: every step that ran was counted and fits."""
-        return None
-
-    def release(self) -> None:
-        """Collect garbage that still holds tensors; nothing is cached."""
-        gc.collect()
 
 
 def refusal_text(error: BudgetExceeded) -> str:

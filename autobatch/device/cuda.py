@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -20,8 +19,7 @@ import torch
 from autobatch.core.records import DeviceRecord, MemoryHolder
 from autobatch.device import cuda_allocator, nvml
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
-from autobatch.device.budget import GPU_HEADROOM_SHARE, resolve_budget
-from autobatch.device.compiler import missing_on_gpu
+from autobatch.device.base import GPU_HEADROOM_SHARE, Device, resolve_budget
 from autobatch.device.cuda_allocator import CudaMeter, recorded, why_refused
 from autobatch.device.cuda_gpus import (
     bytes_of_process,
@@ -34,9 +32,9 @@ from autobatch.device.cuda_gpus import (
     require_gpu,
     require_kernels,
 )
-from autobatch.device.hardware_profile import Libraries, Processors
-from autobatch.device.host import is_wsl
+from autobatch.device.host import compiler_missing_on_gpu, is_wsl
 from autobatch.device.oom import lost_context_ignored
+from autobatch.device.profiles import Libraries, Processors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
     from autobatch.device.allocator.ledger import MemoryStats
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """One CUDA GPU and its memory budget.
 
     Args:
@@ -62,6 +60,10 @@ class CudaDevice:
         The budget leaves out the driver's share, the CUDA context and what libraries allocate past torch
         (NCCL). The headroom is for them.
     """
+
+    kind = "cuda"
+    gains_from_compile = True
+    reads_pinned_memory = True
 
     def __init__(self, *, index: int, memory_budget: str | int | None) -> None:
         require_gpu(index)
@@ -90,7 +92,7 @@ class CudaDevice:
         if cap_bytes - held_bytes < free_bytes and cap_bytes < self._properties.total_memory:
             free_bytes, source = max(0, cap_bytes - held_bytes), "set_per_process_memory_fraction"
         self._available_bytes = min(free_bytes + held_bytes, self._properties.total_memory)
-        self._budget_bytes, self._budget_source = resolve_budget(
+        budget_bytes, budget_source = resolve_budget(
             memory_budget,
             total_bytes=self._properties.total_memory,
             available=[
@@ -100,21 +102,12 @@ class CudaDevice:
             headroom_share=GPU_HEADROOM_SHARE,
             owner="the GPU",
         )
-
-    @property
-    def kind(self) -> str:
-        """``cuda``."""
-        return "cuda"
+        super().__init__(budget_bytes, budget_source)
 
     @property
     def torch_device(self) -> torch.device:
         """``cuda:N``."""
         return torch.device("cuda", self._index)
-
-    @property
-    def budget_bytes(self) -> int:
-        """Bytes the allocator may reserve, cached blocks included."""
-        return self._budget_bytes
 
     @property
     def compute_capability(self) -> tuple[int, int]:
@@ -146,20 +139,6 @@ class CudaDevice:
         """True on Windows, whose driver does, and if the GPU has no memory of its own."""
         return sys.platform == "win32" or is_wsl() or bool(self._properties.is_integrated)
 
-    @property
-    def reads_pinned_memory(self) -> bool:
-        """True: copies run beside the kernels."""
-        return True
-
-    @property
-    def gains_from_compile(self) -> bool:
-        """True: fused kernels save memory traffic."""
-        return True
-
-    def default_precision(self) -> Precision:
-        """Return bf16 on GPUs built for it (8.0 and later), else fp32."""
-        return "bf16" if self.compute_capability >= (8, 0) else "fp32"
-
     def native_precisions(self) -> tuple[Precision, ...]:
         """Return what the tensor cores compute in: bf16 from 8.0 on, fp16 from 7.0 on."""
         if self.compute_capability >= (8, 0):
@@ -171,8 +150,8 @@ class CudaDevice:
         return ("default", "fused")
 
     def compiler_missing(self) -> str | None:
-        """See `autobatch.device.compiler.missing_on_gpu`."""
-        return missing_on_gpu(self.compute_capability)
+        """Return what `autobatch.device.host.compiler_missing_on_gpu` finds."""
+        return compiler_missing_on_gpu(self.compute_capability)
 
     def describe(self) -> DeviceRecord:
         """Read the driver anew and return name, total, budget and the other processes that hold memory."""
@@ -253,7 +232,7 @@ class CudaDevice:
 
     def release(self) -> None:
         """Return cached segments to the driver; call it outside of any ``except`` block."""
-        gc.collect()
+        super().release()
         with lost_context_ignored():
             torch.cuda.empty_cache()
 

@@ -1,4 +1,6 @@
-"""Host memory that this process may use: the lower of the machine's and its control groups' figures.
+"""The machine: the memory that this process may use, its processor, and what compiles kernels there.
+
+Memory is the lower of the machine's and its control groups' figures.
 
 Control groups: docs.kernel.org/admin-guide/cgroup-v2.html (``memory.max``, ``memory.current``) and
 cgroup-v1/memory.html (``memory.limit_in_bytes``, ``memory.usage_in_bytes``). Their usage includes the page
@@ -7,11 +9,17 @@ cache, of which the kernel can reclaim ``inactive_file``: that part counts as av
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
+import shutil
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+LEAST_COMPILED_CAPABILITY = (7, 0)
+"""The first GPUs for which Inductor has kernels (``has_triton`` in torch/utils/_triton.py)."""
 
 
 class HostMemory(NamedTuple):
@@ -92,6 +100,28 @@ def cpu_name(*, proc: Path = Path("/proc")) -> str:
     return platform.processor() or platform.machine() or "CPU"
 
 
+def compiler_missing_on_cpu() -> str | None:
+    """Return what is missing for kernels of the CPU, which Inductor writes in C++; None if nothing."""
+    if not _is_found(os.environ.get("CXX"), "g++", "clang++", "c++"):
+        return "torch.compile needs a C++ compiler on the CPU"
+    return _headers_missing()
+
+
+def compiler_missing_on_gpu(capability: tuple[int, int]) -> str | None:
+    """Return what is missing for kernels of a GPU, which Triton compiles; None if nothing.
+
+    Triton compiles a module in C that launches them (triton/runtime/build.py).
+    """
+    if capability < LEAST_COMPILED_CAPABILITY:
+        needed, found = (".".join(map(str, one)) for one in (LEAST_COMPILED_CAPABILITY, capability))
+        return f"torch.compile needs a GPU of compute capability {needed} or later, found {found}"
+    if importlib.util.find_spec("triton") is None:
+        return "torch.compile needs triton on a GPU"
+    if not _is_found(os.environ.get("CC"), "gcc", "clang"):
+        return "torch.compile needs gcc or clang on a GPU"
+    return _headers_missing()
+
+
 def _machine(proc: Path) -> HostMemory:
     total = _field(proc / "meminfo", "MemTotal:") * 1024
     available = _field(proc / "meminfo", "MemAvailable:") * 1024
@@ -149,3 +179,12 @@ def _field(path: Path, name: str) -> int:
         if len(words) >= 2 and words[0] == name and words[1].isdigit():
             return int(words[1])
     return 0
+
+
+def _is_found(*programs: str | None) -> bool:
+    return any(program and shutil.which(program) for program in programs)
+
+
+def _headers_missing() -> str | None:
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    return None if headers.exists() else f"torch.compile needs Python's headers, and {headers} is not there"

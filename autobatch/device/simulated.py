@@ -8,7 +8,6 @@ found here is not the GPU's (`autobatch.footprint.predict` is for that).
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,12 +15,10 @@ from dataclasses import replace
 from autobatch.core.records import DeviceRecord
 from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
-from autobatch.device.allocator.ledger import BudgetExceeded, MemoryStats, cuda_oom_text
+from autobatch.device.allocator.ledger import BudgetExceeded, cuda_oom_text
 from autobatch.device.allocator.tracker import StorageMeter
-from autobatch.device.base import Meter
-from autobatch.device.budget import GPU_HEADROOM_SHARE, resolve_budget
-from autobatch.device.cpu_operators import CpuOperators
-from autobatch.device.hardware_profile import HardwareProfile
+from autobatch.device.base import GPU_HEADROOM_SHARE, Device, Meter, resolve_budget
+from autobatch.device.profiles import HardwareProfile
 
 USUAL_CONTEXT_BYTES = 512 * MiB
 """CUDA context of a GPU without a figure: CUDA's out-of-memory texts show between 0.1 and 0.7 GiB."""
@@ -48,7 +45,7 @@ def context_bytes(profile: HardwareProfile) -> int:
     return USUAL_CONTEXT_BYTES if profile.context_bytes is None else profile.context_bytes
 
 
-class SimulatedDevice(CpuOperators):
+class SimulatedDevice(Device):
     """The GPU of a hardware profile, simulated on the CPU.
 
     Args:
@@ -62,6 +59,8 @@ class SimulatedDevice(CpuOperators):
         DoesNotFitError: The GPU is smaller than its CUDA context and the headroom.
     """
 
+    kind = "sim"
+
     def __init__(
         self,
         profile: HardwareProfile,
@@ -69,20 +68,10 @@ class SimulatedDevice(CpuOperators):
         *,
         expandable_segments: bool = False,
     ) -> None:
+        super().__init__(*simulated_budget(profile, memory_budget))
         self._profile = profile
-        self._budget_bytes, self._budget_source = simulated_budget(profile, memory_budget)
         self._config = AllocatorConfig(expandable_segments=expandable_segments)
         self._session: CachingAllocator | None = None
-
-    @property
-    def kind(self) -> str:
-        """``sim``."""
-        return "sim"
-
-    @property
-    def budget_bytes(self) -> int:
-        """Bytes the allocator may reserve, cached blocks included."""
-        return self._budget_bytes
 
     @property
     def allocator_config(self) -> AllocatorConfig:
@@ -131,19 +120,9 @@ class SimulatedDevice(CpuOperators):
         other._config = replace(self._config, expandable_segments=True)
         return other
 
-    def budgeted(self, budget_bytes: int) -> SimulatedDevice:
-        """Return the same GPU with the budget of a probe."""
-        other = copy.copy(self)
-        other._budget_bytes = budget_bytes
-        return other
-
-    def refuses(self, stats: MemoryStats) -> str | None:
-        """Return None: every step that ran fits, retries included."""
-        return None
-
     def release(self) -> None:
         """Collect garbage that still holds tensors, and free what the running session has cached."""
-        gc.collect()
+        super().release()
         if self._session is not None:
             self._session.release()
 

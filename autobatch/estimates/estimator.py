@@ -26,7 +26,7 @@ from autobatch.core.records import Estimate, Parallel, Plan, RankEstimate, Remed
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
 from autobatch.device.allocator.trace import replay
-from autobatch.device.hardware_profile import HardwareProfile
+from autobatch.device.profiles import HardwareProfile
 from autobatch.distributed.sharding.checks import sync_of
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.estimates.gpus import (

@@ -10,9 +10,8 @@ from autobatch.core.errors import InputError
 from autobatch.core.options import Options
 from autobatch.core.records import Estimate, Precision
 from autobatch.core.units import GiB, format_bytes
-from autobatch.device.budget import GPU_HEADROOM_SHARE, resolve_budget
-from autobatch.device.hardware_profile import HardwareProfile
-from autobatch.device.profiles import list_profiles, load_profile
+from autobatch.device.base import GPU_HEADROOM_SHARE, resolve_budget
+from autobatch.device.profiles import HardwareProfile, list_profiles, load_profile
 from autobatch.device.simulated import context_bytes
 from autobatch.footprint.predict import gpu_allocator
 from autobatch.footprint.remedies import NATIVE_BF16, Spending

@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from autobatch.device.allocator.blocks import Block, Pool
+from autobatch.device.allocator.caching import Block, Pool
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.tracing.recording import Label

@@ -27,7 +27,7 @@ from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.allocator.trace import Replay, replay
 from autobatch.device.cuda_allocator import FUSED_WORKSPACE_BYTES, WorkspaceRule, workspace_rule
-from autobatch.device.hardware_profile import Libraries
+from autobatch.device.profiles import Libraries
 from autobatch.footprint.fit_sizes import Unpredictable, fit
 from autobatch.footprint.largest import largest_micro_batch
 from autobatch.footprint.program import Program, TooLong, Untraceable

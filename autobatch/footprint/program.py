@@ -20,7 +20,7 @@ import msgspec
 from autobatch.core.errors import AutobatchError
 from autobatch.device.allocator.onednn_workspace import whole_pages
 from autobatch.device.allocator.trace import FREE, Trace
-from autobatch.device.hardware_profile import USUAL_PROCESSORS, Processors
+from autobatch.device.profiles import USUAL_PROCESSORS, Processors
 from autobatch.footprint.reductions import Reduction, scratch_bytes
 
 

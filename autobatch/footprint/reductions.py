@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple, Self
 
-from autobatch.device.hardware_profile import Processors
+from autobatch.device.profiles import Processors
 
 _WARP = 32
 _MOST_THREADS = 512

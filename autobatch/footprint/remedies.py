@@ -17,7 +17,7 @@ from autobatch.core.records import Remedy
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import replay
-from autobatch.device.hardware_profile import Libraries
+from autobatch.device.profiles import Libraries
 from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.predict import Footprint, largest_on, program_on
 from autobatch.footprint.program import Polynomial, Program, Untraceable

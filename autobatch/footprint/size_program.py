@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autobatch.device.allocator.trace import FREE
-from autobatch.device.hardware_profile import USUAL_PROCESSORS
+from autobatch.device.profiles import USUAL_PROCESSORS
 from autobatch.footprint.program import DerivedSize, Origin, Untraceable, derived_bytes
 from autobatch.footprint.tracing.recording import Recording
 

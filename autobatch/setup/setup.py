@@ -21,8 +21,8 @@ from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.base import Device
 from autobatch.device.cuda_allocator import allocator_options
-from autobatch.device.hardware_profile import Libraries
 from autobatch.device.oom import memory_named
+from autobatch.device.profiles import Libraries
 from autobatch.device.select import device_kind, open_device
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import rank_share
@@ -232,7 +232,7 @@ def budget_of(options: Options, *, is_demo: bool) -> str | int | None:
 
 def precision_of(options: Options, device: Device) -> Precision:
     """Return the precision that was asked for, else the device's default."""
-    return device.default_precision() if options.device.precision == "auto" else options.device.precision
+    return device.native_precisions()[0] if options.device.precision == "auto" else options.device.precision
 
 
 def describe_setup(setup: Setup) -> SetupInfo:

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from autobatch.device.hardware_profile import Figure, HardwareProfile, format_profile, read_profile
+from autobatch.device.profiles import Figure, HardwareProfile, format_profile, read_profile
 from benchmarks.gpu.claims import Found, table
 from benchmarks.gpu.journal import DONE, FILE, Journal, latest
 from benchmarks.gpu.recordings import GOLDEN_FILE, TRACES_FILE

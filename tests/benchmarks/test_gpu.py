@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from autobatch.core.units import GiB, MiB
-from autobatch.device.hardware_profile import read_profile
-from autobatch.device.profiles import load_profile
+from autobatch.device.profiles import load_profile, read_profile
 from benchmarks.gpu import claims, commands, keep
 from benchmarks.gpu.__main__ import measure
 from benchmarks.gpu.facts import large_blocks

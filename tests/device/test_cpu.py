@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -14,34 +16,76 @@ from autobatch.device.host import HostMemory, cpu_name
 HOST = HostMemory(16 * GiB, 8 * GiB, "a made-up machine")
 
 
-def test_an_asked_budget_is_taken_literally():
-    assert CpuDevice(memory_budget="6GiB", memory=HOST).budget_bytes == 6 * GiB
-    assert CpuDevice(memory_budget="50%", memory=HOST).budget_bytes == 8 * GiB
-    assert CpuDevice(memory_budget=16 * GiB, memory=HOST).budget_bytes == 16 * GiB
-    unknown = HostMemory(None, None, "this system does not report its memory")
-    assert CpuDevice(memory_budget="2GiB", memory=unknown).budget_bytes == 2 * GiB
+UNKNOWN = HostMemory(None, None, "not known")
+FULL = HostMemory(2 * GiB, 512 * MiB, "full")
 
 
-def test_the_default_budget_leaves_a_headroom():
-    assert CpuDevice(memory=HOST).budget_bytes == 8 * GiB - round(1.6 * GiB)
-    small = HostMemory(2 * GiB, GiB, "a small one")
-    assert CpuDevice(memory=small).budget_bytes == 512 * MiB
-    assert "512 MiB" in CpuDevice(memory=small).describe().budget_source
+@pytest.mark.parametrize(
+    ("asked", "memory", "budget", "source"),
+    [
+        ("6GiB", HOST, 6 * GiB, "as set: 6GiB"),
+        ("50%", HOST, 8 * GiB, "as set: 50%"),
+        (16 * GiB, HOST, 16 * GiB, f"as set: {16 * GiB}"),
+        ("2GiB", UNKNOWN, 2 * GiB, "as set: 2GiB"),
+        (
+            None,
+            HOST,
+            8 * GiB - round(1.6 * GiB),
+            "8.00 GiB available (a made-up machine) - 1.60 GiB headroom, 10% of the total",
+        ),
+        (
+            None,
+            HostMemory(2 * GiB, GiB, "small"),
+            512 * MiB,
+            "1.00 GiB available (small) - 512 MiB headroom, the least",
+        ),
+        (None, FULL._replace(available_bytes=512 * MiB + 1), 1, None),
+    ],
+)
+def test_the_budget_is_as_asked_else_what_is_available_less_a_headroom(asked, memory, budget, source):
+    record = CpuDevice(memory_budget=asked, memory=memory).describe()
+    assert record.budget_bytes == budget
+    assert source in (None, record.budget_source)
 
 
 @pytest.mark.parametrize(
     ("budget", "memory", "error", "words"),
     [
-        ("17GiB", HOST, InputError, r"17\.0 GiB.*16\.0 GiB"),
+        ("17GiB", HOST, InputError, r"17\.0 GiB \(17GiB\), but this machine has 16\.0 GiB"),
+        (16 * GiB + 1, HOST, InputError, "16"),
         ("nonsense", HOST, InputError, "nonsense"),
-        (None, HostMemory(None, None, "not known"), InputError, "not known.*memory-budget"),
-        ("50%", HostMemory(None, None, "not known"), InputError, "50%.*not known"),
-        (None, HostMemory(2 * GiB, 512 * MiB, "full"), DoesNotFitError, "512 MiB.*512 MiB"),
+        (None, UNKNOWN, InputError, "not known.*memory-budget"),
+        ("50%", UNKNOWN, InputError, "50%.*not known"),
+        (None, FULL, DoesNotFitError, r"512 MiB available \(full\) - 512 MiB headroom.*--memory-budget"),
     ],
 )
 def test_an_impossible_budget_names_both_numbers(budget, memory, error, words):
     with pytest.raises(error, match=words):
         CpuDevice(memory_budget=budget, memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("supported", "precisions"),
+    [
+        ("", ("fp32",)),
+        ("_is_avx512_bf16_supported", ("fp32", "bf16")),
+        ("_is_amx_tile_supported", ("fp32", "bf16")),
+    ],
+)
+def test_bf16_is_a_choice_on_cpus_that_compute_in_it(supported, precisions, monkeypatch):
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda found=name == supported: found, raising=False)
+    assert CpuDevice(memory_budget="1GiB").native_precisions() == precisions
+
+
+def test_the_default_optimizer_steps_one_parameter_at_a_time():
+    """Then torch's lists are another choice; the oracle is torch's own rule for its default."""
+    rules = importlib.import_module("torch.optim.optimizer")
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    _, foreach = rules._default_to_fused_or_foreach([parameter], False, False)
+    device = CpuDevice(memory_budget="1GiB")
+    assert ("foreach" in device.optimizer_implementations()) is not foreach
+    assert (device.compute_capability, device.libraries, device.may_spill) == (None, None, False)
 
 
 def test_a_step_over_the_budget_raises_and_the_next_one_runs():

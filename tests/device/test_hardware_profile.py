@@ -11,7 +11,7 @@ import pytest
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
 from autobatch.core.units import GiB, MiB
-from autobatch.device.hardware_profile import Figure, HardwareProfile, format_profile, read_profile
+from autobatch.device.profiles import Figure, HardwareProfile, format_profile, read_profile
 from tests.support.hardware import a_profile
 
 SHIPPED = sorted((Path(__file__).parents[2] / "profiles").glob("*.toml"))

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
+import sysconfig
+
 import pytest
 
 from autobatch.core.units import GiB, MiB
-from autobatch.device.host import count_oom_kills, cpu_name, has_gpu_driver, host_memory
+from autobatch.device.host import (
+    compiler_missing_on_cpu,
+    compiler_missing_on_gpu,
+    count_oom_kills,
+    cpu_name,
+    has_gpu_driver,
+    host_memory,
+)
 
 
 @pytest.fixture
@@ -124,3 +135,29 @@ def test_killed_processes_are_counted_in_the_control_group_and_on_the_machine(tr
 def test_the_driver_of_a_gpu_is_seen_by_its_device_file(name: str, is_one: bool, tmp_path) -> None:
     (tmp_path / name).touch()
     assert has_gpu_driver(devices=tmp_path) is is_one
+
+
+@pytest.mark.parametrize(
+    ("missing", "there", "said"),
+    [
+        (compiler_missing_on_cpu, "", "a C++ compiler on the CPU"),
+        (compiler_missing_on_cpu, "c++", "Python's headers"),
+        (compiler_missing_on_cpu, "c++ Python.h", None),
+        (lambda: compiler_missing_on_gpu((6, 1)), "", "compute capability 7.0 or later, found 6.1"),
+        (lambda: compiler_missing_on_gpu((9, 0)), "", "triton on a GPU"),
+        (lambda: compiler_missing_on_gpu((9, 0)), "triton", "gcc or clang on a GPU"),
+        (lambda: compiler_missing_on_gpu((9, 0)), "triton my-cc", "Python's headers"),
+        (lambda: compiler_missing_on_gpu((7, 0)), "triton gcc Python.h", None),
+    ],
+)
+def test_what_compiling_a_model_lacks_is_named(missing, there, said, monkeypatch, tmp_path):
+    """The environment names the compiler ``my-cc``."""
+    monkeypatch.setenv("CC", "my-cc")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in there.split() else None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in there else None)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    if "Python.h" in there:
+        (tmp_path / "Python.h").touch()
+    found = missing()
+    assert found is said is None or said in found

@@ -7,13 +7,11 @@ import pytest
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
-from autobatch.core.units import GiB
-from autobatch.device.hardware_profile import format_profile
 from autobatch.device.profiles import (
     data_home,
+    format_profile,
     list_profiles,
     load_profile,
-    match_profile,
     profile_folder,
     save_profile,
 )
@@ -118,35 +116,6 @@ def test_a_folder_beside_an_installed_package_is_ignored(tmp_path, fake_package)
     assert list_profiles(user_dir=tmp_path, package=fake_package.name).profiles == ()
     with pytest.raises(InputError, match="known are none"):
         load_profile("alien", user_dir=tmp_path, package=fake_package.name)
-
-
-@pytest.mark.parametrize(
-    ("name", "total", "capability", "expected"),
-    [
-        ("NVIDIA H200", 139.8, (9, 0), "h200"),
-        ("NVIDIA H20", 139.8, (9, 0), None),
-        ("NVIDIA H200 NVL", 139.8, (9, 0), None),
-        ("NVIDIA H200 MIG 1g.18gb", 16.0, (9, 0), None),
-        ("NVIDIA H200", 16.0, (9, 0), None),
-        ("NVIDIA H200", 139.8, (10, 0), None),
-        ("Tesla T4", 14.75, (7, 5), "t4"),
-        ("NVIDIA A10", 22.06, (8, 6), "a10"),
-        ("NVIDIA A100-SXM4-40GB", 39.4, (8, 0), "a100-40gb"),
-        ("NVIDIA A100-SXM4-80GB", 79.25, (8, 0), "a100-80gb"),
-        ("NVIDIA GeForce RTX 3060", 8.0, (8, 6), None),
-        ("NVIDIA GeForce RTX 4090", 23.99, (8, 9), "rtx-4090"),
-        ("NVIDIA L4", 22.03, (8, 9), "l4"),
-        ("NVIDIA L40S", 44.4, (8, 9), "l40s"),
-    ],
-)
-def test_a_gpu_matches_by_its_whole_name_size_and_capability(tmp_path, name, total, capability, expected):
-    found = match_profile(name, int(total * GiB), capability, user_dir=tmp_path)
-    assert (found.name if found else None) == expected
-
-
-def test_a_saved_profile_is_matched_too(tmp_path):
-    save_profile(a_profile(), user_dir=tmp_path)
-    assert match_profile("my  gpu", 8 * GiB, (8, 6), user_dir=tmp_path).name == "my-gpu"
 
 
 def test_a_saved_profile_reads_back_equal(tmp_path):

@@ -9,7 +9,7 @@ from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.trace import replay
 from autobatch.device.base import Device
-from autobatch.device.hardware_profile import HardwareProfile
+from autobatch.device.profiles import HardwareProfile
 from autobatch.device.simulated import SimulatedDevice
 from tests.support.hardware import a_figure, a_profile
 

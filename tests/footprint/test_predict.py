@@ -13,7 +13,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
-from autobatch.device.hardware_profile import USUAL_PROCESSORS, Libraries
+from autobatch.device.profiles import USUAL_PROCESSORS, Libraries
 from autobatch.footprint import predict as predicting
 from autobatch.footprint.fit_sizes import Unpredictable
 from autobatch.footprint.largest import largest_micro_batch

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autobatch.device.allocator.trace import FREE
-from autobatch.device.hardware_profile import Processors
+from autobatch.device.profiles import Processors
 from autobatch.footprint.reductions import Dimension, Reduction, scratch_bytes
 
 H100 = Processors(132, 2048)

@@ -50,7 +50,7 @@ def test_the_demo_has_the_budget_of_the_device_that_auto_finds(monkeypatch) -> N
 
 
 def test_the_device_chooses_the_precision_unless_one_is_given() -> None:
-    device = SimpleNamespace(default_precision=lambda: "bf16")
+    device = SimpleNamespace(native_precisions=lambda: ("bf16", "fp32"))
     assert precision_of(Options(), device) == "bf16"
     assert precision_of(Options().with_values(precision="fp16"), device) == "fp16"
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.device.cuda_allocator import trace_of
-from autobatch.device.hardware_profile import Processors
+from autobatch.device.profiles import Processors
 from autobatch.footprint.program import derived_bytes
 from autobatch.footprint.tracing.cuda_policy import cuda_policy
 from autobatch.footprint.tracing.recording import Recording

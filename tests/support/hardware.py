@@ -10,8 +10,7 @@ from autobatch.core.records import DeviceRecord
 from autobatch.core.units import GiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.cpu import CpuDevice
-from autobatch.device.hardware_profile import Figure, HardwareProfile
-from autobatch.device.profiles import load_profile
+from autobatch.device.profiles import Figure, HardwareProfile, load_profile
 
 
 def a_figure(value: int) -> Figure:

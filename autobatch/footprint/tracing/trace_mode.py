@@ -23,7 +23,7 @@ from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.onednn_workspace import Workspaces, whole_pages
 from autobatch.device.allocator.trace import Trace, repetition
 from autobatch.device.allocator.tracker import UPDATES, StorageTracker, has_wrappers
-from autobatch.device.hardware_profile import USUAL_PROCESSORS
+from autobatch.device.profiles import USUAL_PROCESSORS
 from autobatch.footprint.program import DerivedSize, TooLong
 from autobatch.footprint.reductions import Reduction, scratch_bytes
 from autobatch.footprint.tracing.fake_kernels import kernel_of
