@@ -17,8 +17,8 @@ from autobatch.planning import make_plan
 from autobatch.setup.setup import open_setup
 from autobatch.training.build import build_sampler
 from autobatch.training.resume import load_run_state
+from autobatch.training.run import PreparedRun, train_plan
 from autobatch.training.run_folder import RunFiles
-from autobatch.training.train_plan import PreparedRun, Resume, train_plan
 
 BATCH, MICRO_BATCH, SAMPLES = 8, 4, 48
 EMA = 0.9
@@ -86,7 +86,8 @@ def trained_run(
             plan=make_plan(target_batch=BATCH, micro_batch_limit=MICRO_BATCH, learning_rate=0.01),
             sampler=build_sampler(SAMPLES, options),
             key={},
-            resume=None if stored is None else Resume(checkpoint=stored, is_exact=True),
+            resumed=stored,
+            is_exact=True,
         ),
         RunFiles(out=out, options=options),
         progress=Progress(),

@@ -70,6 +70,7 @@ from autobatch.training.resume import (
     load_plan,
     load_run_state,
 )
+from autobatch.training.run import PreparedRun, train_plan
 from autobatch.training.run_folder import (
     CHECKPOINTS,
     REPORT,
@@ -78,7 +79,6 @@ from autobatch.training.run_folder import (
     folder_of,
     move_earlier_run,
 )
-from autobatch.training.train_plan import PreparedRun, Resume, train_plan
 from autobatch.workload import demo
 from autobatch.workload.contract import Workload
 from autobatch.workload.data_digest import DataDigest, check_same_data
@@ -319,7 +319,8 @@ def _ready(stored: StoredRun, result: Result, key: Mapping[str, KeyValue], *, is
         sampler=stored.sampler,
         key=key,
         facts=_facts(result, stored.data),
-        resume=Resume(checkpoint=stored.checkpoint, is_exact=is_exact),
+        resumed=stored.checkpoint,
+        is_exact=is_exact,
     )
     return ReadyRun(result, prepared, stored.out)
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autobatch.core.errors import InputError
@@ -21,10 +22,10 @@ from autobatch.setup.setup import Setup
 from autobatch.step.gradients import Optimizers
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.batchnorm import batch_norms
-from autobatch.training.evaluation import sanity_check_validation
 from autobatch.training.loop import Loop
 from autobatch.training.noise_scale import NoiseScale
-from autobatch.training.phase_times import phase_times
+from autobatch.training.phase_times import PhaseTimes
+from autobatch.training.validation import sanity_check_validation
 from autobatch.workload.contract import Collated, Loading, Workload, kind_of
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.feed import AHEAD
@@ -227,8 +228,15 @@ def _build_loop(
         on_nonfinite=options.train.on_nonfinite,
         warmup_samples=options.train.warmup_samples,
         rescaled_norms=batch_norms(train_state.model) if options.train.bn_momentum == "auto" else [],
-        times=phase_times(train_state.device),
+        times=_phase_times(train_state.device),
     )
+
+
+def _phase_times(device: torch.device) -> PhaseTimes:
+    """Return the timer of a run: events of a GPU, or the clock of the host."""
+    if device.type == "cpu":
+        return PhaseTimes()
+    return PhaseTimes(new_event=lambda: torch.Event(device, enable_timing=True))
 
 
 def _build_schedules(

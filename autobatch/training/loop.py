@@ -98,6 +98,16 @@ class Loop:
     has_failed_on_all_ranks: bool = False
     """True if an out-of-memory error ended the run on all ranks at once, so that they can still talk."""
 
+    @property
+    def limits(self) -> list[int]:
+        """The largest micro-batch of each rank."""
+        return [*self.engine.limits] or [self.micro_batch]
+
+    @limits.setter
+    def limits(self, limits: list[int]) -> None:
+        self.engine.limits[:] = limits
+        self.micro_batch = limits[self.engine.ranks.rank]
+
     def run(self) -> Iterator[StepRecord]:
         """Train the remaining batches, and yield one record per batch.
 

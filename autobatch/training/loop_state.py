@@ -6,7 +6,9 @@ Counters in a checkpoint:
 - ``steps_applied``: optimizer steps among them; the others are the ``skipped_steps`` of a run's summary.
 - ``skipped_steps_in_a_row``: steps skipped since the last applied one because they were not finite.
 - ``oom_recoveries``: batches that ran again in smaller micro-batches.
-- ``micro_batch``: the largest micro-batch, which shrinks with each recovery.
+
+``limits`` has the largest micro-batch of each rank, which shrinks with each recovery, and ``random`` the
+state of its generators.
 """
 
 from __future__ import annotations
@@ -40,9 +42,8 @@ from autobatch.workload.streams import stream_state
 
 
 def capture_loop(loop: Loop) -> dict[str, Any]:
-    """Return everything that the rest of a run depends on, between two steps."""
+    """Return everything that the rest of a run depends on, between two steps; all ranks call it."""
     train_state = loop.train_state
-    own = plain_random_state()
     return {
         "model": train_state.model.state_dict(),
         "buffers": _unsaved_buffers(train_state.model),
@@ -54,14 +55,13 @@ def capture_loop(loop: Loop) -> dict[str, Any]:
         "items_per_sample": train_state.items_per_sample,
         "noise": loop.noise.state_dict(),
         "stream": stream_state(loop.workload.train_data),
-        "random": own,
-        "ranks": _ranks_of(loop, own),
+        "random": loop.engine.ranks.gather(plain_random_state()),
+        "limits": loop.limits,
         "counters": {
             "batches_seen": loop.batches_seen,
             "steps_applied": loop.steps_applied,
             "oom_recoveries": loop.oom_recoveries,
             "skipped_steps_in_a_row": loop.skipped_steps_in_a_row,
-            "micro_batch": loop.micro_batch,
         },
     }
 
@@ -104,19 +104,7 @@ def restore_loop(
     loop.oom_recoveries = counters["oom_recoveries"]
     loop.skipped_steps_in_a_row = counters["skipped_steps_in_a_row"]
     if same_hardware:
-        loop.micro_batch = counters["micro_batch"]
-    kept = state.get("ranks")
-    if same_hardware and kept is not None and loop.engine.limits:
-        loop.engine.limits[:] = kept["limits"]
-        loop.micro_batch = loop.engine.limits[loop.engine.ranks.rank]
-
-
-def _ranks_of(loop: Loop, own: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what a checkpoint keeps of every rank; None for one process. All ranks call it."""
-    ranks = loop.engine.ranks
-    if ranks.world == 1:
-        return None
-    return {"limits": [*loop.engine.limits], "random": ranks.gather(own)}
+        loop.limits = state["limits"]
 
 
 def _parameter_names(train_state: TrainState) -> dict[str, Any]:
@@ -160,11 +148,9 @@ def _with_shards(loop: Loop, state: Mapping[str, Any], folder: Path | None) -> M
 
 def _restore_random_of_rank(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -> None:
     """Restore the random states of this rank, or seed it anew if the checkpoint has no such rank."""
-    ranks, kept = loop.engine.ranks, state.get("ranks")
-    if ranks.rank == 0:
-        _restore_random(state["random"], with_cuda=same_hardware)
-    elif kept is not None and ranks.rank < len(kept["random"]):
-        _restore_random(kept["random"][ranks.rank], with_cuda=same_hardware)
+    ranks, saved = loop.engine.ranks, state["random"]
+    if ranks.rank < len(saved):
+        _restore_random(saved[ranks.rank], with_cuda=same_hardware)
     else:
         seed_rank(loop.sampler.seed, ranks.rank, state["counters"]["batches_seen"])
 

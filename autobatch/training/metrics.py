@@ -1,16 +1,16 @@
-"""Writers of step records: a file of JSON lines always, and TensorBoard if it is installed.
+"""Records of the steps of a run: ``metrics.jsonl`` always, TensorBoard if it is installed, the user's sinks.
 
 ``metrics.jsonl`` has one line per batch, with the fields of `StepRecord`: ``step`` is ``batches_seen`` after
 the batch, and ``applied`` is false for ``skipped_steps``. A resume and the report read it, so a failed write
-is an error. TensorBoard is only for viewing and never stops a run.
+is an error. All else is only for viewing, and never stops a run.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +19,6 @@ import msgspec
 
 from autobatch.core.errors import CheckpointError
 from autobatch.core.files import UNREADABLE, write_atomic
-from autobatch.core.progress import Progress
 from autobatch.core.records import StepRecord, Training
 from autobatch.core.text import error_text
 
@@ -29,214 +28,6 @@ WRITE_INTERVAL_S = 0.2
 """Least time between two writes of lines: one costs more than all else that a record takes."""
 TENSORBOARD_INTERVAL_S = 0.2
 """Least time between two events: one costs a quarter of a millisecond, and a curve shows a thousand."""
-
-
-class MetricsWriter(Protocol):
-    """Writer of the records of a run."""
-
-    def step(self, record: StepRecord) -> None:
-        """Write the record of a batch."""
-
-    def flush(self) -> None:
-        """Hand what is buffered to the system, if a resume reads it; called before each checkpoint."""
-
-    def end(self, training: Training) -> None:
-        """Write the summary of a finished run."""
-
-    def close(self) -> None:
-        """Write what is buffered; called once, whether the run finished or failed."""
-
-
-class JsonLines:
-    """Metrics file with one JSON object per line.
-
-    A line waits for the lines of the next `WRITE_INTERVAL_S`, unless the last write is longer ago.
-
-    Args:
-        path: the file; existing lines stay.
-        clock: returns seconds.
-
-    Raises:
-        CheckpointError: it cannot be opened.
-    """
-
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path = path
-        self._clock = clock
-        self._encoder = msgspec.json.Encoder()
-        self._lines = bytearray()
-        self._written_at = -math.inf
-        try:
-            # Unbuffered, because lines are gathered here.
-            self._file = path.open("ab", buffering=0)
-        except OSError as error:
-            raise _unwritable(path, error) from error
-
-    def step(self, record: StepRecord) -> None:
-        """Append a line.
-
-        Raises:
-            CheckpointError: the file cannot be written.
-        """
-        self._encoder.encode_into(record, self._lines, -1)
-        self._lines += b"\n"
-        now = self._clock()
-        if now - self._written_at >= WRITE_INTERVAL_S:
-            self._written_at = now
-            self.flush()
-
-    def flush(self) -> None:
-        """Hand all lines to the system.
-
-        Raises:
-            CheckpointError: the file cannot be written.
-        """
-        # Lines that cannot be written are dropped, because writing them would fail again on closing.
-        rest, self._lines = memoryview(self._lines), bytearray()
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            raise _unwritable(self._path, error) from error
-
-    def end(self, training: Training) -> None:
-        """Write nothing: the summary is in ``result.json``."""
-
-    def close(self) -> None:
-        """Write the last lines, and close the file."""
-        try:
-            self.flush()
-        finally:
-            self._close()
-
-    def _close(self) -> None:
-        try:
-            self._file.close()
-        except OSError as error:
-            raise _unwritable(self._path, error) from error
-
-
-def _unwritable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be written: {error.strerror or error}")
-
-
-class _Row(msgspec.Struct):
-    """The fields of a line that a resumed run adds up."""
-
-    step: int
-    loss: float | None = None
-    applied: bool = True
-    samples: int = 0
-
-
-def rewind_metrics(path: Path, *, batches_seen: int, on_kept: Callable[[Mapping[str, Any]], None]) -> None:
-    """Drop the lines of batches that a resumed run trains again.
-
-    Args:
-        path: the metrics file, which need not exist.
-        batches_seen: batches that the resumed run has trained already.
-        on_kept: called with each remaining line, in order.
-    """
-    if not path.is_file():
-        return
-    kept: list[bytes] = []
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                step = msgspec.json.decode(line, type=_Row).step
-            except UNREADABLE:
-                # The last line of a run that was killed while it wrote, or a line of something else.
-                continue
-            if step <= batches_seen:
-                on_kept(msgspec.json.decode(line))
-                kept.append(line.rstrip(b"\n") + b"\n")
-    write_atomic(path, b"".join(kept))
-
-
-class TensorBoard:
-    """Writer of TensorBoard events; see `open_tensorboard`."""
-
-    def __init__(self, writer: Any, make_summary: Any, clock: Callable[[], float]) -> None:
-        self.error: str | None = None
-        """Why writing stopped; ``None`` if it did not."""
-        self._writer = writer
-        self._make_summary = make_summary
-        self._clock = clock
-        self._written_at = -math.inf
-        self._step = 0
-
-    def step(self, record: StepRecord) -> None:
-        """Write a step, at most one per interval; recoveries, validations and skipped steps always."""
-        self._step = record.step
-        now = self._clock()
-        is_notable = record.recovered is not None or record.validation or not record.applied
-        if is_notable or now - self._written_at >= TENSORBOARD_INTERVAL_S:
-            self._written_at = now
-            self._write(dict(scalars(record)), record.step)
-
-    def end(self, training: Training) -> None:
-        """Write the final validation."""
-        known = {name: value for name, value in training.validation.items() if value is not None}
-        self._write({f"validation/{name}": value for name, value in known.items()}, self._step)
-
-    def flush(self) -> None:
-        """Do nothing: a resume does not read the events."""
-
-    def close(self) -> None:
-        """Write what is buffered."""
-        with suppress(Exception):
-            self._writer.close()
-
-    def _write(self, values: dict[str, float], step: int) -> None:
-        if not values or self.error is not None:
-            return
-        make = self._make_summary
-        try:
-            # One event for all values is five times as fast as SummaryWriter.add_scalar for each.
-            events = [make.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-            self._writer.file_writer.add_summary(make(value=events), step)
-        except Exception as error:
-            self.error = f"TensorBoard stopped at step {step}: {type(error).__name__}: {error}"
-
-
-def open_tensorboard(
-    folder: Path, *, batches_seen: int = 0, clock: Callable[[], float] = time.monotonic
-) -> TensorBoard | None:
-    """Open a TensorBoard writer.
-
-    Args:
-        folder: the folder of its event files.
-        batches_seen: batches trained before a resume; earlier events of later steps are hidden.
-        clock: returns seconds.
-
-    Returns:
-        The writer; ``None`` if TensorBoard is not installed, or it or the folder cannot be used.
-    """
-    try:
-        make_summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
-        make_writer = import_module("torch.utils.tensorboard").SummaryWriter
-        writer = make_writer(str(folder), purge_step=batches_seen + 1)
-    except Exception:
-        # Not installed, or a broken installation, which fails in many ways.
-        return None
-    return TensorBoard(writer, make_summary, clock)
-
-
-def scalars(record: StepRecord) -> Iterator[tuple[str, float]]:
-    """Yield the known values of a step record, each with the tag of its curve."""
-    values = {
-        "training/loss": record.loss,
-        "training/learning_rate": record.learning_rate,
-        "training/gradient_norm": record.grad_norm,
-        "speed/samples_per_s": record.samples_per_s,
-        "speed/items_per_s": record.items_per_s,
-        "memory/peak_allocated_bytes": record.peak_allocated_bytes,
-        "memory/peak_reserved_bytes": record.peak_reserved_bytes,
-        "memory/micro_batch": record.micro_batch,
-        "memory/oom_recoveries": record.oom_recoveries,
-        **{f"validation/{name}": value for name, value in record.validation.items()},
-    }
-    yield from ((name, float(value)) for name, value in values.items() if value is not None)
 
 
 class Sink(Protocol):
@@ -255,41 +46,232 @@ class Sink(Protocol):
         """Finish; called once, whether the run reached its end or failed."""
 
 
-class UserSinks:
-    """The sinks of a run, as one writer of metrics.
+class Metrics:
+    """Writer of the records of a run.
+
+    A line waits for the lines of the next `WRITE_INTERVAL_S`, unless the last write is longer ago.
 
     Args:
-        sinks: the user's.
-        progress: receives a note if one fails.
+        path: the metrics file, whose lines stay; None to write no file.
+        sinks: receive every record too.
+        note: called with the reason if a sink fails.
+        clock: returns seconds.
+
+    Raises:
+        CheckpointError: the file cannot be opened.
     """
 
-    def __init__(self, sinks: Sequence[Sink], progress: Progress) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        sinks: Sequence[Sink] = (),
+        *,
+        note: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path = path
         self._sinks = list(sinks)
-        self._progress = progress
+        self._note = note
+        self._clock = clock
+        self._encoder = msgspec.json.Encoder()
+        self._lines = bytearray()
+        self._written_at = -math.inf
+        with self._naming_the_file():
+            # Unbuffered, because lines are gathered here.
+            self._file = None if path is None else path.open("ab", buffering=0)
 
     def step(self, record: StepRecord) -> None:
-        """Hand the record of a batch to every sink."""
+        """Add the record of a batch.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
         if self._sinks:
-            self._each("step", lambda sink: sink.step(record))
+            self._each("step", record)
+        self._encoder.encode_into(record, self._lines, -1)
+        self._lines += b"\n"
+        now = self._clock()
+        if now - self._written_at >= WRITE_INTERVAL_S:
+            self._written_at = now
+            self.flush()
 
     def flush(self) -> None:
-        """Do nothing: a resume reads no sink."""
+        """Hand all lines to the system, as before each checkpoint.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
+        # Lines that cannot be written are dropped, because writing them would fail again on closing.
+        rest, self._lines = memoryview(self._lines), bytearray()
+        with self._naming_the_file():
+            while rest and self._file is not None:
+                rest = rest[self._file.write(rest) :]
 
     def end(self, training: Training) -> None:
-        """Hand the summary to every sink."""
-        self._each("end", lambda sink: sink.end(training))
+        """Hand the summary of a finished run to the sinks."""
+        self._each("end", training)
 
     def close(self) -> None:
-        """Finish every sink."""
-        self._each("close", lambda sink: sink.close())
+        """Write the last lines, and finish every sink."""
+        try:
+            self.flush()
+        finally:
+            self._each("close")
+            if self._file is not None:
+                with self._naming_the_file():
+                    self._file.close()
 
-    def _each(self, method: str, call: Callable[[Sink], None]) -> None:
+    def _each(self, method: str, *values: object) -> None:
         for sink in list(self._sinks):
             try:
-                call(sink)
+                getattr(sink, method)(*values)
             except Exception as error:  # whatever a tracker raises, the run continues
                 self._sinks.remove(sink)
-                self._progress.note(
+                self._note(
                     f"{type(sink).__name__}.{method} raised {type(error).__name__}: {error_text(error)}. The "
                     "run continues without this sink"
                 )
+
+    @contextmanager
+    def _naming_the_file(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"{self._path} cannot be written: {error.strerror or error}") from error
+
+
+class _Line(msgspec.Struct):
+    """The fields of a line that a resumed run adds up; see `StepRecord`."""
+
+    step: int
+    applied: bool = True
+    samples: int = 0
+    loss: float | None = None
+    count: float = 0.0
+    seconds: float = 0.0
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+
+
+class RunTotals:
+    """Totals over the steps of a run, of constant size."""
+
+    def __init__(self) -> None:
+        self.first_loss: float | None = None
+        self.final_loss: float | None = None
+        self.skipped_steps = 0
+        self.samples = 0
+        self.seconds = 0.0
+        self.peak_allocated_bytes: int | None = None
+        self.peak_reserved_bytes: int | None = None
+        self.last_count = 0.0
+        """Items of the last batch: the target batch in the unit of the noise scale."""
+
+    def add(self, step: StepRecord | _Line) -> None:
+        """Add a step of this process, or of the run before a resume."""
+        if step.loss is not None:
+            self.first_loss = step.loss if self.first_loss is None else self.first_loss
+            self.final_loss = step.loss
+        self.skipped_steps += not step.applied
+        self.samples = step.samples
+        self.seconds += step.seconds
+        self.last_count = step.count
+        if step.peak_allocated_bytes is not None:
+            self.peak_allocated_bytes = max(step.peak_allocated_bytes, self.peak_allocated_bytes or 0)
+        if step.peak_reserved_bytes is not None:
+            self.peak_reserved_bytes = max(step.peak_reserved_bytes, self.peak_reserved_bytes or 0)
+
+
+def rewind_metrics(path: Path, *, batches_seen: int, on_kept: Callable[[_Line], object]) -> None:
+    """Drop the lines of batches that a resumed run trains again.
+
+    Args:
+        path: the metrics file, which need not exist.
+        batches_seen: batches that the resumed run has trained already.
+        on_kept: called with each remaining line, in order.
+    """
+    if not path.is_file():
+        return
+    kept = bytearray()
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                found = msgspec.json.decode(line, type=_Line)
+            except UNREADABLE:
+                # The last line of a run that was killed while it wrote, or a line of something else.
+                continue
+            if found.step <= batches_seen:
+                on_kept(found)
+                kept += line.rstrip(b"\n") + b"\n"
+    write_atomic(path, bytes(kept))
+
+
+class TensorBoard:
+    """Sink that writes TensorBoard events; see `open_tensorboard`."""
+
+    def __init__(self, writer: Any, make_summary: Any, clock: Callable[[], float]) -> None:
+        self._writer = writer
+        self._make_summary = make_summary
+        self._clock = clock
+        self._written_at = -math.inf
+        self._step = 0
+
+    def step(self, record: StepRecord) -> None:
+        """Write a step, at most one per interval; recoveries, validations and skipped steps always."""
+        self._step = record.step
+        now = self._clock()
+        is_notable = record.recovered is not None or record.validation or not record.applied
+        if is_notable or now - self._written_at >= TENSORBOARD_INTERVAL_S:
+            self._written_at = now
+            self._write(scalars(record))
+
+    def end(self, training: Training) -> None:
+        """Write the final validation."""
+        found = training.validation.items()
+        self._write({f"validation/{name}": value for name, value in found if value is not None})
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        self._writer.close()
+
+    def _write(self, values: dict[str, float]) -> None:
+        make = self._make_summary
+        # One event for all values is five times as fast as SummaryWriter.add_scalar for each.
+        events = [make.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        if events:
+            self._writer.file_writer.add_summary(make(value=events), self._step)
+
+
+def open_tensorboard(
+    folder: Path, *, batches_seen: int = 0, clock: Callable[[], float] = time.monotonic
+) -> list[Sink]:
+    """Open a TensorBoard writer; return nothing if TensorBoard is not installed or cannot be used.
+
+    Args:
+        folder: the folder of its event files.
+        batches_seen: batches trained before a resume; earlier events of later steps are hidden.
+        clock: returns seconds.
+    """
+    try:
+        make_summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
+        make_writer = import_module("torch.utils.tensorboard").SummaryWriter
+        return [TensorBoard(make_writer(str(folder), purge_step=batches_seen + 1), make_summary, clock)]
+    except Exception:  # not installed, or a broken installation, which fails in many ways
+        return []
+
+
+def scalars(record: StepRecord) -> dict[str, float]:
+    """Return the known values of a step record by the tag of their curve."""
+    values = {
+        "training/loss": record.loss,
+        "training/learning_rate": record.learning_rate,
+        "training/gradient_norm": record.grad_norm,
+        "speed/samples_per_s": record.samples_per_s,
+        "speed/items_per_s": record.items_per_s,
+        "memory/peak_allocated_bytes": record.peak_allocated_bytes,
+        "memory/peak_reserved_bytes": record.peak_reserved_bytes,
+        "memory/micro_batch": record.micro_batch,
+        "memory/oom_recoveries": record.oom_recoveries,
+        **{f"validation/{name}": value for name, value in record.validation.items()},
+    }
+    return {name: float(value) for name, value in values.items() if value is not None}

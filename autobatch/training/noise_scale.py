@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from autobatch.core.records import Record
 
@@ -36,7 +36,6 @@ NEAR_FACTOR = 4.0
 """Largest ratio of a target batch and a noise scale that are near each other."""
 _Z = 1.959964
 """Quantile of the normal distribution for a 95 % interval."""
-Verdict = Literal["unknown", "below", "near", "above", "unclear"]
 
 
 class NoiseEstimate(Record, frozen=True, kw_only=True):
@@ -50,52 +49,32 @@ class NoiseEstimate(Record, frozen=True, kw_only=True):
     """Lower end of the 95 % interval; ``None`` if unknown."""
     high: float | None = None
     """Upper end of the 95 % interval; ``None`` if unbounded, or if ``low`` is unknown."""
-    gradient_norm_sq: float | None = None
-    """Estimate of |G|²."""
-    trace: float | None = None
-    """Estimate of tr(Σ)."""
-
-    def verdict(self, target_batch: float) -> Verdict:
-        """Compare a target batch with the noise scale; ``unclear`` if the interval is too wide."""
-        if self.low is None:
-            return "unknown"
-        high = math.inf if self.high is None else self.high
-        if target_batch * NEAR_FACTOR < self.low:
-            return "below"
-        if target_batch > NEAR_FACTOR * high:
-            return "above"
-        is_near = high <= target_batch * NEAR_FACTOR and target_batch <= NEAR_FACTOR * self.low
-        return "near" if is_near else "unclear"
 
     def sentence(self, target_batch: int) -> str:
-        """Describe the noise scale and what it means for a target batch."""
+        """Describe the noise scale and what it means for a target batch; empty if it is unknown."""
         if self.low is None:
-            return (
-                f"The gradient noise scale is unknown: it needs {MIN_BATCHES} measured batches of at least "
-                f"two micro-batches, and {self.batches:,} were measured."
-            )
+            return ""
         top = "without an upper end" if self.high is None else f"to {_round(self.high)}"
         about = "is unknown" if self.noise_scale is None else f"is about {_round(self.noise_scale)}"
-        interval = f"{_round(self.low)} {top}"
         return (
-            f"The gradient noise scale {about} (95 %: {interval}, from {self.batches:,} batches). "
-            f"The target batch of {target_batch:,} {self._advice(target_batch)}."
+            f"The gradient noise scale {about} (95 %: {_round(self.low)} {top}, from {self.batches:,} "
+            f"batches). The target batch of {target_batch:,} {self._advice(target_batch, self.low)}."
         )
 
-    def _advice(self, target_batch: int) -> str:
-        verdict = self.verdict(target_batch)
-        if verdict == "unclear":
-            return "may or may not be near it: the interval is too wide"
-        if verdict == "below":
+    def _advice(self, target_batch: int, low: float) -> str:
+        high = math.inf if self.high is None else self.high
+        if target_batch * NEAR_FACTOR < low:
             return (
                 "is much smaller: a larger one would take almost proportionally fewer optimizer steps "
                 "for nearly the same samples"
             )
-        if verdict == "above":
+        if target_batch > NEAR_FACTOR * high:
             return (
                 "is much larger: a smaller one would take far fewer samples for hardly more optimizer steps"
             )
-        assert self.noise_scale is not None
+        is_near = high <= target_batch * NEAR_FACTOR and target_batch <= NEAR_FACTOR * low
+        if not is_near or self.noise_scale is None:
+            return "may or may not be near it: the interval is too wide"
         return (
             f"is near it: it takes about {1 + target_batch / self.noise_scale:.2g} times the samples of a "
             f"tiny batch and {1 + self.noise_scale / target_batch:.2g} times the steps of a huge one"
@@ -159,8 +138,6 @@ class NoiseScale:
             noise_scale=max(trace, 0.0) / gradient if gradient > 0 else None,
             low=low,
             high=None if math.isinf(high) else high,
-            gradient_norm_sq=gradient,
-            trace=trace,
         )
 
     def state_dict(self) -> dict[str, Any]:

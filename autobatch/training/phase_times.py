@@ -1,6 +1,6 @@
 """The time of each phase of a step: data, forward, backward, the optimizer's step, and the rest.
 
-Steps are sampled, at most `INTERVAL_S` apart, so that quick steps cost nothing. On the CPU the host's clock
+Steps are sampled, at most one in `INTERVAL_S`, so that quick steps cost nothing. On the CPU the host's clock
 serves. A GPU runs behind the host, so events in its stream do; they are read once they have passed, and the
 host never waits for them. The time of ``data`` is then what the GPU waits for data.
 """
@@ -42,7 +42,7 @@ class PhaseTimes:
         self._laps: list[tuple[str, Any]] = []
         self._begun_at = -INTERVAL_S
         self._sampled: dict[str, float] = {}
-        self._besides: dict[str, float] = {}
+        self._between: dict[str, float] = {}
 
     def begin(self, now: float) -> None:
         """Begin a step, which is timed if the last timed one is long ago and has been read."""
@@ -52,7 +52,7 @@ class PhaseTimes:
             self.lap(OTHER)
 
     def lap(self, phase: str) -> None:
-        """End a phase of a timed step, and begin another."""
+        """Begin a phase of a timed step."""
         if self._new_event is None:
             self._laps.append((phase, self._clock()))
         else:
@@ -72,42 +72,38 @@ class PhaseTimes:
         self._laps.clear()
 
     @contextmanager
-    def besides(self, act: str) -> Iterator[None]:
-        """Time something between two steps by the host's clock."""
+    def between_steps(self, name: str) -> Iterator[None]:
+        """Time the block, between two steps, by the host's clock."""
         start = self._clock()
         try:
             yield
         finally:
-            self._besides[act] = self._besides.get(act, 0.0) + self._clock() - start
+            self._between[name] = self._between.get(name, 0.0) + self._clock() - start
 
     def totals(self, step_seconds: float) -> dict[str, float]:
         """Return the seconds of each phase, the largest first.
 
         Args:
-            step_seconds: duration of all steps, which is shared out as the sampled ones were.
+            step_seconds: duration of all steps, which is divided as the sampled ones were.
         """
         self._read()
-        sampled = sum(self._sampled.values())
-        found = {
-            phase: seconds * step_seconds / sampled for phase, seconds in self._sampled.items() if sampled
-        }
-        return dict(sorted((found | self._besides).items(), key=lambda one: -one[1]))
+        scale = step_seconds / (sum(self._sampled.values()) or 1.0)
+        found = {phase: seconds * scale for phase, seconds in self._sampled.items()} | self._between
+        return dict(sorted(found.items(), key=lambda one: -one[1]))
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Return the seconds so far, which a resume continues."""
         self._read()
-        return {"sampled": dict(self._sampled), "besides": dict(self._besides)}
+        return {"sampled": dict(self._sampled), "besides": dict(self._between)}
 
     def load_state_dict(self, state: Mapping[str, dict[str, float]]) -> None:
         """Continue from the seconds of the run before a resume."""
         self._sampled = dict(state["sampled"])
-        self._besides = dict(state["besides"])
+        self._between = dict(state["besides"])
 
     def _read(self) -> bool:
         """Add up the laps of the last timed step. Return False if its events have not passed yet."""
-        if not self._laps:
-            return True
-        if self._new_event is not None and not self._laps[-1][1].query():
+        if self._laps and self._new_event is not None and not self._laps[-1][1].query():
             return False
         for (phase, start), (_, end) in zip(self._laps, self._laps[1:], strict=False):
             seconds = end - start if self._new_event is None else start.elapsed_time(end) / 1000
@@ -115,10 +111,3 @@ class PhaseTimes:
             self._sampled[name] = self._sampled.get(name, 0.0) + seconds
         self._laps.clear()
         return True
-
-
-def phase_times(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> PhaseTimes:
-    """Return the timer of a run on a device."""
-    if device.type == "cpu":
-        return PhaseTimes(clock)
-    return PhaseTimes(clock, lambda: torch.Event(device, enable_timing=True))

@@ -158,7 +158,7 @@ def changes_since_checkpoint(
         max_micro_batch: as asked.
         set_budget: bytes that the user gave, and not those that are free now, which differ each time.
     """
-    stored = resumed.facts.get("ranks") or [resumed.facts.get("key", {})]
+    stored = resumed.facts["ranks"]
     if len(stored) != ranks.world:
         return ["number of ranks"]
     stored = stored[ranks.rank]

@@ -1,4 +1,6 @@
-"""Training run on disk: the loop with its files, checkpoints, validation and signals.
+"""A training run on disk: a plan, its loop, and the files, checkpoints, validations and signals of the loop.
+
+    PreparedRun ─► check of the loss ─► loop, restored ─► steps, validations, checkpoints ─► weights, Training
 
 OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/model-ema.safetensors   OUT/oom.json
 """
@@ -7,14 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from torch import nn
 
 from autobatch.core.errors import (
     AutobatchError,
+    CheckpointError,
     DoesNotFitError,
     InputError,
     Interrupted,
@@ -22,30 +27,153 @@ from autobatch.core.errors import (
 )
 from autobatch.core.files import read_json, write_atomic
 from autobatch.core.progress import Progress
-from autobatch.core.records import StepRecord, Training
+from autobatch.core.records import Plan, StepRecord, Training
 from autobatch.core.signals import StopRequest, stop_on_signals
-from autobatch.device.oom import first_line, memory_named
+from autobatch.core.units import GiB, format_bytes
+from autobatch.core.version import versions
+from autobatch.device.cpu import CpuDevice
+from autobatch.device.oom import first_line, is_oom, memory_named
+from autobatch.distributed.rank_plan import limit_of_rank, share_of_rank
+from autobatch.distributed.ranks import Alone, Ranks
+from autobatch.setup.setup import Setup, device_key, with_knobs
 from autobatch.step.optimizers import averaged_weights, switch
-from autobatch.training.checkpoints.checkpoint import list_checkpoints
+from autobatch.training.build import open_loop, split_of
+from autobatch.training.checkpoints.checkpoint import list_checkpoints, save_checkpoint
 from autobatch.training.checkpoints.load import Loaded
-from autobatch.training.checkpoints.run_checkpoints import RunCheckpoints
-from autobatch.training.evaluation import Sums, ValidationBatchSize, evaluate_part, evaluate_shared
 from autobatch.training.export import check_exportable, export_weights
 from autobatch.training.loop import Loop
-from autobatch.training.loop_state import capture_loop, check_checkpoint_state
-from autobatch.training.metrics import (
-    TENSORBOARD,
-    JsonLines,
-    MetricsWriter,
-    UserSinks,
-    open_tensorboard,
-    rewind_metrics,
-)
+from autobatch.training.loop_state import capture_loop, check_checkpoint_state, restore_loop
+from autobatch.training.metrics import TENSORBOARD, Metrics, RunTotals, open_tensorboard, rewind_metrics
+from autobatch.training.out_of_memory import available_host_memory
+from autobatch.training.resume import data_order_facts
 from autobatch.training.run_folder import CHECKPOINTS, METRICS, OOM_FILE, RunFiles
-from autobatch.training.split_check.check import FirstBatch
+from autobatch.training.split_check.check import FirstBatch, check_loss_splits
+from autobatch.training.validation import Validator
+from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state
+from autobatch.workload.streams import StreamSampler
 
-PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
+MOST_CHECKED_BYTES = GiB
+"""Bytes of the largest model whose loss is checked on the CPU, where more would take minutes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """A run that is ready to be trained."""
+
+    setup: Setup
+    """Has the model, which is trained in place."""
+    plan: Plan
+    sampler: GlobalBatchSampler
+    key: Mapping[str, Any]
+    """Values that the limit depends on; stored beside every checkpoint."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the run knows beside the plan, and a resume takes over; stored beside every checkpoint."""
+    resumed: Loaded | None = None
+    """The checkpoint to continue from; None for a new run."""
+    is_exact: bool = False
+    """True if hardware, plan and versions are those of the checkpoint, so that the rest is bit-identical."""
+
+
+@memory_named("the training was prepared")
+def train_plan(
+    run: PreparedRun, files: RunFiles, *, progress: Progress, ranks: Ranks | None = None
+) -> tuple[Training, nn.Module]:
+    """Train a plan to the end of its run.
+
+    Args:
+        run: the model, the plan and the batches.
+        files: the folder of the run, and its options.
+        progress: receives notes and steps.
+        ranks: the processes that train together; None if this one trains alone.
+
+    Returns:
+        The record of the training, and the trained model.
+
+    Raises:
+        InputError: a part of the workload is invalid, or its loss cannot be split into micro-batches.
+        AutobatchError: see `train`.
+    """
+    ranks, options = ranks or Alone(), files.options
+    plan, sampler, resumed = run.plan, run.sampler, run.resumed
+    setup = with_knobs(run.setup, plan.knobs)
+    before = None if resumed is None else resumed.facts
+    notes: list[str] = [] if before is None else [*before.get("notes", [])]
+
+    def tell(line: str) -> None:
+        if line not in notes:
+            notes.append(line)
+        progress.note(line)
+
+    progress.doing("checking that the loss can be split into micro-batches")
+    first_batch = _check_split(replace(run, setup=setup), files, ranks, tell)
+    progress.doing("preparing the training")
+    seeded_before = None if before is None else bool(before.get("sample_seeds"))
+    with open_loop(
+        setup, plan, options, sampler, seeded_before=seeded_before, note=progress.note, ranks=ranks
+    ) as loop:
+        if resumed is not None:
+            restore_loop(loop, resumed.state, same_hardware=run.is_exact, folder=resumed.path)
+            if isinstance(sampler, StreamSampler):
+                progress.note(sampler.view.load_state_dict(resumed.state["stream"]))
+        facts = {
+            "plan": msgspec.to_builtins(plan),
+            "key": dict(run.key),
+            **run.facts,
+            "notes": notes,
+            "sample_seeds": loop.feed is not None,
+            "seed": options.device.seed,
+            "warmup_samples": options.train.warmup_samples,
+            **data_order_facts(sampler),
+            "versions": versions(),
+            "ranks": ranks.gather(device_key(setup)),
+        }
+        progress.doing("training: the first step")
+        record = train(loop, replace(files, facts=facts), progress, resumed, first_batch)
+    return msgspec.structs.replace(record, notes=notes), loop.train_state.model
+
+
+def _check_split(
+    run: PreparedRun, files: RunFiles, ranks: Ranks, tell: Callable[[str], None]
+) -> FirstBatch | None:
+    """Check the loss before the training, and return what checks the first batch.
+
+    A model that ranks share is whole on rank 0 only, and only until the training: it is checked there, on the
+    CPU.
+
+    Returns:
+        None if nothing does: it was not asked for, or rank 0 does.
+
+    Raises:
+        InputError: the loss cannot be split into micro-batches.
+    """
+    setup, plan, check = run.setup, run.plan, files.options.split_check
+    is_shared = plan.parallel == "shard"
+    if is_shared:
+        parameters = [*setup.model.parameters()]
+        size = sum(parameter.nbytes for parameter in parameters)
+        if ranks.rank:
+            return None
+        if size > MOST_CHECKED_BYTES or any(parameter.is_meta for parameter in parameters):
+            if check != "off":
+                tell(
+                    f"the loss was not checked for splitting, because the ranks share a model of "
+                    f"{format_bytes(size)}: check it once on a smaller one"
+                )
+            return None
+        setup = replace(setup, device=CpuDevice(), precision="fp32", layout=None)
+    notes, found = check_loss_splits(
+        setup,
+        micro_batch=split_of(setup, plan, ranks).of_longest(limit_of_rank(ranks, plan)),
+        sampler=run.sampler,
+        check=check,
+        share_of=lambda samples: share_of_rank(ranks, plan, samples),
+    )
+    for line in notes:
+        tell(line)
+    if check == "off" or ranks.rank or is_shared:
+        return None
+    return FirstBatch(setup, check=check, note=tell, before=found)
 
 
 def train(
@@ -71,26 +199,7 @@ def train(
         AutobatchError: see `Loop.run`.
     """
     files.out.mkdir(parents=True, exist_ok=True)
-    sinks = UserSinks([], progress)
-    if loop.engine.ranks.rank == 0:
-        tensorboard = open_tensorboard(files.out / TENSORBOARD, batches_seen=loop.batches_seen)
-        sinks = UserSinks([*([] if tensorboard is None else [tensorboard]), *files.sinks], progress)
-    with closing(sinks):
-        record = _train(loop, files, progress, resumed, first_batch, sinks)
-        sinks.end(record)
-    return record
-
-
-def _train(  # noqa: PLR0917 - the arguments of `train`, and the sinks
-    loop: Loop,
-    files: RunFiles,
-    progress: Progress,
-    resumed: Loaded | None,
-    first_batch: FirstBatch | None,
-    sinks: UserSinks,
-) -> Training:
-    ranks = loop.engine.ranks
-    apply_smaller_micro_batch(loop, files.out, resumed)
+    _take_smaller_micro_batch(loop, files.out, resumed)
     check_checkpoint_state(capture_loop(loop))
     check_exportable(loop.train_state.model)
     totals = RunTotals()
@@ -98,85 +207,119 @@ def _train(  # noqa: PLR0917 - the arguments of `train`, and the sinks
         if loop.batches_seen == loop.sampler.total:
             progress.note(f"nothing is left to train: all {loop.batches_seen:,} steps of the run are done")
         loop.times.load_state_dict(resumed.facts.get("times", {"sampled": {}, "besides": {}}))
-    if ranks.rank == 0:
-        rewind_metrics(files.out / METRICS, batches_seen=loop.batches_seen, on_kept=totals.add_earlier)
-    run = _Run(loop, files, resumed, sinks)
-    records = loop.run() if first_batch is None else first_batch.run(loop)
-    try:
-        with stop_on_signals() as asked, run.saved_after_oom():
-            request = loop.engine.shared_request(asked)
-            run.train_batches(records, request, progress, totals)
-            progress.doing("validating")
-            with loop.times.besides("validation"):
-                validation = run.validate(request)
-    except Interrupted:
-        raise
-    except AutobatchError as error:
-        if (hint := restart_hint(loop, files, error)) is not None:
-            error.add_note(hint)
-        raise
-    # The run is over: what is exported, and what the caller gets, are the averaged weights.
-    switch(loop.train_state.optimizers, train=False)
-    progress.doing("writing the weights")
-    loop.engine.share(loop.train_state.model.buffers())
-    with memory_named("the weights were exported, after the last checkpoint"):
-        export_weights(loop.train_state, files.out, loop.engine)
-    return totals.summary(
-        loop,
-        validation=validation,
-        checkpoint=run.checkpoints.newest,
-        resumed_from=None if resumed is None else resumed.path,
-        failed_checkpoints=run.checkpoints.failed_steps,
-    )
+    with closing(_open_metrics(loop, files, totals, progress)) as metrics:
+        run = _Run(loop, files, progress, metrics, totals, resumed)
+        records = loop.run() if first_batch is None else first_batch.run(loop)
+        try:
+            with stop_on_signals() as asked, run.saved_after_oom():
+                run.request = loop.engine.shared_request(asked)
+                run.train_batches(records)
+                progress.doing("validating")
+                validation = run.validate()
+        except Interrupted:
+            raise
+        except AutobatchError as error:
+            if (hint := _restart_hint(loop, files, error)) is not None:
+                error.add_note(hint)
+            raise
+        # The run is over: what is exported, and what the caller gets, are the averaged weights.
+        switch(loop.train_state.optimizers, train=False)
+        progress.doing("writing the weights")
+        loop.engine.share(loop.train_state.model.buffers())
+        with memory_named("the weights were exported, after the last checkpoint"):
+            export_weights(loop.train_state, files.out, loop.engine)
+        record = run.summary(validation)
+        metrics.end(record)
+    return record
 
 
-class _StopRequested(Exception):  # noqa: N818 - an event, not a fault
-    """Raised to leave a validation after a signal."""
+def _open_metrics(loop: Loop, files: RunFiles, totals: RunTotals, progress: Progress) -> Metrics:
+    """Open the records of a run, which rank 0 alone writes, and add up those of the run before a resume."""
+    if loop.engine.ranks.rank:
+        return Metrics(None)
+    path = files.out / METRICS
+    rewind_metrics(path, batches_seen=loop.batches_seen, on_kept=totals.add)
+    tensorboard = open_tensorboard(files.out / TENSORBOARD, batches_seen=loop.batches_seen)
+    return Metrics(path, [*tensorboard, *files.sinks], note=progress.note)
 
 
 class _Run:
-    """A loop with the folder that it writes to."""
+    """A loop with the folder that it writes to. All ranks make the same calls, and rank 0 writes."""
 
-    def __init__(self, loop: Loop, files: RunFiles, resumed: Loaded | None, sinks: UserSinks) -> None:
+    def __init__(  # noqa: PLR0917 - what `train` has opened
+        self,
+        loop: Loop,
+        files: RunFiles,
+        progress: Progress,
+        metrics: Metrics,
+        totals: RunTotals,
+        resumed: Loaded | None,
+    ) -> None:
         self._loop = loop
         self._files = files
-        self.checkpoints = RunCheckpoints(loop, files, resumed)
-        self._writers: list[MetricsWriter] = [sinks]
-        fixed = files.options.train.validation_micro_batch
-        # If the meter sees no memory, only the end of the process would stop the growth.
+        self._options = files.options.train
+        self._progress = progress
+        self._metrics = metrics
+        self._totals = totals
+        self._resumed_from = self._newest = None if resumed is None else resumed.path
+        self._failed_steps: list[int] = (
+            [] if resumed is None else [*resumed.facts.get("failed_checkpoints", [])]
+        )
+        self._saved_at = loop.clock()
+        self.request = StopRequest()
+        fixed = self._options.validation_micro_batch
         is_shared = loop.train_state.shared is not None
-        grows = fixed is None and not is_shared and loop.meter.stats().allocated_bytes is not None
-        largest = min(loop.engine.limits) if is_shared else loop.split.of_longest(loop.micro_batch)
-        self._validation_batch_size = ValidationBatchSize(fixed or largest, grows=grows)
+        self._validator = Validator(
+            loop.workload,
+            loop.train_state,
+            device=loop.device,
+            meter=loop.meter,
+            target_batch=loop.sampler.target_batch,
+            micro_batch=fixed
+            or (min(loop.engine.limits) if is_shared else loop.split.of_longest(loop.micro_batch)),
+            # If the meter sees no memory, only the end of the process would stop the growth.
+            grows=fixed is None and loop.meter.stats().allocated_bytes is not None,
+            ranks=loop.engine.ranks,
+        )
 
-    def train_batches(
-        self, records: Iterator[StepRecord], request: StopRequest, progress: Progress, totals: RunTotals
-    ) -> None:
+    def train_batches(self, records: Iterator[StepRecord]) -> None:
         """Train the remaining batches, and write a checkpoint at the end.
 
         After each step come its validation, its record, its checkpoint and the check for a signal. In this
         order the metrics have a line for every batch that a checkpoint holds.
         """
-        with self._open_writers():
-            for step in records:
-                record = step
-                try:
-                    if self._validation_is_due(step.step):
-                        progress.doing("validating")
-                        with self._loop.times.besides("validation"):
-                            record = msgspec.structs.replace(step, validation=self.validate(request))
-                finally:
-                    for writer in self._writers:
-                        writer.step(record)
-                totals.add(record)
-                progress.stepped(record, self._loop.sampler.total)
-                if self.checkpoints.is_due(record.step):
-                    progress.doing("saving a checkpoint")
-                    self._flush()
-                    self.checkpoints.save_periodic(progress)
-                self._stop_if_requested(request)
-        progress.doing("saving a checkpoint")
-        self.checkpoints.save_if_needed()
+        every, total = self._options.validate_every, self._loop.sampler.total
+        for step in records:
+            record = step
+            try:
+                if every is not None and step.step % every == 0 and step.step != total:
+                    self._progress.doing("validating")
+                    record = msgspec.structs.replace(step, validation=self.validate())
+            finally:
+                self._metrics.step(record)
+            self._totals.add(record)
+            self._progress.stepped(record, total)
+            if self._checkpoint_is_due(record.step):
+                self._progress.doing("saving a checkpoint")
+                self._save_periodic()
+            self._stop_if_requested()
+        self._progress.doing("saving a checkpoint")
+        self._save_if_needed()
+
+    def validate(self) -> dict[str, float | None]:
+        """Return the validation metrics, of the averaged weights if there are any.
+
+        The weights and the random states of the training are restored.
+        """
+        loop = self._loop
+        loop.engine.share(loop.train_state.model.buffers())
+        averaged = averaged_weights(loop.train_state.optimizers), loop.train_state.averaged()
+        with loop.times.between_steps("validation"), preserved_random_state(), averaged[0], averaged[1]:
+            metrics = self._validator.run(lambda: self.request.is_asked)
+        loop.engine.agree_on_request()
+        # A checkpoint must hold the random states of the training, which are restored only here.
+        self._stop_if_requested()
+        return metrics
 
     @contextmanager
     def saved_after_oom(self) -> Iterator[None]:
@@ -188,203 +331,131 @@ class _Run:
             is_alone = self._loop.engine.ranks.world > 1 and not self._loop.has_failed_on_all_ranks
             try:
                 if self._loop.is_intact and not is_alone:
-                    self.checkpoints.save_if_needed()
+                    self._save_if_needed()
             except Exception as failure:  # the error of the run counts, whatever this one is
                 step = self._loop.batches_seen
                 error.add_note(f"no checkpoint of step {step} could be written: {first_line(failure)}")
             raise
 
-    def validate(self, request: StopRequest) -> dict[str, float | None]:
-        """Return the validation metrics, of the averaged weights if there are any.
-
-        The weights and the random states of the training are restored.
-        """
-        loop, ranks = self._loop, self._loop.engine.ranks
-        sums, failure = Sums(), ""
-
-        def poll() -> None:
-            if request.is_asked:
-                raise _StopRequested
-
-        loop.engine.share(loop.train_state.model.buffers())
-
-        swapped = loop.train_state.averaged()
-        switched = averaged_weights(loop.train_state.optimizers)
-        try:
-            with suppress(_StopRequested), preserved_random_state(), switched, swapped:
-                sums = self._evaluate_part(poll)
-        except DoesNotFitError as error:
-            if loop.train_state.shared is not None:
-                raise  # in the middle of a pass of all ranks
-            # Other ranks wait for the sums of this one.
-            failure = str(error)
-        parts = ranks.gather([sums.to_plain(), failure])
-        for _, reason in parts:
-            if reason:
-                raise DoesNotFitError(reason)
-        loop.engine.agree_on_request()
-        # A checkpoint must hold the random states of the training, which are restored only here.
-        self._stop_if_requested(request)
-        whole = Sums()
-        for plain, _ in parts:
-            whole.add_plain(plain)
-        return whole.means()
-
-    def _evaluate_part(self, poll: Callable[[], None]) -> Sums:
-        """Return the sums over the part of the validation data that this rank takes."""
-        loop, ranks = self._loop, self._loop.engine.ranks
-        if loop.train_state.shared is not None:
-            # One rank alone cannot stop early: the others would wait for it.
-            return evaluate_shared(
-                loop.workload,
-                loop.train_state,
-                meter=loop.meter,
-                micro_batch=self._validation_batch_size.micro_batch,
-                part=(ranks.rank, ranks.world),
-            )
-        return evaluate_part(
-            loop.workload,
-            loop.train_state,
-            device=loop.device,
-            meter=loop.meter,
-            batch_size=self._validation_batch_size,
-            target_batch=loop.sampler.target_batch,
-            poll=poll,
-            part=(ranks.rank, ranks.world),
-        )
-
-    @contextmanager
-    def _open_writers(self) -> Iterator[None]:
-        """Open the metrics file beside the sinks; rank 0 alone writes."""
-        if self._loop.engine.ranks.rank:
-            yield
-            return
-        lines = JsonLines(self._files.out / METRICS)
-        self._writers.append(lines)
-        try:
-            yield
-        finally:
-            self._writers.remove(lines)
-            lines.close()
-
-    def _flush(self) -> None:
-        """Write the metrics of every batch that the next checkpoint holds."""
-        for writer in self._writers:
-            writer.flush()
-
-    def _validation_is_due(self, step: int) -> bool:
-        every = self._files.options.train.validate_every
-        return every is not None and step % every == 0 and step != self._loop.sampler.total
-
-    def _stop_if_requested(self, request: StopRequest) -> None:
+    def _stop_if_requested(self) -> None:
         """Write a checkpoint and raise if a signal asked to stop."""
-        if request.signal_number is None:
+        if self.request.signal_number is None:
             return
-        self._flush()
-        self.checkpoints.save_if_needed()
+        self._save_if_needed()
         raise Interrupted(
             f"stopped after step {self._loop.batches_seen} of {self._loop.sampler.total} with checkpoint "
-            f"{self.checkpoints.newest}. Resume with: {self._files.resume_hint}",
-            signal_number=request.counts_as,
+            f"{self._newest}. Resume with: {self._files.resume_hint}",
+            signal_number=self.request.counts_as,
         )
 
+    def _checkpoint_is_due(self, step: int) -> bool:
+        """Check whether a checkpoint of a step is due; all ranks call it."""
+        every, minutes = self._options.checkpoint_every, self._options.checkpoint_minutes
+        if every and step % every == 0:
+            return True
+        if minutes is None:
+            return False
+        return self._loop.engine.ranks.agree(self._loop.clock() - self._saved_at > 60 * minutes)
 
-class RunTotals:
-    """Totals over the steps of a run, of constant size."""
+    def _save_periodic(self) -> None:
+        """Write a checkpoint that is due; if it fails and the run may continue, wait for the next one."""
+        self._metrics.flush()
+        try:
+            self._save()
+            self._progress.saved(self._loop.batches_seen)
+        except (CheckpointError, DoesNotFitError) as error:
+            if self._options.on_failed_save == "stop":
+                raise
+            self._failed_steps.append(self._loop.batches_seen)
+            self._saved_at = self._loop.clock()
+            self._progress.note(f"{error}. The run continues without it (--on-failed-save continue)")
 
-    def __init__(self) -> None:
-        self.first_loss: float | None = None
-        self.final_loss: float | None = None
-        self.skipped_steps = 0
-        self.samples = 0
-        self.seconds = 0.0
-        self._peaks: dict[str, int | None] = dict.fromkeys(PEAKS)
-        self._last_count = 0.0
-        """Items of the last batch: the target batch in the unit of the noise scale."""
+    def _save_if_needed(self) -> None:
+        """Write a checkpoint unless the last one is of this step."""
+        self._metrics.flush()
+        step = -1 if self._newest is None else int(self._newest.name.removeprefix("step-"))
+        if step != self._loop.batches_seen:
+            self._save()
 
-    def add_earlier(self, row: Mapping[str, Any]) -> None:
-        """Add a step from before the resume, as ``metrics.jsonl`` holds it."""
-        self._add(row.get("loss"), is_applied=row.get("applied", True))
-        self._add_peaks(row)
-        self.samples = row.get("samples", self.samples)
-        self.seconds += row.get("seconds", 0.0)
-        self._last_count = row.get("count", self._last_count)
+    def _save(self) -> None:
+        """Write a checkpoint. No rank trains on before it is published.
 
-    def add(self, record: StepRecord) -> None:
-        """Add a step of this process."""
-        self._add(record.loss, is_applied=record.applied)
-        if record.peak_allocated_bytes is not None or record.peak_reserved_bytes is not None:
-            self._add_peaks({name: getattr(record, name) for name in PEAKS})
-        self.samples = record.samples
-        self.seconds += record.seconds
-        self._last_count = record.count
-
-    def _add(self, loss: float | None, *, is_applied: bool) -> None:
-        self.first_loss = loss if self.first_loss is None else self.first_loss
-        self.final_loss = loss if loss is not None else self.final_loss
-        self.skipped_steps += not is_applied
-
-    def _add_peaks(self, row: Mapping[str, Any]) -> None:
-        for name, before in self._peaks.items():
-            known = [size for size in (before, row.get(name)) if size is not None]
-            self._peaks[name] = max(known, default=None)
-
-    def summary(
-        self,
-        loop: Loop,
-        *,
-        validation: dict[str, float | None],
-        checkpoint: Path | None,
-        resumed_from: Path | None,
-        failed_checkpoints: list[int],
-    ) -> Training:
-        """Return the summary of a finished run.
-
-        Args:
-            loop: the loop at its end.
-            validation: the final validation.
-            checkpoint: the last checkpoint.
-            resumed_from: the checkpoint that the run was resumed from.
-            failed_checkpoints: the steps after which no checkpoint could be written.
+        Raises:
+            CheckpointError: it could not be written.
+            DoesNotFitError: memory ran out. The state of the run, and earlier checkpoints, are intact.
         """
-        average = loop.train_state.average
+        try:
+            with self._loop.times.between_steps("checkpoint"):
+                self._write_checkpoint()
+                return
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            reason = first_line(error).rstrip(".")
+        # Outside of the except block, so that nothing holds the copies of the state.
+        self._loop.device.release()
+        raise DoesNotFitError(
+            f"out of memory while the checkpoint of step {self._loop.batches_seen} was written, with "
+            f"{available_host_memory()} of host memory available: {reason}. Earlier checkpoints are intact. "
+            "Free host memory and resume, or let the run continue without it (--on-failed-save continue)"
+        )
+
+    def _write_checkpoint(self) -> None:
+        loop, files, ranks = self._loop, self._files, self._loop.engine.ranks
+        loop.engine.share(loop.train_state.model.buffers())
+        state = capture_loop(loop)
+        check_checkpoint_state(state)
+        more = {"failed_checkpoints": self._failed_steps, "times": loop.times.state_dict()}
+        self._newest = save_checkpoint(
+            files.out / CHECKPOINTS,
+            step=loop.batches_seen,
+            state=state,
+            facts={**files.facts, **more},
+            keep_last=self._options.keep_last,
+            protected=self._resumed_from,
+            ranks=ranks,
+        )
+        # From now on the checkpoint has the smaller micro-batch. No rank continues before, because it may run
+        # out of memory at once and write this file.
+        ranks.once(lambda: (files.out / OOM_FILE).unlink(missing_ok=True))
+        self._saved_at = loop.clock()
+
+    def summary(self, validation: dict[str, float | None]) -> Training:
+        """Return the summary of a finished run."""
+        loop, totals, average = self._loop, self._totals, self._loop.train_state.average
         noise = loop.noise.estimate()
         return Training(
             optimizer_steps=loop.steps_applied,
             samples=loop.sampler.seen(loop.batches_seen),
-            samples_per_s=self.samples / self.seconds if self.seconds else None,
-            first_loss=self.first_loss,
-            final_loss=self.final_loss,
+            samples_per_s=totals.samples / totals.seconds if totals.seconds else None,
+            first_loss=totals.first_loss,
+            final_loss=totals.final_loss,
+            peak_allocated_bytes=totals.peak_allocated_bytes,
+            peak_reserved_bytes=totals.peak_reserved_bytes,
             oom_recoveries=loop.oom_recoveries,
-            resumed_from=None if resumed_from is None else str(resumed_from),
-            checkpoint=None if checkpoint is None else str(checkpoint),
-            seconds=self.seconds,
-            skipped_steps=self.skipped_steps,
+            resumed_from=None if self._resumed_from is None else str(self._resumed_from),
+            checkpoint=None if self._newest is None else str(self._newest),
+            seconds=totals.seconds,
+            skipped_steps=totals.skipped_steps,
             validation=validation,
             noise_scale=noise.noise_scale,
             noise_band=(noise.low, noise.high),
-            noise_advice=None if noise.low is None else noise.sentence(round(self._last_count)),
+            noise_advice=noise.sentence(round(totals.last_count)) or None,
             micro_batch=loop.split.of_longest(loop.micro_batch),
             ema=None if average is None else average.decay,
-            failed_checkpoints=failed_checkpoints,
+            failed_checkpoints=self._failed_steps,
             notes=[],
-            phase_seconds=loop.times.totals(self.seconds),
-            **self._peaks,
+            phase_seconds=loop.times.totals(totals.seconds),
         )
 
 
-def restart_hint(loop: Loop, files: RunFiles, error: AutobatchError) -> str | None:
+def _restart_hint(loop: Loop, files: RunFiles, error: AutobatchError) -> str | None:
     """Return how to continue after an error; after an out-of-memory error, write the smaller micro-batch."""
     has_checkpoint = bool(list_checkpoints(files.out / CHECKPOINTS))
     if not isinstance(error, RestartSmallerError):
         return f"resume from the newest checkpoint with: {files.resume_hint}" if has_checkpoint else None
     loop.engine.lower(loop.micro_batch)
-    content = {
-        "batches_seen": loop.batches_seen,
-        "micro_batch": loop.micro_batch,
-        "limits": loop.engine.limits,
-        "error": str(error),
-    }
+    content = {"batches_seen": loop.batches_seen, "limits": loop.limits, "error": str(error)}
     write_atomic(files.out / OOM_FILE, json.dumps(content, indent=1).encode())
     if has_checkpoint:
         return f"resume in smaller micro-batches with: {files.resume_hint}"
@@ -392,25 +463,21 @@ def restart_hint(loop: Loop, files: RunFiles, error: AutobatchError) -> str | No
     return f"there is no checkpoint yet: start again with --max-micro-batch {smaller}"
 
 
-def apply_smaller_micro_batch(loop: Loop, out: Path, resumed: Loaded | None) -> None:
-    """Use the smaller micro-batch of a resumed or restarted run that ended out of memory."""
+def _take_smaller_micro_batch(loop: Loop, out: Path, resumed: Loaded | None) -> None:
+    """Use the smaller micro-batches of a resumed or restarted run that ended out of memory."""
     ranks, path = loop.engine.ranks, out / OOM_FILE
     if resumed is None and not ranks.restart:
         ranks.once(lambda: path.unlink(missing_ok=True))
         return
-    found = ranks.once(lambda: _read_limits(path))
-    if ranks.world > 1 and len(found) == ranks.world + 1:
-        loop.engine.limits[:] = map(min, loop.engine.limits, found[1:])
-        loop.micro_batch = loop.engine.limits[ranks.rank]
-    elif ranks.world == 1 and found:
-        loop.micro_batch = min(loop.micro_batch, found[0])
+    limits = ranks.once(lambda: _read_limits(path))
+    if len(limits) == ranks.world:
+        loop.limits = [*map(min, loop.limits, limits)]
 
 
 def _read_limits(path: Path) -> list[int]:
-    """Return the micro-batch that a run left when memory ran out, then those of all ranks; or nothing."""
+    """Return the micro-batches of all ranks that a run left when memory ran out; nothing if it left none."""
     try:
-        content = read_json(path)
-        found = [content["micro_batch"], *content.get("limits", [])]
-    except (InputError, KeyError, TypeError, AttributeError):
+        limits = read_json(path)["limits"]
+        return [*limits] if all(isinstance(one, int) and one >= 1 for one in limits) else []
+    except (InputError, KeyError, TypeError):
         return []
-    return found if all(isinstance(one, int) and one >= 1 for one in found) else []

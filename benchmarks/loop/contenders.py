@@ -21,8 +21,7 @@ from autobatch.device.cpu import CpuDevice, SilentMeter
 from autobatch.planning import make_plan
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.loop import Loop
-from autobatch.training.metrics import JsonLines
-from autobatch.training.run import RunTotals
+from autobatch.training.metrics import Metrics, RunTotals
 from autobatch.workload.order import GlobalBatchSampler
 from benchmarks.loop.cases import ACCUMULATION, Case, Precision, Source, context, loss_of
 
@@ -112,7 +111,7 @@ def by_fit(case: Case, source: Source, precision: Precision, work: Work) -> Call
         micro_batch=case.micro_batch,
     )
     run = loop.run()
-    lines = JsonLines(Path(tempfile.mkdtemp()) / "metrics.jsonl")
+    lines = Metrics(Path(tempfile.mkdtemp()) / "metrics.jsonl")
     totals = RunTotals()
 
     def step() -> None:

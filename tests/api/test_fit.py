@@ -26,7 +26,7 @@ from autobatch.core.progress import Progress
 from autobatch.core.units import GiB, MiB
 from autobatch.device.host import HostMemory
 from autobatch.report.result import Result, load_run
-from autobatch.training.train_plan import PreparedRun, train_plan
+from autobatch.training.run import PreparedRun, train_plan
 from tests.support.probes import Listener
 from tests.support.sample_run import a_device, a_run
 from tests.support.training import apart, make_workload, points, weights

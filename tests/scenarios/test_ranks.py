@@ -125,9 +125,9 @@ def test_ranks_draw_other_numbers(server: RankServer, tmp_path: Path) -> None:
     server.values(fit, "random", str(tmp_path), options)
     newest = load_newest(tmp_path / CHECKPOINTS)
     assert newest is not None
-    first, second = newest.state["ranks"]["random"]
+    first, second = newest.state["random"]
     assert first["torch"] != second["torch"]
-    assert newest.state["ranks"]["limits"] == [4, 4]
+    assert newest.state["limits"] == [4, 4]
 
 
 def test_a_resume_on_other_ranks_trains_the_same_batches(server: RankServer, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def facts_of(loop: Loop) -> dict[str, Any]:
     plan = make_plan(
         target_batch=loop.sampler.target_batch, micro_batch_limit=loop.micro_batch, learning_rate=0.1
     )
-    more = {"plan": msgspec.to_builtins(plan), "key": {}, "seed": 0, "warmup_samples": None}
+    more = {"plan": msgspec.to_builtins(plan), "key": {}, "seed": 0, "warmup_samples": None, "ranks": [{}]}
     return {**more, **data_order_facts(loop.sampler)}
 
 

@@ -68,8 +68,8 @@ def test_a_resume_without_any_part_of_the_state_differs(part: str) -> None:
     list(run)
     loop = open_loop(kind, seed=0)
     fresh = capture_loop(open_loop(kind, seed=1))
-    if part in state["random"]:
-        state["random"][part] = fresh["random"][part]
+    if part in state["random"][0]:
+        state["random"][0][part] = fresh["random"][0][part]
     elif part == "scaler":
         state[part]["scale"] = 2.0**24
     else:

@@ -32,8 +32,6 @@ def drawn(generator, *, truth: torch.Tensor, spread: float, first: int, batch: i
 def test_expected_norms_give_the_exact_noise_scale() -> None:
     """E|G_B|² = |G|² + tr(Σ)/B, with |G|² = 3 and tr(Σ) = 600."""
     found = of_norms([(3 + 600 / 8, 8, 3 + 600 / 64, 64)] * MIN_BATCHES)
-    assert found.gradient_norm_sq == pytest.approx(3)
-    assert found.trace == pytest.approx(600)
     assert [found.noise_scale, found.low, found.high] == pytest.approx([200] * 3)
 
 
@@ -48,8 +46,6 @@ def test_the_estimate_is_unbiased_over_all_possible_batches() -> None:
         rows.append((batch[0].square().sum().item(), 1, batch.mean(0).square().sum().item(), 4))
     assert len(rows) >= MIN_BATCHES
     found = of_norms(rows)
-    assert found.gradient_norm_sq == pytest.approx(truth.square().sum().item(), rel=1e-12)
-    assert found.trace == pytest.approx(trace, rel=1e-12)
     assert found.noise_scale == pytest.approx(trace / truth.square().sum().item(), rel=1e-12)
 
 
@@ -100,25 +96,21 @@ def test_a_gradient_that_the_noise_hides_has_no_upper_end() -> None:
     assert found.high is None
     assert found.low > 16
     assert "without an upper end" in found.sentence(16)
-    assert found.verdict(1) == "below"
-    assert found.verdict(10**9) == "unclear"
+    assert "is much smaller" in found.sentence(1)
+    assert "the interval is too wide" in found.sentence(10**9)
 
 
 def test_without_noise_the_scale_is_zero() -> None:
     found = of_norms([(2.0, 4, 2.0, 16)] * 60)
     assert (found.noise_scale, found.low, found.high) == (0.0, 0.0, 0.0)
-    assert found.verdict(64) == "above"
+    assert "is much larger" in found.sentence(64)
 
 
 def test_too_few_batches_give_no_estimate() -> None:
     rows = [(78.0, 8, 12.375, 64)] * (MIN_BATCHES - 1)
     found = of_norms(rows)
     assert found == NoiseEstimate(batches=MIN_BATCHES - 1)
-    assert found.verdict(64) == "unknown"
-    assert found.sentence(64).startswith(
-        "The gradient noise scale is unknown: it needs 50 measured batches of at least two micro-batches, "
-        "and 49 were measured"
-    )
+    assert found.sentence(64) == ""
 
 
 @pytest.mark.parametrize(
@@ -129,19 +121,16 @@ def test_norms_without_information_are_ignored(row) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "verdict", "words"),
+    ("batch", "words"),
     [
-        (40, "below", "is much smaller: a larger one"),
-        (100, "near", "about 1.5 times the samples of a tiny batch and 3 times the steps of a huge"),
-        (200, "near", "about 2 times the samples of a tiny batch and 2 times the steps of"),
-        (1200, "above", "is much larger: a smaller one"),
+        (40, "is much smaller: a larger one"),
+        (100, "about 1.5 times the samples of a tiny batch and 3 times the steps of a huge"),
+        (200, "about 2 times the samples of a tiny batch and 2 times the steps of"),
+        (1200, "is much larger: a smaller one"),
     ],
 )  # fmt: skip
-def test_the_sentence_compares_the_target_batch_with_the_noise_scale(
-    batch: int, verdict: str, words: str
-) -> None:
+def test_the_sentence_compares_the_target_batch_with_the_noise_scale(batch: int, words: str) -> None:
     found = NoiseEstimate(batches=80, noise_scale=200.0, low=180.0, high=230.0)
-    assert found.verdict(batch) == verdict
     sentence = found.sentence(batch)
     assert sentence.startswith(
         "The gradient noise scale is about 200 (95 %: 180 to 230, from 80 batches). The target"
@@ -151,7 +140,6 @@ def test_the_sentence_compares_the_target_batch_with_the_noise_scale(
 
 def test_a_wide_interval_gives_no_verdict() -> None:
     found = NoiseEstimate(batches=80, noise_scale=200.0, low=10.0, high=4000.0)
-    assert found.verdict(200) == "unclear"
     assert "the interval is too wide" in found.sentence(200)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from autobatch.training.phase_times import OTHER, PhaseTimes, phase_times
+from autobatch.training.phase_times import OTHER, PhaseTimes
 from tests.support.training import make_loop, make_workload
 
 
@@ -48,7 +47,7 @@ def test_the_phases_of_a_step_are_shared_out_over_all_steps() -> None:
     clock = Clock()
     times = PhaseTimes(clock)
     one_step(times, clock)
-    with times.besides("checkpoint"):
+    with times.between_steps("checkpoint"):
         clock.now += 7
     assert times.totals(30.0) == pytest.approx(
         {"other": 10, "step": 8, "checkpoint": 7, "backward": 6, "forward": 4, "data": 2}
@@ -95,7 +94,6 @@ def test_a_step_that_ran_out_of_memory_does_not_count() -> None:
 
 def test_a_run_on_the_cpu_times_its_phases() -> None:
     loop = make_loop(make_workload(), steps=3)
-    loop.times = phase_times(torch.device("cpu"))
     records = list(loop.run())
     found = loop.times.totals(sum(record.seconds for record in records))
     assert set(found) == {"data", "forward", "backward", "step", "other"}

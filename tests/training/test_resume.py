@@ -40,7 +40,7 @@ def sampler(**changes: Any) -> GlobalBatchSampler:
 
 def checkpoint(of: GlobalBatchSampler | None = None, *, done: int = 2, **facts: Any) -> Loaded:
     of = of or sampler()
-    stored = {"plan": msgspec.to_builtins(PLAN), "key": KEY, "seed": 0, "warmup_samples": None}
+    stored = {"plan": msgspec.to_builtins(PLAN), "ranks": [KEY], "seed": 0, "warmup_samples": None}
     state = {"counters": {"batches_seen": done}}
     return Loaded(Path("step-2"), state, {**stored, **data_order_facts(of), **facts}, [])
 
@@ -208,7 +208,7 @@ def test_changes_that_rule_out_a_bit_exact_resume_are_named(key, max_micro_batch
     ("budget", "expected"), [(2 * GiB, ["--memory-budget"]), (None, []), (4 * GiB, []), (5 * GiB, [])]
 )
 def test_only_a_smaller_budget_that_the_user_set_is_a_change(budget: int | None, expected) -> None:
-    before = checkpoint(key={**KEY, "budget_bytes": 4 * GiB})
+    before = checkpoint(ranks=[{**KEY, "budget_bytes": 4 * GiB}])
     assert expected == changes_since_checkpoint(
         before, KEY, PLAN, Alone(), max_micro_batch=None, set_budget=budget
     )

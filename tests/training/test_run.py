@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
-from autobatch.core.errors import DoesNotFitError, RestartSmallerError
+from autobatch.core.errors import DoesNotFitError, InputError, RestartSmallerError
 from autobatch.core.progress import Progress
-from autobatch.core.records import StepRecord
+from autobatch.core.records import Plan, Training
+from autobatch.planning import make_plan
+from autobatch.training.build import build_sampler
 from autobatch.training.checkpoints.checkpoint import list_checkpoints
-from autobatch.training.run import RunTotals, train
+from autobatch.training.checkpoints.load import Loaded, load_newest
+from autobatch.training.run import PreparedRun, train, train_plan
 from tests.support.faults import Fault, Noisy, Watching, plain
+from tests.support.options import as_options
 from tests.support.runs import STEPS, ActingAfter, open_loop, resume, rows, saved_steps, settings
-from tests.support.training import fingerprint, make_loop, make_workload, mean_loss, points
+from tests.support.training import (
+    apart,
+    contrastive_loss,
+    fingerprint,
+    make_setup,
+    make_workload,
+    mean_loss,
+    network,
+    points,
+    reference,
+    weights,
+)
 
 
 def test_a_run_writes_its_metrics_its_checkpoint_and_its_weights(tmp_path: Path) -> None:
@@ -161,7 +180,7 @@ def test_the_error_of_the_run_counts_if_no_checkpoint_can_be_written_after_it(
     def refuse(*_: object, **__: object) -> None:
         raise MemoryError("no host memory")
 
-    monkeypatch.setattr("autobatch.training.checkpoints.run_checkpoints.save_checkpoint", refuse)
+    monkeypatch.setattr("autobatch.training.run.save_checkpoint", refuse)
     caught = run_until_oom(tmp_path, FULL, micro_batch=1)
     assert caught.exit_code == 3
     (said,) = [
@@ -171,52 +190,151 @@ def test_the_error_of_the_run_counts_if_no_checkpoint_can_be_written_after_it(
     assert saved_steps(tmp_path) == []
 
 
-def record(step: int, loss: float | None, *, applied: bool = True) -> StepRecord:
-    return StepRecord(
-        step=step,
-        applied=applied,
-        samples=10 * step,
-        loss=loss,
-        count=10.0,
-        learning_rate=0.1,
-        grad_norm=1.0,
-        micro_batch=5,
-        accumulation_steps=2,
-        seconds=2.0,
-        peak_allocated_bytes=None,
-        peak_reserved_bytes=None,
-        oom_recoveries=0,
-    )
-
-
-RECORDS = [record(1, None, applied=False), record(2, 3.0), record(3, 2.0), record(4, 1.0), record(5, None)]
-
-
-@pytest.mark.parametrize("resumed_after", range(6))
-def test_the_figures_are_those_of_the_whole_run(resumed_after: int) -> None:
-    totals = RunTotals()
-    for step in RECORDS[:resumed_after]:
-        totals.add_earlier(msgspec.to_builtins(step))
-    for step in RECORDS[resumed_after:]:
-        totals.add(step)
-    assert (totals.first_loss, totals.final_loss, totals.skipped_steps) == (3.0, 1.0, 1)
-    assert (totals.samples, totals.seconds) == (50, 10.0)
-
-
-def test_the_summary_counts_the_loop_and_its_rate() -> None:
-    loop = make_loop(make_workload(), target_batch=12, steps=4, ema=0.9)
-    totals = RunTotals()
-    for step in loop.run():
-        totals.add(msgspec.structs.replace(step, seconds=0.5))
-    done = totals.summary(
-        loop,
-        validation={"loss": 1.0},
-        checkpoint=Path("new"),
-        resumed_from=Path("old"),
-        failed_checkpoints=[2],
-    )
-    assert (done.optimizer_steps, done.samples, done.skipped_steps) == (4, 48, 0)
-    assert (done.samples_per_s, done.seconds) == (24.0, 2.0)
-    assert (done.checkpoint, done.resumed_from, done.failed_checkpoints) == ("new", "old", [2])
-    assert (done.ema, done.micro_batch, done.validation) == (0.9, 5, {"loss": 1.0})
+def test_the_summary_counts_the_loop_and_its_rate(tmp_path: Path) -> None:
+    loop = open_loop(ema=0.9)
+    ticks = count(step=0.5)
+    loop.clock = lambda: next(ticks)
+    done = train(loop, settings(tmp_path), Progress(), None)
+    assert (done.optimizer_steps, done.samples, done.skipped_steps) == (STEPS, 42, 0)
+    assert (done.samples_per_s, done.seconds) == (14.0, 3.0)
+    assert (done.ema, done.micro_batch, done.validation) == (0.9, 3, {})
     assert (done.noise_scale, done.noise_advice) == (None, None)
+
+
+def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    class Odd(torch.optim.lr_scheduler.StepLR):
+        def state_dict(self):
+            return {**super().state_dict(), "odd": object()}
+
+    loop = open_loop(make_workload(schedule=lambda optimizer, steps: Odd(optimizer, 1)))
+    with pytest.raises(InputError, match="schedules cannot be kept in a checkpoint"):
+        train(loop, settings(tmp_path), Progress(), None)
+    assert loop.batches_seen == 0
+
+
+def test_checkpoints_are_written_by_the_clock(tmp_path: Path) -> None:
+    loop = open_loop()
+    ticks = count(step=10.0)
+    loop.clock = lambda: next(ticks)
+    train(loop, settings(tmp_path, checkpoint_minutes=1.0, keep_last=STEPS), Progress(), None)
+    steps = saved_steps(tmp_path)
+    assert steps[-1] == STEPS
+    assert 1 < len(steps) < STEPS, "some steps are under a minute after the last checkpoint"
+
+
+# from a plan
+
+
+KEY = {"device": "cpu"}
+
+
+class Notes(Progress):
+    """Progress that keeps the notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def plan_of(limit: int = 3, **changes: Any) -> Plan:
+    plan = make_plan(target_batch=7, micro_batch_limit=limit, learning_rate=0.1)
+    return msgspec.structs.replace(plan, **changes)
+
+
+def trained(
+    out: Path,
+    workload=None,
+    *,
+    plan: Plan | None = None,
+    steps: int = 4,
+    resumed: Loaded | None = None,
+    is_exact: bool = False,
+    split_check: str = "error",
+    **loop: Any,
+) -> tuple[Training, nn.Module, list[str]]:
+    given = {"target_batch": 7, "steps": steps, "seed": 3, "split_check": split_check, **loop}
+    asked = as_options("fit", **given)
+    progress = Notes()
+    record, model = train_plan(
+        PreparedRun(
+            setup=make_setup(workload or make_workload()),
+            plan=plan or plan_of(),
+            sampler=build_sampler(24, asked),
+            key=KEY,
+            resumed=resumed,
+            is_exact=is_exact,
+        ),
+        replace(settings(out), options=asked),
+        progress=progress,
+    )
+    return record, model, progress.notes
+
+
+def test_a_plan_is_trained_as_whole_batches_are(tmp_path: Path) -> None:
+    workload = make_workload()
+    record, model, notes = trained(tmp_path, workload)
+    batches = [
+        batch.ids for batch in build_sampler(24, as_options("fit", target_batch=7, steps=4, seed=3)).batches()
+    ]
+    expected, losses = reference(workload, batches, mean_loss)
+    assert apart(weights(model), expected) < 1e-12
+    assert (record.first_loss, record.final_loss) == pytest.approx((losses[0], losses[-1]), rel=1e-12)
+    assert (record.optimizer_steps, record.resumed_from, notes) == (4, None, [])
+
+
+def test_a_checkpoint_has_the_facts_that_a_resume_checks(tmp_path: Path) -> None:
+    trained(tmp_path, warmup_samples=9, sample_seeds=True)
+    facts = load_newest(tmp_path / "checkpoints").facts
+    assert msgspec.convert(facts["plan"], Plan) == plan_of()
+    assert (facts["key"], facts["seed"], facts["warmup_samples"], facts["sample_seeds"]) == (KEY, 3, 9, True)
+    assert (facts["total_steps"], facts["samples"], facts["last_batch"]) == (4, 24, "carry")
+    # Without the build that a wheel of PyPI adds at import, such as +cu130.
+    assert str(torch.__version__).startswith(facts["versions"]["torch"])
+
+
+def noisy():
+    """Make a workload whose model draws random numbers."""
+    return make_workload(model=lambda: nn.Sequential(nn.Dropout(0.5), network()).double())
+
+
+def test_an_exact_resume_ends_with_the_same_weights_bit_for_bit(tmp_path: Path) -> None:
+    _, whole, _ = trained(tmp_path / "whole", noisy())
+    trained(tmp_path / "parts", noisy(), steps=2)
+    checkpoint = load_newest(tmp_path / "parts" / "checkpoints")
+    torch.manual_seed(99)
+    record, model, _ = trained(tmp_path / "parts", noisy(), resumed=checkpoint, is_exact=True)
+    assert torch.equal(weights(model), weights(whole))
+    assert (record.optimizer_steps, record.resumed_from) == (4, str(checkpoint.path))
+
+
+def test_a_resume_on_other_hardware_uses_its_own_plan(tmp_path: Path) -> None:
+    _, whole, _ = trained(tmp_path / "whole")
+    trained(tmp_path / "parts", steps=2)
+    resumed = load_newest(tmp_path / "parts" / "checkpoints")
+    record, model, _ = trained(tmp_path / "parts", plan=plan_of(5), resumed=resumed)
+    assert record.micro_batch == plan_of(5).micro_batch != plan_of().micro_batch
+    assert apart(weights(model), weights(whole)) < 1e-12
+
+
+def test_a_loss_that_cannot_be_split_is_an_error_or_a_note(tmp_path: Path) -> None:
+    workload = make_workload(loss=contrastive_loss)
+    with pytest.raises(InputError, match="depends on several samples at once"):
+        trained(tmp_path, workload)
+    assert not (tmp_path / "checkpoints").exists()
+    record, _, (note,) = trained(tmp_path, workload, split_check="note")
+    assert "depends on several samples at once" in note
+    assert record.optimizer_steps == 4
+    assert record.notes == [note]
+
+
+def test_the_knobs_of_the_plan_reach_the_optimizer(tmp_path: Path) -> None:
+    seen: list[torch.optim.Optimizer] = []
+
+    def optimizer(params, lr):
+        seen.append(torch.optim.SGD(params, lr=lr))
+        return seen[-1]
+
+    trained(tmp_path, make_workload(optimizer=optimizer), plan=plan_of(knobs={"optimizer": "foreach"}))
+    assert [group["foreach"] for group in seen[-1].param_groups] == [True]

@@ -26,7 +26,7 @@ _PositiveFloat = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 
 
 class _Facts(msgspec.Struct):
-    """See `autobatch.training.train_plan.train_plan`."""
+    """See `autobatch.training.run.train_plan`."""
 
     plan: Plan
     seed: int
@@ -35,6 +35,7 @@ class _Facts(msgspec.Struct):
     samples: _Positive
     last_batch: LastBatch
     total_samples: _Positive
+    ranks: list[dict[str, Any]]
     key: dict[str, Any] = {}
     sample_seeds: bool = False
     notes: list[str] = []
@@ -51,7 +52,6 @@ class _Counters(msgspec.Struct):
     steps_applied: _Count
     oom_recoveries: _Count
     skipped_steps_in_a_row: _Count
-    micro_batch: _Positive
 
 
 class _State(msgspec.Struct):
@@ -66,7 +66,8 @@ class _State(msgspec.Struct):
     average: dict[str, Any] | None
     items_per_sample: _PositiveFloat | None
     noise: dict[str, Any]
-    random: dict[str, Any]
+    random: list[dict[str, Any]]
+    limits: list[_Positive]
 
 
 def check_content(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
@@ -75,7 +76,7 @@ def check_content(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
     Args:
         path: its folder, whose name has the number of its batches.
         state: what `autobatch.training.loop_state.capture_loop` returned.
-        facts: what `autobatch.training.train_plan.train_plan` stored beside it.
+        facts: what `autobatch.training.run.train_plan` stored beside it.
 
     Raises:
         CheckpointError: an entry is missing, has another type, or is out of its range; names it.
@@ -86,7 +87,7 @@ def check_content(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
         name = STATE
         found = msgspec.convert(state, _State)
         _check_counters(found.counters, int(path.name.removeprefix("step-")))
-        for one in [state["random"], *((state.get("ranks") or {}).get("random", []))]:
+        for one in found.random:
             random_state_of(one)
     except (ValueError, TypeError, LookupError) as error:  # with msgspec.ValidationError
         raise CheckpointError(f"{path}: {name} holds no run to resume: {error}") from None

@@ -12,8 +12,8 @@ from typing import Any
 from autobatch.core.errors import CheckpointError
 from autobatch.device.oom import is_oom
 
-SCHEMA = 3
-"""Format of checkpoints; 3 has tensors by name in safetensors files."""
+SCHEMA = 4
+"""Format of checkpoints; 4 has the random states and the limits of all ranks."""
 MANIFEST = "manifest.json"
 _PREFIX = b'{"sha256": "'
 _BODY_START = len(_PREFIX) + 64 + 2

@@ -115,8 +115,8 @@ def test_a_manifest_that_lists_something_else_is_refused(tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=r"planted\.safetensors is not listed in manifest\.json"):
         load_checkpoint(path)
     content = (path / MANIFEST).read_text()
-    (path / MANIFEST).write_text(content.replace('"schema": 3', '"schema": 2'))
-    with pytest.raises(CheckpointError, match="has format 2, and this version reads 3"):
+    (path / MANIFEST).write_text(content.replace('"schema": 4', '"schema": 3'))
+    with pytest.raises(CheckpointError, match="has format 3, and this version reads 4"):
         load_checkpoint(path)
 
 

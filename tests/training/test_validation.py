@@ -15,17 +15,11 @@ from autobatch.core.errors import DoesNotFitError, InputError, RestartSmallerErr
 from autobatch.device.cpu import SilentMeter
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.training.evaluation import (
-    Sums,
-    ValidationBatchSize,
-    evaluate,
-    evaluate_shared,
-    sanity_check_validation,
-)
+from autobatch.training.validation import Validator, sanity_check_validation
 from autobatch.workload.contract import Loss, WholeBatchLoss
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
-from tests.support.sharded_loops import block_workload, sharded_loop
+from tests.support.sharded_loops import sharded_loop
 from tests.support.training import (
     IGNORED,
     INFO_NCE,
@@ -63,12 +57,14 @@ KINDS = {
 }
 
 
-def metrics_of(workload, batch_size: int | ValidationBatchSize, **options) -> dict[str, float]:
+def validator(workload, micro_batch: int, **options) -> Validator:
     loop = make_loop(workload)
-    if isinstance(batch_size, int):
-        batch_size = ValidationBatchSize(batch_size)
     settings = {"device": loop.device, "meter": SilentMeter(), "target_batch": 24, **options}
-    return evaluate(workload, loop.train_state, batch_size=batch_size, **settings)
+    return Validator(workload, loop.train_state, micro_batch=micro_batch, **settings)
+
+
+def metrics_of(workload, micro_batch: int, **options) -> dict[str, float]:
+    return validator(workload, micro_batch, **options).run()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,14 +146,8 @@ def test_each_mode_is_restored_and_weights_are_unchanged() -> None:
     model = loop.train_state.model.train()
     model[0].eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    evaluate(
-        workload,
-        loop.train_state,
-        device=loop.device,
-        meter=SilentMeter(),
-        batch_size=ValidationBatchSize(4),
-        target_batch=24,
-    )
+    settings = {"device": loop.device, "meter": SilentMeter(), "target_batch": 24, "micro_batch": 4}
+    Validator(workload, loop.train_state, **settings).run()
     assert [module.training for module in (model, *model)] == [True, False, True, True]
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -180,28 +170,29 @@ def by_hand(kind: str) -> dict[str, float]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("start", "grows"), [(1, True), (3, True), (5, False), (23, True)])
 def test_metrics_are_those_of_each_sample_alone(kind: str, start: int, grows: bool) -> None:
-    assert metrics_of(KINDS[kind], ValidationBatchSize(start, grows=grows)) == pytest.approx(
-        by_hand(kind), rel=1e-12
-    )
+    assert metrics_of(KINDS[kind], start, grows=grows) == pytest.approx(by_hand(kind), rel=1e-12)
 
 
-def test_the_micro_batch_doubles_if_it_fits_and_a_failed_size_is_not_tried_again() -> None:
-    seen: list[int] = []
-    workload = make_workload(validation_data=points(60, seed=1), loss=limited(9, seen))
-    batch_size = ValidationBatchSize(5, grows=True)
-    assert metrics_of(workload, batch_size)["loss"] > 0
-    assert seen == [5, 10, *[5] * 11]
-    seen.clear()
-    metrics_of(workload, batch_size)
-    assert seen == [5] * 12, "the next validation starts at the size that was found"
-
-
-def test_the_micro_batch_grows_no_further_than_twice_that_of_training() -> None:
+@pytest.mark.parametrize(
+    ("limit", "start", "grows", "first", "second"),
+    [
+        (9, 5, True, [5, 10, *[5] * 11], [5] * 12),
+        (100, 2, True, [2, *[4] * 14, 2], [4] * 15),
+        (100, 7, False, [*[7] * 8, 4], [*[7] * 8, 4]),
+    ],
+)
+def test_the_micro_batch_doubles_once_if_it_fits_and_a_failed_size_is_not_tried_again(
+    limit: int, start: int, grows: bool, first: list[int], second: list[int]
+) -> None:
     """On a large GPU it would climb to tens of GiB, into kernels with 32-bit indices."""
     seen: list[int] = []
-    workload = make_workload(validation_data=points(60, seed=1), loss=limited(100, seen))
-    metrics_of(workload, ValidationBatchSize(2, grows=True))
-    assert seen == [2, *[4] * 14, 2]
+    workload = make_workload(validation_data=points(60, seed=1), loss=limited(limit, seen))
+    found = validator(workload, start, grows=grows)
+    assert found.run()["loss"] > 0
+    assert seen == first
+    seen.clear()
+    found.run()
+    assert seen == second
 
 
 def test_a_lost_context_is_no_size_that_is_too_large() -> None:
@@ -214,7 +205,7 @@ def test_a_lost_context_is_no_size_that_is_too_large() -> None:
 
     workload = make_workload(validation_data=points(23, seed=1), loss=loss)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        metrics_of(workload, ValidationBatchSize(5, grows=True))
+        metrics_of(workload, 5, grows=True)
 
 
 def test_another_error_at_a_grown_micro_batch_is_not_an_error_of_the_workload() -> None:
@@ -226,11 +217,9 @@ def test_another_error_at_a_grown_micro_batch_is_not_an_error_of_the_workload() 
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     workload = make_workload(validation_data=points(23, seed=1), loss=loss)
-    assert metrics_of(workload, ValidationBatchSize(5, grows=True)) == pytest.approx(
-        {"loss": by_hand("mean")["loss"]}, rel=1e-12
-    )
+    assert metrics_of(workload, 5, grows=True) == pytest.approx({"loss": by_hand("mean")["loss"]}, rel=1e-12)
     with pytest.raises(RuntimeError, match="canUse32BitIndexMath"):
-        metrics_of(workload, ValidationBatchSize(7))
+        metrics_of(workload, 7)
 
 
 def test_on_a_simulated_gpu_validation_takes_larger_micro_batches_than_training(tmp_path: Path) -> None:
@@ -243,27 +232,19 @@ def test_on_a_simulated_gpu_validation_takes_larger_micro_batches_than_training(
     workload = make_workload(model=build, validation_data=points(6_000, seed=1))
     device = SimulatedDevice(load_profile("rtx-4090", user_dir=tmp_path), memory_budget="48MiB")
     loop = make_loop(workload, micro_batch=512, target_batch=512, steps=1, device=device)
-    expected = evaluate(
-        workload,
-        loop.train_state,
-        device=loop.device,
-        meter=SilentMeter(),
-        batch_size=ValidationBatchSize(512),
-        target_batch=24,
-    )
+    expected = metrics_of(workload, 512)
     with device.training() as meter:
         meter.count(tensor.data for tensor in loop.train_state.model.parameters())
-        batch_size = ValidationBatchSize(2500, grows=True)
-        found = evaluate(
-            workload, loop.train_state, device=device, meter=meter, batch_size=batch_size, target_batch=24
-        )
+        settings = {"device": device, "meter": meter, "target_batch": 24, "micro_batch": 2500}
+        larger = Validator(workload, loop.train_state, grows=True, **settings)
+        found = larger.run()
         assert meter.stats().peak_reserved_bytes <= device.budget_bytes
-        assert batch_size.micro_batch == 5000
-        loop.meter, loop.micro_batch = meter, batch_size.micro_batch
-        loop.sampler = replace(loop.sampler, target_batch=batch_size.micro_batch)
+        assert larger.micro_batch == 5000
+        loop.meter, loop.micro_batch = meter, larger.micro_batch
+        loop.sampler = replace(loop.sampler, target_batch=larger.micro_batch)
         with suppress(RestartSmallerError):
             next(loop.run())
-        assert loop.micro_batch < batch_size.micro_batch, "training fits fewer samples"
+        assert loop.micro_batch < larger.micro_batch, "training fits fewer samples"
     assert found == pytest.approx(expected, rel=1e-12)
 
 
@@ -300,27 +281,6 @@ def test_an_invalid_count_is_named(name: str, count) -> None:
         metrics_of(make_workload(validation_data=points(9), **fields), 4)
 
 
-def test_a_size_that_fits_doubles_once_and_a_failed_one_halves() -> None:
-    size = ValidationBatchSize(5, grows=True)
-    size.record_fit(4)
-    assert size.micro_batch == 5, "a short last micro-batch tells nothing"
-    size.record_fit(5)
-    assert size.micro_batch == 10
-    size.record_fit(10)
-    assert size.micro_batch == 10, "twice the training micro-batch is enough"
-    size.record_failure(10)
-    size.record_fit(5)
-    assert size.micro_batch == 5, "what failed is not tried again"
-
-
-def test_a_size_that_may_not_grow_only_halves() -> None:
-    size = ValidationBatchSize(5)
-    size.record_fit(5)
-    assert size.micro_batch == 5
-    size.record_failure(5)
-    assert size.micro_batch == 3
-
-
 def workload(samples: int):
     def model() -> nn.Module:
         torch.manual_seed(1)
@@ -333,19 +293,14 @@ def validate(samples: int, micro_batch: int) -> tuple[float | None, bool]:
     """Return the loss over all ranks, and whether the model is in parts again."""
     group = open_group()
     loop = sharded_loop(group, workload(samples))
-    sums = evaluate_shared(
-        loop.workload,
-        loop.train_state,
-        meter=SilentMeter(),
-        micro_batch=micro_batch,
-        part=(group.rank, group.world),
+    settings = {"device": loop.device, "meter": SilentMeter(), "target_batch": 24}
+    shared = Validator(
+        loop.workload, loop.train_state, micro_batch=micro_batch, grows=True, ranks=group, **settings
     )
-    whole = Sums()
-    for part in group.gather(sums.to_plain()):
-        whole.add_plain(part)
+    found = shared.run()
     in_parts = all(hasattr(p, "to_local") for p in loop.train_state.model.parameters())
     group.close()
-    return whole.means()["loss"], in_parts
+    return found["loss"], in_parts
 
 
 @pytest.mark.distributed
@@ -360,16 +315,16 @@ def test_the_loss_is_that_of_one_process(server: RankServer, samples: int, micro
         assert in_parts
 
 
-def test_nothing_is_computed_without_validation_data() -> None:
-    loop = make_loop(block_workload())
-    sums = evaluate_shared(loop.workload, loop.train_state, meter=SilentMeter(), micro_batch=2, part=(0, 1))
-    assert sums.means() == {}
-
-
-def test_out_of_memory_names_the_option_that_helps() -> None:
-    def loss(model: nn.Module, batch: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    loop = make_loop(make_workload(loss=loss, validation_data=points(4)))
+def test_out_of_memory_in_a_shared_model_names_the_option_that_helps() -> None:
+    loop = make_loop(make_workload(validation_data=points(4)))
+    loop.train_state.shared = FullModel()
+    settings = {"device": loop.device, "meter": SilentMeter(), "target_batch": 24, "micro_batch": 2}
     with pytest.raises(DoesNotFitError, match=r"micro-batch of 2, .* a smaller --validation-micro-batch"):
-        evaluate_shared(loop.workload, loop.train_state, meter=SilentMeter(), micro_batch=2, part=(0, 1))
+        Validator(loop.workload, loop.train_state, **settings).run()
+
+
+class FullModel:
+    """A shared model that runs out of memory."""
+
+    def run(self, function: object, batch: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")

@@ -1,0 +1,295 @@
+"""Validation: means over all held-out samples, independent of the micro-batch.
+
+Each rank computes a range of the samples, and the sums of all ranks give the means: Σ totals ÷ Σ counts in
+float64. A forward pass without gradients keeps no activations, so it may take more samples than training
+does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Subset
+
+from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.device.base import Device, Meter
+from autobatch.device.oom import Verdict, classify, first_line, loses_context
+from autobatch.distributed.ranks import Alone, Ranks
+from autobatch.planning import split_evenly
+from autobatch.step.train_state import TrainState, precision_context
+from autobatch.step.whole_batch import Rows
+from autobatch.workload.contract import Loss, WholeBatchLoss, Workload, kind_of
+from autobatch.workload.data import load_micro_batch
+from autobatch.workload.nested import tensors_of, to_device
+from autobatch.workload.rng import preserved_random_state
+from autobatch.workload.user_code import user_code
+
+SANITY_SAMPLES = 2
+"""Validation samples that loss and metrics are tried on before training."""
+MOST_GROWTH = 2
+"""Most validation samples at once, in training micro-batches. More gain little, and reach kernels with 32-bit
+indices."""
+
+
+class Validator:
+    """The loss and the metrics over the validation data.
+
+    The micro-batch is doubled while that fits, and halved after an out-of-memory error; a size that failed is
+    not tried again. If ranks share the model, they run the same number of passes of the same size, because
+    each waits for the others.
+
+    A `WholeBatchLoss` depends on the number of samples, so it is computed over batches of ``target_batch``,
+    of which the last may be short.
+
+    Args:
+        workload: has the data, the loss and the metrics.
+        train_state: the model; the modes of its modules are restored.
+        device: releases cached memory after an out-of-memory error, and after micro-batches larger than the
+            training's, whose blocks training cannot reuse.
+        meter: counts each micro-batch.
+        target_batch: samples of an optimizer step.
+        micro_batch: samples to start with.
+        grows: whether to try larger micro-batches; False if running out of memory would end the process.
+        ranks: the ranks, each of which takes a part of the samples; None if this process trains alone.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        train_state: TrainState,
+        *,
+        device: Device,
+        meter: Meter,
+        target_batch: int,
+        micro_batch: int,
+        grows: bool = False,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._workload = workload
+        self._train_state = train_state
+        self._device = device
+        self._meter = meter
+        self._unit = target_batch if isinstance(workload.loss, WholeBatchLoss) else 1
+        self.micro_batch = micro_batch
+        self._start_size = micro_batch
+        self._grows = grows and train_state.shared is None
+        self._smallest_failed = math.inf
+        self._ranks = ranks or Alone()
+
+    def run(self, is_asked: Callable[[], bool] = lambda: False) -> dict[str, float | None]:
+        """Return the mean of the loss and of each metric over the samples of all ranks; all of them call it.
+
+        A mean is None if it is not finite. Without validation data there are none.
+
+        Args:
+            is_asked: whether to stop early, asked before each micro-batch.
+
+        Raises:
+            DoesNotFitError: out of memory at a micro-batch of 1, on some rank.
+            InputError: a metric is not a number.
+        """
+        sums: dict[str, tuple[float, float]] = {}
+        failure = ""
+        try:
+            with eval_mode(self._train_state.model):
+                if self._workload.validation_data is not None:
+                    self._add_own_samples(sums, is_asked)
+        except DoesNotFitError as error:
+            if self._train_state.shared is not None:
+                raise  # in the middle of a pass of all ranks
+            # Other ranks wait for the sums of this one.
+            failure = str(error)
+        if self.micro_batch > self._start_size:
+            self._device.release()
+        # Without a backward pass the last gathered parameters are still whole.
+        self._train_state.forget_gathered()
+        return self._means_over_ranks(sums, failure)
+
+    def _means_over_ranks(
+        self, own: Mapping[str, tuple[float, float]], failure: str
+    ) -> dict[str, float | None]:
+        # In hexadecimal, which keeps every bit, also of what is not finite.
+        plain = {name: [total.hex(), count.hex()] for name, (total, count) in own.items()}
+        parts = self._ranks.gather([plain, failure])
+        for _, reason in parts:
+            if reason:
+                raise DoesNotFitError(reason)
+        sums: dict[str, tuple[float, float]] = {}
+        for part, _ in parts:
+            _add(sums, {name: (float.fromhex(one[0]), float.fromhex(one[1])) for name, one in part.items()})
+        means = {name: total / count for name, (total, count) in sums.items() if count}
+        return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
+
+    def _add_own_samples(self, sums: dict[str, tuple[float, float]], is_asked: Callable[[], bool]) -> None:
+        """Add totals and counts of the samples of this rank."""
+        ranks, samples = self._ranks, len(self._workload.validation_data)  # type: ignore[arg-type]
+        is_shared = self._train_state.shared is not None
+        units = split_evenly(math.ceil(samples / self._unit), ranks.world)
+        start = min(self._unit * sum(units[: ranks.rank]), samples)
+        end = min(start + self._unit * units[ranks.rank], samples)
+        step = self._unit if self._unit > 1 else max(1, end - start)
+        for batch in (range(first, min(first + step, end)) for first in range(start, end, step)):
+            rows, place = Rows(len(batch)), batch.start
+            while place < batch.stop:
+                if is_asked() and not is_shared:  # one rank of a shared model cannot stop alone
+                    return
+                ids = range(place, min(place + self.micro_batch, batch.stop))
+                found = self._run_micro_batch(ids, batch, rows)
+                if isinstance(found, str):
+                    # Outside of the except block, so that nothing holds the tensors that failed.
+                    self._recover(len(ids), found)
+                    continue
+                self._grow(len(ids))
+                _add(sums, found)
+                place = ids.stop
+        # A rank that is done still joins the collectives of the others. What it computes does not count.
+        passes, most = (math.ceil(count / self.micro_batch) for count in (end - start, max(units)))
+        for _ in range(most - passes if is_shared else 0):
+            found = self._run_micro_batch(range(1), range(1), Rows(1))
+            if isinstance(found, str):
+                self._recover(1, found)
+
+    def _grow(self, size: int) -> None:
+        """Double the micro-batch if a full one fits."""
+        most = min(MOST_GROWTH * self._start_size, self._smallest_failed - 1)
+        if self._grows and size == self.micro_batch and 2 * size <= most:
+            self.micro_batch = 2 * size
+
+    def _recover(self, size: int, reason: str) -> None:
+        """Halve the micro-batch, or raise if it cannot be smaller."""
+        self._device.release()
+        where = f"out of memory in validation at a micro-batch of {size}"
+        reason = reason.rstrip(".")
+        if self._train_state.shared is not None:
+            raise DoesNotFitError(
+                f"{where}, for which other ranks of a shared model wait: {reason}. Give a smaller "
+                "--validation-micro-batch"
+            )
+        if size == 1:
+            raise DoesNotFitError(f"{where}: {reason}. Free memory, or give a larger --memory-budget")
+        self._smallest_failed = min(self._smallest_failed, size)
+        self.micro_batch = math.ceil(size / 2)
+
+    def _run_micro_batch(self, ids: range, batch: range, rows: Rows) -> dict[str, tuple[float, float]] | str:
+        """Return total and count of each metric, or the message of an error that fewer samples may avoid.
+
+        At a size that the user did not ask for that is any error, for example of a kernel with 32-bit
+        indices; else an out-of-memory error.
+
+        Args:
+            ids: the samples.
+            batch: the samples of their batch, for a loss over the whole of it.
+            rows: the rows of that batch so far.
+        """
+        workload, train_state = self._workload, self._train_state
+        try:
+            with torch.no_grad():
+                with self._meter.uncounted():
+                    loaded = load_micro_batch(workload, ids, data=workload.validation_data)
+                    micro_batch = to_device(loaded, train_state.device)
+                self._meter.count(tensors_of(micro_batch))
+                with precision_context(train_state.device, train_state.precision):
+                    values: dict[str, Tensor | Loss] = {}
+                    with user_code("loss"):
+                        if not isinstance(workload.loss, WholeBatchLoss):
+                            values["loss"] = train_state.call(workload.loss, micro_batch)
+                        else:
+                            places = range(ids.start - batch.start, ids.stop - batch.start)
+                            rows.put(places, workload.loss.represent(train_state.model, micro_batch))
+                            if ids.stop == batch.stop:
+                                mean = workload.loss.loss(train_state.model, rows.collated)
+                                values["loss"] = Loss(mean * len(batch), len(batch))
+                    if workload.metrics is not None:
+                        with user_code("metrics"):
+                            metrics = train_state.call(workload.metrics, micro_batch)
+                        values |= _checked_metrics(metrics)
+                return {name: _total_and_count(name, value, len(ids)) for name, value in values.items()}
+        except Exception as error:
+            if loses_context(error):
+                raise
+            if len(ids) > self._start_size or classify(error) in (Verdict.DEVICE, Verdict.HOST):
+                return first_line(error)
+            raise
+
+
+def sanity_check_validation(
+    workload: Workload, train_state: TrainState, *, device: Device, meter: Meter
+) -> None:
+    """Run loss and metrics on the first validation samples, so that a mistake in them shows before training.
+
+    Raises:
+        InputError: a metric is not a number.
+        Exception: whatever the workload raises.
+    """
+    data = workload.validation_data
+    if data is None:
+        return
+    few = Subset(data, range(min(SANITY_SAMPLES, len(data))))  # type: ignore[arg-type]
+    validator = Validator(
+        replace(workload, validation_data=few),
+        train_state,
+        device=device,
+        meter=meter,
+        target_batch=SANITY_SAMPLES,
+        micro_batch=SANITY_SAMPLES,
+    )
+    with preserved_random_state():
+        validator.run()
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model in eval mode within the block, then restore the mode of each module."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _add(sums: dict[str, tuple[float, float]], found: Mapping[str, tuple[float, float]]) -> None:
+    for name, (total, count) in found.items():
+        before = sums.get(name, (0.0, 0.0))
+        sums[name] = before[0] + total, before[1] + count
+
+
+def _checked_metrics(metrics: object) -> dict[str, Tensor | Loss]:
+    if not isinstance(metrics, Mapping):
+        raise InputError(
+            f"Workload(metrics=…) must return a mapping of names to values, found {kind_of(metrics)}"
+        )
+    for name in metrics:
+        if not isinstance(name, str):
+            raise InputError(f"Workload(metrics=…) must name each value with text, found the name {name!r}")
+        if name == "loss":
+            raise InputError(
+                "Workload(metrics=…) returned a metric named 'loss', which is the name of the validation "
+                "loss: rename the metric"
+            )
+    return dict(metrics)
+
+
+def _total_and_count(name: str, value: Tensor | Loss, size: int) -> tuple[float, float]:
+    try:
+        if isinstance(value, Loss):
+            total, count = float(value.total), float(value.count)
+        else:
+            total, count = float(value) * size, float(size)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"the validation metric {name!r} must be a 0-d tensor, a number or a Loss, found "
+            f"{kind_of(value)} ({error})"
+        ) from error
+    if not 0 <= count < math.inf:
+        raise InputError(
+            f"the count of the validation metric {name!r} must be finite and at least 0, found {count:g} for "
+            f"{size} samples: return the number of items that its total sums over"
+        )
+    return total, count
