@@ -71,8 +71,6 @@ class StudyLocation(NamedTuple):
 
 Measure = Callable[[Configuration], Measurement]
 """Runs a configuration."""
-ConfirmFits = Callable[[Configuration], str | None]
-"""Runs a configuration inside the enforced budget. Returns why it does not fit, or None if it fits."""
 Key = tuple[tuple[str, Value], ...]
 """A configuration in hashable form."""
 

@@ -36,7 +36,6 @@ from autobatch.tuning.compare import (
 )
 from autobatch.tuning.configuration import (
     Budget,
-    ConfirmFits,
     Measure,
     Measurement,
     StudyLocation,
@@ -71,12 +70,12 @@ class TuningResult(NamedTuple):
 
 def find_fastest(
     measure: Measure,
+    confirm: Measure,
     axes: Sequence[SearchAxis],
     *,
     budget: Budget,
     seed: int,
     place: StudyLocation,
-    confirm_fits: ConfirmFits = lambda _: None,
     progress: Progress = SILENT,
     clock: Callable[[], float] = time.monotonic,
 ) -> TuningResult:
@@ -84,11 +83,11 @@ def find_fastest(
 
     Args:
         measure: runs a configuration; trials never run the same one twice.
+        confirm: runs a configuration inside the enforced budget before it is chosen.
         axes: the choices of each knob.
         budget: trials and time.
         seed: the same seed and the same measurements give the same answer.
         place: the study.
-        confirm_fits: runs a configuration inside the enforced budget before it is chosen.
         progress: receives every trial and every round of the comparison.
         clock: seconds.
 
@@ -105,7 +104,7 @@ def find_fastest(
         progress.note(line)
     search.run()
     tried, is_stopped = search.tried(), not search.has_time_to_try()
-    tuning, winner = _choose(search, tried, confirm_fits)
+    tuning, winner = _choose(search, tried, confirm)
     notes = [*tuning.notes, *search.notes()]
     if is_stopped:
         notes.insert(len(tuning.notes), _explain_stop(len(tried), search.worth_seconds(), budget))
@@ -158,23 +157,23 @@ class _Search:
                 return
             self.progress.doing(f"trial {len(self.tried()) + 1} of {self.budget.trials}")
             try:
-                found = self._run_trial(request.values)
+                found = self._run_trial(request.params)
             except BaseException:
                 self.study.fail(request)
                 raise
             began = self.clock()
             self._store(request, found)
             self.sampler_seconds += self.clock() - began
-            row = _row(len(self.tried()) - 1, request.values, found)
-            self.progress.measured(row, self.budget.trials, changes(request.values, self.default))
+            row = _row(len(self.tried()) - 1, request.params, found)
+            self.progress.measured(row, self.budget.trials, changes(request.params, self.default))
 
     def tried(self) -> list[Tried]:
         """Return the configurations that have a result, in order, each once."""
         found: dict[object, Tried] = {}
         names = {axis.name for axis in self.axes}
         for trial in self.study.complete():
-            if set(trial.values) == names:
-                found.setdefault(key_of(trial.values), (trial.values, _decode(trial)))
+            if set(trial.params) == names:
+                found.setdefault(key_of(trial.params), (trial.params, _decode(trial)))
         return list(found.values())
 
     def known_default(self) -> Measurement | None:
@@ -239,7 +238,7 @@ class _Search:
             if (self.is_complete or (not is_random and len(tried) % 2)) and not self.study.has_waiting():
                 self._enqueue_neighbour()
             request = self.study.ask()
-            known = tried.get(key_of(request.values))
+            known = tried.get(key_of(request.params))
             if known is None:
                 return request
             self._store(request, known)
@@ -254,7 +253,7 @@ class _Search:
             default=(self.default, None),
         )[0]
         # Other processes run some; one that was killed has left its configuration untried.
-        busy = {key_of(trial.values) for trial in self.study.running()}
+        busy = {key_of(trial.params) for trial in self.study.running()}
         draw = random.Random(f"{self.seed} {self.study.num_trials()}")
         done = {key_of(values) for values, _ in tried}
         values = nearest_untried(self.axes, done | busy, best, draw) or nearest_untried(
@@ -297,9 +296,7 @@ class _Search:
         self.study.tell(request, value, found._asdict(), is_feasible=found.feasible)
 
 
-def _choose(
-    search: _Search, tried: Sequence[Tried], confirm_fits: ConfirmFits
-) -> tuple[Tuning, Measurement | None]:
+def _choose(search: _Search, tried: Sequence[Tried], confirm: Measure) -> tuple[Tuning, Measurement | None]:
     """Compare the best trials with the default, and return the best that fits."""
     default, known, progress = search.default, search.known_default(), search.progress
     baseline = known if known is not None and known.feasible else None
@@ -317,7 +314,7 @@ def _choose(
     best = None
     for one in found.ranking:
         progress.doing("checking that the choice fits in memory")
-        reason = confirm_fits(one.values)
+        reason = confirm(one.values).failure
         if reason is None:
             best = one
             break
@@ -357,7 +354,7 @@ def _startup(trials: int) -> int:
 
 
 def _decode(trial: StoredTrial) -> Measurement:
-    stored = {name: trial.attributes[name] for name in Measurement._fields if name in trial.attributes}
+    stored = {name: trial.user_attrs[name] for name in Measurement._fields if name in trial.user_attrs}
     return Measurement(0.0, failure="no result was stored")._replace(**stored)
 
 

@@ -20,12 +20,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from autobatch.core.knobs import Value
+from autobatch.core.knobs import PRECISION
 from autobatch.core.progress import SILENT, Progress
-from autobatch.core.records import LrComparison, LrTrial, LrTuning, Precision
+from autobatch.core.records import LrComparison, LrTrial, LrTuning, Plan
 from autobatch.device.oom import first_line
 from autobatch.setup.child import ChildCrashed, Session, SetupProcess
 from autobatch.setup.rehearsal import Batch, Step, batch_of, rehearse
@@ -58,28 +58,12 @@ EDGE_FACTOR = 1.5
 class LrTrialSpec(NamedTuple):
     """Settings of short runs: plain values that can be sent to another process."""
 
-    default: float
-    """The learning rate that is kept unless another is better."""
-    target_batch: int
-    micro_batch: int
-    """The largest of the split, in samples."""
-    precision: Precision
-    knobs: dict[str, Value]
+    plan: Plan
+    """What is trained; its learning rate is kept unless another is better."""
     steps: int
     """Optimizer steps of a run; at least `PARTS`."""
     skips: bool = False
     """True to skip a non-finite step, as the training that follows does."""
-    multiple: int = 1
-    """Number whose multiples all micro-batches are."""
-
-
-class LrRun(NamedTuple):
-    """The steps of a short run."""
-
-    steps: list[tuple[float, float]]
-    """Mean loss of each step over its counted items, and their number."""
-    failure: str | None = None
-    """Reason why the run ended early, in one line; None if it did not."""
 
 
 class LrTrialResult(NamedTuple):
@@ -120,7 +104,7 @@ def find_learning_rate(
         InputError: the storage failed, or the study was made for something else.
         Exception: whatever the workload raises at the default learning rate.
     """
-    start, default = clock(), runs.task.default
+    start, default = clock(), runs.task.plan.learning_rate
     study = _open_study(default, seed, place)
     tried = _try_rates(runs, study, budget, seed, progress)
     known = next((one for one in tried if one.rate == default), None)
@@ -224,25 +208,29 @@ class ShortRuns:
             Exception: whatever the workload raises at the default learning rate, except out of memory.
         """
         try:
-            found = self.process.call("a trial of a learning rate", _run, self.task, rate, seed)
+            return self.process.call("a trial of a learning rate", _run, self.task, rate, seed)
         except ChildCrashed as crash:
-            found = LrRun([], str(crash))
-        else:
-            return result_of(rate, found)
+            failure = str(crash)
         self.process.restart()
-        return result_of(rate, found)
+        return LrTrialResult(rate, None, None, failure)
 
 
-def result_of(rate: float, run: LrRun) -> LrTrialResult:
-    """Return the result of a short run: the mean loss over the counted items of its last part."""
-    begin = len(run.steps) * (PARTS - 1) // PARTS
+def result_of(rate: float, steps: Sequence[tuple[float, float]], failure: str | None = None) -> LrTrialResult:
+    """Return the result of a short run: the mean loss over the counted items of its last part.
+
+    Args:
+        rate: the learning rate.
+        steps: mean loss of each step over its counted items, and their number.
+        failure: why the run ended early, in one line; None if it did not.
+    """
+    begin = len(steps) * (PARTS - 1) // PARTS
     seen, last = (
-        [(loss, items) for loss, items in steps if items and math.isfinite(loss)]
-        for steps in (run.steps, run.steps[begin:])
+        [(loss, items) for loss, items in part if items and math.isfinite(loss)]
+        for part in (steps, steps[begin:])
     )
     first = seen[0][0] if seen else None
-    if run.failure is not None:
-        return LrTrialResult(rate, None, first, run.failure)
+    if failure is not None:
+        return LrTrialResult(rate, None, first, failure)
     if not last or first is None:
         return LrTrialResult(rate, None, first, "no loss was finite")
     loss = sum(loss * items for loss, items in last) / sum(items for _, items in last)
@@ -251,7 +239,7 @@ def result_of(rate: float, run: LrRun) -> LrTrialResult:
     return LrTrialResult(rate, loss, first, None)
 
 
-def short_run(setup: Setup, task: LrTrialSpec, rate: float, seed: int) -> LrRun:
+def short_run(setup: Setup, task: LrTrialSpec, rate: float, seed: int) -> LrTrialResult:
     """Train a few steps on temporary weights.
 
     Args:
@@ -263,17 +251,18 @@ def short_run(setup: Setup, task: LrTrialSpec, rate: float, seed: int) -> LrRun:
     Raises:
         Exception: whatever the workload raises at the default learning rate, except out of memory.
     """
-    setup = replace(with_knobs(setup, task.knobs), precision=task.precision)
+    plan = task.plan
+    setup = with_knobs(setup, {**plan.knobs, PRECISION: plan.precision})
     samples, order = epoch_of(setup.workload, seed)
     sampler = GlobalBatchSampler(
-        samples=samples, target_batch=task.target_batch, seed=seed, steps=task.steps, order=order
+        samples=samples, target_batch=plan.target_batch, seed=seed, steps=task.steps, order=order
     )
-    split = Split(multiple=task.multiple)
+    split = Split(multiple=plan.multiple)
 
     def batches() -> Iterator[Batch]:
         seed_everything(seed)
         for batch in sampler.batches():
-            yield batch_of(setup.workload, split.parts(batch, task.micro_batch))
+            yield batch_of(setup.workload, split.parts(batch, plan.micro_batch))
 
     def ends(step: Step) -> bool:
         """Return whether training would end here: a loss scale that is still falling skips such a step."""
@@ -283,22 +272,21 @@ def short_run(setup: Setup, task: LrTrialSpec, rate: float, seed: int) -> LrRun:
     try:
         found = rehearse(setup, batches(), learning_rate=rate, until=ends)
     except Exception as error:
-        if rate == task.default:
+        if rate == plan.learning_rate:
             raise
         failure = first_line(error)
     else:
         losses = [(step.result.loss, step.result.count) for step in found.steps]
         if found.failure is not None:
-            return LrRun(losses, found.failure.reason)
-        if ends(found.steps[-1]):
-            return LrRun(losses[:-1], "its loss or gradient is not finite")
-        return LrRun(losses)
+            return result_of(rate, losses, found.failure.reason)
+        is_lost = ends(found.steps[-1])
+        return result_of(rate, losses, "its loss or gradient is not finite" if is_lost else None)
     # Outside the except block, nothing keeps the failed step's tensors alive.
     setup.device.release()
-    return LrRun([], failure)
+    return LrTrialResult(rate, None, None, failure)
 
 
-def _run(session: Session, task: LrTrialSpec, rate: float, seed: int) -> LrRun:
+def _run(session: Session, task: LrTrialSpec, rate: float, seed: int) -> LrTrialResult:
     return short_run(session.setup, task, rate, seed)
 
 
@@ -319,7 +307,7 @@ def _try_rates(
         request = study.ask()
         progress.doing(f"learning rate {len(tried) + 1}: a run of {runs.task.steps} steps")
         try:
-            found = runs.run(float(request.values[RATE] or 0.0), seed)
+            found = runs.run(float(request.params[RATE]), seed)
         except BaseException:
             study.fail(request)
             raise
@@ -332,9 +320,9 @@ def _try_rates(
 
 
 def _decode(trial: StoredTrial) -> LrTrialResult:
-    found = trial.attributes
+    found = trial.user_attrs
     failure = found.get("failure", "no result was stored")
-    return LrTrialResult(float(trial.values[RATE] or 0.0), found.get("loss"), found.get("first"), failure)
+    return LrTrialResult(float(trial.params[RATE]), found.get("loss"), found.get("first"), failure)
 
 
 def _compare(runs: ShortRuns, known: LrTrialResult, best: LrTrialResult, seed: int) -> Iterator[LrComparison]:

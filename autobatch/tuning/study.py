@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import optuna
@@ -22,7 +22,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.knobs import Configuration, SearchAxis, Value, defaults
+from autobatch.core.knobs import Configuration, SearchAxis, defaults
 from autobatch.core.text import error_text
 from autobatch.tuning.configuration import StudyLocation
 
@@ -32,18 +32,10 @@ MADE_FOR = "made_for"
 """Attribute of a study: plain values by name that its results depend on."""
 
 
-class StoredTrial(NamedTuple):
-    """A trial in the storage."""
-
-    values: dict[str, Value]
-    attributes: dict[str, Any]
-
-
-class Request(NamedTuple):
-    """A trial to run."""
-
-    trial: optuna.Trial
-    values: dict[str, Value]
+StoredTrial = optuna.trial.FrozenTrial
+"""A trial in the storage: its values are ``params``, and its result is in ``user_attrs``."""
+Request = optuna.Trial
+"""A trial to run: its values are ``params``."""
 
 
 class Study:
@@ -68,7 +60,7 @@ class Study:
         *,
         direction: Literal["maximize", "minimize"],
         metric: str,
-        suggest: Callable[[optuna.Trial], dict[str, Value]],
+        suggest: Callable[[optuna.Trial], object],
         sampler: Callable[[int], BaseSampler],
         first: Sequence[Configuration],
     ) -> None:
@@ -139,7 +131,7 @@ class Study:
 
     def tell(
         self,
-        request: Request,
+        trial: Request,
         value: float | None,
         attributes: Mapping[str, Any],
         *,
@@ -149,7 +141,7 @@ class Study:
         """Store the result of a trial.
 
         Args:
-            request: the trial.
+            trial: the trial.
             value: the optimized figure; None if there is none.
             attributes: plain values by name.
             is_feasible: False to count the trial as the worst so far at most, because a figure beyond all
@@ -158,28 +150,28 @@ class Study:
         """
         with _storage_errors(self._storage):
             for name, one in attributes.items():
-                request.trial.set_user_attr(name, one)
+                trial.set_user_attr(name, one)
             if not is_feasible:
                 worst, best = (min, max) if self._is_maximized else (max, min)
                 done = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
                 known = [trial.value for trial in done if trial.value is not None]
                 least = worst(known, default=fallback if value is None else value)
                 value = least if value is None else best(least, value)
-            self._study.tell(request.trial, value)
+            self._study.tell(trial, value)
 
     def _draw(self) -> Request:
         trial = self._study.ask()
-        return Request(trial, self._suggest(trial))
+        self._suggest(trial)
+        return trial
 
     def _stored(self, state: TrialState) -> list[StoredTrial]:
         with _storage_errors(self._storage):
-            found = self._study.get_trials(deepcopy=False, states=(state,))
-        return [StoredTrial(dict(trial.params), trial.user_attrs) for trial in found]
+            return self._study.get_trials(deepcopy=False, states=(state,))
 
-    def fail(self, request: Request) -> None:
+    def fail(self, trial: Request) -> None:
         """Close a trial that will not end, and hide errors of the storage behind the one that ended it."""
         with suppress(Exception):
-            self._study.tell(request.trial, state=TrialState.FAIL)
+            self._study.tell(trial, state=TrialState.FAIL)
 
 
 def study_of_configurations(

@@ -3,17 +3,15 @@
     configuration ──► largest micro-batch ──► losses ──► seconds per step
 
 An error makes a configuration infeasible, also memory that runs out. With every knob at its default, an error
-of the workload is its own and passes.
+of the workload is its own and is raised.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from autobatch.core.knobs import (
     COMPILE,
@@ -26,28 +24,24 @@ from autobatch.core.knobs import (
     memory_signature,
     numeric_signature,
 )
+from autobatch.device.host import usable_cores
 from autobatch.device.oom import first_line
 from autobatch.planning import micro_batches
 from autobatch.search.replay import Replay
 from autobatch.search.search import first_size, search
 from autobatch.setup.attempt import attempt
 from autobatch.setup.child import ChildCrashed, Session, SetupProcess
-from autobatch.setup.rehearsal import Batch
-from autobatch.setup.setup import Setup, describe_setup, with_knobs
+from autobatch.setup.setup import Setup, describe_setup, stand_in_optimizers, with_knobs
 from autobatch.setup.trace import program_on, trace_footprint
+from autobatch.step.apply_knobs import find_blocks
 from autobatch.tuning.configuration import Infeasible, Key, Measurement, changes, infeasible, key_of
-from autobatch.tuning.context import describe_context
-from autobatch.tuning.timing import random_batch, rehearsed, time_steps
-from autobatch.workload.feed import AHEAD
-from autobatch.workload.rng import seed_torch
+from autobatch.tuning.measure import TOLERANCE, LossCheck, fetch_share, time_steps
+from autobatch.workload.feed import AHEAD, SeededCollate
+from autobatch.workload.loader import why_not_sent
+from autobatch.workload.nested import tensors_of
 
-CHECK_STEPS = 10
-CHECK_MICRO_BATCHES = 2
-"""Micro-batches of a step of the loss check."""
-CHECK_SAMPLES = 8
-"""Samples of such a micro-batch: enough to see a loss go wrong, and cheap."""
-TOLERANCE = 0.02
-"""Bound on the mean relative distance of the losses; a model in bf16 stays well below it."""
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Optimizers with a fused step on GPUs and on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,17 +88,13 @@ class Trials:
         Raises:
             Exception: whatever the workload raises with every knob at its default, except out of memory.
         """
-        return self._ask("a trial", _measure, values)
+        return self._call("a trial", _measure, values)
 
     def confirm(self, values: Configuration) -> Measurement:
         """Run a configuration within the enforced budget, and return its micro-batch or why it has none."""
-        return self._ask("the check of the best trial", _confirm, values)
+        return self._call("the check of the best trial", _confirm, values)
 
-    def confirm_fits(self, values: Configuration) -> str | None:
-        """Return why a configuration does not run within the enforced budget; None if it does."""
-        return self.confirm(values).failure
-
-    def _ask(
+    def _call(
         self,
         act: str,
         run: Callable[[Session, TrialSpec, dict[str, Value]], Measurement],
@@ -138,42 +128,41 @@ class TrialRunner:
         return self._guarded(values, self._confirm)
 
     def limit(self, values: Configuration) -> int:
-        """Return the largest micro-batch that fits with a configuration; 0 if none does."""
-        signature = memory_signature(values)
-        if not self.task.changes(signature):
-            return self.task.limit
-        key = key_of(signature)
-        if key not in self._limits:
-            self._limits[key] = self._find_limit(signature)
-        return self._limits[key]
-
-    def _find_limit(self, values: Configuration) -> int:
-        """Search for the largest micro-batch.
+        """Return the largest micro-batch that fits with a configuration; 0 if none does.
 
         A compiled configuration starts from what fits without the compiler, because a search would compile
         every size anew.
         """
-        setup, cap = with_knobs(self.setup, values), self.task.cap
-        if COMPILE in self.task.changes(values):
-            size = self.limit({name: value for name, value in values.items() if name != COMPILE})
-            if not size or attempt(setup, size).attempt.fits:
-                return size
-            cap = size - self.task.multiple
-        return _largest(setup, cap, self.task.multiple) if cap > 0 else 0
+        signature = memory_signature(values)
+        changed = self.task.changes(signature)
+        if not changed:
+            return self.task.limit
+        key = key_of(signature)
+        if key not in self._limits:
+            setup, cap = with_knobs(self.setup, signature), self.task.cap
+            if COMPILE in changed:
+                cap = self.limit({name: value for name, value in signature.items() if name != COMPILE})
+                if cap and not attempt(setup, cap).attempt.fits:
+                    cap = _largest(setup, cap - self.task.multiple, self.task.multiple)
+                self._limits[key] = cap
+            else:
+                self._limits[key] = _largest(setup, cap, self.task.multiple)
+        return self._limits[key]
 
     def _micro_batch(self, values: Configuration) -> int:
-        """Return the micro-batch of a configuration: the even split at its limit, halved as it says."""
-        limit = self.limit(values)
+        """Return the micro-batch of a configuration: the even split at its limit, halved as it says.
+
+        Raises:
+            Infeasible: none fits.
+        """
+        limit, unit = self.limit(values), self.task.multiple
         if not limit:
-            return 0
-        unit = self.task.multiple
+            raise Infeasible("not even a micro-batch of 1 fits")
         size = micro_batches(self.task.samples, limit, unit)[0]
         return unit * max(1, size // unit >> int(values.get(SPLIT) or 0))
 
     def _measure(self, values: Configuration) -> Measurement:
         size = self._micro_batch(values)
-        if not size:
-            return infeasible("not even a micro-batch of 1 fits")
         over = self._loss_over(values)
         if over > 0:
             reason = f"its losses differ from the reference by {over:.1%} more than the tolerance"
@@ -189,8 +178,6 @@ class TrialRunner:
 
     def _confirm(self, values: Configuration) -> Measurement:
         size = self._micro_batch(values)
-        if not size:
-            return infeasible("not even a micro-batch of 1 fits")
         reason = attempt(with_knobs(self.setup, values), size).attempt.reason
         return Measurement(0.0, size, reason)
 
@@ -220,50 +207,43 @@ class TrialRunner:
         return self._gaps[key]
 
 
-class LossCheck:
-    """A comparison of losses with a short run in fp32 with every knob at its default, on the same samples.
-
-    Args:
-        setup: the model and the data.
-        micro_batch: the largest that fits, in samples.
-    """
-
-    def __init__(self, setup: Setup, micro_batch: int) -> None:
-        self._reference_setup = replace(setup, precision="fp32", knobs={})
-        self._size = min(CHECK_SAMPLES, micro_batch)
-        self._reference: list[float] | None = None
-        self._noise = 0.0
-
-    def over(self, setup: Setup) -> float:
-        """Return by how much the relative distance to the reference exceeds the tolerance; at most 1.
-
-        Compiled code draws other random numbers in the forward pass than the model does. So the tolerance is
-        at least twice the distance of two runs of the reference with different seeds.
-
-        Raises:
-            Exception: whatever running the configuration raises.
-        """
-        if self._reference is None:
-            self._reference = _losses(self._reference_setup, self._size, seed=1)
-            self._noise = _distance(self._reference, _losses(self._reference_setup, self._size, seed=2))
-        if not all(map(math.isfinite, self._reference)):
-            # Nothing can be compared with a reference that does not train.
-            return -TOLERANCE
-        gap = _distance(self._reference, _losses(setup, self._size, seed=1))
-        if not math.isfinite(gap):
-            return 1.0
-        return min(1.0, gap - max(TOLERANCE, 2 * self._noise))
-
-
 def look_at_workload(session: Session, task: TrialSpec) -> TuningContext:
-    """Return the context that decides which knobs apply to the workload of a session."""
-    return describe_context(
-        session.setup,
-        precision_is_open=task.is_precision_open,
-        micro_batch=micro_batches(task.samples, task.limit, task.multiple)[0],
+    """Return the facts about the device and the workload that decide which knobs apply."""
+    setup, workload, device = session.setup, session.setup.workload, session.setup.device
+    micro_batch = micro_batches(task.samples, task.limit, task.multiple)[0]
+    cores = usable_cores()
+    loader: str | None = "the number of workers is given"
+    if task.workers is None:
+        collate = SeededCollate(data=workload.train_data, collate=workload.collate, seed=0)
+        loader = why_not_sent(collate, setup.worst_case.batch(1))
+    precisions = device.native_precisions() if task.is_precision_open else ()
+    return TuningContext(
+        precisions=(setup.precision, *(one for one in precisions if one != setup.precision)),
+        optimizers=_implementations(setup),
+        blocks=len(find_blocks(setup.model)),
+        images=any(p.dim() == 4 for p in setup.model.parameters())
+        and any(t.dim() == 4 for t in tensors_of(setup.worst_case.batch(2))),
+        compiler=device.compiler_missing(),
+        micro_batch=micro_batch,
         planned_steps=task.planned_steps,
-        workers_are_open=task.workers is None,
+        cores=cores,
+        loader=loader,
+        fetch_share=fetch_share(setup, micro_batch) if loader is None and cores > 1 else 0.0,
+        gains_from_compile=device.gains_from_compile,
+        reads_pinned_memory=device.reads_pinned_memory,
+        segments=device.why_not_expandable(),
     )
+
+
+def _implementations(setup: Setup) -> tuple[str, ...]:
+    """Return the implementations of the workload's optimizer that are left to choose, ``default`` first."""
+    made = stand_in_optimizers(setup.workload)
+    if not made or any(
+        one.defaults.get("fused") is not None or one.defaults.get("foreach", True) is not None for one in made
+    ):
+        return ("default",)
+    is_fusible = all(type(one) in FUSED for one in made)
+    return tuple(one for one in setup.device.optimizer_implementations() if one != "fused" or is_fusible)
 
 
 def _measure(session: Session, task: TrialSpec, values: dict[str, Value]) -> Measurement:
@@ -284,6 +264,8 @@ def _runner_of(session: Session, task: TrialSpec) -> TrialRunner:
 
 def _largest(setup: Setup, cap: int, multiple: int) -> int:
     """Return the largest micro-batch that runs within the enforced budget; 0 if none does."""
+    if cap < 1:
+        return 0
     step = trace_footprint(setup)
     program = None if step is None else program_on(step, describe_setup(setup))
     return search(
@@ -293,24 +275,3 @@ def _largest(setup: Setup, cap: int, multiple: int) -> int:
         first=first_size(setup.device.compute_capability),
         multiple=multiple,
     ).micro_batch
-
-
-def _distance(reference: list[float], losses: list[float]) -> float:
-    """Return the mean absolute difference ÷ the mean absolute value of the reference."""
-    scale = sum(map(abs, reference)) or 1.0
-    return sum(abs(a - b) for a, b in zip(reference, losses, strict=True)) / scale
-
-
-def _losses(setup: Setup, size: int, *, seed: int) -> list[float]:
-    """Return the losses of the first steps, without dropout, on samples that are always the same."""
-    draw = torch.Generator().manual_seed(0)
-
-    def batches() -> Iterator[Batch]:
-        for module in setup.model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
-                module.eval()
-        seed_torch(seed)
-        for _ in range(CHECK_STEPS):
-            yield random_batch(setup, size, CHECK_MICRO_BATCHES, draw)
-
-    return [step.result.loss for step in rehearsed(setup, batches())]

@@ -119,11 +119,11 @@ class PlanTuner:
         run_samples = self.planned_steps * options.target_batch if pays_back else None
         found = find_fastest(
             trials.measure,
+            trials.confirm,
             axes,
             budget=Budget(self.trials, self.expired, run_samples),
             seed=options.device.seed,
             place=self.locate(axes),
-            confirm_fits=trials.confirm_fits,
             progress=self.progress,
             clock=self.clock,
         )
@@ -170,16 +170,8 @@ class PlanTuner:
             InputError: the storage is not usable, or the study was made for something else.
             AutobatchError: the workload does not train at its own learning rate.
         """
-        task = LrTrialSpec(
-            default=plan.learning_rate,
-            target_batch=plan.target_batch,
-            micro_batch=plan.micro_batch,
-            multiple=plan.multiple,
-            precision=plan.precision,
-            knobs=plan.knobs,
-            steps=self.options.tune.lr_steps,
-            skips=self.options.train.on_nonfinite == "skip",
-        )
+        skips = self.options.train.on_nonfinite == "skip"
+        task = LrTrialSpec(plan, self.options.tune.lr_steps, skips)
         # A short run trains whole batches in one process, so that one rank is enough.
         plain = self.ranks.once(
             lambda: msgspec.to_builtins(
@@ -243,7 +235,7 @@ class PlanTuner:
         """Locate the study of learning rates. Its figures hardly depend on the tuner's choice."""
         made_for = self._purpose() | {
             "train_samples": self.process.info.samples,
-            "learning_rate": task.default,
+            "learning_rate": task.plan.learning_rate,
             "lr_steps": task.steps,
             "seed": self.options.device.seed,
         }

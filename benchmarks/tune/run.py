@@ -89,11 +89,11 @@ def for_real(case: Case, *, trials: int) -> dict[str, Any]:
     runner = open_runner(case, LONGEST_TRIAL_SECONDS)
     found = find_fastest(
         runner.measure,
+        runner.confirm,
         case.axes,
         budget=Budget(trials),
         seed=0,
         place=StudyLocation("real", None, {}),
-        confirm_fits=lambda values: runner.confirm(values).failure,
         clock=time.process_time,
     ).tuning
     base = defaults(case.axes)

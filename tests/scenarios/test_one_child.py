@@ -9,6 +9,7 @@ import pytest
 
 from autobatch.core.options import Options
 from autobatch.core.records import Attempt
+from autobatch.planning import make_plan
 from autobatch.search.find_limit import find_limit
 from autobatch.setup.child import ChildProcess
 from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns
@@ -125,7 +126,7 @@ def test_a_used_child_finds_the_limit_of_a_fresh_one(
         task = task_with(limit=fresh[0], cap=2048, samples=64)
         for values in (changed(checkpointing="full"), changed(precision="bf16", optimizer="foreach")):
             assert Trials(child, task).measure(values).feasible
-        short = LrTrialSpec(0.01, 64, 64, "fp32", {}, steps=4)
+        short = LrTrialSpec(make_plan(target_batch=64, micro_batch_limit=64, learning_rate=0.01), steps=4)
         assert ShortRuns(child, short).run(0.01, seed=0).first is not None
         used = probe(child, "used")
     assert used == fresh

@@ -25,11 +25,12 @@ from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.device.simulated import SimulatedDevice
+from autobatch.planning import make_plan
 from autobatch.training import build
 from autobatch.tuning import tune_plan
 from autobatch.tuning.configuration import Measurement
 from autobatch.tuning.find_fastest import TuningResult
-from autobatch.tuning.learning_rate import ShortRuns, short_run
+from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns, result_of, short_run
 from autobatch.tuning.tune_plan import PlanTuner
 from autobatch.workload.contract import WholeBatchLoss
 from tests.support.commandline import SMALL, environment
@@ -40,7 +41,6 @@ from tests.support.short_runs import (
     linear_workload,
     squares,
     stored_trials,
-    task_of,
 )
 from tests.support.trials import deep_rows, signed, trial_workload
 
@@ -122,7 +122,7 @@ def test_training_uses_the_chosen_configuration(
 def test_a_resumed_run_keeps_the_chosen_configuration(
     choose: Callable[[dict[str, Any]], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autobatch.tuning.context.usable_cores", lambda: 4)
+    monkeypatch.setattr("autobatch.tuning.trial.usable_cores", lambda: 4)
     best = {"loader_workers": 2, "expandable_segments": True}
     choose(best)
     seen: set[int] = set()
@@ -196,9 +196,9 @@ def test_a_short_run_has_the_losses_of_fit(loss: Any, tmp_path: Path) -> None:
     options = {"target_batch": 12, "max_micro_batch": 5, "steps": 8, "trials": 0, "seed": 3}
     autobatch.fit(linear_workload(loss=loss), **options, device="cpu", out=tmp_path / "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    task = task_of(0.1, target_batch=12, steps=8)._replace(micro_batch=4)
-    seen = [loss for loss, _ in short_run(linear_setup(loss=loss), task, 0.1, 3).steps]
-    assert seen == [json.loads(line)["loss"] for line in lines]
+    ran = [(json.loads(line)["loss"], 12.0) for line in lines]
+    plan = make_plan(target_batch=12, micro_batch_limit=5, learning_rate=0.1)
+    assert short_run(linear_setup(loss=loss), LrTrialSpec(plan, steps=8), 0.1, 3) == result_of(0.1, ran)
 
 
 def options(**more: Any) -> Options:

@@ -37,7 +37,7 @@ def measure(values):
     return Measurement(1000.0 + 100 * values["a"] + 50 * (values["b"] == "y"), 8)
 
 place = StudyLocation("shared", storage, {"model": "m"})
-found = find_fastest(measure, axes, budget=Budget(trials), seed=0, place=place)
+found = find_fastest(measure, measure, axes, budget=Budget(trials), seed=0, place=place)
 print(json.dumps([found.tuning.trials, found.tuning.best]))
 """
 

@@ -25,7 +25,7 @@ from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from autobatch.setup.setup import describe_setup, open_setup
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
-from autobatch.tuning.timing import Timing, time_steps
+from autobatch.tuning.measure import Timing, time_steps
 from autobatch.tuning.trial import CHECK_MICRO_BATCHES, CHECK_SAMPLES, LossCheck
 from autobatch.workload.nested import feed
 from tests.support.options import as_options

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from autobatch.core.records import LrTuning
+from autobatch.planning import make_plan
 from autobatch.setup.child import ThisProcess
 from autobatch.setup.setup import Setup
 from autobatch.tuning.configuration import Budget, StudyLocation
 from autobatch.tuning.learning_rate import (
     REACH,
-    LrRun,
     LrTrialResult,
     LrTrialSpec,
     ShortRuns,
@@ -89,7 +89,8 @@ def linear_setup(**fields: Any) -> Setup:
 
 
 def task_of(default: float, *, target_batch: int = SAMPLES, steps: int = STEPS) -> LrTrialSpec:
-    return LrTrialSpec(default, target_batch, 12, "fp32", {}, steps)
+    plan = make_plan(target_batch=target_batch, micro_batch_limit=12, learning_rate=default)
+    return LrTrialSpec(plan, steps)
 
 
 def find_rate(
@@ -129,4 +130,4 @@ class Curves(ShortRuns):
     def run(self, rate: float, seed: int) -> LrTrialResult:
         self.begun.append((rate, seed))  # type: ignore[attr-defined]
         steps = range(self.task.steps)
-        return result_of(rate, LrRun([(self.loss(rate, seed, step), 1.0) for step in steps]))  # type: ignore[attr-defined]
+        return result_of(rate, [(self.loss(rate, seed, step), 1.0) for step in steps])  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from typing import Any
 import optuna
 
 from autobatch.core.knobs import Configuration, SearchAxis
-from autobatch.tuning.configuration import Budget, Measurement, StudyLocation
+from autobatch.tuning.configuration import Budget, Measure, Measurement, StudyLocation
 from autobatch.tuning.find_fastest import TuningResult, find_fastest
 
 AXES = [
@@ -56,11 +56,13 @@ def search(
     seed: int = 0,
     storage: str | None = None,
     made_for: Mapping[str, Any] = {"target_batch": 64},
+    confirm: Measure = lambda _: Measurement(0.0, 8),
     expired: Callable[[], bool] = lambda: False,
     **more: Any,
 ) -> TuningResult:
     return find_fastest(
         measure,
+        confirm,
         axes,
         budget=Budget(trials, expired),
         seed=seed,

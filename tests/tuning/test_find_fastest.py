@@ -99,10 +99,12 @@ def test_a_default_that_cannot_be_measured_is_kept() -> None:
 
 def test_a_winner_that_does_not_fit_is_replaced_by_the_next() -> None:
     best = {"micro_batch_shift": 1, "precision": "bf16"}
-    found = search(axes=SMALL_AXES, confirm_fits=lambda values: "too big" if values == best else None)
+    found = search(
+        axes=SMALL_AXES, confirm=lambda values: exact(values) if values != best else infeasible("too big")
+    )
     assert found.tuning.best == {"micro_batch_shift": 0, "precision": "bf16"}
     assert found.tuning.notes == ["left out a faster configuration, because it does not fit: too big"]
-    none = search(axes=SMALL_AXES, confirm_fits=lambda _: "too big").tuning
+    none = search(axes=SMALL_AXES, confirm=lambda _: infeasible("too big")).tuning
     assert none.best == defaults(SMALL_AXES)
 
 
@@ -191,6 +193,7 @@ def test_the_search_takes_at_most_half_of_the_time_that_the_run_takes(run_sample
 
     found = find_fastest(
         measure,
+        lambda _: Measurement(0.0, 8),
         [SearchAxis("a", (0, 1, 2, 3))],
         budget=Budget(4, run_samples=run_samples),
         seed=0,

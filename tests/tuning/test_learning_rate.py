@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from optuna.trial import TrialState
@@ -20,12 +21,12 @@ from autobatch.core.errors import InputError
 from autobatch.core.options import Options
 from autobatch.core.records import LrComparison
 from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.planning import make_plan
 from autobatch.setup.child import ChildProcess
 from autobatch.tuning.learning_rate import (
     MINIMUM_GAIN,
     PARTS,
     REACH,
-    LrRun,
     LrTrialResult,
     LrTrialSpec,
     ShortRuns,
@@ -229,11 +230,9 @@ def test_a_non_finite_gradient_ends_the_run() -> None:
     def spoiled(model: nn.Module, batch: Any) -> torch.Tensor:
         return squares(model, batch) + 0 * (model.weights - model.weights.detach()).abs().sqrt().sum()  # type: ignore[operator, union-attr]
 
-    seen = short_run(linear_setup(loss=spoiled), task_of(0.01), 0.01, 0)
-    assert (seen.steps, seen.failure) == ([], "its loss or gradient is not finite")
-    skipping = task_of(0.01)._replace(skips=True)
-    seen = short_run(linear_setup(loss=spoiled), skipping, 0.01, 0)
-    assert (len(seen.steps), seen.failure) == (STEPS, None)
+    spoiled_setup, task = linear_setup(loss=spoiled), task_of(0.01)
+    assert short_run(spoiled_setup, task, 0.01, 0).failure == "its loss or gradient is not finite"
+    assert short_run(spoiled_setup, task._replace(skips=True), 0.01, 0).failure is None
 
 
 def test_short_runs_leave_the_model_unchanged() -> None:
@@ -246,10 +245,10 @@ def test_short_runs_leave_the_model_unchanged() -> None:
 
 def test_the_figure_is_the_mean_over_the_counted_items_of_the_last_quarter() -> None:
     steps = [(8.0, 1.0)] * 6 + [(2.0, 3.0), (6.0, 1.0)]
-    assert result_of(0.1, LrRun(steps)) == LrTrialResult(0.1, 3.0, 8.0, None)
+    assert result_of(0.1, steps) == LrTrialResult(0.1, 3.0, 8.0, None)
     uncounted = [(math.nan, 0.0), (5.0, 2.0), *steps[:4], (math.nan, 0.0), (1.0, 1.0)]
-    assert result_of(0.1, LrRun(uncounted)) == LrTrialResult(0.1, 1.0, 5.0, None)
-    assert result_of(0.1, LrRun(steps[:3], "gone")) == LrTrialResult(0.1, None, 8.0, "gone")
+    assert result_of(0.1, uncounted) == LrTrialResult(0.1, 1.0, 5.0, None)
+    assert result_of(0.1, steps[:3], "gone") == LrTrialResult(0.1, None, 8.0, "gone")
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -258,7 +257,8 @@ def test_short_runs_use_the_expandable_segments_of_the_plan(
 ) -> None:
     made = setup_of(signed(set()), simulated_gpu(tmp_path, "1GiB"))
     knobs = {"expandable_segments": True} if expandable else {}
-    task = LrTrialSpec(default=0.1, target_batch=8, micro_batch=4, precision="fp32", knobs=knobs, steps=4)
+    plan = make_plan(target_batch=8, micro_batch_limit=4, learning_rate=0.1)
+    task = LrTrialSpec(msgspec.structs.replace(plan, knobs=knobs), steps=4)
     assert short_run(made, task, 0.1, 0).failure is None
     assert {one.config.expandable_segments for one in allocators} == {expandable}
 
@@ -284,7 +284,7 @@ def workload():
 def test_a_run_that_crashes_its_process_is_infeasible_and_the_next_one_runs(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(f"{SMALL}\n{CRASHES}\n")
-    task = LrTrialSpec(0.01, 32, 8, "fp32", {}, 4)
+    task = LrTrialSpec(make_plan(target_batch=32, micro_batch_limit=8, learning_rate=0.01), steps=4)
     with ChildProcess(
         f"{path}:workload", Options().with_values(device="cpu", memory_budget="64MiB")
     ) as child:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autobatch.device.host import usable_cores
-from autobatch.tuning.timing import Timing, fetch_share, time_steps
+from autobatch.tuning.measure import Timing, fetch_share, time_steps
 from tests.support.kinds import Augmented
 from tests.support.training import mean_loss, points
 from tests.support.trials import (

@@ -20,7 +20,7 @@ from autobatch.setup.attempt import attempt
 from autobatch.setup.child import ChildProcess, ThisProcess
 from autobatch.setup.setup import with_knobs
 from autobatch.tuning import trial as trial_module
-from autobatch.tuning.timing import Timing
+from autobatch.tuning.measure import Timing
 from autobatch.tuning.trial import LossCheck, TrialRunner, Trials
 from autobatch.workload.rng import capture_random_state
 from tests.support.commandline import SMALL
@@ -174,7 +174,7 @@ def test_the_trials_of_one_study_share_their_checks_and_those_of_another_do_not(
     trials = Trials(process, task_with())
     assert trials.measure(DEFAULTS).feasible
     first = process._session.find(TrialRunner)
-    assert trials.confirm_fits(DEFAULTS) is None
+    assert trials.confirm(DEFAULTS).feasible
     assert process._session.find(TrialRunner) is first
     assert Trials(process, task_with(limit=4)).measure(DEFAULTS).micro_batch == 4
     assert process._session.find(TrialRunner) is not first

@@ -60,16 +60,7 @@ def test_the_study_of_learning_rates_has_another_name_in_the_same_storage(tmp_pa
     given = {"study": "mine", "storage": "journal.log", "lr_steps": 8, "lr_trials": 2}
     tuner = tuner_of(tmp_path, Progress(), **given)
     plan = make_plan(target_batch=8, micro_batch_limit=4, learning_rate=0.1)
-    task = LrTrialSpec(
-        default=plan.learning_rate,
-        target_batch=8,
-        micro_batch=4,
-        multiple=1,
-        precision=plan.precision,
-        knobs={},
-        steps=8,
-    )
-    place = tuner._locate_lr(task)
+    place = tuner._locate_lr(LrTrialSpec(plan, steps=8))
     assert (place.name, place.storage) == ("mine-learning-rate", "journal.log")
     assert (place.made_for["learning_rate"], place.made_for["lr_steps"]) == (0.1, 8)
     assert (tuner.locate(AXES).name, tuner.locate(AXES).storage) == ("mine", "journal.log")

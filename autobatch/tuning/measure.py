@@ -1,4 +1,4 @@
-"""Time of an optimizer step at the target batch, measured on a few of its micro-batches."""
+"""Measurements of a configuration: the time of a step at the target batch, and the losses beside fp32."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import math
 import statistics
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from autobatch.core.knobs import COMPILE, LOADER_WORKERS
 from autobatch.setup.rehearsal import Batch, Step, rehearse
@@ -22,7 +24,7 @@ from autobatch.workload.data import load_micro_batch
 from autobatch.workload.feed import AHEAD
 from autobatch.workload.loader import gpu_of, open_feed
 from autobatch.workload.order import GlobalBatch
-from autobatch.workload.rng import preserved_random_state
+from autobatch.workload.rng import preserved_random_state, seed_torch
 
 LEAST_STEPS = 3
 """Steps that are timed, however long they take."""
@@ -36,6 +38,13 @@ QUICK_S = 0.005
 FETCHES = 3
 COMPILED_STEPS = 2
 """Warm-up steps of each size with a compiled model: the second size makes it compile again, for all sizes."""
+CHECK_STEPS = 10
+CHECK_MICRO_BATCHES = 2
+"""Micro-batches of a step of the loss check."""
+CHECK_SAMPLES = 8
+"""Samples of such a micro-batch: enough to see a loss go wrong, and cheap."""
+TOLERANCE = 0.02
+"""Bound on the mean relative distance of the losses; a model in bf16 stays well below it."""
 
 
 class Timing(NamedTuple):
@@ -70,7 +79,7 @@ def time_steps(setup: Setup, sizes: list[int], seconds: float, *, prefetch: int 
     workers = int(setup.knobs.get(LOADER_WORKERS) or 0)
     kinds = sorted(set(sizes), reverse=True) * (COMPILED_STEPS if compiles else 1)
     draw = torch.Generator().manual_seed(0)
-    warm = (random_batch(setup, size, 1, draw) for size in kinds)
+    warm = (_random_batch(setup, size, 1, draw) for size in kinds)
     count = min(FED if workers else ACCUMULATED, len(sizes))
     # The first steps use up what workers have fetched in advance.
     ahead = 1 + math.ceil(workers * prefetch / count) if workers else 0
@@ -78,9 +87,9 @@ def time_steps(setup: Setup, sizes: list[int], seconds: float, *, prefetch: int 
     if workers:
         timed = _fed(setup, sizes[0], count, numbers, prefetch=prefetch)
     else:
-        timed = (random_batch(setup, sizes[0], count, draw) for _ in numbers)
+        timed = (_random_batch(setup, sizes[0], count, draw) for _ in numbers)
     with closing(timed):
-        steps = rehearsed(setup, itertools.chain(warm, timed))
+        steps = _rehearsed(setup, itertools.chain(warm, timed))
     compiling = sum(step.seconds for step in steps[: len(kinds)]) if compiles else 0.0
     first, measured = steps[len(kinds)], steps[len(kinds) + ahead :]
     # Workers finish several micro-batches at once, so that only a mean over many counts.
@@ -92,7 +101,7 @@ def time_steps(setup: Setup, sizes: list[int], seconds: float, *, prefetch: int 
     return Timing(micro, once, max(0.0, compiling - len(kinds) * (micro + once)))
 
 
-def rehearsed(setup: Setup, batches: Iterator[Batch]) -> list[Step]:
+def _rehearsed(setup: Setup, batches: Iterator[Batch]) -> list[Step]:
     """Rehearse batches at full speed, and return the steps.
 
     Raises:
@@ -104,7 +113,7 @@ def rehearsed(setup: Setup, batches: Iterator[Batch]) -> list[Step]:
     return found.steps
 
 
-def random_batch(setup: Setup, size: int, count: int, draw: torch.Generator) -> Batch:
+def _random_batch(setup: Setup, size: int, count: int, draw: torch.Generator) -> Batch:
     """Return a batch of ``count`` micro-batches of random samples."""
     drawn = ((_load_random(setup, size, draw), size) for _ in range(count))
     return Batch(drawn, count, batch_samples(setup.whole_batch, size, count))
@@ -135,6 +144,42 @@ def fetch_share(setup: Setup, size: int) -> float:
     except Infeasible:
         return 0.0
     return min(1.0, seconds / max(seconds, micro))
+
+
+class LossCheck:
+    """A comparison of losses with a short run in fp32 with every knob at its default, on the same samples.
+
+    Args:
+        setup: the model and the data.
+        micro_batch: the largest that fits, in samples.
+    """
+
+    def __init__(self, setup: Setup, micro_batch: int) -> None:
+        self._reference_setup = replace(setup, precision="fp32", knobs={})
+        self._size = min(CHECK_SAMPLES, micro_batch)
+        self._reference: list[float] | None = None
+        self._noise = 0.0
+
+    def over(self, setup: Setup) -> float:
+        """Return by how much the relative distance to the reference exceeds the tolerance; at most 1.
+
+        Compiled code draws other random numbers in the forward pass than the model does. So the tolerance is
+        at least twice the distance of two runs of the reference with different seeds.
+
+        Raises:
+            Infeasible: the configuration runs out of memory.
+            Exception: whatever running the configuration raises.
+        """
+        if self._reference is None:
+            self._reference = _losses(self._reference_setup, self._size, seed=1)
+            self._noise = _distance(self._reference, _losses(self._reference_setup, self._size, seed=2))
+        if not all(map(math.isfinite, self._reference)):
+            # Nothing can be compared with a reference that does not train.
+            return -TOLERANCE
+        gap = _distance(self._reference, _losses(setup, self._size, seed=1))
+        if not math.isfinite(gap):
+            return 1.0
+        return min(1.0, gap - max(TOLERANCE, 2 * self._noise))
 
 
 def _fed(
@@ -180,3 +225,24 @@ def _random_batches(samples: int, size: int, first: int = 0) -> Iterator[GlobalB
         ids = torch.randint(samples, (size,), generator=draw, device="cpu").tolist()
         if index >= first:
             yield GlobalBatch(index, 0, ids)
+
+
+def _distance(reference: list[float], losses: list[float]) -> float:
+    """Return the mean absolute difference ÷ the mean absolute value of the reference."""
+    scale = sum(map(abs, reference)) or 1.0
+    return sum(abs(a - b) for a, b in zip(reference, losses, strict=True)) / scale
+
+
+def _losses(setup: Setup, size: int, *, seed: int) -> list[float]:
+    """Return the losses of the first steps, without dropout, on samples that are always the same."""
+    draw = torch.Generator().manual_seed(0)
+
+    def batches() -> Iterator[Batch]:
+        for module in setup.model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.eval()
+        seed_torch(seed)
+        for _ in range(CHECK_STEPS):
+            yield _random_batch(setup, size, CHECK_MICRO_BATCHES, draw)
+
+    return [step.result.loss for step in _rehearsed(setup, batches())]
