@@ -10,7 +10,7 @@ from pathlib import Path
 
 from autobatch.core.progress import Progress
 from autobatch.device.profiles import data_home
-from autobatch.distributed.ranks import Alone, Ranks
+from autobatch.distributed.ranks import Ranks
 from autobatch.setup.standby import Standby
 from autobatch.training.metrics import Sink
 
@@ -20,7 +20,7 @@ class RunContext:
     """Surroundings of a call: its progress, its process and its environment."""
 
     progress: Progress = field(default_factory=Progress)
-    ranks: Ranks = field(default_factory=Alone)
+    ranks: Ranks = field(default_factory=Ranks)
     """The processes that run this call together."""
     isolated: bool = False
     """True to try a workload in a child process if it is given as a reference."""

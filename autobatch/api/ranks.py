@@ -15,8 +15,8 @@ from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
-from autobatch.distributed.launch import VERDICT, check_equal
-from autobatch.distributed.ranks import Ranks, open_ranks
+from autobatch.distributed.launch import open_ranks
+from autobatch.distributed.ranks import VERDICT, Ranks
 from autobatch.training.checkpoints.checkpoint import list_checkpoints
 from autobatch.training.checkpoints.load import Loaded
 from autobatch.training.run_folder import CHECKPOINTS, claim_folder
@@ -103,7 +103,7 @@ def options_of_rank(options: Options, ranks: Ranks) -> Options:
         for name, value in options.by_name().items()
         if name not in OWN_OPTIONS
     }
-    check_equal(ranks.gather({**common, **versions()}))
+    ranks.check_equal({**common, **versions()})
     return options.with_values(device=device)
 
 
@@ -209,7 +209,7 @@ def _check_shared(out: Path, ranks: Ranks) -> None:
     deadline = time.monotonic() + SHARED_SECONDS
     while not (out / name).exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    found = ranks.gather([(out / name).exists(), ranks.host])
+    found = ranks.gather(((out / name).exists(), ranks.host))
     with suppress(OSError):
         if ranks.rank == 0:
             (out / name).unlink()

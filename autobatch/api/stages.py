@@ -23,7 +23,6 @@ from autobatch.core.files import write_atomic
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Probe, RankLimit, RunOrder, Tuning
-from autobatch.distributed.launch import check_equal
 from autobatch.distributed.rank_plan import agree_on_cut, limits_over_ranks, spread
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ONCE, ShardLayout
@@ -285,7 +284,7 @@ def _limit(
     limit = survive_real_batches(process, limit, order, progress=progress)
     # For a stream these are only the scanned samples, and rank 0 reads them for all ranks.
     samples = None if info.epoch_samples is None else info.samples
-    check_equal(ranks.gather({"the model": info.key.get("model"), "the data": samples}))
+    ranks.check_equal({"the model": info.key.get("model"), "the data": samples})
     check_data_of_ranks(info.data, ranks)
     return limit
 

@@ -18,7 +18,6 @@ from autobatch.core.version import __version__
 
 if TYPE_CHECKING:
     from autobatch.cli.failures import RunLog
-    from autobatch.distributed.group import Group
     from autobatch.distributed.ranks import Ranks
 
 
@@ -99,16 +98,16 @@ def run(arguments: list[str]) -> int:
 def _guarded(name: str, arguments: list[str]) -> int:
     """Run a command; turn an exception into one line, an exit code and, if it is unexpected, a log."""
     from autobatch.cli.failures import RunLog, raise_on_termination
-    from autobatch.distributed.launch import read_launch
-    from autobatch.distributed.ranks import Alone, open_ranks, refuse_ranks
+    from autobatch.distributed.launch import open_ranks, refuse_ranks
+    from autobatch.distributed.ranks import Ranks, read_launch
 
     log = RunLog(_home, shlex.join(["autobatch", name, *arguments]))
     verbose = "--verbose" in arguments
-    ranks: Alone | Group | None = None
+    ranks: Ranks | None = None
     try:
         if name not in OVER_RANKS:
             refuse_ranks(os.environ, name)
-            ranks = Alone()
+            ranks = Ranks()
         if name in OTHER:
             return _run_other(name, arguments)
         from autobatch.cli.parser import parse
@@ -126,7 +125,7 @@ def _guarded(name: str, arguments: list[str]) -> int:
             if count is not None and count > 1 and read_launch(os.environ) is None:
                 return _start_ranks([name, *arguments], count)
             if name == "plan" and "RANK" not in os.environ:
-                ranks = Alone()  # WORLD_SIZE alone asks for a plan for another launcher
+                ranks = Ranks()  # WORLD_SIZE alone asks for a plan for another launcher
             ranks = ranks or open_ranks(os.environ)
             if ranks.world > 1 and count is None:
                 per_host = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world))
@@ -140,9 +139,9 @@ def _guarded(name: str, arguments: list[str]) -> int:
 
 def _start_ranks(words: list[str], count: int) -> int:
     """Run a command in several ranks; rank 0 prints, and this process reports a rank that a signal ended."""
-    from autobatch.distributed.start import start_ranks
+    from autobatch.distributed.launch import start_ranks
 
-    ended = start_ranks(words, count, os.environ)
+    ended = start_ranks(words, count)
     if ended.line is not None:
         print_error(ended.line)
     return ended.code
@@ -172,12 +171,12 @@ def _complain(error: BaseException, name: str, log: RunLog, ranks: Ranks | None,
     import traceback
 
     from autobatch.cli.failures import describe_failure
-    from autobatch.distributed.ranks import fail_before_meeting
+    from autobatch.distributed.launch import fail_before_joining
 
     complaint = describe_failure(error, folder=log.folder, measures=name in OVER_RANKS)
     if ranks is None:
         is_common = complaint.exit_code in COMMON_CODES
-        is_first, earlier = fail_before_meeting(os.environ, complaint.line, is_common=is_common), None
+        is_first, earlier = fail_before_joining(os.environ, complaint.line, is_common=is_common), None
     else:
         earlier = ranks.fail(complaint.line, complaint.exit_code)
         is_first = earlier is None

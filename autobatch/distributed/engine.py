@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from autobatch.core.signals import StopRequest
-from autobatch.distributed.ranks import Alone, Ranks
+from autobatch.distributed.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -50,7 +50,7 @@ class Engine:
     """The ranks that share every parameter; None if each rank holds all of them."""
 
     def __init__(self) -> None:
-        self.ranks: Ranks = Alone()
+        self.ranks = Ranks()
 
     @property
     def limits(self) -> list[int]:

@@ -1,214 +1,368 @@
 """The ranks of a run as a process group of torch.distributed.
 
-The default group is gloo on the host. It carries votes and JSON, so that no message waits for a GPU, and the
+The group is one of gloo on the host. It carries votes and messages, so that none waits for a GPU, and the
 tensors of ranks that train on the CPU. GPUs get a group of NCCL besides, from `Group.tensor_group`.
 """
 
 from __future__ import annotations
 
+import atexit
 import datetime
-import os
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 
 from autobatch.core.errors import CheckpointError, DoesNotFitError, InputError
 from autobatch.device.oom import is_oom
 from autobatch.device.select import device_of_rank, gpu_uuid
-from autobatch.distributed.arrivals import Arrivals
-from autobatch.distributed.assembly import ASSEMBLY_S, connect_in_time, wait_for_ranks, wait_for_store
-from autobatch.distributed.bell import OUT, Bell, Verdict, check_earlier_starts, write_verdict
-from autobatch.distributed.bell import Store as BellStore
-from autobatch.distributed.deadline import STOP_S, SignalDeadline
-from autobatch.distributed.launch import Launch, check_gpus, write_error_file
-from autobatch.distributed.messages import SIDE_TIMEOUT, Messages, as_rank_lost
+from autobatch.distributed.ranks import Launch, Ranks
+from autobatch.distributed.watch import (
+    OUT,
+    RankLost,
+    Waits,
+    Watch,
+    check_earlier_starts,
+    rank_lost,
+    ranks_in_words,
+)
 
-RECONNECT_S = 0.5
-"""Longest try to reach the store again: meanwhile the interpreter's lock is held, and all threads wait."""
+MESSAGE_TIMEOUT = datetime.timedelta(days=1)
+"""Longest wait for a message outside of a step: a rank may probe or validate for long."""
+START_S = 300.0
+"""Seconds in which all ranks must have started."""
+ANSWER_S = 60.0
+"""Seconds in which a store answers that has accepted a connection."""
+LONGEST_PAUSE_S = 0.25
 
 T = TypeVar("T")
 
 
-class Group(Messages):
-    """The ranks that a launcher started; see `autobatch.distributed.ranks.Ranks`.
+class Group(Ranks):
+    """The processes of a group of torch.distributed.
 
     Args:
-        launch: the place of this process.
-
-    Raises:
-        EarlierVerdict: an earlier start of the same run ended for good.
-        RankLost: the ranks cannot meet.
+        rank: of this process.
+        world: number of ranks.
+        messages: the gloo group; None for the default group, which is one of gloo then.
     """
 
-    def __init__(self, launch: Launch) -> None:
-        self._launch = launch
-        self._out: Path | None = None
-        self._arrivals = Arrivals(launch.rank, launch.world, launch.restart)
-        self._deadline = SignalDeadline()
-        with as_rank_lost("meet the other ranks"):
-            hosts_store = launch.rank == 0 and not launch.has_agent_store
-            store = self._prefixed(self._connect(is_master=True) if hosts_store else self._reach())
-            check_earlier_starts(store, launch.restart)
-            self._store = store
-            self._bell = Bell(store, launch.restart)
-            self._bell.watch(
-                self._prefixed(self._connect()),
-                lambda: self._prefixed(self._connect(RECONNECT_S)),
-                self._leave,
-                self._look,
-            )
-            self._owns_group = not dist.is_initialized()
-            self._opening = self._count_openings(launch)
-            start = f"start/{launch.restart}/{self._opening}"
-            wait_for_ranks(store, f"{start}/there", launch.rank, launch.world)
-            if self._owns_group:
-                dist.init_process_group(
-                    "gloo",
-                    store=PrefixStore(start, store),
-                    rank=launch.rank,
-                    world_size=launch.world,
-                    timeout=SIDE_TIMEOUT,
-                )
-            side = None if self._owns_group else dist.new_group(backend="gloo", timeout=SIDE_TIMEOUT)
-        super().__init__(launch.rank, launch.world, side)
+    def __init__(self, rank: int, world: int, messages: ProcessGroup | None) -> None:
+        self.rank = rank
+        self.world = world
+        self.waits = Waits()
+        self._messages = messages
+        self._tensors: ProcessGroup | None = None
 
-    @property
-    def restart(self) -> int:
-        """See `Ranks.restart`."""
-        return self._launch.restart
+    def waiting(self, act: str, *, is_step: bool = False) -> AbstractContextManager[None]:
+        """See `Waits.waiting`."""
+        return self.waits.waiting(act, is_step=is_step)
 
-    @property
-    def host(self) -> str:
-        """Name of the host of this rank."""
-        return self._launch.host
-
-    @property
-    def earlier_out(self) -> Path | None:
-        """See `Ranks.earlier_out`."""
-        return Path(self._store.get(OUT).decode()) if self._store.check([OUT]) else None
-
-    def device(self, spec: str) -> str:
-        """See `Ranks.device`."""
-        launch = self._launch
-        gpus = torch.cuda.device_count()
-        found = device_of_rank(spec, local_rank=launch.local_rank, local_world=launch.local_world, gpus=gpus)
-        check_gpus([(host, gpu) for host, gpu in self.gather([launch.host, gpu_uuid(found)])])
+    def gather(self, value: T) -> list[T]:
+        """See `Ranks.gather`."""
+        found: list[Any] = [None] * self.world
+        with self.waiting("exchange messages"):
+            dist.all_gather_object(found, value, group=self._messages)
         return found
+
+    def broadcast(self, value: T) -> T:
+        """See `Ranks.broadcast`."""
+        sent = [value if self.rank == 0 else None]
+        with self.waiting("receive the data of rank 0"):
+            dist.broadcast_object_list(sent, 0, group=self._messages)
+        return value if self.rank == 0 else sent[0]  # type: ignore[return-value]
+
+    def agree(self, flag: bool, *, is_step: bool = False) -> bool:
+        """See `Ranks.agree`; for ``is_step`` see `Waits.waiting`."""
+        vote = torch.tensor([int(flag)], device="cpu")
+        with self.waiting("vote", is_step=is_step):
+            dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._messages)
+        return bool(vote)
 
     def once(self, act: Callable[[], T]) -> T:
         """See `Ranks.once`."""
-        told: list[Any] = [None, None, None]
+        answer: Any = None
+        error: Exception | None = None
+        kind: type[CheckpointError] | type[DoesNotFitError] = CheckpointError
         if self.rank == 0:
             try:
-                told[0] = act()
-            except Exception as error:
-                if not (isinstance(error, CheckpointError) or is_oom(error)):
-                    raise  # the bell ends the others
-                told[1:] = "oom" if is_oom(error) else "checkpoint", str(error)
-                self.gather(told)
-                raise
-        answer, kind, reason = self.gather(told)[0]
-        if kind is not None:
-            raise (DoesNotFitError if kind == "oom" else CheckpointError)(reason)
-        return told[0] if self.rank == 0 else answer  # type: ignore[no-any-return]
+                answer = act()
+            except Exception as caught:
+                if not (isinstance(caught, CheckpointError) or is_oom(caught)):
+                    raise  # its verdict ends the others
+                error, kind = caught, DoesNotFitError if is_oom(caught) else CheckpointError
+        told, kind, reason = self.broadcast((answer, kind, None if error is None else str(error)))
+        if error is not None:
+            raise error
+        if reason is not None:
+            raise kind(reason)
+        return told  # type: ignore[no-any-return]
+
+    def tensor_group(self, device: torch.device) -> ProcessGroup | None:
+        """Return the process group that sums tensors of a device; None for the default, which is gloo's.
+
+        The first sum is made here, so that its memory counts as used.
+        """
+        if device.type != "cuda":
+            return self._messages
+        if self._tensors is None:
+            torch.cuda.set_device(device)
+            with self.waiting("connect the GPUs"):
+                self._tensors = dist.new_group(backend="nccl")
+                dist.all_reduce(torch.zeros(1, device=device), group=self._tensors)
+        return self._tensors
+
+    def start_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
+        """Begin to sum a tensor over the ranks in place; return a function that waits for the sum.
+
+        Both are called within `waiting`.
+        """
+        return dist.all_reduce(tensor, group=self.tensor_group(tensor.device), async_op=True).wait  # type: ignore[no-any-return]
+
+
+class LaunchedGroup(Group):
+    """The ranks that a launcher started, which watch each other until they are closed.
+
+    Args:
+        launch: the place of this process.
+        store: the store of the run.
+        messages: see `Group`.
+        is_owner: whether `close` ends the default process group.
+    """
+
+    def __init__(
+        self, launch: Launch, store: Store, messages: ProcessGroup | None, *, is_owner: bool
+    ) -> None:
+        super().__init__(launch.rank, launch.world, messages)
+        self.host = launch.host
+        self.restart = launch.restart
+        self.earlier_out = Path(store.get(OUT).decode()) if store.check([OUT]) else None
+        self._launch = launch
+        self._is_owner = is_owner
+        self._watch = Watch(launch, store, self.waits)
+
+    def device(self, spec: str) -> str:
+        """See `Ranks.device`."""
+        found = device_of_rank(
+            spec,
+            local_rank=self._launch.local_rank,
+            local_world=self._launch.local_world,
+            gpus=torch.cuda.device_count(),
+        )
+        check_gpus(self.gather((self.host, gpu_uuid(found))))
+        return found
 
     def limit_wait(self, seconds: float) -> None:
         """See `Ranks.limit_wait`."""
-        self._arrivals.limit_s = seconds
-
-    @contextmanager
-    def meeting(self) -> Iterator[None]:
-        """Wait for the other ranks within the block, once a step; a rank that never comes is named."""
-        self._arrivals.arrive()
-        try:
-            yield
-            self.answered += 1
-        finally:
-            self._arrivals.leave()
+        self.waits.limit_s = seconds
 
     def enter(self, out: Path) -> None:
         """See `Ranks.enter`."""
-        self._out = out
-        if self.rank == 0:
-            self._store.set(OUT, str(out.absolute()))
+        self._watch.enter(out)
 
     def fail(self, line: str, code: int) -> int | None:
         """See `Ranks.fail`."""
-        launch = self._launch
-        write_error_file(launch.error_file, line)
-        verdict = Verdict(
-            run_id=launch.run_id,
-            restart=launch.restart,
-            rank=launch.rank,
-            host=launch.host,
-            code=code,
-            line=line,
-        )
-        try:
-            first = self._bell.ring(verdict)
-        except RuntimeError:  # the store is gone, with the rank that kept it
-            first = verdict
-        if first != verdict:
-            return first.code
-        if self._out is not None:
-            write_verdict(self._out, verdict)
-        return None
+        return self._watch.fail(line, code)
 
     def close(self) -> None:
-        """Leave the ranks after all of them have ended well."""
+        """See `Ranks.close`."""
         self.agree(False)
-        self._bell.close()
-        self._deadline.close()
-        if self._owns_group:
+        self._watch.close()
+        if self._is_owner:
             dist.destroy_process_group()
 
-    def _count_openings(self, launch: Launch) -> int:
-        """Count how often this rank has joined: a process may train several times, with keys of their own."""
-        return self._store.add(f"opened/{launch.restart}/{launch.rank}", 1)
 
-    def _reach(self) -> TCPStore:
-        """Connect for the first time to a store that another process keeps."""
-        launch = self._launch
-        wait_for_store(launch.address, launch.port)
-        return connect_in_time(self._connect, launch.address, launch.port)
+def join_launch(launch: Launch) -> LaunchedGroup:
+    """Join the ranks that a launcher started.
 
-    def _connect(self, seconds: float = ASSEMBLY_S, *, is_master: bool = False) -> TCPStore:
-        launch = self._launch
-        timeout = datetime.timedelta(seconds=seconds)
+    Raises:
+        EarlierVerdict: an earlier start of the same run ended for good.
+        InputError: another process uses the port of the store.
+        RankLost: a rank did not start.
+    """
+    try:
+        hosts_store = launch.rank == 0 and not launch.has_agent_store
+        connected = _connect(launch, is_master=True) if hosts_store else _reach(launch)
+        store = PrefixStore(f"autobatch/{launch.run_id}", connected)
+        check_earlier_starts(store, launch.restart)
+        # A process may train several times, with keys of their own.
+        number = store.add(f"opened/{launch.restart}/{launch.rank}", 1)
+        start = f"start/{launch.restart}/{number}"
+        wait_for_ranks(store, f"{start}/there", launch.rank, launch.world)
+        is_owner = not dist.is_initialized()
+        messages = _open_gloo(store=PrefixStore(start, store), rank=launch.rank, world_size=launch.world)
+    except (RankLost, InputError):
+        raise
+    except RuntimeError as error:
+        raise rank_lost("join the other ranks", error) from error
+    return LaunchedGroup(launch, store, messages, is_owner=is_owner)
+
+
+def join_loop() -> Group:
+    """Join the processes of a training loop that a launcher has started.
+
+    A default process group that exists is used. If there is none, it is made from the environment, and left
+    when the interpreter ends.
+    """
+    try:
+        if not dist.is_initialized():
+            # The threads of a group that outlives the interpreter abort the process now and then.
+            atexit.register(_leave)
+        messages = _open_gloo()
+    except RuntimeError as error:
+        raise rank_lost("join the other ranks", error) from error
+    return Group(dist.get_rank(), dist.get_world_size(), messages)
+
+
+def join_existing(world: int) -> Group | None:
+    """Join the processes of a default group of this size; None if there is none."""
+    if not dist.is_initialized() or dist.get_world_size() != world:
+        return None
+    return join_loop()
+
+
+def wait_for_ranks(store: Store, name: str, rank: int, world: int, seconds: float = START_S) -> None:
+    """Wait until all ranks have called this, in Python, where Ctrl-C ends it.
+
+    Args:
+        store: the store of the run.
+        name: differs from one call to the next.
+        rank: this rank.
+        world: number of ranks.
+        seconds: longest wait.
+
+    Raises:
+        RankLost: some rank did not; it is named.
+    """
+    keys = [f"{name}/{one}" for one in range(world)]
+    store.set(keys[rank], "")
+    if not _becomes_true(lambda: store.check(keys), seconds):
+        missing = [one for one, key in enumerate(keys) if not store.check([key])]
+        raise RankLost(
+            f"WORLD_SIZE is {world}, and {ranks_in_words(missing)} did not start within {seconds:g} s: start "
+            "all ranks, and look at their own logs"
+        )
+
+
+def check_gpus(places: list[tuple[str, str | None]]) -> None:
+    """Check that no two ranks share a GPU.
+
+    Args:
+        places: host and GPU of each rank, the GPU by an identifier; None if the rank has none.
+
+    Raises:
+        InputError: two do.
+    """
+    for rank, place in enumerate(places):
+        other = places.index(place)
+        if place[1] is not None and other != rank:
+            raise InputError(
+                f"ranks {other} and {rank} share one GPU of {place[0]}: start one rank per GPU, with "
+                "--nproc-per-node at most the number of GPUs"
+            )
+
+
+def reach_store(
+    connect: Callable[[], T],
+    address: str,
+    port: int,
+    *,
+    start_s: float = START_S,
+    answer_s: float = ANSWER_S,
+) -> T:
+    """Connect to the store of a run, which another process opens.
+
+    torch waits outside of Python, where no signal ends it, and for the first answer it waits without a limit.
+    So this waits until something listens, and connects in a thread, which lasts if no answer comes.
+
+    Args:
+        connect: connects.
+        address: address of the store.
+        port: its port.
+        start_s: longest wait until something listens.
+        answer_s: longest wait for its answer.
+
+    Raises:
+        RankLost: nothing listens there, or something that is no store.
+    """
+    reason = ""
+
+    def listens() -> bool:
+        nonlocal reason
         try:
-            return TCPStore(
-                launch.address, launch.port, None, is_master, timeout=timeout, wait_for_workers=False
-            )
-        except RuntimeError as error:
-            if is_master and "EADDRINUSE" in str(error):
-                raise InputError(
-                    f"MASTER_PORT is {launch.port}, which another process of {launch.host} uses: give another"
-                ) from error
+            socket.create_connection((address, port), timeout=LONGEST_PAUSE_S * 20).close()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            return False
+        return True
+
+    if not _becomes_true(listens, start_s):
+        raise RankLost(
+            f"nobody answers at {address}:{port}, where the ranks meet, for {start_s:g} s ({reason}): check "
+            "MASTER_ADDR, MASTER_PORT, the firewall, and that rank 0 runs"
+        )
+    answer: Future[T] = Future()
+
+    def fetch() -> None:
+        try:
+            answer.set_result(connect())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=fetch, name="connect", daemon=True).start()
+    try:
+        return answer.result(answer_s)
+    except TimeoutError:
+        if answer.done():
             raise
+        raise RankLost(
+            f"what listens at {address}:{port} took the connection and gave no answer for {answer_s:g} s, so "
+            "it is no store of torch: another program uses MASTER_PORT; give all ranks another"
+        ) from None
 
-    def _prefixed(self, store: Store) -> Store:
-        return PrefixStore(f"autobatch/{self._launch.run_id}", store)
 
-    def _look(self, store: BellStore) -> None:
-        """Tell the other ranks where this one is, and end all of them if one never comes."""
-        line, code = self._arrivals.look(store), 1
-        asked = self._deadline.passed(self.answered)
-        if asked is not None:
-            code = 130 if asked == signal.SIGINT else 143
-            line = (
-                f"stopped by {signal.Signals(asked).name} without a checkpoint of this step, because no step "
-                f"ended within {STOP_S:g} s; earlier checkpoints are intact"
-            )
-        if line is not None:
-            self.fail(line, code)
-            os._exit(code)
+def _reach(launch: Launch) -> TCPStore:
+    return reach_store(lambda: _connect(launch), launch.address, launch.port)
 
-    def _leave(self, verdict: Verdict | None) -> NoReturn:
-        """End the process at once, from the thread of the bell, whatever the main thread waits for."""
-        os._exit(1 if verdict is None else verdict.code)
+
+def _connect(launch: Launch, *, is_master: bool = False) -> TCPStore:
+    timeout = datetime.timedelta(seconds=START_S)
+    try:
+        return TCPStore(launch.address, launch.port, None, is_master, timeout=timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        if is_master and "EADDRINUSE" in str(error):
+            raise InputError(
+                f"MASTER_PORT is {launch.port}, which another process of {launch.host} uses: give another"
+            ) from error
+        raise
+
+
+def _open_gloo(**place: Any) -> ProcessGroup | None:
+    """Open a gloo group with `MESSAGE_TIMEOUT`: the default group if there is none; return another one."""
+    if dist.is_initialized():
+        return dist.new_group(backend="gloo", timeout=MESSAGE_TIMEOUT)  # type: ignore[no-any-return]
+    dist.init_process_group("gloo", timeout=MESSAGE_TIMEOUT, **place)
+    return None
+
+
+def _leave() -> None:
+    if dist.is_initialized():  # a user may have left before
+        dist.destroy_process_group()
+
+
+def _becomes_true(is_so: Callable[[], bool], seconds: float) -> bool:
+    deadline, pause_s = time.monotonic() + seconds, 0.002
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(LONGEST_PAUSE_S, 1.5 * pause_s)
+    return True

@@ -47,12 +47,13 @@ def limits_over_ranks(ranks: Ranks, limit: int, device: DeviceRecord) -> list[Ra
         limit: the largest micro-batch that fits on this rank.
         device: the device of this rank.
     """
-    found = ranks.gather([ranks.host, device.name, device.total_bytes, device.budget_bytes, limit])
-    kinds = kinds_of([Place(*one[1:4]) for one in found])
-    limits = least_of_each_kind([one[4] for one in found], kinds)
+    place = Place(device.name, device.total_bytes, device.budget_bytes)
+    found = ranks.gather((ranks.host, place, limit))
+    kinds = kinds_of([place for _, place, _ in found])
+    limits = least_of_each_kind([limit for *_, limit in found], kinds)
     return [
-        RankLimit(rank=rank, host=one[0], device=one[1], kind=kinds[rank], limit=limits[rank])
-        for rank, one in enumerate(found)
+        RankLimit(rank=rank, host=host, device=place.device, kind=kinds[rank], limit=limits[rank])
+        for rank, (host, place, _) in enumerate(found)
     ]
 
 
@@ -130,11 +131,7 @@ def agree_on_cut(ranks: Ranks, cut: SizeCut | None) -> SizeCut | None:
     Returns:
         For every size the least limit of any rank. None if a rank splits by count, or has other samples.
     """
-    found = [
-        None if one is None else msgspec.convert(one, SizeCut)
-        for one in ranks.gather(None if cut is None else msgspec.to_builtins(cut))
-    ]
-    cuts = [one for one in found if one is not None]
+    cuts = [one for one in ranks.gather(cut) if one is not None]
     if len(cuts) < ranks.world or len({one.digest for one in cuts}) > 1:
         return None
     knots = sorted({size for one in cuts for size in one.sizes})

@@ -1,45 +1,45 @@
-"""The ranks of a run, as everything above sees them: one process, or a group of processes.
+"""The ranks of a run, as everything above sees them, and the place that a launcher gives to each.
 
-One process pays nothing: `Alone` answers without a message, and nothing here imports torch.
+`Ranks` is a group of one process, which needs no messages. `autobatch.distributed.group.Group` is a group of
+any number of processes.
 """
 
 from __future__ import annotations
 
+import json
+import socket
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TypeVar
 
 from autobatch.core.errors import InputError
-from autobatch.distributed.launch import read_launch, write_error_file
 
-if TYPE_CHECKING:
-    from autobatch.distributed.group import Group
+VERDICT = "verdict.json"
+"""File in the folder of a run over ranks that keeps the exit code of the newest attempt, if it failed."""
 
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
-    """The processes that train a batch together, seen from one of them."""
+class Ranks:
+    """The processes that train a batch together, seen from one of them; here, this process alone.
 
-    @property
-    def rank(self) -> int:
-        """Place of this process, from 0. Rank 0 alone prints, and writes the files of the run."""
+    All ranks make the same calls in the same order. A call that waits for the others raises `RankLost` if one
+    of them has ended.
+    """
 
-    @property
-    def world(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def host(self) -> str:
-        """Name of the host."""
-
-    @property
-    def restart(self) -> int:
-        """Times that the launcher has started the ranks again."""
-
-    @property
-    def earlier_out(self) -> Path | None:
-        """Folder of the run at an earlier start; None if there was none."""
+    rank = 0
+    """Place of this process, from 0. Rank 0 alone prints, and writes the files of the run."""
+    world = 1
+    """Number of ranks."""
+    host = ""
+    """Name of the host of this rank."""
+    restart = 0
+    """Times that the launcher has started the ranks again."""
+    earlier_out: Path | None = None
+    """Folder of the run at an earlier start; None if there was none."""
 
     def device(self, spec: str) -> str:
         """Return the device that this rank opens for the one that was asked for.
@@ -47,36 +47,43 @@ class Ranks(Protocol):
         Raises:
             InputError: several ranks would share a GPU.
         """
+        return spec
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the value of every rank, in order of the ranks; all of them call it.
+    def gather(self, value: T) -> list[T]:
+        """Return the value of every rank, in order of the ranks."""
+        return [value]
 
-        Args:
-            value: anything that JSON can hold.
+    def broadcast(self, value: T) -> T:
+        """Return the value of rank 0 on every rank; the others call it with anything."""
+        return value
 
-        Raises:
-            RankLost: another rank ended.
-        """
-
-    def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Return the bytes of every rank, in order of the ranks; all of them call it."""
-
-    def broadcast_bytes(self, content: bytes) -> bytes:
-        """Return the bytes of rank 0 on every rank; all of them call it, the others with anything."""
+    def agree(self, flag: bool) -> bool:
+        """Return whether any rank gave True."""
+        return flag
 
     def once(self, act: Callable[[], T]) -> T:
-        """Run a function on rank 0 alone, and return its answer on every rank; all of them call it.
-
-        No rank continues before the function has ended. Its answer must be what JSON can hold.
+        """Run a function on rank 0 alone, and return its answer on every rank after it has ended.
 
         Raises:
             CheckpointError: the function raised it on rank 0.
             DoesNotFitError: memory ran out on rank 0, which raises its own error.
-            RankLost: another rank ended.
         """
+        return act()
 
-    def agree(self, flag: bool) -> bool:
-        """Return whether any rank gave True; all of them call it."""
+    def check_equal(self, values: Mapping[str, object]) -> None:
+        """Check that all ranks have the same values, which are named for the user.
+
+        Raises:
+            InputError: a rank differs; names the rank, the value and both of its forms.
+        """
+        first, *others = self.gather(dict(values))
+        for rank, found in enumerate(others, start=1):
+            for name, expected in first.items():
+                if found.get(name) != expected:
+                    raise InputError(
+                        f"the ranks differ in {name}: rank {rank} has {found.get(name)}, and rank 0 has "
+                        f"{expected}. Start all of them alike"
+                    )
 
     def limit_wait(self, seconds: float) -> None:
         """Set the longest wait for a rank in a step; after it the run ends, and names the rank."""
@@ -88,102 +95,91 @@ class Ranks(Protocol):
         """Tell all ranks, and the launcher, that the run ends with this line and exit code.
 
         Returns:
-            The exit code of the rank that failed first, which has told why; None if it is this one.
+            The exit code of the rank that failed first, which has printed the cause; None if it is this one.
         """
-
-
-class Alone:
-    """The only process of a run."""
-
-    rank = 0
-    world = 1
-    host = ""
-    restart = 0
-    earlier_out = None
-
-    def device(self, spec: str) -> str:
-        """See `Ranks.device`."""
-        return spec
-
-    def gather(self, value: Any) -> list[Any]:
-        """See `Ranks.gather`."""
-        return [value]
-
-    def gather_bytes(self, content: bytes) -> list[bytes]:
-        """See `Ranks.gather_bytes`."""
-        return [content]
-
-    def broadcast_bytes(self, content: bytes) -> bytes:
-        """See `Ranks.broadcast_bytes`."""
-        return content
-
-    def once(self, act: Callable[[], T]) -> T:
-        """See `Ranks.once`."""
-        return act()
-
-    def agree(self, flag: bool) -> bool:
-        """See `Ranks.agree`."""
-        return flag
-
-    def limit_wait(self, seconds: float) -> None:
-        """Do nothing."""
-
-    def enter(self, out: Path) -> None:
-        """Do nothing."""
-
-    def fail(self, line: str, code: int) -> None:
-        """Return None."""
+        return None
 
     def close(self) -> None:
-        """Do nothing."""
+        """Leave the ranks after all of them have ended well."""
 
 
-def refuse_ranks(environ: Mapping[str, str], command: str) -> None:
-    """Refuse a command that runs in one process only.
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Place of this process among the ranks of a run."""
+
+    rank: int
+    world: int
+    """Ranks of the run."""
+    local_rank: int = 0
+    """Place among the ranks of this host."""
+    local_world: int = 1
+    """Ranks on this host."""
+    address: str
+    port: int
+    """Port of ``address`` at which the store of the run listens."""
+    has_agent_store: bool = False
+    """True if the launcher keeps the store, which then outlives every rank."""
+    run_id: str = "none"
+    restart: int = 0
+    """Times that the launcher has started the ranks again."""
+    host: str = ""
+    error_file: Path | None = None
+    """File from which torchrun prints the cause of a failure; None without torchrun."""
+
+
+def read_launch(environ: Mapping[str, str]) -> Launch | None:
+    """Read the launch from the environment; None if this process trains alone.
 
     Raises:
-        InputError: several ranks run it.
+        InputError: a variable is missing or invalid.
     """
-    launch = read_launch(environ)
-    if launch is not None:
+    world = _number(environ, "WORLD_SIZE", 1, least=1)
+    if world == 1:
+        return None
+    rank = _number(environ, "RANK")
+    if rank >= world:
+        raise InputError(f"RANK is {rank} and WORLD_SIZE is {world}: a rank is between 0 and {world - 1}")
+    if "MASTER_ADDR" not in environ:
         raise InputError(
-            f"autobatch {command} runs in one process, and WORLD_SIZE is {launch.world}: start it without "
-            "torchrun"
+            f"WORLD_SIZE is {world}, but MASTER_ADDR is not set, so the ranks cannot meet: start them with "
+            f"torchrun --nproc-per-node {world} -m autobatch …"
         )
+    local_world = _number(environ, "LOCAL_WORLD_SIZE", 1, least=1)
+    error_file = environ.get("TORCHELASTIC_ERROR_FILE")
+    return Launch(
+        rank=rank,
+        world=world,
+        local_rank=_number(environ, "LOCAL_RANK", rank % local_world),
+        local_world=local_world,
+        address=environ["MASTER_ADDR"],
+        port=_number(environ, "MASTER_PORT", 29500, least=1, most=2**16 - 1),
+        has_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
+        restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        host=socket.gethostname(),
+        error_file=Path(error_file) if error_file else None,
+    )
 
 
-def fail_before_meeting(environ: Mapping[str, str], line: str, *, is_common: bool) -> bool:
-    """Tell the launcher of a failure before the ranks have met.
-
-    Args:
-        environ: describes the launch.
-        line: the cause.
-        is_common: whether all ranks fail alike.
-
-    Returns:
-        True if this rank is to tell the user, as rank 0 does if all of them fail alike.
-    """
+def write_error_file(path: Path | None, line: str) -> None:
+    """Write the line that torchrun prints as the cause of a failure; nothing without torchrun."""
+    if path is None:
+        return
+    content = json.dumps({"message": line, "timestamp": str(int(time.time()))})
     try:
-        launch = read_launch(environ)
-    except InputError:
-        return True
-    if launch is None:
-        return True
-    write_error_file(launch.error_file, line)
-    return launch.rank == 0 or not is_common
+        path.write_text(content, encoding="utf-8")
+    except OSError:
+        # torchrun fails on a part of a file, which a full disk leaves.
+        with suppress(OSError):
+            path.unlink()
 
 
-def open_ranks(environ: Mapping[str, str]) -> Alone | Group:
-    """Join the ranks that the launcher started; `Alone` if this process trains alone.
-
-    Raises:
-        InputError: the environment describes no launch.
-        EarlierVerdict: an earlier start of the same run ended for good.
-    """
-    launch = read_launch(environ)
-    if launch is None:
-        return Alone()
-    # Only here: torch.distributed is not needed by one process.
-    from autobatch.distributed.group import Group
-
-    return Group(launch)
+def _number(
+    environ: Mapping[str, str], name: str, default: int | None = None, *, least: int = 0, most: int = 2**31
+) -> int:
+    text = environ.get(name, "" if default is None else str(default))
+    if not text.isdecimal() or not least <= int(text) <= most:
+        limits = f"of at least {least}" if most == 2**31 else f"from {least} to {most}"
+        found = f"found {text!r}" if text else "it is not set"
+        raise InputError(f"{name} must be a number {limits}, {found}: start the ranks with torchrun")
+    return int(text)

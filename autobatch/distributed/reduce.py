@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
 from autobatch.distributed.engine import OutOfMemory
-from autobatch.distributed.messages import Messages
+from autobatch.distributed.group import Group
 from autobatch.step.gradients import Gradients
 from autobatch.step.loss_share import StepTotals, divisor_of
 from autobatch.step.train_state import TrainState
@@ -145,7 +145,7 @@ class _Layout:
     """Numbers of those whose gradients are sparse, the same on all ranks."""
 
 
-def _lay_out(buffer: Tensor, parameters: list[nn.Parameter], ranks: Messages, sparse: list[int]) -> _Layout:
+def _lay_out(buffer: Tensor, parameters: list[nn.Parameter], ranks: Group, sparse: list[int]) -> _Layout:
     """Give the smallest gradients a place in the buffer, as many as it holds."""
     columns = len(Figures._fields) + len(sparse)
     cells = Table.cells_of(ranks.world, columns, buffer.dtype)
@@ -185,7 +185,7 @@ class Reduction:
         ranks: the ranks.
     """
 
-    def __init__(self, ranks: Messages) -> None:
+    def __init__(self, ranks: Group) -> None:
         self._ranks = ranks
         self._scale_is_agreed = False
         self._layout: _Layout | None = None
@@ -208,8 +208,9 @@ class Reduction:
         """
         if not self._scale_is_agreed:
             self._agree_on_scale(train_state, outcome)
-        with self._ranks.meeting():
-            rows = self._sum(train_state, figures_of(outcome, signal))
+        layout = self._layout_of(train_state)
+        with self._ranks.waiting("sum the gradients", is_step=True):
+            rows = self._sum(layout, train_state.gradients, figures_of(outcome, signal))
         if any(row.failed for row in rows):
             # The batch runs again from the scale before it. The rank that failed may have had the only sparse
             # gradient.
@@ -221,10 +222,8 @@ class Reduction:
             sum_totals(outcome, rows)
         return rows
 
-    def _sum(self, train_state: TrainState, figures: Figures) -> list[Figures]:
+    def _sum(self, layout: _Layout, gradients: Gradients, figures: Figures) -> list[Figures]:
         """Sum the gradients over the ranks, and return the figures of each."""
-        gradients = train_state.gradients
-        layout = self._layout_of(train_state)
         own = _dense(gradients, layout.sparse)
         entries = [_as_sparse(own[number], layout.parameters[number]) for number in layout.sparse]
         layout.table.write([*figures, *(float(one._nnz()) for one in entries)])
@@ -294,7 +293,7 @@ class Reduction:
         """Bring the sums of all ranks to one D, in the first batches of a run."""
         totals = outcome if isinstance(outcome, StepTotals) and outcome.sizes else None
         kind = None if totals is None else "mean" if totals.count is None else "Loss"
-        found = self._ranks.gather([kind, train_state.items_per_sample])
+        found = self._ranks.gather((kind, train_state.items_per_sample))
         kinds = {one for one, _ in found if one is not None}
         if len(kinds) > 1:
             raise InputError(

@@ -23,7 +23,6 @@ from torch import Tensor
 from autobatch.core.signals import SharedRequest, StopRequest
 from autobatch.distributed.engine import Engine, OutOfMemory
 from autobatch.distributed.group import Group
-from autobatch.distributed.messages import as_rank_lost
 from autobatch.distributed.reduce import Reduction
 from autobatch.step.loss_share import StepTotals
 from autobatch.step.train_state import TrainState, precision_context
@@ -65,7 +64,7 @@ class GroupEngine(Engine):
 
     def settle(self, oom: OutOfMemory, *, may_repeat: bool) -> OutOfMemory:
         """See `Engine.settle`. The limit of every kind that failed is lowered."""
-        found = [OutOfMemory(*one) for one in self.ranks.gather(list(oom))]
+        found = self.ranks.gather(oom)
         failed = [rank for rank, one in enumerate(found) if one.size]
         worst = min(failed, key=lambda rank: (found[rank].is_in_loss, found[rank].size, rank))
         common = OutOfMemory(
@@ -87,7 +86,7 @@ class GroupEngine(Engine):
 
     def share(self, tensors: Iterable[Tensor]) -> None:
         """See `Engine.share`."""
-        with as_rank_lost("share the tensors of the model"):
+        with self.ranks.waiting("share the tensors of the model"):
             for tensor in tensors:
                 dist.broadcast(tensor.detach(), 0, group=self.ranks.tensor_group(tensor.device))
 
@@ -196,8 +195,9 @@ class RowGather:
         self._vote(failed=False)
         # As bytes, because zeros leave them as they are, whatever the type.
         wholes = [whole.view(-1).view(torch.uint8) for whole in tensors_of(rows.collated)]
-        for wait in [self._group.start_sum(one) for one in wholes]:
-            wait()
+        with self._group.waiting("exchange the rows of a batch", is_step=True):
+            for wait in [self._group.start_sum(one) for one in wholes]:
+                wait()
 
     def ended(self, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
         """Return the outcome of this rank, after it has told the others if they wait for its rows."""
@@ -207,8 +207,7 @@ class RowGather:
 
     def _vote(self, *, failed: bool) -> None:
         self._has_voted = True
-        with self._group.meeting():
-            is_failed = self._group.agree(failed)
+        is_failed = self._group.agree(failed, is_step=True)
         if is_failed and not failed:
             self._peer_failed = True
             raise PeerOutOfMemory("memory ran out on another rank")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import io
-import pickle
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autobatch.distributed.ranks import Ranks
+from autobatch.workload.nested import map_tensors
 from autobatch.workload.streams import StreamView
 
 
@@ -33,12 +33,12 @@ class SharedStream(StreamView):
 
     def load(self, first: int, stop: int) -> None:
         """Send the samples of a batch from rank 0 to all; all ranks call it."""
-        own = b""
-        if self._ranks.rank == 0:
-            own = pack(self.__getitems__(range(first, stop)))
-        content = self._ranks.broadcast_bytes(own)
+        own = b"" if self._ranks.rank else pack(self.__getitems__(range(first, stop)))
+        content = self._ranks.broadcast(own)
         if self._ranks.rank:
-            self._held = dict(zip(range(first, stop), pickle.loads(content), strict=True))
+            # Samples are any objects of the user's, which come from rank 0 of this run.
+            samples = torch.load(io.BytesIO(content), weights_only=False)
+            self._held = dict(zip(range(first, stop), samples, strict=True))
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         """See `StreamView.load_state_dict`."""
@@ -52,10 +52,7 @@ def open_stream(stream: Any, ranks: Ranks, seed: int) -> StreamView:
 
 def split_note(first_sample: Any, ranks: Ranks) -> str | None:
     """Return a remark if the stream of each rank begins with another sample; all ranks call it."""
-    if ranks.world == 1:
-        return None
-    found = ranks.gather(hashlib.sha256(pack(first_sample)).hexdigest())
-    if len(set(found)) == 1:
+    if len(set(ranks.gather(hashlib.sha256(pack(first_sample)).hexdigest()))) == 1:
         return None
     return (
         "the stream begins with another sample on each rank. Rank 0 reads it for all ranks, so it must not "
@@ -64,23 +61,11 @@ def split_note(first_sample: Any, ranks: Ranks) -> str | None:
 
 
 def pack(samples: Any) -> bytes:
-    """Return samples as bytes that `pickle.loads` reads."""
+    """Return samples as bytes that `torch.load` reads, without the memory that a tensor is a part of."""
     file = io.BytesIO()
-    _Pickler(file, protocol=5).dump(samples)
+    torch.save(map_tensors(samples, _compact), file)
     return file.getvalue()
 
 
-class _Pickler(pickle.Pickler):
-    """A pickler that writes the elements of a tensor alone, and not the memory that it is a part of."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not Tensor or obj.layout != torch.strided or obj.is_quantized:
-            return NotImplemented
-        flat = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return _tensor_of, (flat.numpy().tobytes(), obj.dtype, tuple(obj.shape))
-
-
-def _tensor_of(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    if not content:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
+def _compact(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone()

@@ -170,7 +170,7 @@ def _plan_with_ranks(find: Callable[[], PlanResult], world_size: int) -> tuple[P
     ranks = None
     if world_size > 1:
         # Only here: one process needs no torch.distributed.
-        from autobatch.distributed.messages import join_existing
+        from autobatch.distributed.group import join_existing
 
         ranks = join_existing(world_size)
     if ranks is None:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from autobatch.core.errors import InputError
 from autobatch.core.records import Plan
-from autobatch.distributed.launch import check_equal
-from autobatch.distributed.messages import Messages, join_loop
+from autobatch.distributed.group import Group, join_loop
 from autobatch.distributed.reduce import Reduction
 from autobatch.planning import shares
 from autobatch.step.gradients import exchange_buffer, norm_of
@@ -19,22 +18,22 @@ class LoopRanks:
     """The ranks of a loop, each of which trains a part of every batch.
 
     Args:
-        messages: the processes.
+        group: the processes.
         limit: the largest micro-batch of this rank.
     """
 
-    def __init__(self, messages: Messages, limit: int) -> None:
-        self._messages = messages
+    def __init__(self, group: Group, limit: int) -> None:
+        self._group = group
         self.limit = limit
         """The largest micro-batch of this rank, in samples."""
-        self._limits = messages.gather(limit)
-        self._sum = Reduction(messages)
+        self._limits = group.gather(limit)
+        self._sum = Reduction(group)
         self._is_checked = False
 
     def part(self, samples: int) -> tuple[int, int]:
         """Return the place of this rank's first sample in a batch of this size, and its number of samples."""
         of_ranks = shares(samples, self._limits)
-        return sum(of_ranks[: self._messages.rank]), of_ranks[self._messages.rank]
+        return sum(of_ranks[: self._group.rank]), of_ranks[self._group.rank]
 
     def combine(self, train_state: TrainState, totals: StepTotals) -> None:
         """Sum the gradients and the totals of a batch over the ranks in place; all of them call it.
@@ -48,9 +47,7 @@ class LoopRanks:
             self._is_checked = True
         if train_state.exchange is None:
             parameters = train_state.parameters
-            train_state.exchange = exchange_buffer(
-                parameters, parameters[0].device, world=self._messages.world
-            )
+            train_state.exchange = exchange_buffer(parameters, parameters[0].device, world=self._group.world)
         if not totals.sizes:
             train_state.gradients.clear()
         self._sum.run(train_state, totals)
@@ -58,7 +55,7 @@ class LoopRanks:
     def _check_weights(self, train_state: TrainState) -> None:
         own = [parameter.detach() for parameter in train_state.parameters]
         norm = float(norm_of([one.double() for one in own])) if own else 0.0
-        found = self._messages.gather([len(own), sum(one.numel() for one in own), norm])
+        found = self._group.gather((len(own), sum(one.numel() for one in own), norm))
         for rank, other in enumerate(found):
             if other != found[0]:
                 raise InputError(
@@ -78,7 +75,7 @@ def join_ranks(plan: Plan, facts: Mapping[str, object]) -> LoopRanks:
     Raises:
         InputError: the ranks differ.
     """
-    messages = join_loop()
-    check_equal(messages.gather({"the target batch": plan.target_batch, **facts}))
-    limit = plan.ranks[messages.rank].limit if plan.ranks else plan.micro_batch
-    return LoopRanks(messages, limit)
+    group = join_loop()
+    group.check_equal({"the target batch": plan.target_batch, **facts})
+    limit = plan.ranks[group.rank].limit if plan.ranks else plan.micro_batch
+    return LoopRanks(group, limit)

@@ -16,7 +16,7 @@ from autobatch.core.options import Options
 from autobatch.core.records import Plan
 from autobatch.device.base import Meter
 from autobatch.distributed.rank_plan import limit_of_rank, model_of_ranks, open_engine, split_for
-from autobatch.distributed.ranks import Alone, Ranks
+from autobatch.distributed.ranks import Ranks
 from autobatch.setup.child import Session
 from autobatch.setup.setup import Setup
 from autobatch.step.gradients import Optimizers
@@ -114,7 +114,7 @@ def open_loop(
     Raises:
         InputError: a part of the workload is invalid, or raised on the first validation samples.
     """
-    ranks, scanned = ranks or Alone(), setup
+    ranks, scanned = ranks or Ranks(), setup
     setup = on_stream(setup, sampler)
     loading = setup.workload.loading
     is_stream = isinstance(sampler, StreamSampler)  # which seeds no samples
@@ -170,7 +170,7 @@ def split_changes(setup: Setup, plan: Plan, split: Literal["auto", "count", "siz
     if split not in ("auto", plan.split):
         return ["--split"]
     try:
-        split_of(setup, plan, Alone())
+        split_of(setup, plan, Ranks())
     except InputError:
         return ["sizes of the samples"]
     return []

@@ -46,7 +46,7 @@ def nonfinite_error(
     what = "gradient" if math.isfinite(loss) else f"loss ({loss})"
     own = [index for part in micro_batches for index in part]
     culprit = find_nonfinite_sample(workload, train_state, micro_batches)
-    found = ranks.gather([culprit, own[: MAX_NAMED_SAMPLES + 1], len(own)])
+    found = ranks.gather((culprit, own[: MAX_NAMED_SAMPLES + 1], len(own)))
     culprit = next((one for one, _, _ in found if one is not None), None)
     first = [index for _, some, _ in found for index in some][:MAX_NAMED_SAMPLES]
     more = sum(count for _, _, count in found) - len(first)

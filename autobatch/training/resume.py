@@ -13,7 +13,7 @@ from autobatch.core.options import Options
 from autobatch.core.records import Plan
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
-from autobatch.distributed.ranks import Alone, Ranks
+from autobatch.distributed.ranks import Ranks
 from autobatch.training.checkpoints.checkpoint import clean_leftovers, list_checkpoints
 from autobatch.training.checkpoints.content import check_content
 from autobatch.training.checkpoints.load import Loaded, load_newest
@@ -41,7 +41,7 @@ def load_run_state(out: Path, ranks: Ranks | None = None) -> Loaded:
     """
     folder = out / CHECKPOINTS
     try:
-        (ranks or Alone()).once(lambda: clean_leftovers(folder))
+        (ranks or Ranks()).once(lambda: clean_leftovers(folder))
         loaded = load_newest(folder, check_content, ranks)
     except Exception as error:
         if not is_oom(error):

@@ -34,7 +34,7 @@ from autobatch.core.version import versions
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.oom import first_line, is_oom, memory_named
 from autobatch.distributed.rank_plan import limit_of_rank, share_of_rank
-from autobatch.distributed.ranks import Alone, Ranks
+from autobatch.distributed.ranks import Ranks
 from autobatch.setup.setup import Setup, device_key, with_knobs
 from autobatch.step.optimizers import averaged_weights, switch
 from autobatch.training.build import open_loop, split_of
@@ -94,7 +94,7 @@ def train_plan(
         InputError: a part of the workload is invalid, or its loss cannot be split into micro-batches.
         AutobatchError: see `train`.
     """
-    ranks, options = ranks or Alone(), files.options
+    ranks, options = ranks or Ranks(), files.options
     plan, sampler, resumed = run.plan, run.sampler, run.resumed
     setup = with_knobs(run.setup, plan.knobs)
     before = None if resumed is None else resumed.facts

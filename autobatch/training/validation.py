@@ -19,7 +19,7 @@ from torch.utils.data import Subset
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line, loses_context
-from autobatch.distributed.ranks import Alone, Ranks
+from autobatch.distributed.ranks import Ranks
 from autobatch.planning import split_evenly
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import Rows
@@ -79,7 +79,7 @@ class Validator:
         self._start_size = micro_batch
         self._grows = grows and train_state.shared is None
         self._smallest_failed = math.inf
-        self._ranks = ranks or Alone()
+        self._ranks = ranks or Ranks()
 
     def run(self, is_asked: Callable[[], bool] = lambda: False) -> dict[str, float | None]:
         """Return the mean of the loss and of each metric over the samples of all ranks; all of them call it.
@@ -115,7 +115,7 @@ class Validator:
     ) -> dict[str, float | None]:
         # In hexadecimal, which keeps every bit, also of what is not finite.
         plain = {name: [total.hex(), count.hex()] for name, (total, count) in own.items()}
-        parts = self._ranks.gather([plain, failure])
+        parts = self._ranks.gather((plain, failure))
         for _, reason in parts:
             if reason:
                 raise DoesNotFitError(reason)

@@ -25,7 +25,7 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import LrTuning, Plan, Tuning
 from autobatch.distributed.rank_plan import limit_of_rank, limits_over_ranks, share_of_rank, spread
-from autobatch.distributed.ranks import Alone, Ranks
+from autobatch.distributed.ranks import Ranks
 from autobatch.planning import micro_batches
 from autobatch.setup.child import SetupProcess
 from autobatch.tuning.configuration import Budget, Measurement, StudyLocation, changes
@@ -60,7 +60,7 @@ class PlanTuner:
     """Receives every trial and the choices."""
     expired: Callable[[], bool] = lambda: False
     """Asked before every trial whether the time is over."""
-    ranks: Ranks = field(default_factory=Alone)
+    ranks: Ranks = field(default_factory=Ranks)
     """The processes that train together; all of them make the same calls."""
     clock: Callable[[], float] = time.monotonic
 

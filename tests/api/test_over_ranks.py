@@ -19,12 +19,12 @@ from autobatch.api.ranks import (
 )
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options
-from autobatch.distributed.ranks import Alone
+from autobatch.distributed.ranks import Ranks
 from autobatch.training.run_folder import CHECKPOINTS
 from tests.support.options import as_options
 
 
-class Two(Alone):
+class Two(Ranks):
     """The first of two ranks; the other gives what the first does, but for what is changed."""
 
     world = 2
@@ -41,9 +41,9 @@ OPTIONS = as_options("fit", target_batch=8)
 
 
 def test_one_process_keeps_its_options() -> None:
-    assert options_of_rank(OPTIONS, Alone()) is OPTIONS
-    assert continued(OPTIONS, Alone()) is OPTIONS
-    check_count(a_fit(ranks=1), Alone())
+    assert options_of_rank(OPTIONS, Ranks()) is OPTIONS
+    assert continued(OPTIONS, Ranks()) is OPTIONS
+    check_count(a_fit(ranks=1), Ranks())
     check_count(a_fit(ranks=2), Two())
 
 
@@ -54,7 +54,7 @@ def a_fit(**changes: Any) -> Options:
 @pytest.mark.parametrize(
     ("refuse", "message"),
     [
-        (lambda: check_count(a_fit(ranks=2), Alone()), "use the command with --ranks 2, or start the script"),
+        (lambda: check_count(a_fit(ranks=2), Ranks()), "use the command with --ranks 2, or start the script"),
         (lambda: check_count(a_fit(ranks=3), Two()), "--ranks is 3, and torchrun started 2: leave out"),
         (lambda: options_of_rank(OPTIONS, Two(**{"--seed": 1})), "--seed: rank 1 has 1, and rank 0 has 0"),
         (lambda: options_of_rank(OPTIONS, Two(torch="2.0")), "differ in torch: rank 1 has 2.0"),
@@ -83,7 +83,7 @@ def test_a_folder_that_a_rank_does_not_see_is_refused(tmp_path: Path) -> None:
     with ExitStack() as held, pytest.raises(InputError, match="rank 1 on b does not see the folder"):
         claim_of_ranks(lambda: tmp_path, Blind(), entered.append, held)
     with ExitStack() as held:
-        out = claim_of_ranks(lambda: tmp_path, Alone(), entered.append, held)
+        out = claim_of_ranks(lambda: tmp_path, Ranks(), entered.append, held)
     assert entered == [out] == [tmp_path]
     assert list(tmp_path.iterdir()) == []
 

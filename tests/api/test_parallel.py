@@ -18,7 +18,7 @@ from autobatch.api.ranks import checked_options
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
 from autobatch.distributed.rank_plan import layout_of
-from autobatch.distributed.ranks import Alone
+from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ShardLayout
 from tests.support.options import as_options
 from tests.support.rank_server import RankServer
@@ -26,7 +26,7 @@ from tests.support.sample_run import a_run
 from tests.support.training import make_workload, points
 
 
-class Three(Alone):
+class Three(Ranks):
     world = 3
 
 
@@ -36,8 +36,8 @@ def options(**changes: Any) -> Options:
 
 def test_one_process_cannot_share_a_model() -> None:
     with pytest.raises(InputError, match="--parallel shard shares a model among ranks, found one process"):
-        checked_options(options(parallel="shard"), Alone())
-    assert checked_options(options(parallel="replicate"), Alone()).ranks.parallel == "replicate"
+        checked_options(options(parallel="shard"), Ranks())
+    assert checked_options(options(parallel="replicate"), Ranks()).ranks.parallel == "replicate"
 
 
 def test_a_resume_keeps_the_layout_unless_another_is_asked_for() -> None:
@@ -47,7 +47,7 @@ def test_a_resume_keeps_the_layout_unless_another_is_asked_for() -> None:
     assert layout_of(shared) == ShardLayout(world=2, sync="once")
     assert _layout_of_resume(shared, options(), Three()) == ShardLayout(world=3, sync="once")
     assert _layout_of_resume(shared, options(parallel="replicate"), Three()) is None
-    assert _layout_of_resume(shared, options(), Alone()) is None
+    assert _layout_of_resume(shared, options(), Ranks()) is None
     assert _layout_of_resume(plan, options(), Three()) is None
     assert _layout_of_resume(plan, options(parallel="shard"), Three()) == ShardLayout(world=3)
 

@@ -11,14 +11,14 @@ from autobatch.cli.failures import RunLog
 from autobatch.cli.parser import parse
 from autobatch.cli.run_workload import PARTS, run_workload
 from autobatch.core.errors import InputError
-from autobatch.distributed.ranks import Alone
+from autobatch.distributed.ranks import Ranks
 
 DEMO = "autobatch.workload.demo:workload"
 
 
 def estimate(folder: Path, *words: str, workload: str = DEMO) -> int:
     found, options = parse("estimate", [workload, "--profile", "t4", *words], folder=folder, environ={})
-    return run_workload("estimate", found, options, RunLog(lambda: folder, "autobatch estimate"), Alone())
+    return run_workload("estimate", found, options, RunLog(lambda: folder, "autobatch estimate"), Ranks())
 
 
 def test_json_is_all_of_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""A group of real processes: what rank 0 does for all, and failures that all of them hear."""
+"""A group of real processes: messages, what rank 0 does for all, and failures that all of them learn of."""
 
 from __future__ import annotations
 
@@ -7,52 +7,90 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore
 
 from autobatch.core.errors import CheckpointError, InputError
 from autobatch.core.signals import stop_on_signals
-from autobatch.distributed import bell
-from autobatch.distributed.bell import Verdict, read_verdict
-from autobatch.distributed.messages import RankLost
-from autobatch.distributed.ranks import Ranks, open_ranks
+from autobatch.distributed import group as group_module
+from autobatch.distributed import watch
+from autobatch.distributed.group import check_gpus, join_existing, join_loop, reach_store, wait_for_ranks
+from autobatch.distributed.launch import open_ranks, open_store
+from autobatch.distributed.watch import RankLost, Verdict
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 
-pytestmark = pytest.mark.distributed
 
+def exchange() -> list[Any]:
+    """Exchange messages; a write that fails on rank 0 fails on all."""
+    ranks = open_group()
 
-def failing_once() -> str:
-    ranks = open_ranks(os.environ)
-
-    def act() -> None:
+    def fail() -> None:
         raise CheckpointError("the disk is full")
 
+    found = [
+        ranks.gather({"rank": ranks.rank, "text": "x" * ranks.rank}),
+        ranks.broadcast(f"of {ranks.rank}"),
+        ranks.once(lambda: f"by {ranks.rank}"),
+        ranks.agree(ranks.rank == 1),
+        ranks.agree(False),
+        ranks.gather(""),
+    ]
     try:
-        ranks.once(act)
+        ranks.once(fail)
     except CheckpointError as error:
-        ranks.close()
-        return str(error)
-    return ""
+        found.append(str(error))
+    ranks.close()
+    return found
 
 
-def test_a_failed_write_fails_on_every_rank(server: RankServer) -> None:
-    assert server.values(failing_once) == ["the disk is full"] * 2
+@pytest.mark.distributed
+def test_ranks_exchange_messages(server: RankServer) -> None:
+    texts = [{"rank": r, "text": "x" * r} for r in range(3)]
+    expected = [texts, "of 0", "by 0", True, False, ["", "", ""], "the disk is full"]
+    assert server.values(exchange, world=3) == [expected] * 3
 
 
-def wait_in_a_collective(ranks: Ranks) -> None:
-    ranks.gather(None)
+def join_and_end() -> tuple[bool, bool, bool]:
+    """Join a loop twice, then run what the end of the interpreter runs."""
+    ended: list[Any] = []
+    group_module.atexit.register, register = ended.append, group_module.atexit.register  # type: ignore[assignment]
+    try:
+        join_loop()
+        join_loop()
+    finally:
+        group_module.atexit.register = register  # type: ignore[assignment]
+    joined = dist.is_initialized()
+    for leave in [*ended, *ended]:
+        leave()
+    return joined, dist.is_initialized(), len(ended) == 1
 
 
-def test_all_ranks_leave_with_the_code_of_the_first_failure(server: RankServer, tmp_path: Path) -> None:
-    ended = server.run(fails_then_leaves, str(tmp_path), 77, world=3)
-    assert [one.code for one in ended] == [77, 77, 77]
-    assert max(ended[0].ended_s, ended[2].ended_s) < ended[1].ended_s
-    verdict = msgspec.json.decode((tmp_path / "verdict.json").read_bytes(), type=Verdict)
-    assert (verdict.rank, verdict.code, verdict.line) == (1, 77, "memory ran out")
+@pytest.mark.distributed
+def test_a_group_that_a_loop_made_is_left_at_the_end(server: RankServer) -> None:
+    assert server.values(join_and_end, world=2) == [(True, False, True)] * 2
+
+
+def join_what_a_library_made() -> list[Any]:
+    alone = join_existing(2)
+    dist.init_process_group("gloo")
+    other, found = join_existing(3), join_existing(2)
+    assert found is not None
+    gathered = found.gather(found.rank)
+    dist.destroy_process_group()
+    return [alone, other, gathered]
+
+
+@pytest.mark.distributed
+def test_only_a_group_that_exists_is_joined(server: RankServer) -> None:
+    assert server.values(join_what_a_library_made, world=2) == [[None, None, [0, 1]]] * 2
 
 
 def is_running(pid: int) -> bool:
@@ -69,23 +107,27 @@ def fails_then_leaves(out: str, code: int) -> None:
     others = [pid for pid in ranks.gather(os.getpid()) if pid != os.getpid()]
     if ranks.rank == 1:
         assert ranks.fail("memory ran out", code) is None
-        while any(is_running(pid) for pid in others):  # it holds its sockets, so that only the bell ends them
+        while any(is_running(pid) for pid in others):  # its sockets stay open: the verdict ends them
             time.sleep(0.01)
         time.sleep(0.05)
         os._exit(code)
-    wait_in_a_collective(ranks)
+    ranks.gather(None)
+
+
+@pytest.mark.distributed
+def test_all_ranks_leave_with_the_code_of_the_first_failure(server: RankServer, tmp_path: Path) -> None:
+    ended = server.run(fails_then_leaves, str(tmp_path), 77, world=3)
+    assert [one.code for one in ended] == [77, 77, 77]
+    assert max(ended[0].ended_s, ended[2].ended_s) < ended[1].ended_s
+    verdict = msgspec.json.decode((tmp_path / "verdict.json").read_bytes(), type=Verdict)
+    assert (verdict.rank, verdict.code, verdict.line) == (1, 77, "memory ran out")
 
 
 def later_start() -> str:
     environ = {**os.environ, "TORCHELASTIC_RESTART_COUNT": "1"}
     ranks = open_ranks(os.environ)
     ranks.gather(None)
-    if ranks.rank == 0:
-        ranks.fail("a wrong option", 2)
-    else:
-        ranks._bell.close()  # type: ignore[union-attr]
-        while read_verdict(ranks._store, 0) is None:  # type: ignore[union-attr]
-            time.sleep(0.01)
+    ranks.fail("a wrong option", 2)
     try:
         open_ranks(environ)
     except Exception as error:
@@ -93,6 +135,7 @@ def later_start() -> str:
     return ""
 
 
+@pytest.mark.distributed
 def test_a_restart_ends_at_once_after_invalid_input(server: RankServer) -> None:
     assert server.values(later_start) == ["EarlierVerdict a wrong option"] * 2
 
@@ -110,6 +153,7 @@ def keep_the_store() -> str:
     return ""
 
 
+@pytest.mark.distributed
 def test_a_port_that_is_taken_is_named(server: RankServer) -> None:
     line, _ = server.values(keep_the_store)
     assert re.fullmatch(r"MASTER_PORT is \d+, which another process of .* uses: give another", line)
@@ -120,16 +164,15 @@ def one_dies() -> None:
     ranks.gather(None)
     if ranks.rank == 1:
         os.kill(os.getpid(), 9)
-    wait_in_a_collective(ranks)
+    ranks.gather(None)
 
 
+@pytest.mark.distributed
 def test_a_rank_that_is_killed_is_noticed(server: RankServer) -> None:
     ended = server.run(one_dies)
     assert [one.code for one in ended] == [1, -9]
-    assert (
-        "RankLost: a rank ended or cannot be reached, so this one could not exchange messages"
-        in ended[0].error
-    )
+    line = "RankLost: a rank ended or cannot be reached, so this one could not exchange messages"
+    assert line in ended[0].error
 
 
 def one_ends_at_once() -> int | None:
@@ -151,31 +194,127 @@ def one_ends_at_once() -> int | None:
     return None
 
 
+@pytest.mark.distributed
 def test_a_rank_that_a_second_signal_ended_is_no_failure(server: RankServer) -> None:
-    """The ranks that lose it end with its exit code, whether they hear the bell or notice the loss first."""
+    """The ranks that lose it end with its exit code, whatever they notice first."""
     first, other = server.run(one_ends_at_once)
     assert first.code == 130 or first.value == 130, first.error
     assert "KeyboardInterrupt" in other.error
 
 
 def one_hangs(out: str) -> None:
+    """Wait in steps for longer than the limit: once all together, then for rank 1."""
     group = open_group()
     group.enter(Path(out))
-    bell.POLL_S = 0.05
-    for _ in range(2):
-        with group.meeting():
-            group.agree(False)
+    watch.POLL_S = 0.05
     group.limit_wait(0.5)
+    with group.waiting("sleep together", is_step=True):
+        time.sleep(1)
+    group.gather(None)
     if group.rank == 1:
         time.sleep(25)
-    with group.meeting():
-        group.agree(False)
+    group.agree(False, is_step=True)
 
 
-@pytest.mark.parametrize("world", [3])
-def test_a_rank_that_hangs_is_named(server: RankServer, tmp_path: Path, world: int) -> None:
-    ended = server.run(one_hangs, str(tmp_path), world=world)
-    assert [one.code for one in ended] == [1] * world
+@pytest.mark.distributed
+def test_a_rank_that_hangs_is_named(server: RankServer, tmp_path: Path) -> None:
+    ended = server.run(one_hangs, str(tmp_path), world=3)
+    assert [one.code for one in ended] == [1, 1, 1]
     verdict = msgspec.json.decode((tmp_path / "verdict.json").read_bytes(), type=Verdict)
-    assert verdict.line.startswith("rank 1 lets the other ranks wait for more than")
+    line = "rank 1 lets the other ranks wait for more than the --collective-timeout of 0.5 s"
+    assert verdict.line.startswith(line)
     assert verdict.rank != 1
+
+
+def stop_in_a_collective() -> None:
+    """Wait for a rank that never comes, with a signal that Python cannot handle meanwhile."""
+    watch.STOP_S, watch.POLL_S = 0.2, 0.05
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    group = open_group()
+    if group.rank == 1:
+        signal.pause()
+    os.kill(os.getpid(), signal.SIGTERM)
+    group.agree(False)
+
+
+@pytest.mark.distributed
+def test_ranks_that_wait_in_a_collective_leave_after_a_signal(server: RankServer) -> None:
+    ended = server.run(stop_in_a_collective)
+    assert [one.code for one in ended] == [143, 143]
+
+
+def interrupted_start(stranger: bool) -> str:
+    """Wait for a rank that never starts, or for a program that never answers, and get a signal."""
+    if os.environ["RANK"] == "1":
+        return "never joins"
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1]) if stranger else os.environ["MASTER_PORT"]
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            open_ranks({**os.environ, "MASTER_PORT": port})
+        except KeyboardInterrupt:
+            return "interrupted"
+    return "joined"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stranger", [False, True])
+def test_ctrl_c_ends_the_wait_at_the_start(server: RankServer, stranger: bool) -> None:
+    assert server.values(interrupted_start, stranger) == ["interrupted", "never joins"]
+
+
+def connect_to(port: int) -> TCPStore:
+    return TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+
+
+def test_what_does_not_answer_as_a_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        message = f"what listens at 127.0.0.1:{port} took the connection and gave no answer for 0.2 s"
+        with pytest.raises(RankLost, match=message):
+            reach_store(lambda: connect_to(port), "127.0.0.1", port, answer_s=0.2)
+    message = f"nobody answers at 127.0.0.1:{port}, where the ranks meet, for 0.01 s .*refused.*MASTER_ADDR"
+    with pytest.raises(RankLost, match=message):
+        reach_store(lambda: None, "127.0.0.1", port, start_s=0.01)
+
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", unknown)
+    with pytest.raises(RankLost, match=r"nobody answers at other:1, .* for 0 s .*Name or service not known"):
+        reach_store(lambda: None, "other", 1, start_s=0)
+
+
+def test_a_store_that_starts_later_is_waited_for_and_its_error_is_raised() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        threading.Timer(0.05, listener.listen).start()
+        assert reach_store(lambda: "store", "127.0.0.1", listener.getsockname()[1]) == "store"
+    store = open_store()
+    store.set("key", "value")
+    assert reach_store(lambda: connect_to(store.port), "127.0.0.1", store.port).get("key") == b"value"
+
+    def fail() -> None:
+        raise TimeoutError("of torch")
+
+    with pytest.raises(TimeoutError, match="of torch"):
+        reach_store(fail, "127.0.0.1", store.port)
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [([2], "WORLD_SIZE is 3, and rank 1 did not start within 0 s"), ([], "and ranks 1, 2 did not start")],
+)
+def test_ranks_that_never_start_are_named(others: list[int], message: str) -> None:
+    store = HashStore()
+    for rank in others:
+        store.set(f"first/{rank}", "")
+    with pytest.raises(RankLost, match=message):
+        wait_for_ranks(store, "first", 0, 3, 0)
+
+
+def test_ranks_never_share_a_gpu() -> None:
+    with pytest.raises(InputError, match=r"ranks 0 and 2 share one GPU of b"):
+        check_gpus([("b", "x"), ("a", "x"), ("b", "x")])
+    check_gpus([("b", "x"), ("b", "y"), ("c", "x"), ("d", None), ("d", None)])

@@ -1,93 +1,276 @@
-"""The rules of a launch: what the environment must say, and which device a rank opens."""
+"""Ranks that this process starts: their environment, exit codes, restarts and signals."""
 
 from __future__ import annotations
 
 import json
-import re
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from autobatch.core.errors import InputError
-from autobatch.distributed.launch import (
-    check_equal,
-    check_gpus,
-    read_launch,
-    write_error_file,
-)
+from autobatch.distributed import watch
+from autobatch.distributed.launch import FORWARDED, RESTARTS, RanksEnded, open_store, start_ranks
+from tests.support.commandline import autobatch, command, environment
 
-ENVIRON = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "host",
-    "MASTER_PORT": "1234",
-}
+pytestmark = [pytest.mark.distributed, pytest.mark.skipif(sys.platform == "win32", reason="a shell script")]
+WORKLOAD = """
+import os, pathlib, signal, time, torch
+from torch.nn.functional import cross_entropy
+import autobatch
+from tests.support.training import points
 
+RANK, START = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+STEPS = pathlib.Path("run/metrics.jsonl")
 
-def test_the_environment_of_torchrun_is_read() -> None:
-    launch = read_launch(
-        {**ENVIRON, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+def steps():
+    return STEPS.read_text().count("\\n") if STEPS.exists() else 0
+
+def loss(model, batch):
+    EXTRA
+    return cross_entropy(model(batch[0]), batch[1])
+
+def workload():
+    return autobatch.Workload(
+        model=lambda: torch.nn.Linear(5, 3).double(), train_data=points(64), loss=loss, learning_rate=0.1,
+        optimizer=lambda params, rate: torch.optim.SGD(params, lr=rate),
     )
-    assert launch is not None
-    assert (launch.rank, launch.world, launch.local_rank, launch.local_world) == (5, 8, 1, 4)
-    assert (launch.address, launch.port, launch.has_agent_store, launch.restart) == ("host", 1234, True, 2)
-
-
-@pytest.mark.parametrize("environ", [{}, {"WORLD_SIZE": "1", "RANK": "0"}])
-def test_one_process_trains_alone(environ: dict[str, str]) -> None:
-    assert read_launch(environ) is None
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"RANK": "8"}, "RANK is 8 and WORLD_SIZE is 8: a rank is between 0 and 7"),
-        ({"RANK": ""}, "RANK must be a number of at least 0, it is not set: start the ranks with torchrun"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0: a run has at least one rank"),
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT must be between 1 and 65535, found 99999"),
-        ({"WORLD_SIZE": "many"}, "WORLD_SIZE must be a number of at least 0, found 'many'"),
-    ],
+"""
+FIT = (
+    "fit",
+    "work.py",
+    "--out",
+    "run",
+    "--target-batch",
+    "14",
+    "--memory-budget",
+    "1GiB",
+    "--ranks",
+    "2",
+    "--trials",
+    "0",
 )
-def test_an_invalid_environment_is_named(change: dict[str, str], message: str) -> None:
-    with pytest.raises(InputError, match=re.escape(message)):
-        read_launch({**ENVIRON, **change})
 
 
-def test_ranks_without_a_meeting_point_are_refused() -> None:
-    with pytest.raises(InputError, match="MASTER_ADDR is not set, so the ranks cannot meet"):
-        read_launch({"WORLD_SIZE": "2", "RANK": "0"})
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Return a function that starts two ranks of a shell script, and returns their end and their output."""
+
+    def start(body: str) -> tuple[RanksEnded, list[str]]:
+        script = tmp_path / "python"
+        script.write_text(f"#!/bin/sh\n{body}\n")
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+        monkeypatch.chdir(tmp_path)
+        ended = start_ranks(["fit", "x.py"], 2)
+        log = tmp_path / "log"
+        return ended, sorted(log.read_text().splitlines()) if log.exists() else []
+
+    return start
 
 
-def test_ranks_never_share_a_gpu() -> None:
-    with pytest.raises(InputError, match=r"ranks 0 and 2 share one GPU of b"):
-        check_gpus([("b", "x"), ("a", "x"), ("b", "x")])
-    check_gpus([("b", "x"), ("b", "y"), ("c", "x"), ("d", None), ("d", None)])
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one address for themselves")
+def test_the_store_answers_one_address_only() -> None:
+    store = open_store()
+    store.set("key", "value")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), timeout=5)
+    assert store.get("key") == b"value"
 
 
-def test_a_rank_that_was_started_otherwise_is_named() -> None:
-    with pytest.raises(InputError, match=r"differ in --seed: rank 2 has 1, and rank 0 has 0\. Start all"):
-        check_equal([{"--seed": 0}, {"--seed": 0}, {"--seed": 1}])
-    check_equal([{"--seed": 0}, {"--seed": 0}])
+def test_every_rank_gets_its_place_and_the_words(ranks) -> None:
+    ended, lines = ranks('echo "$RANK $LOCAL_RANK $WORLD_SIZE $TORCHELASTIC_RESTART_COUNT $*" >> log')
+    assert ended == RanksEnded(0)
+    assert lines == [f"{rank} {rank} 2 0 -m autobatch fit x.py" for rank in (0, 1)]
 
 
-def test_torchrun_reads_the_line_of_a_failure(tmp_path: Path) -> None:
-    path = tmp_path / "error.json"
-    write_error_file(path, "one line")
-    found = json.loads(path.read_text())
-    assert found["message"] == "one line"
-    assert found["timestamp"].isdecimal()
-    write_error_file(None, "without torchrun nothing is written")
+@pytest.mark.parametrize("code", [1, 2, 3])
+def test_the_exit_code_is_that_of_a_rank_and_no_restart_follows(ranks, code: int) -> None:
+    waits = "until grep -q 0 log; do sleep 0.02; done"  # else rank 0 may be ended before it has begun
+    ended, lines = ranks(f"echo $RANK >> log; [ $RANK = 0 ] && exec sleep 20; {waits}; exit {code}")
+    assert ended == RanksEnded(code)
+    assert lines == ["0", "1"]
 
 
-def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "error.json"
+def test_only_77_starts_the_ranks_again(ranks) -> None:
+    start = "$TORCHELASTIC_RESTART_COUNT"
+    ended, lines = ranks(f"[ $RANK = 0 ] || exec sleep 0.1; echo {start} >> log; [ {start} = 2 ] || exit 77")
+    assert ended == RanksEnded(0)
+    assert lines == ["0", "1", "2"]
 
-    def full(*_: object, **__: object) -> None:
-        path.touch()
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
-    write_error_file(path, "one line")
-    assert not path.exists()
+def test_restarts_end(ranks) -> None:
+    ended, lines = ranks("[ $RANK = 0 ] || exec sleep 20; echo $RANK >> log; exit 77")
+    assert ended == RanksEnded(77)
+    assert len(lines) == RESTARTS + 1
+
+
+@pytest.mark.parametrize("name", ["KILL", "SEGV"])
+def test_a_killed_rank_is_named(ranks, name: str) -> None:
+    """The exit code is 1 whatever the others make of the SIGTERM that they get, or of the loss."""
+    ended, _ = ranks(
+        f"[ $RANK = 0 ] || kill -{name} $$; trap 'exit 143' TERM; while true; do sleep 0.05; done"
+    )
+    assert ended.code == 1
+    assert ended.line is not None
+    assert ended.line.startswith(f"rank 1 was ended by SIG{name}")
+
+
+def test_a_signal_is_passed_on_and_decides_the_exit_code(ranks, tmp_path: Path) -> None:
+    def stop() -> None:
+        while not (tmp_path / "log").exists() or (tmp_path / "log").read_text().count("ready") < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=stop, daemon=True).start()
+    ended, lines = ranks(
+        "trap 'echo stopped >> log; exit 130' INT; echo ready >> log; while true; do sleep 0.05; done"
+    )
+    assert ended == RanksEnded(130)
+    assert lines == ["ready", "ready", "stopped", "stopped"]
+
+
+@pytest.mark.parametrize("ready", [0, 1])
+def test_a_signal_while_the_ranks_start_ends_all_of_them(
+    ranks, monkeypatch: pytest.MonkeyPatch, ready: int
+) -> None:
+    started = []
+
+    def open_and_signal(*args: object, **more: object) -> subprocess.Popen[bytes]:
+        started.append(opened(*args, **more))
+        if len(started) == ready + 1:
+            signal.raise_signal(signal.SIGTERM)
+        return started[-1]
+
+    opened = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", open_and_signal)
+    before = [signal.getsignal(number) for number in FORWARDED]
+    ended, _ = ranks("exec sleep 20")
+    assert ended == RanksEnded(143)
+    assert [process.returncode for process in started] == [-signal.SIGTERM] * 2
+    assert [signal.getsignal(number) for number in FORWARDED] == before
+
+
+def test_a_signal_between_two_starts_is_the_end(ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_and_signal(*_: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(watch, "read_verdict", read_and_signal)
+    ended, lines = ranks("[ $RANK = 0 ] || exec sleep 20; echo $RANK >> log; exit 77")
+    assert ended == RanksEnded(143)
+    assert lines == ["0"]
+
+
+def test_ranks_write_no_file_that_their_launcher_would_have_to_remove(
+    ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    ended, lines = ranks('ls tmp >> log; echo "errors: $TORCHELASTIC_ERROR_FILE" >> log')
+    assert ended == RanksEnded(0)
+    assert lines == ["errors: ", "errors: "]
+
+
+def fit(folder: Path, *options: str, extra: str = "pass"):
+    (folder / "work.py").write_text(WORKLOAD.replace("EXTRA", extra))
+    return autobatch(folder, *FIT, *options, timeout=240, PYTHONPATH=str(Path(__file__).parents[2]))
+
+
+@pytest.mark.slow
+def test_a_run_prints_one_json_object(tmp_path: Path) -> None:
+    ran = fit(tmp_path, "--steps", "4", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["plan"]["world_size"] == 2
+    assert ran.json["command"] == f"autobatch {' '.join(FIT)} --steps 4 --json"
+
+
+@pytest.mark.slow
+def test_invalid_input_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    ran = fit(tmp_path, "--steps", "4", "--quiet", extra="raise KeyError('x')")
+    assert ran.code == 2
+    assert ran.err.startswith("autobatch: the workload's loss raised KeyError")
+    assert ran.err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_out_of_memory_in_the_step_starts_the_ranks_again_in_smaller_micro_batches(tmp_path: Path) -> None:
+    extra = (
+        "if RANK == '1' and START == '0' and steps() == 2: "
+        "torch.optim.SGD.step = lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError('no memory'))"
+    )
+    options = ("--steps", "5", "--max-micro-batch", "4", "--checkpoint-every", "1", "--json")
+    ran = fit(tmp_path, *options, extra=extra)
+    assert ran.code == 0, ran.err
+    assert ran.json["training"]["resumed_from"] is not None
+    assert "out of memory" in ran.err
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_all_and_the_user_is_told(tmp_path: Path) -> None:
+    kills = "RANK == '1' and steps() > 3 and os.kill(os.getpid(), 9)"
+    options = ("--steps", "40", "--checkpoint-every", "1")
+    ran = fit(tmp_path, *options, extra=kills)
+    assert ran.code == 1
+    line = "rank 1 was ended by SIGKILL: the system may be out of memory; --resume continues from the newest"
+    assert line in ran.err
+    verdict = json.loads((tmp_path / "run" / "verdict.json").read_text())
+    assert (verdict["rank"], verdict["code"]) == (1, 1)
+    assert verdict["line"].startswith(line)
+    again = fit(tmp_path, *options, "--resume")
+    assert again.code == 0, again.err
+    assert not (tmp_path / "run" / "verdict.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_leaves_one_checkpoint(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    (tmp_path / "work.py").write_text(WORKLOAD.replace("EXTRA", "time.sleep(0.1)"))
+    process = subprocess.Popen(
+        command(*FIT, "--steps", "900"),
+        cwd=tmp_path,
+        env=environment(tmp_path, PYTHONPATH=str(Path(__file__).parents[2])),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 2):
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == code, err
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+    assert json.loads((tmp_path / "run" / "verdict.json").read_text())["code"] == code
+    assert err.count("autobatch: ") == 1
+
+
+@pytest.mark.slow
+def test_ranks_end_if_what_started_them_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(WORKLOAD.replace("EXTRA", "time.sleep(0.05)"))
+    process = subprocess.Popen(
+        command(*FIT, "--steps", "100000"),
+        cwd=tmp_path,
+        env=environment(tmp_path, PYTHONPATH=str(Path(__file__).parents[2])),
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not metrics.exists():
+        time.sleep(0.1)
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    process.wait()
+    assert len(ranks) == 2
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = [int(rank) for rank in ranks if Path(f"/proc/{rank}").exists()]
+    for rank in left:
+        os.kill(rank, signal.SIGKILL)
+    assert not left

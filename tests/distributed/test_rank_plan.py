@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from autobatch.core.records import DeviceRecord, SizeCut
@@ -19,7 +18,7 @@ from autobatch.distributed.rank_plan import (
     split_for,
     spread,
 )
-from autobatch.distributed.ranks import Alone
+from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.split import Split
@@ -28,24 +27,24 @@ from tests.support.training import make_loop, make_workload
 DEVICE = DeviceRecord(kind="cpu", name="a CPU", total_bytes=9, budget_bytes=5, budget_source="as set")
 
 
-class Three(Alone):
+class Three(Ranks):
     """The last of three ranks, of which the second is smaller."""
 
     rank, world = 2, 3
 
     def gather(self, value):
-        return [["h", "A", 9, 5, 8], ["h", "B", 9, 5, 2], value]
+        return [("h", Place("A", 9, 5), 8), ("h", Place("B", 9, 5), 2), value]
 
 
 def test_one_process_keeps_its_plan() -> None:
     plan = make_plan(target_batch=7, micro_batch_limit=3, learning_rate=0.1)
-    assert limit_of_rank(Alone(), plan) == 3
-    assert share_of_rank(Alone(), plan, 7) == 7
+    assert limit_of_rank(Ranks(), plan) == 3
+    assert share_of_rank(Ranks(), plan, 7) == 7
     split = Split()
     batch = GlobalBatch(0, 0, list(range(7)))
-    assert split_for(Alone(), plan, None, None).parts(batch, 3) == split.parts(batch, 3)
+    assert split_for(Ranks(), plan, None, None).parts(batch, 3) == split.parts(batch, 3)
     train_state = make_loop(make_workload()).train_state
-    assert type(open_engine(Alone(), plan, split, train_state, lambda: (None, 0))) is Engine
+    assert type(open_engine(Ranks(), plan, split, train_state, lambda: (None, 0))) is Engine
 
 
 def test_every_rank_gets_its_part_of_the_batch() -> None:
@@ -69,7 +68,7 @@ def test_ranks_of_one_kind_get_the_least_of_it() -> None:
     assert least_of_each_kind([10, 2, 9, 8], kinds) == [9, 2, 9, 8]
 
 
-class Two(Alone):
+class Two(Ranks):
     """Ranks of which the other has another cut."""
 
     world = 2
@@ -78,7 +77,7 @@ class Two(Alone):
         self.other = other
 
     def gather(self, value):
-        return [value, None if self.other is None else msgspec.to_builtins(self.other)]
+        return [value, self.other]
 
 
 def cut_at(sizes: list[float], limits: list[int], digest: str = "same") -> SizeCut:
@@ -90,7 +89,7 @@ def test_ranks_agree_on_the_least_limit_for_every_size() -> None:
     found = agree_on_cut(Two(other), own)
     assert found is not None
     assert (found.sizes, found.micro_batches) == ([8.0, 32.0, 64.0], [12, 2, 2])
-    assert agree_on_cut(Alone(), own) == own
+    assert agree_on_cut(Ranks(), own) == own
 
 
 @pytest.mark.parametrize("other", [None, cut_at([64.0], [2], digest="other")])

@@ -83,7 +83,7 @@ class Threads:
 
 
 class Rank:
-    """One of them, with what a reduction uses of `Messages`."""
+    """One of them, with what a reduction uses of `Group`."""
 
     world = WORLD
 
@@ -99,7 +99,7 @@ class Rank:
         tensor.copy_(torch.stack(self._threads.exchange(self.rank, tensor.clone())).sum(0))
         return lambda: None
 
-    def meeting(self) -> AbstractContextManager[None]:
+    def waiting(self, act: str, *, is_step: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
 

@@ -212,7 +212,7 @@ class Second:
         self.other_fails = other_fails
         self.votes: list[bool] = []
 
-    def agree(self, flag: bool) -> bool:
+    def agree(self, flag: bool, *, is_step: bool) -> bool:
         self.votes.append(flag)
         return flag or self.other_fails
 
@@ -220,7 +220,7 @@ class Second:
         tensor += 0 if self.other is None else self.other.reshape(-1).view(torch.uint8)
         return lambda: None
 
-    def meeting(self) -> Any:
+    def waiting(self, act: str, *, is_step: bool) -> Any:
         return nullcontext()
 
 

@@ -95,7 +95,7 @@ def fit(name: str, out: str, options: dict[str, Any]) -> tuple[str, int]:
 def test_a_mistake_is_one_line(
     server: RankServer, tmp_path: Path, name: str, options: dict[str, Any], message: str
 ) -> None:
-    # The other rank may end by the bell of the first.
+    # The other rank may end by the verdict of the first.
     lines = [one.value for one in server.run(fit, name, str(tmp_path), options) if one.value is not None]
     assert lines
     for line, code in lines:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from autobatch.distributed import reduce
-from autobatch.distributed.group import Group
-from autobatch.distributed.launch import Launch
+from autobatch.distributed.group import join_launch
+from autobatch.distributed.ranks import Launch
 from autobatch.distributed.reduce import sum_totals
 from autobatch.step.gradients import exchange_buffer
 from autobatch.workload.order import GlobalBatchSampler
@@ -81,22 +81,8 @@ def test_a_mistake_fails_the_comparison(server: RankServer, mistake: str) -> Non
 def train_alone() -> tuple[Tensor, list[float | None], Tensor, list[float | None]]:
     """Train in one process, with an engine of several ranks and without one."""
     torch.set_num_threads(1)
-    environ = os.environ
-    group = Group(
-        Launch(
-            rank=0,
-            world=1,
-            local_rank=0,
-            local_world=1,
-            address=environ["MASTER_ADDR"],
-            port=int(environ["MASTER_PORT"]),
-            has_agent_store=True,
-            run_id="alone",
-            restart=0,
-            host="here",
-            error_file=None,
-        )
-    )
+    port = int(os.environ["MASTER_PORT"])
+    group = join_launch(Launch(rank=0, world=1, address="127.0.0.1", port=port, has_agent_store=True))
     workload = make_workload(**TOKENS)
     loop = ranked_loop(group, workload, [4], target_batch=10, steps=4, max_grad_norm=0.3)
     state = loop.train_state

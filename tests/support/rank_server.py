@@ -139,7 +139,7 @@ def _run_case(
     of_rank: Mapping[int, Mapping[str, str]],
     seconds: float,
 ) -> list[tuple[Any, ...]]:
-    from autobatch.distributed.start import open_store
+    from autobatch.distributed.launch import open_store
 
     common = {
         "WORLD_SIZE": str(world),

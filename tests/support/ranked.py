@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autobatch.distributed.group import Group
-from autobatch.distributed.ranks import open_ranks
+from autobatch.distributed.launch import open_ranks
 from autobatch.distributed.replicate import Replicate
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import Workload

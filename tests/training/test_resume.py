@@ -13,7 +13,7 @@ import torch
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options
 from autobatch.core.units import GiB, format_bytes
-from autobatch.distributed.ranks import Alone
+from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan
 from autobatch.training.checkpoints.checkpoint import is_valid
 from autobatch.training.checkpoints.load import Loaded
@@ -199,7 +199,7 @@ def test_a_run_that_ended_with_a_short_batch_cannot_be_continued() -> None:
 )
 def test_changes_that_rule_out_a_bit_exact_resume_are_named(key, max_micro_batch, expected) -> None:
     found = changes_since_checkpoint(
-        checkpoint(), {**KEY, **key}, PLAN, Alone(), max_micro_batch=max_micro_batch, set_budget=None
+        checkpoint(), {**KEY, **key}, PLAN, Ranks(), max_micro_batch=max_micro_batch, set_budget=None
     )
     assert found == expected
 
@@ -210,5 +210,5 @@ def test_changes_that_rule_out_a_bit_exact_resume_are_named(key, max_micro_batch
 def test_only_a_smaller_budget_that_the_user_set_is_a_change(budget: int | None, expected) -> None:
     before = checkpoint(ranks=[{**KEY, "budget_bytes": 4 * GiB}])
     assert expected == changes_since_checkpoint(
-        before, KEY, PLAN, Alone(), max_micro_batch=None, set_budget=budget
+        before, KEY, PLAN, Ranks(), max_micro_batch=None, set_budget=budget
     )

@@ -13,7 +13,7 @@ from autobatch.api.stages import _open_tuner
 from autobatch.core.knobs import SearchAxis
 from autobatch.core.progress import Progress
 from autobatch.core.records import Tuning
-from autobatch.distributed.ranks import Alone
+from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import make_plan
 from autobatch.setup.child import ThisProcess
@@ -97,7 +97,7 @@ def test_a_model_that_ranks_share_is_not_tuned(tmp_path: Path) -> None:
     assert not progress.notes
 
 
-class TwoRanks(Alone):
+class TwoRanks(Ranks):
     """Rank 0 of two, the other of which answers with a reason of its own."""
 
     world = 2

@@ -22,7 +22,6 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import Precision
 from autobatch.device.oom import first_line
 from autobatch.distributed.group import Group
-from autobatch.distributed.messages import as_rank_lost
 from autobatch.distributed.sharding.checks import check_shapes
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.distributed.sharding.model import ShardedModel
@@ -69,7 +68,7 @@ def shard_over(
     if must_draw:
         _draw(made, group.rank, device)
         return made, sharded
-    with as_rank_lost("receive the first weights"), torch.no_grad():
+    with group.waiting("receive the first weights"), torch.no_grad():
         for name, tensor in _tensors_of(made).items():
             _send(whole[name] if group.rank == 0 else None, tensor, group, device)
             if not (keeps_model or whole[name].is_meta):

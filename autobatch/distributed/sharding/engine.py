@@ -18,10 +18,10 @@ from torch import Tensor
 
 from autobatch.distributed.engine import OutOfMemory
 from autobatch.distributed.group import Group
-from autobatch.distributed.messages import lost_rank
 from autobatch.distributed.reduce import Figures, Table, figures_of, sum_totals
 from autobatch.distributed.replicate import GroupEngine, Spare
 from autobatch.distributed.sharding.model import ShardedModel
+from autobatch.distributed.watch import is_of_collective, rank_lost
 from autobatch.step.gradients import norm_of
 from autobatch.step.loss_share import StepTotals
 from autobatch.step.restore import BufferSnapshot
@@ -83,7 +83,7 @@ class Shard(GroupEngine):
         # Their squares are summed, as every rank measured a part.
         figures = figures._replace(first_norm=_squared(figures.first_norm))
         self._table.write([*figures, *map(_squared, norms)])
-        with self.ranks.meeting():
+        with self.ranks.waiting("sum the batch", is_step=True):
             self.ranks.start_sum(self._cells)()
         found = self._table.read(self._cells.tolist())
         rows = [Figures(*row[: len(figures)]) for row in found]
@@ -99,7 +99,7 @@ class Shard(GroupEngine):
 
     def explained(self, error: Exception) -> Exception:
         """See `Engine.explained`. FSDP2 runs its collectives within the loss and its backward pass."""
-        return lost_rank(error) or error
+        return rank_lost("train the batch", error) if is_of_collective(error) else error
 
     def _padded(
         self, micro_batches: Iterable[tuple[Collated, int]], count: int, rounds: int

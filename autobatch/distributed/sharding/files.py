@@ -27,7 +27,6 @@ from autobatch.core.errors import CheckpointError, DoesNotFitError
 from autobatch.core.units import GiB
 from autobatch.device.oom import first_line, is_oom
 from autobatch.distributed.group import Group
-from autobatch.distributed.messages import as_rank_lost
 
 FILE_BYTES = GiB
 """Bytes of a file, unless one tensor has more. A rank holds two copies of a file in host memory."""
@@ -69,19 +68,20 @@ def write_shards(folder: Path, shards: Mapping[str, Tensor], group: Group) -> di
         str(folder), fqn_to_index_mapping=_files_of(shards, group.world), save_distributed=True
     )
     try:
-        with as_rank_lost("write the checkpoint"):
+        with group.waiting("write the checkpoint"):
             save(dict(shards), storage_writer=writer, process_group=group.tensor_group(torch.device("cpu")))
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda one: one[0])
         raise _clear_error(rank, folder, cause) from cause
     # The files of this rank begin with its number; DCP counts from 1.
-    own, reason = {}, ""
+    own: dict[str, dict[str, Any]] = {}
+    reason = ""
     try:
         own = {path.name: _entry_of(path) for path in sorted(folder.glob(f"shard-{group.rank + 1:05d}-*"))}
     except OSError as error:
         reason = error.strerror or str(error)
     found = {}
-    for rank, (files, failure) in enumerate(group.gather([own, reason])):
+    for rank, (files, failure) in enumerate(group.gather((own, reason))):
         if failure:
             raise CheckpointError(_failed(rank, folder, failure))
         found.update(files)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from autobatch.core.errors import CheckpointError, DoesNotFitError
-from autobatch.distributed.ranks import Alone, Ranks
+from autobatch.distributed.ranks import Ranks
 from autobatch.training.checkpoints.manifest import MANIFEST, check_files, read_manifest, write_manifest
 from autobatch.training.checkpoints.state_file import Packed, pack, write_state
 
@@ -60,7 +60,7 @@ def save_checkpoint(
         CheckpointError: the disk is full or not writable, for some rank; earlier checkpoints are intact.
         DoesNotFitError: the host memory of a rank does not suffice.
     """
-    ranks = ranks or Alone()
+    ranks = ranks or Ranks()
     packed = pack(state)
     temporary = Path(ranks.once(lambda: str(_begin(folder, step))))
     shards = _write_shards(temporary, packed, ranks)

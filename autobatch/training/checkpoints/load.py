@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from autobatch.core.errors import CheckpointError, InputError
 from autobatch.device.oom import is_oom
-from autobatch.distributed.ranks import Alone, Ranks
+from autobatch.distributed.ranks import Ranks
 from autobatch.training.checkpoints.checkpoint import list_checkpoints
 from autobatch.training.checkpoints.manifest import check_files, read_manifest
 from autobatch.training.checkpoints.state_file import read_state
@@ -48,7 +48,7 @@ def load_newest(folder: Path, check: Check = lambda *_: None, ranks: Ranks | Non
         InputError: every checkpoint is damaged.
         Exception: memory ran out, which does not make a checkpoint damaged; see `autobatch.device.oom`.
     """
-    ranks = ranks or Alone()
+    ranks = ranks or Ranks()
     passed_over: list[str] = []
     for name in ranks.once(lambda: [path.name for path in reversed(list_checkpoints(folder))]):
         found, reason = None, None
