@@ -202,7 +202,7 @@ def test_a_step_that_insists_on_even_micro_batches_is_estimated_in_them():
 def test_an_estimate_needs_no_emptied_cache():
     """As on the GPU itself: a size that fits only after the cache was emptied does not count."""
     workload = make(lambda: Transformer(width=128, depth=3), data=Tokens(), loss=token_loss)
-    for budget in range(40, 72, 4):
+    for budget in (40, 56):
         options = as_options("estimate", profile=["t4"], memory_budget=f"{budget}MiB", precision="fp32")
         (one,) = estimate_limits(workload, options, home=NOWHERE).estimates
         assert one.fits

@@ -6,10 +6,12 @@ import errno
 import os
 import resource
 import shutil
-import stat
+import signal
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from autobatch.core.errors import CheckpointError, DoesNotFitError
 from autobatch.core.progress import Progress
@@ -22,7 +24,8 @@ from autobatch.training.checkpoints.checkpoint import (
 )
 from autobatch.training.run import train
 from tests.support.checkpoints import Killed, SystemCalls, leftovers, newest, save
-from tests.support.runs import STEPS, open_loop, saved_steps, settings
+from tests.support.runs import HINT, STEPS, ActingAfter, open_loop, resume, rows, saved_steps, settings
+from tests.support.training import fingerprint, make_workload
 
 
 def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
@@ -44,49 +47,22 @@ def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("which", range(5))
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-def test_a_failed_flush_is_a_failed_checkpoint(tmp_path: Path, monkeypatch, which, number) -> None:
+def test_a_failed_flush_is_a_failed_checkpoint(tmp_path: Path, monkeypatch, which: int) -> None:
     """State, tensors, manifest, folder and parent folder are flushed, and each flush may fail."""
     save(tmp_path, 1)
     calls = iter(range(10))
 
     def fsync(descriptor: int) -> None:
         if next(calls) == which:
-            raise OSError(number, os.strerror(number))
+            raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(CheckpointError, match=os.strerror(number)):
+    with pytest.raises(CheckpointError, match="Input/output error"):
         save(tmp_path, 2)
     monkeypatch.undo()
     assert newest(tmp_path) == (2 if which == 4 else 1)
     assert is_valid(tmp_path / "step-00000001")
     assert leftovers(tmp_path) == []
-
-
-def test_a_folder_that_is_not_writable_is_named(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    save(folder, 1)
-    folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    try:
-        if os.access(folder, os.W_OK):
-            pytest.skip("Requires: a user whom permissions bind")
-        with pytest.raises(CheckpointError, match="Permission denied"):
-            save(folder, 2)
-    finally:
-        folder.chmod(stat.S_IRWXU)
-    assert newest(folder) == 1
-
-
-def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch) -> None:
-    save(tmp_path, 1)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(CheckpointError, match="Read-only file system"):
-        save(tmp_path, 2)
-    assert newest(tmp_path) == 1
 
 
 def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
@@ -162,44 +138,153 @@ def out_of_memory() -> Exception:
     return RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes")
 
 
-@pytest.mark.parametrize("error", [out_of_memory(), MemoryError()])
 @pytest.mark.parametrize("times", [1, 99])
-def test_memory_that_runs_out_while_a_checkpoint_is_written_is_told(
-    tmp_path: Path, monkeypatch, error: Exception, times: int
+def test_memory_that_runs_out_while_a_checkpoint_is_written_ends_the_run(
+    tmp_path: Path, monkeypatch, times: int
 ) -> None:
-    write = checkpoint.write_state
-
-    def save(*given):
-        nonlocal times
-        if (tmp_path / "checkpoints" / "step-00000002").exists() and times:
-            times -= 1
-            raise error.with_traceback(None)
-        return write(*given)
-
-    monkeypatch.setattr(checkpoint, "write_state", save)
-    recovers = times == 1
+    lose_memory(monkeypatch, tmp_path, after=2, errors=[out_of_memory() for _ in range(times)])
     with pytest.raises(
         DoesNotFitError, match=r"while the checkpoint of step 4 was .* Earlier .* intact"
-    ) as told:
+    ) as caught:
         train(open_loop(), settings(tmp_path, checkpoint_every=2), Progress(), None)
-    assert told.value.exit_code == 3
-    assert "--on-failed-save continue" in str(told.value)
-    assert "\n" not in str(told.value)
+    assert caught.value.exit_code == 3
+    assert "--on-failed-save continue" in str(caught.value)
     # The state of the step is intact, so that a second attempt may write it.
-    assert saved_steps(tmp_path) == ([2, 4] if recovers else [2])
+    assert saved_steps(tmp_path) == ([2, 4] if times == 1 else [2])
     assert not leftovers(tmp_path / "checkpoints")
 
 
 def test_a_run_may_continue_without_a_checkpoint_that_lacked_memory(tmp_path: Path, monkeypatch) -> None:
-    write, failures = checkpoint.write_state, [MemoryError(), out_of_memory()]
+    lose_memory(monkeypatch, tmp_path, after=1, errors=[MemoryError(), out_of_memory()])
+    options = settings(tmp_path, checkpoint_every=1, on_failed_save="continue")
+    assert train(open_loop(), options, Progress(), None).failed_checkpoints == [2, 3]
+    assert saved_steps(tmp_path)[-1] == STEPS
+
+
+def lose_memory(monkeypatch, out: Path, *, after: int, errors: list[Exception]) -> None:
+    """Let the next attempts to write a checkpoint after that of a step raise these errors."""
+    write = checkpoint.write_state
 
     def save(*given):
-        if (tmp_path / "checkpoints" / "step-00000001").exists() and failures:
-            raise failures.pop()
+        if (out / "checkpoints" / f"step-{after:08d}").exists() and errors:
+            raise errors.pop(0).with_traceback(None)
         return write(*given)
 
     monkeypatch.setattr(checkpoint, "write_state", save)
-    options = settings(tmp_path, checkpoint_every=1, on_failed_save="continue")
-    done = train(open_loop(), options, Progress(), None)
+
+
+# Whole runs on a full disk.
+
+
+class Large(nn.Module):
+    """Model whose state exceeds the file limit below, unlike a line of metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 3).double()
+        self.register_buffer("table", torch.zeros(50_000))
+
+    def forward(self, inputs):
+        return self.body(inputs)
+
+
+class FullDisk(Progress):
+    """Progress that makes the system refuse files over 100 kB after some of the steps."""
+
+    def __init__(self, steps: range) -> None:
+        self.steps = steps
+        self.notes: list[str] = []
+        self.unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def stepped(self, step, of) -> None:
+        soft = 100_000 if step.step in self.steps else self.unlimited[0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, self.unlimited[1]))
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.unlimited)
+
+
+def large_run(out: Path, disk: FullDisk, **changes):
+    fields = {"checkpoint_every": 1, "on_failed_save": "continue", "keep_last": STEPS, **changes}
+    with disk:
+        return train(open_loop(make_workload(model=Large)), settings(out, **fields), disk, None)
+
+
+def test_a_run_may_continue_on_a_full_disk(tmp_path: Path) -> None:
+    disk = FullDisk(range(2, 4))
+    done = large_run(tmp_path, disk)
     assert done.failed_checkpoints == [2, 3]
-    assert saved_steps(tmp_path)[-1] == STEPS
+    assert len(disk.notes) == 2
+    assert "the checkpoint of step 2 could not be written" in disk.notes[0]
+    assert "File too large" in disk.notes[0]
+    assert disk.notes[0].endswith(". The run continues without it (--on-failed-save continue)")
+    names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert names == [f"step-0000000{step}" for step in (1, 4, 5, 6)]
+    assert all(is_valid(path) for path in list_checkpoints(tmp_path / "checkpoints"))
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, STEPS + 1))
+
+
+def test_the_final_checkpoint_must_be_written(tmp_path: Path) -> None:
+    """The run can be resumed from the last checkpoint before it."""
+    with pytest.raises(CheckpointError, match=f"step {STEPS} could not be written"):
+        large_run(tmp_path, FullDisk(range(3, STEPS + 1)))
+    loop, _ = resume(tmp_path, make_workload(model=Large))
+    straight = open_loop(make_workload(model=Large))
+    list(straight.run())
+    assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
+
+
+def test_the_checkpoint_on_a_signal_must_be_written(tmp_path: Path) -> None:
+    class Struck(FullDisk):
+        def stepped(self, step, of) -> None:
+            super().stepped(step, of)
+            if step.step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(CheckpointError, match="step 3 could not be written"):
+        large_run(tmp_path, Struck(range(3, STEPS + 1)))
+
+
+def test_a_failed_checkpoint_is_tried_again_when_the_next_is_due_by_the_clock(
+    tmp_path: Path, monkeypatch
+) -> None:
+    loop = open_loop()
+    loop.clock = lambda: 61.0 * loop.batches_seen
+    real = os.fsync
+
+    def refuse() -> None:
+        monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+
+    class Recovering(ActingAfter):
+        def note(self, text: str) -> None:
+            monkeypatch.setattr(os, "fsync", real)
+
+    fields = {"checkpoint_minutes": 2.0, "on_failed_save": "continue", "keep_last": STEPS}
+    done = train(loop, settings(tmp_path, **fields), Recovering(2, refuse), None)
+    assert done.failed_checkpoints == [2]
+    steps = [int(path.name.removeprefix("step-")) for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert steps == [4, 6]
+
+
+def test_a_failing_disk_ends_the_run_with_the_earlier_checkpoint(tmp_path: Path, monkeypatch) -> None:
+    calls = iter(range(100))
+
+    def fsync(descriptor: int) -> None:
+        if next(calls) > 5:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(CheckpointError, match="No space left on device") as caught:
+        train(open_loop(), settings(tmp_path, checkpoint_every=1), Progress(), None)
+    assert HINT in caught.value.__notes__[0]
+    monkeypatch.undo()
+    loop, _ = resume(tmp_path)
+    straight = open_loop()
+    list(straight.run())
+    assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)

@@ -41,11 +41,6 @@ def test_kills_and_other_numbers_of_loader_workers_change_nothing(tmp_path: Path
     assert result["finished"] >= 1
 
 
-@pytest.mark.slow
-def test_two_hundred_kills_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None:
-    assert run(tmp_path, 200)["killed"] >= 200
-
-
 LOADING = """
 import ctypes, os, sys, time
 from pathlib import Path

@@ -75,14 +75,6 @@ def test_the_result_begins_with_four_lines_before_the_details(seen: Walk) -> Non
 
 
 @pytest.mark.slow
-def test_a_narrow_terminal_has_no_frame_and_no_rubble(tmp_path: Path) -> None:
-    seen = demo(tmp_path, 60, "--trials", 1)
-    assert seen.code == 0
-    assert not set("╭│╰") & set(seen.text)
-    assert all(len(line) <= 60 for line in seen.live)
-
-
-@pytest.mark.slow
 def test_a_dumb_terminal_gets_lines_and_no_control_characters(tmp_path: Path) -> None:
     seen = demo(tmp_path, 80, "--trials", 1, TERM="dumb", PYTHONIOENCODING="ascii")
     assert seen.code == 0

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autobatch.training.loop_state import capture_loop, restore_loop
 from autobatch.workload.contract import Loss
 from tests.support.training import make_loop, make_workload, points
 
@@ -49,15 +48,15 @@ def test_the_reported_noise_scale_is_that_of_the_samples(counted: bool) -> None:
         # Steps so small that the weight, and so the noise scale, stays the same.
         optimizer=lambda params, _: torch.optim.SGD(params, lr=1e-9),
     )
-    loop = make_loop(workload, target_batch=64, micro_batch=8, steps=1600)
+    loop = make_loop(workload, target_batch=64, micro_batch=8, steps=800)
     list(loop.run())
     values = workload.train_data.values
     gradients = -2 * values
     true = gradients.var(dim=0, correction=1).sum() / gradients.mean(dim=0).square().sum()
     found = loop.noise.estimate()
-    assert found.batches == 256 // 4 + (1600 - 256) // 16
+    assert found.batches == 256 // 4 + (800 - 256) // 16
     assert found.low < true < found.high
-    assert found.noise_scale == pytest.approx(float(true), rel=0.25)
+    assert found.noise_scale == pytest.approx(float(true), rel=0.3)
 
 
 def test_measuring_the_noise_changes_no_step() -> None:
@@ -68,12 +67,3 @@ def test_measuring_the_noise_changes_no_step() -> None:
         return torch.cat([p.detach().flatten() for p in loop.train_state.model.parameters()])
 
     assert torch.equal(weights(1), weights(10**9))
-
-
-def test_the_measurements_are_kept_over_a_resume() -> None:
-    loop = make_loop(make_workload(), target_batch=12, micro_batch=5, steps=9)
-    list(loop.run())
-    again = make_loop(make_workload(), target_batch=12, micro_batch=5, steps=9)
-    restore_loop(again, capture_loop(loop), same_hardware=True)
-    assert again.noise.state_dict() == loop.noise.state_dict()
-    assert loop.noise.state_dict()["pairs"]

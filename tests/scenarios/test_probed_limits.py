@@ -14,7 +14,7 @@ from autobatch.core.progress import Progress
 from autobatch.search.find_limit import find_limit
 from autobatch.setup import attempt as attempts
 from autobatch.setup.attempt import attempt
-from autobatch.setup.child import open_process
+from autobatch.setup.child import ThisProcess
 from autobatch.setup.setup import Setup, open_setup
 from benchmarks.workloads import WORKLOADS
 from tests.support.probes import WIDTH, Sequences, amsgrad, mlp, pad, vectors, work
@@ -170,15 +170,11 @@ def test_a_size_that_runs_in_one_order_of_steps_only_does_not_fit(monkeypatch) -
     assert not survives(setup, refused[-1], steps=3)
 
 
-@pytest.mark.parametrize("isolated", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_other_order_is_traced_once_it_makes_a_difference(isolated, tmp_path) -> None:
+def test_the_other_order_is_traced_once_it_makes_a_difference(tmp_path) -> None:
     """The second prediction is right then: one error, two runs, and every larger size fails."""
     options = Options().with_values(device="sim:t4", memory_budget="2MiB")
     here = open_setup(WORKLOADS["experts"](), options)
-    file = tmp_path / "train.py"
-    file.write_text("from benchmarks.workloads import WORKLOADS\n\ntrain = WORKLOADS['experts']\n")
-    with open_process(f"{file}:train", options, isolated=isolated) as process:
-        found = find_limit(process, Options(), home=tmp_path, progress=Progress()).probe
+    found = find_limit(ThisProcess(here), Options(), home=tmp_path, progress=Progress()).probe
     assert [one.fits for one in found.attempts] == [False, True]
     assert found.upper_bound_by == "replay"
     above = range(found.micro_batch + 1, found.attempts[0].micro_batch + 1)

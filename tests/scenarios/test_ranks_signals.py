@@ -57,11 +57,15 @@ def stop_in_step(out: str, of_rank: dict[int, str], in_validation: bool) -> tupl
 
 
 @pytest.mark.parametrize(
-    ("of_rank", "code"),
-    [({1: "SIGTERM"}, 143), ({0: "SIGINT"}, 130), ({0: "SIGTERM", 1: "SIGTERM"}, 143), ({1: "SIGUSR1"}, 143)],
+    ("of_rank", "code", "in_validation"),
+    [
+        ({1: "SIGTERM"}, 143, False),
+        ({0: "SIGINT"}, 130, True),
+        ({0: "SIGTERM", 1: "SIGTERM"}, 143, False),
+        ({1: "SIGUSR1"}, 143, True),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("in_validation", [False, True])
 def test_all_ranks_stop_at_one_step(
     server: RankServer, tmp_path: Path, of_rank: dict[int, str], code: int, in_validation: bool
 ) -> None:

@@ -31,7 +31,6 @@ from tests.support.training import (
     fingerprint,
     make_loop,
     mean_loss,
-    network,
     points,
     weights,
 )
@@ -43,11 +42,9 @@ EVERY = pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "each"),
     [
-        (plain, 1),
-        (stateful, 3),
-        (contrastive, 2),
-        (stateful_contrastive, 4),
-        *(pytest.param(one, 1, marks=EVERY) for one in (stateful, contrastive, stateful_contrastive)),
+        (plain, 2),
+        (stateful_contrastive, 7),
+        *(pytest.param(one, 1, marks=EVERY) for one in (plain, stateful, contrastive, stateful_contrastive)),
     ],
 )
 def test_out_of_memory_at_any_operator_is_as_if_planned_smaller(make, each: int) -> None:
@@ -75,7 +72,7 @@ def test_out_of_memory_at_any_operator_is_as_if_planned_smaller(make, each: int)
     assert (unchanged > 0) == (make in (contrastive, stateful_contrastive))
 
 
-@pytest.mark.parametrize(("make", "each"), [(plain, 1), (stateful, 4)])
+@pytest.mark.parametrize(("make", "each"), [(plain, 4), (stateful, 9)])
 def test_out_of_memory_at_any_operator_of_a_simulated_gpu_leaves_no_memory_behind(
     make, each, tmp_path: Path, monkeypatch
 ) -> None:
@@ -112,7 +109,9 @@ def test_a_recovery_in_fp16_keeps_the_loss_scale(make) -> None:
     smaller, _ = train(make(torch.float32), None, shrink_to=2, precision="fp16")
     fault = Fault()
     same, _ = train(make(torch.float32), fault, precision="fp16")
-    for index in [i for i, phase in enumerate(fault.phases) if phase in ("forward", "loss", "backward")][::7]:
+    for index in [i for i, phase in enumerate(fault.phases) if phase in ("forward", "loss", "backward")][
+        ::13
+    ]:
         loop, records = train(make(torch.float32), Fault(index), precision="fp16")
         expected = same if records[1].micro_batch == 4 else smaller
         assert expected is smaller or fault.phases[index] == "loss"
@@ -156,33 +155,6 @@ def test_where_not_even_one_sample_fits_the_run_ends() -> None:
         fault.armed = True
         with pytest.raises(DoesNotFitError, match="micro-batch of 1"):
             next(big.run())
-
-
-def test_a_micro_batch_of_1_does_not_shrink() -> None:
-    loop = make_loop(plain(), micro_batch=1, steps=1)
-    with Fault(10) as fault:
-        fault.armed = True
-        with pytest.raises(DoesNotFitError, match="micro-batch of 1"):
-            next(loop.run())
-
-
-def test_the_micro_batch_that_ran_is_made_smaller_in_the_second_pass_too() -> None:
-    passes = list[int]()
-
-    def represent(model: nn.Module, batch: Collated) -> Tensor:
-        passes.append(len(batch[0]))
-        if len(passes) == 4:  # the first of the second pass; the last has one sample only
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return model(batch[0])
-
-    failing = plain(loss=WholeBatchLoss(represent=represent, loss=INFO_NCE.loss))
-    loop = make_loop(failing, target_batch=5, micro_batch=2, steps=1)
-    (record,) = loop.run()
-    assert passes[:5] == [2, 2, 1, 2, 1]
-    assert (record.micro_batch, record.recovered) == (1, "CUDA out of memory.")
-    whole = make_loop(plain(loss=INFO_NCE), target_batch=5, micro_batch=5, steps=1)
-    list(whole.run())
-    assert apart(weights(loop.train_state.model), weights(whole.train_state.model)) <= 1e-12
 
 
 def test_a_loss_over_the_whole_batch_that_never_fits_ends_the_run() -> None:
@@ -270,50 +242,6 @@ def test_a_run_too_large_for_a_simulated_gpu_ends_with_the_same_weights(tmp_path
     assert apart(weights(loop.train_state.model), weights(whole.train_state.model)) <= 1e-12
 
 
-def test_a_large_buffer_is_restored_once_it_was_seen_to_change() -> None:
-    class Queue(nn.Module):
-        """Keeps features in a buffer that is too large to be copied for every step."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = network()
-            self.register_buffer("queue", torch.zeros(2**19, dtype=torch.float64))
-            self.register_buffer("mask", torch.ones(2**19, dtype=torch.float64))
-
-        def forward(self, inputs):
-            out = self.body(inputs)
-            self.queue.roll(len(inputs))
-            self.queue[: len(inputs)] += out.detach().sum(1)
-            return out * self.mask[0]
-
-    smaller = fingerprint(train(plain(model=Queue), None, shrink_to=2)[0].train_state.model)
-    loop, _ = train(plain(model=Queue), Fault(40))
-    assert fingerprint(loop.train_state.model) == smaller
-    assert len(loop.train_state.buffers._changing) == 1
-    first = make_loop(plain(model=Queue), target_batch=8, micro_batch=4, steps=1)
-    with Fault(40) as fault:
-        fault.armed = True
-        with pytest.raises(RestartSmallerError, match="a large buffer"):
-            next(first.run())
-
-
-def test_a_buffer_that_the_forward_pass_replaces_is_restored() -> None:
-    class Average(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = network()
-            self.register_buffer("mean", torch.zeros(3, dtype=torch.float64), persistent=False)
-
-        def forward(self, inputs):
-            out = self.body(inputs)
-            self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(0)
-            return out
-
-    smaller = fingerprint(train(plain(model=Average), None, shrink_to=2)[0].train_state.model)
-    loop, _ = train(plain(model=Average), Fault(40))
-    assert fingerprint(loop.train_state.model) == smaller
-
-
 FRAGMENTED = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 14.56 GiB of which 4.00 "
     "MiB is free. Including non-PyTorch memory, this process has 32.00 MiB memory in use. 32.00 MiB allowed; "
@@ -322,12 +250,12 @@ FRAGMENTED = (
 )
 
 
-@pytest.mark.parametrize("make", [plain, stateful, contrastive])
+@pytest.mark.parametrize("make", [plain, stateful_contrastive])
 def test_after_fragmentation_the_same_micro_batches_run_again_with_the_same_bits(make) -> None:
     undisturbed = fingerprint(train(make(), None)[0].train_state.model)
     with phases_of(make()) as phases:
         struck = [index for index, phase in phases if phase != "step"]
-    for index in struck[::5]:
+    for index in struck[::11]:
         fault = Fault(index, error=torch.OutOfMemoryError(FRAGMENTED))
         loop, records = train(make(), fault)
         assert fingerprint(loop.train_state.model) == undisturbed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 
 import autobatch
 from tests.support.commandline import autobatch as command
+from tests.support.runs import rows
 from tests.support.training import make_workload
 
 HEAD = """
@@ -51,6 +53,7 @@ def write(folder: Path, code: str) -> None:
     (folder / "file.py").write_text(HEAD + code)
 
 
+@pytest.mark.program
 def test_the_order_of_a_set_is_refused_on_resume(tmp_path: Path) -> None:
     write(tmp_path, OF_A_SET)
     whole = (*FIT, "--out", "run", "--steps", 2)
@@ -59,9 +62,9 @@ def test_the_order_of_a_set_is_refused_on_resume(tmp_path: Path) -> None:
     assert (ended.code, ended.err.count("\n")) == (2, 1)
     assert "this run are not those of the checkpoint run" in ended.err
     assert "PYTHONHASHSEED=0" in ended.err
-    assert command(tmp_path, *whole, "--resume", PYTHONHASHSEED="1").code == 0
 
 
+@pytest.mark.program
 @pytest.mark.distributed
 def test_the_order_of_a_set_is_refused_over_ranks(tmp_path: Path) -> None:
     write(tmp_path, OF_A_SET)
@@ -70,6 +73,7 @@ def test_the_order_of_a_set_is_refused_over_ranks(tmp_path: Path) -> None:
     assert "training data of rank 1 are not those of rank 0" in ended.err
 
 
+@pytest.mark.program
 @pytest.mark.distributed
 def test_draws_at_import_and_in_the_function_are_alike_in_every_process(tmp_path: Path) -> None:
     write(tmp_path, DRAWN)
@@ -96,8 +100,8 @@ class Augmented(torch.utils.data.TensorDataset):
 
 @pytest.mark.parametrize("is_random", [True, False])
 def test_nothing_is_claimed_of_values_that_are_random_by_nature(tmp_path: Path, is_random: bool) -> None:
-    rows = make_workload().train_data
-    data = Augmented(*rows.columns) if is_random else rows
+    plain = make_workload().train_data
+    data = Augmented(*plain.columns) if is_random else plain
     said: list[str] = []
 
     class Heard(autobatch.Progress):
@@ -125,32 +129,31 @@ def test_a_function_that_returns_the_workload_is_called_with_seeded_generators(t
     assert drawn[0] == drawn[1]
 
 
-VARYING = ("created", "phase_seconds", "resumed_from", "checkpoints")
+VARYING = {"created", "phase_seconds", "resumed_from", "checkpoints"}
 
 
 def test_the_result_of_a_resumed_run_is_that_of_the_whole_run(tmp_path: Path) -> None:
-    write(tmp_path, DRAWN)
-    fit = (*FIT[:-2], "--trials", 2, "--out", "run", "--checkpoint-every", 2)
-    assert command(tmp_path, *fit, "--steps", 3).code == 0
-
-    def stored() -> tuple[dict, dict]:
+    def run(steps: int, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        options = {
+            "target_batch": 8,
+            "trials": 2,
+            "device": "cpu",
+            "checkpoint_every": 2,
+            "knobs": "optimizer",
+        }
+        autobatch.fit(make_workload(), **options, steps=steps, out=tmp_path / "run", **more)
         result = json.loads((tmp_path / "run" / "result.json").read_text())
         return result, result.pop("training")
 
-    before, trained = stored()
-    finished = command(tmp_path, *fit, "--steps", 3, "--resume")
-    assert finished.code == 0
-    again, trained_again = stored()
+    before, trained = run(3)
+    again, trained_again = run(3, resume=True)
     differing = {name for name in before if before[name] != again[name]}
     assert differing <= {"created", "options", "surroundings"}
-    assert {name for name in trained if trained[name] != trained_again[name]} <= set(VARYING)
+    assert {name for name in trained if trained[name] != trained_again[name]} <= VARYING
     assert again["command"] == before["command"]
     assert "--resume" not in (tmp_path / "run" / "report.html").read_text()
-    assert command(tmp_path, *fit, "--steps", 6, "--resume").code == 0
-    longer, trained_longer = stored()
+    longer, trained_longer = run(6, resume=True)
     for part in ("probe", "tuning", "memory_curve", "predicted", "plan", "profile", "title"):
         assert longer[part] == before[part], part
     assert (trained_longer["samples"], trained_longer["first_loss"]) == (48, trained["first_loss"])
-    assert trained_longer["seconds"] > trained["seconds"]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert trained_longer["seconds"] == pytest.approx(sum(row["seconds"] for row in rows))
+    assert trained_longer["seconds"] == pytest.approx(sum(row["seconds"] for row in rows(tmp_path / "run")))

@@ -24,9 +24,9 @@ def untimed(row: dict) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)]
+    ("number", "exit_code", "at"),
+    [(signal.SIGINT, 130, 1), (signal.SIGTERM, 143, STEPS), (signal.SIGUSR1, 143, 1)],
 )
-@pytest.mark.parametrize("at", [1, STEPS])
 def test_a_signal_stops_the_run_after_the_step_with_a_checkpoint(tmp_path, number, exit_code, at) -> None:
     straight = open_loop()
     train(straight, settings(tmp_path / "straight"), Progress(), None)

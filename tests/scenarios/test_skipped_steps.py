@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 from autobatch.core.errors import NonFiniteError
-from autobatch.training.loop_state import capture_loop, restore_loop
 from tests.support.overflow import Overflow
 from tests.support.training import (
     Rows,
@@ -140,21 +138,6 @@ def test_an_applied_step_resets_the_count() -> None:
     assert loop.skipped_steps_in_a_row == 1
 
 
-def test_a_resumed_run_continues_the_count() -> None:
-    loop = open_loop(data(1, 0, 1, 2, 3))
-    run = loop.run()
-    next(run), next(run)
-    file = io.BytesIO()
-    torch.save(capture_loop(loop), file)
-    file.seek(0)
-    again = open_loop(data(1, 0, 1, 2, 3))
-    restore_loop(again, torch.load(file, weights_only=True), same_hardware=True)
-    rest = again.run()
-    assert not next(rest).applied
-    with pytest.raises(NonFiniteError, match="after 3 skipped steps in a row"):
-        next(rest)
-
-
 def test_a_step_whose_buffers_cannot_be_restored_is_not_skipped() -> None:
     class Table(nn.Module):
         """Model that writes into a large buffer."""
@@ -171,13 +154,5 @@ def test_a_step_whose_buffers_cannot_be_restored_is_not_skipped() -> None:
     loop = open_loop(data(1, 0), model=Table)
     with pytest.raises(
         NonFiniteError, match="cannot be skipped, because the forward pass changed a large buffer"
-    ):
-        next(loop.run())
-
-
-def test_by_default_the_first_non_finite_step_ends_the_run() -> None:
-    loop = open_loop(data(2, 0), on_nonfinite="raise")
-    with pytest.raises(
-        NonFiniteError, match="the gradient of step 1 is not finite, so the step was not applied"
     ):
         next(loop.run())

@@ -19,6 +19,14 @@ from tests.support.options import as_options
 from tests.support.split_losses import PAIRS
 from tests.support.training import contrastive_loss, make_workload
 
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "memory_budget": "64MiB",
+    "target_batch": 24,
+    "steps": 2,
+    "trials": 0,
+}
+
 
 class Notes(Progress):
     """Progress that keeps the notes."""
@@ -30,31 +38,17 @@ class Notes(Progress):
         self.notes.append(text)
 
 
-def test_fit_checks_the_loss_before_it_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("splits", [True, False])
+def test_a_loss_that_cannot_be_split_ends_a_fit_before_it_trains(splits: bool, tmp_path: Path) -> None:
     """The check also runs after a probe that found the micro-batch to fit."""
-    options = {
-        "target_batch": 24,
-        "max_micro_batch": 8,
-        "steps": 1,
-        "trials": 0,
-        "device": "cpu",
-        "memory_budget": "64MiB",
-        "out": str(tmp_path / "run"),
-    }
-    with pytest.raises(InputError, match="depends on several samples at once"):
-        autobatch.fit(make_workload(loss=contrastive_loss), **options)
-    assert not (tmp_path / "run" / "checkpoints").exists()
-    assert autobatch.fit(make_workload(), **options).training.optimizer_steps == 1
-
-
-def test_a_loss_that_cannot_be_split_is_trained_if_asked_for(tmp_path: Path) -> None:
-    options = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 24, "steps": 1, "trials": 0}
-    options |= {"max_micro_batch": 8, "out": str(tmp_path / "run")}
-    workload = make_workload(loss=contrastive_loss)
-    with pytest.raises(InputError, match=r"depends on several samples at once.* use --split-check note"):
-        autobatch.fit(workload, **options)
-    for choice in ("note", "off"):
-        assert autobatch.fit(workload, split_check=choice, **options).training.optimizer_steps == 1
+    options = {**OPTIONS, "max_micro_batch": 8, "out": str(tmp_path / "run")}
+    workload = make_workload() if splits else make_workload(loss=contrastive_loss)
+    if not splits:
+        with pytest.raises(InputError, match=r"depends on several samples at once.* use --split-check note"):
+            autobatch.fit(workload, **options)
+        assert not (tmp_path / "run" / "checkpoints").exists()
+        options["split_check"] = "note"
+    assert autobatch.fit(workload, **options).training.optimizer_steps == 2
 
 
 def balanced(model, batch):
@@ -64,14 +58,12 @@ def balanced(model, batch):
 
 
 def test_a_fault_that_only_training_shows_ends_the_run_before_anything_is_saved(tmp_path: Path) -> None:
-    options = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 24, "steps": 2, "trials": 0}
-    options |= {"max_micro_batch": 8, "out": str(tmp_path / "run")}
+    options = {**OPTIONS, "max_micro_batch": 8, "out": str(tmp_path / "run")}
     workload = make_workload(loss=balanced)
     with pytest.raises(InputError, match=r"several samples at once.* in the first batch of the run"):
         autobatch.fit(workload, **options)
     assert not (tmp_path / "run" / "checkpoints").exists()
-    for choice in ("note", "off"):
-        assert autobatch.fit(workload, split_check=choice, **options).training.optimizer_steps == 2
+    assert autobatch.fit(workload, split_check="note", **options).training.optimizer_steps == 2
 
 
 @pytest.mark.parametrize("choice", ["probe", "plan", "tune"])
@@ -139,8 +131,7 @@ def bert() -> torch.nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, intermediate_size=32))
 
 
-@pytest.mark.parametrize("split", ["size", "count"])
-@pytest.mark.parametrize("model", [gpt2, bert])
+@pytest.mark.parametrize(("model", "split"), [(gpt2, "size"), (bert, "count")])
 def test_a_mean_over_the_tokens_of_ragged_text_is_refused_in_any_split(
     model: Any, split: Any, tmp_path: Path
 ) -> None:

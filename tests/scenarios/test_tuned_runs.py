@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,8 @@ from optuna.trial import TrialState
 from torch import nn
 
 import autobatch
-from autobatch.api import pipeline
 from autobatch.api.context import RunContext
 from autobatch.api.pipeline import run as run_command
-from autobatch.cli.failures import Terminated
 from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
@@ -31,9 +27,7 @@ from autobatch.tuning import tune_plan
 from autobatch.tuning.configuration import Measurement
 from autobatch.tuning.find_fastest import TuningResult
 from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns, result_of, short_run
-from autobatch.tuning.tune_plan import PlanTuner
 from autobatch.workload.contract import WholeBatchLoss
-from tests.support.commandline import SMALL, environment
 from tests.support.short_runs import (
     SAMPLES,
     STEPS,
@@ -42,7 +36,7 @@ from tests.support.short_runs import (
     squares,
     stored_trials,
 )
-from tests.support.trials import deep_rows, signed, trial_workload
+from tests.support.trials import signed, trial_workload
 
 TRACED = 1
 """The process id that a trace on fake tensors reads from every sample."""
@@ -158,28 +152,6 @@ def test_a_resumed_run_keeps_the_chosen_configuration(
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-class Captured(Exception):
-    """The settings of the tuner are known."""
-
-
-def test_a_run_is_tuned_for_its_own_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    planned = []
-
-    def capture(tuner: PlanTuner, *_: Any) -> None:
-        planned.append(tuner.planned_steps)
-        raise Captured
-
-    monkeypatch.setattr(PlanTuner, "tune", capture)
-    workload = trial_workload(train_data=deep_rows(100))
-    options = {"target_batch": 30, "device": "cpu", "trials": 1}
-    for number, length in enumerate(({"steps": 7}, {"epochs": 2})):
-        with pytest.raises(Captured):
-            autobatch.fit(workload, **options, **length, out=tmp_path / str(number))
-    with pytest.raises(Captured):
-        autobatch.tune(workload, **options)
-    assert planned == [7, 7, pipeline.PLANNED_STEPS]
-
-
 def noisy(model: nn.Module, batch: Any) -> torch.Tensor:
     return squares(model, batch) * (1 + 0.1 * torch.rand(()))
 
@@ -230,15 +202,6 @@ def test_an_interrupt_keeps_the_default_learning_rate_and_earlier_results(
     assert stored_trials(tmp_path / "s.log")[0].state is TrialState.FAIL
 
 
-def test_a_termination_request_ends_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def terminated(*given: Any) -> None:
-        raise Terminated
-
-    monkeypatch.setattr(ShortRuns, "run", terminated)
-    with pytest.raises(Terminated):
-        run_command(linear_workload(), options(), RunContext())
-
-
 def test_fit_trains_with_the_found_learning_rate_and_reports_it(tmp_path: Path) -> None:
     options = {"target_batch": SAMPLES, "trials": 0, "tune_lr": True, "lr_trials": 6, "lr_steps": STEPS}
     workload = linear_workload(learning_rate=0.005)
@@ -259,36 +222,3 @@ def test_fit_trains_with_the_found_learning_rate_and_reports_it(tmp_path: Path) 
     page = (tmp_path / "run" / "report.html").read_text()
     assert "6 learning rates tried in runs of 24 steps" in page
     assert "6 runs of 24 optimizer steps at this batch" in page
-
-
-def test_a_run_resumed_on_other_hardware_keeps_the_found_learning_rate(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    options = {"target_batch": SAMPLES, "device": "cpu", "trials": 0, "tune_lr": True, "lr_steps": STEPS}
-    options |= {"lr_trials": 3, "steps": 2, "out": tmp_path / "run"}
-    first = autobatch.fit(linear_workload(learning_rate=0.01), **options).plan
-    monkeypatch.setattr("autobatch.api.pipeline.changes_since_checkpoint", lambda *_, **__: ["device"])
-    again = autobatch.fit(linear_workload(learning_rate=0.01), **{**options, "steps": 4, "resume": True}).plan
-    assert first is not None
-    assert again is not None
-    assert first.learning_rate != 0.01
-    assert (again.learning_rate, again.learning_rate_rule) == (first.learning_rate, "tuned")
-    assert again.learning_rate_source == first.learning_rate_source
-
-
-PLANS = """
-import sys, torch, autobatch
-exec(open("train.py").read())
-assert autobatch.plan(workload(), target_batch=8, device="cpu", memory_budget="64MiB").micro_batches == [8]
-print("optuna" in sys.modules)
-"""
-
-
-@pytest.mark.program
-def test_a_plan_does_not_import_optuna(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SMALL)
-    words = [sys.executable, "-c", PLANS]
-    ran = subprocess.run(
-        words, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False
-    )
-    assert (ran.returncode, ran.stdout) == (0, "False\n"), ran.stderr

@@ -14,28 +14,18 @@ from torch.nn.functional import cross_entropy, normalize
 import autobatch
 from autobatch import WholeBatchLoss, Workload
 from autobatch.core.errors import DoesNotFitError
-from autobatch.core.knobs import CHANNELS_LAST, CHECKPOINTING
 from autobatch.core.options import Options
 from autobatch.core.units import KiB
-from autobatch.device.cpu import SilentMeter
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.footprint.predict import footprint
 from autobatch.footprint.tracing.trace_step import record
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from autobatch.setup.setup import describe_setup, open_setup
-from autobatch.step.train_state import StepSettings, build_train_state
-from autobatch.step.train_step import train_step
-from autobatch.tuning.measure import Timing, time_steps
-from autobatch.tuning.trial import CHECK_MICRO_BATCHES, CHECK_SAMPLES, LossCheck
-from autobatch.workload.nested import feed
 from tests.support.options import as_options
 from tests.support.probes import WIDTH, probed, vectors, work
-from tests.support.step_workloads import WORKLOADS, convolutional, images, setting, setup
-from tests.support.steps import split
-from tests.support.training import make_workload
-from tests.support.trials import Time, trial_setup
+from tests.support.step_workloads import WORKLOADS, setting, setup
+from tests.support.trials import trial_setup
 
-CPU = torch.device("cpu")
 WIDE = 512
 
 
@@ -128,15 +118,6 @@ def key(workload: Workload, **options: Any) -> dict[str, Any]:
     return describe_setup(open_setup(workload, Options().with_values(**asked))).key
 
 
-def test_the_key_holds_the_batch_and_both_parts_of_such_a_loss_alone() -> None:
-    assert key(contrastive())["whole_batch"] == 64
-    assert key(contrastive(), target_batch=32)["whole_batch"] == 32
-    assert key(work())["whole_batch"] is None
-    keys = {key(contrastive(loss=counted([])))["loss"], key(contrastive())["loss"]}
-    assert len(keys) == 2
-    assert all("represent" in one for one in keys)
-
-
 def test_without_a_target_batch_a_note_says_what_was_taken_for_it() -> None:
     result, listener = probed(contrastive(), memory_budget="1MiB")
     assert result.probe.micro_batch > 1
@@ -157,69 +138,6 @@ def test_an_estimate_counts_the_whole_batch() -> None:
     # The logits, their logarithms and a gradient, in float32; and scratch of torch's kernels on a GPU.
     assert 2.95 <= (peaks[1] - peaks[0]) / (4 * (2000**2 - 1600**2)) <= 3.5
     assert large.estimates[0].phase == "loss"
-
-
-def test_a_loss_over_the_whole_batch_is_timed_once_a_step() -> None:
-    time = Time()
-
-    class Slow(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            time.now += 5.0
-
-    def slow_rows(model: nn.Module, batch: Any) -> torch.Tensor:
-        time.now += len(batch[0])
-        return model(batch[0])
-
-    def slow_loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-        time.now += len(rows) / 2
-        return info_nce(model, rows)
-
-    fields = {
-        "loss": WholeBatchLoss(represent=slow_rows, loss=slow_loss),
-        "optimizer": lambda params, lr: Slow(params, lr=lr),
-    }
-    made = replace(trial_setup(clock=time, **fields), whole_batch=64)
-    # Two passes over eight samples each; the loss over all 64.
-    assert time_steps(made, [8] * 8, 0.0) == Timing(micro=16.0, step=37.0, setup=0.0)
-
-
-def test_losses_of_a_configuration_are_compared_over_whole_batches() -> None:
-    seen: list[int] = []
-    made = trial_setup(loss=counted(seen))
-    assert LossCheck(made, 64).over(replace(made, precision="bf16")) <= 0
-    assert set(seen) == {CHECK_MICRO_BATCHES * CHECK_SAMPLES}
-
-
-def test_what_is_tuned_reaches_the_rows_in_both_passes() -> None:
-    """Checkpointing and layout change neither statistics nor dropout, and so not the step."""
-    seen: list[tuple[bool, bool]] = []
-
-    def rows(model: nn.Module, batch: Any) -> torch.Tensor:
-        is_changed = "forward" in model[1].__dict__
-        seen.append((is_changed, batch[0].is_contiguous(memory_format=torch.channels_last)))
-        return model(batch[0])
-
-    def step(knobs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        torch.manual_seed(0)
-        mine = make_workload(model=convolutional, train_data=images(), loss=replace(LOSS, represent=rows))
-        model = mine.model()
-        train_state = build_train_state(
-            mine, model, CPU, StepSettings(precision="fp32", knobs=knobs), learning_rate=0.1
-        )
-        parts = feed(split(mine, [8, 8]), CPU, SilentMeter(), twice=True)
-        assert train_step(train_state, parts, 16).applied
-        return model.state_dict()
-
-    plain = step({})
-    assert seen == [(False, False)] * 4
-    seen.clear()
-    recomputed = step({CHECKPOINTING: "full"})
-    assert seen == [(True, False)] * 4
-    assert all(map(torch.equal, plain.values(), recomputed.values()))
-    assert int(plain["1.body.1.num_batches_tracked"]) == 2
-    seen.clear()
-    step({CHANNELS_LAST: True})
-    assert seen == [(False, True)] * 4
 
 
 def test_fit_trains_it_and_validates_on_whole_batches(tmp_path: Path) -> None:
