@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from autobatch.core.records import GradientDtype
 from autobatch.core.units import MiB, format_bytes
-from autobatch.step.local_part import local_parts
-from autobatch.step.readable import is_readable
+from autobatch.step.tensors import is_readable, local_parts
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 EXCHANGE_BYTES = 25 * MiB

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autobatch.core.errors import InputError
 from autobatch.step.gradients import LOW_PRECISION
+from autobatch.step.tensors import is_readable
 from autobatch.step.train_state import TrainState
 from autobatch.workload.contract import Loss
 from autobatch.workload.nested import form_of
@@ -92,6 +93,21 @@ def normalize_loss(train_state: TrainState, totals: StepTotals, loss: Tensor | L
             totals.divisor = _power_of_two(totals.samples) if low else float(totals.samples)
         return Share(at_least_32_bits(loss), size / totals.divisor)
     raise InputError(f"the workload's loss must return a 0-d tensor or a Loss, found {form_of(loss)}")
+
+
+def read_totals(totals: StepTotals, norms: list[Tensor | float | None]) -> tuple[list[float], list[float]]:
+    """Bring the sums and norms to the host in one transfer, with 0 in place of None.
+
+    Returns:
+        The loss, the count, the norm and the count of the first micro-batch, the least count; and the norms.
+    """
+    values = [totals.loss, totals.count, totals.first_norm, totals.first_count, totals.least_count, *norms]
+    away = [value for value in values if isinstance(value, Tensor) and not is_readable(value)]
+    if len(away) > 1:
+        read = iter(torch.stack([value.to(away[0].device, torch.float64) for value in away]).tolist())
+        values = [next(read) if any(value is one for one in away) else value for value in values]
+    found = [0.0 if value is None else float(value) for value in values]
+    return found[:5], found[5:] if totals.norms is None else totals.norms
 
 
 def divisor_of(items_per_sample: float | None, samples: int) -> float:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from autobatch.core.errors import InputError
 from autobatch.step.gradients import Optimizers
@@ -71,27 +70,6 @@ def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
             "batch in micro-batches has no such loss: use an optimizer whose step() takes no closure, for "
             "example AdamW or Muon"
         )
-
-
-def take_step(optimizer: torch.optim.Optimizer) -> None:
-    """Run the step of an optimizer, without the span and the hooks around it if none are registered.
-
-    torch wraps the step of every class (``Optimizer.profile_hook_step``), which takes as long as the step of
-    a small model.
-    """
-    wrapped: Any = type(optimizer).step
-    has_listeners = (
-        "step" in vars(optimizer)  # replaced, for example by a schedule that counts its calls
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-        or torch._C._autograd._profiler_enabled()
-    )
-    if has_listeners or not getattr(wrapped, "hooked", False):
-        optimizer.step()
-    else:
-        wrapped.__wrapped__(optimizer)
 
 
 def switch(optimizers: Optimizers, *, train: bool) -> None:

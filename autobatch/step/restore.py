@@ -90,45 +90,46 @@ class BufferSnapshot:
     def __init__(self, model: nn.Module, *, copy_all: bool = False) -> None:
         self._largest = math.inf if copy_all else SMALL_BUFFER
         self._modules = [module for module in model.modules() if module._buffers]
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._entries: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self._watched: list[tuple[Tensor, int, tuple[int, str]]] = []
-        self._changing: set[tuple[int, str]] = set()
-        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        self._watched_frozen: list[tuple[str, Tensor, _Mark]] = []
-        self._writes: set[str] | None = None
-        """Names of frozen parameters that a batch wrote; None before the first batch."""
+        self._watched: list[tuple[Tensor, _Mark, object]] = []
+        self._changing: set[object] = set()
+        """Keys of large buffers and of frozen parameters that a batch has changed."""
+        self._knows_frozen = False
+        """True after the first batch."""
 
     def take(self) -> None:
-        """Take a snapshot of the buffers."""
-        self._entries = [(module, dict(module._buffers)) for module in self._modules]
+        """Take a snapshot of the buffers and of the frozen parameters."""
         self._copies, self._watched = [], []
+        self._entries = [(module, dict(module._buffers)) for module in self._modules]
         for number, (_, entries) in enumerate(self._entries):
             for name, buffer in entries.items():
                 if buffer is None:
                     continue
                 # A version counter misses writes: BatchNorm kernels update statistics without raising it.
-                if buffer.numel() <= self._largest or (number, name) in self._changing:
-                    self._copies.append((buffer, buffer.detach().clone()))
+                if buffer.numel() <= self._largest:
+                    self._copy(buffer)
                 else:
-                    self._watched.append((buffer, buffer._version, (number, name)))
-        self._take_frozen()
+                    self._watch(buffer, (number, name))
+        for number, parameter in enumerate(self._frozen):
+            if not self._knows_frozen and parameter.numel() <= self._largest:
+                self._copy(parameter)
+            self._watch(parameter, number)
 
-    def _take_frozen(self) -> None:
-        self._watched_frozen = [(name, p, _Mark(p)) for name, p in self._frozen]
-        if self._writes is None:
-            copied = [p for _, p in self._frozen if p.numel() <= self._largest]
-        else:
-            copied = [p for name, p in self._frozen if name in self._writes] if self._writes else []
-        self._copies += [(p, p.detach().clone()) for p in copied]
+    def _copy(self, tensor: Tensor) -> None:
+        self._copies.append((tensor, tensor.detach().clone()))
+
+    def _watch(self, tensor: Tensor, key: object) -> None:
+        if key in self._changing:
+            self._copy(tensor)
+        self._watched.append((tensor, _Mark(tensor), key))
 
     def commit(self) -> None:
         """Keep what was written, drop the snapshot, and remember what the batch changed."""
-        self._changing |= {key for buffer, version, key in self._watched if buffer._version != version}
-        if self._entries or self._watched_frozen:
-            written = {name for name, p, mark in self._watched_frozen if mark.differs(p)}
-            self._writes = (self._writes or set()) | written
-        self._entries, self._copies, self._watched, self._watched_frozen = [], [], [], []
+        self._knows_frozen = self._knows_frozen or bool(self._entries or self._watched)
+        self._changing |= {key for tensor, mark, key in self._watched if mark.differs(tensor)}
+        self._entries, self._copies, self._watched = [], [], []
 
     def restore(self, *, keep: bool = False) -> bool:
         """Restore the buffers from their copies.
@@ -144,8 +145,8 @@ class BufferSnapshot:
                 for name, buffer in entries.items():
                     module._buffers[name] = buffer
             copied = {id(tensor) for tensor, _ in self._copies}
-            is_complete = all(buffer._version == version for buffer, version, _ in self._watched) and all(
-                id(p) in copied or not mark.differs(p) for _, p, mark in self._watched_frozen
+            is_complete = not any(
+                mark.differs(tensor) for tensor, mark, _ in self._watched if id(tensor) not in copied
             )
             for tensor, copy in self._copies:
                 tensor.copy_(copy)

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from autobatch.core.errors import InputError
 from autobatch.core.records import Record
-from autobatch.step.backward import backward_from
 from autobatch.step.gradients import norm_of
 from autobatch.step.loss_share import (
     Share,
@@ -32,10 +32,9 @@ from autobatch.step.loss_share import (
     check_has_value,
     invalid_count,
     normalize_loss,
+    read_totals,
 )
-from autobatch.step.optimizers import take_step
-from autobatch.step.read_figures import read_figures
-from autobatch.step.readable import is_readable
+from autobatch.step.tensors import is_readable
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import Passes, backward_whole_batch
 from autobatch.workload.contract import Collated, WholeBatchLoss
@@ -143,7 +142,7 @@ def run_backward(train_state: TrainState, totals: StepTotals, share: Share, size
     # A loss may return a constant if its micro-batch counts nothing.
     if loss.requires_grad:
         scaled = loss if train_state.scaler is None else train_state.scaler.scale(loss)
-        backward_from(scaled, weight)
+        _backward(scaled, weight)
     if is_readable(loss):
         totals.loss += loss.item() * weight
     elif isinstance(totals.loss, Tensor):
@@ -153,6 +152,23 @@ def run_backward(train_state: TrainState, totals: StepTotals, share: Share, size
         own = loss.detach() * weight
         totals.loss = own + totals.loss if totals.loss else own
     totals.sizes.append(size)
+
+
+def _backward(loss: Tensor, weight: float) -> None:
+    """Run the backward pass of a 0-d loss, which begins with a weight.
+
+    ``Tensor.backward`` looks for overrides, functorch and wrong shapes, and hands the context of the caller
+    to the threads of other devices. On the CPU that takes as long as the backward pass of a small layer, and
+    the engine runs in the thread of the caller.
+    """
+    # A new one each time, because a gradient may keep its memory.
+    begin = torch.full_like(loss, weight)
+    if type(loss) is Tensor and loss.is_cpu:
+        Variable._execution_engine.run_backward(
+            (loss,), (begin,), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    else:
+        loss.backward(begin)  # type: ignore[no-untyped-call]
 
 
 def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepResult:
@@ -180,7 +196,7 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     mark("optimizer")
     gradients = train_state.gradients.by_optimizer()
     norms = [norm_of(own) if own and totals.norms is None else None for own in gradients]
-    (loss, count, first_norm, first_count, least_count), values = read_figures(totals, norms)
+    (loss, count, first_norm, first_count, least_count), values = read_totals(totals, norms)
     has_gradient = [bool(own) for own in gradients]
     items = float(totals.samples) if totals.count is None else count
     if least_count < 0 or not 0 <= items < math.inf:
@@ -286,7 +302,7 @@ def _take_steps(train_state: TrainState, has_gradient: list[bool], *, moved: boo
         for optimizer, has in zip(train_state.optimizers, has_gradient, strict=True):
             # A scaler refuses an optimizer without any gradient.
             if train_state.scaler is None or not has:
-                take_step(optimizer)
+                optimizer.step()
             else:
                 train_state.scaler.step(optimizer)
         if train_state.scaler is not None and any(has_gradient):

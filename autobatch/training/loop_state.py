@@ -26,7 +26,7 @@ from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
 from autobatch.step.ema import load_average
-from autobatch.step.local_part import is_sharded
+from autobatch.step.tensors import is_sharded
 from autobatch.step.train_state import TrainState
 from autobatch.training.checkpoints.state_file import pack, replace_sharded, sharded_tensors
 from autobatch.training.loop import Loop

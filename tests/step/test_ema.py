@@ -7,17 +7,14 @@ from contextlib import suppress
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from autobatch.core.errors import InputError, RestartSmallerError
+from autobatch.core.errors import InputError
 from autobatch.device.allocator.trace import FREE
-from autobatch.footprint.explain import explain
-from autobatch.footprint.predict import footprint
 from autobatch.footprint.tracing.trace_step import record
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from autobatch.step.ema import WeightAverage, load_average
 from autobatch.step.train_step import train_step
-from tests.support.step_workloads import WORKLOADS, setting, setup
+from tests.support.step_workloads import setting, setup
 from tests.support.steps import SAMPLES, split, train_state_of
 from tests.support.training import (
     Rows,
@@ -58,17 +55,6 @@ def test_steps_too_small_for_16_bits_are_not_lost(dtype: torch.dtype) -> None:
     (found,) = average.tensors()
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert found.tolist() == pytest.approx([2.0 - 0.999**100] * 3, rel=1e-5)
-
-
-def test_an_update_does_not_wait_for_the_device() -> None:
-    class NoReading(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            assert func is not torch.ops.aten._local_scalar_dense.default
-            return func(*args, **(kwargs or {}))
-
-    average = WeightAverage([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2).bfloat16())], 0.5)
-    with NoReading():
-        average.update()
 
 
 def test_an_overflow_leaves_it_unchanged() -> None:
@@ -120,18 +106,6 @@ def test_the_averages_replace_the_weights_for_a_while(dtype: torch.dtype) -> Non
     assert torch.equal(flat(average.tensors()), kept)
 
 
-def test_out_of_memory_during_its_update_is_not_repeated(monkeypatch) -> None:
-    """The weights have moved by then, so a second step would count the batch twice."""
-    loop = make_loop(make_workload(), ema=DECAY)
-
-    def fail() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    monkeypatch.setattr(loop.train_state.average, "update", fail)
-    with pytest.raises(RestartSmallerError, match="inside the optimizer step"):
-        next(loop.run())
-
-
 @pytest.mark.parametrize(
     ("decay", "saved_decay", "said"),
     [
@@ -179,11 +153,3 @@ def test_a_probe_and_a_trace_count_its_memory(dtype: torch.dtype) -> None:
     assert more - less >= 4 * elements
     if dtype == torch.float32:
         assert more - less == 4 * elements
-
-
-def test_an_explanation_names_it() -> None:
-    of = setup(WORKLOADS["transformer"](), ema=DECAY)
-    elements = sum(parameter.numel() for parameter in of.model.parameters())
-    found = explain(footprint(setting(of, steps=ATTEMPT_STEPS)), 4)
-    assert found.by_kind["averaged weights"] == 4 * elements
-    assert "averaged weights" in found.text()

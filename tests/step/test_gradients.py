@@ -190,17 +190,6 @@ def test_one_bad_element_makes_the_norm_non_finite(bad: float) -> None:
     assert not math.isfinite(norm_of([torch.ones(3), torch.tensor([1.0, bad])]))
 
 
-def test_the_memory_of_float32_sums_is_told_for_trained_16_bit_parameters() -> None:
-    model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(8, 8)).to(torch.bfloat16)
-    model[1].requires_grad_(False)
-    assert gradient_sum_notes(model, "fp32") == [
-        "2,048 parameters are in bfloat16: their gradients are summed in float32, which takes 8.00 KiB, "
-        "twice as much as in 16 bits, because 16-bit sums lose small micro-batches (--gradient-dtype "
-        "weights sums them in 16 bits)"
-    ]
-    assert gradient_sum_notes(model.float(), "fp32") == []
-
-
 def test_gradients_are_summed_in_the_type_of_the_weights_on_request() -> None:
     """In bf16 a sum of 1/1024 stops at 1/4, because the next one is lost in rounding."""
 

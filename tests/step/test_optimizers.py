@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autobatch.core.errors import InputError
-from autobatch.step.optimizers import argument_of, averaged_weights, build_optimizers, switch, take_step
-from tests.support.training import make_workload
+from autobatch.step.ema import WeightAverage
+from autobatch.step.optimizers import argument_of, averaged_weights, build_optimizers, switch
+from tests.support.steps import train_state_of
+from tests.support.training import INFO_NCE, make_workload, network
 
 
 class Averaging(torch.optim.SGD):
@@ -56,17 +57,6 @@ def test_both_names_give_the_model(name: str) -> None:
     assert argument_of(workload, net) is net
 
 
-def test_a_class_without_a_signature_gets_parameters() -> None:
-    net = model()
-    assert len(list(argument_of(make_workload(optimizer=torch.optim.SGD), net))) == 4
-
-
-def test_pairs_of_names_may_be_given_to_torch_itself() -> None:
-    workload = make_workload(optimizer=lambda named_params, rate: torch.optim.SGD(named_params, lr=rate))
-    (made,) = build_optimizers(workload, model(), 0.1)
-    assert made.param_groups[0]["param_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
-
-
 def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:
     workload = make_workload(optimizer=lambda params, rate: torch.optim.LBFGS(params, lr=rate))
     with pytest.raises(InputError, match=r"^LBFGS needs a closure, which runs the loss .* for example AdamW"):
@@ -84,57 +74,48 @@ def test_modes_are_switched_for_optimizers_that_have_them() -> None:
     assert optimizers[0].modes == ["train", "eval", "train", "eval"]  # type: ignore[attr-defined]
 
 
-def test_training_weights_return_after_an_error() -> None:
-    optimizers = build_optimizers(
-        make_workload(optimizer=lambda p, rate: Averaging(p, lr=rate)), model(), 0.1
-    )
-    with pytest.raises(KeyError), averaged_weights(optimizers):
-        raise KeyError
-    assert optimizers[0].modes[-1] == "train"  # type: ignore[attr-defined]
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (lambda params, lr: None, "found nothing"),
+        (lambda params, lr: [torch.optim.SGD(params, lr=lr), 3], "found an int"),
+        (lambda params, lr: torch.optim.SGD([torch.zeros(1)], lr=lr), "found 0 of 1"),
+    ],
+)
+def test_an_invalid_optimizer_is_refused(optimizer, said: str) -> None:
+    with pytest.raises(InputError, match=said) as caught:
+        train_state_of(make_workload(optimizer=optimizer))
+    assert "\n" not in str(caught.value)
 
 
-class Halving(torch.optim.SGD):
-    """An optimizer with a step of its own around that of its class."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["lr"] /= 2
-        return super().step(closure)
+def test_fp16_parameters_are_refused_under_a_loss_scale_only() -> None:
+    workload = make_workload(model=lambda: network(torch.float16))
+    with pytest.raises(InputError, match="--precision fp16 needs fp32 parameters, found fp16"):
+        train_state_of(workload, precision="fp16")
+    assert train_state_of(workload).scaler is None
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, Halving])
-def test_a_step_is_that_of_the_optimizer(kind: type[torch.optim.Optimizer]) -> None:
-    weights = []
-    for act in (take_step, lambda optimizer: optimizer.step()):
-        weight = nn.Parameter(torch.ones(3))
-        optimizer = kind([weight], lr=0.1)
-        for _ in range(2):
-            weight.grad = torch.arange(3.0)
-            act(optimizer)
-        weights.append(weight.detach())
-    assert torch.equal(*weights)
+def test_parameters_of_several_optimizers_count_once() -> None:
+    def two(params, lr):
+        first, second, *rest = params
+        return [torch.optim.SGD([first, second], lr=lr), torch.optim.AdamW([second, *rest], lr=lr)]
+
+    train_state = train_state_of(make_workload(optimizer=two), ema=0.9)
+    assert [type(one) for one in train_state.optimizers] == [torch.optim.SGD, torch.optim.AdamW]
+    assert list(map(id, train_state.parameters)) == list(map(id, train_state.model.parameters()))
+    assert isinstance(train_state.average, WeightAverage)
+    assert train_state.average.decay == 0.9
 
 
-def test_everyone_who_listens_to_steps_hears_of_them() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    weight.grad = torch.ones(3)
-    heard = []
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    own = [
-        optimizer.register_step_pre_hook(lambda *_: heard.append("before")),
-        optimizer.register_step_post_hook(lambda *_: heard.append("after")),
-    ]
-    take_step(optimizer)
-    for hook in own:
-        hook.remove()
-    of_all = register_optimizer_step_post_hook(lambda *_: heard.append("any"))
-    take_step(optimizer)
-    of_all.remove()
-    take_step(optimizer)
-    assert heard == ["before", "after", "any"]
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    take_step(optimizer)
-    schedule.step()  # warns if it has not heard of the step before it
-    with torch.profiler.profile(acc_events=True) as profile:
-        take_step(optimizer)
-    assert "Optimizer.step#SGD.step" in {event.key for event in profile.key_averages()}
+def test_large_buffers_are_copied_for_a_loss_over_the_whole_batch_only() -> None:
+    class Queue(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(5, 3)
+            self.register_buffer("queue", torch.zeros(2**18 + 1))
+
+    for changes, is_restored in (({}, False), ({"loss": INFO_NCE}, True)):
+        train_state = train_state_of(make_workload(model=Queue, **changes))
+        train_state.buffers.take()
+        train_state.model.queue.add_(1)
+        assert train_state.buffers.restore() is is_restored
+        assert bool((train_state.model.queue == 0).all()) is is_restored

@@ -16,7 +16,6 @@ from autobatch.core.errors import InputError
 from autobatch.device.cpu import SilentMeter
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import train_step
-from autobatch.step.whole_batch import Rows, batch_samples
 from autobatch.workload.contract import WholeBatchLoss
 from autobatch.workload.nested import feed
 from autobatch.workload.rng import seed_everything
@@ -293,22 +292,6 @@ def test_rows_of_frozen_parts_need_no_gradient() -> None:
     assert asked == [[True, False, False]]
 
 
-def test_a_detached_loss_is_refused() -> None:
-    workload = make_workload(loss=WholeBatchLoss(represent=lambda m, b: m(b[0]).detach(), loss=info_nce))
-    with pytest.raises(InputError, match="has no gradient"):
-        train_step(train_state_of(workload), micro_batches(workload, [12, 12]), SAMPLES)
-
-
-def test_an_error_of_the_users_names_their_part() -> None:
-    def broken(model, rows):
-        raise ValueError("mine")
-
-    workload = make_workload(loss=WholeBatchLoss(represent=features, loss=broken))
-    with pytest.raises(ValueError, match="mine") as caught:
-        train_step(train_state_of(workload), micro_batches(workload, [12, 12]), SAMPLES)
-    assert caught.value.__notes__ == ["raised by the workload: loss"]
-
-
 def test_one_micro_batch_at_a_time_is_on_the_device() -> None:
     workload = make_workload(loss=INFO_NCE)
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
@@ -324,12 +307,6 @@ def test_one_micro_batch_at_a_time_is_on_the_device() -> None:
     assert found == [0] * 8
 
 
-def test_micro_batches_that_allow_one_iteration_are_refused() -> None:
-    workload = make_workload(loss=INFO_NCE)
-    with pytest.raises(AssertionError, match="allow only one iteration"):
-        train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
-
-
 def test_a_micro_batch_changed_in_place_is_unchanged_in_the_second_pass() -> None:
     def represent(model, batch):
         return model(batch[0].mul_(2.0))
@@ -339,32 +316,3 @@ def test_a_micro_batch_changed_in_place_is_unchanged_in_the_second_pass() -> Non
     train_state = train_state_of(workload)
     train_step(train_state, micro_batches(workload, [12, 12]), SAMPLES)
     assert off(train_state, workload, expected) <= EXACT
-
-
-@pytest.mark.parametrize(
-    ("target", "micro_batch", "count", "samples"),
-    [(None, 4, 3, 12), (100, 4, 3, 100), (100, 60, 2, 100), (5, 8, 2, 8)],
-)
-def test_an_attempt_represents_the_whole_batch_if_its_size_is_known(
-    target, micro_batch, count, samples
-) -> None:
-    assert batch_samples(target, micro_batch, count) == samples
-
-
-PLACES = (range(1, 3), [4, 0], range(3, 4))
-
-
-def test_gradients_reach_the_rows_of_their_micro_batch() -> None:
-    """The loss is Σ i · row_i, so the gradient of the weight is Σ i · x_i."""
-    weight = torch.ones(2, requires_grad=True)
-    inputs, rows = torch.arange(10.0).view(5, 2), Rows(5)
-    for places in PLACES:
-        rows.put(places, inputs[list(places)] * weight)
-    leaves = rows.leaves()
-    assert torch.equal(leaves, inputs)
-    (leaves.sum(1) @ torch.arange(5.0)).backward()
-    rows.keep_gradients()
-    assert rows.collated is None
-    for places in PLACES:
-        rows.run_backward(places, inputs[list(places)] * weight)
-    assert torch.equal(weight.grad, torch.arange(5.0) @ inputs)

@@ -25,7 +25,7 @@ from autobatch.distributed.group import Group
 from autobatch.distributed.sharding.checks import check_shapes
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.distributed.sharding.model import ShardedModel
-from autobatch.step.local_part import local_part
+from autobatch.step.tensors import local_part
 from autobatch.workload.rng import seed_rank
 
 RESETS = ("reset_parameters", "_reset_parameters", "init_weights")

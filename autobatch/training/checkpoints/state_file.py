@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.units import MiB
-from autobatch.step.local_part import is_sharded, local_part
+from autobatch.step.tensors import is_sharded, local_part
 from autobatch.training.checkpoints.manifest import write_file
 
 STATE = "state.json"
