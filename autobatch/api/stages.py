@@ -476,7 +476,7 @@ def write_memory_viz(process: SetupProcess, result: Result, options: Options, pr
         process, probe.micro_batch if plan is None else plan.micro_batch, {} if plan is None else plan.knobs
     )
     if content is None:
-        progress.note("--memory-viz: nothing was written, because the steps gave no record of their memory")
+        progress.note("--memory-viz: nothing was written, because the steps did not run on CUDA")
         return
     path = Path(options.search.memory_viz)
     try:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import pickle
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -24,6 +25,7 @@ from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.device.oom import lost_context_ignored
 
+T = TypeVar("T")
 _UNMODELLED = (
     "max_split_size_mb",
     "roundup_power2_divisions",
@@ -246,6 +248,17 @@ def recorded(index: int, *, is_modelled: bool = True) -> Iterator[History]:
     finally:
         if recording:
             _record(None)
+
+
+def snapshot_of(run: Callable[[], T]) -> tuple[T, bytes]:
+    """Return what a function returns, and torch's snapshot of its memory as the content of a file."""
+    torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
+    try:
+        found = run()
+        # As `torch.cuda.memory._dump_snapshot` writes it.
+        return found, pickle.dumps(torch.cuda.memory._snapshot())
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def trace_of(entries: Iterable[Mapping[str, Any]]) -> Trace:

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autobatch.core.knobs import Value
-from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.device.allocator.ledger import Allocator, CountingAllocator
-from autobatch.footprint.memory_viz import dump
+from autobatch.device.cuda_allocator import snapshot_of
 from autobatch.search.questions import ask_or_none
 from autobatch.setup.attempt import attempt
 from autobatch.setup.child import Session, SetupProcess
 from autobatch.setup.setup import with_knobs
-from autobatch.setup.trace import trace_footprint
 
 
 def step_snapshot(process: SetupProcess, micro_batch: int, knobs: Mapping[str, Value]) -> bytes | None:
@@ -24,20 +21,14 @@ def step_snapshot(process: SetupProcess, micro_batch: int, knobs: Mapping[str, V
         knobs: the configuration.
 
     Returns:
-        None if the steps do not fit, or the device records no allocations.
+        None if the steps do not fit, or do not run on CUDA.
     """
     return ask_or_none(process, "recording the memory of a few steps", _snapshot, micro_batch, dict(knobs))
 
 
 def _snapshot(session: Session, micro_batch: int, knobs: dict[str, Value]) -> bytes | None:
     setup = with_knobs(session.setup, knobs)
-    outcome = attempt(setup, micro_batch)
-    if outcome.trace is None or not outcome.attempt.fits:
+    if setup.device.torch_device.type != "cuda":
         return None
-    trace = outcome.trace.canonical()
-    # The trace without memory knows purposes and modules, and is the same if its events are.
-    step = trace_footprint(setup)
-    labels = step.labels if step is not None and step.program.agrees_with(micro_batch, trace) else ()
-    config = setup.device.allocator_config
-    allocator: Allocator = CountingAllocator() if config is None else CachingAllocator(None, config)
-    return dump(trace, allocator, labels)
+    outcome, content = snapshot_of(lambda: attempt(setup, micro_batch))
+    return content if outcome.attempt.fits else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -207,20 +206,6 @@ def test_an_estimate_of_all_gpus_ignores_the_profiles(tmp_path: Path) -> None:
     assert len(found.estimates) >= 15
     needs = [(one.plan.accumulation_steps, one.budget_bytes) for one in found.estimates if one.plan]
     assert needs == sorted(needs)
-
-
-@pytest.mark.parametrize("device", ["cpu", "sim:t4"])
-def test_the_memory_of_the_steps_of_a_plan_is_written(tmp_path: Path, device: str) -> None:
-    path = tmp_path / "memory.pickle"
-    listener = Listener()
-    options = plan_options(device=device, memory_budget="24MiB", memory_viz=str(path), max_micro_batch=20)
-    result = run_command(make_workload(), options, context_in(tmp_path, progress=listener))
-    assert result.plan is not None
-    events = pickle.loads(path.read_bytes())["device_traces"][0]
-    kinds = {one["category"] for one in events if one["action"] == "alloc"}
-    # The steps ran as they were traced, so their blocks have their purposes.
-    assert kinds >= {"parameters", "batch", "gradients", "activations"}
-    assert any("pytorch.org/memory_viz" in line for line in listener.notes)
 
 
 def test_a_batch_that_is_larger_than_the_data_is_noted(tmp_path: Path) -> None:
