@@ -169,7 +169,7 @@ class SearchOptions(Section, frozen=True, kw_only=True):
         ),
     ] = False
     memory_viz: Annotated[
-        str | None, Option("On CUDA, also write the memory of a few steps for pytorch.org/memory_viz.", "FILE")
+        str | None, Option("CUDA: also write the memory of a few steps for pytorch.org/memory_viz.", "FILE")
     ] = None
     profile: Annotated[
         list[str],
