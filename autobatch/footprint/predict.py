@@ -65,7 +65,7 @@ class Prediction(NamedTuple):
     micro_batch: int
     """The largest that is predicted to fit, 0 if none does; or the requested one."""
     micro_batch_low: int
-    """The largest within the budget less the margin."""
+    """The largest within the budget less the margin, wherever the driver puts segments."""
     micro_batch_high: int
     """The largest without fragmentation."""
     fits: bool
@@ -159,14 +159,16 @@ def predict(
     """
     program = program_on(step, libraries)
 
-    def allocator(share: float = 1) -> CachingAllocator:
-        return gpu_allocator(int(budget_bytes * share))
+    def allocator(share: float = 1, falls: bool = False) -> CachingAllocator:
+        return gpu_allocator(int(budget_bytes * share), falls=falls)
 
     try:
         # Each limits the next: if the live bytes alone exceed the budget, no allocator fits them.
         high = largest_on(step, program, lambda: CountingAllocator(budget_bytes), cap)
         best = largest_on(step, program, allocator, high)
-        low = largest_on(step, program, partial(allocator, 1 - step.margin), best)
+        # The driver decides where segments lie: each above those before it, or below them.
+        less = 1 - step.margin
+        low = min(largest_on(step, program, partial(allocator, less, falls), best) for falls in (False, True))
         asked = best if micro_batch is None else micro_batch
         outcome = replay(program.at(max(1, asked)), allocator())
         fits = outcome.fits and asked > 0
@@ -193,13 +195,15 @@ def largest_on(step: Footprint, program: Program, new_allocator: Callable[[], Al
     return unit * largest_micro_batch(program.in_units(unit), new_allocator, cap // unit)
 
 
-def gpu_allocator(limit: int | None, expandable: bool = False) -> CachingAllocator:
+def gpu_allocator(limit: int | None, expandable: bool = False, *, falls: bool = False) -> CachingAllocator:
     """Return an empty model of a GPU's allocator.
 
     As on the GPU itself, a step does not fit if the allocator has to empty its cache to find memory for it:
     each later step would do so too, and take several times as long.
     """
-    return CachingAllocator(limit, AllocatorConfig(expandable_segments=expandable, retries=False))
+    return CachingAllocator(
+        limit, AllocatorConfig(expandable_segments=expandable, retries=False, falls=falls)
+    )
 
 
 def program_on(step: Footprint, libraries: Libraries | None, *, rule: WorkspaceRule | None = None) -> Program:

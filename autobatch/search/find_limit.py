@@ -41,6 +41,7 @@ from autobatch.search.one_probe import (
 from autobatch.search.search import MULTIPLES, Found, first_size, search
 from autobatch.setup.attempt import Outcome
 from autobatch.setup.child import SetupProcess
+from autobatch.setup.setup import new_allocator
 from autobatch.workload.user_code import describe
 
 SUSPECT = 3
@@ -145,7 +146,7 @@ def _search(probing: Probing, clock: Callable[[], float]) -> Limit:
         found = search(
             run,
             cap=probing.cap,
-            replay=probing.replay(step),
+            replay=probing.replay(step, process.info.device.budget_bytes),
             first=first_size(process.info.compute_capability),
             multiple=options.multiple,
             multiples=sorted({*MULTIPLES, world} - {1}),
@@ -267,13 +268,13 @@ def _is_too_small(
     budget = min(then, now) if isinstance(then, int) else now
     fits = None
     if step is not None:
-        replay = probing.replay(step, budget_bytes=budget)
+        replay = probing.replay(step, budget)
         replay.learn(outcome)
         fits = replay.says_fits(outcome.attempt.micro_batch + multiple)
     if fits:
         # What fits in one order of micro-batches may fail in the other.
         other = questions.trace_other_order(probing.process)
-        alone = None if other is None else Fitting([other], probing.allocator(budget))
+        alone = None if other is None else Fitting([other], lambda: new_allocator(probing.info_at(budget)))
         fits = alone is None or alone.fits(outcome.attempt.micro_batch + multiple)
     return has_ample_room(outcome.attempt, budget) if fits is None else fits
 

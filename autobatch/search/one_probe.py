@@ -18,17 +18,15 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt, LimitedBy, Probe
 from autobatch.core.text import error_text
-from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.device.oom import loses_context
 from autobatch.footprint.predict import Footprint
 from autobatch.search import questions
 from autobatch.search.cache import Untraced
-from autobatch.search.replay import Replay
+from autobatch.search.replay import Replay, replay_on
 from autobatch.setup.attempt import ATTEMPT_STEPS, Outcome
 from autobatch.setup.child import ChildCrashed, SetupProcess
-from autobatch.setup.setup import SetupInfo, new_allocator
-from autobatch.setup.trace import program_on
+from autobatch.setup.setup import SetupInfo
 
 AMPLE_ROOM = 0.8
 """Share of the budget below which a predicted peak leaves so much room that a cached limit is in doubt."""
@@ -209,26 +207,15 @@ class Probing(NamedTuple):
         """Return what limits an answer: the first cap that it reaches, else memory."""
         return next((name for name, cap in self.caps.items() if cap == micro_batch == self.cap), "memory")
 
-    def allocator(
-        self, budget_bytes: int | None = None, *, falls: bool | None = None
-    ) -> Callable[[], Allocator]:
-        """Return what makes an empty allocator with the device's budget, or another one."""
+    def info_at(self, budget_bytes: int) -> SetupInfo:
+        """Return the setup with another budget."""
         info = self.process.info
-        if budget_bytes is not None:
-            device = msgspec.structs.replace(info.device, budget_bytes=budget_bytes)
-            info = msgspec.structs.replace(info, device=device)
-        return lambda: new_allocator(info, falls=falls)
+        device = msgspec.structs.replace(info.device, budget_bytes=budget_bytes)
+        return msgspec.structs.replace(info, device=device)
 
-    def replay(self, step: Footprint | None, *, budget_bytes: int | None = None) -> Replay:
-        """Return what predicts sizes from a traced step, or from runs alone."""
-        model = self.process.info.allocator
-        is_uncertain = model is not None and model.falls is None
-        return Replay(
-            self.allocator(budget_bytes),
-            None if step is None else program_on(step, self.process.info),
-            lambda: questions.trace_other_order(self.process),
-            [self.allocator(budget_bytes, falls=True)] if is_uncertain else [],
-        )
+    def replay(self, step: Footprint | None, budget_bytes: int) -> Replay:
+        """Return what predicts sizes in a budget from a traced step, or from runs alone."""
+        return replay_on(self.info_at(budget_bytes), step, lambda: questions.trace_other_order(self.process))
 
     def run(self, size: int) -> Outcome:
         """Make one attempt and report it."""

@@ -15,13 +15,17 @@ ends otherwise, and a proof takes all that are left.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.largest import Fitting
-from autobatch.footprint.program import Polynomial, Program, Rule, Untraceable
+from autobatch.footprint.predict import Footprint
+from autobatch.footprint.program import Polynomial, Program, Rule, Untraceable, interpolate
 from autobatch.setup.attempt import Outcome
+from autobatch.setup.setup import SetupInfo, new_allocator
+from autobatch.setup.trace import program_on
 
 MISS = 16
 """A first prediction that is refuted is lowered by one part in this many: traces miss little."""
@@ -32,6 +36,38 @@ class Bounds(NamedTuple):
 
     lower: Program
     upper: Program
+
+
+def replay_on(
+    info: SetupInfo, step: Footprint | None, other_order: Callable[[], Program | None] = lambda: None
+) -> Replay:
+    """Return what predicts sizes on the device of a setup from a traced step, or from runs alone.
+
+    Args:
+        info: the device and its budget.
+        step: the traced step; None if there is none.
+        other_order: traces the other order.
+    """
+    is_uncertain = info.allocator is not None and info.allocator.falls is None
+    return Replay(
+        lambda: new_allocator(info),
+        None if step is None else program_on(step, info),
+        other_order,
+        [lambda: new_allocator(info, falls=True)] if is_uncertain else [],
+    )
+
+
+class _Run(NamedTuple):
+    """A run that came to its end at least in the first order of micro-batches."""
+
+    size: int
+    trace: Trace
+    """Its canonical events."""
+    outcome: Outcome
+
+    @property
+    def fits(self) -> bool:
+        return self.outcome.attempt.fits
 
 
 class Replay:
@@ -57,67 +93,78 @@ class Replay:
         self._traced = program
         self._other_order = other_order
         self._orders = [] if program is None else [Bounds(program, program)]
-        self._runs: list[tuple[int, Trace]] = []
-        """Runs that fit, with their events."""
+        self._runs: list[_Run] = []
+        """Runs that came to their end, whether they fitted or went over the budget."""
         self._allocated: dict[int, int] = {}
-        """Peaks of the bytes in live blocks, by size."""
+        """Peaks of the bytes in live blocks of the runs that fit, by size."""
         self._failed: list[int] = []
         self._prefixes: list[Bounds] = []
-        """The events of the last failure up to it, until a run fits."""
+        """The events of the last failure up to it, until a run comes to its end."""
         self._is_right = True
         """False if the last run fitted, and was not to fit."""
         self._fit()
 
     def learn(self, outcome: Outcome) -> None:
         """Confirm or correct the program by an attempt."""
-        attempt = outcome.attempt
+        attempt, ran = outcome.attempt, outcome.trace
         size = attempt.micro_batch
         if not attempt.fits:
             self._failed.append(size)
-            self._learn_failure(size, outcome)
-            return
-        if attempt.peak_allocated_bytes:
+        elif attempt.peak_allocated_bytes:
             self._allocated[size] = attempt.peak_allocated_bytes
-        if outcome.trace is None:
+        if ran is None:
             return
-        trace = outcome.trace.canonical()
-        self._is_right = self._says_upper_fits(size)
-        self._runs.append((size, trace))
-        if size < max(ran for ran, _ in self._runs):
-            return
-        if self._agrees(size, trace):
-            # What was fitted to other runs is confirmed now.
-            self._orders[0] = Bounds(self._orders[0].upper, self._orders[0].upper)
-        else:
-            try:
-                self._orders = [self._corrected(size, trace)]
-                if outcome.other is not None:
-                    self._orders.append(bounds_of(size, outcome.other, self._traced))
-            except Untraceable:
-                self._orders = []
+        if attempt.fits:
+            self._is_right = self._says_upper_fits(size)
+        failed_in_other = not attempt.fits and outcome.other is not None
+        if attempt.phase is None or failed_in_other:
+            self._runs.append(_Run(size, ran.canonical(), outcome))
+            if not self._agrees(size, ran):
+                self._correct()
+            else:
+                # What was fitted to other runs is confirmed now.
+                self._orders[0] = Bounds(self._orders[0].upper, self._orders[0].upper)
+                self._prefixes = []
+                if failed_in_other and len(self._orders) == 1:
+                    other = self._other_order()
+                    self._orders += [] if other is None else [Bounds(other, other)]
+        elif not self._runs:
+            self._prefixes = [self._prefix(outcome, ran)]
+        if self._orders and not (failed_in_other and len(self._orders) == 1):
+            self._refute(size, ran, fits=attempt.fits)
+        self._fit()
+
+    def _correct(self) -> None:
+        """Build the program anew from the run that is nearest to the limit."""
+        nearest = max(self._runs, key=lambda run: run.size if run.fits else -run.size)
+        others = [run for run in self._runs if run.size != nearest.size]
+        second = nearest.outcome.other
         self._prefixes = []
-        self._refute(size, fits=True)
-        self._fit()
+        try:
+            pairs = [(run.size, run.trace) for run in others]
+            self._orders = [
+                bounds_of(nearest.size, nearest.trace, self._traced, pairs, failed=not nearest.fits)
+            ]
+            if second is not None and nearest.outcome.attempt.phase is None:
+                pairs = [(run.size, run.outcome.other) for run in others if run.outcome.other is not None]
+                self._orders.append(
+                    bounds_of(nearest.size, second, self._traced, pairs, failed=not nearest.fits)
+                )
+            elif second is not None:
+                self._prefixes = [self._prefix(nearest.outcome, second)]
+        except Untraceable:
+            self._orders = []
 
-    def _learn_failure(self, size: int, outcome: Outcome) -> None:
-        """Take the events up to the failure into account, which bound what follows."""
-        has_run = outcome.attempt.phase is None or outcome.other is not None
-        if has_run and len(self._orders) == 1 and outcome.trace and self._agrees(size, outcome.trace):
-            # It ran in one order, and failed in the other.
-            other = self._other_order()
-            self._orders += [] if other is None else [Bounds(other, other)]
-        elif outcome.attempt.phase is not None and not self._runs:
-            ran = outcome.trace if outcome.other is None else outcome.other
-            if ran is not None:
-                self._prefixes = [bounds_of(size, _with_request(ran, outcome.requested_bytes), self._traced)]
-        is_known = bool(self._orders) and (not has_run or len(self._orders) > 1)
-        if is_known and outcome.trace and _begins(self._orders[0].upper, size, outcome.trace):
-            self._refute(size, fits=False)
-        self._fit()
+    def _prefix(self, outcome: Outcome, ran: Trace) -> Bounds:
+        """Return bounds from the events up to a failure."""
+        events = _with_request(ran, outcome.requested_bytes)
+        return bounds_of(outcome.attempt.micro_batch, events, self._traced, failed=True)
 
-    def _refute(self, size: int, *, fits: bool) -> None:
+    def _refute(self, size: int, ran: Trace, *, fits: bool) -> None:
         """Leave out the models of the allocator in which a run with known events ends otherwise."""
         programs = [one.upper for one in self._orders]
+        if not fits and not _begins(programs[0], size, ran):
+            return
         try:
             right = [new for new in self._allocators if Fitting(programs, new).fits(size) is fits]
         except Untraceable:
@@ -127,7 +174,7 @@ class Replay:
     def largest(self, cap: int) -> int | None:
         """Predict the largest micro-batch up to ``cap`` that fits, possibly 0; None if nothing is known."""
         found = [one for one in (self._by_events(cap), self._by_bytes(cap)) if one is not None]
-        return max(found) if self._runs and found else next(iter(found), None)
+        return max(found) if self.has_run and found else next(iter(found), None)
 
     def guess(self, low: int, high: int) -> int:
         """Guess the largest size between one that fits and one that does not."""
@@ -152,8 +199,10 @@ class Replay:
         """Return the largest size whose replay fits; None if no events are known."""
         if not (self._orders or self._prefixes):
             return None
+        # After a failure, the model of the allocator in which least fits counts.
+        models = self._upper if self._failed else self._upper[:1]
         try:
-            return self._upper[0].largest(cap)
+            return min(one.largest(cap) for one in models)
         except Untraceable:
             self._orders, self._prefixes = [], []
             return None
@@ -183,8 +232,8 @@ class Replay:
 
     @property
     def has_run(self) -> bool:
-        """True if the events of a run have confirmed or corrected the program."""
-        return bool(self._runs)
+        """True if the events of a run that fits have confirmed or corrected the program."""
+        return any(run.fits for run in self._runs)
 
     def _says_upper_fits(self, size: int) -> bool:
         try:
@@ -194,22 +243,6 @@ class Replay:
 
     def _agrees(self, size: int, trace: Trace) -> bool:
         return bool(self._orders) and _agree(self._orders[0].upper, size, trace)
-
-    def _corrected(self, size: int, trace: Trace) -> Bounds:
-        """Return bounds from the events of a run; above, a line through it and another run if there is one.
-
-        That line may be chance, so that it proves nothing until a further run agrees with it.
-        """
-        bounds = bounds_of(size, trace, self._traced)
-        for runs in (self._runs[-2:], self._runs[-3:]):
-            if len(runs) > 1:
-                try:
-                    program = Program.fit(runs)
-                except Untraceable:
-                    continue
-                if not program.bends():
-                    return bounds._replace(upper=program)
-        return bounds
 
     def _fit(self) -> None:
         bounds = [*self._orders, *self._prefixes]
@@ -247,28 +280,74 @@ def _with_request(trace: Trace, requested_bytes: int | None) -> Trace:
     return Trace((*ran.events, (block, requested_bytes)), ran.marks)
 
 
-def bounds_of(m: int, trace: Trace, known: Program | None) -> Bounds:
+def bounds_of(
+    m: int,
+    trace: Trace,
+    known: Program | None,
+    others: Sequence[tuple[int, Trace]] = (),
+    *,
+    failed: bool = False,
+) -> Bounds:
     """Return bounds on the memory of a step from the events of one run.
 
     Args:
         m: the micro-batch of the run.
         trace: its events.
         known: a program of the step that is right for most of its blocks; None if there is none.
+        others: runs at other micro-batches. A line through a block of those with the same order of events is
+            its upper bound; the line may be chance, so that it is no lower one.
+        failed: the run failed, so that smaller micro-batches are in question.
     """
     trace = trace.canonical()
-    rules = _rules_at(m, known)
-    constant = _constant_sizes(trace)
-    lower: dict[int, Rule | None] = {FREE: None}
-    upper: dict[int, Rule | None] = {FREE: None}
-    for size in {size for _, size in trace.events} - {FREE}:
-        same = rules.get(size)
-        grown = Polynomial(size) if size in constant else Polynomial(0, size, 0, m)
-        lower[size] = min(same, key=lambda rule: rule.at(2 * m)) if same else Polynomial(size)
-        upper[size] = max(same, key=lambda rule: rule.at(2 * m)) if same else grown
+    alike = [(size, one) for size, one in others if _order(one) == _order(trace)][-2:]
+    points = [*(size for size, _ in alike), m]
+    columns = list(zip(*(one.canonical().events for _, one in alike), trace.events, strict=True))
+    rules, constant = _rules_at(m, known), _constant_sizes(trace)
+    bounds: dict[tuple[int, ...], tuple[Rule | None, Rule | None]] = {}
+
+    def grown(size: int) -> Polynomial:
+        # Smaller sizes may need it all: what a trace lacks is often a library's workspace.
+        return Polynomial(size) if failed and known else Polynomial(0, size, 0, m)
+
+    for sizes in {tuple(size for _, size in column) for column in columns}:
+        size, same = sizes[-1], rules.get(sizes[-1])
+        if size == FREE:
+            bounds[sizes] = None, None
+        elif same:
+            bounds[sizes] = min(same, key=_later(m)), max(same, key=_later(m))
+        elif size in constant:
+            bounds[sizes] = Polynomial(size), Polynomial(size)
+        else:
+            bounds[sizes] = Polynomial(size), _line(points, sizes) or grown(size)
+    found = [(column[-1][0], *bounds[tuple(size for _, size in column)]) for column in columns]
     return Bounds(
-        Program(tuple((block, lower[size]) for block, size in trace.events), trace.marks),
-        Program(tuple((block, upper[size]) for block, size in trace.events), trace.marks),
+        Program(tuple((block, lower) for block, lower, _ in found), trace.marks),
+        Program(tuple((block, upper) for block, _, upper in found), trace.marks),
     )
+
+
+def _order(trace: Trace) -> list[tuple[int, bool]]:
+    return [(block, size == FREE) for block, size in trace.canonical().events]
+
+
+def _later(m: int) -> Callable[[Rule], int]:
+    return lambda rule: rule.at(2 * m)
+
+
+def _line(points: Sequence[int], sizes: Sequence[int]) -> Polynomial | None:
+    """Return a line through the last two points, or a parabola through three if the line falls below 0."""
+    if len(points) < 2:
+        return None
+    (small, ran), (less, most) = points[-2:], sizes[-2:]
+    line = Polynomial(less * ran - most * small, most - less, 0, ran - small)
+    if ran < small:
+        line = Polynomial(-line.constant, -line.slope, 0, small - ran)
+    if line.slope >= 0 and line.constant >= 0:
+        return line
+    if len(points) > 2 and line.slope >= 0:
+        with suppress(Untraceable):
+            return interpolate(points, sizes)
+    return None
 
 
 def _rules_at(m: int, program: Program | None) -> dict[int, list[Rule]]:

@@ -27,12 +27,12 @@ from autobatch.core.knobs import (
 from autobatch.device.host import usable_cores
 from autobatch.device.oom import first_line
 from autobatch.planning import micro_batches
-from autobatch.search.replay import Replay
+from autobatch.search.replay import replay_on
 from autobatch.search.search import first_size, search
 from autobatch.setup.attempt import attempt
 from autobatch.setup.child import ChildCrashed, Session, SetupProcess
 from autobatch.setup.setup import Setup, describe_setup, stand_in_optimizers, with_knobs
-from autobatch.setup.trace import program_on, trace_footprint
+from autobatch.setup.trace import other_order, trace_footprint
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.tuning.configuration import Infeasible, Key, Measurement, changes, infeasible, key_of
 from autobatch.tuning.measure import TOLERANCE, LossCheck, fetch_share, time_steps
@@ -266,12 +266,11 @@ def _largest(setup: Setup, cap: int, multiple: int) -> int:
     """Return the largest micro-batch that runs within the enforced budget; 0 if none does."""
     if cap < 1:
         return 0
-    step = trace_footprint(setup)
-    program = None if step is None else program_on(step, describe_setup(setup))
+    replay = replay_on(describe_setup(setup), trace_footprint(setup), lambda: other_order(setup))
     return search(
         lambda size: attempt(setup, size),
         cap=cap,
-        replay=Replay(setup.device.new_allocator, program),
+        replay=replay,
         first=first_size(setup.device.compute_capability),
         multiple=multiple,
     ).micro_batch

@@ -130,6 +130,21 @@ def test_the_events_of_a_run_correct_a_trace_that_misses_some(sizes, more, cap) 
     assert machine.ooms <= math.log2(2 * cap + 1) / 2 + 2
 
 
+def test_a_run_that_ends_over_the_budget_corrects_the_trace() -> None:
+    """The trace lacks a workspace, and the allocator empties its cache where it finds no memory."""
+    known, workspace = (lambda m: 20 * m + 300, lambda m: 7 * m), lambda m: 4000
+    machine = machine_of(workspace, *known)
+
+    def run(size: int) -> Outcome:
+        outcome = machine.run(size)
+        over = msgspec.structs.replace(outcome.attempt, phase=None)
+        return outcome._replace(attempt=over, trace=trace_of(workspace, *known)(size))
+
+    found = search(run, cap=10_000, replay=replay_of(program_of(*known)))
+    assert found.micro_batch == machine.limit(10_000)
+    assert (len(machine.asked), machine.ooms) == (2, 1)
+
+
 def test_runs_correct_a_wrong_prediction() -> None:
     """The events have half of the size that the memory has."""
     machine = Machine(lambda size: 10 * size + 20, trace_of(lambda size: 5 * size + 10))
