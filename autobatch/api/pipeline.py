@@ -82,10 +82,8 @@ from autobatch.training.run_folder import (
 from autobatch.workload import demo
 from autobatch.workload.contract import Workload
 from autobatch.workload.data_digest import DataDigest, check_same_data
-from autobatch.workload.order import GlobalBatchSampler
-from autobatch.workload.reference import find_workload
-from autobatch.workload.sampler_order import epoch_of
-from autobatch.workload.shared_model import shared_model_notes
+from autobatch.workload.order import GlobalBatchSampler, epoch_of
+from autobatch.workload.reference import find_workload, shared_model_notes
 from autobatch.workload.streams import ENDLESS, count_samples
 
 PLANNED_STEPS = 1000

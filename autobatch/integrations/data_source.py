@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from autobatch.core.errors import InputError
 from autobatch.core.records import Plan
 from autobatch.workload.contract import Collated, MapStyle, kind_of
-from autobatch.workload.cut import ADVICE, concatenate, cut, samples_along, signature
 from autobatch.workload.data import collate_samples, fetch
+from autobatch.workload.nested import ADVICE, concatenate, cut, samples_along, signature
 from autobatch.workload.order import GlobalBatchSampler, LastBatch
 
 SampleT = TypeVar("SampleT")

@@ -34,8 +34,8 @@ from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.data_digest import DataDigest, digest_data
 from autobatch.workload.demo import MEMORY_BUDGET
 from autobatch.workload.nested import tensors_of
+from autobatch.workload.order import epoch_of
 from autobatch.workload.rng import preserved_random_state, seed_everything
-from autobatch.workload.sampler_order import epoch_of
 from autobatch.workload.split import digest_of
 from autobatch.workload.streams import ENDLESS, is_open_ended, scanned, stream_notes
 

@@ -32,9 +32,8 @@ from autobatch.setup.rehearsal import Batch, Step, batch_of, rehearse
 from autobatch.setup.setup import Setup, with_knobs
 from autobatch.tuning.compare import MINIMUM_GAIN, STUDENT
 from autobatch.tuning.configuration import Budget, StudyLocation
-from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.order import GlobalBatchSampler, epoch_of
 from autobatch.workload.rng import seed_everything
-from autobatch.workload.sampler_order import epoch_of
 from autobatch.workload.split import Split
 
 if TYPE_CHECKING:

@@ -8,10 +8,7 @@ and the last reading differ, the values are random by nature, and nothing is cla
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,16 +19,12 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import Record
 from autobatch.device.host import cpu_name
 from autobatch.workload.data import fetch
-from autobatch.workload.rng import preserved_random_state, seed_everything
+from autobatch.workload.rng import preserved_generators, preserved_random_state, seed_everything
 
 LOOKED_AT = 5
 """Samples that are read: the first, the last, and some between."""
 DEEPEST = 8
 """Depth to which a nested sample is read."""
-MOST_HELD = 64
-"""Attributes of an object that are looked through for generators."""
-HELD_DEPTH = 2
-"""Objects within objects that are looked through."""
 CAUSES = (
     "Usual causes: files that are listed unsorted (sort them), the order of a set (sort it, or set "
     "PYTHONHASHSEED=0), and a split or shuffle whose generator nothing seeds (give generator=)"
@@ -104,7 +97,7 @@ def _read(data: Any, seed: int) -> tuple[str, str]:
     exact, computed = hashlib.sha256(), hashlib.sha256()
     last = len(data) - 1
     places = sorted({last * part // (LOOKED_AT - 1) for part in range(LOOKED_AT)})
-    with preserved_random_state(), _preserved_generators(data):
+    with preserved_random_state(), preserved_generators(data):
         seed_everything(seed)
         samples = fetch(data, places)
     for is_computed, content in _parts([*_indices(data), *samples]):
@@ -159,38 +152,3 @@ def _tensor_parts(value: Tensor) -> Iterator[tuple[bool, bytes]]:
 def _is_computed(kind: str, item_bytes: int) -> bool:
     """Return whether values may be decoded or computed: floating-point numbers, and the bytes of an image."""
     return kind in "fc" or (kind in "iu" and item_bytes == 1)
-
-
-@contextmanager
-def _preserved_generators(data: Any) -> Iterator[None]:
-    """Restore the generators that data and their transforms hold at the end of the block."""
-    restores = [restore for one in _held_by(data) if (restore := _restore_of(one)) is not None]
-    try:
-        yield
-    finally:
-        for restore in restores:
-            restore()
-
-
-def _held_by(owner: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield what an object and the objects within it hold as attributes."""
-    held = owner if isinstance(owner, list | tuple) and depth else getattr(owner, "__dict__", {}).values()
-    for one in islice(held, MOST_HELD):
-        yield one
-        if depth < HELD_DEPTH and not isinstance(one, Tensor | np.ndarray | type):
-            yield from _held_by(one, depth + 1)
-
-
-def _restore_of(generator: Any) -> Any:
-    """Return a function that sets a generator back to its state now; None for anything else."""
-    if isinstance(generator, torch.Generator):
-        state = generator.get_state()
-        return lambda: generator.set_state(state)
-    if isinstance(generator, random.Random):
-        own = generator.getstate()
-        return lambda: generator.setstate(own)
-    if isinstance(generator, np.random.Generator):
-        bits = generator.bit_generator
-        inner = bits.state
-        return lambda: setattr(bits, "state", inner)
-    return None

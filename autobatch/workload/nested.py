@@ -1,20 +1,30 @@
-"""Collated micro-batches: nested containers of tensors, or objects that hold tensors."""
+"""Collated batches: nested containers of tensors, or objects that hold tensors.
+
+They are looked through, moved to the device, cut along dimension 0, and concatenated again.
+"""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
+from autobatch.core.errors import InputError
 from autobatch.device.cpu import SilentMeter
 from autobatch.workload.contract import Collated, kind_of
 
 if TYPE_CHECKING:
     from autobatch.device.base import Meter
+
+PLAIN = (str, bytes, int, float, complex, type(None))
+"""Types of values that belong to a sample as a whole, or to the whole batch."""
+ADVICE = "give autobatch.batches the dataset itself, with collate="
 
 
 def to_device(batch: Collated, device: torch.device) -> Collated:
@@ -61,7 +71,7 @@ def _object_to_device(other: Any, device: torch.device) -> Any:
         other = other.pin_memory()
     elif isinstance(other, MutableMapping):
         # As transformers' BatchEncoding, which cannot pin itself.
-        other = _map_values(other, lambda tensor: _pinned(tensor, device), None)
+        other = _map_children(other, lambda tensor: _pinned(tensor, device), None)
     try:
         return other.to(device, non_blocking=True)
     except TypeError:
@@ -83,34 +93,15 @@ def map_tensors(
         return change(batch)
     if convert is not None and callable(getattr(batch, "to", None)):
         return convert(batch)
-    if isinstance(batch, MutableMapping):
-        return _map_values(batch, change, convert)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(value, change, convert=convert) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map_tensors(value, change, convert=convert) for value in batch)
-    return batch
-
-
-def _map_values(
-    batch: MutableMapping[Any, Any], change: Callable[[Tensor], Tensor], convert: Callable[[Any], Any] | None
-) -> MutableMapping[Any, Any]:
-    """Return a copy of a mapping, of its own class, with every tensor changed; see `map_tensors`."""
-    changed = copy.copy(batch)
-    for key, value in batch.items():
-        changed[key] = map_tensors(value, change, convert=convert)
-    return changed
+    return _map_children(batch, change, convert)
 
 
 def tensors_of(batch: Collated) -> Iterator[Tensor]:
     """Yield all tensors of nested containers, or of an object that has them as attributes."""
     if isinstance(batch, Tensor):
         yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_of(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
+    elif isinstance(batch, Mapping | list | tuple):
+        for value in children_of(batch):
             yield from tensors_of(value)
     elif hasattr(batch, "__dict__") and not isinstance(batch, type):
         for value in vars(batch).values():
@@ -118,9 +109,90 @@ def tensors_of(batch: Collated) -> Iterator[Tensor]:
                 yield from tensors_of(value)
 
 
+def children_of(value: Any) -> list[Any]:
+    """Return the values that a container holds; empty for anything else."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else []
+
+
 def form_of(value: object) -> str:
     """Describe a value for a message if a 0-d tensor was expected: ``a tensor of shape (3,)``."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
+
+
+def _map_children(
+    value: Any, change: Callable[[Tensor], Tensor], convert: Callable[[Any], Any] | None
+) -> Any:
+    return _rebuilt(value, [map_tensors(one, change, convert=convert) for one in children_of(value)])
+
+
+def _rebuilt(value: Any, children: list[Any]) -> Any:
+    """Return the same container with other children; a plain value is returned unchanged."""
+    if isinstance(value, MutableMapping):
+        changed = copy.copy(value)
+        for key, child in zip(value, children, strict=True):
+            changed[key] = child
+        return changed
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*children)
+    return type(value)(children) if isinstance(value, list | tuple) else value
+
+
+# Samples of a batch, along dimension 0
+
+
+def signature(value: Any) -> Any:
+    """Return what must be equal for batches to be concatenated: all but the number of samples."""
+    if isinstance(value, Tensor):
+        return value.shape[1:], value.dtype, value.device
+    if is_column(value):
+        return type(value)
+    if isinstance(value, Mapping | list | tuple):
+        names = list(value) if isinstance(value, Mapping) else []
+        return type(value), names, [signature(one) for one in children_of(value)]
+    return value
+
+
+def is_column(value: Any) -> bool:
+    """Check for a list with a plain value per sample, for example names."""
+    return type(value) in (list, tuple) and bool(value) and all(isinstance(one, PLAIN) for one in value)
+
+
+def samples_along(value: Any) -> Iterator[int]:
+    """Yield the size along dimension 0 of each tensor and column of a collated batch.
+
+    Raises:
+        InputError: a part has no such dimension.
+    """
+    if is_column(value) or (isinstance(value, Tensor) and value.dim()):
+        yield len(value)
+    elif isinstance(value, Mapping | list | tuple) and not isinstance(value, PackedSequence):
+        for one in children_of(value):
+            yield from samples_along(one)
+    elif not isinstance(value, PLAIN):
+        kind = "a 0-d tensor" if isinstance(value, Tensor) else kind_of(value)
+        raise InputError(f"{kind} in a batch of the loader cannot be cut into micro-batches: {ADVICE}")
+
+
+def cut(value: Any, part: slice) -> Any:
+    """Return some samples of a collated batch, whose tensors are views."""
+    if isinstance(value, Tensor) or is_column(value):
+        return value[part]
+    return _rebuilt(value, [cut(one, part) for one in children_of(value)])
+
+
+def concatenate(values: list[Any]) -> Any:
+    """Concatenate collated batches of one signature along dimension 0."""
+    first = values[0]
+    if isinstance(first, Tensor):
+        return torch.cat(values)
+    if is_column(first):
+        return type(first)(itertools.chain.from_iterable(values))
+    return _rebuilt(first, [concatenate(list(same)) for same in zip(*map(children_of, values), strict=True)])
+
+
+# On their way to the device
 
 
 def feed(

@@ -4,19 +4,33 @@ Batches of exactly ``target_batch`` sample ids are drawn from a permutation of e
 the seed and the epoch alone. It is computed for any place at once, so no large epoch is held in memory.
 Batches are split into micro-batches afterwards. The order of the data therefore does not depend on the
 micro-batch, the number of workers, the ranks, or the step of a resume.
+
+A sampler of the user's takes the place of the permutation. It may be random: weighted, or grouped by length.
+It is drawn with generators that are seeded by the run's seed and the epoch, so that a resume needs no state.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from itertools import islice
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from autobatch.core.errors import InputError
+from autobatch.workload.contract import Workload, kind_of
+from autobatch.workload.rng import (
+    preserved_generators,
+    preserved_random_state,
+    seed_everything,
+    seed_generator,
+)
+from autobatch.workload.user_code import user_code
 
 Integers = NDArray[np.int64]
 LastBatch = Literal["carry", "flush", "drop"]
@@ -33,6 +47,8 @@ ROUNDS = 8
 SMALL_BITS = 12
 """Bits of a domain up to which halves are so small that more rounds are needed."""
 ROUNDS_IF_SMALL = 20
+MOST_PASSES = 1000
+"""Times the size of the data above which a sampler counts as one that never ends."""
 _MASK32 = 2**32 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 """Increment of SplitMix64."""
@@ -140,6 +156,89 @@ class GlobalBatchSampler:
             return index * self.target_batch
         epoch, place = divmod(index, self._per_epoch)
         return epoch * self.samples + place * self.target_batch
+
+
+def epoch_of(workload: Workload, seed: int) -> tuple[int, Order | None]:
+    """Return the samples of an epoch, and their order; None for a permutation per epoch.
+
+    Raises:
+        InputError: the sampler of the workload is invalid.
+    """
+    count = len(workload.train_data)  # type: ignore[arg-type]
+    if workload.sampler is None:
+        return count, None
+    order = SamplerOrder(workload.sampler, count, seed)
+    return order.samples, order
+
+
+class SamplerOrder:
+    """The order that a sampler of the user's draws for each epoch.
+
+    Args:
+        sampler: yields indices, or lists of indices.
+        count: number of samples in the data.
+        seed: of the run.
+
+    Raises:
+        InputError: the sampler never ends, yields nothing, or yields no index of the data.
+    """
+
+    def __init__(self, sampler: Iterable[Any], count: int, seed: int) -> None:
+        self._sampler = sampler
+        self._count = count
+        self._seed = seed
+        self._last = 0, self._draw(0)
+        self.samples = len(self._last[1])
+        """Samples of an epoch."""
+
+    def __call__(self, epoch: int) -> list[int]:
+        """Return the samples of an epoch in order.
+
+        Raises:
+            InputError: the epoch has another number of samples than the first one.
+        """
+        if self._last[0] != epoch:
+            self._last = epoch, self._draw(epoch)
+        found = self._last[1]
+        if len(found) != self.samples:
+            raise InputError(
+                f"the sampler drew {len(found):,} samples in epoch {epoch + 1} and {self.samples:,} in epoch "
+                "1, so the steps of the run cannot be counted: let every epoch have the same number"
+            )
+        return found
+
+    def _draw(self, epoch: int) -> list[int]:
+        seed = mix_seed(self._seed, epoch)
+        limit = MOST_PASSES * self._count
+        with preserved_random_state(), preserved_generators(self._sampler) as own, user_code("sampler"):
+            seed_everything(seed % 2**32)
+            for generator in own:
+                seed_generator(generator, seed)
+            set_epoch = getattr(self._sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+            found = list(islice(_flat(self._sampler), limit + 1))
+        wrong = next((one for one in found if not 0 <= one < self._count), None)
+        if len(found) > limit or not found or wrong is not None:
+            what = (
+                f"{wrong}" if wrong is not None else "no sample" if not found else f"over {limit:,} samples"
+            )
+            raise InputError(
+                f"the sampler drew {what} in epoch {epoch + 1}: it must draw indices from 0 to "
+                f"{self._count - 1:,}, and end"
+            )
+        return found
+
+
+def _flat(sampler: Iterable[Any]) -> Iterator[int]:
+    """Yield the indices of a sampler, or of the batches of a batch sampler."""
+    for one in sampler:
+        if isinstance(one, list | tuple):
+            yield from map(int, one)
+        elif hasattr(one, "__index__"):
+            yield one.__index__()
+        else:
+            raise InputError(f"the sampler drew {kind_of(one)}: it must draw indices, or lists of indices")
 
 
 def order_digest(order: Order) -> str:

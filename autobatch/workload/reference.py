@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from autobatch.core.errors import InputError
 from autobatch.core.files import is_file
 from autobatch.core.text import LONGEST_VALUE, cut
@@ -212,3 +214,21 @@ def _load_file(path: Path) -> Any:
 def _make_importable(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+
+
+def shared_model_notes(workload: Workload, model: nn.Module) -> list[str]:
+    """Return a note if the workload's function hands out a model that exists beside it, else nothing."""
+    try:
+        names = inspect.getclosurevars(inspect.unwrap(workload.model))
+    except TypeError:  # a class, or a partial function
+        return []
+    for name, value in {**names.globals, **names.nonlocals}.items():
+        held = {name: value} | {f"{name}.{key}": one for key, one in getattr(value, "__dict__", {}).items()}
+        for path, one in held.items():
+            if one is model:
+                return [
+                    f"Workload(model=…) hands out a model that exists already ({path}): the run trains it in "
+                    "place, and the next run starts from its weights. Build the model in the function for a "
+                    "fresh start"
+                ]
+    return []

@@ -10,6 +10,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -26,6 +27,10 @@ place, and each 624 draws replace all words. Copying all of them would take a tw
 _Memory = ctypes.c_char * _MT19937_BYTES
 _Mark = ctypes.c_char * _MARK_BYTES
 """The mark in the memory of a generator; ``raw`` copies it."""
+MOST_HELD = 64
+"""Attributes of an object that are looked through for generators."""
+HELD_DEPTH = 2
+"""Objects within objects that are looked through."""
 
 
 class RandomState(NamedTuple):
@@ -228,3 +233,55 @@ def seed_generators(seed: int, batch_index: int, place: int, sample: int) -> Non
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed([int.from_bytes(digest[at : at + 4], "little") for at in (16, 20)])
+
+
+@contextmanager
+def preserved_generators(owner: object) -> Iterator[list[Any]]:
+    """Find the generators that an object and the objects within it hold, and restore them afterwards.
+
+    Yields:
+        Generators of Python, NumPy and torch.
+    """
+    found = list(_generators_within(owner))
+    states = [_state_of(one) for one in found]
+    try:
+        yield found
+    finally:
+        for one, state in zip(found, states, strict=True):
+            _set_state(one, state)
+
+
+def seed_generator(generator: Any, seed: int) -> None:
+    """Seed a generator of Python, NumPy or torch."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    else:
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+
+
+def _generators_within(owner: Any, depth: int = 0) -> Iterator[Any]:
+    numpy = sys.modules.get("numpy")
+    kinds = (torch.Generator, random.Random, *([] if numpy is None else [numpy.random.Generator]))
+    held = owner if isinstance(owner, list | tuple) and depth else getattr(owner, "__dict__", {}).values()
+    for one in islice(held, MOST_HELD):
+        if isinstance(one, kinds):
+            yield one
+        elif depth < HELD_DEPTH and not isinstance(one, Tensor | type):
+            yield from _generators_within(one, depth + 1)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state

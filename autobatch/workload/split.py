@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -28,11 +28,17 @@ from numpy.typing import NDArray
 
 from autobatch.core.records import SizeCut
 from autobatch.planning import FIXED_SHARE, cut_by_area, fewest_joined, micro_batches, shares
-from autobatch.workload.order import GlobalBatch
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, Integers
 
 Sizes = NDArray[np.float64]
 MEASURED_SHARE = 16
 """One in this many samples of a batch, drawn at random, begins a batch whose noise is measured."""
+
+
+HEAVIEST = 8
+"""Batches that are kept for each split, the heaviest ones."""
+BLOCK_SAMPLES = 2**18
+"""Samples that are summed at once."""
 
 
 class MicroBatchIds(NamedTuple):
@@ -246,3 +252,47 @@ def digest_of(sizes: Sizes) -> str:
 def size_of_part(sizes: Sizes, *, is_padded: bool = True) -> float:
     """Return the size of each sample in memory: the largest of its micro-batch if padded, else the mean."""
     return float(sizes.max() if is_padded else sizes.mean())
+
+
+def heaviest_batches(
+    sampler: GlobalBatchSampler, sizes: Sizes, limits: Sequence[int], *, kept: int = HEAVIEST
+) -> dict[int, list[int]]:
+    """Return the numbers of the batches with the heaviest micro-batches, for several splits by count.
+
+    Args:
+        sampler: the batches of the run.
+        sizes: size of each sample, by its index.
+        limits: the largest micro-batch of each split.
+        kept: batches per split.
+
+    Returns:
+        For each limit, the numbers of its batches, the heaviest first.
+    """
+    best = {limit: (np.zeros(0), np.zeros(0, np.int64)) for limit in limits}
+    for numbers, ids in _blocks(sampler):
+        count = ids.shape[1]
+        sums = np.zeros((len(ids), count + 1))
+        np.cumsum(sizes[ids], axis=1, out=sums[:, 1:])
+        for limit in limits:
+            ends = np.cumsum([0, *micro_batches(count, limit)])
+            heaviest = np.diff(sums[:, ends], axis=1).max(axis=1)
+            totals = np.concatenate([best[limit][0], heaviest])
+            places = np.concatenate([best[limit][1], numbers])
+            order = np.argsort(-totals, kind="stable")[:kept]
+            best[limit] = totals[order], places[order]
+    return {limit: places.tolist() for limit, (_, places) in best.items()}
+
+
+def _blocks(sampler: GlobalBatchSampler) -> Iterator[tuple[Integers, Integers]]:
+    """Yield the numbers of consecutive batches with equally many samples, and these, one row per batch."""
+    numbers: list[int] = []
+    rows: list[list[int]] = []
+    for batch in sampler.batches():
+        is_full = len(rows) * len(batch.ids) >= BLOCK_SAMPLES
+        if rows and (is_full or len(batch.ids) != len(rows[0])):
+            yield np.array(numbers), np.array(rows)
+            numbers, rows = [], []
+        numbers.append(batch.index)
+        rows.append(batch.ids)
+    if rows:
+        yield np.array(numbers), np.array(rows)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 import autobatch
 from autobatch.core.errors import InputError
-from autobatch.workload.sampler_order import SamplerOrder
+from autobatch.workload.order import SamplerOrder
 from tests.support.libraries import installed
 
 SAMPLES = 20

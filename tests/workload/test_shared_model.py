@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from torch import nn
 
-from autobatch.workload.shared_model import shared_model_notes
+from autobatch.workload.reference import shared_model_notes
 from tests.support.training import make_workload
 
 MODEL = nn.Linear(2, 2)

@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 
 from autobatch.core.records import SizeCut
 from autobatch.planning import cut_by_area, fewest_joined, micro_batches, shares, split_evenly
-from autobatch.workload.order import GlobalBatch
-from autobatch.workload.split import MicroBatchIds, SizeSplit, Split, digest_of, size_of_part
+from autobatch.workload import split
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
+from autobatch.workload.split import (
+    MicroBatchIds,
+    SizeSplit,
+    Split,
+    digest_of,
+    heaviest_batches,
+    size_of_part,
+)
 from tests.support.ragged import padded_and_real
 
 LIMITS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
@@ -252,3 +260,19 @@ def test_a_batch_in_one_micro_batch_keeps_its_order() -> None:
 def test_a_digest_tells_other_sizes() -> None:
     assert digest_of(np.array([1.0, 2.0])) == digest_of(np.array([1.0, 2.0]))
     assert digest_of(np.array([1.0, 2.0])) != digest_of(np.array([2.0, 1.0]))
+
+
+SIZES = np.random.default_rng(0).lognormal(2, 1, 53)
+
+
+@pytest.mark.parametrize("last_batch", ["carry", "flush", "drop"])
+@pytest.mark.parametrize("block", [1, 100, 10**6])
+def test_the_heaviest_batches_are_those_of_brute_force(last_batch, block: int, monkeypatch) -> None:
+    monkeypatch.setattr(split, "BLOCK_SAMPLES", block)
+    sampler = GlobalBatchSampler(samples=53, target_batch=10, seed=3, epochs=4, last_batch=last_batch)
+    found = heaviest_batches(sampler, SIZES, [1, 3, 4, 10], kept=5)
+    for limit, numbers in found.items():
+        totals = [
+            max(SIZES[part.ids].sum() for part in Split().parts(batch, limit)) for batch in sampler.batches()
+        ]
+        assert np.allclose([totals[number] for number in numbers], sorted(totals, reverse=True)[:5])

@@ -27,9 +27,8 @@ from autobatch.setup.rehearsal import batch_of, rehearse
 from autobatch.setup.setup import Setup, with_knobs
 from autobatch.setup.trace import setting_of
 from autobatch.workload.contract import WholeBatchLoss
-from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, LastBatch
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, LastBatch, epoch_of
 from autobatch.workload.rng import preserved_random_state
-from autobatch.workload.sampler_order import epoch_of
 from autobatch.workload.split import MicroBatchIds, Split, size_of_part
 
 Sizes = NDArray[np.float64]

@@ -34,9 +34,8 @@ from autobatch.search.sizes.real_batches import (
 )
 from autobatch.setup.child import Session
 from autobatch.workload.contract import WholeBatchLoss, Workload
-from autobatch.workload.heaviest import heaviest_batches
 from autobatch.workload.order import GlobalBatch
-from autobatch.workload.split import MicroBatchIds, Split
+from autobatch.workload.split import MicroBatchIds, Split, heaviest_batches
 
 MOST_SAMPLES = 2**23
 """Samples of the longest run whose batches are all looked at, which takes about 3 seconds."""

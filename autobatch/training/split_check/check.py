@@ -30,9 +30,8 @@ from autobatch.training.split_check.samples import (
     join_parts,
     mixes_samples,
 )
-from autobatch.workload.cut import cut
 from autobatch.workload.data import COLLATE, fetch, load_micro_batch
-from autobatch.workload.nested import tensors_of
+from autobatch.workload.nested import cut, tensors_of
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state
 from autobatch.workload.user_code import failed_part

@@ -18,9 +18,17 @@ from torch.nn.utils.rnn import PackedSequence
 from autobatch.core.errors import InputError
 from autobatch.setup.setup import Setup
 from autobatch.workload.contract import Collated, Workload
-from autobatch.workload.cut import PLAIN, children_of, concatenate, cut, is_column, samples_along, signature
 from autobatch.workload.data import collate_samples, elements, fetch, shallow_copies
-from autobatch.workload.nested import tensors_of
+from autobatch.workload.nested import (
+    PLAIN,
+    children_of,
+    concatenate,
+    cut,
+    is_column,
+    samples_along,
+    signature,
+    tensors_of,
+)
 from autobatch.workload.rng import seed_everything
 
 CANDIDATES = 256
