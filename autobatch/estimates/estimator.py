@@ -43,11 +43,9 @@ from autobatch.estimates.gpus import (
 from autobatch.estimates.sizes import with_sizes
 from autobatch.estimates.traces import ALONE, Layout, Traces
 from autobatch.footprint.explain import explain
-from autobatch.footprint.fit_sizes import Unpredictable
+from autobatch.footprint.fit import Footprint, Unpredictable
 from autobatch.footprint.predict import (
-    Footprint,
     Prediction,
-    footprint_of,
     gpu_allocator,
     largest_on,
     predict,
@@ -264,7 +262,7 @@ class Estimator:
         for m in reversed(tried):
             one = recordings[m]
             program = Program(in_proportion(m, one.trace).events, one.trace.canonical().marks)
-            step = footprint_of(program, one)
+            step = Footprint.of(program, one)
             found = of_budget(step, cap=m, micro_batch=m)
             if found.fits or asked is not None:
                 above = [other for other in tried if other > m]

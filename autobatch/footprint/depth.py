@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from autobatch.footprint.fit_sizes import SIZES, record_apart
+from autobatch.footprint.fit import SIZES, Footprint, footprint, footprint_beside, record_apart
 from autobatch.footprint.layer_events import events_of, footprint_of
-from autobatch.footprint.predict import Footprint, footprint, footprint_beside
 from autobatch.footprint.program import Polynomial, Program, TooLong
 from autobatch.footprint.repeat_layers import deepen
 from autobatch.footprint.tracing.recording import Recording
@@ -57,20 +55,17 @@ class DeepFootprint:
         self,
         setting: Setting,
         recording: Recording | None = None,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> DeepFootprint:
         """Return the footprint of the same step with other sizes, for example on more ranks.
 
         Args:
             setting: the step.
             recording: of `record_few`; None to record it now.
-            clock: returns seconds.
 
         Raises:
             Unpredictable: the step cannot be traced, or follows no rule in the micro-batch.
         """
-        start = clock()
+        start = time.perf_counter()
         if recording is None:
             recording = record_few(setting) if self.layers else record_apart((setting, SIZES[0]))[0]
         growth = _growth(self.traced, _as_footprint(recording, self.traced))
@@ -81,7 +76,7 @@ class DeepFootprint:
             for (block, rule), origin in zip(self.step.program.events, self._origins, strict=True)
         )
         program = Program(events, self.step.program.marks)
-        return replace(self, step=replace(self.step, program=program, seconds=clock() - start))
+        return replace(self, step=replace(self.step, program=program, seconds=time.perf_counter() - start))
 
 
 def is_deep(model: nn.Module) -> bool:
@@ -105,20 +100,18 @@ def deep_footprint(
     setting: Setting,
     *,
     most_tensors: int | None = None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> DeepFootprint:
     """Trace a step of a deep model by a few of its layers, and of any other model as it is.
 
     Args:
         setting: what to trace.
         most_tensors: parameter tensors of what is traced, above which it is not; None for no limit.
-        clock: returns seconds.
 
     Raises:
         TooLong: what is traced has more parameter tensors, or more operators than the setting allows.
         Unpredictable: the step cannot be traced, or follows no rule in the micro-batch.
     """
-    start = clock()
+    start = time.perf_counter()
     stack = like_layers(setting.model)
     if stack is not None and stack.layers >= LEAST_LAYERS:
         few, middle, many = (cut_to(setting.model, stack, depth) for depth in DEPTHS)
@@ -126,9 +119,9 @@ def deep_footprint(
         # A model may count its layers elsewhere, and then runs at its own depth only.
         with suppress(Exception):
             found = _deepened(setting, (few, middle, many), stack.layers)
-            return replace(found, step=replace(found.step, seconds=clock() - start))
+            return replace(found, step=replace(found.step, seconds=time.perf_counter() - start))
     _check_size(setting.model, most_tensors)
-    step = footprint(setting, clock=clock)
+    step = footprint(setting)
     return DeepFootprint(step, step, None, tuple(range(len(step.program.events))))
 
 

@@ -10,7 +10,7 @@ from autobatch.core.records import MemoryCurve, PredictedPoint
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
-from autobatch.footprint.predict import Footprint
+from autobatch.footprint.fit import Footprint
 from autobatch.footprint.program import Untraceable
 
 MODULES = 3

@@ -20,33 +20,12 @@ STRIDE = 32
 """Further sizes are tried in steps of one part in this many."""
 
 
-def largest_micro_batch(
-    program: Program,
-    new_allocator: Callable[[], Allocator],
-    cap: int,
-    *,
-    other: Program | None = None,
-) -> int:
-    """Return the largest micro-batch whose replay fits, 0 if none is found.
-
-    The answer m fits and m + 1 does not. What fits need not be monotone in a caching allocator, so all sizes
-    below the bound of the live bytes are replayed until one fits, which is then the largest of all. If none
-    does within `SCANNED_EVENTS`, the rest is searched in larger steps.
-
-    Args:
-        program: the step.
-        new_allocator: returns an empty allocator with the budget as its limit.
-        cap: the largest micro-batch to try.
-        other: a second order of the same step, which must fit as well; None for no second order.
-
-    Raises:
-        Untraceable: the program is invalid at a size that was tried.
-    """
-    return Fitting([one for one in (program, other) if one is not None], new_allocator).largest(cap)
-
-
 class Fitting:
     """The micro-batches at which all orders of a step fit in a budget: by live bytes, then by replay.
+
+    What fits need not be monotone in a caching allocator, so all sizes below the bound of the live bytes are
+    replayed until one fits, which is then the largest of all. If none does within `SCANNED_EVENTS`, the rest
+    is searched in larger steps.
 
     Args:
         orders: programs of the step, each with its own order of micro-batches and steps.
@@ -76,7 +55,7 @@ class Fitting:
         return self._known[m]
 
     def largest(self, cap: int) -> int:
-        """Return the largest micro-batch up to ``cap`` that fits, 0 if none is found.
+        """Return a micro-batch up to ``cap`` that fits where the next one does not, 0 if none is found.
 
         Raises:
             Untraceable: a program is invalid at a size that was tried.

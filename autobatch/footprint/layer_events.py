@@ -11,8 +11,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from autobatch.footprint.fit_sizes import SIZES
-from autobatch.footprint.predict import Footprint
+from autobatch.footprint.fit import SIZES, Footprint
 from autobatch.footprint.program import Program, Rule, Untraceable
 from autobatch.footprint.tracing.recording import Label, Product
 

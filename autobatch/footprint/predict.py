@@ -1,62 +1,27 @@
 """Prediction of a step's memory on a GPU, and of the largest micro-batch that fits, without running it.
 
-    Setting ──record at 2, 3 and 5──► Footprint ──replay, search──► Prediction
+    Footprint ──on a GPU──► Program ──replay, search──► Prediction
 
-Tracing takes seconds and no memory, for any batch and GPU. A prediction for another GPU takes milliseconds.
-`Unpredictable` gives the reason in one line if a step cannot be traced.
-
-Known limitations: eager PyTorch only (a compiled model is traced as its module) and one stream. Not counted
-are cuDNN's scratch memory for convolutions, memory of its recurrent layers beyond their gates, temporaries
-inside sorting kernels (also behind the gradient of an embedding of more than 3,072 tokens), and custom CUDA
-extensions. The interval of a prediction allows for the first.
+A prediction for another GPU takes milliseconds.
 """
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.allocator.trace import Replay, replay
 from autobatch.device.cuda_allocator import FUSED_WORKSPACE_BYTES, WorkspaceRule, workspace_rule
 from autobatch.device.profiles import Libraries
-from autobatch.footprint.fit_sizes import Unpredictable, fit
-from autobatch.footprint.largest import largest_micro_batch
-from autobatch.footprint.program import Program, TooLong, Untraceable
-from autobatch.footprint.tracing.cuda_policy import missing_parts
-from autobatch.footprint.tracing.recording import Label, Product, Recording
-from autobatch.footprint.tracing.trace_step import Setting
-
-MARGIN = 0.03
-"""Share of a budget by which a prediction may be too high."""
-CONVOLUTION_MARGIN = 0.1
-"""The same with convolutions, because no trace shows cuDNN's scratch memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Footprint:
-    """The allocations of a step at any micro-batch."""
-
-    program: Program
-    labels: tuple[Label, ...]
-    """By block number."""
-    products: tuple[Product, ...]
-    margin: float
-    """Share of a budget by which a prediction may be too high."""
-    notes: tuple[str, ...]
-    """Remarks for the user, one line each."""
-    seconds: float
-    """Duration of tracing."""
-    multiple: int = 1
-    """The number whose multiples the step runs at."""
+from autobatch.footprint.fit import Footprint, Unpredictable
+from autobatch.footprint.largest import Fitting
+from autobatch.footprint.program import Program, Untraceable
 
 
 class Prediction(NamedTuple):
@@ -82,59 +47,6 @@ class Prediction(NamedTuple):
     def peak_reserved_bytes(self) -> int | None:
         """Peak of the bytes that the allocator holds."""
         return self.outcome.peak_reserved_bytes
-
-
-def footprint(setting: Setting, *, clock: Callable[[], float] = time.perf_counter) -> Footprint:
-    """Trace a step at a few small micro-batches, and fit a program to its allocations.
-
-    Args:
-        setting: what to trace.
-        clock: returns seconds.
-
-    Raises:
-        Unpredictable: the step cannot be traced, or follows no rule in the micro-batch.
-    """
-    return footprint_beside(setting, (), clock=clock)[0]
-
-
-def footprint_beside(
-    setting: Setting,
-    others: Sequence[tuple[Setting, int]],
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-) -> tuple[Footprint, list[Recording]]:
-    """Do as `footprint`, and at the same time record other settings, each at a micro-batch.
-
-    Raises:
-        Unpredictable: a step cannot be traced, or that of the first setting follows no rule.
-    """
-    start = clock()
-    reason = why_untrusted()
-    if reason:
-        raise Unpredictable(f"cannot predict: {reason}")
-    try:
-        found = fit(setting, others)
-    except TooLong:
-        raise
-    except Untraceable as error:
-        raise Unpredictable(f"cannot predict: {error}") from error
-    step = replace(footprint_of(found.program, found.first), multiple=found.multiple)
-    notes = notes_on(setting, found.first)
-    if found.multiple > 1:
-        notes.append(f"the step fails at other sizes, so only multiples of {found.multiple} are predicted")
-    return replace(step, notes=tuple(notes), seconds=clock() - start), found.others
-
-
-def footprint_of(program: Program, recording: Recording) -> Footprint:
-    """Return the footprint of a program, with what a recording of its step tells, and without notes."""
-    return Footprint(
-        program=program,
-        labels=recording.labels,
-        products=recording.products,
-        margin=CONVOLUTION_MARGIN if recording.has_convolutions else MARGIN,
-        notes=(),
-        seconds=0.0,
-    )
 
 
 def predict(
@@ -192,7 +104,7 @@ def largest_on(step: Footprint, program: Program, new_allocator: Callable[[], Al
         Untraceable: the program is invalid at a size that was tried.
     """
     unit = step.multiple
-    return unit * largest_micro_batch(program.in_units(unit), new_allocator, cap // unit)
+    return unit * Fitting([program.in_units(unit)], new_allocator).largest(cap // unit)
 
 
 def gpu_allocator(limit: int | None, expandable: bool = False, *, falls: bool = False) -> CachingAllocator:
@@ -231,29 +143,3 @@ def program_on(step: Footprint, libraries: Libraries | None, *, rule: WorkspaceR
         if one.is_fused and rule == "apart":
             first.setdefault((one.is_backward, FUSED_WORKSPACE_BYTES), one.at)
     return program.with_blocks([(at, taken) for (_, taken), at in first.items()], are_freed=False)
-
-
-def why_untrusted() -> str | None:
-    """Return the reason why this torch allows no predictions, None if it does."""
-    missing = missing_parts()
-    return f"this torch has no {', '.join(missing)}" if missing else None
-
-
-def notes_on(setting: Setting, recording: Recording) -> list[str]:
-    """Return remarks on what a trace does not show, one per line."""
-    notes = []
-    if recording.has_convolutions:
-        notes.append(
-            "convolutions: no trace shows the scratch memory of cuDNN, so the interval allows 10 % for it"
-        )
-    if recording.has_selections:
-        notes.append(
-            "selections by values: predicted as if they kept everything, which is their largest result"
-        )
-    if any(isinstance(module, nn.RNNBase) for module in setting.model.modules()):
-        notes.append(
-            "recurrent layers: no trace shows what cuDNN keeps, so the size of their gates is counted instead"
-        )
-    if hasattr(setting.model, "_orig_mod"):
-        notes.append("a compiled model: predicted as if it were not compiled, which needs more memory")
-    return notes

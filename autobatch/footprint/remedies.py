@@ -19,7 +19,8 @@ from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import replay
 from autobatch.device.profiles import Libraries
 from autobatch.footprint.depth import deep_footprint
-from autobatch.footprint.predict import Footprint, largest_on, program_on
+from autobatch.footprint.fit import Footprint
+from autobatch.footprint.predict import largest_on, program_on
 from autobatch.footprint.program import Polynomial, Program, Untraceable
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.step.apply_knobs import find_blocks

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
-from autobatch.footprint.fit_sizes import recorded
-from autobatch.footprint.largest import largest_micro_batch
+from autobatch.footprint.fit import recorded
+from autobatch.footprint.largest import Fitting
 from autobatch.footprint.program import Polynomial, Program
 from autobatch.footprint.tracing.apart import run_apart
 from autobatch.footprint.tracing.recording import Recording
@@ -78,7 +78,7 @@ def closed_in(trace_of: TraceOf, new_allocator: Callable[[], Allocator], cap: in
     """Return the traces of sizes that close in on the largest that fits, by their size."""
 
     def in_proportion_to(size: int, trace: Trace) -> int:
-        return largest_micro_batch(in_proportion(size, trace), new_allocator, cap)
+        return Fitting([in_proportion(size, trace)], new_allocator).largest(cap)
 
     size = min(FIRST_SIZE, cap)
     for _ in range(GLANCES):

@@ -28,7 +28,7 @@ from autobatch.core.text import printable, quoted
 from autobatch.core.version import __version__
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.device.profiles import profile_folder, save_or_explain
-from autobatch.footprint.predict import Footprint
+from autobatch.footprint.fit import Footprint
 from autobatch.setup.setup import KeyValue
 
 SCHEMA = 2

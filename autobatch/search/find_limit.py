@@ -15,8 +15,8 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Probe
 from autobatch.core.units import MiB, format_bytes
+from autobatch.footprint.fit import Footprint
 from autobatch.footprint.largest import Fitting
-from autobatch.footprint.predict import Footprint
 from autobatch.search import questions
 from autobatch.search.cache import (
     CachedLimit,

@@ -20,7 +20,7 @@ from autobatch.core.records import Attempt, LimitedBy, Probe
 from autobatch.core.text import error_text
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.device.oom import loses_context
-from autobatch.footprint.predict import Footprint
+from autobatch.footprint.fit import Footprint
 from autobatch.search import questions
 from autobatch.search.cache import Untraced
 from autobatch.search.replay import Replay, replay_on

@@ -11,7 +11,7 @@ from autobatch.core.errors import AutobatchError, DoesNotFitError
 from autobatch.core.records import Attempt, Remedy
 from autobatch.core.units import format_bytes
 from autobatch.footprint.explain import explain
-from autobatch.footprint.predict import Footprint
+from autobatch.footprint.fit import Footprint
 from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.footprint.remedies import in_words
 from autobatch.setup import trace as traced_setup

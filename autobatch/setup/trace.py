@@ -13,7 +13,7 @@ from autobatch.device.allocator.trace import replay
 from autobatch.footprint import predict
 from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.explain import memory_curve, predicted_points
-from autobatch.footprint.predict import Footprint
+from autobatch.footprint.fit import Footprint
 from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.footprint.remedies import Spending, find_remedies
 from autobatch.footprint.tracing.trace_step import Setting

@@ -21,7 +21,7 @@ from autobatch.core.errors import DoesNotFitError
 from autobatch.core.options import Options
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import Trace, replay
-from autobatch.footprint.predict import footprint
+from autobatch.footprint.fit import footprint
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from autobatch.setup.setup import open_setup

@@ -15,7 +15,7 @@ from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.estimates.estimator import Estimator
 from autobatch.estimates.traces import ALONE
-from autobatch.footprint.fit_sizes import Unpredictable
+from autobatch.footprint.fit import Unpredictable
 from autobatch.setup.attempt import attempt
 from tests.support.options import as_options
 from tests.support.step_workloads import make, setup

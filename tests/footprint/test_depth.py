@@ -12,7 +12,7 @@ from autobatch.core.knobs import CHECKPOINTING, OPTIMIZER
 from autobatch.distributed.fake_group import fake_ranks
 from autobatch.distributed.sharding.model import Sharding
 from autobatch.footprint.depth import cut_to, deep_footprint, like_layers
-from autobatch.footprint.predict import Footprint, footprint
+from autobatch.footprint.fit import Footprint, footprint
 from autobatch.footprint.tracing.apart import run_apart
 from tests.support.step_workloads import Tokens, Transformer, make, setting, setup, token_loss
 

@@ -10,7 +10,7 @@ from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint import explain as explaining
 from autobatch.footprint.explain import Explanation, explain, memory_curve, predicted_points
-from autobatch.footprint.predict import footprint
+from autobatch.footprint.fit import footprint
 from autobatch.setup.attempt import ATTEMPT_STEPS
 from tests.support.step_workloads import WORKLOADS, setting, setup
 

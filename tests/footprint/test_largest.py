@@ -10,7 +10,7 @@ from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import BudgetExceeded, CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint import largest as largest_of_footprint
-from autobatch.footprint.largest import largest_micro_batch
+from autobatch.footprint.largest import Fitting
 from autobatch.footprint.program import Program
 from tests.support.recipes import recipes, trace, trace_of
 
@@ -24,7 +24,7 @@ def test_the_largest_against_brute_force(recipe, limit, cap, caching):
         return CachingAllocator(limit) if caching else CountingAllocator(limit)
 
     truth = [replay(program.at(m), allocator()).fits for m in range(1, cap + 1)]
-    answer = largest_micro_batch(program, allocator, cap)
+    answer = Fitting([program], allocator).largest(cap)
     # No gap is too long for the sizes below the bound, which are all replayed here.
     assert answer == max((m for m, fits in enumerate(truth, 1) if fits), default=0)
 
@@ -39,14 +39,14 @@ def test_the_largest_above_a_gap_is_found():
             return super().malloc(size)
 
     program = Program.fit([(1, trace(KiB)), (2, trace(2 * KiB))])
-    assert largest_micro_batch(program, lambda: Gapped(20 * MiB), 50_000) == 1280
+    assert Fitting([program], lambda: Gapped(20 * MiB)).largest(50_000) == 1280
 
 
 def test_the_rest_is_searched_if_no_size_near_the_bound_fits(monkeypatch):
     monkeypatch.setattr(largest_of_footprint, "SCANNED_EVENTS", 10)
     program = Program.fit([(1, trace(KiB)), (2, trace(2 * KiB))])
     wasteful = AllocatorConfig(expandable_segments=False)
-    found = largest_micro_batch(program, lambda: CachingAllocator(3 * MiB, wasteful), 5000)
+    found = Fitting([program], lambda: CachingAllocator(3 * MiB, wasteful)).largest(5000)
     fits = [replay(program.at(m), CachingAllocator(3 * MiB, wasteful)).fits for m in (found, found + 1)]
     assert fits == [True, False]
 
@@ -56,9 +56,9 @@ def test_the_largest_of_two_orders_fits_in_both():
         return CountingAllocator(limit)
 
     program = Program.fit([(1, trace(100)), (2, trace(200))])
-    assert largest_micro_batch(program, allocator, 50) == 10
-    assert largest_micro_batch(program, allocator, 7) == 7
-    assert largest_micro_batch(program, lambda: allocator(99), 7) == 0
+    assert Fitting([program], allocator).largest(50) == 10
+    assert Fitting([program], allocator).largest(7) == 7
+    assert Fitting([program], lambda: allocator(99)).largest(7) == 0
     other = Program.fit([(1, trace(130)), (2, trace(250))])
-    assert largest_micro_batch(program, allocator, 50, other=other) == (1000 - 10) // 120
-    assert largest_micro_batch(other, allocator, 50, other=program) == (1000 - 10) // 120
+    assert Fitting([program, other], allocator).largest(50) == (1000 - 10) // 120
+    assert Fitting([other, program], allocator).largest(50) == (1000 - 10) // 120

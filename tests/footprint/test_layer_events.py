@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from autobatch.footprint.fit import footprint
 from autobatch.footprint.layer_events import Event, Run, events_of, footprint_of
-from autobatch.footprint.predict import footprint
 from autobatch.footprint.program import Polynomial, Untraceable
 from autobatch.footprint.tracing.recording import Product
 from tests.support.step_workloads import WORKLOADS, setting, setup

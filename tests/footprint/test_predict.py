@@ -15,9 +15,9 @@ from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.device.profiles import USUAL_PROCESSORS, Libraries
 from autobatch.footprint import predict as predicting
-from autobatch.footprint.fit_sizes import Unpredictable
-from autobatch.footprint.largest import largest_micro_batch
-from autobatch.footprint.predict import footprint, gpu_allocator, predict, program_on
+from autobatch.footprint.fit import Unpredictable, footprint
+from autobatch.footprint.largest import Fitting
+from autobatch.footprint.predict import gpu_allocator, predict, program_on
 from autobatch.footprint.tracing.trace_step import record
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from tests.support.step_workloads import WORKLOADS, make, pair_loss, perceptron, setting, setup
@@ -28,7 +28,7 @@ def test_the_largest_on_the_cpu_is_the_largest_that_runs(name):
     step = footprint(setting(setup(WORKLOADS[name]()), steps=ATTEMPT_STEPS))
     budget = replay(step.program.at(23), setup(WORKLOADS[name]()).device.new_allocator()).peak_allocated_bytes
     device = setup(WORKLOADS[name](), budget=budget + 100)
-    size = largest_micro_batch(step.program, device.device.new_allocator, 1000)
+    size = Fitting([step.program], device.device.new_allocator).largest(1000)
     assert size >= 23
     assert attempt(device, size).attempt.fits
     assert not attempt(device, size + 1).attempt.fits
@@ -155,7 +155,7 @@ def test_input_errors_are_not_translated():
 
 def test_a_torch_without_a_needed_part_gives_no_prediction(monkeypatch):
     one = setting(setup(WORKLOADS["perceptron"]()), capability=(8, 0))
-    monkeypatch.setattr(predicting, "missing_parts", lambda: ["torch._C._gone"])
+    monkeypatch.setattr("autobatch.footprint.fit.missing_parts", lambda: ["torch._C._gone"])
     with pytest.raises(Unpredictable, match=r"no torch\._C\._gone"):
         footprint(one)
 

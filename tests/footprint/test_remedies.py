@@ -15,8 +15,8 @@ from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint import remedies
-from autobatch.footprint.largest import largest_micro_batch
-from autobatch.footprint.predict import footprint
+from autobatch.footprint.fit import footprint
+from autobatch.footprint.largest import Fitting
 from autobatch.footprint.program import Polynomial
 from autobatch.footprint.remedies import Spending, find_remedies, in_words
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
@@ -64,12 +64,12 @@ def test_a_remedy_equals_a_workload_written_that_way(traced):
     one, step = traced
     found = find_remedies(one, step, on_gpu(BUDGET))
     assert [r.micro_batch for r in found] == sorted((r.micro_batch for r in found), reverse=True)
-    now = largest_micro_batch(step.program, lambda: CachingAllocator(BUDGET), 5000)
+    now = Fitting([step.program], lambda: CachingAllocator(BUDGET)).largest(5000)
     assert all(r.micro_batch >= now for r in found)
 
     def limit(other, config=None):
         program = footprint(other).program
-        best = largest_micro_batch(program, lambda: CachingAllocator(BUDGET, config), 5000)
+        best = Fitting([program], lambda: CachingAllocator(BUDGET, config)).largest(5000)
         return best, replay(program.at(best), CachingAllocator(BUDGET, config)).peak_reserved_bytes
 
     known = {
@@ -157,7 +157,7 @@ def test_a_change_of_the_optimizer_is_traced_only_if_its_memory_matters(traced):
     assert "fused" not in names
     names.clear()
     find_remedies(one, step, on_gpu(10**9, cap=1), trace=trace)
-    then = largest_micro_batch(replace_temporaries(step), lambda: CachingAllocator(10**9), 1)
+    then = Fitting([replace_temporaries(step)], lambda: CachingAllocator(10**9)).largest(1)
     assert then == 1
     peaks = [
         replay(program.at(1), CachingAllocator()).peak_reserved_bytes

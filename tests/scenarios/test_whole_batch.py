@@ -17,7 +17,7 @@ from autobatch.core.errors import DoesNotFitError
 from autobatch.core.options import Options
 from autobatch.core.units import KiB
 from autobatch.estimates.estimator import estimate_limits
-from autobatch.footprint.predict import footprint
+from autobatch.footprint.fit import footprint
 from autobatch.footprint.tracing.trace_step import record
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from autobatch.setup.setup import describe_setup, open_setup

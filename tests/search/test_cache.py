@@ -17,7 +17,7 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.units import GiB
 from autobatch.device.allocator.trace import Trace
-from autobatch.footprint.predict import footprint
+from autobatch.footprint.fit import footprint
 from autobatch.search import cache as kept_trace
 from autobatch.search import questions
 from autobatch.search.cache import (

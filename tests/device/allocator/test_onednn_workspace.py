@@ -15,7 +15,7 @@ from torch.nn import functional
 from autobatch.device.allocator import onednn_workspace
 from autobatch.device.allocator.onednn_workspace import PAGE, PARTS, Workspaces, whole_pages
 from autobatch.device.allocator.trace import replay
-from autobatch.footprint.predict import footprint
+from autobatch.footprint.fit import footprint
 from autobatch.setup.attempt import attempt
 from autobatch.workload.contract import Workload
 from tests.support.step_workloads import setting, setup

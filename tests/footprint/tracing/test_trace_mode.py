@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autobatch.device.allocator.trace import FREE, replay
-from autobatch.footprint.predict import footprint
+from autobatch.footprint.fit import footprint
 from autobatch.footprint.tracing.trace_mode import Recorder
 from autobatch.footprint.tracing.trace_step import new_mode, record
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
-from autobatch.footprint.fit_sizes import SIZES, Unpredictable, fit, record_apart
+from autobatch.footprint.fit import SIZES, Unpredictable, footprint, footprint_beside, record_apart
 from autobatch.footprint.tracing import apart
 from autobatch.footprint.tracing.apart import run_in_copies
 from tests.support.step_workloads import make, setting, setup
@@ -70,11 +70,11 @@ def test_what_user_code_keeps_is_in_each_trace():
     data = [(torch.ones(16), torch.zeros(1))] * 20
     workload = make(Windowed, data=data, loss=lambda model, batch: model(batch[0]).square().mean())
     asked = replace(setting(setup(workload), capability=None), steps=(1,))
-    one, program, (other,), _ = fit(asked, [(asked, 4)])
+    step, (other,) = footprint_beside(asked, [(asked, 4)])
     alone, checked = record_apart((asked, SIZES[0]), (asked, 7))
-    assert one == alone
-    assert program.at(4).canonical() == other.trace
-    assert program.at(7).canonical() == checked.trace
+    assert step.program.at(SIZES[0]).canonical() == alone.trace
+    assert step.program.at(4).canonical() == other.trace
+    assert step.program.at(7).canonical() == checked.trace
     assert window().sum() == 16, "nothing fake is left in this process"
 
 
@@ -82,4 +82,4 @@ def test_a_step_that_needs_values_is_refused():
     data = [(torch.ones(16), torch.zeros(1))] * 20
     workload = make(Windowed, data=data, loss=lambda model, batch: model(batch[0]).numpy().sum())
     with pytest.raises(Unpredictable, match="cannot predict"):
-        fit(setting(setup(workload), capability=None), [])
+        footprint(setting(setup(workload), capability=None))
