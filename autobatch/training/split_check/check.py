@@ -9,6 +9,7 @@ nothing that the run depends on changes. If samples cannot be compared, the chec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from autobatch.core.errors import InputError
@@ -123,23 +124,18 @@ def examine_loss(setup: Setup, micro_batch: int, steps: int) -> Finding:
     return written.explaining(finding)
 
 
+@dataclass(frozen=True)
 class FirstBatch:
-    """The first batch of a run, compared with its micro-batches before its step is told.
+    """The first batch of a run, compared with its micro-batches before its record is out."""
 
-    Args:
-        setup: the workload and the device; it has the model of the run.
-        check: raise an error or call ``note`` if the batch and its micro-batches differ.
-        note: called with each note for the user.
-        before: what the check before training found.
-    """
-
-    def __init__(
-        self, setup: Setup, *, check: SplitCheck, note: Callable[[str], None], before: Finding
-    ) -> None:
-        self._setup = setup
-        self._check = check
-        self._note = note
-        self._before = before
+    setup: Setup
+    """The workload and the device; it has the model of the run."""
+    check: SplitCheck
+    """Raise an error or call ``note`` if the batch and its micro-batches differ."""
+    note: Callable[[str], None]
+    """Called with each note for the user."""
+    before: Finding
+    """What the check before training found."""
 
     def run(self, loop: Loop) -> Iterator[StepRecord]:
         """Train the remaining batches of a loop, and look at the first of them.
@@ -148,7 +144,7 @@ class FirstBatch:
             InputError: the first batch and its micro-batches differ, and the check is ``error``.
         """
         records = loop.run()
-        if self._check != "off" and self._before.fault is None and not self._before.writes:
+        if self.check != "off" and self.before.fault is None and not self.before.writes:
             yield from self._first(loop, records)
         yield from records
 
@@ -174,7 +170,7 @@ class FirstBatch:
             most = max(FEW_SAMPLES, most)
             while min(sum(sizes), most) >= 2:
                 if sum(sizes) > most or len(sizes) < 2:
-                    sizes = _sizes(self._setup, min(sum(sizes), most))
+                    sizes = _sizes(self.setup, min(sum(sizes), most))
                     whole = cut(whole, slice(sum(sizes)))
                 finding = self._compare_split(loop, cut_split(whole, sizes))
                 if not finding.has_failed:
@@ -195,8 +191,8 @@ class FirstBatch:
                 meter.count(tensors_of(list(optimizer.state.values())))
             if train_state.average is not None:
                 meter.count(train_state.average.tensors())
-            kinds = pass_types(self._setup, in_training=True)
-            finding, _ = compare(self._setup, meter, split, kinds)
+            kinds = pass_types(self.setup, in_training=True)
+            finding, _ = compare(self.setup, meter, split, kinds)
         if finding.has_failed:
             loop.device.release()
         return finding
@@ -205,11 +201,11 @@ class FirstBatch:
         """Raise or note what was found; what could not be checked before is known."""
         if found.fault is not None:
             fault = f"{found.fault} (found in the first batch of the run)"
-            if self._check == "error":
+            if self.check == "error":
                 raise InputError(f"{fault}. {ANYWAY}")
-            self._note(fault)
-        elif found.unchecked is not None and not found.has_failed and self._before.unchecked is None:
-            self._note(f"while training, {found.notes(is_split=True)[0]}")
+            self.note(fault)
+        elif found.unchecked is not None and not found.has_failed and self.before.unchecked is None:
+            self.note(f"while training, {found.notes(is_split=True)[0]}")
 
 
 def _sizes(setup: Setup, samples: int) -> list[int]:

@@ -12,12 +12,13 @@ sample in the whole and in its part (`SameDraws`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autobatch.core.errors import InputError
 from autobatch.device.base import Meter
@@ -84,7 +85,7 @@ class Finding(NamedTuple):
     def explaining(self, found: Finding) -> Finding:
         """Return what a comparison found, with what is known about written state."""
         fault = found.fault
-        if fault is not None and self.writes and (MIXED in fault or SEVERAL in fault):
+        if fault is not None and self.writes and _names_no_mean(fault):
             fault = f"{fault.partition(': ')[0]}: {_state_cause(self.writes)}"
         return found._replace(fault=fault or self.fault, remarks=self.remarks, writes=self.writes)
 
@@ -95,14 +96,11 @@ def pass_types(setup: Setup, *, in_training: bool) -> list[PassType]:
     Eval mode comes first before training, because dropout and BatchNorm do nothing in it. In training it is
     train mode, which may add terms to the loss.
     """
-    elements = sum(tensor.numel() for tensor in setup.model.parameters())
-    if all(tensor.dtype is torch.float64 for tensor in setup.model.parameters()):
-        # A loss may build tensors of the model's own type, which do not go with a converted one.
-        exact = [torch.float64]
-    elif elements * 16 < setup.device.budget_bytes * FLOAT64_BUDGET_SHARE:
-        exact = [torch.float64, torch.float32]
-    else:
-        exact = [torch.float32]
+    parameters = list(setup.model.parameters())
+    is_double = all(one.dtype is torch.float64 for one in parameters)
+    is_small = sum(one.numel() for one in parameters) * 16 < setup.device.budget_bytes * FLOAT64_BUDGET_SHARE
+    # A loss may build tensors of the model's own type, which do not go with a converted one.
+    exact = [torch.float64] * (is_double or is_small) + [torch.float32] * (not is_double)
     found = [PassType(dtype, in_training) for dtype in exact]
     return [*found, PassType(exact[-1], True), PassType(None, True, setup.precision)]
 
@@ -193,6 +191,11 @@ def _state_cause(names: str) -> str:
     )
 
 
+def _names_no_mean(fault: str) -> bool:
+    """Check whether a fault says that no weights of the parts give the whole."""
+    return MIXED in fault or SEVERAL in fault
+
+
 def _fault_of(runner: GradientRunner, loss: object, samples: SplitSamples) -> str | None:
     """Return the fault of a loss that makes its parts differ from the whole; None if it has none.
 
@@ -203,35 +206,35 @@ def _fault_of(runner: GradientRunner, loss: object, samples: SplitSamples) -> st
         raise UncheckedError(
             "the collate function draws at random, and what it returns cannot be cut along dimension 0"
         )
+    draws = SameDraws(samples.samples)
     with ExitStack() as held:
-        one, other = (_run_whole(runner, samples, seed) for seed in (SEED, SEED + 1))
-        draws, found = None, _Comparison(runner, loss, one, None)
-        if _differ(one, other, runner.tolerance):
+        is_random = _draws_at_random(runner, samples)
+        if is_random:
             held.enter_context(NoDropout())
-            draws = held.enter_context(SameDraws(samples.samples))
-            found = _Comparison.recorded(runner, loss, samples, draws)
-        length = float(found.whole.elements.norm())
-        if not 0.0 < length < float("inf"):
-            kind = "zero" if length == 0.0 else "not finite"
-            raise UncheckedError(f"the gradient of {samples.samples} samples is {kind}")
-        fault = found.fault_in(samples)
-        if fault is not None and draws is not None and draws.is_flat:
-            draws.is_interleaved = True
-            other_fault = _Comparison.recorded(runner, loss, samples, draws).fault_in(samples)
+            held.enter_context(draws)
+        found = _Comparison(runner, loss, samples, draws)
+        fault = found.fault()
+        if fault is not None and draws.is_flat:
             # The wrong order of rows looks like a loss that mixes samples.
-            fault = other_fault if other_fault is None or MIXED in fault or SEVERAL in fault else fault
-        if fault is not None and draws is not None and draws.doubts:
+            draws.is_interleaved = True
+            found = _Comparison(runner, loss, samples, draws)
+            other = found.fault()
+            fault = other if other is None or _names_no_mean(fault) else fault
+        if fault is not None:
+            found.check_repeats()
+        if fault is not None and is_random and draws.doubts:
             raise UncheckedError(
                 f"the forward pass draws at random over the micro-batch ({', '.join(sorted(draws.doubts))})"
             )
-        if fault is not None:
-            found.check_repeats(samples)
     return fault
 
 
-def _run_whole(runner: GradientRunner, samples: SplitSamples, seed: int) -> SampleGradient:
-    seed_everything(seed)
-    return runner.run(samples.whole, samples.samples)
+def _draws_at_random(runner: GradientRunner, samples: SplitSamples) -> bool:
+    """Check whether two seeds give a batch two gradients."""
+    seed_everything(SEED)
+    one = runner.run(samples.whole, samples.samples)
+    seed_everything(SEED + 1)
+    return _differ(one, runner.run(samples.whole, samples.samples), runner.tolerance)
 
 
 def _differ(one: SampleGradient, other: SampleGradient, tolerance: float) -> bool:
@@ -239,48 +242,45 @@ def _differ(one: SampleGradient, other: SampleGradient, tolerance: float) -> boo
     return float((one.elements - other.elements).norm()) > tolerance * float(one.elements.norm())
 
 
-class _Comparison(NamedTuple):
-    """A whole batch to compare parts with."""
+class _Comparison:
+    """A whole batch, run with its draws recorded, to compare parts with.
 
-    runner: GradientRunner
-    loss: object
-    whole: SampleGradient
-    draws: SameDraws | None
+    Raises:
+        UncheckedError: its gradient is zero or not finite.
+    """
 
-    @classmethod
-    def recorded(
-        cls, runner: GradientRunner, loss: object, samples: SplitSamples, draws: SameDraws
-    ) -> _Comparison:
-        """Run the whole batch, and record its draws.
-
-        Raises:
-            UncheckedError: its gradient changes from run to run, with the same draws.
-        """
+    def __init__(self, runner: GradientRunner, loss: object, samples: SplitSamples, draws: SameDraws) -> None:
+        self._runner = runner
+        self._loss = loss
+        self._samples = samples
+        self._draws = draws
         draws.record()
-        whole = runner.run(samples.whole, samples.samples)
+        self._whole = runner.run(samples.whole, samples.samples)
         draws.end()
-        found = cls(runner, loss, whole, draws)
-        found.check_repeats(samples)
-        return found
+        length = float(self._whole.elements.norm())
+        if not 0.0 < length < float("inf"):
+            kind = "zero" if length == 0.0 else "not finite"
+            raise UncheckedError(f"the gradient of {samples.samples} samples is {kind}")
 
-    def check_repeats(self, samples: SplitSamples) -> None:
+    def check_repeats(self) -> None:
         """Run the whole batch again, and raise if its gradient is another one now."""
-        self._start(0, samples.samples)
-        again = self.runner.run(samples.whole, samples.samples)
-        if _differ(self.whole, again, self.runner.tolerance):
+        samples = self._samples.samples
+        again = self._run(0, self._samples.whole, samples)
+        if _differ(self._whole, again, self._runner.tolerance):
             raise UncheckedError(
-                f"the gradients of two passes over the same {samples.samples} samples differ although their "
+                f"the gradients of two passes over the same {samples} samples differ although their "
                 "random numbers are the same: the model or the loss keeps state between passes, through "
                 "which micro-batches see each other, or draws from a generator of its own"
             )
 
-    def fault_in(self, samples: SplitSamples) -> str | None:
+    def fault(self) -> str | None:
         """Return the fault that the parts show; None if they agree with the whole."""
+        samples = self._samples
         assert samples.parts is not None
-        fault = self._fault_of(samples, samples.parts)
+        fault = self._fault_in(samples.parts)
         if fault is None or samples.collated is None or samples.cut is None:
             return fault
-        if self._fault_of(samples, samples.cut) is not None:
+        if self._fault_in(samples.cut) is not None:
             return fault
         return (
             f"{fault.partition(': ')[0]}: a sample is collated differently beside other samples (padding, or "
@@ -288,26 +288,26 @@ class _Comparison(NamedTuple):
             "with a mask, and return Loss(total, count) if collate counts items"
         )
 
-    def _fault_of(self, samples: SplitSamples, parts: Parts) -> str | None:
+    def _fault_in(self, parts: Parts) -> str | None:
         return (
-            self._cached_fault(parts)
-            if isinstance(self.loss, WholeBatchLoss)
-            else self._fault(samples, parts)
+            self._cached_fault(parts) if isinstance(self._loss, WholeBatchLoss) else self._part_fault(parts)
         )
 
     def _cached_fault(self, parts: Parts) -> str | None:
-        cached = self.runner.run_cached(_Placed(self.runner, parts, self.draws), self.whole.samples)
+        """Return the fault that the two passes over the parts of a `WholeBatchLoss` show."""
+        cached = self._runner.run_cached(_Placed(self._runner, parts, self._draws), self._whole.samples)
         error = self._error(cached.elements)
-        if error <= self.runner.tolerance:
+        if error <= self._runner.tolerance:
             return None
         return (
-            f"the gradient of {self.whole.samples} samples at once and by their cached rows differs by "
+            f"the gradient of {self._whole.samples} samples at once and by their cached rows differs by "
             f"{error:.1%}: WholeBatchLoss(represent=…) must compute each row from its own sample alone. Move "
             "what depends on several samples to WholeBatchLoss(loss=…)"
         )
 
-    def _fault(self, samples: SplitSamples, parts: Parts) -> str | None:
-        whole, tolerance = self.whole, self.runner.tolerance
+    def _part_fault(self, parts: Parts) -> str | None:
+        """Return the fault that the gradients of parts show, each of which ran alone."""
+        whole, tolerance = self._whole, self._runner.tolerance
         found = [self._run(first, *part) for first, part in _with_places(parts)]
         total = sum(part.weight for part in found)
         if whole.count is not None and abs(whole.count - total) > tolerance * abs(total):
@@ -323,19 +323,19 @@ class _Comparison(NamedTuple):
                 f"is not: {_other_mean(whole, [])}"
             )
         columns = torch.stack([part.elements for part in found], dim=1)
-        shares = [part.weight / total for part in found]
-        error = self._error(columns @ torch.tensor(shares, dtype=torch.float64, device=columns.device))
+        exact = torch.tensor([part.weight / total for part in found], dtype=torch.float64, device="cpu")
+        error = self._error(columns @ exact)
         if error <= tolerance:
             return None
         weights = _fitted(columns, whole.elements)
-        is_mixed = self._error(columns @ weights) > tolerance
-        cause = self._mixed(samples) if is_mixed else _other_mean(whole, weights.tolist())
+        is_mean = self._error(columns @ weights) <= tolerance
+        cause = _other_mean(whole, weights.tolist()) if is_mean else self._mixed()
         return f"the gradient of {whole.samples} samples at once and in parts differs by {error:.1%}: {cause}"
 
-    def _mixed(self, samples: SplitSamples) -> str:
+    def _mixed(self) -> str:
         """Name the likely cause if no weights of the parts give the whole."""
-        self._start(0, samples.samples)
-        if is_separable(self.runner, samples.whole, samples.samples):
+        self._draws.replay(0, self._samples.samples)
+        if is_separable(self._runner, self._samples.whole, self._samples.samples):
             return (
                 f"{SEVERAL}, each over something else than samples (boxes, class weights, tokens): divide "
                 "all of its terms by one count, and return Loss(total, count)"
@@ -347,22 +347,15 @@ class _Comparison(NamedTuple):
         )
 
     def _run(self, first: int, batch: Collated, size: int) -> SampleGradient:
-        self._start(first, size)
-        found = self.runner.run(batch, size)
-        if self.draws is not None:
-            self.draws.end()
+        """Run some samples with the draws that were recorded for them."""
+        self._draws.replay(first, size)
+        found = self._runner.run(batch, size)
+        self._draws.end()
         return found
-
-    def _start(self, first: int, size: int) -> None:
-        """Set the generators to the start of a pass over some samples."""
-        if self.draws is None:
-            seed_everything(SEED)
-        else:
-            self.draws.replay(first, size)
 
     def _error(self, elements: Tensor) -> float:
         """Return the relative distance from the gradient of the whole."""
-        return float((elements - self.whole.elements).norm() / self.whole.elements.norm())
+        return float((elements - self._whole.elements).norm() / self._whole.elements.norm())
 
 
 def _fitted(columns: Tensor, whole: Tensor) -> Tensor:
@@ -373,9 +366,9 @@ def _fitted(columns: Tensor, whole: Tensor) -> Tensor:
 
 
 class _Placed:
-    """Parts on the device for the two passes of a `WholeBatchLoss`, each from the same random states."""
+    """Parts on the device for the two passes of a `WholeBatchLoss`, each with its draws."""
 
-    def __init__(self, runner: GradientRunner, parts: Parts, draws: SameDraws | None) -> None:
+    def __init__(self, runner: GradientRunner, parts: Parts, draws: SameDraws) -> None:
         self._runner = runner
         self._parts = parts
         self._draws = draws
@@ -383,13 +376,9 @@ class _Placed:
     def __iter__(self) -> Iterator[tuple[Collated, int]]:
         """Yield each part with its samples; afterwards the draws are those of the whole batch."""
         for first, (batch, size) in _with_places(self._parts):
-            if self._draws is not None:
-                self._draws.replay(first, size)
-            else:
-                seed_everything(SEED)
+            self._draws.replay(first, size)
             yield self._runner.placed(batch), size
-        if self._draws is not None:
-            self._draws.place(0, sum(size for _, size in self._parts))
+        self._draws.place(0, sum(size for _, size in self._parts))
 
 
 def _with_places(parts: Parts) -> Iterator[tuple[int, tuple[Collated, int]]]:
@@ -428,55 +417,37 @@ def is_separable(runner: GradientRunner, batch: Collated, samples: int) -> bool:
     found = []
     for noise in (0.0, NOISE):
         torch.set_rng_state(state)
-        outputs = _Outputs(samples, noise)
-        handle = runner.model.register_forward_hook(outputs)
+        leaves: list[Tensor] = []
+        cut_off = functools.partial(_as_leaf, samples=samples, noise=noise, leaves=leaves)
+        handle = runner.model.register_forward_hook(lambda _, __, output: map_tensors(output, cut_off))  # noqa: B023
         try:
             runner.state.put_back()
             loss = runner.loss_of(batch)
             total = loss.total if isinstance(loss, Loss) else loss
             total.backward()  # type: ignore[no-untyped-call]
+            gradients = [leaf.grad[: samples // 2].flatten() for leaf in leaves if leaf.grad is not None]
+            found.append(torch.cat(gradients).double())
         except Exception:  # the cause of a fault stays unknown then
             return False
         finally:
             handle.remove()
             runner.model.zero_grad(set_to_none=True)
-        found.append(outputs.gradients())
     one, other = found
-    if one is None or other is None or one.shape != other.shape or not one.norm():
+    if one.shape != other.shape or not one.norm():
         return False
     return float((one - other).norm()) <= runner.tolerance * float(one.norm())
 
 
-class _Outputs:
-    """A hook that cuts the outputs of a model off, and changes those of the second half of a batch."""
-
-    def __init__(self, samples: int, noise: float) -> None:
-        self._samples = samples
-        self._noise = noise
-        self._leaves: list[Tensor] = []
-        self._is_whole = True
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return the outputs as leaves."""
-        del module, args
-        return map_tensors(output, self._leaf)
-
-    def gradients(self) -> Tensor | None:
-        """Return the gradients of the first half of the samples; None if an output has no row per sample."""
-        half = self._samples // 2
-        found = [leaf.grad[:half].flatten().double() for leaf in self._leaves if leaf.grad is not None]
-        return torch.cat(found) if found and self._is_whole else None
-
-    def _leaf(self, output: Tensor) -> Tensor:
-        if not output.requires_grad:
-            return output
-        if not output.dim() or len(output) != self._samples:
-            self._is_whole = False
-            return output
-        leaf = output.detach().clone()
-        half = self._samples // 2
-        # No random numbers: draws of the loss are recorded, and others would be taken for its own.
-        noise = torch.arange(leaf[half:].numel(), device=leaf.device).sin().view_as(leaf[half:])
-        leaf[half:] += self._noise * leaf.abs().mean() * noise.to(leaf.dtype)
-        self._leaves.append(leaf.requires_grad_())
-        return leaf
+def _as_leaf(output: Tensor, *, samples: int, noise: float, leaves: list[Tensor]) -> Tensor:
+    """Cut an output of a model off, and change its rows of the second half of the samples."""
+    if not output.requires_grad:
+        return output
+    if not output.dim() or len(output) != samples:
+        raise ValueError("the model returns something else than a row per sample")
+    leaf = output.detach().clone()
+    rows = leaf[samples // 2 :]
+    # No random numbers: draws of the loss are recorded, and others would be taken for its own.
+    waves = torch.arange(rows.numel(), device=leaf.device).sin().view_as(rows)
+    rows += noise * leaf.abs().mean() * waves.to(leaf.dtype)
+    leaves.append(leaf.requires_grad_())
+    return leaf

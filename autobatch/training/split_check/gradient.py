@@ -192,6 +192,32 @@ def _elements(parameter: nn.Parameter) -> Tensor:
     return flat if stride == 1 else flat[::stride]
 
 
+class _Slot(NamedTuple):
+    """A buffer or a frozen parameter in its place, with its memory from before the temporary weights."""
+
+    registry: dict[str, Any]
+    name: str
+    tensor: Tensor
+    data: Tensor
+    label: str
+    """Words for a message; empty for statistics of BatchNorm."""
+
+    def now(self) -> Tensor:
+        """Return the tensor that the module has now."""
+        found: Tensor | None = self.registry.get(self.name)
+        return torch.empty(0, device="cpu") if found is None else found.detach()
+
+    def is_written(self) -> bool:
+        """Check whether a pass has written it."""
+        now, before = self.now(), self.data
+        if now.shape != before.shape:
+            return True
+        if isinstance(self.tensor, nn.Parameter):
+            stride = max(1, now.numel() // ELEMENTS)
+            now, before = now.flatten()[::stride], before.flatten()[::stride]
+        return not torch.equal(now, before.to(now.device, now.dtype))
+
+
 class PassState:
     """The buffers and frozen parameters of some modules.
 
@@ -201,57 +227,27 @@ class PassState:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._kept = [
-            _Kept(module, ".".join(filter(None, [owner, path])), name, tensor)
-            for owner, root in modules.items()
-            for path, module in root.named_modules()
-            for name, tensor in {**module._buffers, **module._parameters}.items()
-            if tensor is not None and not tensor.requires_grad
-        ]
+        self._slots: list[_Slot] = []
+        for owner, root in modules.items():
+            for path, module in root.named_modules():
+                for registry in (module._buffers, module._parameters):
+                    for name, tensor in registry.items():
+                        if tensor is not None and not tensor.requires_grad:
+                            kind = "frozen parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                            label = f"{kind} {'.'.join(filter(None, [owner, path, name]))}"
+                            label = "" if isinstance(module, _BatchNorm) else label
+                            self._slots.append(_Slot(registry, name, tensor, tensor.data, label))
 
     def put_back(self) -> None:
         """Undo what the passes wrote since the modules got temporary weights."""
-        for kept in self._kept:
-            kept.put_back()
+        for slot in self._slots:
+            if slot.registry.get(slot.name) is not slot.tensor or slot.is_written():
+                slot.tensor.data = slot.data.to(slot.tensor.device, slot.tensor.dtype, copy=True)
+                slot.registry[slot.name] = slot.tensor
 
     def written(self) -> dict[str, Tensor]:
-        """Return copies of what differs now, by name, without the statistics of BatchNorm."""
-        return {kept.label: kept.now().clone() for kept in self._kept if kept.is_named and kept.differs()}
-
-
-class _Kept:
-    """A buffer or a frozen parameter, with the memory that it had before it got temporary weights."""
-
-    def __init__(self, module: nn.Module, prefix: str, name: str, tensor: Tensor) -> None:
-        self._is_parameter = isinstance(tensor, nn.Parameter)
-        self._registry: Any = module._parameters if self._is_parameter else module._buffers
-        self._name = name
-        self._tensor = tensor
-        self._data = tensor.data
-        kind = "frozen parameter" if self._is_parameter else "buffer"
-        self.label = f"{kind} {'.'.join(filter(None, [prefix, name]))}"
-        self.is_named = not isinstance(module, _BatchNorm)
-
-    def now(self) -> Tensor:
-        """Return the tensor that the module has now."""
-        found: Tensor | None = self._registry.get(self._name)
-        return torch.empty(0, device="cpu") if found is None else found.detach()
-
-    def differs(self) -> bool:
-        """Check whether a pass has written it."""
-        now, before = self.now(), self._data
-        if now.shape != before.shape:
-            return True
-        if self._is_parameter:
-            stride = max(1, now.numel() // ELEMENTS)
-            now, before = now.flatten()[::stride], before.flatten()[::stride]
-        return not torch.equal(now, before.to(now.device, now.dtype))
-
-    def put_back(self) -> None:
-        """Undo what a pass has written."""
-        if self._registry.get(self._name) is not self._tensor or self.differs():
-            self._tensor.data = self._data.to(self._tensor.device, self._tensor.dtype, copy=True)
-            self._registry[self._name] = self._tensor
+        """Return copies of what differs now, by its label, without the statistics of BatchNorm."""
+        return {slot.label: slot.now().clone() for slot in self._slots if slot.label and slot.is_written()}
 
 
 def held_modules(loss: object, model: nn.Module) -> dict[str, nn.Module]:

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from autobatch.core.errors import InputError
 from autobatch.setup.setup import Setup
@@ -35,8 +32,8 @@ CANDIDATES = 256
 """Samples that are read to choose from: a class of 2 % is missed by chance once in 170 times."""
 SECONDS = 0.5
 """Time after which no more candidates are read."""
-FIRST_CHUNK = 8
-CHUNK = 32
+CHUNK = 8
+"""Samples that are read before the time is asked for again."""
 EXTREMES = 16
 """Cheapest and most expensive samples among the candidates, if all costs are known."""
 MIXING_SEEDS = 8
@@ -60,9 +57,8 @@ class SampleChoice:
         wanted = _candidates(count, self._known)
         start, first = setup.clock(), 0
         while first < len(wanted) and (not first or setup.clock() - start < SECONDS):
-            stop = first + (CHUNK if first else FIRST_CHUNK)
-            self._read(wanted[first:stop])
-            first = stop
+            self._read(wanted[first : first + CHUNK])
+            first += CHUNK
 
     def __len__(self) -> int:
         """Return the number of candidates."""
@@ -143,19 +139,12 @@ def join_parts(parts: Parts) -> tuple[Collated, list[int]]:
     Returns:
         The batch, and the samples of each micro-batch in it; no sizes if none has its samples in dimension 0.
     """
-    forms: list[tuple[Any, Parts]] = []
+    forms: dict[str, Parts] = {}
     for batch, size in parts:
-        if not _has_samples_first(batch, size):
-            continue
-        form = signature(batch)
-        same = next((own for known, own in forms if known == form), None)
-        if same is None:
-            forms.append((form, same := []))
-        same.append((batch, size))
-    if not forms:
-        return None, []
-    most = max((own for _, own in forms), key=lambda own: sum(size for _, size in own))
-    return concatenate([batch for batch, _ in most]), [size for _, size in most]
+        if _has_samples_first(batch, size):
+            forms.setdefault(repr(signature(batch)), []).append((batch, size))
+    most = max(forms.values(), key=lambda own: sum(size for _, size in own), default=[])
+    return concatenate([batch for batch, _ in most]) if most else None, [size for _, size in most]
 
 
 def cut_split(whole: Collated, sizes: Sequence[int]) -> SplitSamples:
@@ -206,13 +195,12 @@ def _pieces(whole: Collated, sizes: Sequence[int]) -> Parts:
 
 
 def _candidates(count: int, known: dict[int, float]) -> list[int]:
-    """Return candidates in the order of reading: extremes of known costs first, then random ones."""
+    """Return candidates in the order of reading: the extremes of known costs, random ones, more extremes."""
     order = sorted(known, key=lambda index: (known[index], index))
-    extremes = [*order[:EXTREMES], *order[-EXTREMES:]] if len(known) > 1 else [0, count - 1]
-    differ = len(known) < 2 or known[order[0]] != known[order[-1]]
-    more: Iterable[int] = random.Random(0).sample(range(count), min(count, CANDIDATES))
-    few = extremes[:: max(1, len(extremes) // 4)] if differ else []
-    return list(dict.fromkeys([*few, *more, *(extremes if differ else [])]))[:CANDIDATES]
+    drawn = random.Random(0).sample(range(count), min(count, CANDIDATES))
+    first, rest = drawn[: CANDIDATES - 2 * EXTREMES], drawn[CANDIDATES - 2 * EXTREMES :]
+    ids = [*order[:1], *order[-1:], *first, *order[:EXTREMES], *order[-EXTREMES:], *rest]
+    return list(dict.fromkeys(ids))[:CANDIDATES]
 
 
 def _integer_columns(workload: Workload, samples: list[object]) -> list[list[int]]:
@@ -246,18 +234,10 @@ def _plain_values(value: Any) -> Iterator[Any]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Check that two collated batches have the same content."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and _is_equal(one, other)
-    if isinstance(one, PLAIN):
-        return bool(one == other) or one != one  # noqa: PLR0124 - NaN
-    if isinstance(one, Mapping | list | tuple) and not isinstance(one, PackedSequence):
-        mine, others = children_of(one), children_of(other)
-        return len(mine) == len(others) and all(map(_is_same, mine, others))
+    """Check that two collated batches have the same tensors, with NaN at the same places, and values."""
     mine, others = list(tensors_of(one)), list(tensors_of(other))
-    return len(mine) == len(others) and all(map(_is_same, mine, others))
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    """Check that two tensors of one shape have equal elements, or NaN at the same places."""
-    return bool(((one == other) | ((one != one) & (other != other))).all())  # noqa: PLR0124 - NaN
+    return (
+        [(a.shape, a.dtype) for a in mine] == [(b.shape, b.dtype) for b in others]
+        and all(bool((a.eq(b) | (a.isnan() & b.isnan())).all()) for a, b in zip(mine, others, strict=True))
+        and list(_plain_values(one)) == list(_plain_values(other))
+    )

@@ -388,27 +388,8 @@ def test_a_part_without_a_target_does_not_hide_the_cause() -> None:
         check(make_workload(train_data=data, loss=mean_over_targets))
 
 
-def test_the_check_can_note_the_cause_or_be_off() -> None:
-    def notes(choice: str) -> list[str]:
-        sampler = GlobalBatchSampler(samples=24, target_batch=24, seed=0, steps=3)
-        setup = make_setup(make_workload(loss=contrastive_loss))
-        return check_loss_splits(setup, micro_batch=8, sampler=sampler, check=choice)[0]
-
-    (note,) = notes("note")
-    assert "depends on several samples at once" in note
-    assert "--split-check" not in note
-    assert notes("off") == []
-
-
 def normalised() -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(5), network()).double()
-
-
-def test_off_still_refuses_a_batch_norm_of_one_sample() -> None:
-    workload = make_workload(model=normalised, loss=contrastive_loss)
-    sampler = GlobalBatchSampler(samples=24, target_batch=23, seed=0, epochs=1)
-    with pytest.raises(InputError, match="this run has a micro-batch of 1"):
-        check_loss_splits(make_setup(workload), micro_batch=8, sampler=sampler, check="off")
 
 
 @pytest.mark.parametrize("kind", [None, *PAIRS])
@@ -437,15 +418,3 @@ def test_the_check_changes_nothing(kind: str | None) -> None:
 def test_a_batch_norm_of_one_sample_is_refused_before_training(options, micro_batch: int) -> None:
     with pytest.raises(InputError, match="this run has a micro-batch of 1"):
         check(make_workload(model=normalised), micro_batch=micro_batch, **options)
-
-
-def test_a_batch_norm_over_pixels_may_have_one_sample() -> None:
-    class Pixels(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.body = nn.BatchNorm1d(1), network()
-
-        def forward(self, inputs):
-            return self.body(self.norm(inputs[:, None])[:, 0])
-
-    assert len(check(make_workload(model=lambda: Pixels().double()), micro_batch=1)) == 1

@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from autobatch.training.split_check.draws import NoDropout, SameDraws
@@ -57,18 +56,6 @@ def test_a_sample_gets_the_same_draws_in_any_part(kind: str) -> None:
     assert draws.is_flat == (kind == "heads")
 
 
-def test_rows_of_a_sample_may_be_a_batch_apart() -> None:
-    def draw(samples: int) -> torch.Tensor:
-        return torch.rand(5 * samples).view(5, samples).T
-
-    with SameDraws(6) as draws:
-        draws.is_interleaved = True
-        draws.record()
-        whole = draw(6)
-        draws.replay(2, 2)
-        assert torch.equal(draw(2), whole[2:4])
-
-
 def test_a_generator_of_its_own_stays_where_it_was() -> None:
     own = torch.Generator()
     before = own.get_state()
@@ -79,12 +66,6 @@ def test_a_generator_of_its_own_stays_where_it_was() -> None:
         assert torch.equal(torch.rand(2, generator=own), first[2:])
     assert torch.equal(own.get_state(), before)
     assert not torch.equal(first, second)
-
-
-def test_a_draw_for_all_samples_is_one_in_all_parts() -> None:
-    whole, parts, draws = passes(lambda _: torch.rand(4))
-    assert torch.equal(parts.view(3, 4), whole.expand(3, 4))
-    assert not draws.doubts
 
 
 @pytest.mark.parametrize(
@@ -99,16 +80,6 @@ def test_other_draws_are_doubts(draw, doubt: str) -> None:
     _, _, draws = passes(draw)
     (found,) = draws.doubts
     assert found.startswith(doubt)
-
-
-def test_dropout_returns_its_input() -> None:
-    values = torch.randn(1, 2, 6, 4)
-    with NoDropout():
-        assert dropout(values, 0.9) is values
-        assert torch.dropout(values, 0.9, True) is values
-        found = scaled_dot_product_attention(values, values, values, dropout_p=0.9)
-        assert torch.equal(found, scaled_dot_product_attention(values, values, values, None, 0.9))
-    assert torch.allclose(found, scaled_dot_product_attention(values, values, values))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils.data import default_collate
 
 from autobatch.core.errors import InputError
-from autobatch.training.fetched import KeptBatch
 from autobatch.training.loop_state import capture_loop
 from autobatch.training.split_check import check as checks
 from autobatch.training.split_check.check import FirstBatch, examine_loss
@@ -21,7 +18,6 @@ from autobatch.training.split_check.compare import Finding
 from autobatch.workload.contract import Loss
 from benchmarks.workloads import WORKLOADS
 from tests.support.kinds import RUNS
-from tests.support.split_losses import PAIRS
 from tests.support.training import Rows, make_loop, make_setup, make_workload, mean_loss, points
 
 STEPS = 3
@@ -97,16 +93,6 @@ def test_faults_that_the_check_before_training_cannot_see_are_found(kind: str) -
     assert "--split-check" not in note
 
 
-@pytest.mark.parametrize("kind", PAIRS)
-def test_faults_that_the_check_before_training_sees_are_found_too(kind: str) -> None:
-    fields, wrong, right, cause = PAIRS[kind]
-    if kind in ("augmented views", "few short texts"):
-        cause = "differs by"  # the first batch is cut as it was collated
-    with pytest.raises(InputError, match=cause):
-        trained(make_workload(**fields, loss=wrong), target_batch=48, micro_batch=16)
-    assert trained(make_workload(**fields, loss=right), target_batch=48, micro_batch=16)[2] == []
-
-
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
@@ -161,20 +147,6 @@ def compared(monkeypatch) -> list[list[int]]:
     return found
 
 
-def test_the_first_batch_alone_is_compared_with_its_own_micro_batches(compared) -> None:
-    assert trained(make_workload(train_data=points(3000)))[2] == []
-    assert compared == [[32, 32, 32]]
-
-
-def test_batches_of_one_micro_batch_known_faults_and_written_state_are_left_alone(compared) -> None:
-    workload = make_workload(train_data=points(300))
-    trained(workload, micro_batch=96)
-    trained(workload, before=Finding(fault="known"))
-    trained(workload, before=Finding(writes="the buffer queue"))
-    trained(workload, check="off")
-    assert compared == []
-
-
 def test_a_batch_that_memory_or_time_cannot_hold_is_compared_in_part(compared, monkeypatch) -> None:
     def loss(model, batch):
         if len(batch[0]) > 50:
@@ -199,24 +171,6 @@ def test_memory_that_is_never_enough_ends_no_run(compared) -> None:
     _, records, notes = trained(make_workload(train_data=points(300), loss=loss), steps=1)
     assert (len(records), notes) == (1, [])
     assert [sum(sizes) for sizes in compared] == [96, 48, 24, 12, 6, 3]
-
-
-def test_the_copies_of_the_first_batch_live_no_longer_than_its_comparison(monkeypatch) -> None:
-    kept: list[weakref.ref[Any]] = []
-
-    class Tracked(KeptBatch):
-        def __init__(self) -> None:
-            super().__init__()
-            kept.append(weakref.ref(self))
-
-    monkeypatch.setattr(checks, "KeptBatch", Tracked)
-    loop = make_loop(make_workload(train_data=points(300)), target_batch=96, micro_batch=32, steps=2)
-    setup = replace(make_setup(loop.workload), model=loop.train_state.model, device=loop.device)
-    records = FirstBatch(setup, check="error", note=print, before=Finding()).run(loop)
-    next(records)
-    assert kept
-    assert kept[0]() is None
-    assert loop.kept is None
 
 
 def test_what_cannot_be_compared_is_said_once() -> None:
@@ -250,16 +204,3 @@ def test_ragged_micro_batches_are_compared_where_their_forms_are_equal(compared)
     trained(workload, target_batch=12, micro_batch=2, check="note", steps=1)
     assert len(compared) == 1
     assert set(compared[0]) == {2}
-
-
-def test_what_cannot_be_cut_is_left_alone(compared) -> None:
-    class Graphs:
-        def __init__(self, samples) -> None:
-            self.inputs, self.labels = default_collate(samples)
-
-    def loss(model, batch):
-        return cross_entropy(model(batch.inputs), batch.labels)
-
-    workload = make_workload(train_data=points(300), collate=Graphs, loss=loss)
-    assert trained(workload)[2] == []
-    assert compared == []

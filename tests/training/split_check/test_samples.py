@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.utils.data import default_collate
 
 from autobatch.training.split_check.samples import (
-    CANDIDATES,
-    FIRST_CHUNK,
     SampleChoice,
     collate_split,
-    join_parts,
     mixes_samples,
 )
 from autobatch.workload.data import fetch
-from tests.support.training import Rows, make_setup, make_workload, points
+from tests.support.training import Rows, make_setup, make_workload
 
 
 class Counted(Rows):
@@ -38,15 +33,6 @@ def rows(samples: int, rare: int = 23) -> Counted:
     labels = torch.zeros(samples, dtype=torch.int64)
     labels[rare::50] = 1
     return Counted(torch.randn(samples, 5), labels)
-
-
-def test_few_samples_are_read_of_much_data() -> None:
-    data = rows(10_000)
-    choice = choice_of(data)
-    assert len(choice) == data.reads == CANDIDATES
-    ids = choice.ids(64)
-    assert len(set(ids)) == 64
-    assert ids == choice_of(data).ids(64)
 
 
 def test_a_class_of_two_percent_is_met_in_few_samples() -> None:
@@ -72,13 +58,6 @@ def test_known_costs_find_extremes_that_no_candidate_would_be() -> None:
     assert SampleChoice(setup).ids(2)[0] == 5_000
 
 
-def test_reading_ends_when_time_is_over() -> None:
-    setup = make_setup(make_workload(train_data=rows(500)))
-    times = iter(float(second) for second in range(1000))
-    slow = replace(setup, clock=lambda: next(times))
-    assert len(SampleChoice(slow)) == FIRST_CHUNK
-
-
 IDS = [3, 0, 11, 7, 5]
 
 
@@ -90,26 +69,6 @@ def split(collate=None):
 def noisy(samples):
     inputs, labels = default_collate(samples)
     return {"inputs": inputs + torch.randn_like(inputs), "labels": labels, "names": ["one"] * len(samples)}
-
-
-def test_a_collate_function_without_draws_collates_the_parts() -> None:
-    found = split()
-    data = points()
-    assert found.collated is not None
-    for (batch, size), ids in zip(found.parts, (IDS[:3], IDS[3:]), strict=True):
-        assert size == len(ids)
-        for mine, column in zip(batch, data.columns, strict=True):
-            assert torch.equal(mine, column[ids])
-
-
-def test_what_draws_is_cut_from_the_whole() -> None:
-    found = split(noisy)
-    assert found.collated is None
-    (one, first), (other, second) = found.parts
-    assert (first, second) == (3, 2)
-    for name in ("inputs", "labels"):
-        assert torch.equal(torch.cat([one[name], other[name]]), found.whole[name])
-    assert one["names"] == ["one"] * 3
 
 
 @pytest.mark.parametrize(
@@ -179,13 +138,3 @@ def rolled(samples):
 def test_a_collate_function_that_mixes_samples_at_random_is_known(collate, expected: bool) -> None:
     workload = make_workload(collate=collate)
     assert mixes_samples(workload, fetch(workload.train_data, range(8))) == expected
-
-
-def test_micro_batches_of_the_most_frequent_form_are_joined() -> None:
-    def form(first: int, samples: int, length: int):
-        return {"x": torch.arange(first, first + samples)[:, None].expand(samples, length)}, samples
-
-    whole, sizes = join_parts([form(0, 3, 5), form(3, 4, 6), form(7, 2, 5), (torch.zeros(()), 9)])
-    assert sizes == [3, 2]
-    assert whole["x"][:, 0].tolist() == [0, 1, 2, 7, 8]
-    assert join_parts([(object(), 2)]) == (None, [])

@@ -174,11 +174,6 @@ def test_state_that_no_sample_enters_is_a_remark() -> None:
     assert "the buffers body.weight_u, body.weight_v" in found.remarks[0]
 
 
-def test_a_model_that_writes_nothing_has_no_remark() -> None:
-    found = examine_loss(make_setup(make_workload()), 8, 3)
-    assert (found.remarks, found.writes) == ((), "")
-
-
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("batches_before", [0, 1, 3])
 def test_a_batch_that_runs_again_starts_from_the_same_teacher(replaces: bool, batches_before: int) -> None:
@@ -212,16 +207,3 @@ def test_a_large_teacher_is_known_after_the_first_batch(monkeypatch: pytest.Monk
     model(inputs)
     assert snapshot.restore()
     assert torch.equal(model.teacher.weight, before)
-
-
-def test_a_traced_model_has_no_memory_to_ask_for() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        model = Teaching()
-        snapshot = BufferSnapshot(model)
-        snapshot.take()
-        model(torch.randn(4, 5, dtype=torch.float64))
-        snapshot.commit()
-        snapshot.take()
-        assert snapshot.restore()
