@@ -9,11 +9,13 @@ optimizer step, which may have moved part of the weights.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Literal
 
 import torch
@@ -22,25 +24,25 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.core.records import StepRecord
-from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.base import Device, Meter
+from autobatch.device.host import host_memory
 from autobatch.device.oom import Verdict, classify, first_line, is_fragmented
 from autobatch.distributed.engine import Engine, OutOfMemory
+from autobatch.step.apply_knobs import free_graphs
 from autobatch.step.gradients import Optimizers
 from autobatch.step.loss_share import StepTotals
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.training.batchnorm import rescaled_momentum
-from autobatch.training.fetched import Fetched, KeptBatch, Running
 from autobatch.training.noise_scale import NoiseScale
-from autobatch.training.nonfinite import nonfinite_error
-from autobatch.training.out_of_memory import error_before_step, error_in_step, undo_batch
 from autobatch.training.phase_times import OTHER, PhaseTimes
-from autobatch.workload.contract import WholeBatchLoss, Workload
+from autobatch.training.step_errors import error_before_step, error_in_step, nonfinite_error
+from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
+from autobatch.workload.data import load_micro_batch
 from autobatch.workload.feed import Feed
-from autobatch.workload.nested import feed
+from autobatch.workload.nested import feed, tensors_of
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
-from autobatch.workload.rng import RandomState, capture_random_state
+from autobatch.workload.rng import RandomState, capture_random_state, restore_random_state
 from autobatch.workload.split import MicroBatchIds, Split
 from autobatch.workload.user_code import user_code
 
@@ -48,10 +50,12 @@ LEAST_LOSS_SCALE = 2.0**-10
 """Loss scale below which an overflow means that the gradients themselves are not finite."""
 MAX_SKIPS_IN_A_ROW = 3
 """Consecutive steps that may be skipped because they are not finite."""
-
-
 READING_INTERVAL = 16
-"""Steps between two readings in the steady state, and steps before it that are all read."""
+"""Steps between two readings of the memory, and steps at the start that are all read."""
+COPIES = 4
+"""Copies of a kept batch on the host while it is compared with its micro-batches."""
+HOST_SHARE = 0.25
+"""Share of the available host memory that these copies may take."""
 
 
 @dataclass(kw_only=True)
@@ -118,30 +122,33 @@ class Loop:
             RestartSmallerError: out of memory where the loop cannot recover.
             DoesNotFitError: out of memory at a micro-batch of 1.
         """
-        self.train_state.model.train()
+        train_state = self.train_state
+        train_state.model.train()
         # Gradients that the model came with are not part of the first batch.
-        self.train_state.gradients.clear()
+        train_state.gradients.clear()
         batches = self.sampler.batches(self.batches_seen)
-        memory = MemoryReadings(self.meter)
-        while True:
+        memory = self.meter.stats()
+        for number in count(1):
             start = self.clock()
             batch = next(batches, None)
             if batch is None:
                 return
             self.times.begin(start)
-            factor = warmup_factor(self.sampler.seen(batch.index + 1), self.warmup_samples)
-            with scaled_learning_rate(self.train_state.optimizers, factor):
-                learning_rate = check_learning_rates(self.train_state.optimizers, batch.index + 1)
+            samples = self.sampler.seen(batch.index + 1)
+            warm_up = 1.0 if self.warmup_samples is None else min(1.0, samples / self.warmup_samples)
+            with scaled_learning_rate(train_state.optimizers, warm_up):
+                learning_rate = check_learning_rates(train_state.optimizers, batch.index + 1)
                 result, parts, oom_message = self._train_batch(batch)
             self._check(batch, parts, result)
             self._advance(batch, result)
-            stats = memory.after_step(is_unusual=oom_message is not None)
+            if number <= READING_INTERVAL or number % READING_INTERVAL == 0 or oom_message is not None:
+                memory = self.meter.stats()
             self.times.end()
             seconds = self.clock() - start
             yield StepRecord(
                 step=self.batches_seen,
                 applied=result.applied,
-                samples=self.sampler.seen(self.batches_seen),
+                samples=samples,
                 loss=result.loss if math.isfinite(result.loss) else None,
                 count=result.count,
                 learning_rate=learning_rate,
@@ -151,23 +158,11 @@ class Loop:
                 seconds=seconds,
                 samples_per_s=len(batch.ids) / seconds if seconds > 0 else None,
                 items_per_s=result.count / seconds if seconds > 0 else None,
-                peak_allocated_bytes=stats.peak_allocated_bytes,
-                peak_reserved_bytes=stats.peak_reserved_bytes,
+                peak_allocated_bytes=memory.peak_allocated_bytes,
+                peak_reserved_bytes=memory.peak_reserved_bytes,
                 oom_recoveries=self.oom_recoveries,
                 recovered=oom_message,
             )
-
-    def _advance(self, batch: GlobalBatch, result: StepResult) -> None:
-        """Count the batch; a schedule advances only if its optimizer stepped."""
-        self.steps_applied += result.applied
-        if result.applied and result.first_norm is not None:
-            self.noise.observe(result.first_norm**2, result.first_count, result.grad_norm**2, result.count)
-        with user_code("schedule"):
-            for schedule, stepped in zip(self.schedules, result.stepped, strict=False):
-                if stepped:
-                    schedule.step()
-        self.batches_seen = batch.index + 1
-        self.is_intact = True
 
     def _train_batch(self, batch: GlobalBatch) -> tuple[StepResult, list[MicroBatchIds], str | None]:
         """Train a batch, again after an out-of-memory error.
@@ -184,13 +179,12 @@ class Loop:
             self.is_intact = False
             is_first = oom is None
             with rescaled_momentum(self.rescaled_norms, len(parts)):
-                may_be_suspect = is_first and any(len(part.ids) > 1 for part in parts)
-                outcome = self._attempt(batch, parts, may_be_suspect=may_be_suspect)
+                outcome = self._attempt(batch, parts, is_first=is_first)
             if isinstance(outcome, StepResult):
                 return outcome, parts, None if oom is None else oom.message
             # Outside of the except block, so that nothing holds the tensors of the failed step.
             self.train_state.items_per_sample = items_per_sample
-            is_intact = undo_batch(self.train_state, self.device, before, is_fatal=outcome.is_fatal)
+            is_intact = self._roll_back(before, is_fatal=outcome.is_fatal)
             oom = self.engine.settle(outcome._replace(is_intact=is_intact), may_repeat=is_first)
             self.is_intact = oom.is_intact
             # Emptying the cache mends fragmentation, so the same micro-batches get one more try.
@@ -204,56 +198,65 @@ class Loop:
             self.oom_recoveries += 1
 
     def _attempt(
-        self, batch: GlobalBatch, parts: list[MicroBatchIds], *, may_be_suspect: bool
+        self, batch: GlobalBatch, parts: list[MicroBatchIds], *, is_first: bool
     ) -> StepResult | OutOfMemory:
         """Train a batch, or return the out-of-memory error that ended it before the optimizer step.
 
         Args:
             batch: the samples.
             parts: the micro-batches.
-            may_be_suspect: whether errors that only may be about memory count as such.
+            is_first: whether the batch did not run before. Errors that only may be about memory count as such
+                then, if smaller micro-batches are left to try.
         """
-        fed = None if self.feed is None else self.feed.collated(batch, self.micro_batch)
-        twice = isinstance(self.train_state.loss, WholeBatchLoss)
-        fetched = Fetched(self.workload, parts, fed, self.times, self.kept)
-        placed = feed(fetched, self.train_state.device, self.meter, twice=twice)
-        running = Running(parts, placed, runs_twice=twice)
+        train_state, may_be_suspect = self.train_state, is_first and any(len(part.ids) > 1 for part in parts)
+        is_whole = isinstance(train_state.loss, WholeBatchLoss)
+        placed = feed(self._fetch(batch, parts), train_state.device, self.meter, twice=is_whole)
+        running = _Running(parts, placed, is_whole=is_whole)
+        mark = self._mark if self.times.is_timing else self.meter.mark
         outcome: StepTotals | OutOfMemory
         # Each call ends before an error is looked at, so that nothing holds the tensors of the failed step.
         try:
-            outcome = self._accumulate(batch, parts, running)
+            outcome = accumulate(
+                train_state,
+                self.engine.passing(train_state, running, len(parts), batch),
+                len(batch.ids),
+                mark,
+                places=[part.places for part in parts],
+                measure_first=len(parts) > 1 and self.noise.is_due(batch.index),
+            )
         except Exception as error:
-            outcome = self._out_of_memory(error, batch, running, may_be_suspect)
+            outcome = self._out_of_memory(error, batch, running, may_be_suspect=may_be_suspect)
         if isinstance(outcome, OutOfMemory):
-            self.train_state.gradients.clear()
+            train_state.gradients.clear()
         running.end()
         try:
-            return self._combine_and_step(outcome)
+            totals = self.engine.combine(train_state, outcome)
+            if isinstance(totals, OutOfMemory):
+                return totals
+            result = finish(train_state, totals, mark=mark)
         except Exception as error:
-            return self._out_of_memory(error, batch, running, may_be_suspect)
-
-    def _accumulate(self, batch: GlobalBatch, parts: list[MicroBatchIds], running: Running) -> StepTotals:
-        """Run the micro-batches forward and backward."""
-        return accumulate(
-            self.train_state,
-            self.engine.passing(self.train_state, running, len(parts), batch),
-            len(batch.ids),
-            self._mark if self.times.is_timing else self.meter.mark,
-            places=[part.places for part in parts],
-            measure_first=len(parts) > 1 and self.noise.is_due(batch.index),
-        )
-
-    def _combine_and_step(self, outcome: StepTotals | OutOfMemory) -> StepResult | OutOfMemory:
-        """Sum the batch over the ranks, and take the step unless memory ran out on one of them."""
-        totals = self.engine.combine(self.train_state, outcome)
-        if isinstance(totals, OutOfMemory):
-            return totals
-        is_timing = self.times.is_timing
-        result = finish(self.train_state, totals, mark=self._mark if is_timing else self.meter.mark)
-        self.train_state.stepping = False
-        if is_timing:
+            return self._out_of_memory(error, batch, running, may_be_suspect=may_be_suspect)
+        train_state.stepping = False
+        if self.times.is_timing:
             self.times.lap(OTHER)
         return result
+
+    def _fetch(self, batch: GlobalBatch, parts: list[MicroBatchIds]) -> Iterator[tuple[Collated, int]]:
+        """Yield the micro-batches of a batch on the host, each with its number of samples, and hold none."""
+        fed = None if self.feed is None else self.feed.collated(batch, self.micro_batch)
+        if self.kept is not None:
+            self.kept.clear()
+        for part in parts:
+            if self.times.is_timing:
+                self.times.lap("data")
+            # Not in a variable, because this frame lives while the micro-batch trains.
+            yield self._collated(part, fed), len(part.ids)
+
+    def _collated(self, part: MicroBatchIds, fed: Iterator[Collated] | None) -> Collated:
+        micro_batch = load_micro_batch(self.workload, part.ids) if fed is None else next(fed)
+        if self.kept is not None:
+            self.kept.add(micro_batch, len(part.ids))
+        return micro_batch
 
     def _mark(self, phase: str) -> None:
         """Begin a phase of a step that is timed."""
@@ -261,7 +264,7 @@ class Loop:
         self.times.lap(phase)
 
     def _out_of_memory(
-        self, error: Exception, batch: GlobalBatch, running: Running, may_be_suspect: bool
+        self, error: Exception, batch: GlobalBatch, running: _Running, *, may_be_suspect: bool
     ) -> OutOfMemory:
         """Return an out-of-memory error that came before the optimizer step, and raise any other error."""
         verdict = classify(error)
@@ -271,15 +274,46 @@ class Loop:
         if verdict is Verdict.SUSPECT and (is_step or not may_be_suspect):
             raise error
         self.times.drop()
-        size, smaller = running.blamed(self.split, self.micro_batch)
-        if not is_step:
-            found = OutOfMemory(first_line(error), verdict is Verdict.FATAL, size=size, smaller=smaller)
-            if running.is_in_loss:
-                found = found._replace(is_in_loss=True, size=len(batch.ids), smaller=self.micro_batch)
-            has_room = is_fragmented(error) or running.is_in_loss
-            return found._replace(is_fragmented=has_room and not found.is_fatal)
-        self.micro_batch = smaller
-        raise error_in_step(self.train_state, batch.index + 1, size, first_line(error)) from error
+        size, smaller = running.failed(self.split, self.micro_batch)
+        if is_step:
+            self.micro_batch = smaller
+            raise error_in_step(self.train_state, batch.index + 1, size, first_line(error)) from error
+        is_fatal, is_in_loss = verdict is Verdict.FATAL, running.is_in_loss
+        return OutOfMemory(
+            first_line(error),
+            is_fatal=is_fatal,
+            is_fragmented=(is_fragmented(error) or is_in_loss) and not is_fatal,
+            size=len(batch.ids) if is_in_loss else size,
+            smaller=self.micro_batch if is_in_loss else smaller,
+            is_in_loss=is_in_loss,
+        )
+
+    def _roll_back(self, random_state: RandomState, *, is_fatal: bool) -> bool:
+        """Return to the start of a batch, outside of any ``except`` block.
+
+        Args:
+            random_state: of all generators at the start of the batch.
+            is_fatal: whether the device may no longer answer.
+
+        Returns:
+            False if a large buffer has changed, or if a device after a fatal error no longer answers.
+        """
+        train_state = self.train_state
+        train_state.gradients.clear()
+        try:
+            if train_state.gradients.are_overwritten:
+                # The graphs of the micro-batches that ran out of memory hold theirs.
+                free_graphs()
+            self.device.release()
+            # A lost device fails here for certain: freeing its cache may not show it.
+            self.device.synchronize()
+            is_restored = train_state.buffers.restore()
+            restore_random_state(random_state)
+        except Exception:
+            if not is_fatal:
+                raise
+            return False
+        return is_restored
 
     def _check(self, batch: GlobalBatch, parts: list[MicroBatchIds], result: StepResult) -> None:
         """Raise if the step was not applied because it is not finite, unless it may be skipped."""
@@ -298,30 +332,117 @@ class Loop:
             if self.train_state.buffers.restore():
                 return
             reason = " and cannot be skipped, because the forward pass changed a large buffer of the model"
-        step, ids = f"step {batch.index + 1}", [part.ids for part in parts]
         raise nonfinite_error(
             self.workload,
             self.train_state,
-            ids,
+            [part.ids for part in parts],
             ranks=self.engine.ranks,
-            step=step,
+            step=batch.index + 1,
             loss=result.loss,
             reason=reason,
         )
 
+    def _advance(self, batch: GlobalBatch, result: StepResult) -> None:
+        """Count the batch; a schedule advances only if its optimizer stepped."""
+        self.steps_applied += result.applied
+        if result.applied and result.first_norm is not None:
+            self.noise.observe(result.first_norm**2, result.first_count, result.grad_norm**2, result.count)
+        with user_code("schedule"):
+            for schedule, stepped in zip(self.schedules, result.stepped, strict=False):
+                if stepped:
+                    schedule.step()
+        self.batches_seen = batch.index + 1
+        self.is_intact = True
 
-def warmup_factor(samples_seen: int, warmup_samples: int | None) -> float:
-    """Return the warm-up factor of the learning rate for the batch that ends after ``samples_seen``."""
-    return 1.0 if warmup_samples is None else min(1.0, samples_seen / warmup_samples)
+
+class _Running:
+    """The micro-batches of a batch as they run, none of which it holds.
+
+    Args:
+        parts: their sample ids.
+        placed: the micro-batches, each with its number of samples; iterated again for a second pass.
+        is_whole: whether a loss over the whole batch comes between two passes.
+    """
+
+    def __init__(
+        self, parts: list[MicroBatchIds], placed: Iterable[tuple[Collated, int]], *, is_whole: bool
+    ) -> None:
+        self._parts = parts
+        self._placed = placed
+        self._passes_left = 2 if is_whole else 1
+        self._is_whole = is_whole
+        self._part: MicroBatchIds | None = None
+
+    @property
+    def is_in_loss(self) -> bool:
+        """True between the two passes, when the loss over the whole batch runs."""
+        return self._is_whole and self._part is None and self._passes_left == 1
+
+    def __iter__(self) -> Iterator[tuple[Collated, int]]:
+        """Begin a pass."""
+        placed = iter(self._placed)
+        for part in self._parts:
+            self._part = part
+            yield next(placed)
+        self._part = None
+        self._passes_left -= 1
+
+    def end(self) -> None:
+        """End all passes."""
+        self._part = None
+        self._passes_left = 0
+
+    def failed(self, split: Split, micro_batch: int) -> tuple[int, int]:
+        """Return what ran out of memory: the micro-batch that runs, or the fullest one if none does.
+
+        Args:
+            split: made the micro-batches.
+            micro_batch: the largest one.
+
+        Returns:
+            Its samples, and the ``micro_batch`` that halves it; both 1 for a rank without samples.
+        """
+        if not self._parts:
+            return 1, 1
+        part = self._part or max(self._parts, key=lambda one: split.halved(one, micro_batch))
+        return len(part.ids), split.halved(part, micro_batch)
 
 
-def scaled_learning_rate(optimizers: Optimizers, factor: float) -> AbstractContextManager[None]:
-    """Multiply all learning rates by ``factor`` within the block; schedules never see it."""
-    return nullcontext() if factor == 1.0 else _scaled(optimizers, factor)
+class KeptBatch:
+    """Copies of the micro-batches of a batch, as far as a share of the host memory allows."""
+
+    def __init__(self) -> None:
+        self.micro_batches: list[tuple[Collated, int]] = []
+        available = host_memory().available_bytes
+        self._most = float("inf") if available is None else HOST_SHARE * available / COPIES
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return sum(size for _, size in self.micro_batches)
+
+    def clear(self) -> None:
+        """Forget all micro-batches, because the batch begins anew."""
+        self.micro_batches.clear()
+        self._bytes = 0
+
+    def add(self, batch: Collated, size: int) -> None:
+        """Keep a copy of a micro-batch, because a loss may change its own."""
+        self._bytes += sum(tensor.nbytes for tensor in tensors_of(batch))
+        if self._bytes > self._most:
+            return
+        try:
+            self.micro_batches.append((copy.deepcopy(batch), size))
+        except Exception:  # what cannot be copied is not compared
+            self._most = 0
 
 
 @contextmanager
-def _scaled(optimizers: Optimizers, factor: float) -> Iterator[None]:
+def scaled_learning_rate(optimizers: Optimizers, factor: float) -> Iterator[None]:
+    """Multiply all learning rates by ``factor`` within the block; schedules never see it."""
+    if factor == 1.0:
+        yield
+        return
     originals = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     try:
         for group, rate in originals:
@@ -344,7 +465,7 @@ def check_learning_rates(optimizers: Optimizers, step: int) -> float:
     if away:
         # One transfer for all rates that are on the device.
         values = iter(torch.stack([one.double() for one in away]).tolist())
-        rates = [next(values) if any(one is other for other in away) else one for one in rates]
+        rates = [next(values) if isinstance(one, Tensor) and not one.is_cpu else one for one in rates]
     for number, rate in enumerate(rates, 1):
         if rate is not None and not 0 <= rate < math.inf:
             raise (InputError if math.isfinite(rate) else NonFiniteError)(
@@ -353,28 +474,3 @@ def check_learning_rates(optimizers: Optimizers, step: int) -> float:
                 "Workload(schedule=…) and Workload(optimizer=…)"
             )
     return float(rates[0] or 0.0)
-
-
-class MemoryReadings:
-    """The memory after each step, as it was last read.
-
-    Args:
-        meter: reads it.
-    """
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-        self._steps = 0
-        self._last: MemoryStats | None = None
-
-    def after_step(self, *, is_unusual: bool) -> MemoryStats:
-        """Return the memory after the next step, read anew if that is due.
-
-        Args:
-            is_unusual: whether the step ran out of memory, so that what is known no longer holds.
-        """
-        is_due = self._steps < READING_INTERVAL or self._steps % READING_INTERVAL == 0
-        self._steps += 1
-        if self._last is None or is_due or is_unusual:
-            self._last = self._meter.stats()
-        return self._last

@@ -14,10 +14,9 @@ from autobatch.core.records import Plan
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
 from autobatch.distributed.ranks import Ranks
-from autobatch.training.checkpoints.checkpoint import clean_leftovers, list_checkpoints
+from autobatch.training.checkpoints.checkpoint import available_host_memory, clean_leftovers, list_checkpoints
 from autobatch.training.checkpoints.content import check_content
 from autobatch.training.checkpoints.load import Loaded, load_newest
-from autobatch.training.out_of_memory import available_host_memory
 from autobatch.training.run_folder import CHECKPOINTS
 from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler, order_digest
 

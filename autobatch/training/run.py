@@ -38,13 +38,12 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.setup.setup import Setup, device_key, with_knobs
 from autobatch.step.optimizers import averaged_weights, switch
 from autobatch.training.build import open_loop, split_of
-from autobatch.training.checkpoints.checkpoint import list_checkpoints, save_checkpoint
+from autobatch.training.checkpoints.checkpoint import available_host_memory, list_checkpoints, save_checkpoint
 from autobatch.training.checkpoints.load import Loaded
 from autobatch.training.export import check_exportable, export_weights
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop, check_checkpoint_state, restore_loop
 from autobatch.training.metrics import TENSORBOARD, Metrics, RunTotals, open_tensorboard, rewind_metrics
-from autobatch.training.out_of_memory import available_host_memory
 from autobatch.training.resume import data_order_facts
 from autobatch.training.run_folder import CHECKPOINTS, METRICS, OOM_FILE, RunFiles
 from autobatch.training.split_check.check import FirstBatch, check_loss_splits

@@ -13,13 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.cpu import SilentMeter
-from autobatch.training.loop import (
-    READING_INTERVAL,
-    MemoryReadings,
-    check_learning_rates,
-    scaled_learning_rate,
-    warmup_factor,
-)
+from autobatch.training.loop import READING_INTERVAL, check_learning_rates
 from autobatch.workload.contract import Loss
 from tests.support.training import (
     INFO_NCE,
@@ -295,18 +289,6 @@ def optimizers_at(*rates: float | torch.Tensor) -> tuple[torch.optim.Optimizer, 
     return (optimizer,)
 
 
-def test_the_factor_grows_to_one() -> None:
-    assert [warmup_factor(seen, 40) for seen in (10, 20, 40, 80)] == [0.25, 0.5, 1.0, 1.0]
-    assert warmup_factor(1, None) == 1.0
-
-
-def test_rates_are_scaled_within_the_block_only() -> None:
-    optimizers = optimizers_at(0.5, 0.25)
-    with scaled_learning_rate(optimizers, 0.5):
-        assert [group["lr"] for group in optimizers[0].param_groups] == [0.25, 0.125]
-    assert [group["lr"] for group in optimizers[0].param_groups] == [0.5, 0.25]
-
-
 def test_the_first_rate_is_returned_and_all_are_checked() -> None:
     assert check_learning_rates(optimizers_at(0.5, torch.tensor(0.25)), 1) == 0.5
     with pytest.raises(NonFiniteError, match=r"step 3 is nan \(parameter group 2 of 2\)"):
@@ -322,15 +304,11 @@ class Numbered(SilentMeter):
 
     def stats(self) -> MemoryStats:
         self.readings += 1
-        return MemoryStats(self.readings, None, None, None, None)
+        return MemoryStats(None, None, self.readings, None, None)
 
 
-def test_all_first_steps_are_read_then_one_of_many_and_each_unusual_one() -> None:
-    readings = MemoryReadings(Numbered())
-    unusual = 2 * READING_INTERVAL + 3
-    read = [
-        readings.after_step(is_unusual=step == unusual).allocated_bytes
-        for step in range(4 * READING_INTERVAL)
-    ]
-    fresh = [step for step, one in enumerate(read) if step == 0 or one != read[step - 1]]
-    assert fresh == [*range(READING_INTERVAL + 1), 2 * READING_INTERVAL, unusual, 3 * READING_INTERVAL]
+def test_memory_is_read_in_all_first_steps_then_in_one_of_many() -> None:
+    loop = make_loop(make_workload(), steps=4 * READING_INTERVAL, meter=Numbered())
+    read = [record.peak_allocated_bytes for record in loop.run()]
+    fresh = [step for step, one in enumerate(read, 1) if step == 1 or one != read[step - 2]]
+    assert fresh == [*range(1, READING_INTERVAL + 1), *(n * READING_INTERVAL for n in (2, 3, 4))]

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from autobatch.core.errors import CheckpointError, DoesNotFitError
+from autobatch.core.units import format_bytes
+from autobatch.device.host import host_memory
 from autobatch.distributed.ranks import Ranks
 from autobatch.training.checkpoints.manifest import MANIFEST, check_files, read_manifest, write_manifest
 from autobatch.training.checkpoints.state_file import Packed, pack, write_state
@@ -219,3 +221,11 @@ def _damaged(path: Path) -> Path:
     while path.with_name(f"{path.name}.damaged-{number}").exists():
         number += 1
     return path.with_name(f"{path.name}.damaged-{number}")
+
+
+def available_host_memory() -> str:
+    """Return the host memory that is available, in words; ``unknown`` if it cannot be read now."""
+    try:
+        return format_bytes(host_memory().available_bytes)
+    except MemoryError:
+        return format_bytes(None)

@@ -19,8 +19,7 @@ from autobatch.planning import micro_batches, split_evenly
 from autobatch.setup.child import Session
 from autobatch.setup.setup import Setup
 from autobatch.training.batchnorm import batch_norm_notes, batch_norms, smallest_micro_batch
-from autobatch.training.fetched import KeptBatch
-from autobatch.training.loop import Loop
+from autobatch.training.loop import KeptBatch, Loop
 from autobatch.training.split_check.compare import Finding, compare, find_written, pass_types
 from autobatch.training.split_check.gradient import PassType, open_runner
 from autobatch.training.split_check.samples import (

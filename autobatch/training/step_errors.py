@@ -1,4 +1,4 @@
-"""The error of a step that is not finite, and the search for the sample that makes it so."""
+"""Errors that end a run in a step: memory that runs out for good, and values that are not finite."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from autobatch.core.errors import NonFiniteError
+from autobatch.core.errors import AutobatchError, DoesNotFitError, NonFiniteError, RestartSmallerError
+from autobatch.distributed.engine import OutOfMemory
 from autobatch.distributed.ranks import Ranks
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.workload.contract import Loss, WholeBatchLoss, Workload
@@ -19,13 +20,65 @@ MAX_NAMED_SAMPLES = 8
 """Samples that a message names."""
 
 
+def error_before_step(train_state: TrainState, step: int, oom: OutOfMemory) -> AutobatchError | None:
+    """Return the error that ends a run out of memory; None if the batch can run again in smaller parts.
+
+    Args:
+        train_state: tells which suggestions apply.
+        step: the number of the step, from 1.
+        oom: the error.
+    """
+    if oom.size == 1 or oom.is_in_loss:
+        suggestions = ["a larger --memory-budget"]
+        if isinstance(train_state.loss, WholeBatchLoss):
+            suggestions.append("a smaller --target-batch")
+        if train_state.precision == "fp32":
+            suggestions.append("--precision bf16")
+        where = f"in the loss over all {oom.size} samples of a batch, whatever the micro-batch"
+        if not oom.is_in_loss:
+            suggestions.append("activation checkpointing")
+            where = "in training at a micro-batch of 1"
+        return DoesNotFitError(
+            f"out of memory {where}: {oom.message.rstrip('.')}; what would help: {', '.join(suggestions)}"
+        )
+    where = f"out of memory in step {step} at a micro-batch of {oom.size}"
+    if oom.is_fatal:
+        return RestartSmallerError(
+            f"{where}, in the driver, after which this process cannot continue: {oom.message}"
+        )
+    if not oom.is_intact:
+        return RestartSmallerError(
+            f"{where}: {oom.message.rstrip('.')}. The batch cannot run again, because the forward "
+            "pass changed a large buffer of the model"
+        )
+    return None
+
+
+def error_in_step(train_state: TrainState, step: int, micro_batch: int, message: str) -> AutobatchError:
+    """Return the error of a run that is out of memory inside the optimizer step.
+
+    A smaller micro-batch may leave more room for the step, so the run is restarted in smaller ones down to 1.
+    """
+    where = f"out of memory in step {step} at a micro-batch of {micro_batch}"
+    if micro_batch > 1 and train_state.shared is not None:
+        return RestartSmallerError(f"{where}, for which other ranks of a shared model wait: {message}")
+    where += ", inside the optimizer step"
+    if micro_batch > 1:
+        return RestartSmallerError(f"{where}, which may have moved part of the weights: {message}")
+    average = "" if train_state.average is None else ", no --ema"
+    return DoesNotFitError(
+        f"{where}: {message.rstrip('.')}; what would help: a larger --memory-budget, a fused optimizer "
+        f"(fused=True), an optimizer with less state{average}"
+    )
+
+
 def nonfinite_error(
     workload: Workload,
     train_state: TrainState,
     micro_batches: Sequence[list[int]],
     *,
     ranks: Ranks,
-    step: str,
+    step: int,
     loss: float,
     reason: str,
 ) -> NonFiniteError:
@@ -39,14 +92,14 @@ def nonfinite_error(
         train_state: the model, in the state in which the step failed.
         micro_batches: the samples of each micro-batch of this rank.
         ranks: the ranks.
-        step: the step in words.
+        step: the number of the step, from 1.
         loss: of the batch.
         reason: why the step is not skipped, in words that follow the finding; empty for none.
     """
     what = "gradient" if math.isfinite(loss) else f"loss ({loss})"
     own = [index for part in micro_batches for index in part]
     culprit = find_nonfinite_sample(workload, train_state, micro_batches)
-    found = ranks.gather((culprit, own[: MAX_NAMED_SAMPLES + 1], len(own)))
+    found = ranks.gather((culprit, own[:MAX_NAMED_SAMPLES], len(own)))
     culprit = next((one for one, _, _ in found if one is not None), None)
     first = [index for _, some, _ in found for index in some][:MAX_NAMED_SAMPLES]
     more = sum(count for _, _, count in found) - len(first)
@@ -57,7 +110,7 @@ def nonfinite_error(
     scaler = train_state.scaler
     at = "" if scaler is None else f" at a loss scale of {scaler.get_scale():.1e}"
     return NonFiniteError(
-        f"the {what} of {step} is not finite{at}{reason}, so the step was not applied: "
+        f"the {what} of step {step} is not finite{at}{reason}, so the step was not applied: "
         f"{named}. Check these samples, the learning rate and the precision"
     )
 
@@ -68,26 +121,21 @@ def find_nonfinite_sample(
     """Return the sample whose own loss (or row, for a `WholeBatchLoss`) is not finite; None if none is found.
 
     Halves the first non-finite micro-batch until one sample is left. It runs forward passes only, and changes
-    nothing that the run depends on.
-
-    Args:
-        workload: has the data and the loss.
-        train_state: the model, in the state in which the step failed.
-        micro_batches: the samples of each micro-batch of this rank.
+    nothing that the run depends on. Ranks that share a model would have to run the same passes, so there none
+    is found.
     """
     if train_state.shared is not None:
-        # The ranks would have to run the same number of passes.
         return None
     try:
         with preserved_random_state(), torch.no_grad():
-            for micro_batch in micro_batches:
-                part = micro_batch
+            for part in micro_batches:
                 if _is_finite(workload, train_state, part):
                     continue
-                while len(part) > 1:
-                    half = part[: len(part) // 2]
-                    part = part[len(half) :] if _is_finite(workload, train_state, half) else half
-                return None if _is_finite(workload, train_state, part) else part[0]
+                left = part
+                while len(left) > 1:
+                    half = left[: len(left) // 2]
+                    left = left[len(half) :] if _is_finite(workload, train_state, half) else half
+                return None if _is_finite(workload, train_state, left) else left[0]
     except Exception:  # a failed diagnosis must not hide the error that it is about
         return None
     return None

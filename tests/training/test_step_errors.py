@@ -1,0 +1,259 @@
+"""Steps that end a run: the sample that is not finite, what helps without memory, and the next start."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autobatch.core.errors import NonFiniteError, RestartSmallerError
+from autobatch.core.progress import Progress
+from autobatch.device.cpu import CpuDevice
+from autobatch.distributed.engine import OutOfMemory
+from autobatch.training.checkpoints.checkpoint import available_host_memory
+from autobatch.training.run import train
+from autobatch.training.step_errors import error_before_step, error_in_step, find_nonfinite_sample
+from tests.support.faults import Fault, Watching, plain
+from tests.support.rank_server import RankServer
+from tests.support.ranked import open_group, ranked_loop
+from tests.support.runs import ActingAfter, open_loop, resume, rows, settings
+from tests.support.training import (
+    INFO_NCE,
+    Rows,
+    fingerprint,
+    make_loop,
+    make_workload,
+    mean_loss,
+    network,
+    points,
+    weights,
+)
+
+
+class Lost(CpuDevice):
+    """A device that no longer answers. Freeing its cache does not show it."""
+
+    def synchronize(self) -> None:
+        raise RuntimeError("lost")
+
+
+def test_a_lost_device_ends_the_run_and_may_not_answer_after_a_fatal_error() -> None:
+    for error, raised in (
+        (torch.OutOfMemoryError("CUDA out of memory."), RuntimeError),
+        (RuntimeError("CUDA error: out of memory"), RestartSmallerError),
+    ):
+        fault = Fault(60, error=error)
+        loop = open_loop(
+            plain(), target_batch=8, micro_batch=4, meter=Watching(fault), device=Lost(memory_budget="1GiB")
+        )
+        fault.armed = True
+        with fault, pytest.raises(raised):
+            next(loop.run())
+        assert not loop.is_intact
+
+
+def test_the_graphs_of_a_batch_that_ran_out_of_memory_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    resets: list[str] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append("reset"))
+    for has_graphs in (False, True):
+        fault = Fault(60)
+        loop = open_loop(plain(), target_batch=8, micro_batch=4, meter=Watching(fault))
+        loop.train_state.gradients.are_overwritten = has_graphs
+        fault.armed = True
+        with fault:
+            next(loop.run())
+    assert resets == ["reset"]
+
+
+PLAIN = make_loop(make_workload()).train_state
+FULL = OutOfMemory("full.", is_fatal=False)
+BROKEN = OutOfMemory("broken", is_fatal=True)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "oom", "is_intact", "code", "message"),
+    [
+        (2, BROKEN, True, 77, "in step 3 at a micro-batch of 2, in the driver.*: broken"),
+        (2, FULL, False, 77, "micro-batch of 2: full.*a large buffer"),
+        (1, FULL, True, 3, "micro-batch of 1: full; what would help: a larger --memory-budget, --precision"),
+        (1, BROKEN, False, 3, "micro-batch of 1: broken; what would help"),
+    ],
+)
+def test_a_batch_that_cannot_run_again_ends_the_run(micro_batch, oom, is_intact, code, message) -> None:
+    error = error_before_step(PLAIN, 3, oom._replace(size=micro_batch, is_intact=is_intact))
+    assert error is not None
+    assert error.exit_code == code
+    with pytest.raises(type(error), match=message):
+        raise error
+
+
+def test_a_batch_that_is_undone_can_run_again() -> None:
+    assert error_before_step(PLAIN, 3, FULL._replace(size=2)) is None
+
+
+def test_only_remedies_that_apply_are_named() -> None:
+    whole = make_loop(make_workload(loss=INFO_NCE), ema=0.9).train_state
+    for train_state, expected in ((PLAIN, False), (whole, True)):
+        before = str(error_before_step(train_state, 1, FULL._replace(size=1)))
+        assert ("a smaller --target-batch" in before) == expected
+        assert ("no --ema" in str(error_in_step(train_state, 1, 1, "full."))) == expected
+
+
+@pytest.mark.parametrize(("micro_batch", "code"), [(4, 77), (2, 77), (1, 3)])
+def test_a_failure_inside_the_optimizer_step_is_restarted_smaller_down_to_1(micro_batch, code) -> None:
+    error = error_in_step(PLAIN, 5, micro_batch, "full.")
+    assert error.exit_code == code
+    assert f"step 5 at a micro-batch of {micro_batch}, inside the optimizer step" in str(error)
+    assert ("what would help: a larger --memory-budget, a fused optimizer" in str(error)) == (code == 3)
+
+
+def test_the_available_memory_is_unknown_if_it_cannot_be_read_for_lack_of_memory(monkeypatch) -> None:
+    assert available_host_memory().endswith("iB")
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("autobatch.training.checkpoints.checkpoint.host_memory", fail)
+    assert available_host_memory() == "unknown"
+
+
+def test_out_of_memory_before_the_first_checkpoint_names_the_micro_batch_to_start_with(
+    tmp_path: Path,
+) -> None:
+    fault = Fault()
+    loop = open_loop(plain(), target_batch=8, micro_batch=4, meter=Watching(fault))
+    loop.train_state.optimizers[0].register_step_pre_hook(lambda *_: fault.at.add(fault.count + 5))
+    fault.armed = True
+    with fault, pytest.raises(RestartSmallerError) as caught:
+        train(loop, settings(tmp_path), Progress(), None)
+    assert "start again with --max-micro-batch 2" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("left", "expected"), [('{"limits": [2]}', 2), ("broken", 3), ('{"limits": ["2"]}', 3)]
+)
+def test_a_resumed_run_uses_the_smaller_micro_batch_of_one_that_ran_out_of_memory(
+    left: str, expected: int, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyError):
+        train(open_loop(), settings(tmp_path, checkpoint_every=2), ActingAfter(3, {}.popitem), None)
+    (tmp_path / "oom.json").write_text(left)
+    _, done = resume(tmp_path)
+    assert done.micro_batch == expected
+    assert [row["micro_batch"] for row in rows(tmp_path)] == [3, 3, *[expected] * 4]
+    assert not (tmp_path / "oom.json").exists()
+
+
+def test_a_new_run_ignores_the_smaller_micro_batch_of_an_earlier_one(tmp_path: Path) -> None:
+    (tmp_path / "oom.json").write_text('{"limits": [1]}')
+    assert train(open_loop(), settings(tmp_path), Progress(), None).micro_batch == 3
+
+
+# losses that are not finite
+
+
+def spoiled(samples: dict[int, float], dtype=torch.float32) -> Rows:
+    data = points(24, dtype=dtype)
+    for index, value in samples.items():
+        data.columns[0][index, 0] = value
+    return data
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_non_finite_loss_stops_the_run_before_the_step_and_names_the_sample(value, precision) -> None:
+    workload = make_workload(model=lambda: network(torch.float32))
+    bad = list(make_loop(workload, target_batch=6, steps=4).sampler.batches())[2].ids[4]
+    workload = make_workload(model=lambda: nn.Sequential(nn.Linear(5, 3)), train_data=spoiled({bad: value}))
+    loop = make_loop(workload, target_batch=6, micro_batch=4, steps=4, precision=precision)
+    run = loop.run()
+    next(run)
+    next(run)
+    before = weights(loop.train_state.model)
+    random_state = torch.get_rng_state()
+    with pytest.raises(
+        NonFiniteError, match=rf"loss \(nan\) of step 3 .* sample {bad} alone gives a non-finite loss"
+    ):
+        next(run)
+    assert torch.equal(weights(loop.train_state.model), before)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert loop.batches_seen == loop.steps_applied == 2
+
+
+def test_for_a_loss_over_the_whole_batch_the_sample_with_a_non_finite_row_is_named() -> None:
+    """The loss of a single sample may be undefined, so its row is checked."""
+
+    def undefined_alone(model, rows):
+        return INFO_NCE.loss(model, rows) + rows.std(0).mean()
+
+    workload = make_workload(
+        model=lambda: network(torch.float32),
+        train_data=spoiled({11: math.nan}),
+        loss=replace(INFO_NCE, loss=undefined_alone),
+    )
+    loop = make_loop(workload, target_batch=24, micro_batch=5, steps=1)
+    with pytest.raises(
+        NonFiniteError, match=r"loss \(nan\) of step 1 .* sample 11 alone gives a non-finite row"
+    ):
+        next(loop.run())
+
+
+@pytest.mark.parametrize("sizes", [[24], [5] * 4 + [4], [1] * 24])
+@pytest.mark.parametrize("bad", [0, 11, 23])
+def test_one_of_several_bad_samples_is_found_in_any_split(sizes: list[int], bad: int) -> None:
+    """The other one is sample 23."""
+    workload = make_workload(
+        model=lambda: network(torch.float32), train_data=spoiled({bad: math.nan, 23: math.nan})
+    )
+    train_state = make_loop(workload).train_state
+    parts = [list(range(24))[stop - size : stop] for stop, size in zip(accumulate(sizes), sizes, strict=True)]
+    assert find_nonfinite_sample(workload, train_state, parts) == bad
+
+
+def test_the_search_changes_neither_the_model_nor_the_random_state() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(5), network(torch.float32), nn.Dropout(0.5))
+
+    workload = make_workload(model=build, train_data=spoiled({3: math.nan}))
+    train_state = make_loop(workload).train_state
+    train_state.model.train()
+    before, random_state = fingerprint(train_state.model), torch.get_rng_state()
+    find_nonfinite_sample(workload, train_state, [list(range(12)), list(range(12, 24))])
+    assert fingerprint(train_state.model) == before
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_without_a_bad_sample_or_with_an_error_none_is_found() -> None:
+    def failing(model, batch):
+        raise RuntimeError
+
+    for loss in (mean_loss, failing):
+        workload = make_workload(loss=loss)
+        train_state = make_loop(workload).train_state
+        assert find_nonfinite_sample(workload, train_state, [[4, 2]]) is None
+
+
+def error_of_rank(place: int) -> tuple[int, str]:
+    """Train a batch in which the sample at a place is not finite; return the sample and the error."""
+    group = open_group()
+    ids = next(iter(make_loop(make_workload(), target_batch=24, steps=1).sampler.batches())).ids
+    workload = make_workload(train_data=spoiled({ids[place]: math.nan}, torch.float64))
+    loop = ranked_loop(group, workload, [4, 4], target_batch=24, steps=1)
+    with pytest.raises(NonFiniteError) as caught:
+        next(loop.run())
+    group.close()
+    return ids[place], str(caught.value)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("place", [0, 23])
+def test_all_ranks_name_the_sample_of_the_rank_that_has_it(server: RankServer, place: int) -> None:
+    (bad, line), (_, other) = server.values(error_of_rank, place)
+    assert line == other
+    assert f"sample {bad} alone gives a non-finite loss (samples [" in line
+    assert "and 16 more)" in line
