@@ -2,27 +2,68 @@
 
 A loop has one engine. `Engine` is that of one process, and hands everything back. Those of several ranks
 make the sums over all ranks out of the sums of each, so that whatever follows (checks, clipping, the step,
-counters) is the same on every rank: `Replicate` for whole models (`autobatch.distributed.replicate`), `Shard`
-for models that ranks share (`autobatch.distributed.sharding.engine`).
+counters) is the same on every rank: `Replicate` for whole models, and `Shard` for sharded ones.
+
+With a whole model, every rank runs its micro-batches alone, and `autobatch.distributed.reduce` sums the batch
+after them. If memory runs out anywhere until then, nothing is in flight: all ranks drop the batch, and run it
+again.
+
+A loss that sees all samples (`WholeBatchLoss`) needs the representations of all ranks before the backward
+pass. Each rank writes those of its own samples into a table that is zero elsewhere. The sum of all tables has
+every one, bit for bit. Then every rank computes the loss of the whole batch, and runs the backward pass of
+its own samples from the gradients of their representations: the sum over the ranks is the gradient of one
+pass. Before that exchange, the ranks vote whether memory ran out.
+
+With a sharded model, FSDP2 gathers parameters and reduces gradients in every micro-batch, so all ranks run as
+many of them: a rank with fewer runs some of weight 0. Gradients are summed as they are, and each rank has the
+sums of its shards. One reduction then carries the numbers of every rank and Σg² of its shards. If memory runs
+out on one rank, the others wait for it in the middle of a pass, and nothing can be repeated: all ranks leave,
+and start again in smaller micro-batches.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from autobatch.core.signals import StopRequest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autobatch.core.signals import SharedRequest, StopRequest
+from autobatch.distributed.group import Group
 from autobatch.distributed.ranks import Ranks
+from autobatch.distributed.reduce import (
+    RankNumbers,
+    Reduction,
+    num_cells,
+    numbers_of,
+    read_numbers,
+    sum_totals,
+    write_numbers,
+)
+from autobatch.distributed.watch import is_of_collective, rank_lost
+from autobatch.step.gradients import norm_of
+from autobatch.step.loss_share import StepTotals
+from autobatch.step.restore import BufferSnapshot
+from autobatch.step.train_state import TrainState, precision_context
+from autobatch.step.whole_batch import Rows
+from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
+from autobatch.workload.nested import tensors_of
+from autobatch.workload.order import GlobalBatch
+from autobatch.workload.rng import capture_random_state, preserved_random_state, restore_random_state
+from autobatch.workload.split import Split
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-    from autobatch.step.loss_share import StepTotals
-    from autobatch.step.train_state import TrainState
-    from autobatch.workload.contract import Collated
-    from autobatch.workload.order import GlobalBatch
+    from autobatch.distributed.sharding.model import ShardedModel
+
+MicroBatches = Iterable[tuple[Collated, int]]
+"""Micro-batches on the device, each with its number of samples."""
+Filler = Callable[[], tuple[Collated, int]]
+"""Returns a micro-batch on the device with its samples, for a rank that has none."""
 
 
 class OutOfMemory(NamedTuple):
@@ -47,7 +88,7 @@ class Engine:
     """The ranks of a loop: this process alone."""
 
     mesh: DeviceMesh | None = None
-    """The ranks that share every parameter; None if each rank holds all of them."""
+    """The ranks of a sharded model; None if each rank holds a whole one."""
 
     def __init__(self) -> None:
         self.ranks = Ranks()
@@ -61,18 +102,14 @@ class Engine:
         """Return the request to stop that all ranks obey at the same step."""
         return request
 
-    def passing(
-        self,
-        train_state: TrainState,
-        micro_batches: Iterable[tuple[Collated, int]],
-        count: int,
-        batch: GlobalBatch,
-    ) -> Iterable[tuple[Collated, int]]:
+    def begin_step(
+        self, train_state: TrainState, micro_batches: MicroBatches, count: int, batch: GlobalBatch
+    ) -> MicroBatches:
         """Return the micro-batches of a batch as they are to run.
 
         Args:
             train_state: what trains.
-            micro_batches: of this rank, with the samples of each.
+            micro_batches: of this rank.
             count: their number.
             batch: the samples of all ranks.
         """
@@ -90,8 +127,8 @@ class Engine:
         """
         return outcome
 
-    def settle(self, oom: OutOfMemory, *, may_repeat: bool) -> OutOfMemory:
-        """Agree on an out-of-memory error: the same on every rank, but for ``smaller``.
+    def agree_on_oom(self, oom: OutOfMemory, *, may_repeat: bool) -> OutOfMemory:
+        """Return the out-of-memory error of all ranks: the same on each of them, but for ``smaller``.
 
         Args:
             oom: of this rank, after it has undone the batch.
@@ -99,15 +136,290 @@ class Engine:
         """
         return oom
 
-    def lower(self, limit: int) -> None:
+    def lower_limit(self, limit: int) -> None:
         """Lower the limit of all ranks of this rank's kind."""
 
-    def share(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the values that rank 0 has, in place."""
 
     def agree_on_request(self) -> None:
         """Let all ranks know of a request to stop that one of them has got."""
 
-    def explained(self, error: Exception) -> Exception:
+    def explain(self, error: Exception) -> Exception:
         """Return the error of a step; a `RankLost` in its place if it tells that another rank has ended."""
         return error
+
+
+class GroupEngine(Engine):
+    """The part of an engine that does not depend on how gradients are summed.
+
+    Args:
+        group: the ranks.
+        split: has the limits of all ranks.
+        kinds: the kind of each rank; those of one kind have one limit.
+    """
+
+    def __init__(self, group: Group, split: Split, kinds: Sequence[int]) -> None:
+        self.ranks: Group = group
+        self._split = split
+        self._kinds = kinds
+        self._request = SharedRequest(StopRequest())
+
+    @property
+    def limits(self) -> list[int]:
+        """See `Engine.limits`."""
+        return self._split.limits
+
+    def shared_request(self, request: StopRequest) -> StopRequest:
+        """See `Engine.shared_request`. A signal to any rank stops all of them after the next step."""
+        self._request = SharedRequest(request)
+        return self._request
+
+    def agree_on_oom(self, oom: OutOfMemory, *, may_repeat: bool) -> OutOfMemory:
+        """See `Engine.agree_on_oom`. The limit of every kind that failed is lowered."""
+        found = self.ranks.gather(oom)
+        failed = [rank for rank, one in enumerate(found) if one.size]
+        worst = min(failed, key=lambda rank: (found[rank].is_in_loss, found[rank].size, rank))
+        common = OutOfMemory(
+            message=f"rank {worst}: {found[worst].message}",
+            is_fatal=any(one.is_fatal for one in found),
+            is_fragmented=all(found[rank].is_fragmented for rank in failed),
+            is_intact=all(one.is_intact for one in found),
+            size=found[worst].size,
+            is_in_loss=found[worst].is_in_loss,
+        )
+        if not (may_repeat and common.is_fragmented and common.is_intact):
+            for rank in failed:
+                self._lower(rank, found[rank].smaller)
+        return common._replace(smaller=self.limits[self.ranks.rank])
+
+    def lower_limit(self, limit: int) -> None:
+        """See `Engine.lower_limit`."""
+        self._lower(self.ranks.rank, limit)
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """See `Engine.broadcast`."""
+        with self.ranks.waiting("receive the tensors of rank 0"):
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), 0, group=self.ranks.tensor_group(tensor.device))
+
+    def agree_on_request(self) -> None:
+        """See `Engine.agree_on_request`."""
+        self._request.agree(self.ranks.gather(self._request.own.signal_number or 0))
+
+    def _lower(self, of_rank: int, limit: int) -> None:
+        for rank, kind in enumerate(self._kinds):
+            if kind == self._kinds[of_rank]:
+                self.limits[rank] = min(self.limits[rank], limit)
+
+
+class Replicate(GroupEngine):
+    """The engine of ranks that have a whole model each.
+
+    Args:
+        group: the ranks.
+        split: has the limits of all ranks.
+        kinds: the kind of each rank.
+        train_state: what trains.
+        filler: for the form of the representations, on a rank without samples.
+    """
+
+    def __init__(
+        self, group: Group, split: Split, kinds: Sequence[int], train_state: TrainState, filler: Filler
+    ) -> None:
+        super().__init__(group, split, kinds)
+        self._reduction = Reduction(group)
+        self._rows = None
+        loss = train_state.loss
+        if isinstance(loss, WholeBatchLoss):
+
+            def represent() -> Any:
+                context = precision_context(train_state.device, train_state.precision)
+                with preserved_random_state(), torch.no_grad(), context:
+                    found = loss.represent(train_state.model, filler()[0])
+                train_state.buffers.restore(keep=True)
+                return found
+
+            self._rows = RowGather(group, represent)
+
+    def begin_step(
+        self, train_state: TrainState, micro_batches: MicroBatches, count: int, batch: GlobalBatch
+    ) -> MicroBatches:
+        """See `Engine.begin_step`."""
+        if self._rows is not None:
+            self._rows.begin()
+            train_state.rows = self._rows
+        return micro_batches
+
+    def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
+        """See `Engine.combine`."""
+        if self._rows is not None:
+            train_state.rows = None
+            outcome = self._rows.end(outcome)
+        # From here on another rank may have stepped, so that nothing can be repeated.
+        train_state.stepping = True
+        totals = None if isinstance(outcome, OutOfMemory) else outcome
+        of_ranks = self._reduction.run(train_state, totals, self._request.own.signal_number or 0)
+        self._request.agree(int(one.signal) for one in of_ranks)
+        if any(one.failed for one in of_ranks):
+            train_state.stepping = False
+            return outcome if isinstance(outcome, OutOfMemory) else OutOfMemory("")
+        return outcome
+
+
+class Shard(GroupEngine):
+    """The engine of a sharded model.
+
+    Args:
+        group: the ranks.
+        split: has the limits of all ranks.
+        kinds: the kind of each rank.
+        train_state: its loss runs through the sharded model already.
+        filler: for ranks that have fewer micro-batches than others.
+    """
+
+    def __init__(
+        self, group: Group, split: Split, kinds: Sequence[int], train_state: TrainState, filler: Filler
+    ) -> None:
+        super().__init__(group, split, kinds)
+        self._model: ShardedModel = train_state.shared  # type: ignore[assignment]
+        self.mesh = self._model.mesh
+        self._filler = filler
+        self._buffers = BufferSnapshot(train_state.model, copy_all=True)
+        self._has_no_counts = False
+        cells = num_cells(group.world, len(RankNumbers._fields) + len(train_state.optimizers))
+        self._cells = torch.zeros(cells, device=train_state.device)
+
+    def begin_step(
+        self, train_state: TrainState, micro_batches: MicroBatches, count: int, batch: GlobalBatch
+    ) -> Iterator[tuple[Collated, int]]:
+        """See `Engine.begin_step`. Further micro-batches of weight 0 follow if other ranks have more."""
+        # From here on another rank may wait for this one, so that nothing can be repeated.
+        train_state.stepping = True
+        self._agree_on_scale(train_state)
+        rounds = self._split.rounds(batch)
+        padded = self._padded(micro_batches, count, rounds)
+        yield from self._model.begin_step(padded, rounds)
+        # Its end undoes what the micro-batches of weight 0 have changed.
+        next(padded, None)
+
+    def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
+        """See `Engine.combine`. The gradients are summed already."""
+        assert isinstance(outcome, StepTotals), "an error before the step has ended all ranks"
+        norms = [norm_of(own) if own else 0.0 for own in train_state.gradients.by_optimizer()]
+        numbers = numbers_of(outcome, self._request.own.signal_number or 0)
+        # Their squares are summed, as every rank measured its shards.
+        numbers = numbers._replace(first_norm=_squared(numbers.first_norm))
+        write_numbers(self._cells, self.ranks.rank, [*numbers, *map(_squared, norms)])
+        with self.ranks.waiting("sum the batch", is_step=True):
+            self.ranks.start_sum(self._cells)()
+        found = read_numbers(self._cells, self.ranks.world)
+        of_ranks = [RankNumbers(*one[: len(numbers)]) for one in found]
+        self._request.agree(int(one.signal) for one in of_ranks)
+        sum_totals(outcome, of_ranks)
+        has_first = all(one.has_first_norm for one in of_ranks)
+        outcome.first_norm = _root(sum(float(one.first_norm) for one in of_ranks)) if has_first else None
+        outcome.first_count = sum(one.first_count for one in of_ranks)
+        squares = zip(*(one[len(numbers) :] for one in found), strict=True)
+        outcome.norms = [_root(sum(one)) for one in squares]
+        return outcome
+
+    def explain(self, error: Exception) -> Exception:
+        """See `Engine.explain`. FSDP2 runs its collectives within the loss and its backward pass."""
+        return rank_lost("train the batch", error) if is_of_collective(error) else error
+
+    def _padded(self, micro_batches: MicroBatches, count: int, rounds: int) -> Iterator[tuple[Collated, int]]:
+        """Yield the micro-batches of this rank, then as many of weight 0 as are missing."""
+        yield from micro_batches
+        if count == rounds:
+            return
+        self._model.weight = 0.0
+        before = capture_random_state()
+        self._buffers.take()
+        try:
+            for _ in range(rounds - count):
+                yield self._filler()[0], 0
+        finally:
+            self._model.weight = 1.0
+        self._buffers.restore()
+        restore_random_state(before)
+
+    def _agree_on_scale(self, train_state: TrainState) -> None:
+        """Let all ranks divide by one D; once per run."""
+        if train_state.items_per_sample is not None or self._has_no_counts:
+            return
+        # A snapshot of its own: that of the train state is of the start of the batch.
+        self._buffers.take()
+        with preserved_random_state(), torch.no_grad():
+            batch, size = self._filler()
+            found = train_state.loss(train_state.model, batch)
+        self._buffers.restore()
+        known = self.ranks.gather(float(found.count) / size if isinstance(found, Loss) else None)
+        self._has_no_counts = all(one is None for one in known)
+        if not self._has_no_counts:
+            train_state.items_per_sample = max(one or 0.0 for one in known) or 1.0
+
+
+class PeerOutOfMemory(torch.OutOfMemoryError):
+    """Memory ran out on another rank."""
+
+
+class RowGather:
+    """The exchange of representations among ranks; see `autobatch.step.whole_batch.RowExchange`.
+
+    Args:
+        group: the ranks.
+        represent: returns what the representations of some samples look like, for a rank that has none.
+    """
+
+    def __init__(self, group: Group, represent: Callable[[], Any]) -> None:
+        self._group = group
+        self._represent = represent
+        self._has_voted = True
+        self._peer_failed = False
+
+    @property
+    def counts_loss(self) -> bool:
+        """See `RowExchange.counts_loss`."""
+        return self._group.rank == 0
+
+    def begin(self) -> None:
+        """Begin a batch."""
+        self._has_voted = self._peer_failed = False
+
+    def gather(self, rows: Rows) -> None:
+        """See `RowExchange.gather`.
+
+        Raises:
+            PeerOutOfMemory: memory ran out on another rank before.
+        """
+        if rows.collated is None:
+            rows.begin(self._represent())
+        self._vote(failed=False)
+        # As bytes, because zeros leave them as they are, whatever the type.
+        wholes = [whole.view(-1).view(torch.uint8) for whole in tensors_of(rows.collated)]
+        with self._group.waiting("exchange the representations of a batch", is_step=True):
+            for wait in [self._group.start_sum(one) for one in wholes]:
+                wait()
+
+    def end(self, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
+        """Return the outcome of this rank, after the vote of the others if they wait for it."""
+        if isinstance(outcome, OutOfMemory) and not self._has_voted:
+            self._vote(failed=True)
+        return OutOfMemory("") if self._peer_failed else outcome
+
+    def _vote(self, *, failed: bool) -> None:
+        self._has_voted = True
+        is_failed = self._group.agree(failed, is_step=True)
+        if is_failed and not failed:
+            self._peer_failed = True
+            raise PeerOutOfMemory("memory ran out on another rank")
+
+
+def _root(square: float) -> float:
+    """Return the norm of a sum of squares, which may be infinite or NaN."""
+    return math.sqrt(square) if square >= 0 else math.nan
+
+
+def _squared(norm: float | Tensor) -> float | Tensor:
+    return norm.double() ** 2 if isinstance(norm, Tensor) else norm**2

@@ -123,9 +123,10 @@ class Group(Ranks):
     def start_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
         """Begin to sum a tensor over the ranks in place; return a function that waits for the sum.
 
-        Both are called within `waiting`.
+        Both are called within `waiting`. Only gloo sums sparse tensors.
         """
-        return dist.all_reduce(tensor, group=self.tensor_group(tensor.device), async_op=True).wait  # type: ignore[no-any-return]
+        group = self._messages if tensor.is_sparse else self.tensor_group(tensor.device)
+        return dist.all_reduce(tensor, group=group, async_op=True).wait  # type: ignore[no-any-return]
 
 
 class LaunchedGroup(Group):

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from autobatch.core.records import DeviceRecord, Plan, RankLimit, RankPlan, SizeCut
-from autobatch.distributed.engine import Engine
+from autobatch.distributed.engine import Engine, Filler, Replicate, Shard
+from autobatch.distributed.group import Group
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import micro_batches, shares
 from autobatch.workload.split import SizeSplit, Split
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
     from torch import nn
 
     from autobatch.distributed.sharding.model import ShardedModel
     from autobatch.step.train_state import TrainState
-    from autobatch.workload.contract import Collated
     from autobatch.workload.split import Sizes
 
 CLOSE_BUDGETS = 0.02
@@ -193,7 +193,7 @@ def open_engine(
     plan: Plan,
     split: Split,
     train_state: TrainState,
-    spare: Callable[[], tuple[Collated, int]],
+    filler: Filler,
 ) -> Engine:
     """Return the engine of a loop; all ranks call it.
 
@@ -202,21 +202,13 @@ def open_engine(
         plan: of `spread`, if several ranks run.
         split: of `split_for`.
         train_state: what trains.
-        spare: returns a small micro-batch on the device, with its samples.
+        filler: for ranks with fewer micro-batches than others.
     """
     if ranks.world == 1:
         return Engine()
-    # Only here: one process needs no torch.distributed.
-    from autobatch.distributed.group import Group
-    from autobatch.distributed.replicate import Replicate
-
     assert isinstance(ranks, Group)
-    kinds = [one.kind for one in plan.ranks]
-    if train_state.shared is None:
-        return Replicate(ranks, split, kinds, train_state, spare)
-    from autobatch.distributed.sharding.engine import Shard
-
-    return Shard(ranks, split, kinds, train_state, spare)
+    engine = Replicate if train_state.shared is None else Shard
+    return engine(ranks, split, [one.kind for one in plan.ranks], train_state, filler)
 
 
 def _limit_at(cut: SizeCut, size: float) -> int:

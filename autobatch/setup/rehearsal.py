@@ -238,7 +238,7 @@ def _take_step(
     stopwatch.start()
     totals = accumulate(
         train_state,
-        train_state.passing(placed, batch.count),
+        train_state.begin_step(placed, batch.count),
         batch.samples,
         stopwatch.mark,
         places=batch.places,

@@ -26,8 +26,8 @@ from autobatch.step.tensors import is_readable, local_parts
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 EXCHANGE_BYTES = 25 * MiB
 """Most bytes of the buffer in which ranks sum their gradients; a bucket of DDP has this size too."""
-FIGURES = 32
-"""Elements of that buffer for the figures of each rank."""
+RANK_CELLS = 72
+"""Elements of that buffer for the numbers of each rank, which `autobatch.distributed.reduce` sends along."""
 Optimizers = tuple[torch.optim.Optimizer, ...]
 
 
@@ -206,11 +206,11 @@ def exchange_buffer(parameters: Sequence[nn.Parameter], device: torch.device, *,
     Args:
         parameters: the trained parameters.
         device: their device.
-        world: number of ranks, which send figures along.
+        world: number of ranks, which send numbers along.
     """
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
     elements = min(sum(p.numel() for p in parameters), EXCHANGE_BYTES // dtype.itemsize)
-    return torch.zeros(elements + len(parameters) + FIGURES * world, dtype=dtype, device=device)
+    return torch.zeros(elements + len(parameters) + RANK_CELLS * world, dtype=dtype, device=device)
 
 
 def _parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[nn.Parameter]:

@@ -30,7 +30,7 @@ class SharedModel(Protocol):
     def run(self, function: Callable[[nn.Module, Collated], T], batch: Collated) -> T:
         """Call a function of the model and a micro-batch; all ranks call it together."""
 
-    def passing(
+    def begin_step(
         self, micro_batches: Iterable[tuple[Collated, int]], count: int
     ) -> Iterable[tuple[Collated, int]]:
         """Return the micro-batches of a step, as many on every rank, with what happens between them."""
@@ -74,11 +74,11 @@ class TrainState:
         """Call a function of the model and a micro-batch; all ranks that share the model call it together."""
         return function(self.model, batch) if self.shared is None else self.shared.run(function, batch)
 
-    def passing(
+    def begin_step(
         self, micro_batches: Iterable[tuple[Collated, int]], count: int
     ) -> Iterable[tuple[Collated, int]]:
         """Return the micro-batches of a step as a model has to see them, ``count`` of them."""
-        return micro_batches if self.shared is None else self.shared.passing(micro_batches, count)
+        return micro_batches if self.shared is None else self.shared.begin_step(micro_batches, count)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

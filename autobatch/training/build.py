@@ -37,7 +37,7 @@ from autobatch.workload.split import Split, digest_of
 from autobatch.workload.streams import StreamSampler, StreamView, count_samples, told_length
 from autobatch.workload.user_code import user_code
 
-SPARE_SAMPLES = 2
+FILLER_SAMPLES = 2
 """Samples of a micro-batch that counts nothing: BatchNorm needs two."""
 
 
@@ -130,9 +130,9 @@ def open_loop(
         loop = _build_loop(setup, plan, options, sampler, meter=meter, ranks=ranks)
         loop.feed, loop.split = feed, split
         loop.micro_batch = limit_of_rank(ranks, plan)
-        loop.engine = open_engine(ranks, plan, split, loop.train_state, lambda: spare_of(scanned))
+        loop.engine = open_engine(ranks, plan, split, loop.train_state, lambda: filler_of(scanned))
         if loop.train_state.shared is None:
-            loop.engine.share([*loop.train_state.model.parameters(), *loop.train_state.model.buffers()])
+            loop.engine.broadcast([*loop.train_state.model.parameters(), *loop.train_state.model.buffers()])
         if ranks.rank:
             seed_rank(options.device.seed, ranks.rank)
         sanity_check_validation(setup.workload, loop.train_state, device=setup.device, meter=meter)
@@ -260,9 +260,9 @@ def _build_schedules(
     return schedules
 
 
-def spare_of(setup: Setup) -> tuple[Collated, int]:
+def filler_of(setup: Setup) -> tuple[Collated, int]:
     """Return the first samples on the device, for a rank with fewer micro-batches than others."""
-    ids = range(min(SPARE_SAMPLES, len(setup.workload.train_data)))  # type: ignore[arg-type]
+    ids = range(min(FILLER_SAMPLES, len(setup.workload.train_data)))  # type: ignore[arg-type]
     return to_device(load_micro_batch(setup.workload, ids), setup.device.torch_device), len(ids)
 
 

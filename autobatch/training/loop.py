@@ -185,7 +185,7 @@ class Loop:
             # Outside of the except block, so that nothing holds the tensors of the failed step.
             self.train_state.items_per_sample = items_per_sample
             is_intact = self._roll_back(before, is_fatal=outcome.is_fatal)
-            oom = self.engine.settle(outcome._replace(is_intact=is_intact), may_repeat=is_first)
+            oom = self.engine.agree_on_oom(outcome._replace(is_intact=is_intact), may_repeat=is_first)
             self.is_intact = oom.is_intact
             # Emptying the cache mends fragmentation, so the same micro-batches get one more try.
             runs_unchanged = is_first and oom.is_fragmented and self.is_intact
@@ -218,7 +218,7 @@ class Loop:
         try:
             outcome = accumulate(
                 train_state,
-                self.engine.passing(train_state, running, len(parts), batch),
+                self.engine.begin_step(train_state, running, len(parts), batch),
                 len(batch.ids),
                 mark,
                 places=[part.places for part in parts],
@@ -270,7 +270,7 @@ class Loop:
         verdict = classify(error)
         is_step = self.train_state.stepping
         if verdict is Verdict.NONE:
-            raise self.engine.explained(error)
+            raise self.engine.explain(error)
         if verdict is Verdict.SUSPECT and (is_step or not may_be_suspect):
             raise error
         self.times.drop()

@@ -224,7 +224,7 @@ def train(
         # The run is over: what is exported, and what the caller gets, are the averaged weights.
         switch(loop.train_state.optimizers, train=False)
         progress.doing("writing the weights")
-        loop.engine.share(loop.train_state.model.buffers())
+        loop.engine.broadcast(loop.train_state.model.buffers())
         with memory_named("the weights were exported, after the last checkpoint"):
             export_weights(loop.train_state, files.out, loop.engine)
         record = run.summary(validation)
@@ -311,7 +311,7 @@ class _Run:
         The weights and the random states of the training are restored.
         """
         loop = self._loop
-        loop.engine.share(loop.train_state.model.buffers())
+        loop.engine.broadcast(loop.train_state.model.buffers())
         averaged = averaged_weights(loop.train_state.optimizers), loop.train_state.averaged()
         with loop.times.between_steps("validation"), preserved_random_state(), averaged[0], averaged[1]:
             metrics = self._validator.run(lambda: self.request.is_asked)
@@ -401,7 +401,7 @@ class _Run:
 
     def _write_checkpoint(self) -> None:
         loop, files, ranks = self._loop, self._files, self._loop.engine.ranks
-        loop.engine.share(loop.train_state.model.buffers())
+        loop.engine.broadcast(loop.train_state.model.buffers())
         state = capture_loop(loop)
         check_checkpoint_state(state)
         more = {"failed_checkpoints": self._failed_steps, "times": loop.times.state_dict()}
@@ -453,7 +453,7 @@ def _restart_hint(loop: Loop, files: RunFiles, error: AutobatchError) -> str | N
     has_checkpoint = bool(list_checkpoints(files.out / CHECKPOINTS))
     if not isinstance(error, RestartSmallerError):
         return f"resume from the newest checkpoint with: {files.resume_hint}" if has_checkpoint else None
-    loop.engine.lower(loop.micro_batch)
+    loop.engine.lower_limit(loop.micro_batch)
     content = {"batches_seen": loop.batches_seen, "limits": loop.limits, "error": str(error)}
     write_atomic(files.out / OOM_FILE, json.dumps(content, indent=1).encode())
     if has_checkpoint:

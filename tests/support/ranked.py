@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from autobatch.distributed.engine import Replicate
 from autobatch.distributed.group import Group
 from autobatch.distributed.launch import open_ranks
-from autobatch.distributed.replicate import Replicate
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import Workload
 from autobatch.workload.data import load_micro_batch

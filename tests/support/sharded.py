@@ -58,7 +58,7 @@ def run_real(workload: Workload, case: Case) -> Trace:
             batches = ((worst_case.batch(case.micro_batch), case.micro_batch) for _ in range(count))
             placed = feed(batches, CPU, meter, twice=False)
             train_step(
-                train_state, arranged.passing(placed, count), count * case.micro_batch, mark=meter.mark
+                train_state, arranged.begin_step(placed, count), count * case.micro_batch, mark=meter.mark
             )
         trace = meter.trace()
     group.close()

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autobatch.core.records import ShardSync
+from autobatch.distributed.engine import Shard
 from autobatch.distributed.group import Group
-from autobatch.distributed.sharding.engine import Shard
 from autobatch.distributed.sharding.model import Sharding
 from autobatch.distributed.sharding.state import map_leaves
 from autobatch.step.train_step import train_step

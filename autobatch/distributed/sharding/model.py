@@ -105,7 +105,7 @@ class ShardedModel:
         """Call a function of the model and a micro-batch; all ranks call it together."""
         return self._root(function, batch)  # type: ignore[no-any-return]
 
-    def passing(
+    def begin_step(
         self, micro_batches: Iterable[tuple[Collated, int]], count: int
     ) -> Iterator[tuple[Collated, int]]:
         """Yield the micro-batches of a step, and reduce gradients after each of them or after the last.

@@ -39,7 +39,7 @@ class Arranged(Protocol):
     def attach(self, train_state: TrainState) -> None:
         """Change what runs a micro-batch, after the train state was built."""
 
-    def passing(
+    def begin_step(
         self, micro_batches: Iterable[tuple[Collated, int]], count: int
     ) -> Iterable[tuple[Collated, int]]:
         """Return the micro-batches of a step, with what has to happen between them."""
@@ -258,7 +258,7 @@ class _Feed:
         placed = ((self._place(self.batch), self.micro_batch) for _ in range(count))
         if self.setting.keeps_batches:
             return Kept(placed)
-        return placed if self.arranged is None else self.arranged.passing(placed, count)
+        return placed if self.arranged is None else self.arranged.begin_step(placed, count)
 
     def _place(self, batch: Collated) -> Collated:
         fake = self._fake(batch)

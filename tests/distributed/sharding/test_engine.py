@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autobatch.core.errors import AutobatchError
-from autobatch.distributed.reduce import Figures
+from autobatch.distributed.reduce import RankNumbers, num_cells
 from autobatch.training.loop import Loop
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
@@ -149,7 +149,7 @@ def count_reductions() -> int:
     group.start_sum = counting  # type: ignore[method-assign]
     list(loop.run())
     group.close()
-    assert set(sizes) == {2 * (len(Figures._fields) + 1)}
+    assert set(sizes) == {num_cells(2, len(RankNumbers._fields) + 1)}
     return len(sizes)
 
 

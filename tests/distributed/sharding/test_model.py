@@ -94,7 +94,7 @@ def train_sharded(sync: str, shares: list[list[int]]) -> list[torch.Tensor]:
             rows = [workload.train_data[index] for index in range(start, start + size)]
             batches.append((torch.utils.data.default_collate(rows), size))
             start += size
-        train_step(train_state, arranged.passing(batches, len(batches)), 24)
+        train_step(train_state, arranged.begin_step(batches, len(batches)), 24)
     found = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
     found = [one.detach().numpy() for one in found]
     group.close()
@@ -151,7 +151,7 @@ def gather_root() -> tuple[list[int], list[list[float]]]:
     batch = torch.utils.data.default_collate([workload.train_data[index] for index in range(4)])
     for count in (3, 1):
         counted.calls = 0
-        train_step(train_state, arranged.passing([(batch, 4)] * count, count), 8 * count)
+        train_step(train_state, arranged.begin_step([(batch, 4)] * count, count), 8 * count)
         assert all(isinstance(one, DTensor) for one in model.parameters())
         calls.append(counted.calls)
     return calls, [one.full_tensor().tolist() for one in model.parameters()]

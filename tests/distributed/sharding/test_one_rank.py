@@ -35,7 +35,7 @@ def alone(name: str, case: Case, world: int) -> tuple[int, float]:
         for count in case.steps:
             batches = ((setup.worst_case.batch(case.micro_batch), case.micro_batch) for _ in range(count))
             result = train_step(
-                train_state, train_state.passing(batches, count), count * case.micro_batch, mark=meter.mark
+                train_state, train_state.begin_step(batches, count), count * case.micro_batch, mark=meter.mark
             )
     trace = meter.trace()
     assert trace is not None

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autobatch.distributed.engine import OutOfMemory
+from autobatch.distributed.engine import OutOfMemory, PeerOutOfMemory, RowGather
 from autobatch.distributed.group import Group
-from autobatch.distributed.replicate import PeerOutOfMemory, RowGather
 from autobatch.step.loss_share import StepTotals
 from autobatch.step.whole_batch import Rows
 from autobatch.workload.contract import Collated, Workload
@@ -250,12 +249,12 @@ def test_a_rank_without_samples_makes_room_for_the_rows_of_others() -> None:
 def test_ranks_vote_once_before_the_rows_travel() -> None:
     totals, oom = StepTotals(samples=3), OutOfMemory("full", size=2, smaller=1)
     group = Second()
-    assert gather_of(group).ended(oom) is oom  # its own error, before the rows: the others wait for the vote
+    assert gather_of(group).end(oom) is oom  # its own error, before the rows: the others wait for the vote
     assert group.votes == [True]
     gather = gather_of(group)
     gather.gather(Rows(1))
-    assert gather.ended(totals) is totals
-    assert gather.ended(oom) is oom  # after the rows: nobody waits
+    assert gather.end(totals) is totals
+    assert gather.end(oom) is oom  # after the rows: nobody waits
     assert group.votes == [True, False]
 
 
@@ -263,4 +262,4 @@ def test_a_rank_whose_peer_failed_has_no_error_of_its_own() -> None:
     gather = gather_of(Second(other_fails=True))
     with pytest.raises(PeerOutOfMemory):
         gather.gather(Rows(1))
-    assert gather.ended(OutOfMemory("memory ran out on another rank", size=2)) == OutOfMemory("")
+    assert gather.end(OutOfMemory("memory ran out on another rank", size=2)) == OutOfMemory("")
