@@ -21,6 +21,17 @@ settings.register_profile("without-clock", deadline=None)
 settings.load_profile("without-clock")
 
 
+GROUPS = {"server": "ranks", "warm_children": "children"}
+"""Fixtures that start a server of processes, which takes seconds: all tests with one run in one worker."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let each server start in one worker only."""
+    for item in items:
+        for fixture in GROUPS.keys() & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(GROUPS[fixture]))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_stays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Let the last test fail if the tests of this process leave a file or a process behind."""

@@ -12,14 +12,12 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import Plan
 from autobatch.planning import (
     even_split,
-    even_split_note,
     launched_world_size,
     learning_rate_factor,
     make_plan,
     micro_batches,
     nearest_even_targets,
     rank_share,
-    split_evenly,
 )
 
 
@@ -53,12 +51,6 @@ def test_the_ranks_together_take_the_target_batch(target: int, world_size: int, 
     assert sum(plan.micro_batches) == max(shares)
     assert plan.accumulation_steps == len(plan.micro_batches)
     assert plan.micro_batch == max(plan.micro_batches) <= limit
-
-
-def test_the_split_is_even_rather_than_full() -> None:
-    assert micro_batches(24, 7) == [6, 6, 6, 6]
-    assert micro_batches(1024, 93) == [86] * 4 + [85] * 8
-    assert split_evenly(10, 4) == [3, 3, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -158,18 +150,6 @@ def test_the_nearest_even_targets_are_found_as_by_trying_all(ranks: int) -> None
             below = [other for other in good if other < target][-1:]
             above = [other for other in good if other > target][:1]
             assert nearest_even_targets(target, ranks, limit) == below + above
-
-
-def test_a_split_that_loses_half_the_size_says_so() -> None:
-    assert even_split_note(_plan(97, 67)) == (
-        "a target batch of 97 splits into equal micro-batches of 1 in 97 accumulation steps at most, "
-        "although 49 samples fit: a target batch of 96 or 98 needs fewer steps, and autobatch.batches splits "
-        "any batch"
-    )
-    assert "although 67 samples fit" in (even_split_note(_plan(97, 67), 67) or "")
-    assert even_split_note(_plan(96, 67)) is None
-    assert even_split_note(_plan(24, 7)) is None, "6 of 7 is no loss worth a word"
-    assert even_split_note(_plan(5, 7)) is None, "the whole batch is one micro-batch"
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autobatch.core.options import Options
-from autobatch.core.records import Attempt
-from autobatch.planning import make_plan
-from autobatch.search.find_limit import find_limit
-from autobatch.setup.child import ChildProcess
-from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns
-from autobatch.tuning.trial import Trials
-from tests.support.commandline import SMALL, autobatch
-from tests.support.probes import Listener
-from tests.support.trials import changed, task_with
+from tests.support.commandline import autobatch
 
 pytestmark = pytest.mark.program
 
@@ -95,44 +86,3 @@ def test_a_tuned_run_opens_the_workload_in_two_processes_and_reads_each_size_onc
     assert (len(again["open"]), len(again["model"])) == (1, 1)
     # The batches are cut by size, so the process that trains reads them.
     assert len(again["size"]) == len(set(again["size"])) == 120
-
-
-WIDE = """
-def workload():
-    model = lambda: torch.nn.Sequential(
-        torch.nn.Linear(4, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256), torch.nn.Linear(256, 1)
-    )
-    adam = lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate)
-    return small(model=model, train_data=data(2048), optimizer=adam)
-"""
-
-
-@pytest.mark.usefixtures("warm_children")
-@pytest.mark.parametrize(("device", "budget"), [("cpu", "2MiB"), ("sim:t4", "6MiB")])
-def test_a_used_child_finds_the_limit_of_a_fresh_one(
-    device: str, budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (tmp_path / "train.py").write_text(SMALL + WIDE)
-    settings = Options().with_values(device=device, memory_budget=budget)
-
-    def probe(child: ChildProcess, home: str) -> tuple[int, str | None, list[tuple[object, ...]]]:
-        found = find_limit(child, Options(), home=tmp_path / home, progress=Listener()).probe
-        assert found.source == "search"
-        return found.micro_batch, found.upper_bound_by, [figures(one) for one in found.attempts]
-
-    with ChildProcess(f"{tmp_path}/train.py:workload", settings) as child:
-        fresh = probe(child, "fresh")
-        task = task_with(limit=fresh[0], cap=2048, samples=64)
-        for values in (changed(checkpointing="full"), changed(precision="bf16", optimizer="foreach")):
-            assert Trials(child, task).measure(values).feasible
-        short = LrTrialSpec(make_plan(target_batch=64, micro_batch_limit=64, learning_rate=0.01), steps=4)
-        assert ShortRuns(child, short).run(0.01, seed=0).first is not None
-        used = probe(child, "used")
-    assert used == fresh
-    assert 1 < fresh[0] < 2048
-
-
-def figures(attempt: Attempt) -> tuple[object, ...]:
-    peaks = attempt.peak_allocated_bytes, attempt.peak_reserved_bytes
-    return attempt.micro_batch, attempt.fits, attempt.reason, attempt.phase, *peaks

@@ -43,11 +43,9 @@ def part_of(parameters: Any, rate: float) -> torch.optim.Optimizer:
 
 
 WORKLOADS: dict[str, dict[str, Any]] = {
-    "lazy": {"model": lambda: nn.Sequential(nn.LazyLinear(3))},
     "large": {"model": Large},
     "part": {"optimizer": part_of},
     "normed": {"model": normed},
-    "plain": {},
     "unsplit": {"loss": lambda model, batch: model(batch[0]).square().sum() / 7},
 }
 
@@ -72,16 +70,6 @@ def fit(name: str, out: str, options: dict[str, Any]) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        (
-            "plain",
-            {"shard_modules": "layers.*"},
-            "--shard-modules layers.* matches none of the 2 modules: give",
-        ),
-        (
-            "lazy",
-            {},
-            "0.weight of the model has no shape before its first forward pass (a lazy module). Run it",
-        ),
         ("large", {}, "the model does not fit in the memory of the host, so each rank draws its part of the"),
         (
             "part",

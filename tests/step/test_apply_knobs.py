@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import random
 from typing import Any
 
 import pytest
@@ -95,15 +93,6 @@ def test_recomputation_keeps_fewer_tensors() -> None:
     assert kept[1] < kept[0] / 2
 
 
-def test_the_model_is_changed_only_while_a_training_loss_runs() -> None:
-    model, train_state, _ = train({"checkpointing": "full"})
-    assert all("forward" not in module.__dict__ for module in model.modules())
-    copy.deepcopy(model)
-    model.eval()
-    with torch.no_grad():
-        train_state.loss(model, (torch.zeros(1, 3, 8, 8), torch.zeros(1, dtype=torch.long)))
-
-
 def test_a_loss_that_fails_leaves_the_model_unchanged() -> None:
     seen: list[nn.Module] = []
 
@@ -129,17 +118,6 @@ def test_channels_last_keeps_the_values() -> None:
         torch.testing.assert_close(tensor, turned.state_dict()[name], rtol=1e-3, atol=1e-4)
 
 
-def test_channels_last_reaches_the_batch() -> None:
-    seen = []
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        seen.append(batch[0].is_contiguous(memory_format=torch.channels_last))
-        return mean_loss(model, batch)
-
-    train({"channels_last": True}, steps=1, loss=loss)
-    assert seen == [True, True]
-
-
 @pytest.mark.parametrize("choice", ["for-loop", "foreach", "fused"])
 def test_an_optimizer_has_the_requested_implementation(choice: str) -> None:
     _, train_state, before = train({})
@@ -148,35 +126,6 @@ def test_an_optimizer_has_the_requested_implementation(choice: str) -> None:
     assert (group["foreach"], group["fused"]) == (choice == "foreach", choice == "fused")
     assert train_state.optimizers[0].param_groups[0]["foreach"] is None
     assert after == pytest.approx(before, rel=1e-4)
-
-
-def test_an_optimizer_without_the_setting_is_unchanged() -> None:
-    class Plain(torch.optim.Optimizer):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {"lr": 0.1})
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.data.sub_(group["lr"] * parameter.grad)
-
-    _, train_state, _ = train({"optimizer": "fused"}, optimizer=lambda params, lr: Plain(params))
-    assert set(train_state.optimizers[0].param_groups[0]) == {"params", "lr"}
-
-
-def test_all_knobs_together_train_like_none() -> None:
-    draw = random.Random(0)
-    _, _, before = train({}, model=steady)
-    for _ in range(4):
-        knobs = {
-            "checkpointing": draw.choice(["none", "full"]),
-            "channels_last": draw.choice([False, True]),
-            "optimizer": draw.choice(["default", "foreach", "fused"]),
-            "micro_batch_shift": 1,
-            "precision": "fp32",
-            "compile": "off",
-        }
-        assert train(knobs, model=steady)[2] == pytest.approx(before, rel=1e-4), knobs
 
 
 def test_the_compiler_gets_the_forward_pass_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

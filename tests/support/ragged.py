@@ -19,7 +19,7 @@ from autobatch.setup.setup import Setup
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.split import SizeSplit, digest_of
-from tests.support.training import IGNORED, info_nce, language_model, make_loop
+from tests.support.training import IGNORED, info_nce, language_model, make_loop, make_setup
 
 
 class Sequences:
@@ -131,13 +131,8 @@ def wide_model() -> nn.Module:
 
 def simulated_setup(workload: Workload, home: Path, budget: str) -> Setup:
     """Build what a probe opens of a workload, on a simulated GPU."""
-    torch.manual_seed(0)
-    return Setup(
-        workload=workload,
-        model=workload.model(),
-        device=SimulatedDevice(load_profile("t4", user_dir=home), memory_budget=budget),
-        worst_case=WorstCaseSampler(workload),
-        precision="fp32",
+    return make_setup(
+        workload, device=SimulatedDevice(load_profile("t4", user_dir=home), memory_budget=budget)
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,15 +11,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
-from autobatch.core.records import Precision
 from autobatch.core.units import GiB
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.setup.setup import Setup
 from autobatch.workload.contract import Loss, Workload
-from autobatch.workload.data import WorstCaseSampler
-from tests.support.training import Rows
+from tests.support.training import Rows, make_setup
 
 
 class Tokens(Dataset):
@@ -156,25 +155,10 @@ def deep_transformer() -> Workload:
     return make(lambda: Transformer(depth=4), data=Tokens(), loss=token_loss)
 
 
-def setup(
-    workload: Workload,
-    *,
-    precision: Precision = "fp32",
-    budget: int = GiB,
-    max_grad_norm: float | None = 1.0,
-    ema: float | None = None,
-) -> Setup:
-    """Return a setup on the CPU under a budget."""
-    torch.manual_seed(0)
-    return Setup(
-        workload=workload,
-        model=workload.model(),
-        device=CpuDevice(memory_budget=budget, memory=HostMemory(8 * GiB, 8 * GiB, "made up")),
-        worst_case=WorstCaseSampler(workload),
-        precision=precision,
-        max_grad_norm=max_grad_norm,
-        ema=ema,
-    )
+def setup(workload: Workload, *, budget: int = GiB, **fields: Any) -> Setup:
+    """Return a setup on the CPU under a budget, with a clipped gradient."""
+    device = CpuDevice(memory_budget=budget, memory=HostMemory(8 * GiB, 8 * GiB, "made up"))
+    return make_setup(workload, device=device, **{"max_grad_norm": 1.0, **fields})
 
 
 def setting(

@@ -163,15 +163,17 @@ def make_loop(
     )
 
 
-def make_setup(workload: Workload, budget: str = "1GiB") -> Setup:
-    """Build what a probe opens of a workload, on the CPU."""
+def make_setup(
+    workload: Workload, budget: str | int = "1GiB", *, device: Device | None = None, **fields: Any
+) -> Setup:
+    """Build what a probe opens of a workload, on the CPU unless another device is given."""
     torch.manual_seed(0)
     return Setup(
         workload=workload,
         model=workload.model(),
-        device=CpuDevice(memory_budget=budget),
+        device=device or CpuDevice(memory_budget=budget),
         worst_case=WorstCaseSampler(workload),
-        precision="fp32",
+        **{"precision": "fp32", **fields},
     )
 
 

@@ -13,16 +13,14 @@ from torch import nn
 
 from autobatch.core.knobs import Configuration, TuningContext
 from autobatch.device.base import Device
-from autobatch.device.cpu import CpuDevice
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.setup.child import Session
 from autobatch.setup.setup import Setup
 from autobatch.tuning.trial import TrialRunner, TrialSpec, look_at_workload
 from autobatch.workload.contract import Workload
-from autobatch.workload.data import WorstCaseSampler
 from tests.support.kinds import Augmented
-from tests.support.training import Rows, make_workload, mean_loss, points
+from tests.support.training import Rows, make_setup, make_workload, mean_loss, points
 
 DEFAULTS: dict[str, Any] = {
     "micro_batch_shift": 0,
@@ -75,19 +73,12 @@ def trial_workload(**fields: Any) -> Workload:
 def trial_setup(
     budget: str | int = "1GiB", *, clock: Callable[[], float] | None = None, **fields: Any
 ) -> Setup:
-    made = setup_of(trial_workload(**fields), CpuDevice(memory_budget=budget))
+    made = make_setup(trial_workload(**fields), budget)
     return made if clock is None else replace(made, clock=clock)
 
 
 def setup_of(workload: Workload, device: Device | None = None) -> Setup:
-    torch.manual_seed(0)
-    return Setup(
-        workload=workload,
-        model=workload.model(),
-        device=device or CpuDevice(memory_budget="1GiB"),
-        worst_case=WorstCaseSampler(workload),
-        precision="fp32",
-    )
+    return make_setup(workload, device=device)
 
 
 def task_with(**fields: Any) -> TrialSpec:

@@ -56,18 +56,6 @@ def test_a_sample_gets_the_same_draws_in_any_part(kind: str) -> None:
     assert draws.is_flat == (kind == "heads")
 
 
-def test_a_generator_of_its_own_stays_where_it_was() -> None:
-    own = torch.Generator()
-    before = own.get_state()
-    with SameDraws(4) as draws:
-        draws.record()
-        first, second = (torch.rand(4, generator=own) for _ in range(2))
-        draws.replay(2, 2)
-        assert torch.equal(torch.rand(2, generator=own), first[2:])
-    assert torch.equal(own.get_state(), before)
-    assert not torch.equal(first, second)
-
-
 @pytest.mark.parametrize(
     ("draw", "doubt"),
     [

@@ -25,29 +25,10 @@ class Counted(Rows):
         return super().__getitem__(index)
 
 
-def choice_of(data, **fields) -> SampleChoice:
-    return SampleChoice(make_setup(make_workload(train_data=data, **fields)))
-
-
 def rows(samples: int, rare: int = 23) -> Counted:
     labels = torch.zeros(samples, dtype=torch.int64)
     labels[rare::50] = 1
     return Counted(torch.randn(samples, 5), labels)
-
-
-def test_a_class_of_two_percent_is_met_in_few_samples() -> None:
-    data = rows(10_000)
-    for size in (8, 64):
-        labels = [int(data.columns[1][i]) for i in choice_of(data).ids(size)]
-        assert 1 <= sum(labels) < size / 2
-        assert labels == sorted(labels), "equal labels are neighbours"
-
-
-def test_the_cheapest_and_the_most_expensive_are_chosen() -> None:
-    lengths = [3 if index == 40 else 9 if index == 70 else 5 for index in range(200)]
-    data = [torch.zeros(length) for length in lengths]
-    ids = choice_of(data, collate=torch.nn.utils.rnn.pad_sequence).ids(8)
-    assert (ids[0], ids[-1]) == (40, 70)
 
 
 def test_known_costs_find_extremes_that_no_candidate_would_be() -> None:
@@ -59,30 +40,6 @@ def test_known_costs_find_extremes_that_no_candidate_would_be() -> None:
 
 
 IDS = [3, 0, 11, 7, 5]
-
-
-def split(collate=None):
-    workload = make_workload(collate=collate)
-    return collate_split(workload, fetch(workload.train_data, IDS), [3, 2])
-
-
-def noisy(samples):
-    inputs, labels = default_collate(samples)
-    return {"inputs": inputs + torch.randn_like(inputs), "labels": labels, "names": ["one"] * len(samples)}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda batch: {**batch, "count": len(batch["labels"])},
-        lambda batch: {**batch, "count": torch.tensor(1)},
-        lambda batch: {**batch, "inputs": batch["inputs"].T},
-        lambda batch: {**batch, "table": torch.zeros(5, 2)},
-    ],
-    ids=["count", "tensor", "time first", "table of as many rows"],
-)
-def test_what_draws_and_cannot_be_cut_has_no_parts(change) -> None:
-    assert split(lambda samples: change(noisy(samples))).parts is None
 
 
 def test_a_collate_function_may_take_entries_out_of_its_samples() -> None:
