@@ -1,21 +1,25 @@
 """Library calls: probe, plan, estimate, tune and fit.
 
-Each takes the options of the command of the same name as keywords, as text or as plain values.
+Each takes the options of the command of the same name as keywords, as text or as plain values. Its progress
+goes to the terminal or notebook, to the log and to the user's own listener.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
-from typing import Any, Unpack
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TextIO, Unpack
 
 import msgspec
 
-from autobatch.api.context import RunContext
-from autobatch.api.listeners import ShowProgress, listening
+from autobatch.api.call import Call
 from autobatch.api.pipeline import run, run_estimate
 from autobatch.api.ranks import joined_ranks
 from autobatch.core.check_options import options_from
+from autobatch.core.errors import InputError
 from autobatch.core.keywords import (
     EstimateKeywords,
     FitKeywords,
@@ -23,9 +27,17 @@ from autobatch.core.keywords import (
     ProbeKeywords,
     TuneKeywords,
 )
+from autobatch.core.options import Options
+from autobatch.core.progress import Broadcast, Progress
+from autobatch.core.records import Attempt, DeviceRecord, Plan, Probe, Tuning
+from autobatch.report.facts import describe_budget, describe_fits, describe_plan, describe_tuning
 from autobatch.report.result import Estimates, PlanResult, ProbeResult, Result
 from autobatch.training.metrics import Sink
 from autobatch.workload.contract import Workload
+
+LOG = logging.getLogger("autobatch")
+ShowProgress = Progress | Literal["auto"] | bool
+"""A listener, or whether to show the progress; ``auto`` shows it in terminals and notebooks."""
 
 
 def probe(
@@ -47,8 +59,7 @@ def probe(
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
     checked = options_from("probe", dict(options))
-    with listening(progress) as listener, joined_ranks(os.environ) as ranks:
-        result = run(workload, checked, RunContext(progress=listener, ranks=ranks))
+    result = _run(workload, checked, progress)
     assert result.probe is not None
     return ProbeResult(**_fields(result.probe), device=result.device)
 
@@ -80,8 +91,7 @@ def plan(
     """
     checked = options_from("plan", {"own_loop": True, "target_batch": target_batch, **options})
     environ = os.environ if checked.batch.world_size is None and "RANK" in os.environ else {}
-    with listening(progress) as listener, joined_ranks(environ) as ranks:
-        result = run(workload, checked, RunContext(progress=listener, ranks=ranks))
+    result = _run(workload, checked, progress, environ=environ)
     assert result.plan is not None
     assert result.probe is not None
     return PlanResult(**_fields(result.plan), device=result.device, probe=result.probe)
@@ -130,8 +140,7 @@ def tune(
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
     checked = options_from("tune", {"target_batch": target_batch, **options})
-    with listening(progress) as listener, joined_ranks(os.environ) as ranks:
-        return run(workload, checked, RunContext(progress=listener, ranks=ranks))
+    return _run(workload, checked, progress)
 
 
 def fit(
@@ -161,9 +170,104 @@ def fit(
         AutobatchError: see `autobatch.training.run.train`.
     """
     checked = options_from("fit", {"target_batch": target_batch, **options})
-    with listening(progress) as listener, joined_ranks(os.environ) as ranks:
-        return run(workload, checked, RunContext(progress=listener, sinks=tuple(sinks), ranks=ranks))
+    return _run(workload, checked, progress, sinks=sinks)
+
+
+def _run(
+    workload: Workload | str | None,
+    options: Options,
+    progress: ShowProgress,
+    *,
+    sinks: Sequence[Sink] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Result:
+    """Run a command in the ranks that an environment describes, and report to the listeners."""
+    ranks_environ = os.environ if environ is None else environ
+    with listening(progress) as listener, joined_ranks(ranks_environ) as ranks:
+        return run(
+            Call(workload=workload, options=options, progress=listener, ranks=ranks, sinks=tuple(sinks))
+        )
 
 
 def _fields(record: msgspec.Struct) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__struct_fields__}
+
+
+class LoggedProgress(Progress):
+    """Progress as records of ``logging.getLogger("autobatch")``.
+
+    Args:
+        note_level: level of the notes; a warning if no other listener shows them.
+    """
+
+    def __init__(self, note_level: int = logging.INFO) -> None:
+        self._note_level = note_level
+
+    def note(self, text: str) -> None:
+        """Log a remark."""
+        LOG.log(self._note_level, "%s", text)
+
+    def doing(self, act: str) -> None:
+        """Log what happens from now on."""
+        LOG.debug("%s", act)
+
+    def opened(self, device: DeviceRecord) -> None:
+        """Log the device and its budget."""
+        LOG.info("device %s, memory budget %s", device.name, describe_budget(device))
+
+    def attempted(self, attempt: Attempt) -> None:
+        """Log a micro-batch that ran."""
+        LOG.info("%s samples %s", attempt.micro_batch, "fit" if attempt.fits else "do not fit")
+
+    def probed(self, probe: Probe) -> None:
+        """Log the largest micro-batch."""
+        LOG.info("fits: %s", describe_fits(probe))
+
+    def planned(self, plan: Plan) -> None:
+        """Log the split of the batch."""
+        LOG.info("plan: %s", describe_plan(plan))
+
+    def tuned(self, tuning: Tuning) -> None:
+        """Log the choice of the tuner."""
+        LOG.info("tuned: %s", describe_tuning(tuning))
+
+
+@contextmanager
+def listening(progress: ShowProgress) -> Iterator[Progress]:
+    """Open the listener of a call within the block.
+
+    Args:
+        progress: the user's listener, or whether to show the progress.
+
+    Raises:
+        InputError: it is neither.
+    """
+    if isinstance(progress, Progress):
+        yield Broadcast([progress, LoggedProgress()])
+        return
+    if progress not in (True, False, "auto"):
+        raise InputError(f'progress must be "auto", True, False or an autobatch.Progress, found {progress!r}')
+    stream = _stream() if progress == "auto" else sys.stderr if progress else None
+    if stream is None:
+        yield LoggedProgress(logging.WARNING)
+        return
+    from autobatch.report.terminal import Terminal
+
+    with Terminal(stream) as terminal:
+        yield Broadcast([terminal, LoggedProgress()])
+
+
+def _stream() -> TextIO | None:
+    """Return the stream that the user reads; None if there is none, or if another rank shows the same."""
+    if os.environ.get("RANK", "0") != "0":
+        return None
+    if _in_notebook():
+        return sys.stdout
+    return sys.stderr if sys.stderr is not None and sys.stderr.isatty() else None
+
+
+def _in_notebook() -> bool:
+    """Check for a notebook without importing IPython: if nothing did, there is none."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and type(shell).__name__ == "ZMQInteractiveShell"

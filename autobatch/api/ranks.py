@@ -1,4 +1,4 @@
-"""Agreement of the ranks of a run before they train: options, the folder, the checkpoint to resume from."""
+"""Agreement of the ranks of a run before they train: options, data, the folder, the model that they share."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import msgspec
 
+from autobatch.api.call import Call
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.core.options import Options
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.distributed.launch import open_ranks
@@ -50,53 +50,28 @@ def joined_ranks(environ: Mapping[str, str]) -> Iterator[Ranks]:
     ranks.close()
 
 
-def checked_options(options: Options, ranks: Ranks) -> Options:
-    """Return the options of this rank, after a check that the ranks can do what was asked for.
+def agree_on_options(call: Call) -> Call:
+    """Return the call with the device of this rank, after a check that the ranks can do what was asked for.
 
     Raises:
         InputError: they cannot, or ranks differ in an option or a version.
     """
-    check_count(options, ranks)
-    if options.ranks.parallel == "shard" and ranks.world == 1:
+    options, ranks = call.options, call.ranks
+    asked = options.ranks.ranks
+    if asked not in (None, ranks.world):
         raise InputError(
-            "--parallel shard shares a model among ranks, found one process: give --ranks N with N at least "
-            "2, or start with torchrun"
+            f"ranks is {asked}, and a call cannot start processes: use the command with --ranks {asked}, or "
+            f"start the script with torchrun --nproc-per-node {asked}"
+            if ranks.world == 1
+            else f"--ranks is {asked}, and torchrun started {ranks.world}: leave out --ranks under torchrun"
         )
-    options = options_of_rank(options, ranks)
-    return _for_own_loop(options, ranks) if options.command == "plan" else options
-
-
-def _for_own_loop(options: Options, ranks: Ranks) -> Options:
-    """Return the options of a plan over ranks. In a user's loop, each rank has a whole model.
-
-    Raises:
-        InputError: another number of ranks was asked for than run, or such a loop would share a model.
-    """
     if ranks.world == 1:
-        return options
-    if options.batch.world_size not in (None, ranks.world):
-        raise InputError(
-            f"--world-size {options.batch.world_size} plans for another launcher, and {ranks.world} ranks "
-            "run: leave one out"
-        )
-    if not options.search.own_loop:
-        return options
-    if options.ranks.parallel == "shard":
-        raise InputError(
-            "--own-loop plans for a loop of your own, in which each rank has a whole model, and --parallel "
-            "shard shares it: leave one out"
-        )
-    return options.with_values(parallel="replicate")
-
-
-def options_of_rank(options: Options, ranks: Ranks) -> Options:
-    """Return the options with the device of this rank, after a check that all ranks have the same.
-
-    Raises:
-        InputError: ranks differ in an option or a version, or cannot do together what was asked.
-    """
-    if ranks.world == 1:
-        return options
+        if options.ranks.parallel == "shard":
+            raise InputError(
+                "--parallel shard shares a model among ranks, found one process: give --ranks N with N at "
+                "least 2, or start with torchrun"
+            )
+        return call
     device = ranks.device(options.device.device)
     common = {
         f"--{name.replace('_', '-')}": value
@@ -104,26 +79,19 @@ def options_of_rank(options: Options, ranks: Ranks) -> Options:
         if name not in OWN_OPTIONS
     }
     ranks.check_equal({**common, **versions()})
-    return options.with_values(device=device)
-
-
-def check_count(options: Options, ranks: Ranks) -> None:
-    """Check that as many ranks run as were asked for.
-
-    Raises:
-        InputError: another number runs.
-    """
-    asked = options.ranks.ranks
-    if asked in (None, ranks.world):
-        return
-    if ranks.world == 1:
+    if options.batch.world_size not in (None, ranks.world):
         raise InputError(
-            f"ranks is {asked}, and a call cannot start processes: use the command with --ranks {asked}, or "
-            f"start the script with torchrun --nproc-per-node {asked}"
+            f"--world-size {options.batch.world_size} plans for another launcher, and {ranks.world} ranks "
+            "run: leave one out"
         )
-    raise InputError(
-        f"--ranks is {asked}, and torchrun started {ranks.world}: leave out --ranks under torchrun"
-    )
+    if not options.search.own_loop:
+        return call.with_options(device=device)
+    if options.ranks.parallel == "shard":
+        raise InputError(
+            "--own-loop plans for a loop of your own, in which each rank has a whole model, and --parallel "
+            "shard shares it: leave one out"
+        )
+    return call.with_options(device=device, parallel="replicate")
 
 
 def check_data_of_ranks(data: DataDigest | None, ranks: Ranks, resumed: Loaded | None = None) -> None:
@@ -164,24 +132,21 @@ def agree_on_fit(probe: Callable[[], T], ranks: Ranks) -> T:
     return found
 
 
-def continued(options: Options, ranks: Ranks) -> Options:
-    """Return the options of a run that the launcher has started again: it resumes in the same folder."""
-    out = ranks.earlier_out if ranks.restart else None
+def continue_after_restart(call: Call) -> Call:
+    """Return the call of a run that the launcher has started again: it resumes in the same folder."""
+    out = call.ranks.earlier_out if call.ranks.restart else None
     if out is None:
-        return options
-    has_checkpoint = ranks.once(lambda: bool(list_checkpoints(out / CHECKPOINTS)))
-    return options.with_values(out=str(out), resume=has_checkpoint)
+        return call
+    has_checkpoint = call.ranks.once(lambda: bool(list_checkpoints(out / CHECKPOINTS)))
+    return call.with_options(out=str(out), resume=has_checkpoint)
 
 
-def claim_of_ranks(
-    choose: Callable[[], Path], ranks: Ranks, entered: Callable[[Path], None], held: ExitStack
-) -> Path:
+def claim_of_ranks(call: Call, choose: Callable[[], Path], held: ExitStack) -> Path:
     """Lock the folder of the run on rank 0 until its end, and make it known to all ranks.
 
     Args:
+        call: of this rank.
         choose: returns the folder; called on rank 0.
-        ranks: the ranks.
-        entered: receives the folder.
         held: keeps the lock.
 
     Raises:
@@ -195,33 +160,28 @@ def claim_of_ranks(
         (out / VERDICT).unlink(missing_ok=True)
         return str(out)
 
-    out = Path(ranks.once(claim))
-    ranks.enter(out)
-    _check_shared(out, ranks)
-    entered(out)
+    out = Path(call.ranks.once(claim))
+    call.ranks.enter(out)
+    if call.ranks.world > 1:
+        _check_shared(out, call.ranks)
+    call.entered(out)
     return out
 
 
 def _check_shared(out: Path, ranks: Ranks) -> None:
-    if ranks.world == 1:
-        return
-    name = ranks.once(lambda: _make_token(out))
+    """Check that every rank sees a file that rank 0 makes in the folder of the run."""
+    token = out / f".shared-{ranks.once(os.getpid)}"
+    ranks.once(token.touch)
     deadline = time.monotonic() + SHARED_SECONDS
-    while not (out / name).exists() and time.monotonic() < deadline:
+    while not token.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    found = ranks.gather(((out / name).exists(), ranks.host))
-    with suppress(OSError):
-        if ranks.rank == 0:
-            (out / name).unlink()
-    for rank, (sees, host) in enumerate(found):
-        if not sees:
+    found = ranks.gather((token.exists(), ranks.host))
+    if ranks.rank == 0:
+        with suppress(OSError):
+            token.unlink()
+    for rank, (is_seen, host) in enumerate(found):
+        if not is_seen:
             raise InputError(
                 f"rank {rank} on {host} does not see the folder of the run {out.absolute()}: give an --out "
                 "that all hosts share"
             )
-
-
-def _make_token(out: Path) -> str:
-    path = out / f".shared-{os.getpid()}"
-    path.touch()
-    return path.name

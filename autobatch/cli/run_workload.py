@@ -73,7 +73,7 @@ def _result_of(
         terminal.begin(workload, predicts=name == "estimate")
         terminal.doing("importing torch")
         gc.disable()  # collections while torch makes a million objects take a fifth of its import
-        from autobatch.api.context import RunContext
+        from autobatch.api.call import Call
         from autobatch.api.pipeline import run, run_estimate
 
         gc.freeze()
@@ -86,7 +86,9 @@ def _result_of(
             return estimates
         if is_copy:
             standby = held.enter_context(standby_child(is_copy=True))
-        context = RunContext(
+        call = Call(
+            workload=workload,
+            options=options,
             progress=terminal,
             ranks=ranks,
             isolated=True,
@@ -95,17 +97,24 @@ def _result_of(
             command=log.command,
             entered=log.enter,
         )
-        result = run(workload, options, context)
+        result = run(call)
         terminal.finish(result)
     return result
 
 
 def _run_silently(workload: str | None, options: Options, log: RunLog, ranks: Ranks) -> None:
     """Run a command on a rank that prints nothing."""
-    from autobatch.api.context import RunContext
+    from autobatch.api.call import Call
     from autobatch.api.pipeline import run
 
-    context = RunContext(
-        ranks=ranks, isolated=True, environ=os.environ, command=log.command, entered=log.enter
+    run(
+        Call(
+            workload=workload,
+            options=options,
+            ranks=ranks,
+            isolated=True,
+            environ=os.environ,
+            command=log.command,
+            entered=log.enter,
+        )
     )
-    run(workload, options, context)

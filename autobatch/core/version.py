@@ -2,23 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-GIT_SECONDS = 5.0
-"""Time after which Git counts as absent, for example on a slow network file system."""
 __version__ = "0.2.0"
-
-
-def commit(folder: Path) -> str | None:
-    """Return the commit of a folder, with a mark if files have changed; None without Git."""
-    import subprocess
-
-    words = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=GIT_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
 
 
 def versions() -> dict[str, str]:

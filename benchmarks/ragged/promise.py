@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from autobatch.api.context import RunContext
+from autobatch.api.call import Call
 from autobatch.api.pipeline import prepare
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import AutobatchError
@@ -179,10 +179,11 @@ def measure(run: Run, split: str, folder: Path) -> dict[str, Any]:
         "split": split, "steps": run.steps, "trials": 0, "out": str(folder / "out"),
     }  # fmt: skip
     options = options_from("fit", asked)
-    context = RunContext(environ={"AUTOBATCH_HOME": str(folder / "home")})
+    model = workload(case.model, case.lengths)
+    call = Call(workload=model, options=options, environ={"AUTOBATCH_HOME": str(folder / "home")})
     start = time.process_time()
     with ExitStack() as held:
-        result = prepare(workload(case.model, case.lengths), options, context, held).result
+        result = prepare(call, held).result
     planned = time.process_time() - start
     plan, probe = result.plan, result.probe
     assert plan is not None

@@ -17,18 +17,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import autobatch
-from autobatch.api.context import RunContext
-from autobatch.api.pipeline import _resume_hint, _write
+from autobatch.api.call import Call
+from autobatch.api.finish import resume_hint
 from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError, NonFiniteError
-from autobatch.core.progress import Progress
 from autobatch.core.units import GiB, MiB
 from autobatch.device.host import HostMemory
-from autobatch.report.result import Result, load_run
+from autobatch.report.result import load_run
+from autobatch.setup import child
 from autobatch.training.run import PreparedRun, train_plan
-from tests.support.probes import Listener
-from tests.support.sample_run import a_device, a_run
+from tests.support.commandline import SMALL
+from tests.support.probes import Listener, work
+from tests.support.ragged import joined_workload
 from tests.support.training import apart, make_workload, points, weights
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 512, "trials": 0}
@@ -185,30 +186,27 @@ def test_the_result_on_disk_is_the_returned_one(tmp_path: Path) -> None:
     assert done.report.exists()
 
 
-def test_a_report_that_cannot_be_written_is_noted_and_the_run_is_kept(tmp_path: Path, monkeypatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "report.html")
-
-    monkeypatch.setattr("autobatch.report.page.write_report", full)
-    listener = Listener()
-    options = options_from("fit", {**OPTIONS, **SHORT, "steps": 2, "out": str(tmp_path / "run")})
-    done = run_command(make_workload(), options, RunContext(progress=listener))
-    assert listener.notes[-1] == "the report could not be written: report.html: No space left on device"
-    assert (done.report, done.training.optimizer_steps) == (None, 2)
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["report"] is None
-
-
 @pytest.mark.parametrize(
-    ("command", "hint"),
+    ("error", "said"),
     [
-        ("", "autobatch.fit(…, out='my run', resume=True)"),
-        ("autobatch fit train.py --steps 3", "autobatch fit train.py --steps 3 --out 'my run' --resume"),
-        ("autobatch fit --out 'my run'", "autobatch fit --out 'my run' --resume"),
-        ("autobatch fit --out 'my run' --resume", "autobatch fit --out 'my run' --resume"),
+        (OSError(errno.ENOSPC, "No space left on device", "report.html"), "No space left on device: 'rep"),
+        (OverflowError("cannot convert float infinity"), "OverflowError: cannot convert float infinity"),
     ],
 )
-def test_the_hint_of_a_failed_run_is_the_call_that_resumes_it(command: str, hint: str) -> None:
-    assert _resume_hint(command, Path("my run")) == hint
+def test_a_report_that_cannot_be_written_is_noted_and_the_run_is_kept(
+    error: Exception, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("autobatch.report.page.render", fails)
+    heard = Listener()
+    done = fit(make_workload(), tmp_path, **SHORT, steps=2, progress=heard)
+    assert heard.notes[-1].startswith("the report could not be written: ")
+    assert said in heard.notes[-1]
+    assert (done.report, done.training.optimizer_steps) == (None, 2)
+    assert json.loads((tmp_path / "result.json").read_text())["report"] is None
+    assert load_run(tmp_path).device == done.device
 
 
 def test_a_storage_that_cannot_be_opened_is_refused_before_the_model_is_built(tmp_path: Path) -> None:
@@ -223,41 +221,65 @@ def test_a_storage_that_cannot_be_opened_is_refused_before_the_model_is_built(tm
         fit(workload, tmp_path / "run", **SHORT, **storage)
 
 
-class Notes(Progress):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.lines.append(text)
-
-
 @pytest.mark.parametrize("name", ["$(touch hacked)", "a b", "`id`", "it's", "; id", "--resume", "plain"])
 def test_the_words_that_resume_a_run_mean_the_same_in_a_shell(name: str) -> None:
     given = ["autobatch", "fit", f"{name}.py:w", "--target-batch", "8"]
     out = Path("runs", name, "20261121")
     wanted = [*given, "--out", str(out), "--resume"]
-    assert shlex.split(_resume_hint(shlex.join(given), out)) == wanted
-    assert shlex.split(_resume_hint(shlex.join([*given, "--resume"]), out)) == wanted
+    assert shlex.split(resume_hint(shlex.join(given), out)) == wanted
+    assert shlex.split(resume_hint(shlex.join([*given, "--resume"]), out)) == wanted
     for folder in (["--out", "x y"], ["--out=x y"]):
-        hint = _resume_hint(shlex.join([*given, *folder]), Path("x y"))
+        hint = resume_hint(shlex.join([*given, *folder]), Path("x y"))
         assert shlex.split(hint) == [*given, *folder, "--resume"]
+    assert resume_hint("", Path("a'b")) == 'autobatch.fit(…, out="a\'b", resume=True)'
 
 
-def test_a_call_of_the_library_is_resumed_by_a_call() -> None:
-    assert _resume_hint("", Path("a'b")) == 'autobatch.fit(…, out="a\'b", resume=True)'
+@pytest.mark.parametrize(
+    ("values", "trials", "tunes_rate"),
+    [({}, 1, False), ({"trials": 0, "tune_lr": True}, 0, True), ({"tune_lr": True}, 1, True)],
+)
+def test_a_tuning_runs_the_stages_that_are_asked_for(
+    values: dict[str, Any], trials: int, tunes_rate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autobatch.tuning.tune_plan.TRIAL_SECONDS", 0.001)
+    short = {"trials": 1, "knobs": "micro_batch_shift", "lr_trials": 1, "lr_steps": 4}
+    found = autobatch.tune(work(), target_batch=64, device="cpu", memory_budget="2MiB", **{**short, **values})
+    assert found.tuning is not None
+    assert (found.tuning.trials, found.tuning.learning_rate is not None) == (trials, tunes_rate)
+    assert sum(found.plan.micro_batches) == 64
 
 
-def test_a_report_that_fails_in_any_way_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise OverflowError("cannot convert float infinity to integer")
+@pytest.mark.usefixtures("warm_children")
+def test_an_isolated_call_opens_a_reference_in_a_child_and_a_workload_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[object] = []
+    real = child.open_setup
+    monkeypatch.setattr(
+        child, "open_setup", lambda given, *rest, **more: opened.append(given) or real(given, *rest, **more)
+    )
+    (tmp_path / "train.py").write_text(SMALL)
+    options = options_from("probe", {"device": "cpu", "memory_budget": "2MiB", "micro_batch": 2})
+    here = work()
+    for workload in (here, f"{tmp_path / 'train.py'}:workload"):
+        found = run_command(Call(workload=workload, options=options, isolated=True))
+        assert found.probe.micro_batch == 2
+    assert opened == [here]
 
-    monkeypatch.setattr("autobatch.report.page.render", fails)
-    run, notes = a_run(), Notes()
-    result = Result(**{name: getattr(run, name) for name in ("device", "probe", "plan", "training")})
-    written = _write(result, tmp_path, notes)
-    assert written.report is None
-    assert notes.lines == [
-        "the report could not be written: OverflowError: cannot convert float infinity to integer"
-    ]
-    assert load_run(tmp_path).device == a_device()
-    assert msgspec.json.decode((tmp_path / "result.json").read_bytes())["report"] is None
+
+def test_a_run_takes_what_fits_in_its_order_and_a_longer_resume_is_planned_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autobatch.search.sizes.real_batches.trace_setup", lambda *_: None)
+    options = {"target_batch": 32, "memory_budget": "2MiB", "steps": 3, "split": "count"}
+    heard = [Listener() for _ in range(3)]
+    plan = fit(joined_workload(), tmp_path, **options, checkpoint_every=3, progress=heard[0]).plan
+    assert plan.run_order.micro_batch_in_any_order < plan.micro_batch == max(plan.micro_batches)
+    assert (sum(plan.micro_batches), plan.run_order.batches, plan.run_order.by) == (32, 3, "run")
+    assert any("fits in the order of this run" in line for line in heard[0].notes)
+    fit(joined_workload(), tmp_path, **options, resume=True, progress=heard[1])
+    assert any("bit for bit" in line for line in heard[1].notes)
+    longer = {**options, "steps": 5}
+    plan = fit(joined_workload(), tmp_path, **longer, resume=True, progress=heard[2]).plan
+    assert any("another number of optimizer steps" in line for line in heard[2].notes)
+    assert plan.run_order is None or plan.run_order.batches == 5

@@ -1,9 +1,11 @@
-"""The library calls: keywords become options, and results carry what was found."""
+"""The library calls: keywords become options, and progress reaches the terminal, the log or a listener."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, NamedTuple
+import io
+import logging
+import sys
+from typing import Any
 
 import pytest
 
@@ -11,32 +13,25 @@ import autobatch
 from autobatch.api import library
 from autobatch.core.errors import InputError
 from autobatch.core.options import COMMANDS
-from autobatch.core.records import Plan, Probe
-from autobatch.report.result import Estimates, PlanResult, ProbeResult, Result
+from autobatch.core.progress import Broadcast, Progress
+from autobatch.report.result import Result
 from tests.support.options import all_changed, as_options, required
-from tests.support.probes import mlp, work
+from tests.support.probes import Listener, work
 from tests.support.sample_run import a_device, a_probe, a_run
 
 
-class Call(NamedTuple):
-    """The arguments of a stage."""
-
-    workload: Any
-    options: Any
-    context: Any
-
-
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """Collect the calls of the stages, which return a sample run."""
-    found: list[Call] = []
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Collect workload and options of each call, which returns a sample run."""
+    found: list[Any] = []
 
-    def stage(*given: Any) -> Result:
-        found.append(Call(*given))
+    def run(call: Any) -> Result:
+        found.append((call.workload, call.options))
+        assert not call.isolated
         return Result(device=a_device(), probe=a_probe(), plan=a_run().plan)
 
-    monkeypatch.setattr(library, "run", stage)
-    monkeypatch.setattr(library, "run_estimate", stage)
+    monkeypatch.setattr(library, "run", run)
+    monkeypatch.setattr(library, "run_estimate", lambda *given: found.append(given[:2]))
     return found
 
 
@@ -46,62 +41,83 @@ def as_text(value: Any) -> Any:
 
 @pytest.mark.parametrize("convert", [lambda value: value, as_text], ids=["plain", "text"])
 @pytest.mark.parametrize(("command", "length"), [*((name, "steps") for name in COMMANDS), ("fit", "epochs")])
-def test_each_keyword_reaches_its_option(command: str, length: str, convert: Any, calls: list[Call]) -> None:
+def test_each_keyword_reaches_its_option(command: str, length: str, convert: Any, calls: list[Any]) -> None:
     keywords = all_changed(command, length=length)
     getattr(autobatch, command)("train.py:workload", **{k: convert(v) for k, v in keywords.items()})
-    (call,) = calls
-    assert call.workload == "train.py:workload"
-    values = call.options.by_name()
-    assert call.options.command == command
-    assert {name: value for name, value in values.items() if name in keywords} == keywords
+    ((workload, options),) = calls
+    assert (workload, options.command) == ("train.py:workload", command)
+    assert {name: value for name, value in options.by_name().items() if name in keywords} == keywords
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_call_without_a_workload_or_keywords_is_the_demo_with_defaults(
-    command: str, calls: list[Call]
+def test_a_call_without_keywords_is_the_demo_with_defaults_and_an_unknown_one_is_refused(
+    command: str, calls: list[Any]
 ) -> None:
     getattr(autobatch, command)(**required(command))
-    assert calls[0].workload is None
     keeps = {"own_loop": True} if command == "plan" else {}
-    assert calls[0].options == as_options(command, **required(command), **keeps)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_an_unknown_keyword_is_an_input_error_before_anything_runs(command: str, calls: list[Call]) -> None:
+    assert calls == [(None, as_options(command, **required(command), **keeps))]
     with pytest.raises(InputError, match="max_microbatch"):
         getattr(autobatch, command)(max_microbatch=3, **required(command))
-    assert not calls
+    assert len(calls) == 1
 
 
-@pytest.mark.parametrize("command", ["probe", "plan", "tune", "fit"])
-def test_a_library_call_tries_the_workload_in_this_process_without_output(
-    command: str, calls: list[Call], capfd: pytest.CaptureFixture[str]
+class ATerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_without_a_terminal_a_remark_is_a_warning_and_all_else_is_information(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    getattr(autobatch, command)(work(), **required(command))
-    assert not calls[0].context.isolated
-    calls[0].context.progress.note("a note")
+    with caplog.at_level(logging.INFO, "autobatch"):
+        autobatch.plan(work(), target_batch=90, max_micro_batch=6, device="cpu")
+    levels = {record.getMessage().partition(" ")[0]: record.levelname for record in caplog.records}
+    assert (levels["device"], levels["fits:"], levels["plan:"]) == ("INFO", "INFO", "INFO")
+    assert caplog.messages[-1].startswith("plan: batch 90 in 15 micro-batches")
     assert capfd.readouterr() == ("", "")
+    caplog.clear()
+    autobatch.plan(work(), target_batch=8000, max_micro_batch=6, device="cpu")
+    [record] = [one for one in caplog.records if "larger than the data" in one.getMessage()]
+    assert record.levelname == "WARNING"
 
 
-def test_a_probe_and_a_plan_have_the_fields_of_their_records_and_the_device() -> None:
-    options: dict[str, Any] = {"device": "cpu", "memory_budget": "80KiB"}
-    found = autobatch.probe(work(), **options)
-    assert isinstance(found, ProbeResult)
-    assert isinstance(found.probe, Probe)
-    assert found.device.budget_bytes == 80 * 1024
-    assert found.micro_batch == max(one.micro_batch for one in found.attempts if one.fits)
-    plan = autobatch.plan(work(), target_batch=100, **options)
-    assert isinstance(plan, PlanResult)
-    assert isinstance(plan.plan, Plan)
-    assert (sum(plan.micro_batches), plan.device) == (100, found.device)
-    # A loop by hand keeps its micro-batch.
-    assert max(plan.micro_batches) <= plan.probe.micro_batch <= found.micro_batch
-    freed = autobatch.plan(work(), target_batch=100, own_loop=False, **options)
-    assert freed.probe.micro_batch == found.micro_batch
+@pytest.mark.parametrize(
+    ("wanted", "rank", "is_shown"),
+    [("auto", "0", True), (True, "0", True), (False, "0", False), ("auto", "1", False)],
+)
+def test_a_terminal_shows_the_progress_of_rank_0_unless_it_is_not_wanted(
+    wanted: Any, rank: str, is_shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = ATerminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("RANK", rank)
+    with library.listening(wanted) as progress:
+        progress.note("one remark")
+    assert ("one remark" in stream.getvalue()) == is_shown
 
 
-def test_an_estimate_has_one_prediction_for_each_profile(own_home: Path) -> None:
-    found = autobatch.estimate(work(lambda: mlp(8)), profile=["t4", "l4"], max_micro_batch=2)
-    assert isinstance(found, Estimates)
-    assert [one.profile for one in found.estimates] == ["t4", "l4"]
-    assert not own_home.exists()
+def test_a_listener_of_the_user_hears_everything_and_the_log_too(caplog: pytest.LogCaptureFixture) -> None:
+    heard = Listener()
+    with caplog.at_level(logging.INFO, "autobatch"):
+        found = autobatch.probe(work(), max_micro_batch=2, device="cpu", progress=heard)
+    assert heard.sizes == [one.micro_batch for one in found.attempts]
+    assert f"{found.micro_batch} samples fit" in caplog.messages
+    assert str(found).startswith("fits       2 samples at a time in ")
+    assert repr(found).startswith("<ProbeResult: fits 2 samples at a time")
+    with pytest.raises(InputError, match=r'progress must be "auto", True, False or an autobatch.Progress'):
+        autobatch.probe(progress=print)  # type: ignore[arg-type]
+
+
+def test_every_event_is_broadcast() -> None:
+    events = [name for name, one in vars(Progress).items() if callable(one) and not name.startswith("_")]
+    heard: list[tuple[int, str]] = []
+
+    class Noting(Progress):
+        def __init__(self, number: int) -> None:
+            for event in events:
+                setattr(self, event, lambda *_, event=event: heard.append((number, event)))
+
+    both = Broadcast([Noting(0), Noting(1)])
+    for event in events:
+        getattr(both, event)(None)
+    assert heard == [(number, event) for event in events for number in (0, 1)]

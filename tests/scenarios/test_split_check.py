@@ -10,12 +10,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import autobatch
-from autobatch.api.context import RunContext
-from autobatch.api.pipeline import run as run_command
 from autobatch.core.errors import InputError
 from autobatch.core.progress import Progress
 from autobatch.tuning.tune_plan import PlanTuner
-from tests.support.options import as_options
 from tests.support.split_losses import PAIRS
 from tests.support.training import contrastive_loss, make_workload
 
@@ -71,25 +68,21 @@ def test_a_probe_and_a_plan_note_a_loss_that_cannot_be_split(choice: str, tmp_pa
     fields, wrong, right, cause = PAIRS["masked tokens"]
     for loss, expected in ((wrong, [cause]), (right, [])):
         options: dict[str, Any] = {"device": "cpu", "memory_budget": "64MiB", "max_micro_batch": 16}
-        context = RunContext(progress=Notes(), environ={"AUTOBATCH_HOME": str(tmp_path)})
-        workload = make_workload(**fields, loss=loss)
-        if choice == "probe":
-            run_command(workload, as_options("probe", **options), context)
-        elif choice == "plan":
-            run_command(workload, as_options("plan", **options, target_batch=64), context)
-        else:
-            run_command(workload, as_options("tune", **options, target_batch=64, trials=0), context)
-        found = [note for note in context.progress.notes if "the gradient of" in note or "checked" in note]
+        notes = Notes()
+        options |= {} if choice == "probe" else {"target_batch": 64}
+        options |= {"trials": 0} if choice == "tune" else {}
+        getattr(autobatch, choice)(make_workload(**fields, loss=loss), progress=notes, **options)
+        found = [note for note in notes.notes if "the gradient of" in note or "checked" in note]
         assert len(found) == len(expected)
         assert all(text in note for note, text in zip(found, expected, strict=True))
 
 
 def test_a_plan_in_one_micro_batch_is_exact_as_long_as_it_fits(tmp_path: Path) -> None:
     fields, wrong, _, _ = PAIRS["masked tokens"]
-    context = RunContext(progress=Notes(), environ={"AUTOBATCH_HOME": str(tmp_path)})
-    options = as_options("plan", device="cpu", memory_budget="64MiB", target_batch=16)
-    run_command(make_workload(**fields, loss=wrong), options, context)
-    assert any("exact as long as memory does not run out" in note for note in context.progress.notes)
+    notes = Notes()
+    options: dict[str, Any] = {"device": "cpu", "memory_budget": "64MiB", "target_batch": 16}
+    autobatch.plan(make_workload(**fields, loss=wrong), progress=notes, **options)
+    assert any("exact as long as memory does not run out" in note for note in notes.notes)
 
 
 def test_a_tuned_fit_refuses_the_loss_before_its_trials(tmp_path: Path, monkeypatch) -> None:

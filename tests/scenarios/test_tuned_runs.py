@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 from torch import nn
 
 import autobatch
-from autobatch.api.context import RunContext
+from autobatch.api.call import Call
 from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
@@ -74,7 +74,7 @@ def test_the_plan_takes_over_the_chosen_configuration(monkeypatch: pytest.Monkey
     options = options_from(
         "tune", {"target_batch": 48, "memory_budget": 400_000, "device": "cpu", "trials": 3, "seed": 1}
     )
-    again = run_command(trial_workload(), options, RunContext(progress=progress))
+    again = run_command(Call(workload=trial_workload(), options=options, progress=progress))
     assert again.tuning is not None
     assert (again.tuning.study, again.tuning.history, started) == (
         first.tuning.study,
@@ -193,7 +193,7 @@ def test_an_interrupt_keeps_the_default_learning_rate_and_earlier_results(
     monkeypatch.setattr(ShortRuns, "run", interrupted)
     storage = str(tmp_path / "s.log")
     asked = options(storage=storage, study="study")
-    result = run_command(linear_workload(), asked, RunContext(progress=progress))
+    result = run_command(Call(workload=linear_workload(), options=asked, progress=progress))
     assert calls
     assert result.plan is not None
     assert result.tuning is not None

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autobatch
-from autobatch.api.context import RunContext
+from autobatch.api.call import Call
 from autobatch.api.pipeline import run as run_command
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options
@@ -79,7 +79,7 @@ def test_a_cap_is_reached_and_not_exceeded(cap: int) -> None:
 
 def test_the_target_batch_caps_the_micro_batch() -> None:
     options = as_options("plan", device="cpu", memory_budget="1GiB", target_batch=3)
-    result = run_command(work(), options, RunContext())
+    result = run_command(Call(workload=work(), options=options))
     assert (result.probe.micro_batch, result.probe.limited_by) == (3, "target_batch")
 
 

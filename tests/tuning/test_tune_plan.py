@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-from autobatch.api.context import RunContext
-from autobatch.api.stages import _open_tuner
 from autobatch.core.knobs import SearchAxis
 from autobatch.core.progress import Progress
 from autobatch.core.records import Tuning
 from autobatch.distributed.ranks import Ranks
-from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import make_plan
 from autobatch.setup.child import ThisProcess
 from autobatch.tuning import tune_plan
@@ -79,22 +76,6 @@ def test_a_study_is_kept_in_the_data_directory_or_else_in_memory_with_a_note(tmp
     (tmp_path / "file").touch()
     assert located(tmp_path / "file", progress).storage is None
     assert "is kept in memory" in progress.notes[0]
-
-
-def test_a_model_that_ranks_share_is_not_tuned(tmp_path: Path) -> None:
-    progress = Notes()
-    process = tuner_of(tmp_path, progress).process
-    context = RunContext(progress=progress, environ={"AUTOBATCH_HOME": str(tmp_path)})
-    for asked, left_out in (
-        ({"trials": 4}, "the configuration is"),
-        ({"trials": 4, "tune_lr": True}, "the configuration and the learning rate are"),
-    ):
-        options = as_options("fit", target_batch=8, **asked)
-        assert _open_tuner(process, options, 10, context, None).trials == 4
-        tuner = _open_tuner(process, options, 10, context, ShardLayout(world=2))
-        assert (tuner.trials, tuner.lr_trials) == (0, 0)
-        assert progress.notes.pop() == f"{left_out} not tuned, because the ranks share the model"
-    assert not progress.notes
 
 
 class TwoRanks(Ranks):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autobatch.api.context import RunContext
+from autobatch.api.call import Call
 from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import DoesNotFitError
@@ -97,10 +97,10 @@ def test_a_sample_that_does_not_fit_alone_is_named_before_training(tmp_path: Pat
     options = options_from(
         "plan", {"target_batch": 16, "device": "cpu", "memory_budget": "32MiB", "split": "count"}
     )
-    context = RunContext(environ={"AUTOBATCH_HOME": str(tmp_path)})
+    call = Call(workload=workload, options=options, environ={"AUTOBATCH_HOME": str(tmp_path)})
     with pytest.raises(
         DoesNotFitError, match="sample 17 of the training data, whose size of 40000"
     ) as caught:
-        run_command(workload, options, context)
+        run_command(call)
     assert caught.value.exit_code == 3
     assert "cut shorter or left out" in str(caught.value)

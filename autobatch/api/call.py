@@ -1,24 +1,30 @@
-"""The surroundings of a call."""
+"""One call of a command or of the library."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Self
 
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import Ranks
 from autobatch.setup.standby import Standby
 from autobatch.training.metrics import Sink
+from autobatch.workload.contract import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunContext:
-    """Surroundings of a call: its progress, its process and its environment."""
+class Call:
+    """The request of a call, and its surroundings: progress, process and environment."""
 
+    workload: Workload | str | None
+    """The workload, or a reference to it; None for the demo."""
+    options: Options
     progress: Progress = field(default_factory=Progress)
     ranks: Ranks = field(default_factory=Ranks)
     """The processes that run this call together."""
@@ -40,7 +46,6 @@ class RunContext:
         """The data directory."""
         return data_home(self.environ)
 
-    def expiry(self, seconds: float | None) -> Callable[[], bool]:
-        """Return a function that checks if this many seconds have passed since now; None for no limit."""
-        start = self.clock()
-        return lambda: seconds is not None and self.clock() - start > seconds
+    def with_options(self, **values: Any) -> Self:
+        """Return this call with other values of some options, by their names."""
+        return replace(self, options=self.options.with_values(**values))

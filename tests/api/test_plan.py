@@ -1,0 +1,263 @@
+"""Probes and plans through the library: what they find, note and refuse before minutes are spent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+import autobatch
+from autobatch.core.errors import AutobatchError, InputError
+from autobatch.core.records import Attempt
+from autobatch.core.units import MiB
+from tests.support.probes import WIDTH, Listener, mlp, work
+from tests.support.ragged import CONTRASTIVE, pad, ragged_workload
+from tests.support.step_workloads import deep_transformer
+from tests.support.training import language_model, make_workload
+
+CPU: dict[str, Any] = {"device": "cpu", "memory_budget": "2MiB"}
+
+
+def plan(workload: Any, target_batch: int = 64, **options: Any) -> tuple[Any, list[str]]:
+    heard = Listener()
+    return autobatch.plan(
+        workload, target_batch=target_batch, progress=heard, **{**CPU, **options}
+    ), heard.notes
+
+
+def test_the_memory_of_a_plan_is_that_of_its_runs_also_from_a_saved_limit(tmp_path: Path) -> None:
+    options = {**CPU, "target_batch": 64, "trials": 0, "steps": 1}
+    found, again = (
+        autobatch.fit(deep_transformer(), out=tmp_path / name, **options) for name in ("first", "again")
+    )
+    ran = {one.micro_batch: one.peak_allocated_bytes for one in found.probe.attempts if one.fits}
+    predicted = {point.micro_batch: point.peak_reserved_bytes for point in found.predicted}
+    answer = found.probe.micro_batch
+    assert predicted[answer] == ran[answer]
+    assert predicted[answer + 1] > 2 * MiB
+    totals = [sum(sizes) for sizes in zip(*found.memory_curve.categories.values(), strict=True)]
+    assert max(totals) == ran[answer]
+    assert (found.probe.source, again.probe.source[:6]) == ("search", "saved ")
+    assert again.memory_curve == found.memory_curve
+
+
+def test_a_probe_and_a_plan_have_the_fields_of_their_records_and_the_device() -> None:
+    found = autobatch.probe(work(), device="cpu", memory_budget="80KiB")
+    assert found.device.budget_bytes == 80 * 1024
+    assert found.micro_batch == max(one.micro_batch for one in found.attempts if one.fits)
+    made, _ = plan(work(), 100, memory_budget="80KiB")
+    assert (sum(made.micro_batches), made.device) == (100, found.device)
+    # A loop by hand keeps its micro-batch.
+    assert max(made.micro_batches) <= made.probe.micro_batch <= found.micro_batch
+    assert plan(work(), 100, memory_budget="80KiB", own_loop=False)[0].probe.micro_batch == found.micro_batch
+    checked = autobatch.probe(work(), micro_batch=3, **CPU)
+    assert (checked.micro_batch, checked.source) == (3, "asked")
+
+
+class Interrupting(Listener):
+    """A listener that interrupts the search after its second attempt."""
+
+    def attempted(self, attempt: Attempt) -> None:
+        super().attempted(attempt)
+        if len(self.sizes) == 2:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_probe_ends_a_plan_with_its_answer_and_a_tuning_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("autobatch.setup.trace.trace_footprint", lambda *_, **__: None)
+    found = autobatch.plan(work(), target_batch=64, progress=Interrupting(), **CPU)
+    assert (found.probe.stopped_by, found.probe.micro_batch) == ("interrupt", 2)
+    assert sum(found.micro_batches) == 64
+    with pytest.raises(KeyboardInterrupt):
+        autobatch.tune(work(), target_batch=64, progress=Interrupting(), **CPU)
+
+
+@pytest.mark.parametrize(
+    ("options", "launched", "world", "share"),
+    [({}, None, 1, 64), ({}, "4", 4, 16), ({"world_size": 3}, "4", 3, 22), ({"world_size": 1}, "4", 1, 64)],
+)
+def test_a_plan_is_for_the_ranks_that_were_asked_for_or_launched(
+    options: dict[str, Any], launched: str | None, world: int, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if launched is not None:
+        monkeypatch.setenv("WORLD_SIZE", launched)
+    found, _ = plan(make_workload(), max_micro_batch=5, **options)
+    assert (found.world_size, sum(found.micro_batches), found.target_batch) == (world, share, 64)
+    # A rank is not probed beyond its share.
+    if world == 4:
+        found, _ = plan(make_workload(), 8)
+        assert (found.probe.micro_batch, found.probe.limited_by) == (2, "target_batch")
+
+
+def test_a_batch_that_is_larger_than_the_data_is_noted() -> None:
+    samples = len(make_workload().train_data)  # type: ignore[arg-type]
+    _, notes = plan(make_workload(), samples, max_micro_batch=4)
+    assert not any("larger than the data" in line for line in notes)
+    _, notes = plan(make_workload(), 3 * samples, max_micro_batch=4)
+    [note] = [line for line in notes if "larger than the data" in line]
+    assert note.endswith(f"each step takes 3 epochs of {samples:,} samples")
+
+
+class Queued(nn.Module):
+    """A model that keeps its last outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 4)
+        self.register_buffer("queue", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.head(x)
+        self.queue.copy_(outputs.detach().mean(0))
+        return outputs
+
+
+@pytest.mark.parametrize(("target_batch", "count"), [(40, 1), (10, 0)])
+def test_a_plan_names_what_each_micro_batch_writes(target_batch: int, count: int) -> None:
+    _, notes = plan(work(Queued), target_batch, memory_budget="1MiB", max_micro_batch=10)
+    assert sum("writes the buffer queue: each of the 4 micro-batches" in one for one in notes) == count
+
+
+def mean_of_all(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch[0]).mean()
+
+
+@pytest.mark.parametrize(
+    ("workload", "options", "said"),
+    [
+        (work, {"lr_rule": "linear"}, "base_batch"),
+        (lambda: work(lambda: nn.Sequential(nn.LazyLinear(4))), {}, r"^0\.weight of the model has no shape"),
+        (
+            ragged_workload,
+            {"world_size": 2, "split": "size"},
+            "--split size over 2 ranks is for autobatch fit",
+        ),
+        (
+            lambda: ragged_workload(loss=mean_of_all, model=language_model),
+            {"split": "size"},
+            "--split size is not possible",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_be_right_is_refused(workload: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        plan(workload(), 24, **options)
+
+
+@pytest.mark.parametrize("changes", [{}, {"loss": CONTRASTIVE}])
+def test_a_plan_by_size_has_its_rule_and_says_what_it_saves(changes: dict[str, Any]) -> None:
+    found, notes = plan(ragged_workload(**changes), 24, split="size")
+    cut = found.size_cut
+    assert (found.split, cut.micro_batches[-1]) == ("size", min(found.probe.micro_batch, 24))
+    assert cut.padding <= cut.padding_by_count
+    assert any("padded ÷ real" in line for line in notes)
+
+
+@pytest.mark.parametrize("options", [{"split": "count"}, {"world_size": 2}])
+def test_a_plan_by_count_and_one_for_ranks_of_another_loop_have_no_cut(options: dict[str, Any]) -> None:
+    found, notes = plan(ragged_workload(), 24, **options)
+    assert (found.split, found.size_cut) == ("count", None)
+    assert not any("padded ÷ real" in line for line in notes)
+
+
+def test_a_choice_of_the_split_that_fails_leaves_a_plan_by_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise AutobatchError("the clock stands still")
+
+    monkeypatch.setattr("autobatch.api.stages.choose_split", broken)
+    found, notes = plan(ragged_workload(), 24)
+    assert found.split == "count"
+    assert "batches are split by count: the clock stands still" in notes
+
+
+def test_a_micro_batch_that_does_not_run_is_in_no_cut() -> None:
+    def at_most_8(samples: list[Any]) -> Any:
+        if len(samples) > 8:
+            raise ValueError("at most 8 samples")
+        return pad(samples)
+
+    found, _ = plan(ragged_workload(collate=at_most_8), 24, split="size")
+    assert (found.probe.micro_batch, found.probe.upper_bound_by) == (8, "error")
+    assert max(found.size_cut.micro_batches) == 8
+
+
+def test_an_estimate_has_one_prediction_for_each_profile(own_home: Path) -> None:
+    found = autobatch.estimate(work(lambda: mlp(8)), profile=["t4", "l4"], max_micro_batch=2)
+    assert [(one.profile, one.micro_batch) for one in found.estimates] == [("t4", 2), ("l4", 2)]
+    assert not own_home.exists()
+    found = autobatch.estimate(profile="t4", all=True, target_batch=64)
+    assert len(found.estimates) >= 15
+    needs = [(one.plan.accumulation_steps, one.budget_bytes) for one in found.estimates if one.plan]
+    assert needs == sorted(needs)
+
+
+def half_workload() -> autobatch.Workload:
+    """Build a workload with weights in 16 bits."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(96, 40), torch.randint(0, 4, (96,)))
+    return autobatch.Workload(
+        model=lambda: nn.Sequential(nn.Linear(40, 300), nn.ReLU(), nn.Linear(300, 4)).bfloat16(),
+        train_data=data,
+        loss=lambda model, batch: cross_entropy(model(batch[0].bfloat16()).float(), batch[1]),
+        optimizer=lambda parameters, rate: torch.optim.SGD(parameters, lr=rate),
+        learning_rate=0.1,
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:t4"])
+def test_the_limit_is_predicted_for_either_type_of_gradients(device: str) -> None:
+    options: dict[str, Any] = {"device": device, "precision": "fp32"}
+    peaks = {
+        dtype: autobatch.probe(half_workload(), micro_batch=2, gradient_dtype=dtype, **options)
+        .attempts[0]
+        .peak_allocated_bytes
+        for dtype in ("fp32", "weights")
+    }
+    # The sums of a linear layer's weights alone are 24,000 bytes more.
+    assert peaks["fp32"] - peaks["weights"] >= 2 * 300 * 40
+    if device == "cpu":
+        limits = []
+        for dtype in peaks:
+            one = autobatch.probe(
+                half_workload(), memory_budget=3 * peaks["fp32"], gradient_dtype=dtype, **options
+            )
+            assert (one.predicted_micro_batch, one.oom_count) == (one.micro_batch, 0)
+            limits.append(one.micro_batch)
+        assert limits == sorted(limits)
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [("auto", None), ("weights", torch.bfloat16)])
+def test_the_plan_carries_the_type_of_gradients_into_a_loop_of_the_users(
+    asked: str, dtype: torch.dtype | None
+) -> None:
+    made, _ = plan(half_workload(), 96, max_micro_batch=1, gradient_dtype=asked, memory_budget=None)
+    assert msgspec.to_builtins(made)["gradient_dtype"] == ("fp32" if dtype is None else "weights")
+    one = half_workload()
+    model = one.model()
+    optimizer = one.optimizer(model.parameters(), 0.0)
+    [batch] = autobatch.batches(one.train_data, made, optimizer=optimizer, steps=1)  # type: ignore[arg-type]
+    for micro in batch:
+        batch.backward(one.loss(model, micro.data))
+    # Sums in float32 are kept aside until the step.
+    gradient = model[0].weight.grad
+    assert (None if gradient is None else gradient.dtype) == dtype
+    batch.step(optimizer)
+
+
+def test_a_resume_with_another_type_of_gradients_plans_again(tmp_path: Path) -> None:
+    common: dict[str, Any] = {"target_batch": 32, "max_micro_batch": 4, "trials": 0, "checkpoint_every": 1}
+    common |= {"device": "cpu", "precision": "fp32", "out": tmp_path}
+    found = [
+        autobatch.fit(half_workload(), steps=steps, gradient_dtype=dtype, resume=steps > 1, **common)
+        for steps, dtype in ((1, "weights"), (2, "weights"), (3, "auto"))
+    ]
+    assert [one.plan.gradient_dtype for one in found] == ["weights", "weights", "fp32"]
+    assert found[-1].training.optimizer_steps == 3

@@ -1,0 +1,145 @@
+"""What ranks agree on before they train; `tests/scenarios/test_ranks.py` has whole runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import autobatch
+from autobatch.api.call import Call
+from autobatch.api.ranks import agree_on_options, claim_of_ranks, continue_after_restart
+from autobatch.api.resume import layout_to_resume
+from autobatch.core.errors import InputError
+from autobatch.distributed.ranks import Ranks
+from autobatch.distributed.sharding.layout import ShardLayout
+from autobatch.training.run_folder import CHECKPOINTS
+from tests.support.options import as_options
+from tests.support.rank_server import RankServer
+from tests.support.sample_run import a_run
+from tests.support.training import make_workload, points
+
+
+class Two(Ranks):
+    """The first of two ranks; the other gives what the first does, but for what is changed."""
+
+    world = 2
+
+    def __init__(self, **changes: Any) -> None:
+        self.changes = changes
+
+    def gather(self, value: Any) -> list[Any]:
+        other = {**value, **self.changes} if isinstance(value, dict) else value
+        return [value, other]
+
+
+def call(group: Any = None, command: str = "fit", **options: Any) -> Call:
+    asked = as_options(command, **{"target_batch": 8, **options})
+    return Call(workload=None, options=asked, ranks=group or Ranks())
+
+
+def test_options_that_ranks_can_follow_stay() -> None:
+    alone = call()
+    assert agree_on_options(alone) is alone
+    assert continue_after_restart(alone) is alone
+    for found in (call(), call(Two(), parallel="shard"), call(Two())):
+        assert agree_on_options(found).options == found.options
+    assert agree_on_options(call(Two(), "plan", own_loop=True)).options.ranks.parallel == "replicate"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "command", "options", "message"),
+    [
+        (Ranks(), "fit", {"ranks": 2}, "use the command with --ranks 2, or start the script"),
+        (Two(), "fit", {"ranks": 3}, "--ranks is 3, and torchrun started 2: leave out"),
+        (Two(**{"--seed": 1}), "fit", {}, "--seed: rank 1 has 1, and rank 0 has 0"),
+        (Two(torch="2.0"), "fit", {}, "differ in torch: rank 1 has 2.0"),
+        (Ranks(), "fit", {"parallel": "shard"}, "--parallel shard shares a model among ranks, found one"),
+        (Two(), "plan", {"world_size": 3}, "--world-size 3 plans for another launcher, and 2 ranks run"),
+        (Two(), "plan", {"own_loop": True, "parallel": "shard"}, "--own-loop plans for a loop of your own"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_by_name(
+    ranks: Any, command: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        agree_on_options(call(ranks, command, **options))
+
+
+def test_a_restart_continues_in_its_folder(tmp_path: Path) -> None:
+    ranks = Two()
+    ranks.restart, ranks.earlier_out = 1, tmp_path
+    train = continue_after_restart(call(ranks)).options.train
+    assert (train.out, train.resume) == (str(tmp_path), False)
+    (tmp_path / CHECKPOINTS / "step-00000001").mkdir(parents=True)
+    assert continue_after_restart(call(ranks)).options.train.resume
+
+
+def test_a_folder_that_a_rank_does_not_see_is_refused(tmp_path: Path) -> None:
+    class Blind(Two):
+        def gather(self, value: Any) -> list[Any]:
+            return [[True, "a"], [False, "b"]]
+
+    with ExitStack() as held, pytest.raises(InputError, match="rank 1 on b does not see the folder"):
+        claim_of_ranks(call(Blind()), lambda: tmp_path, held)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resume_keeps_the_layout_unless_another_is_asked_for() -> None:
+    plan = a_run().plan
+    assert plan is not None
+    shared = msgspec.structs.replace(plan, parallel="shard", shard_sync="once", world_size=3)
+    two, kept = Two(), ShardLayout(world=2, sync="once")
+    assert layout_to_resume(call(two), shared) == kept
+    assert layout_to_resume(call(two, parallel="replicate"), shared) is None
+    assert layout_to_resume(call(), shared) is None
+    assert layout_to_resume(call(two), plan) is None
+    assert layout_to_resume(call(two, parallel="shard"), plan) == ShardLayout(world=2)
+
+
+def wide() -> nn.Module:
+    """Build a model whose weights, gradients and Adam state take 8 MiB, and twice that is too much."""
+    blocks = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(8)]
+    return nn.Sequential(nn.Linear(5, 256), nn.Sequential(*blocks), nn.Linear(256, 3))
+
+
+def fit(out: str, budget: str) -> tuple[dict[str, Any], float | None]:
+    torch.set_num_threads(1)
+    workload = make_workload(
+        model=wide,
+        train_data=points(dtype=torch.float32),
+        loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda params, rate: torch.optim.Adam(params, lr=rate),
+        name="wide",
+    )
+    result = autobatch.fit(
+        workload, target_batch=8, steps=2, device="cpu", memory_budget=budget, trials=2, out=out
+    )
+    assert result.training is not None
+    return result.to_json()["plan"], result.training.final_loss
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_auto_shares_a_model_only_if_it_does_not_fit_whole(server: RankServer, tmp_path: Path) -> None:
+    (plan, loss), _ = server.values(fit, str(tmp_path / "large"), "64MiB")
+    assert (plan["parallel"], plan["shard_sync"]) == ("replicate", None)
+    assert plan["parallel_reason"] == "a whole model fits on each rank, so each has its own"
+    (plan, other), _ = server.values(fit, str(tmp_path / "small"), "8MiB")
+    assert (plan["parallel"], plan["shard_sync"]) == ("shard", "each")
+    why = "no whole model fits on rank 0, so the ranks share it (--parallel shard): "
+    assert plan["parallel_reason"].startswith(f"{why}a micro-batch of 1 does not")
+    assert other == pytest.approx(loss, rel=1e-5)
+    assert json.loads((tmp_path / "small" / "result.json").read_text())["plan"] == plan
+    # Weights and gradients take more than 4 MiB, and a rank has a third of them.
+    (plan, other), *_ = server.values(fit, str(tmp_path / "least"), "4MiB", world=3)
+    assert plan["parallel_reason"].startswith(f"{why}the weights and")
+    assert other == pytest.approx(loss, rel=1e-5)
