@@ -85,7 +85,8 @@ class StoredRun:
         """Return the call that plans again: in the layout of the open setup, and not tuned."""
         call.progress.note(
             f"resuming from {self.checkpoint.path} with another {' and another '.join(self.changes)}: the "
-            "batch, the learning rate and the order of the data stay, and the micro-batches are planned again"
+            "batch, the learning rate and the order of the data stay, the micro-batch is planned again, and "
+            "sums differ by rounding"
         )
         call = call.with_options(trials=0, tune_lr=False)
         layout = self.setup.layout
