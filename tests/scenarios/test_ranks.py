@@ -1,4 +1,4 @@
-"""A whole fit over several ranks: the same batches, weights and figures as in one process."""
+"""A whole fit over several ranks, each with a whole model or a part of it: the run of one process."""
 
 from __future__ import annotations
 
@@ -12,31 +12,90 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
 
 import autobatch
 from autobatch.training.checkpoints.load import load_newest
-from autobatch.training.run_folder import CHECKPOINTS
+from autobatch.training.run_folder import AVERAGED_WEIGHTS, CHECKPOINTS, WEIGHTS
+from autobatch.workload.contract import Collated, WholeBatchLoss
 from tests.support.ragged import ragged_workload
 from tests.support.rank_server import RankServer
 from tests.support.runs import keep_only, rows
-from tests.support.training import Rows, apart, fingerprint, make_workload, mean_loss, points, weights
+from tests.support.training import TOKENS, Rows, apart, fingerprint, make_workload, mean_loss, points, weights
 
 pytestmark = pytest.mark.distributed
+SLOW = pytest.mark.slow
 COMMON: dict[str, Any] = {"target_batch": 7, "device": "cpu", "memory_budget": "1GiB", "seed": 3, "trials": 0}
-STEPS = 6
-RANDOM = {"target_batch": 16, "max_micro_batch": 4}
-"""No rank has a micro-batch of one sample, which BatchNorm cannot train on."""
+WATCHED = {"steps": 6, "max_micro_batch": 2, "validate_every": 2, "max_grad_norm": 0.2, "ema": 0.5}
+SAVED = {"max_micro_batch": 2, "checkpoint_every": 2, "keep_last": 9}
+SHARD, REPLICATE = {"parallel": "shard"}, {"parallel": "replicate"}
 
 
-def accuracy(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-    return {"accuracy": (model(batch[0]).argmax(1) == batch[1]).double().mean()}
+class Noisy(Rows):
+    """Data with an augmentation."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        inputs, label = super().__getitem__(index)
+        return inputs + 0.1 * torch.randn(inputs.shape, dtype=inputs.dtype), label
 
 
-def plain() -> autobatch.Workload:
+class Blocks(nn.Module):
+    """A model with repeated blocks, tied weights beside them, and rows that two ranks share unevenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(2)])
+        self.last = nn.Linear(7, 7, bias=False)
+        self.again = nn.Linear(7, 7, bias=False)
+        self.again.weight = self.last.weight
+        self.register_buffer("scale", torch.tensor([0.5]), persistent=False)
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.again(self.last(hidden * self.scale)))
+
+
+class Towers(nn.Module):
+    """Two views of a sample, and a temperature that only the loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(5, 4), nn.Linear(5, 4)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+
+def represent(model: Towers, batch: Collated) -> tuple[Tensor, Tensor]:
+    return normalize(model.one(batch[0]), dim=1), normalize(model.other(batch[0]), dim=1)
+
+
+def contrast(model: Towers, views: tuple[Tensor, Tensor]) -> Tensor:
+    scores = views[0] @ views[1].T * model.temperature.exp()
+    return cross_entropy(scores, torch.arange(len(scores)))
+
+
+def towers(fault: str = "") -> autobatch.Workload:
+    """Return a workload; memory runs out on rank 1 in that of its passes over two samples in training."""
+    passes, validated = list[int](), list[int]()
+
+    def failing(model: Towers, batch: Collated) -> tuple[Tensor, Tensor]:
+        if not torch.is_grad_enabled():
+            validated.append(1)  # before the training, and not in a probe
+        elif validated and os.environ.get("RANK") == "1" and len(batch[0]) == 2:
+            passes.append(1)
+            if fault == str(len(passes)):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+        return represent(model, batch)
+
     return make_workload(
-        loss=mean_loss, validation_data=points(11, seed=5), metrics=accuracy, schedule=halved, name="plain"
+        model=lambda: Towers().double(),
+        loss=WholeBatchLoss(represent=failing, loss=contrast),  # type: ignore[arg-type]
+        validation_data=points(17, seed=5),
     )
 
 
@@ -44,74 +103,104 @@ def halved(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_sched
     return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
 
 
-class Noisy(Rows):
-    """Data with an augmentation."""
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-        inputs, label = super().__getitem__(index)
-        return inputs + 0.1 * torch.randn(inputs.shape, dtype=inputs.dtype), label
+def accuracy(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    return {"accuracy": (model(batch[0]).argmax(1) == batch[1]).double().mean()}
 
 
-def random() -> autobatch.Workload:
-    """Make a workload with draws of all kinds, running statistics and an optimizer with state."""
-
-    def model() -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3)).double()
-
-    return make_workload(
-        model=model,
-        train_data=Noisy(*points(24).columns),
-        loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
-        optimizer=lambda params, rate: torch.optim.AdamW(params, lr=rate),
-        learning_rate=0.01,
-        name="random",
-    )
+def adamw(params: Any, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=rate)
 
 
-WORKLOADS = {"plain": plain, "random": random, "ragged": lambda: ragged_workload(name="ragged")}
+MEASURED: dict[str, Any] = {
+    "validation_data": points(11, seed=5),
+    "metrics": accuracy,
+    "schedule": halved,
+    "loss": mean_loss,
+}
+RANDOM: dict[str, Any] = {
+    "model": lambda: nn.Sequential(
+        nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3)
+    ).double(),
+    "train_data": Noisy(*points(24).columns),
+    "optimizer": adamw,
+    "learning_rate": 0.01,
+}
+"""Draws of all kinds, running statistics and an optimizer with state."""
+WORKLOADS = {
+    "plain": partial(make_workload, **MEASURED),
+    "random": partial(make_workload, **RANDOM),
+    "ragged": ragged_workload,
+    "blocks": partial(make_workload, **{**MEASURED, "model": lambda: Blocks().double(), "optimizer": adamw}),
+    "tokens": partial(make_workload, **TOKENS),
+    "towers": towers,
+    "towers, failing once": partial(towers, "5"),
+    "towers, failing with rows": partial(towers, "8"),
+}
+Trained = tuple[str, list[float] | None, dict[str, Any]]
 
 
-def fit(
-    name: str, out: str, options: dict[str, Any], *, report: bool = False
-) -> tuple[str, list[float], dict[str, Any]]:
-    """Train, and return the fingerprint and the values of the weights, and the result.
+def fit(name: str, out: str, options: dict[str, Any], report: bool = False) -> Trained:
+    """Train, and return the fingerprint and the values of the weights, if they are here, and the result.
 
     Charts take longer to draw than these runs to train, so only one test has a report.
     """
     torch.set_num_threads(1)
+    budgets = options.get("memory_budget")
+    own = {"memory_budget": budgets[int(os.environ["RANK"])]} if isinstance(budgets, dict) else {}
     with nullcontext() if report else patch("autobatch.report.page.write_report"):
-        result = autobatch.fit(WORKLOADS[name](), out=out, **{**COMMON, **options})
-    assert result.model is not None
+        result = autobatch.fit(WORKLOADS[name](), out=out, **{**COMMON, **options, **own})
+    if result.model is None:
+        return "", None, result.to_json()
     return fingerprint(result.model), weights(result.model).tolist(), result.to_json()
 
 
-def fit_with_report(out: str, options: dict[str, Any]) -> tuple[str, list[float], dict[str, Any]]:
-    return fit("plain", out, options, report=True)
+def assert_same_weights(found: Trained, expected: Trained) -> None:
+    assert apart(*(torch.tensor(one[1], dtype=torch.float64) for one in (found, expected))) < 1e-12
 
 
-def test_a_run_does_not_depend_on_the_ranks(server: RankServer, tmp_path: Path) -> None:
-    options = {"steps": STEPS, "max_micro_batch": 2, "validate_every": 2, "max_grad_norm": 0.2, "ema": 0.5}
-    _, expected, alone = fit("plain", str(tmp_path / "alone"), options)
-    for world, train in ((2, fit_with_report), (3, partial(fit, "plain"))):
-        out = tmp_path / str(world)
-        found = server.values(train, str(out), options, world=world)
+def assert_same_run(out: Path, alone: Path) -> None:
+    """Compare all steps and the last validation of two runs."""
+    for line, other in zip(rows(out), rows(alone), strict=True):
+        for name in ("loss", "grad_norm", "count", "learning_rate", "samples"):
+            assert line[name] == pytest.approx(other[name], rel=1e-12), name
+        assert line["validation"] == pytest.approx(other["validation"], rel=1e-12)
+    one, other = (json.loads((at / "result.json").read_text())["training"] for at in (out, alone))
+    assert one["validation"] == pytest.approx(other["validation"], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "how"),
+    [
+        ("plain", 2, REPLICATE),
+        ("plain", 3, REPLICATE),
+        ("blocks", 2, SHARD),
+        ("towers", 2, REPLICATE),
+        pytest.param("tokens", 3, SHARD, marks=SLOW),
+        pytest.param("towers", 3, REPLICATE, marks=SLOW),
+    ],
+)
+def test_a_run_does_not_depend_on_the_ranks(
+    server: RankServer, tmp_path: Path, name: str, world: int, how: dict[str, Any]
+) -> None:
+    expected = fit(name, str(tmp_path / "alone"), WATCHED)
+    out, has_report = tmp_path / "run", (name, world) == ("plain", 2)
+    found = server.values(fit, name, str(out), {**WATCHED, **how}, has_report, world=world)
+    assert_same_weights(found[0], expected)
+    assert_same_run(out, tmp_path / "alone")
+    if how is REPLICATE:
         assert len({one[0] for one in found}) == 1
-        assert apart(torch.tensor(found[0][1]), torch.tensor(expected)) < 1e-12
-        for line, other in zip(rows(out), rows(tmp_path / "alone"), strict=True):
-            for name in ("loss", "grad_norm", "count", "learning_rate", "samples"):
-                assert line[name] == pytest.approx(other[name], rel=1e-12), name
-            assert line["validation"] == pytest.approx(other["validation"], rel=1e-12)
-        training = json.loads((out / "result.json").read_text())["training"]
-        assert training["validation"] == pytest.approx(alone["training"]["validation"], rel=1e-12)
-        plan = found[0][2]["plan"]
-        assert plan["world_size"] == world
-        assert sum(one["samples"] for one in plan["ranks"]) == 7
-        assert {path.name for path in out.iterdir()} >= {"model.safetensors", "result.json"}
-        assert (out / "report.html").exists() == (world == 2)
+    else:
+        assert found[1][1] is None, "rank 0 alone has the whole model"
+    plan = found[0][2]["plan"]
+    assert (plan["world_size"], plan["parallel"]) == (world, how["parallel"])
+    assert sum(one["samples"] for one in plan["ranks"]) == 7
+    assert {path.name for path in out.iterdir()} >= {"model.safetensors", "result.json"}
+    assert (out / "report.html").exists() == has_report
 
 
 def test_a_resume_on_as_many_ranks_is_bit_exact(server: RankServer, tmp_path: Path) -> None:
-    options = {**RANDOM, "steps": STEPS, "checkpoint_every": 2, "keep_last": 9}
+    # No rank has a micro-batch of one sample, which BatchNorm cannot train on.
+    options = {**SAVED, "steps": 6, "target_batch": 16, "max_micro_batch": 4}
     found = server.values(fit, "random", str(tmp_path / "run"), options)
     assert found[0][0] == found[1][0]
     newest = load_newest(tmp_path / "run" / CHECKPOINTS)
@@ -121,53 +210,81 @@ def test_a_resume_on_as_many_ranks_is_bit_exact(server: RankServer, tmp_path: Pa
     keep_only(tmp_path / "run", 4)
     again = server.values(fit, "random", str(tmp_path / "run"), {**options, "resume": True})
     assert [one[0] for one in again] == [one[0] for one in found]
-    assert len(rows(tmp_path / "run")) == STEPS
+    assert len(rows(tmp_path / "run")) == 6
 
 
-def test_a_resume_on_other_ranks_trains_the_same_batches(server: RankServer, tmp_path: Path) -> None:
-    options = {"steps": STEPS, "max_micro_batch": 2, "checkpoint_every": 2, "keep_last": 9}
-    _, expected, _ = fit("plain", str(tmp_path / "alone"), options)
+@pytest.mark.program
+def test_a_resume_of_a_sharded_model_is_bit_exact(server: RankServer, tmp_path: Path) -> None:
+    options = {**SAVED, "steps": 4, "max_grad_norm": 0.2, "ema": 0.5}
+    first = server.values(fit, "blocks", str(tmp_path), {**options, **SHARD})[0]
+    averages = (tmp_path / AVERAGED_WEIGHTS).read_bytes()
+    keep_only(tmp_path, 2)
+    again = server.values(fit, "blocks", str(tmp_path), {**options, "resume": True})[0]
+    assert again[1] == first[1]
+    assert (tmp_path / AVERAGED_WEIGHTS).read_bytes() == averages
+    assert again[2]["plan"]["parallel"] == "shard", "as before"
+    assert not any(path.suffix in (".metadata", ".distcp", ".pkl") for path in tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("plain", ((2, REPLICATE), (3, {}), (1, {}))),
+        pytest.param("blocks", ((3, REPLICATE), (1, {}), (2, SHARD)), marks=SLOW),
+        pytest.param("blocks", ((2, SHARD), (3, REPLICATE), (1, {})), marks=SLOW),
+    ],
+)
+def test_a_run_moves_between_ranks(server: RankServer, tmp_path: Path, name: str, kinds: Any) -> None:
+    options = {**SAVED, "steps": 6, "ema": 0.5}
+    expected = fit(name, str(tmp_path / "alone"), options)
     out = tmp_path / "run"
-    server.values(fit, "plain", str(out), options, world=2)
-    keep_only(out, 2)
-    server.values(fit, "plain", str(out), {**options, "resume": True}, world=3)
-    keep_only(out, 4)
-    _, found, _ = fit("plain", str(out), {**options, "resume": True})
-    assert apart(torch.tensor(found), torch.tensor(expected)) < 1e-12
-    assert [line["samples"] for line in rows(out)] == [7 * step for step in range(1, STEPS + 1)]
-
-
-def fit_within(budgets: dict[int, str], out: str) -> tuple[str, list[float], dict[str, Any]]:
-    """Train with a budget of its own on each rank."""
-    budget = budgets[int(os.environ["RANK"])]
-    return fit("plain", out, {"steps": 3, "target_batch": 24, "memory_budget": budget})
+    for number, (world, how) in enumerate(kinds):
+        own = {**options, **how, "resume": number > 0}
+        run = partial(fit, name, str(out), own)
+        found = run() if world == 1 else server.values(fit, name, str(out), own, world=world)[0]
+        if number < 2:
+            keep_only(out, 2 * number + 2)
+    assert_same_weights(found, expected)
+    for file in (WEIGHTS, AVERAGED_WEIGHTS):
+        exported, whole = load_file(out / file), load_file(tmp_path / "alone" / file)
+        assert exported.keys() == whole.keys()
+        assert max(apart(exported[one], whole[one]) for one in whole) < 1e-12
+    assert [line["samples"] for line in rows(out)] == [7 * step for step in range(1, 7)]
 
 
 def test_unlike_ranks_take_what_fits_on_each(server: RankServer, tmp_path: Path) -> None:
+    options = {"steps": 3, "target_batch": 24}
     budgets = {0: "100KiB", 1: "4KiB", 2: "100KiB"}
-    found = server.values(fit_within, budgets, str(tmp_path / "run"), world=3)
+    run = str(tmp_path / "run")
+    found = server.values(fit, "plain", run, {**options, "memory_budget": budgets}, world=3)
     ranks = found[0][2]["plan"]["ranks"]
     assert [one["kind"] for one in ranks] == [0, 1, 0]
     assert ranks[1]["limit"] < ranks[0]["limit"] == ranks[2]["limit"]
     assert [sum(one["micro_batches"]) for one in ranks] == [one["samples"] for one in ranks]
     assert sum(one["samples"] for one in ranks) == 24
-    _, expected, _ = fit("plain", str(tmp_path / "alone"), {"steps": 3, "target_batch": 24})
-    assert apart(torch.tensor(found[0][1]), torch.tensor(expected)) < 1e-12
+    assert_same_weights(found[0], fit("plain", str(tmp_path / "alone"), options))
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_ranks_cut_a_batch_by_size_together(server: RankServer, tmp_path: Path, world: int) -> None:
-    options = {"steps": 4, "max_micro_batch": 5, "target_batch": 20, "split_check": "off"}
-    _, expected, _ = fit("ragged", str(tmp_path / "alone"), {**options, "split": "count", "trials": 0})
-    by_size = {**options, "split": "size", "checkpoint_every": 2, "keep_last": 9}
-    out = tmp_path / "run"
-    found = server.values(fit, "ragged", str(out), by_size, world=world)
+def test_ranks_cut_a_batch_by_size_together(server: RankServer, tmp_path: Path) -> None:
+    options = {**SAVED, "steps": 4, "max_micro_batch": 5, "target_batch": 20, "split_check": "off"}
+    expected = fit("ragged", str(tmp_path / "alone"), {**options, "split": "count"})
+    found = server.values(fit, "ragged", str(tmp_path / "run"), {**options, "split": "size"})
     assert found[0][2]["plan"]["split"] == "size"
-    assert apart(torch.tensor(found[0][1]), torch.tensor(expected)) < 1e-12
+    assert_same_weights(found[0], expected)
     assert len({one[0] for one in found}) == 1
-    if world == 2:
-        return
-    keep_only(out, 2)
-    resumed = server.values(fit, "ragged", str(out), {**by_size, "resume": True}, world=world)
-    assert [one[0] for one in resumed] == [one[0] for one in found]
-    assert resumed[0][2]["plan"]["split"] == "size"
+    keep_only(tmp_path / "run", 2)
+    again = server.values(fit, "ragged", str(tmp_path / "run"), {**options, "split": "size", "resume": True})
+    assert [one[0] for one in again] == [one[0] for one in found]
+
+
+@pytest.mark.parametrize(
+    "name", ["towers, failing once", pytest.param("towers, failing with rows", marks=SLOW)]
+)
+def test_a_loss_over_the_whole_batch_runs_again_on_all_ranks(
+    server: RankServer, tmp_path: Path, name: str
+) -> None:
+    """Memory runs out on one rank before the rows travel, or after that."""
+    options = {"split_check": "off", "steps": 3, "target_batch": 8, "max_micro_batch": 2, "validate_every": 2}
+    found = server.values(fit, name, str(tmp_path / "run"), options)
+    assert_same_weights(found[0], fit("towers", str(tmp_path / "alone"), options))
+    assert [one[2]["training"]["oom_recoveries"] for one in found] == [1, 1]
