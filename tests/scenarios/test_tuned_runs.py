@@ -22,7 +22,6 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.planning import make_plan
-from autobatch.training import build
 from autobatch.tuning import tune_plan
 from autobatch.tuning.configuration import Measurement
 from autobatch.tuning.find_fastest import TuningResult
@@ -81,36 +80,6 @@ def test_the_plan_takes_over_the_chosen_configuration(monkeypatch: pytest.Monkey
         first.tuning.history,
         [],
     )
-
-
-def test_training_uses_the_chosen_configuration(
-    choose: Callable[[dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    best = {"micro_batch_shift": 1, "checkpointing": "full", "optimizer": "fused"}
-    choose(best)
-    seen = []
-    build_train_state = build.build_train_state
-    monkeypatch.setattr(
-        build,
-        "build_train_state",
-        lambda *given, **more: seen.append(build_train_state(*given, **more)) or seen[-1],
-    )
-    result = autobatch.fit(
-        trial_workload(),
-        target_batch=12,
-        steps=2,
-        trials=1,
-        device="cpu",
-        out=tmp_path / "run",
-        knobs=",".join(best),
-    )
-    assert result.plan is not None
-    assert result.plan.micro_batches == [4, 4, 4]
-    assert result.plan.knobs == {"checkpointing": "full", "optimizer": "fused"}
-    group = seen[0].optimizers[0].param_groups[0]
-    assert (group["fused"], seen[0].loss.__module__) == (True, "autobatch.step.apply_knobs")
-    assert result.training is not None
-    assert result.training.optimizer_steps == 2
 
 
 def test_a_resumed_run_keeps_the_chosen_configuration(
