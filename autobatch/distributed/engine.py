@@ -45,7 +45,7 @@ from autobatch.distributed.reduce import (
 )
 from autobatch.distributed.watch import is_of_collective, rank_lost
 from autobatch.step.gradients import norm_of
-from autobatch.step.loss_share import StepTotals
+from autobatch.step.loss import StepTotals
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import Rows

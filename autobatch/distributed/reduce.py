@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from autobatch.core.errors import InputError
 from autobatch.distributed.group import Group
 from autobatch.step.gradients import Gradients
-from autobatch.step.loss_share import StepTotals, divisor_of
+from autobatch.step.loss import StepTotals, divisor_of
 from autobatch.step.train_state import TrainState
 
 

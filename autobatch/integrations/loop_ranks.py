@@ -10,7 +10,7 @@ from autobatch.distributed.group import Group, join_loop
 from autobatch.distributed.reduce import Reduction
 from autobatch.planning import shares
 from autobatch.step.gradients import exchange_buffer, norm_of
-from autobatch.step.loss_share import StepTotals
+from autobatch.step.loss import StepTotals
 from autobatch.step.train_state import TrainState
 
 

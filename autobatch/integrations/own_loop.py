@@ -21,7 +21,7 @@ from autobatch.core.records import GradientDtype, Plan
 from autobatch.integrations.data_source import Data, Length, LoaderBatches, Samples, SampleT, open_source
 from autobatch.planning import check_world_size, launched_world_size, micro_batches
 from autobatch.step.gradients import LOW_PRECISION, Gradients
-from autobatch.step.loss_share import StepTotals, normalize_loss
+from autobatch.step.loss import StepTotals, normalize_loss
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import StepResult, finish, run_backward

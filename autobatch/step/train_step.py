@@ -25,9 +25,9 @@ from torch.autograd import Variable
 from autobatch.core.errors import InputError
 from autobatch.core.records import Record
 from autobatch.step.gradients import norm_of
-from autobatch.step.loss_share import (
-    Share,
+from autobatch.step.loss import (
     StepTotals,
+    WeightedLoss,
     at_least_32_bits,
     check_has_value,
     invalid_count,
@@ -114,31 +114,31 @@ def accumulate(
                 mark("forward")
                 # Entered anew for each: it holds the weights in 16 bits until it is left.
                 with context:
-                    share = normalize_loss(
+                    weighted = normalize_loss(
                         train_state, totals, train_state.loss(train_state.model, batch), size
                     )
                 # From here on the micro-batch lives only as far as autograd has saved it.
                 del batch
                 part = "the backward pass of its loss"
                 mark("backward")
-                run_backward(train_state, totals, share, size)
+                run_backward(train_state, totals, weighted, size)
                 if measure_first and totals.first_norm is None:
                     _measure_first(train_state, totals)
                 part = "data"
-                del share
+                del weighted
     except Exception as error:
         mark_user_error(error, part)
         raise
     return totals
 
 
-def run_backward(train_state: TrainState, totals: StepTotals, share: Share, size: int) -> None:
-    """Run the backward pass of a share of the loss, within `Gradients.summed_apart`.
+def run_backward(train_state: TrainState, totals: StepTotals, weighted: WeightedLoss, size: int) -> None:
+    """Run the backward pass of a weighted loss, within `Gradients.summed_apart`.
 
-    It begins with the weight of the share, where torch would begin with 1: the same gradient as that of the
+    It begins with the weight, where torch would begin with 1: the same gradient as that of the
     product, without the product and its own backward pass.
     """
-    loss, weight = share
+    loss, weight = weighted
     # A loss may return a constant if its micro-batch counts nothing.
     if loss.requires_grad:
         scaled = loss if train_state.scaler is None else train_state.scaler.scale(loss)

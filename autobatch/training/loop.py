@@ -30,7 +30,7 @@ from autobatch.device.oom import Verdict, classify, first_line, is_fragmented
 from autobatch.distributed.engine import Engine, OutOfMemory
 from autobatch.step.apply_knobs import free_graphs
 from autobatch.step.gradients import Optimizers
-from autobatch.step.loss_share import StepTotals
+from autobatch.step.loss import StepTotals
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.training.batchnorm import rescaled_momentum

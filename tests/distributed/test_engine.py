@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autobatch.distributed.engine import OutOfMemory, PeerOutOfMemory, RowGather
 from autobatch.distributed.group import Group
-from autobatch.step.loss_share import StepTotals
+from autobatch.step.loss import StepTotals
 from autobatch.step.whole_batch import Rows
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.order import GlobalBatchSampler

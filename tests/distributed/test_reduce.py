@@ -26,7 +26,7 @@ from autobatch.distributed.reduce import (
     write_numbers,
 )
 from autobatch.step.gradients import Gradients, exchange_buffer
-from autobatch.step.loss_share import StepTotals
+from autobatch.step.loss import StepTotals
 
 WORLD = 3
 SIZES = [(3, 2), (40,), (2,), (5, 5), (6, 2), (1,)]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch.core.errors import InputError
 from autobatch.planning import micro_batches
-from autobatch.step.loss_share import check_has_value
+from autobatch.step.loss import check_has_value
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import accumulate, finish, train_step
 from autobatch.workload.contract import Loss

@@ -1,4 +1,4 @@
-"""The share of a micro-batch in the loss of its batch: a total over items, divided by one divisor.
+"""The part of a micro-batch in the loss of its batch: a total over items, divided by one divisor.
 
 If the loss is a mean over samples, the divisor is the samples of the batch. For a `Loss`, and in 16 bits, it
 is a power of two near the items of the batch, so that dividing by it rounds nothing.
@@ -46,16 +46,18 @@ class StepTotals:
     """Norms of the gradients of each optimizer if ranks share them; None if this process has whole ones."""
 
 
-class Share(NamedTuple):
-    """The share of a micro-batch in the loss of its batch: ``loss`` × ``weight``."""
+class WeightedLoss(NamedTuple):
+    """The part of a micro-batch in the loss of its batch: ``loss`` × ``weight``."""
 
     loss: Tensor
     """A 0-d tensor of 32 bits or more."""
     weight: float
 
 
-def normalize_loss(train_state: TrainState, totals: StepTotals, loss: Tensor | Loss, size: int) -> Share:
-    """Return the share of a micro-batch in the loss of its batch: ``total ÷ D``.
+def normalize_loss(
+    train_state: TrainState, totals: StepTotals, loss: Tensor | Loss, size: int
+) -> WeightedLoss:
+    """Return the part of a micro-batch in the loss of its batch: ``total ÷ D``.
 
     Args:
         train_state: the model and its optimizer.
@@ -85,13 +87,13 @@ def normalize_loss(train_state: TrainState, totals: StepTotals, loss: Tensor | L
             totals.count = 0.0
             totals.divisor = divisor_of(_items_per_sample(train_state, count, size), totals.samples)
         _add_count(totals, count)
-        return Share(at_least_32_bits(total), 1 / totals.divisor)
+        return WeightedLoss(at_least_32_bits(total), 1 / totals.divisor)
     if isinstance(loss, Tensor) and loss.dim() == 0:
         check_has_value(loss)
         if not totals.sizes:
             low = loss.dtype in LOW_PRECISION
             totals.divisor = _power_of_two(totals.samples) if low else float(totals.samples)
-        return Share(at_least_32_bits(loss), size / totals.divisor)
+        return WeightedLoss(at_least_32_bits(loss), size / totals.divisor)
     raise InputError(f"the workload's loss must return a 0-d tensor or a Loss, found {form_of(loss)}")
 
 
