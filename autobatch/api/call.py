@@ -13,7 +13,7 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import Ranks
-from autobatch.setup.standby import Standby
+from autobatch.setup.child import ChildProcess
 from autobatch.training.metrics import Sink
 from autobatch.workload.contract import Workload
 
@@ -30,7 +30,7 @@ class Call:
     """The processes that run this call together."""
     isolated: bool = False
     """True to try a workload in a child process if it is given as a reference."""
-    standby: Standby | None = None
+    child: ChildProcess | None = None
     """A child that has begun to import torch; None to start one when it is needed."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     command: str = ""

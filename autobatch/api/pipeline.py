@@ -31,7 +31,7 @@ from autobatch.estimates.estimator import estimate_limits
 from autobatch.report.result import Estimates, Result
 from autobatch.search.sizes.plan_split import read_sizes
 from autobatch.search.sizes.real_batches import Order
-from autobatch.setup.child import ThisProcess
+from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import data_of_setup
 from autobatch.training.build import build_sampler
 from autobatch.training.export import examine_weights, whole_model

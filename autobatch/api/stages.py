@@ -35,7 +35,8 @@ from autobatch.search.sizes.real_batches import Order
 from autobatch.search.sizes.run_order import find_in_order
 from autobatch.search.sizes.survive import survive_real_batches
 from autobatch.search.step_snapshot import step_snapshot
-from autobatch.setup.child import ChildCrashed, SetupProcess, open_process
+from autobatch.setup.child import ChildCrashed
+from autobatch.setup.session import SetupProcess, open_process
 from autobatch.setup.setup import Role, SetupInfo
 from autobatch.setup.trace import predicted_memory
 from autobatch.training.split_check.check import ANYWAY, examine
@@ -167,7 +168,7 @@ def _open(
     role = Role(world=ranks.world, shard=shard, holds_model=ranks.rank == 0, may_share=may_share)
     call.progress.doing(OPENING)
     return opened.enter_context(
-        open_process(call.workload, call.options, role, isolated=call.isolated, standby=call.standby)
+        open_process(call.workload, call.options, role, isolated=call.isolated, child=call.child)
     )
 
 

@@ -9,7 +9,7 @@ from autobatch.api.call import Call
 from autobatch.api.stages import OPENING
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.distributed.shared_stream import open_stream, split_note
-from autobatch.setup.child import SetupProcess
+from autobatch.setup.session import SetupProcess
 from autobatch.setup.setup import KeyValue, Role, Setup, open_setup
 from autobatch.training.build import build_sampler, count_stream, depends_on_end, stream_length
 from autobatch.workload.contract import Workload

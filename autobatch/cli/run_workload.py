@@ -57,18 +57,19 @@ def _result_of(
     name: str, workload: str | None, options: Options, log: RunLog, *, stream: SafeStream, ranks: Ranks
 ) -> Result | Estimates:
     from autobatch.report.terminal import Terminal
-    from autobatch.setup.standby import may_copy, standby_child
+    from autobatch.setup.child import ChildProcess, may_copy
     from autobatch.workload.reference import check_reference
 
     with contextlib.ExitStack() as held:
         if workload is not None:
             check_reference(workload)  # before the seconds that torch takes to import
         is_resume = name == "fit" and options.train.resume
-        needs_child = not (is_resume or name == "estimate")
         # Threads of a group of ranks do not survive a copy.
-        is_copy = needs_child and ranks.world == 1 and may_copy(options.device.device)
-        # A child that is no copy imports torch while this process does.
-        standby = held.enter_context(standby_child()) if needs_child and not is_copy else None
+        is_copy = ranks.world == 1 and may_copy(options.device.device)
+        child = None if is_resume or name == "estimate" else ChildProcess(is_copy=is_copy)
+        if child is not None and not is_copy:
+            # It imports torch while this process does.
+            held.enter_context(child)
         terminal = held.enter_context(Terminal(cast("TextIO", stream), quiet=options.output.quiet))
         terminal.begin(workload, predicts=name == "estimate")
         terminal.doing("importing torch")
@@ -84,15 +85,15 @@ def _result_of(
             estimates = run_estimate(workload, options, os.environ)
             terminal.estimated(estimates)
             return estimates
-        if is_copy:
-            standby = held.enter_context(standby_child(is_copy=True))
+        if child is not None:
+            held.enter_context(child)
         call = Call(
             workload=workload,
             options=options,
             progress=terminal,
             ranks=ranks,
             isolated=True,
-            standby=standby,
+            child=child,
             environ=os.environ,
             command=log.command,
             entered=log.enter,

@@ -40,7 +40,7 @@ from autobatch.search.one_probe import (
 )
 from autobatch.search.search import MULTIPLES, Found, first_size, search
 from autobatch.setup.attempt import Outcome
-from autobatch.setup.child import SetupProcess
+from autobatch.setup.session import SetupProcess
 from autobatch.setup.setup import new_allocator
 from autobatch.workload.user_code import describe
 

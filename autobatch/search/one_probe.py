@@ -25,7 +25,8 @@ from autobatch.search import questions
 from autobatch.search.cache import Untraced
 from autobatch.search.replay import Replay, replay_on
 from autobatch.setup.attempt import ATTEMPT_STEPS, Outcome
-from autobatch.setup.child import ChildCrashed, SetupProcess
+from autobatch.setup.child import ChildCrashed
+from autobatch.setup.session import SetupProcess
 from autobatch.setup.setup import SetupInfo
 
 AMPLE_ROOM = 0.8

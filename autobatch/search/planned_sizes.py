@@ -15,7 +15,7 @@ from autobatch.footprint.program import Untraceable
 from autobatch.planning import micro_batches
 from autobatch.search import questions
 from autobatch.search.one_probe import Limit
-from autobatch.setup.child import SetupProcess
+from autobatch.setup.session import SetupProcess
 from autobatch.setup.setup import new_allocator
 from autobatch.setup.trace import program_on
 

@@ -16,7 +16,8 @@ from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.footprint.remedies import in_words
 from autobatch.setup import trace as traced_setup
 from autobatch.setup.attempt import Outcome, attempt_at
-from autobatch.setup.child import ChildCrashed, Session, SetupProcess
+from autobatch.setup.child import ChildCrashed
+from autobatch.setup.session import Session, SetupProcess
 
 P = ParamSpec("P")
 T = TypeVar("T")

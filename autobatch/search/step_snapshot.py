@@ -8,7 +8,7 @@ from autobatch.core.knobs import Value
 from autobatch.device.cuda_allocator import snapshot_of
 from autobatch.search.questions import ask_or_none
 from autobatch.setup.attempt import attempt
-from autobatch.setup.child import Session, SetupProcess
+from autobatch.setup.session import Session, SetupProcess
 from autobatch.setup.setup import with_knobs
 
 

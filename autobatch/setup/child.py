@@ -1,64 +1,46 @@
-"""The process that tries a workload: a child, whose crash does no harm, or this one.
+"""The isolated child: a process of its own that opens a workload, and whose crash does no harm.
 
-An attempt, a trial or a short run is a function of a `Session`: an open setup and the results of earlier
-calls. `ChildProcess` calls such functions in one child, so that the workload is opened once for all stages of
-a run. A child that is killed while the host runs out of memory is an answer. A child that crashes or hangs is
-an error that quotes the child's output.
+It has one verb: `ChildProcess.call` calls a function of the open setup there, so that the workload is opened
+once for all stages of a run. A child that is killed while the host runs out of memory is an answer. A child
+that crashes or hangs is an error that quotes the child's output.
+
+A child may start before its parent imports torch, and imports it meanwhile. So this module imports no torch.
 """
 
 from __future__ import annotations
 
-import atexit
-import faulthandler
-import gc
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
+from multiprocessing.process import BaseProcess
+from pkgutil import resolve_name
+from typing import IO, TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from autobatch.core.errors import AutobatchError
 from autobatch.core.options import Options
-from autobatch.device.base import Device
-from autobatch.device.host import count_oom_kills
-from autobatch.footprint.tracing.apart import has_left_fakes
-from autobatch.setup.setup import Role, Setup, SetupInfo, describe_setup, open_setup
-from autobatch.setup.standby import Output, Standby, start_standby
-from autobatch.workload.contract import Workload
-from autobatch.workload.reference import find_workload
-from autobatch.workload.user_code import to_picklable
+from autobatch.core.signals import end_with_parent, hold_back_signals
+from autobatch.device.host import count_oom_kills, has_gpu_driver
 
-ANSWER_SECONDS = 600.0
-"""Time after which a call counts as hung."""
+if TYPE_CHECKING:
+    from autobatch.setup.setup import Role, SetupInfo
+
 PATIENCE_SECONDS = 2.0
 """Time for a child to leave before it is killed."""
 TAIL_LINES = 5
 """Lines of the child's output in a crash message."""
+SERVE = "autobatch.setup.session:serve"
+"""What the child runs, by its name: an import would bring torch into the parent."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-@dataclass
-class Session:
-    """An open setup, and objects that calls keep there for later calls."""
-
-    setup: Setup
-    _kept: dict[type, Any] = field(default_factory=dict)
-
-    def keep(self, value: T) -> T:
-        """Keep a value in place of an earlier one of its type, and return it."""
-        self._kept[type(value)] = value
-        return value
-
-    def find(self, kind: type[T]) -> T | None:
-        """Return the kept value of a type; None if there is none."""
-        return self._kept.get(kind)
 
 
 class ChildCrashed(AutobatchError, RuntimeError):  # noqa: N818 - named like ProcessLookupError
@@ -74,93 +56,62 @@ class ChildCrashed(AutobatchError, RuntimeError):  # noqa: N818 - named like Pro
         self.out_of_memory = out_of_memory
 
 
-class ThisProcess:
-    """A setup that is open in this process.
-
-    Args:
-        setup: the setup.
-        reason: why there is no child, in words.
-    """
-
-    is_replaceable = False
-    """False: there is no child."""
-
-    def __init__(self, setup: Setup, reason: str = "the workload is open in this process") -> None:
-        self.setup = setup
-        self.reason = reason
-        self.info: SetupInfo = describe_setup(setup)
-        self._session = Session(setup)
-
-    def call(
-        self, act: str, function: Callable[Concatenate[Session, P], T], *args: P.args, **more: P.kwargs
-    ) -> T:
-        """Call a function of the session here; see `ChildProcess.call`."""
-        del act
-        return function(self._session, *args, **more)
-
-    def restart(self) -> None:
-        """Do nothing: there is no child."""
-
-
 class ChildProcess:
-    """A setup that is open in a child process.
+    """A child process, which starts with the block and ends with it.
 
     Args:
-        reference: the workload as ``module:function`` or ``path.py:function``; None for the demo.
-        options: options of the run.
-        role: part of this process among the ranks.
-        standby: a child that has begun to import torch; None to start one.
-        start: starts further children.
-        answer_seconds: time after which a call counts as hung.
+        is_copy: copy this process, which has imported torch and done nothing with it; see `may_copy`.
         oom_kills: counts the processes that the host has killed because it ran out of memory.
     """
 
     info: SetupInfo
-    """Description of the setup."""
+    """Description of the setup that is open."""
     is_replaceable = True
     """True: `restart` replaces a child that crashed, or lost its GPU context."""
-    reason = ""
+    answer_seconds = 600.0
+    """Time after which a call counts as hung."""
 
-    def __init__(
-        self,
-        reference: str | None,
-        options: Options,
-        role: Role = Role(),  # noqa: B008 - plain values
-        *,
-        standby: Standby | None = None,
-        start: Callable[[], Standby] = start_standby,
-        answer_seconds: float = ANSWER_SECONDS,
-        oom_kills: Callable[[], int] = count_oom_kills,
-    ) -> None:
-        self._reference = reference
-        self._options = options
-        self._role = role
-        self._standby = standby
-        self._start_child = start
-        self._answer_seconds = answer_seconds
+    def __init__(self, *, is_copy: bool = False, oom_kills: Callable[[], int] = count_oom_kills) -> None:
+        self._is_copy = is_copy
         self._oom_kills = oom_kills
-        self._calls = 0
-        self._has_lost_gpu = False
+        self._is_started = False
+        self._opened: tuple[str | None, Options, Role] | None = None
 
     def __enter__(self) -> Self:
-        try:
+        if not self._is_started:
             self._start()
-        except BaseException:
-            self.close()
-            raise
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         # After Ctrl-C the user does not wait for the end of a call.
-        self.close(patience=PATIENCE_SECONDS if kind is None else 0.0)
+        self.close(patience=PATIENCE_SECONDS if kind is None and self._opened else 0.0)
 
-    def close(self, *, patience: float = PATIENCE_SECONDS) -> None:
-        """End the child, and delete its output."""
-        self._stop(patience=patience)
-        self._log.close()
+    def open(self, reference: str | None, options: Options, role: Role) -> Self:
+        """Open a workload in the child, which has not opened any.
+
+        Args:
+            reference: the workload as ``module:function`` or ``path.py:function``; None for the demo.
+            options: options of the run.
+            role: part of this process among the ranks.
+
+        Raises:
+            InputError: the device, the budget, the workload or a setting is invalid.
+            AutobatchError: the child crashed.
+        """
+        self._opened = reference, options, role
+        with suppress(BrokenPipeError, ConnectionResetError):  # the wait for its answer tells why
+            self._connection.send(self._opened)
+        self._calls = 0
+        self._has_lost_gpu = False
+        try:
+            self.info = self._receive("opening the workload")
+        except (EOFError, ConnectionResetError):
+            message = self._crash_message(self._stop(), "while it opened the workload")
+            raise AutobatchError(message) from None
+        return self
 
     def call(
-        self, act: str, function: Callable[Concatenate[Session, P], T], *args: P.args, **more: P.kwargs
+        self, act: str, function: Callable[Concatenate[Any, P], T], *args: P.args, **more: P.kwargs
     ) -> T:
         """Call a function of the session in the child; in a new child if the GPU of this one is lost.
 
@@ -188,26 +139,36 @@ class ChildProcess:
             raise ChildCrashed(message, out_of_memory=killed) from None
 
     def restart(self) -> None:
-        """Start a new child in place of one that crashed."""
+        """Open the workload in a new child, in place of one that crashed."""
+        assert self._opened is not None
         self.close(patience=0.0)
         self._start()
+        self.open(*self._opened)
+
+    def close(self, *, patience: float = PATIENCE_SECONDS) -> None:
+        """End the child, and delete its output."""
+        if self._is_started:
+            self._stop(patience=patience)
+            self._log.close()
+            self._is_started = False
 
     def _start(self) -> None:
-        standby = self._start_child() if self._standby is None or self._standby.is_taken else self._standby
-        self._log, self._connection, self._process = standby.log, standby.connection, standby.take().process
-        with suppress(BrokenPipeError, ConnectionResetError):  # the wait for its answer tells why
-            self._connection.send((self._reference, self._options, self._role))
-        self._calls = 0
-        self._has_lost_gpu = False
-        try:
-            self.info = self._receive("opening the workload")
-        except (EOFError, ConnectionResetError):
-            message = self._crash_message(self._stop(), "while it opened the workload")
-            raise AutobatchError(message) from None
+        """Start a process that waits for a workload; later ones are no copies."""
+        context: Any = multiprocessing.get_context("fork" if self._is_copy else "spawn")
+        self._log = Output()
+        self._connection, theirs = context.Pipe()
+        args = theirs, self._connection if self._is_copy else None, self._log
+        self._process: BaseProcess = context.Process(target=_wait_and_serve, args=args, daemon=True)
+        with hold_back_signals({signal.SIGINT}, with_tracker=not self._is_copy), warnings.catch_warnings():
+            # Python warns of threads, such as those of the terminal, which a copy does not have.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._process.start()
+        theirs.close()
+        self._is_started, self._is_copy = True, False
 
     def _receive(self, act: str) -> Any:
         """Wait for the answer to the latest call. Ctrl-C ends the wait, and the child ignores it."""
-        deadline = time.monotonic() + self._answer_seconds
+        deadline = time.monotonic() + self.answer_seconds
         while self._connection.poll(max(0.0, deadline - time.monotonic())):
             number, kind, content, self._has_lost_gpu = self._connection.recv()
             if number != self._calls:
@@ -217,7 +178,7 @@ class ChildProcess:
             return content
         self._stop(patience=0.0)
         raise ChildCrashed(
-            f"the child process gave no answer in {self._answer_seconds:.0f} s during {act} and was ended. "
+            f"the child process gave no answer in {self.answer_seconds:.0f} s during {act} and was ended. "
             f"Its last output: {self._tail()}"
         )
 
@@ -249,100 +210,67 @@ class ChildProcess:
         return " | ".join([lines[crash], *frames[:TAIL_LINES]])
 
 
-SetupProcess = ThisProcess | ChildProcess
-"""A process that holds an open setup, and calls functions there."""
+def may_copy(device: str) -> bool:
+    """Return whether a process that has only imported torch may be copied into a child.
 
-
-@contextmanager
-def open_process(
-    workload: Workload | str | None,
-    options: Options,
-    role: Role = Role(),  # noqa: B008 - plain values
-    *,
-    isolated: bool,
-    standby: Standby | None = None,
-) -> Iterator[SetupProcess]:
-    """Open the workload in a child process, or here.
+    A copy needs no import of its own, which saves 1.7 s of the processor. Elsewhere than on Linux, system
+    libraries do not survive a copy. A child that may use a GPU starts afresh, because a driver that any
+    library has started before a copy does not work in it.
 
     Args:
-        workload: the workload, or a reference to it; None for the demo.
-        options: options of the run.
-        role: part of this process among the ranks.
-        isolated: open a reference in a child.
-        standby: a child that has begun to import torch; None to start one.
-
-    Raises:
-        InputError: the device, the budget, the workload or a setting is invalid.
+        device: the device of the run as it was asked for.
     """
-    if isolated and not isinstance(workload, Workload):
-        with ChildProcess(
-            workload, options, role, standby=None if standby is None or standby.is_taken else standby
-        ) as child:
-            yield child
-        return
-    yield open_here(workload, options, role)
+    has_gpu = device.startswith("cuda") or (device == "auto" and has_gpu_driver())
+    return sys.platform == "linux" and not has_gpu
 
 
-def open_here(
-    workload: Workload | str | None,
-    options: Options,
-    role: Role = Role(),  # noqa: B008 - plain values
-) -> ThisProcess:
-    """Open the workload in this process."""
-    made = find_workload(workload, options.device.seed)
-    return ThisProcess(open_setup(made, options, role, is_demo=workload is None))
+class Output:
+    """File for the output of a child.
 
-
-def serve(
-    connection: Connection, workload: Workload | str | None, options: Options, role: Role, log: Output
-) -> None:
-    """Run the child: open the workload, then answer calls until the pipe closes."""
-    descriptor = log.descriptor
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    # Line buffers, because a crash loses buffered output.
-    sys.stdout = sys.stderr = os.fdopen(os.dup(descriptor), "w", buffering=1, errors="replace")
-    faulthandler.enable(descriptor)
-    # The collections at the end of a process with torch take half a second.
-    atexit.register(gc.freeze)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Trials start loader workers, which a daemon must not. They end with this process.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    try:
-        here = open_here(workload, options, role)
-        # What is open now lives as long as this process, so no collection needs to look at it again.
-        gc.collect()
-        gc.freeze()
-        connection.send((0, "answer", here.info, False))
-    except (Exception, SystemExit) as error:
-        connection.send((0, "error", to_picklable(error), False))
-        return
-    with suppress(EOFError, BrokenPipeError):
-        while True:
-            number, function, args, more = connection.recv()
-            connection.send((number, *_answer(here, function, args, more), _must_end(here.setup.device)))
-
-
-def _answer(
-    here: ThisProcess, function: Callable[..., Any], args: tuple[Any, ...], more: dict[str, Any]
-) -> tuple[str, Any]:
-    try:
-        return "answer", here.call("", function, *args, **more)
-    except (Exception, SystemExit) as error:
-        carried = to_picklable(error)
-    # Outside the except block, nothing keeps the tensors of a failed call alive.
-    here.setup.device.release()
-    return "error", carried
-
-
-def _must_end(device: Device) -> bool:
-    """Return whether no later answer would be right.
-
-    A GPU answers nothing any more after an error of its context. On a GPU a trace runs in this process, and
-    code of the user's may have kept one of its fakes.
+    It has no name, so that the system removes it with the last process that has it open, even a killed one.
     """
-    try:
-        device.synchronize()
-    except RuntimeError:
-        return True
-    return has_left_fakes()
+
+    def __init__(self, file: IO[bytes] | None = None) -> None:
+        self._file = tempfile.TemporaryFile() if file is None else file  # noqa: SIM115
+
+    @property
+    def descriptor(self) -> int:
+        """Descriptor of the open file."""
+        return self._file.fileno()
+
+    def __reduce__(self) -> tuple[Callable[[Any], Output], tuple[Any]]:
+        """Hand the open file to a process that starts, as `multiprocessing` hands over the end of a pipe."""
+        return _open_in_child, (reduction.DupFd(self.descriptor),)
+
+    def read(self) -> str:
+        """Return all that was written."""
+        # Not from the place where the child writes, which the processes share.
+        return os.pread(self.descriptor, os.fstat(self.descriptor).st_size, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        """Close the file here."""
+        self._file.close()
+
+
+def _open_in_child(handed: Any) -> Output:
+    return Output(os.fdopen(handed.detach(), "wb", buffering=0))
+
+
+def _wait_and_serve(connection: Connection, of_parent: Connection | None, log: Output) -> None:
+    """Run the child: import everything, wait for the workload, and serve it.
+
+    Args:
+        connection: the child's end of the pipe.
+        of_parent: in a copy, the parent's end of the pipe, which else would never close.
+        log: receives the output.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() == parent.pid:  # unless a server of `multiprocessing` forked it
+        end_with_parent()
+    if of_parent is not None:
+        of_parent.close()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    serve = resolve_name(SERVE)
+    with suppress(EOFError, ConnectionResetError):
+        reference, options, role = connection.recv()
+        serve(connection, reference, options, role, log.descriptor)

@@ -16,7 +16,7 @@ from autobatch.core.errors import CheckpointError, InputError
 from autobatch.core.version import __version__
 from autobatch.device.oom import is_oom
 from autobatch.distributed.engine import Engine
-from autobatch.setup.child import Session
+from autobatch.setup.session import Session
 from autobatch.step.train_state import TrainState
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
 from autobatch.workload.contract import kind_of

@@ -27,8 +27,9 @@ from autobatch.core.knobs import PRECISION
 from autobatch.core.progress import SILENT, Progress
 from autobatch.core.records import LrComparison, LrTrial, LrTuning, Plan
 from autobatch.device.oom import first_line
-from autobatch.setup.child import ChildCrashed, Session, SetupProcess
+from autobatch.setup.child import ChildCrashed
 from autobatch.setup.rehearsal import Batch, Step, batch_of, rehearse
+from autobatch.setup.session import Session, SetupProcess
 from autobatch.setup.setup import Setup, with_knobs
 from autobatch.tuning.compare import MINIMUM_GAIN, STUDENT
 from autobatch.tuning.configuration import Budget, StudyLocation

@@ -30,7 +30,8 @@ from autobatch.planning import micro_batches
 from autobatch.search.replay import replay_on
 from autobatch.search.search import first_size, search
 from autobatch.setup.attempt import attempt
-from autobatch.setup.child import ChildCrashed, Session, SetupProcess
+from autobatch.setup.child import ChildCrashed
+from autobatch.setup.session import Session, SetupProcess
 from autobatch.setup.setup import Setup, describe_setup, stand_in_optimizers, with_knobs
 from autobatch.setup.trace import other_order, trace_footprint
 from autobatch.step.apply_knobs import find_blocks

@@ -26,8 +26,8 @@ from autobatch.core.options import Options
 from autobatch.planning import make_plan, micro_batches
 from autobatch.search.sizes.plan_split import SplitSettings, choose_split
 from autobatch.setup.attempt import attempt
-from autobatch.setup.child import Session
 from autobatch.setup.rehearsal import batches_of, open_train_state
+from autobatch.setup.session import Session
 from autobatch.setup.setup import Setup, open_setup
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_step import accumulate, train_step

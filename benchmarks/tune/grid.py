@@ -20,7 +20,7 @@ from autobatch.core.knobs import Configuration, SearchAxis, applicable, defaults
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.search.find_limit import find_limit
-from autobatch.setup.child import Session, ThisProcess
+from autobatch.setup.session import Session, ThisProcess
 from autobatch.setup.setup import Setup, open_setup
 from autobatch.tuning.compare import compare
 from autobatch.tuning.configuration import (

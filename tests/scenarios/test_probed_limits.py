@@ -14,7 +14,7 @@ from autobatch.core.progress import Progress
 from autobatch.search.find_limit import find_limit
 from autobatch.setup import attempt as attempts
 from autobatch.setup.attempt import attempt
-from autobatch.setup.child import ThisProcess
+from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import Setup, open_setup
 from benchmarks.workloads import WORKLOADS
 from tests.support.probes import WIDTH, Sequences, amsgrad, mlp, pad, vectors, work

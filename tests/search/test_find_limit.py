@@ -25,7 +25,7 @@ from autobatch.search import questions
 from autobatch.search.cache import CachedLimit
 from autobatch.search.find_limit import find_limit
 from autobatch.setup.attempt import attempt
-from autobatch.setup.child import ThisProcess
+from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import open_setup
 from autobatch.setup.trace import traced_peak
 from tests.support.hardware import CpuAsGpu

@@ -27,7 +27,8 @@ from autobatch.search.one_probe import (
 )
 from autobatch.search.search import search
 from autobatch.setup.attempt import Outcome, attempt
-from autobatch.setup.child import ChildCrashed, ThisProcess
+from autobatch.setup.child import ChildCrashed
+from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import describe_setup
 from tests.support.probes import WIDTH, classify, probed, work
 from tests.support.sizes import machine_of, outcome_of, replay_of

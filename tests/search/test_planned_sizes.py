@@ -12,7 +12,7 @@ from autobatch.core.records import RealBatches
 from autobatch.search.one_probe import Limit
 from autobatch.search.planned_sizes import limit_of_plan
 from autobatch.setup.attempt import attempt
-from autobatch.setup.child import ThisProcess
+from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import Setup, open_setup
 from benchmarks.workloads import WORKLOADS
 from tests.support.probes import Listener, limit_of

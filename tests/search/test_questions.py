@@ -19,7 +19,8 @@ from autobatch.search import questions
 from autobatch.search.replay import Replay
 from autobatch.search.search import search
 from autobatch.setup.attempt import Outcome, attempt, attempt_at
-from autobatch.setup.child import ChildCrashed, ThisProcess
+from autobatch.setup.child import ChildCrashed
+from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import new_allocator
 from autobatch.setup.trace import traced_peak
 from tests.support.hardware import CpuAsGpu

@@ -1,37 +1,57 @@
-"""The child process: killed, crashed, hung, noisy, or never started."""
+"""The isolated child: killed, crashed, hung, noisy, interrupted, or never used."""
 
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from autobatch.core.errors import AutobatchError, InputError, UserCodeError
+from autobatch.core.errors import InputError, UserCodeError
 from autobatch.core.options import Options
 from autobatch.search.questions import remedies, run_attempt
-from autobatch.setup.child import ChildProcess, Session, open_process
+from autobatch.setup import child as child_module
+from autobatch.setup.child import ChildCrashed, ChildProcess, may_copy
+from autobatch.setup.session import Session, open_process
+from autobatch.setup.setup import Role
 from autobatch.workload.user_code import to_picklable
 from tests.support.commandline import SMALL
 
-pytestmark = pytest.mark.usefixtures("warm_children")
 SETTINGS = Options().with_values(device="cpu", memory_budget="64MiB")
+warm = pytest.mark.usefixtures("warm_children")
 
 
 @pytest.fixture
-def train(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "train.py"
-    path.write_text(SMALL)
-    return path
+def train(tmp_path: Path) -> Path:
+    return tmp_path / "train.py"
 
 
-def child(train: Path, function: str, code: str, **settings: object) -> ChildProcess:
+@contextmanager
+def child(train: Path, function: str, code: str = "", **settings) -> Iterator[ChildProcess]:
     train.write_text(f"{SMALL}\n{code}\n")
-    return ChildProcess(f"{train}:{function}", SETTINGS, **settings)  # type: ignore[arg-type]
+    with ChildProcess(**settings) as process:
+        yield process.open(f"{train}:{function}", SETTINGS, Role())
+
+
+def pid(session: Session) -> int:
+    return os.getpid()
+
+
+def die(session: Session) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_running(number: int) -> bool:
+    return number in {one.pid for one in multiprocessing.active_children()}
 
 
 DIES = """
@@ -54,13 +74,26 @@ def exits():
 """
 
 
-def test_a_child_that_is_killed_over_an_optional_question_is_replaced(train: Path) -> None:
-    with child(train, "workload", "") as process:
-        os.kill(process._process.pid, signal.SIGKILL)
-        assert remedies(process) == []
+@warm
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("killed", ["an attempt at a micro-batch of 3 (SIGKILL)", "--memory-budget"]),
+        ("crashed", ["(SIGSEGV)", "Fatal Python error: Segmentation fault", 'File "{train}", line']),
+        ("exits", ["exit code 7"]),
+    ],
+)
+def test_a_child_that_dies_is_an_error_of_one_line(function: str, said: list[str], train: Path) -> None:
+    with child(train, function, DIES, oom_kills=lambda: 5) as process:
         assert run_attempt(process, 2).attempt.fits
+        with pytest.raises(ChildCrashed) as found:
+            run_attempt(process, 3)
+    assert found.value.exit_code == 1
+    assert all(text.format(train=train) in str(found.value) for text in said), found.value
+    assert "\n" not in str(found.value)
 
 
+@warm
 def test_a_child_that_the_host_killed_for_memory_is_an_answer_and_the_next_one_continues(train: Path) -> None:
     kills = itertools.count()
     with child(train, "killed", DIES, oom_kills=lambda: next(kills)) as process:
@@ -70,32 +103,15 @@ def test_a_child_that_the_host_killed_for_memory_is_an_answer_and_the_next_one_c
         assert run_attempt(process, 2).attempt.fits
 
 
-def test_a_child_that_was_killed_for_another_reason_is_an_error(train: Path) -> None:
-    with (
-        child(train, "killed", DIES, oom_kills=lambda: 5) as process,
-        pytest.raises(
-            AutobatchError, match=r"an attempt at a micro-batch of 3 \(SIGKILL\).*--memory-budget"
-        ) as found,
-    ):
-        run_attempt(process, 3)
-    assert found.value.exit_code == 1
-
-
-def test_a_crash_names_the_line_where_it_happened(train: Path) -> None:
-    with child(train, "crashed", DIES) as process:
+@warm
+def test_a_child_that_is_killed_over_an_optional_question_is_replaced(train: Path) -> None:
+    with child(train, "workload") as process:
+        os.kill(process.call("a look", pid), signal.SIGKILL)
+        assert remedies(process) == []
         assert run_attempt(process, 2).attempt.fits
-        with pytest.raises(AutobatchError, match=r"\(SIGSEGV\)") as found:
-            run_attempt(process, 3)
-    assert "Fatal Python error: Segmentation fault" in str(found.value)
-    assert f'File "{train}", line' in str(found.value)
-    assert "\n" not in str(found.value)
 
 
-def test_a_child_that_exits_is_an_error_with_its_code(train: Path) -> None:
-    with child(train, "exits", DIES) as process, pytest.raises(AutobatchError, match="exit code 7"):
-        run_attempt(process, 3)
-
-
+@warm
 def test_a_child_that_hangs_is_ended(train: Path) -> None:
     code = """
 import time
@@ -105,15 +121,15 @@ def hanging(model, batch):
 def workload():
     return small(loss=hanging)
 """
-    with child(train, "workload", code, answer_seconds=60) as process:
-        process._answer_seconds = 0.5
-        with pytest.raises(
-            AutobatchError, match=r"no answer in .* s during an attempt .*looking for the answer"
-        ):
+    with child(train, "workload", code) as process:
+        number = process.call("a look", pid)
+        process.answer_seconds = 1.0
+        with pytest.raises(ChildCrashed, match=r"no answer in 1 s during .*looking for the answer"):
             run_attempt(process, 2)
-        assert process._process.exitcode == -signal.SIGKILL
+        assert not is_running(number)
 
 
+@warm
 def test_the_output_of_a_child_stays_off_the_terminal(train: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = """
 import os, sys
@@ -128,27 +144,34 @@ def workload():
     with child(train, "workload", code) as process:
         assert process.info.samples == 32
         assert run_attempt(process, 2).attempt.fits
-        assert "garbage" in process._tail()
+        with pytest.raises(ChildCrashed, match="garbage"):
+            process.call("a crash", die)
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_error_of_the_workload_keeps_its_place_and_traceback(train: Path) -> None:
+@warm
+def test_an_error_of_the_workload_keeps_its_place_and_the_next_call_is_answered(train: Path) -> None:
     code = """
 class Odd(ValueError):
     def __init__(self, one, two):
         super().__init__("odd")
 def odd(model, batch):
-    raise Odd(1, 2)
+    if len(batch[0]) == 3:
+        raise Odd(1, 2)
+    return loss(model, batch)
 def workload():
     return small(loss=odd)
 """
-    line = f"{SMALL}\n{code}".splitlines().index("    raise Odd(1, 2)") + 1
-    with child(train, "workload", code) as process, pytest.raises(UserCodeError) as found:
-        run_attempt(process, 2)
+    line = f"{SMALL}\n{code}".splitlines().index("        raise Odd(1, 2)") + 1
+    with child(train, "workload", code) as process:
+        with pytest.raises(UserCodeError) as found:
+            run_attempt(process, 3)
+        assert run_attempt(process, 2).attempt.fits
     assert str(found.value) == f"the workload's loss raised Odd: odd ({train}:{line})"
     assert "Traceback" in found.value.__notes__[0]
 
 
+@warm
 @pytest.mark.parametrize(
     ("code", "said"),
     [
@@ -167,58 +190,24 @@ def test_errors_of_the_users_own_classes_become_user_code_errors() -> None:
         pass
 
     for error in (Theirs("a"), ZeroDivisionError("b"), SystemExit(2)):
-        carried = to_picklable(error)
-        assert type(carried) is UserCodeError
+        assert type(to_picklable(error)) is UserCodeError
     assert type(to_picklable(InputError("c"))) is InputError
 
 
-def test_a_child_that_raised_an_error_answers_the_next_call(train: Path) -> None:
-    code = """
-def odd(model, batch):
-    if len(batch[0]) == 3:
-        raise ValueError("three")
-    return loss(model, batch)
-def workload():
-    return small(loss=odd)
-"""
-    with child(train, "workload", code) as process:
-        with pytest.raises(UserCodeError, match="three"):
-            run_attempt(process, 3)
-        assert run_attempt(process, 2).attempt.fits
-
-
-def slow_answer(session: Session, seconds: float) -> str:
-    del session
+def answer(session: Session, text: str, seconds: float = 0.0) -> str:
     time.sleep(seconds)
-    return "slow"
+    return text
 
 
-def quick_answer(session: Session) -> str:
-    del session
-    return "quick"
-
-
-def test_the_answer_to_an_interrupted_call_is_not_that_of_the_next_call(
-    train: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with child(train, "workload", "") as process:
-        with monkeypatch.context() as patch:
-            patch.setattr(process, "_receive", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                process.call("a slow call", slow_answer, 0.2)
-        assert process.call("a quick call", quick_answer) == "quick"
-
-
-def interrupted(act: str) -> None:
-    raise KeyboardInterrupt(act)
-
-
-@pytest.mark.parametrize("isolated", [False, True])
-def test_a_session_keeps_one_value_of_a_type_until_a_restart(isolated: bool, train: Path) -> None:
-    with open_process(f"{train}:workload", SETTINGS, isolated=isolated) as process:
-        assert [process.call("counting", count) for _ in range(3)] == [1, 2, 3]
-        process.restart()
-        assert process.call("counting", count) == (1 if isolated else 4)
+@warm
+def test_the_answer_to_an_interrupted_call_is_not_that_of_the_next_call(train: Path) -> None:
+    with child(train, "workload") as process:
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            process.call("a slow call", answer, "slow", seconds=0.6)
+        signal.signal(signal.SIGALRM, before)
+        assert process.call("a quick call", answer, "quick") == "quick"
 
 
 class Counter:
@@ -232,7 +221,16 @@ def count(session: Session) -> int:
     return counter.calls
 
 
-pytestmark = pytest.mark.usefixtures("warm_children")
+@warm
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_session_keeps_one_value_of_a_type_until_a_restart(isolated: bool, train: Path) -> None:
+    train.write_text(SMALL)
+    with open_process(f"{train}:workload", SETTINGS, isolated=isolated) as process:
+        assert [process.call("counting", count) for _ in range(3)] == [1, 2, 3]
+        process.restart()
+        assert process.call("counting", count) == (1 if isolated else 4)
+
+
 LOSES_THE_GPU = """
 from autobatch.device.cpu import CpuDevice
 def losing(model, batch):
@@ -247,14 +245,64 @@ def workload():
 """
 
 
-def test_a_child_whose_gpu_is_lost_tells_why_and_another_answers_the_next_question(tmp_path: Path) -> None:
-    file = tmp_path / "train.py"
-    file.write_text(f"{SMALL}\n{LOSES_THE_GPU}\n")
-    settings = Options().with_values(device="cpu", memory_budget="64MiB")
-    with ChildProcess(f"{file}:workload", settings) as process:
-        first = process._process.pid
+@warm
+def test_a_child_whose_gpu_is_lost_tells_why_and_another_answers_the_next_question(train: Path) -> None:
+    with child(train, "workload", LOSES_THE_GPU) as process:
+        first = process.call("a look", pid)
         with pytest.raises(UserCodeError, match="device-side assert"):
             run_attempt(process, 3)
-        assert process._process.pid == first
+        assert is_running(first)
         assert run_attempt(process, 2).attempt.fits
-        assert process._process.pid != first
+        assert not is_running(first)
+
+
+def modules(session: Session) -> list[str]:
+    return list(sys.modules)
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_a_child_that_started_early_serves_one_opening_and_a_new_one_the_next(
+    is_copy: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A copy has the modules that its parent has; nothing of its output has a name."""
+    monkeypatch.setitem(sys.modules, "made_before_the_copy", sys)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    others = set(multiprocessing.active_children())
+    with ChildProcess(is_copy=is_copy) as early:
+        started = (set(multiprocessing.active_children()) - others).pop().pid
+        with open_process(None, SETTINGS, isolated=True, child=early) as process:
+            assert process.call("a look", pid) == started
+            assert ("made_before_the_copy" in process.call("a look", modules)) is is_copy
+            assert list(tmp_path.iterdir()) == []
+            with pytest.raises(ChildCrashed, match="SIGKILL"):
+                process.call("a crash", die)
+        assert not is_running(started)
+    with ChildProcess(is_copy=is_copy):
+        pass
+    assert set(multiprocessing.active_children()) == others
+
+
+def test_the_parent_imports_no_torch_to_start_a_child() -> None:
+    check = "import sys; import autobatch.setup.child; raise SystemExit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "has_driver", "is_copied"),
+    [
+        ("cpu", True, True),
+        ("sim:t4", True, True),
+        ("auto", False, True),
+        ("auto", True, False),
+        ("cuda", False, False),
+        ("cuda:1", True, False),
+    ],
+)
+def test_a_child_that_may_use_a_gpu_is_no_copy(
+    device: str, has_driver: bool, is_copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_module, "has_gpu_driver", lambda: has_driver)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert may_copy(device) is is_copied
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not may_copy(device)

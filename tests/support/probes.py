@@ -21,7 +21,7 @@ from autobatch.core.progress import Progress
 from autobatch.report.result import Result
 from autobatch.search.find_limit import find_limit
 from autobatch.search.one_probe import Limit
-from autobatch.setup.child import ThisProcess
+from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import Setup
 
 WIDTH = 16

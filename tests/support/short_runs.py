@@ -13,7 +13,7 @@ from torch import nn
 
 from autobatch.core.records import LrTuning
 from autobatch.planning import make_plan
-from autobatch.setup.child import ThisProcess
+from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import Setup
 from autobatch.tuning.configuration import Budget, StudyLocation
 from autobatch.tuning.learning_rate import (

@@ -15,7 +15,7 @@ from autobatch.core.knobs import Configuration, TuningContext
 from autobatch.device.base import Device
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.setup.child import Session
+from autobatch.setup.session import Session
 from autobatch.setup.setup import Setup
 from autobatch.tuning.trial import TrialRunner, TrialSpec, look_at_workload
 from autobatch.workload.contract import Workload

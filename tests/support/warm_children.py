@@ -12,9 +12,9 @@ import pytest
 
 
 def fork_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `autobatch.setup.standby` fork from the server; its children have the environment of its start."""
-    from autobatch.setup import standby
+    """Let `autobatch.setup.child` fork from the server; its children have the environment of its start."""
+    from autobatch.setup import child
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([f"{__name__}_preload"])
-    monkeypatch.setattr(standby, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
+    monkeypatch.setattr(child, "multiprocessing", SimpleNamespace(get_context=lambda _: context))

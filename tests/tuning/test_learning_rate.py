@@ -22,7 +22,7 @@ from autobatch.core.options import Options
 from autobatch.core.records import LrComparison
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.planning import make_plan
-from autobatch.setup.child import ChildProcess
+from autobatch.setup.session import open_process
 from autobatch.tuning.learning_rate import (
     MINIMUM_GAIN,
     PARTS,
@@ -285,9 +285,8 @@ def test_a_run_that_crashes_its_process_is_infeasible_and_the_next_one_runs(tmp_
     path = tmp_path / "train.py"
     path.write_text(f"{SMALL}\n{CRASHES}\n")
     task = LrTrialSpec(make_plan(target_batch=32, micro_batch_limit=8, learning_rate=0.01), steps=4)
-    with ChildProcess(
-        f"{path}:workload", Options().with_values(device="cpu", memory_budget="64MiB")
-    ) as child:
+    settings = Options().with_values(device="cpu", memory_budget="64MiB")
+    with open_process(f"{path}:workload", settings, isolated=True) as child:
         runs = ShortRuns(child, task)
         first = runs.run(0.01, 0)
         assert (first.failure, first.rate) == (None, 0.01)

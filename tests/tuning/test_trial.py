@@ -17,7 +17,7 @@ from autobatch.core.options import Options
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.planning import micro_batches
 from autobatch.setup.attempt import attempt
-from autobatch.setup.child import ChildProcess, ThisProcess
+from autobatch.setup.session import ThisProcess, open_process
 from autobatch.setup.setup import with_knobs
 from autobatch.tuning import trial as trial_module
 from autobatch.tuning.measure import Timing
@@ -194,9 +194,8 @@ def test_a_child_process_that_runs_trials_may_have_workers(tmp_path: Path) -> No
     path = tmp_path / "train.py"
     path.write_text(f"{SMALL}\n{RANDOM}\n")
     task = task_with(limit=8, cap=32, samples=32, defaults=LOADING)
-    with ChildProcess(
-        f"{path}:workload", Options().with_values(device="cpu", memory_budget="64MiB")
-    ) as child:
+    settings = Options().with_values(device="cpu", memory_budget="64MiB")
+    with open_process(f"{path}:workload", settings, isolated=True) as child:
         found = Trials(child, task).measure({**LOADING, "loader_workers": 2})
     assert found.failure is None
 

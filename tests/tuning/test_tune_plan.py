@@ -13,7 +13,7 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import Tuning
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan
-from autobatch.setup.child import ThisProcess
+from autobatch.setup.session import ThisProcess
 from autobatch.tuning import tune_plan
 from autobatch.tuning.configuration import Measurement, StudyLocation
 from autobatch.tuning.find_fastest import TuningResult

@@ -10,7 +10,7 @@ from autobatch.core.records import LengthLimit, Probe, UpperBoundBy
 from autobatch.search import questions
 from autobatch.search.one_probe import caps_of
 from autobatch.search.sizes.real_batches import find_curve
-from autobatch.setup.child import SetupProcess
+from autobatch.setup.session import SetupProcess
 
 
 def find_limits_by_size(

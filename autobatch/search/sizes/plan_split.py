@@ -15,7 +15,7 @@ from autobatch.footprint.size_program import SizeProgram
 from autobatch.search.sizes.curve import CurvePoint, curve_of
 from autobatch.search.sizes.hazards import find_obstacle, is_padded
 from autobatch.search.sizes.real_batches import RUN, Order, RunBatches, program_for
-from autobatch.setup.child import Session
+from autobatch.setup.session import Session
 from autobatch.setup.setup import Setup, with_knobs
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.split import SizeSplit, Split, digest_of, size_of_part

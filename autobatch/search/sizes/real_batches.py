@@ -22,8 +22,8 @@ from autobatch.footprint.size_program import Shape, SizeProgram
 from autobatch.footprint.size_replay import BatchReplay, replay_batches
 from autobatch.search.sizes.curve import CurvePoint, curve_of, trace_sizes
 from autobatch.search.sizes.hazards import is_padded
-from autobatch.setup.child import Session
 from autobatch.setup.rehearsal import batch_of, rehearse
+from autobatch.setup.session import Session
 from autobatch.setup.setup import Setup, with_knobs
 from autobatch.setup.trace import setting_of
 from autobatch.workload.contract import WholeBatchLoss

@@ -32,7 +32,7 @@ from autobatch.search.sizes.real_batches import (
     RunBatches,
     program_for,
 )
-from autobatch.setup.child import Session
+from autobatch.setup.session import Session
 from autobatch.workload.contract import WholeBatchLoss, Workload
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.split import MicroBatchIds, Split, heaviest_batches

@@ -11,7 +11,7 @@ from autobatch.core.records import Probe, RealBatches
 from autobatch.search import questions
 from autobatch.search.one_probe import Limit
 from autobatch.search.sizes.real_batches import Order, Survivor, find_survivor
-from autobatch.setup.child import SetupProcess
+from autobatch.setup.session import SetupProcess
 
 
 def survive_real_batches(process: SetupProcess, limit: Limit, order: Order, *, progress: Progress) -> Limit:

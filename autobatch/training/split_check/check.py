@@ -16,7 +16,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import StepRecord
 from autobatch.device.base import Meter
 from autobatch.planning import micro_batches, split_evenly
-from autobatch.setup.child import Session
+from autobatch.setup.session import Session
 from autobatch.setup.setup import Setup
 from autobatch.training.batchnorm import batch_norm_notes, batch_norms, smallest_micro_batch
 from autobatch.training.loop import KeptBatch, Loop

@@ -15,7 +15,7 @@ from autobatch.core.records import Probe
 from autobatch.search.find_limit import find_limit
 from autobatch.search.sizes.limits_by_size import find_limits_by_size
 from autobatch.setup.attempt import attempt_at
-from autobatch.setup.child import ThisProcess
+from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import Setup, open_setup
 from tests.support.probes import Sequences, pad, work
 

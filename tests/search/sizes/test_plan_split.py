@@ -11,7 +11,7 @@ from autobatch.core.errors import InputError
 from autobatch.planning import make_plan
 from autobatch.search.sizes import plan_split, real_batches
 from autobatch.search.sizes.plan_split import SplitSettings, choose_split, read_sizes, with_expectations
-from autobatch.setup.child import Session
+from autobatch.setup.session import Session
 from autobatch.workload.split import SizeSplit
 from tests.support.ragged import (
     Sequences,

@@ -14,7 +14,7 @@ from autobatch.core.check_options import options_from
 from autobatch.core.errors import DoesNotFitError
 from autobatch.search.sizes import real_batches
 from autobatch.search.sizes.real_batches import Order, RunBatches, find_survivor, program_of
-from autobatch.setup.child import Session
+from autobatch.setup.session import Session
 from autobatch.workload.split import Split
 from tests.support.ragged import Sequences, count_ooms, ragged_workload, simulated_setup, wide_model
 from tests.support.training import fingerprint, make_setup, tokens

@@ -13,7 +13,7 @@ from autobatch.planning import make_plan
 from autobatch.search.sizes import real_batches
 from autobatch.search.sizes.real_batches import Order
 from autobatch.search.sizes.run_order import find_in_order
-from autobatch.setup.child import Session
+from autobatch.setup.session import Session
 from tests.support.ragged import count_ooms, joined_workload, ragged_workload, simulated_setup
 from tests.support.training import fingerprint
 

@@ -13,7 +13,7 @@ from autobatch.search.sizes import survive
 from autobatch.search.sizes.real_batches import Order, Survivor
 from autobatch.search.sizes.survive import survive_real_batches
 from autobatch.setup.attempt import Outcome
-from autobatch.setup.child import ThisProcess
+from autobatch.setup.session import ThisProcess
 from tests.support.ragged import ragged_workload
 from tests.support.training import make_setup
 
