@@ -176,17 +176,11 @@ def _load_module(name: str) -> Any:
     try:
         # This imports the parent packages, which are user code too.
         with user_code(f"module {name}"):
-            found = importlib.util.find_spec(name)
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        found = None
-    except ValueError:
-        found = None
-    if found is None:
-        raise _no_module(name)
-    with user_code(f"module {name}"):
-        return importlib.import_module(name)
+        raise _no_module(name) from None
 
 
 def _load_file(path: Path) -> Any:

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import random
-import struct
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
-from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from autobatch.device.oom import lost_context_ignored
 
-_MT19937_BYTES = 4 * (624 + 1)
+MT19937_BYTES = 4 * (624 + 1)
 """Size of NumPy's Mersenne Twister: 624 words and the place in them (numpy/random/src/mt19937/mt19937.h)."""
-_MARK_BYTES = 4 * 8
-"""Size of the place and the seven words beside it, which tell whether a generator was used: a draw moves the
-place, and each 624 draws replace all words. Copying all of them would take a twentieth of a small step."""
-_Memory = ctypes.c_char * _MT19937_BYTES
-_Mark = ctypes.c_char * _MARK_BYTES
-"""The mark in the memory of a generator; ``raw`` copies it."""
 MOST_HELD = 64
 """Attributes of an object that are looked through for generators."""
 HELD_DEPTH = 2
@@ -37,52 +28,47 @@ class RandomState(NamedTuple):
     """The states of all generators that training draws from."""
 
     python: tuple[Any, ...]
-    numpy: tuple[Any, ...] | None
-    """None if NumPy is not imported."""
+    numpy: tuple[Any, ...]
     torch: Tensor
     cuda: list[Tensor]
     """One state per GPU; empty if CUDA is not in use."""
-    numpy_mark: bytes = b""
-    """Place and some words of NumPy's generator when its state was read; empty if unknown."""
-    python_mark: bytes = b""
-    """The same of Python's generator."""
+    numpy_memory: bytes = b""
+    """The memory of NumPy's generator when its state was read; empty if unknown."""
 
 
 def capture_random_state(last: RandomState | None = None) -> RandomState:
     """Read the states of all generators.
 
     Args:
-        last: an earlier state. Its parts for Python and NumPy are taken over if nothing was drawn since,
-            because reading them takes many times as long as reading all others.
+        last: an earlier state. Its part for NumPy is taken over if nothing was drawn since, because reading
+            it takes many times as long as reading all others.
     """
-    numpy = sys.modules.get("numpy")
-    mark = b"" if numpy is None else _mark_of(numpy)
-    if last is not None and _is_same(last, mark):
-        numpy_state = last.numpy
-    else:
-        numpy_state = None if numpy is None else numpy.random.get_state()
-    memory = _python_state()
-    own = b"" if memory is None else memory.raw
-    generator: Any = random._inst
-    has_normal = generator.gauss_next is not None
-    is_same = last is not None and own and own == last.python_mark and not has_normal
+    memory = _numpy_memory()
+    # Normal numbers are drawn in pairs: the second one may be gone without a change of the memory.
+    is_same = last is not None and memory and memory == last.numpy_memory and not last.numpy[3]
     return RandomState(
-        python=last.python if last is not None and is_same and last.python[2] is None else random.getstate(),
-        numpy=numpy_state,
+        python=random.getstate(),
+        numpy=last.numpy if last is not None and is_same else np.random.get_state(),  # type: ignore[arg-type]
         torch=torch.default_generator.get_state(),
         cuda=torch.cuda.get_rng_state_all() if _cuda_in_use() else [],
-        numpy_mark=mark,
-        python_mark=own,
+        numpy_memory=memory,
     )
+
+
+def _numpy_memory() -> bytes:
+    """Copy the memory of NumPy's global generator; empty if it is not the default one."""
+    generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if not isinstance(generator, np.random.MT19937):
+        return b""
+    return ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES)
 
 
 def plain_random_state(state: RandomState | None = None) -> dict[str, Any]:
     """Return states as values that JSON can hold, those of now if none are given; bytes are hexadecimal."""
     state = capture_random_state() if state is None else state
-    numpy = state.numpy
     return {
         "python": [state.python[0], list(state.python[1]), state.python[2]],
-        "numpy": None if numpy is None else [numpy[0], numpy[1].tolist(), *numpy[2:]],
+        "numpy": [state.numpy[0], state.numpy[1].tolist(), *state.numpy[2:]],
         "torch": _hex_of(state.torch),
         "cuda": [_hex_of(one) for one in state.cuda],
     }
@@ -95,15 +81,11 @@ def random_state_of(plain: Mapping[str, Any]) -> RandomState:
         ValueError: a state has no such form.
         TypeError: a state has no such form.
     """
-    numpy = plain["numpy"]
-    if numpy is not None:
-        from numpy import array, uint32
-
-        numpy = (numpy[0], array(numpy[1], uint32), *numpy[2:])
+    kind, key, *rest = plain["numpy"]
     version, words, gauss = plain["python"]
     return RandomState(
         python=(version, tuple(words), gauss),
-        numpy=numpy,
+        numpy=(kind, np.array(key, np.uint32), *rest),
         torch=_bytes_of(plain["torch"]),
         cuda=[_bytes_of(one) for one in plain["cuda"]],
     )
@@ -117,56 +99,10 @@ def _bytes_of(text: str) -> Tensor:
     return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8, device="cpu")
 
 
-@functools.cache
-def _python_state() -> ctypes.Array[ctypes.c_char] | None:
-    """Find the mark of Python's global generator; None if its layout is not the known one.
-
-    The layout is that of ``RandomObject`` in CPython's Modules/_randommodule.c: the head of an object, the
-    place, and 624 words. It is compared with the state that Python reports, once per process.
-    """
-    generator: Any = random._inst
-    head = object.__basicsize__
-    if sys.implementation.name != "cpython" or type(generator) is not random.Random:
-        return None
-    if random.Random.__mro__[1].__basicsize__ < head + _MT19937_BYTES:
-        return None
-    address = id(generator) + head
-    words = struct.unpack(f"={_MT19937_BYTES // 4}I", _Memory.from_address(address).raw)
-    is_known = (*words[1:], words[0]) == generator.getstate()[1]
-    return _Mark.from_address(address) if is_known else None
-
-
-def _mark_of(numpy: ModuleType) -> bytes:
-    """Copy the mark of NumPy's global generator, empty if it is not the default one."""
-    # The function came with NumPy 1.24.
-    find: Callable[[], Any] | None = getattr(numpy.random, "get_bit_generator", None)
-    memory = None if find is None else _numpy_state(find())
-    return b"" if memory is None else memory.raw
-
-
-@functools.lru_cache(maxsize=1)
-def _numpy_state(generator: Any) -> ctypes.Array[ctypes.c_char] | None:
-    """Find the mark in a generator's state, which takes longer than reading it."""
-    if type(generator).__name__ != "MT19937":
-        return None
-    # Here the place comes after the words.
-    return _Mark.from_address(generator.ctypes.state_address + _MT19937_BYTES - _MARK_BYTES)
-
-
-def _is_same(last: RandomState, mark: bytes) -> bool:
-    """Return whether nothing was drawn from NumPy's generator since, given its mark now."""
-    if last.numpy is None or not mark or mark != last.numpy_mark:
-        return False
-    _, _, _, has_normal, _ = last.numpy
-    # A pair of normal numbers is drawn at once: the second one may be gone without a change of the memory.
-    return not has_normal
-
-
 def restore_random_state(state: RandomState) -> None:
     """Set all generators back to a captured state."""
     random.setstate(state.python)
-    if state.numpy is not None:
-        sys.modules["numpy"].random.set_state(state.numpy)
+    np.random.set_state(state.numpy)
     torch.set_rng_state(state.torch)
     if state.cuda:
         with lost_context_ignored():
@@ -177,9 +113,7 @@ def seed_everything(seed: int) -> None:
     """Seed all generators."""
     random.seed(seed)
     seed_torch(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)
 
 
 def seed_torch(seed: int) -> None:
@@ -230,9 +164,7 @@ def seed_generators(seed: int, batch_index: int, place: int, sample: int) -> Non
     random.seed(int.from_bytes(digest[:8], "little"))
     # torch.manual_seed would seed the GPUs too.
     torch.default_generator.manual_seed(int.from_bytes(digest[8:16], "little") >> 1)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed([int.from_bytes(digest[at : at + 4], "little") for at in (16, 20)])
+    np.random.seed([int.from_bytes(digest[at : at + 4], "little") for at in (16, 20)])
 
 
 @contextmanager
@@ -247,8 +179,13 @@ def preserved_generators(owner: object) -> Iterator[list[Any]]:
     try:
         yield found
     finally:
-        for one, state in zip(found, states, strict=True):
-            _set_state(one, state)
+        for generator, state in zip(found, states, strict=True):
+            if isinstance(generator, torch.Generator):
+                generator.set_state(state)
+            elif isinstance(generator, random.Random):
+                generator.setstate(state)
+            else:
+                generator.bit_generator.state = state
 
 
 def seed_generator(generator: Any, seed: int) -> None:
@@ -261,27 +198,17 @@ def seed_generator(generator: Any, seed: int) -> None:
         generator.bit_generator.state = type(generator.bit_generator)(seed).state
 
 
-def _generators_within(owner: Any, depth: int = 0) -> Iterator[Any]:
-    numpy = sys.modules.get("numpy")
-    kinds = (torch.Generator, random.Random, *([] if numpy is None else [numpy.random.Generator]))
-    held = owner if isinstance(owner, list | tuple) and depth else getattr(owner, "__dict__", {}).values()
-    for one in islice(held, MOST_HELD):
-        if isinstance(one, kinds):
-            yield one
-        elif depth < HELD_DEPTH and not isinstance(one, Tensor | type):
-            yield from _generators_within(one, depth + 1)
-
-
 def _state_of(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
 
 
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.bit_generator.state = state
+def _generators_within(owner: Any, depth: int = 0) -> Iterator[Any]:
+    kinds = (torch.Generator, random.Random, np.random.Generator)
+    held = owner if isinstance(owner, list | tuple) and depth else getattr(owner, "__dict__", {}).values()
+    for one in islice(held, MOST_HELD):
+        if isinstance(one, kinds):
+            yield one
+        elif depth < HELD_DEPTH and not isinstance(one, Tensor | type):
+            yield from _generators_within(one, depth + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +12,13 @@ import torch
 
 from autobatch.workload.rng import (
     capture_random_state,
+    plain_random_state,
+    preserved_generators,
     preserved_random_state,
+    random_state_of,
     restore_random_state,
     seed_everything,
+    seed_generator,
     seed_generators,
     seed_torch,
 )
@@ -23,34 +28,27 @@ def draws() -> tuple[float, float, float]:
     return random.random(), float(np.random.random()), float(torch.rand(()))
 
 
-def test_all_generators_are_restored_at_the_end_of_the_block() -> None:
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_all_generators_are_restored_at_the_end_of_the_block_and_after_an_error(error) -> None:
     state = capture_random_state()
     first = draws()
-    restore_random_state(state)
-    with preserved_random_state():
+    restore_random_state(random_state_of(plain_random_state(state)))
+    with suppress(KeyError), preserved_random_state():
         assert draws() == first
         draws()
-    assert draws() == first
-
-
-def test_all_generators_are_restored_after_an_error() -> None:
-    state = capture_random_state()
-    first = draws()
-    restore_random_state(state)
-    with suppress(KeyError), preserved_random_state():
-        draws()
-        raise KeyError
+        if error is not None:
+            raise error
     assert draws() == first
 
 
 def test_torch_is_seeded_as_by_its_own_function_and_no_stack_traces_are_kept() -> None:
     torch.manual_seed(2**40 + 3)
     first = torch.rand(5)
-    kept = len(torch.cuda._queued_calls), len(torch.xpu._queued_calls)
+    before = len(torch.cuda._queued_calls), len(torch.xpu._queued_calls)
     seed_torch(2**40 + 3)
     assert torch.equal(torch.rand(5), first)
     if not torch.cuda.is_available():
-        assert (len(torch.cuda._queued_calls), len(torch.xpu._queued_calls)) == kept
+        assert (len(torch.cuda._queued_calls), len(torch.xpu._queued_calls)) == before
 
 
 def test_one_seed_seeds_all_generators() -> None:
@@ -73,14 +71,20 @@ def test_seeds_that_differ_in_one_number_give_unrelated_draws() -> None:
 
 @pytest.mark.parametrize("normals", [0, 1, 2])
 def test_a_state_after_an_earlier_one_is_that_of_a_fresh_read(normals: int) -> None:
+    """Normal numbers come in pairs, and 312 draws of two words each move the place to where it was."""
     np.random.normal(size=normals)
     last = capture_random_state()
-    for draw in (lambda: None, lambda: None, np.random.normal, np.random.normal, np.random.random):
+    for draw in (
+        lambda: None,
+        lambda: None,
+        np.random.normal,
+        np.random.normal,
+        np.random.random,
+        lambda: np.random.random(312),
+    ):
         draw()
         last = capture_random_state(last)
         fresh = capture_random_state()
-        assert last.numpy is not None
-        assert fresh.numpy is not None
         assert np.array_equal(last.numpy[1], fresh.numpy[1])
         assert last.numpy[2:] == fresh.numpy[2:]
 
@@ -91,39 +95,28 @@ def test_the_state_of_numpy_is_read_again_only_after_a_draw(monkeypatch: pytest.
     reads: list[int] = []
     read = np.random.get_state
     monkeypatch.setattr(np.random, "get_state", lambda: reads.append(1) or read())
-    again = capture_random_state(last)
-    assert (again.numpy, reads) == (last.numpy, [])
+    last = capture_random_state(last)
+    assert reads == []
     np.random.random()
-    capture_random_state(again)
+    capture_random_state(last)
     assert reads == [1]
-    # 312 draws of two words each move the place to where it was: the words tell.
-    before = capture_random_state()
-    np.random.random(312)
-    after = capture_random_state(before).numpy
-    assert before.numpy is not None
-    assert after is not None
-    assert after[2] == before.numpy[2]
-    assert not np.array_equal(after[1], before.numpy[1])
 
 
-def test_the_state_of_python_is_read_again_only_after_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[int] = []
-    read = random.getstate
-    monkeypatch.setattr(random, "getstate", lambda: reads.append(1) or read())
-    first = capture_random_state()
-    assert capture_random_state(first).python is first.python
-    for draw in (
-        random.random,
-        lambda: random.gauss(0, 1),
-        lambda: random.gauss(0, 1),
-        lambda: random.seed(3),
-    ):
-        before = capture_random_state()
-        draw()
-        assert capture_random_state(before).python == read()
-    # 624 draws of 32 bits move the place to where it was: the words tell.
-    before = capture_random_state()
-    for _ in range(624):
-        random.getrandbits(32)
-    assert capture_random_state(before).python == read()
-    assert len(reads) >= 6
+def test_the_generators_that_an_object_holds_are_found_seeded_and_restored() -> None:
+    python, numpy, torchs = random.Random(1), np.random.default_rng(2), torch.Generator().manual_seed(3)
+    owner = SimpleNamespace(own=python, inner=SimpleNamespace(several=[numpy]), sampler=(torchs,))
+
+    def drawn() -> list[float]:
+        return [python.random(), numpy.random(), float(torch.rand((), generator=torchs))]
+
+    with preserved_generators(owner) as found:
+        assert found == [python, numpy, torchs]
+        first = drawn()
+        for seed in (7, 7):
+            for one in found:
+                seed_generator(one, seed)
+            seeded = drawn()
+        for one in found:
+            seed_generator(one, 7)
+        assert drawn() == seeded != first
+    assert drawn() == first
