@@ -31,8 +31,9 @@ class SharedStream(StreamView):
         super().__init__(stream, seed)
         self._ranks = ranks
 
-    def load(self, first: int, stop: int) -> None:
+    def begin_batch(self, first: int, stop: int) -> None:
         """Send the samples of a batch from rank 0 to all; all ranks call it."""
+        super().begin_batch(first, stop)
         own = b"" if self._ranks.rank else pack(self.__getitems__(range(first, stop)))
         content = self._ranks.broadcast(own)
         if self._ranks.rank:

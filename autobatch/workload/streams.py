@@ -40,7 +40,8 @@ IN_STREAM = -2
 """Takes the place of a batch in the seed of an epoch of a stream."""
 ENDLESS = 2**62
 """Length of a stream for the arithmetic of batches if nothing depends on its end."""
-
+END = object()
+"""Takes the place of a sample at the end of an epoch."""
 
 _REFILLED = (
     ", which leaves out its shuffle buffer: the samples that it held are missing from this epoch, and the "
@@ -75,9 +76,7 @@ def scanned(workload: Workload, count: int | None) -> Workload:
         return workload
     count = SCAN if count is None else count
     with preserved_random_state():
-        found = list(islice(_samples_of(workload.train_data), count + 1))
-    if not found:
-        raise InputError("the stream of Workload(train_data=…) has 0 samples: at least 1 is needed")
+        found = list(islice(_first_epoch(workload.train_data), count + 1))
     prefix = Prefix(found[:count], is_all=len(found) <= count)
     return replace(workload, train_data=prefix)
 
@@ -117,10 +116,7 @@ def count_samples(stream: Any) -> int:
     if told is not None:
         return told
     with preserved_random_state():
-        found = sum(1 for _ in _samples_of(stream))
-    if not found:
-        raise InputError("the stream of Workload(train_data=…) has 0 samples: at least 1 is needed")
-    return found
+        return sum(1 for _ in _first_epoch(stream))
 
 
 class StreamView:
@@ -168,12 +164,10 @@ class StreamView:
                     self._position += 1
         return [self._held[position] for position in positions]
 
-    def load(self, first: int, stop: int) -> None:
-        """Prepare the samples of a batch, which are read one by one when they are asked for."""
-
-    def keep_from(self, position: int) -> None:
-        """Drop the samples before a place."""
-        for old in [one for one in self._held if one < position]:
+    def begin_batch(self, first: int, stop: int) -> None:
+        """Forget the samples before a batch. Its own are read one by one when they are asked for."""
+        del stop
+        for old in [one for one in self._held if one < first]:
             del self._held[old]
 
     def read_with(self, **workers: Any) -> None:
@@ -215,14 +209,11 @@ class StreamView:
                     self._begin_epoch()
             assert self._reader is not None
             with user_code(_place(self._in_epoch)):
-                try:
-                    sample = next(self._reader)
-                except StopIteration:
-                    self._reader = None
-                else:
-                    self._in_epoch += 1
-                    return sample
-            self._epoch, self._in_epoch = self._epoch + 1, 0
+                sample = next(self._reader, END)
+            if sample is not END:
+                self._in_epoch += 1
+                return sample
+            self._reader, self._epoch, self._in_epoch = None, self._epoch + 1, 0
         raise InputError(
             f"the stream gave no sample in epoch {self._epoch}: give data that can be iterated again, or ask "
             "for fewer steps"
@@ -286,8 +277,7 @@ class StreamSampler(GlobalBatchSampler):
         for index in range(start, self.total):
             first = self._position(index)
             stop = first + self.size(index)
-            self.view.keep_from(first)
-            self.view.load(first, stop)
+            self.view.begin_batch(first, stop)
             yield GlobalBatch(index, first // self.samples, list(range(first, stop)))
 
 
@@ -305,16 +295,21 @@ def stream_state(data: object) -> dict[str, Any] | None:
     return data.state_dict() if isinstance(data, StreamView) else None
 
 
-def _samples_of(stream: Any) -> Iterator[Any]:
-    """Yield the samples of a stream's first epoch. An error is marked with the position of its sample."""
+def _first_epoch(stream: Any) -> Iterator[Any]:
+    """Yield the samples of a stream's first epoch. An error is marked with the position of its sample.
+
+    Raises:
+        InputError: it has no sample.
+    """
     with user_code("train_data"):
         reader = iter(_at_epoch(stream, 0))
     for position in itertools.count():
         with user_code(_place(position)):
-            try:
-                sample = next(reader)
-            except StopIteration:
-                return
+            sample = next(reader, END)
+        if sample is END:
+            if position == 0:
+                raise InputError("the stream of Workload(train_data=…) has 0 samples: at least 1 is needed")
+            return
         yield sample
 
 
