@@ -11,19 +11,20 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import is_file
 from autobatch.core.text import LONGEST_VALUE, cut
 from autobatch.workload.contract import Workload, kind_of
-from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.user_code import user_code
+
+if TYPE_CHECKING:
+    from torch import nn
 
 DEMO = "autobatch.workload.demo:workload"
 
@@ -56,9 +57,19 @@ def find_workload(workload: object, seed: int = 0) -> Workload:
 
 def _call(make: Callable[[], Any], seed: int, part: str) -> Any:
     """Call the user's function with seeded generators, whose states are restored afterwards."""
-    with preserved_random_state(), user_code(part):
-        seed_everything(seed)
+    with _seeded(seed), user_code(part):
         return make()
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed all generators within the block, and restore them afterwards."""
+    # Only here: the import of torch takes seconds, and a reference is checked before.
+    from autobatch.workload.rng import preserved_random_state, seed_everything
+
+    with preserved_random_state():
+        seed_everything(seed)
+        yield
 
 
 def load_workload(reference: str, seed: int = 0) -> Workload:
@@ -72,8 +83,7 @@ def load_workload(reference: str, seed: int = 0) -> Workload:
         InputError: the file, module or function does not exist, or the function returns no `Workload`.
     """
     place, function = check_reference(reference)
-    with preserved_random_state():
-        seed_everything(seed)
+    with _seeded(seed):
         module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     function = function or _only_workload_of(module, place)
     make = getattr(module, function, None)
@@ -100,7 +110,7 @@ def load_workload(reference: str, seed: int = 0) -> Workload:
 def check_reference(reference: str) -> tuple[str, str]:
     """Check a reference as far as is possible without running code; return its place and its function.
 
-    It takes milliseconds. A process that opens the workload imports torch first.
+    It takes milliseconds, and imports no torch.
 
     Raises:
         InputError: it is no reference, or there is no such file or module.

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import Workload
-from autobatch.workload.reference import check_reference, find_workload, load_workload
+from autobatch.workload.reference import check_reference, find_workload, load_workload, shared_model_notes
 from autobatch.workload.user_code import describe, failed_part, user_frame
+from tests.support.training import make_workload
 
 MAKES = (
     "from autobatch import Workload\ndef make():\n    return Workload(model=max, train_data=[1], loss=max, "
@@ -158,3 +163,38 @@ def test_a_reference_is_checked_without_running_code(tmp_path: Path) -> None:
 def test_anything_but_a_workload_its_function_or_its_reference_is_refused(given: object, said: str) -> None:
     with pytest.raises(InputError, match=said):
         find_workload(given)
+
+
+@pytest.mark.program
+def test_a_wrong_reference_is_refused_before_torch_is_imported() -> None:
+    code = """
+import sys
+from autobatch.core.errors import InputError
+from autobatch.workload.reference import check_reference
+try:
+    check_reference("nowhere.py")
+except InputError:
+    assert not {"torch", "numpy"} & set(sys.modules)
+    print("refused")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "refused\n", done.stderr
+
+
+MODEL = nn.Linear(2, 2)
+
+
+def test_a_model_that_exists_beside_its_function_is_named() -> None:
+    model, width = nn.Linear(2, 2), 3
+    holder = SimpleNamespace(net=model)
+    for function, name in (
+        (lambda: model, "(model)"),
+        (lambda: holder.net, "(holder.net)"),
+        (lambda: MODEL, "(MODEL)"),
+        (lambda: nn.Linear(width, width), None),
+        (partial(nn.Linear, 2, 2), None),
+        (type("Net", (nn.Linear,), {"__init__": lambda self: nn.Linear.__init__(self, 1, 1)}), None),
+    ):
+        workload = make_workload(model=function)
+        notes = shared_model_notes(workload, workload.model())
+        assert [name in note for note in notes] == ([] if name is None else [True])
