@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from autobatch.device.allocator.trace import FREE
 from autobatch.footprint.fit import SIZES, Footprint, footprint, footprint_beside, record_apart
-from autobatch.footprint.layer_events import events_of, footprint_of
 from autobatch.footprint.program import Polynomial, Program, TooLong
-from autobatch.footprint.repeat_layers import deepen
+from autobatch.footprint.repeat_layers import deepen, events_of, footprint_of
 from autobatch.footprint.tracing.recording import Recording
 from autobatch.footprint.tracing.trace_step import Setting
 
@@ -68,7 +68,7 @@ class DeepFootprint:
         start = time.perf_counter()
         if recording is None:
             recording = record_few(setting) if self.layers else record_apart((setting, SIZES[0]))[0]
-        growth = _growth(self.traced, _as_footprint(recording, self.traced))
+        growth = _growth(self.traced, _as_footprint(recording))
         if growth is None:
             return deep_footprint(setting)
         events = tuple(
@@ -178,7 +178,7 @@ def _deepened(setting: Setting, models: tuple[nn.Module, nn.Module, nn.Module], 
     """Trace a model that was cut to three depths."""
     few, middle, many = (replace(setting, model=model) for model in models)
     step, recordings = footprint_beside(middle, [(few, SIZES[0]), (many, SIZES[0])])
-    others = [events_of(_as_footprint(one, step)) for one in recordings]
+    others = [events_of(_as_footprint(one)) for one in recordings]
     runs = deepen((others[0], events_of(step), others[1]), layers - DEPTHS[1])
     deep, origins = footprint_of(step, runs)
     return DeepFootprint(deep, step, DEPTHS[1], origins)
@@ -187,18 +187,15 @@ def _deepened(setting: Setting, models: tuple[nn.Module, nn.Module, nn.Module], 
 def _growth(step: Footprint, other: Footprint) -> list[int] | None:
     """Return by how many bytes each event of another trace is larger; None if they differ in more."""
     pairs = list(zip(events_of(step), events_of(other), strict=False))
-    alike = all((a.kind, a.text, a.numbers) == (b.kind, b.text, b.numbers) for a, b in pairs)
+    alike = all((a.key, a.numbers) == (b.key, b.numbers) for a, b in pairs)
     if not alike or len(step.program.events) != len(other.program.events):
         return None
-    return [b.size - a.size for a, b in pairs if a.kind in ("take", "free")]
+    return [b.size - a.size for a, b in pairs if a.numbers]
 
 
-def _as_footprint(recording: Recording, step: Footprint) -> Footprint:
-    """Return the footprint of one recording, with what a fit does not change taken from another."""
-    events = tuple((block, None if size < 0 else Polynomial(size)) for block, size in recording.trace.events)
-    return replace(
-        step,
-        program=Program(events, recording.trace.marks),
-        labels=recording.labels,
-        products=recording.products,
+def _as_footprint(recording: Recording) -> Footprint:
+    """Return the footprint of one recording, whose sizes stay as they are."""
+    events = tuple(
+        (block, None if size == FREE else Polynomial(size)) for block, size in recording.trace.events
     )
+    return Footprint.of(Program(events, recording.trace.marks), recording)
