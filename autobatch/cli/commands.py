@@ -1,16 +1,16 @@
-"""The commands that run no workload: ``doctor``, ``profiles`` and ``report``."""
+"""The commands that run no workload: ``profiles``, ``report``, ``compare`` and ``doctor``."""
 
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import os
-from collections.abc import Callable
+import platform
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from autobatch.cli.doctor import doctor_lines, examine
 from autobatch.core.errors import InputError
 from autobatch.core.records import SCHEMA
 from autobatch.core.text import error_text, quoted
@@ -26,8 +26,12 @@ from autobatch.device.profiles import (
     save_profile,
 )
 
-Printer = Callable[[str], None]
-"""Function that prints a text and a line end."""
+
+class Answer(NamedTuple):
+    """Answer of a command, as the object of ``--json`` and as text."""
+
+    content: Any
+    text: str
 
 
 LEAST_COMPARED = 2
@@ -35,6 +39,8 @@ LEAST_COMPARED = 2
 RUNS = "runs"
 """Folder of the runs."""
 
+PACKAGES = ("torch", "nvidia-ml-py", "optuna", "scipy", "numpy", "safetensors", "matplotlib", "tensorboard")
+"""Distributions whose versions belong in a bug report."""
 HELP = {
     "profiles": """\
 usage: autobatch profiles [list | show NAME | save NAME] [--json]
@@ -63,41 +69,60 @@ Show the devices, the memory and who holds it, versions, and what is missing."""
 """Help of each command."""
 
 
-def profiles(arguments: list[str], write: Printer) -> int:
-    """Run ``autobatch profiles [list | show NAME | save NAME]``.
+def answer(name: str, arguments: list[str]) -> str:
+    """Run a command and return what it prints.
 
     Raises:
-        InputError: the action or the profile is unknown, or there is no GPU to save.
+        InputError: a word is wrong, or the run, the profile or the GPU that it names does not exist.
     """
-    words, as_json = _words("profiles", arguments, write)
-    if words is None:
-        return 0
+    if not {"-h", "--help", "--help-all"}.isdisjoint(arguments):
+        return HELP[name]
+    options = [word for word in arguments if word.startswith("-")]
+    unknown = [word for word in options if word not in ("--json", "--verbose")]
+    if unknown:
+        raise InputError(f"there is no option {unknown[0]}; see autobatch {name} --help")
+    commands = {"profiles": _profiles, "report": _report, "compare": _compare, "doctor": _doctor}
+    found = commands[name]([word for word in arguments if not word.startswith("-")])
+    return msgspec.json.encode(found.content).decode() if "--json" in options else found.text
+
+
+def _profiles(words: list[str]) -> Answer:
+    """Run ``autobatch profiles [list | show NAME | save NAME]``."""
     home, found = data_home(os.environ), quoted(" ".join(words))
     match words or ["list"]:
         case ["list"]:
-            _list_profiles(home, write, as_json=as_json)
+            return _list_profiles(home)
         case ["show", name]:
             profile = load_profile(name, user_dir=home)
-            write(_json(profile) if as_json else format_profile(profile).rstrip())
+            return Answer(profile, format_profile(profile).rstrip())
         case ["save", name]:
             path = save_profile(this_gpu(name), user_dir=home)
-            write(_json({"profile": str(path)}) if as_json else f"saved {path}")
+            return Answer({"profile": str(path)}, f"saved {path}")
         case ["list" | "show" | "save", *_]:
             raise InputError(f"write profiles list, profiles show NAME or profiles save NAME, found {found}")
-        case _:
-            raise InputError(f"there is no action {found} of profiles: use list, show NAME or save NAME")
-    return 0
+    raise InputError(f"there is no action {found} of profiles: use list, show NAME or save NAME")
 
 
-def report(arguments: list[str], write: Printer) -> int:
-    """Run ``autobatch report [RUN]``: write the report of a run again.
+def _list_profiles(home: Path) -> Answer:
+    listing = list_profiles(user_dir=home)
+    lines = [f"{'NAME':<16} {'MEMORY':>9}  {'CC':<5} GPU"]
+    for profile in listing.profiles:
+        capability = ".".join(map(str, profile.compute_capability))
+        measured = " (measured)" if profile.total.measured else ""
+        lines.append(
+            f"{profile.name:<16} {format_bytes(profile.total_bytes):>9}  {capability:<5} "
+            f"{profile.title}{measured}"
+        )
+    lines.append(
+        "CC: compute capability. Figures without (measured) are from public sources: profiles show NAME"
+    )
+    lines += [f"skipped: {problem}" for problem in listing.problems]
+    content = {"schema": SCHEMA, "autobatch": __version__, "profiles": listing.profiles}
+    return Answer(content, "\n".join(lines))
 
-    Raises:
-        InputError: the run does not exist.
-    """
-    words, as_json = _words("report", arguments, write)
-    if words is None:
-        return 0
+
+def _report(words: list[str]) -> Answer:
+    """Run ``autobatch report [RUN]``: write the report of a run again."""
     if len(words) > 1:
         raise InputError(
             f"report takes the folder of one run, found {len(words)}: write report runs/NAME/DATE"
@@ -114,19 +139,11 @@ def report(arguments: list[str], write: Printer) -> int:
             f"the report of {folder} cannot be written, a figure of the run is out of range: "
             f"{error_text(error)}"
         ) from error
-    write(_json({"report": str(path)}) if as_json else str(path))
-    return 0
+    return Answer({"report": str(path)}, str(path))
 
 
-def compare(arguments: list[str], write: Printer) -> int:
-    """Run ``autobatch compare RUN RUN …``: print the runs side by side, and write a page with their losses.
-
-    Raises:
-        InputError: there are fewer than two runs, or one does not exist.
-    """
-    words, as_json = _words("compare", arguments, write)
-    if words is None:
-        return 0
+def _compare(words: list[str]) -> Answer:
+    """Run ``autobatch compare RUN RUN …``: show runs side by side, and write a page with their losses."""
     if len(words) < LEAST_COMPARED:
         raise InputError(f"compare takes the folders of two or more runs, found {len(words)}")
     from autobatch.report.compare import comparison_table, write_comparison
@@ -139,33 +156,27 @@ def compare(arguments: list[str], write: Printer) -> int:
     names = [str(folder) for folder in folders]
     path = write_comparison(folders[-1] / "compare.html", runs, names)
     table = comparison_table(runs, names)
-    if as_json:
-        columns = [dict(zip([row[0] for row in table.rows], column, strict=True))
-                   for column in list(zip(*table.rows, strict=True))[1:]]  # fmt: skip
-        write(_json({"runs": dict(zip(names, columns, strict=True)), "page": str(path)}))
-        return 0
+    figures, *columns = zip(*table.rows, strict=True)
+    content = {
+        name: dict(zip(figures, column, strict=True)) for name, column in zip(names, columns, strict=True)
+    }
     rows = [table.head, *table.rows]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(table.head))]
-    for row in rows:
-        write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    write(f"\nlosses over each other: {path}")
-    return 0
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    return Answer(
+        {"runs": content, "page": str(path)}, "\n".join([*lines, f"\nlosses over each other: {path}"])
+    )
 
 
-def doctor(arguments: list[str], write: Printer) -> int:
+def _doctor(words: list[str]) -> Answer:
     """Run ``autobatch doctor``: show this machine, and what is missing and why."""
-    words, as_json = _words("doctor", arguments, write)
-    if words is None:
-        return 0
     if words:
         raise InputError(f"doctor takes no arguments, found {' '.join(words)}")
     findings = examine()
-    if as_json:
-        write(_json({"schema": SCHEMA, "autobatch": __version__, **findings}))
-        return 0
-    for line in doctor_lines(findings):
-        write(line)
-    return 0
+    content = {"schema": SCHEMA, "autobatch": __version__, **findings}
+    return Answer(content, "\n".join(doctor_lines(findings)))
 
 
 def this_gpu(name: str) -> HardwareProfile:
@@ -204,34 +215,79 @@ def this_gpu(name: str) -> HardwareProfile:
         raise InputError(f"{name!r} is not a valid profile name ({error}): write it like rtx-4090") from None
 
 
-def _words(name: str, arguments: list[str], write: Printer) -> tuple[list[str] | None, bool]:
-    """Return the words without options, None if help was printed, and whether JSON is asked for."""
-    if not {"-h", "--help", "--help-all"}.isdisjoint(arguments):
-        write(HELP[name])
-        return None, False
-    unknown = [word for word in arguments if word.startswith("-") and word not in ("--json", "--verbose")]
-    if unknown:
-        raise InputError(f"there is no option {unknown[0]}; see autobatch {name} --help")
-    return [word for word in arguments if not word.startswith("-")], "--json" in arguments
+def examine() -> dict[str, Any]:
+    """Examine the machine: host, GPUs, NVML, versions, and what is missing."""
+    import torch
+
+    from autobatch.device.cuda_gpus import lacking_kernels, visible_gpus
+    from autobatch.device.host import cpu_name, host_memory
+    from autobatch.device.nvml import NvmlAbsent, read_gpus, read_holders
+
+    gpus, reading = visible_gpus(), read_gpus()
+    missing = []
+    if torch.version.cuda is None:
+        missing.append("CUDA: torch was built without it, so training runs on the CPU or on sim:PROFILE")
+    elif not torch.cuda.is_available():
+        missing.append("a CUDA GPU that torch can use: check the driver and CUDA_VISIBLE_DEVICES")
+    nvml: dict[str, Any] = {"available": not isinstance(reading, NvmlAbsent)}
+    if isinstance(reading, NvmlAbsent):
+        nvml["reason"] = reading.reason
+        missing.append("NVML: budgets use the free memory that the CUDA driver reports")
+    else:
+        holders = [read_holders(gpu.uuid) for gpu in reading.gpus]
+        nvml["gpus"] = [
+            msgspec.to_builtins(gpu)
+            | {"holders": msgspec.to_builtins(found) if isinstance(found, list) else []}
+            for gpu, found in zip(reading.gpus, holders, strict=True)
+        ]
+    for gpu in gpus:
+        major, minor = map(int, gpu.capability.split("."))
+        lacking = lacking_kernels(gpu.index, (major, minor))
+        missing += [] if lacking is None else [f"kernels: {lacking}"]
+    return {
+        "host": {"name": cpu_name(), **host_memory()._asdict(), "cores": os.cpu_count()},
+        "cuda": {
+            "available": torch.cuda.is_available(),
+            "built_for": torch.version.cuda,
+            "gpus": msgspec.to_builtins(gpus),
+        },
+        "nvml": nvml,
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "home": str(data_home(os.environ)),
+        "missing": missing,
+    }
 
 
-def _list_profiles(home: Path, write: Printer, *, as_json: bool) -> None:
-    listing = list_profiles(user_dir=home)
-    if as_json:
-        write(_json({"schema": SCHEMA, "autobatch": __version__, "profiles": listing.profiles}))
-        return
-    write(f"{'NAME':<16} {'MEMORY':>9}  {'CC':<5} GPU")
-    for profile in listing.profiles:
-        capability = ".".join(map(str, profile.compute_capability))
-        measured = " (measured)" if profile.total.measured else ""
-        write(
-            f"{profile.name:<16} {format_bytes(profile.total_bytes):>9}  {capability:<5} "
-            f"{profile.title}{measured}"
-        )
-    write("CC: compute capability. Figures without (measured) are from public sources: profiles show NAME")
-    for problem in listing.problems:
-        write(f"skipped: {problem}")
+def doctor_lines(findings: dict[str, Any]) -> list[str]:
+    """Return the findings as lines of text."""
+    host, cuda, nvml = findings["host"], findings["cuda"], findings["nvml"]
+    build = f"torch built for CUDA {cuda['built_for']}" if cuda["built_for"] else "torch built without CUDA"
+    lines = [
+        f"host     {host['name']}, {host['cores']} cores",
+        f"memory   {format_bytes(host['available_bytes'])} available of {format_bytes(host['total_bytes'])}"
+        f" ({host['source']})",
+        f"cuda     {build}",
+    ]
+    lines += [
+        f"         cuda:{gpu['index']} {gpu['name']}, {format_bytes(gpu['total_bytes'])}, "
+        f"{format_bytes(gpu['free_bytes'])} free, cc {gpu['capability']}"
+        for gpu in cuda["gpus"]
+    ]
+    lines.append(f"nvml     {'available' if nvml['available'] else 'not available: ' + nvml['reason']}")
+    for gpu in nvml.get("gpus", ()):
+        lines.append(f"         {gpu['name']}: {format_bytes(gpu['free_bytes'])} free")
+        for holder in gpu["holders"]:
+            who = f"process {holder['pid']} {holder['name'] or ''}"
+            lines.append(f"           {who} {format_bytes(holder['used_bytes'])}")
+    versions = [f"{name} {version}" for name, version in findings["versions"].items() if version]
+    lines.append(f"versions {', '.join(versions)}")
+    lines.append(f"home     {findings['home']}")
+    lines += [f"missing  {line}" for line in findings["missing"]]
+    return lines
 
 
-def _json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import difflib
 import gc
 import os
@@ -10,15 +11,25 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
-from autobatch.cli.output import SafeStream, print_error, undelivered_code
+from autobatch.cli.output import (
+    RunLog,
+    SafeStream,
+    describe_failure,
+    print_error,
+    raise_on_termination,
+    reserve_stdout,
+    undelivered_code,
+)
 from autobatch.core.text import printable_lines, quoted
 from autobatch.core.version import __version__
 
 if TYPE_CHECKING:
-    from autobatch.cli.failures import RunLog
+    from autobatch.api.call import Call
+    from autobatch.core.options import Options
     from autobatch.distributed.ranks import Ranks
+    from autobatch.report.result import Estimates, Result
 
 
 HELP = """\
@@ -52,6 +63,14 @@ RUNNING = ("fit", "plan", "probe", "tune", "estimate")
 OTHER = ("profiles", "doctor", "report", "compare")
 OVER_RANKS = ("fit", "plan", "probe", "tune")
 """Commands that several processes may run."""
+PARTS: dict[str, tuple[str, ...]] = {
+    "fit": (),
+    "plan": ("device", "probe", "plan", "profile", "report"),
+    "probe": ("device", "probe"),
+    "tune": ("device", "probe", "plan", "tuning", "profile", "report"),
+    "estimate": (),
+}
+"""Parts of the JSON of a command; empty for all."""
 COMMON_CODES = (2, 3, 130, 143)
 """Exit codes of failures that every rank has before the ranks meet: rank 0 alone reports them."""
 
@@ -97,11 +116,10 @@ def run(arguments: list[str]) -> int:
 
 def _guarded(name: str, arguments: list[str]) -> int:
     """Run a command; turn an exception into one line, an exit code and, if it is unexpected, a log."""
-    from autobatch.cli.failures import RunLog, raise_on_termination
     from autobatch.distributed.launch import open_ranks, refuse_ranks
     from autobatch.distributed.ranks import Ranks, read_launch
 
-    log = RunLog(_home, shlex.join(["autobatch", name, *arguments]))
+    log = RunLog(shlex.join(["autobatch", name, *arguments]))
     verbose = "--verbose" in arguments
     ranks: Ranks | None = None
     try:
@@ -111,14 +129,11 @@ def _guarded(name: str, arguments: list[str]) -> int:
         if name in OTHER:
             return _run_other(name, arguments)
         from autobatch.cli.parser import parse
-        from autobatch.cli.run_workload import run_workload
 
         try:
             workload, options = parse(name, arguments, folder=Path.cwd(), environ=os.environ)
         except SystemExit:
             return 0  # the help was printed
-        except OSError as error:  # the help could not be printed
-            return undelivered_code(error)
         verbose = options.output.verbose
         count = options.ranks.ranks if name in OVER_RANKS else None
         with raise_on_termination():
@@ -134,7 +149,86 @@ def _guarded(name: str, arguments: list[str]) -> int:
             ranks.close()
             return code
     except BaseException as error:
-        return _complain(error, name, log, ranks, verbose=verbose)
+        return _report_failure(error, name, log, ranks, verbose=verbose)
+
+
+def run_workload(name: str, workload: str | None, options: Options, log: RunLog, ranks: Ranks) -> int:
+    """Run a command on this rank and return its exit code; rank 0 prints.
+
+    Args:
+        name: of the command.
+        workload: its reference; None for the demo.
+        options: of the command.
+        log: learns the folder of the run.
+        ranks: the processes that run the command together.
+    """
+    with reserve_stdout() if options.output.json else contextlib.nullcontext():
+        stream = SafeStream(sys.stderr if options.output.json else sys.stdout)
+        if ranks.rank:
+            from autobatch.api.pipeline import run
+
+            run(_call(workload, options, log, ranks))
+            return 0
+        result = _result_of(name, workload, options, log, stream=stream, ranks=ranks)
+    if options.output.json:
+        import msgspec
+
+        return _write(msgspec.json.encode(result.to_json(*PARTS[name])).decode())
+    return 0 if stream.failure is None else undelivered_code(stream.failure)
+
+
+def _result_of(
+    name: str, workload: str | None, options: Options, log: RunLog, *, stream: SafeStream, ranks: Ranks
+) -> Result | Estimates:
+    from autobatch.report.terminal import Terminal
+    from autobatch.setup.child import ChildProcess, may_copy
+    from autobatch.workload.reference import check_reference
+
+    with contextlib.ExitStack() as held:
+        if workload is not None:
+            check_reference(workload)  # before the seconds that torch takes to import
+        is_resume = name == "fit" and options.train.resume
+        # Threads of a group of ranks do not survive a copy.
+        is_copy = ranks.world == 1 and may_copy(options.device.device)
+        child = None if is_resume or name == "estimate" else ChildProcess(is_copy=is_copy)
+        if child is not None and not is_copy:
+            # It imports torch while this process does.
+            held.enter_context(child)
+        terminal = held.enter_context(Terminal(cast("TextIO", stream), quiet=options.output.quiet))
+        terminal.begin(workload, predicts=name == "estimate")
+        terminal.doing("importing torch")
+        gc.disable()  # collections while torch makes a million objects take a fifth of its import
+        from autobatch.api.pipeline import run, run_estimate
+
+        gc.freeze()
+        gc.enable()
+
+        if name == "estimate":
+            terminal.doing("predicting what fits")
+            estimates = run_estimate(workload, options, os.environ)
+            terminal.estimated(estimates)
+            return estimates
+        if child is not None:
+            held.enter_context(child)
+        result = run(_call(workload, options, log, ranks, progress=terminal, child=child))
+        terminal.finish(result)
+    return result
+
+
+def _call(workload: str | None, options: Options, log: RunLog, ranks: Ranks, **fields: Any) -> Call:
+    """Return the call of a command, whose workload is tried in a child."""
+    # Imported here: it imports torch.
+    from autobatch.api.call import Call
+
+    return Call(
+        workload=workload,
+        options=options,
+        ranks=ranks,
+        isolated=True,
+        command=log.command,
+        entered=log.enter,
+        **fields,
+    )
 
 
 def _start_ranks(words: list[str], count: int) -> int:
@@ -147,49 +241,48 @@ def _start_ranks(words: list[str], count: int) -> int:
     return ended.code
 
 
-def _home() -> Path:
-    from autobatch.device.profiles import data_home
-
-    return data_home(os.environ)
-
-
 def _run_other(name: str, arguments: list[str]) -> int:
-    from autobatch.cli.commands import compare, doctor, profiles, report
+    from autobatch.cli.commands import answer
 
-    stream = SafeStream(sys.stdout)
+    text = answer(name, arguments)
     # JSON escapes control characters by its own rules.
-    show = str if "--json" in arguments else printable_lines
-    code = {"doctor": doctor, "profiles": profiles, "report": report, "compare": compare}[name](
-        arguments, lambda text: print(show(text), file=cast("TextIO", stream))
-    )
-    stream.flush()
-    return code if stream.failure is None else undelivered_code(stream.failure)
+    return _write(text if "--json" in arguments else printable_lines(text))
 
 
-def _complain(error: BaseException, name: str, log: RunLog, ranks: Ranks | None, *, verbose: bool) -> int:
+def _write(text: str) -> int:
+    """Write to standard output, and return the exit code."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        return undelivered_code(error)
+    return 0
+
+
+def _report_failure(
+    error: BaseException, name: str, log: RunLog, ranks: Ranks | None, *, verbose: bool
+) -> int:
     """Print one line, unless another rank has done so, and return the exit code."""
     import traceback
 
-    from autobatch.cli.failures import describe_failure
     from autobatch.distributed.launch import fail_before_joining
 
-    complaint = describe_failure(error, folder=log.folder, measures=name in OVER_RANKS)
+    report = describe_failure(error, folder=log.folder, measures=name in OVER_RANKS)
     if ranks is None:
-        is_common = complaint.exit_code in COMMON_CODES
-        is_first, earlier = fail_before_joining(os.environ, complaint.line, is_common=is_common), None
+        is_common = report.exit_code in COMMON_CODES
+        is_first, earlier = fail_before_joining(os.environ, report.line, is_common=is_common), None
     else:
-        earlier = ranks.fail(complaint.line, complaint.exit_code)
+        earlier = ranks.fail(report.line, report.exit_code)
         is_first = earlier is None
     if not is_first:
-        return complaint.exit_code if earlier is None else earlier
+        return report.exit_code if earlier is None else earlier
     where = ""
-    if complaint.logged:
+    if report.is_logged:
         path = log.write(error)
         where = f"; full traceback: {path}" if path else "; for the traceback add --verbose"
-    print_error(complaint.line + where)
+    print_error(report.line + where)
     if verbose:
         print(printable_lines("".join(traceback.format_exception(error))), file=sys.stderr)
-    return complaint.exit_code
+    return report.exit_code
 
 
 if __name__ == "__main__":

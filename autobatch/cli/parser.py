@@ -1,26 +1,26 @@
-"""The command line of a command: its words become a workload and checked options.
+"""The words of a command, config files and environment variables become a workload and checked options.
 
-argparse splits the words and lays out the help. Every value stays text until `autobatch.core.options` checks
-it, so that messages about a wrong value read the same wherever it was given.
+Later sources win: the user's ``config.toml``, ``[tool.autobatch]`` of ``pyproject.toml``, ``autobatch.toml``
+(which replaces the table of ``pyproject.toml``), ``AUTOBATCH_…`` variables, the command line. Every value
+keeps the name of its source, so that an error can say where to correct it.
+
+argparse splits the words and lays out the help. Every value stays text until `autobatch.core.check_options`
+checks it, so that messages about a wrong value read the same wherever it was given.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-import sys
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_origin
+from typing import Any, NamedTuple, get_origin
 
-from autobatch.cli.config_files import OptionValue, configured, layered
 from autobatch.core.check_options import choices_of, expected, options_from, plain_type, unknown_option
 from autobatch.core.errors import InputError
-from autobatch.core.options import Options, fields_of
+from autobatch.core.files import read_toml
+from autobatch.core.options import Options, all_fields, fields_of
 from autobatch.core.text import LONGEST_VALUE, is_text, printable, quoted
-
-if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
 
 SUMMARIES = {
     "fit": "Probe, plan, tune and train. Save the limit, the weights and a report.",
@@ -41,14 +41,23 @@ TITLES = {
 """Titles of the help by the section of an option, in its order."""
 HELP_WORDS = ("-h", "--help", "--help-all")
 HELP_COLUMN = 27
+PREFIX = "AUTOBATCH_"
+NO_OPTIONS = frozenset({"AUTOBATCH_HOME"})
+"""Variables that begin with the prefix but are no options."""
+EXCLUSIVE = {"steps": "epochs", "epochs": "steps"}
+"""Options that exclude each other; the one from the later source wins."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Parser whose help raises if it cannot be written; argparse hides that."""
+class OptionValue(NamedTuple):
+    """Value of an option, with its source."""
 
-    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
-        """Print the help."""
-        (sys.stdout if file is None else file).write(self.format_help())
+    value: Any
+    name: str
+    """Name of the option in its source: ``--steps``, ``AUTOBATCH_STEPS``, ``steps in autobatch.toml``."""
+
+
+Layer = dict[str, OptionValue]
+"""The options that one source gives, by name."""
 
 
 def parse(
@@ -68,20 +77,108 @@ def parse(
     """
     import platformdirs
 
-    fields = fields_of(name)
     user_config = Path(platformdirs.user_config_dir("autobatch")) / "config.toml"
-    known = configured(folder, user_config, environ)
-    given = layered(known, _read(name, arguments, known))
-    options = {option: given[option] for option in fields if option in given}
+    project = folder / "autobatch.toml"
+    files = [user_config, project if project.is_file() else folder / "pyproject.toml"]
+    known = layered(*(_read_file(path) for path in files if path.is_file()), _read_variables(environ))
+    given = layered(known, _read_words(name, arguments, known))
     workload = given.get("workload")
     if workload is not None:
         _check_place(workload)
-    names = {option: _spelled(option) for option in fields}
-    names |= {option: value.name for option, value in options.items()}
-    return (
-        None if workload is None else workload.value,
-        options_from(name, {option: value.value for option, value in options.items()}, names=names),
-    )
+    options = {option: given[option] for option in fields_of(name) if option in given}
+    names = {option: _spelled(option) for option in fields_of(name)}
+    names |= {option: one.name for option, one in options.items()}
+    values = {option: one.value for option, one in options.items()}
+    return None if workload is None else workload.value, options_from(name, values, names=names)
+
+
+def layered(*layers: Layer) -> Layer:
+    """Merge layers of values; later layers win."""
+    values: Layer = {}
+    for layer in layers:
+        for name in layer:
+            if EXCLUSIVE.get(name) not in layer:
+                values.pop(EXCLUSIVE.get(name, ""), None)
+        values |= layer
+    return values
+
+
+def _read_file(path: Path) -> Layer:
+    """Read the options in a config file.
+
+    Raises:
+        InputError: it is not TOML, or an option does not exist.
+    """
+    table: Any = read_toml(path)
+    for name in ("tool", "autobatch") if path.name == "pyproject.toml" else ():
+        table = table.get(name, {})
+        if not isinstance(table, dict):
+            raise InputError(f"{path}: {name} must be a table, found {quoted(table)}")
+    values: Layer = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in _all_names():
+            raise InputError(f"{path}: {unknown_option(name, _all_names())}")
+        if name in values:
+            other = next(one for one in table if one.replace("-", "_") == name)
+            raise InputError(f"{path} has both {other} and {key}, which are one option: keep one")
+        values[name] = OptionValue(value, f"{name} in {path}")
+    return values
+
+
+def _read_variables(environ: Mapping[str, str]) -> Layer:
+    """Read the options in ``AUTOBATCH_…`` variables (``AUTOBATCH_MEMORY_BUDGET=6GiB``).
+
+    An empty variable counts as not set.
+
+    Raises:
+        InputError: a variable has the prefix, but no option has its name.
+    """
+    names = {PREFIX + name.upper(): name for name in _all_names()}
+    values: Layer = {}
+    for key, value in environ.items():
+        if not key.startswith(PREFIX) or key in NO_OPTIONS or not value:
+            continue
+        if key not in names:
+            raise InputError(f"the environment: {unknown_option(key, names)}")
+        values[names[key]] = OptionValue(value.split() if names[key] == "profile" else value, key)
+    return values
+
+
+def _read_words(name: str, arguments: list[str], known: Layer) -> Layer:
+    """Read the options that the command line gives, as text; it may spell them with underscores."""
+    types = {_spelled(option): field.type for option, field in fields_of(name).items()}
+    words = [
+        word.partition("=")[0].replace("_", "-") + "".join(word.partition("=")[1:])
+        if word.startswith("--")
+        else word
+        for word in arguments
+    ]
+    try:
+        found, extra = _parser(name, known, shows_all="--help-all" in words).parse_known_args(words)
+    except argparse.ArgumentError as error:
+        options = (error.argument_name or "").split("/")
+        if plain_type(types.get(options[0])) is not bool:
+            raise InputError(f"{options[0]} has no value: give {expected(types[options[0]])}") from None
+        pairs = [word.partition("=") for word in words]
+        option, _, value = next(pair for pair in pairs if pair[0] in options and pair[1])
+        raise InputError(f"{option} takes no value, found {quoted(value)}") from None
+    for word in extra:
+        if word.startswith("-"):
+            switches = [one for one, kind in types.items() if plain_type(kind) is bool]
+            spellings = [*types, *(f"--no-{one.removeprefix('--')}" for one in switches)]
+            see = f"see autobatch {name} --help-all"
+            raise InputError(unknown_option(word.partition("=")[0], spellings, otherwise=see))
+    if extra:
+        raise InputError(
+            f"give one WORKLOAD, found {quoted(found.workload)} and {quoted(extra[0])}; "
+            f"see autobatch {name} --help"
+        )
+    return {
+        option: OptionValue(value, "WORKLOAD" if option == "workload" else _spelled(option))
+        for option, value in vars(found).items()
+        if value is not None
+    }
 
 
 def _check_place(workload: OptionValue) -> None:
@@ -102,66 +199,16 @@ def _check_place(workload: OptionValue) -> None:
         )
 
 
-def _read(name: str, arguments: list[str], known: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
-    """Return what the command line gives, as text."""
-    types = {_spelled(option): field.type for option, field in fields_of(name).items()}
-    valued = {option for option, annotation in types.items() if plain_type(annotation) is not bool}
-    switches = types.keys() - valued
-    spellings = [*HELP_WORDS, *types, *(f"--no-{switch.removeprefix('--')}" for switch in switches)]
-    words = _joined(arguments, valued, spellings)
-    try:
-        found, extra = _parser(name, known, shows_all="--help-all" in words).parse_known_args(words)
-    except argparse.ArgumentError as error:
-        names = (error.argument_name or "").split("/")
-        if names[0] in valued:
-            raise InputError(f"{names[0]} has no value: give {expected(types[names[0]])}") from None
-        option, _, value = next(
-            (pair for pair in (word.partition("=") for word in words) if pair[0] in names and pair[1]),
-            (names[0], "", ""),
-        )
-        raise InputError(f"{option} takes no value, found {quoted(value)}") from None
-    for word in extra:
-        if word.startswith("-"):
-            see = f"see autobatch {name} --help-all"
-            raise InputError(unknown_option(word.partition("=")[0], spellings, otherwise=see))
-    if extra:
-        raise InputError(
-            f"give one WORKLOAD, found {quoted(found.workload)} and {quoted(extra[0])}; "
-            f"see autobatch {name} --help"
-        )
-    given = {option: value for option, value in vars(found).items() if value is not None}
-    return {
-        option: OptionValue(value, "WORKLOAD" if option == "workload" else _spelled(option))
-        for option, value in given.items()
-    }
-
-
-def _joined(arguments: list[str], valued: Container[str], known: Container[str]) -> list[str]:
-    """Spell options with dashes, and join them to a value that begins with one (``--study=-x``).
-
-    argparse takes every word that begins with a dash for an option.
-    """
-    words: list[str] = []
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    for word in arguments[:end]:
-        option, equals, value = word.partition("=")
-        option = option.replace("_", "-") if word.startswith("--") else option
-        if words and words[-1] in valued and word.startswith("-") and option not in known:
-            words[-1] = f"{words[-1]}={word}"
-        else:
-            words.append(option + equals + value if word.startswith("--") else word)
-    return words + arguments[end:]
-
-
-def _parser(name: str, known: Mapping[str, OptionValue], *, shows_all: bool) -> _Parser:
+def _parser(name: str, known: Layer, *, shows_all: bool) -> argparse.ArgumentParser:
     """Build the parser of a command; its help shows the common options, or all of them."""
     fields = fields_of(name).values()
     required = {field.name for field in fields if name in field.about.required_by}
     needs = "".join(f" {_spelled(one.name)} {one.about.metavar}" for one in fields if one.name in required)
-    parser = _Parser(
+    width = shutil.get_terminal_size().columns
+    parser = argparse.ArgumentParser(
         usage=f"autobatch {name} [WORKLOAD]{needs} [options]",
         description=SUMMARIES[name],
-        formatter_class=_formatter,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=HELP_COLUMN, width=width),
         add_help=False,
         allow_abbrev=False,
         exit_on_error=False,
@@ -175,11 +222,14 @@ def _parser(name: str, known: Mapping[str, OptionValue], *, shows_all: bool) -> 
     )
     for field in sorted(fields, key=lambda one: (one.name not in required, not one.about.common)):
         about = field.about
-        hint = _hint(known.get(field.name), field.default, required=field.name in required)
-        text = f"{about.text} {hint}".strip()
+        hint = "(required)" if field.name in required else ""
+        if field.name in known or not hint:
+            hint = _hint(known.get(field.name), field.default)
         groups[TITLES[field.section]].add_argument(
             _spelled(field.name),
-            help=text.replace("%", "%%") if about.common or shows_all else argparse.SUPPRESS,
+            help=f"{about.text} {hint}".strip().replace("%", "%%")
+            if about.common or shows_all
+            else argparse.SUPPRESS,
             **_keywords_of(field.type, about.metavar),
         )
     groups["output"].add_argument(*HELP_WORDS, action="help", help="Show the common options, or all of them.")
@@ -195,25 +245,19 @@ def _keywords_of(annotation: Any, metavar: str) -> dict[str, Any]:
     return {"metavar": metavar or f"{{{','.join(choices_of(annotation))}}}"}
 
 
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.HelpFormatter(
-        prog, max_help_position=HELP_COLUMN, width=shutil.get_terminal_size().columns
-    )
-
-
-def _hint(given: OptionValue | None, default: object, *, required: bool = False) -> str:
+def _hint(given: OptionValue | None, default: object) -> str:
     """Return the end of an option's help: its value if none is given on the command line."""
     if given is not None:
-        return f"(default: {_shown(given.value)}, from {printable(given.name)})"
-    if required:
-        return "(required)"
+        value = given.value
+        shown = printable(value, limit=LONGEST_VALUE) if isinstance(value, str) else quoted(value)
+        return f"(default: {shown}, from {printable(given.name)})"
     is_shown = isinstance(default, str | int | float) and default is not False
     return f"(default: {default})" if is_shown else ""
 
 
-def _shown(value: object) -> str:
-    return printable(value, limit=LONGEST_VALUE) if isinstance(value, str) else quoted(value)
-
-
 def _spelled(option: str) -> str:
     return f"--{option.replace('_', '-')}"
+
+
+def _all_names() -> set[str]:
+    return {"workload", *all_fields()}

@@ -1,4 +1,4 @@
-"""The commands that run no workload: profiles, report and doctor."""
+"""The commands that run no workload: profiles, report, compare and doctor."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import msgspec
 import pytest
 import torch
 
-from autobatch.cli.commands import HELP, compare, doctor, profiles, report, this_gpu
+from autobatch.cli.commands import HELP, answer, doctor_lines, examine
 from autobatch.core.errors import InputError
+from autobatch.core.units import GiB
+from autobatch.device.cuda_gpus import VisibleGpu
 from tests.support.sample_run import a_run, a_step
-
-COMMANDS = {"profiles": profiles, "report": report, "compare": compare, "doctor": doctor}
 
 
 @pytest.fixture(autouse=True)
@@ -23,22 +23,16 @@ def a_home_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said(name: str, *words: str) -> str:
-    lines: list[str] = []
-    assert COMMANDS[name](list(words), lines.append) == 0
-    return "\n".join(lines)
+    return answer(name, list(words))
 
 
 @pytest.mark.parametrize("name", HELP)
-@pytest.mark.parametrize("word", ["-h", "--help", "--help-all"])
-def test_the_help_is_short(name: str, word: str) -> None:
-    text = said(name, word)
-    assert text.startswith(f"usage: autobatch {name}")
-    assert text.count("\n") < 40
-    assert max(map(len, text.splitlines())) <= 80
-
-
-@pytest.mark.parametrize("name", HELP)
-def test_unknown_options_are_refused(name: str) -> None:
+def test_the_help_is_short_and_unknown_options_are_refused(name: str) -> None:
+    for word in ("-h", "--help", "--help-all"):
+        text = said(name, word)
+        assert text.startswith(f"usage: autobatch {name}")
+        assert text.count("\n") < 40
+        assert max(map(len, text.splitlines())) <= 80
     with pytest.raises(InputError, match=f"there is no option --foo; see autobatch {name} --help"):
         said(name, "--foo")
 
@@ -64,7 +58,7 @@ def test_a_profile_is_shown_as_toml_and_as_json() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can be saved")
 def test_a_profile_is_saved_only_with_a_gpu() -> None:
     with pytest.raises(InputError, match="needs a CUDA GPU, and torch finds none"):
-        this_gpu("mine")
+        said("profiles", "save", "mine")
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -94,7 +88,50 @@ def test_the_doctor_prints_lines_or_one_object(tmp_path: Path) -> None:
     assert {"schema", "autobatch", "host", "cuda", "nvml", "versions", "home", "missing"} <= found.keys()
     assert found["home"] == str(tmp_path / "home")
     assert found["versions"]["torch"] == version("torch")
+    assert found["cuda"]["available"] == torch.cuda.is_available()
+    assert (found["cuda"]["built_for"] is None) == any("built without" in one for one in found["missing"])
+    assert found["nvml"]["available"] != any(one.startswith("NVML: ") for one in found["missing"])
     assert f"home     {tmp_path / 'home'}" in said("doctor").splitlines()
+
+
+def test_the_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    old = VisibleGpu(index=1, name="V100", uuid=None, total_bytes=16 * GiB, free_bytes=None, capability="7.0")
+    new = msgspec.structs.replace(old, index=0, capability="9.0")
+    monkeypatch.setattr("autobatch.device.cuda_gpus.visible_gpus", lambda: [new, old])
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90"])
+    missing = examine()["missing"]
+    assert missing[0].startswith("a CUDA GPU that torch can use")
+    (line,) = [one for one in missing if one.startswith("kernels: ")]
+    assert line.startswith("kernels: cuda:1 has compute capability 7.0, and torch ")
+
+
+def test_the_lines_name_the_gpu_the_holders_and_the_versions() -> None:
+    gpu = {"name": "NVIDIA L4", "free_bytes": 20 * GiB}
+    visible = {**gpu, "index": 1, "total_bytes": 22 * GiB, "capability": "8.9"}
+    holders = [{"pid": 7, "name": None, "used_bytes": 2 * GiB}]
+    memory = {"available_bytes": 3 * GiB, "total_bytes": 4 * GiB, "source": "cgroup"}
+    findings = {
+        "host": {"name": "AMD EPYC", "cores": 8, **memory},
+        "cuda": {"available": True, "built_for": "13.0", "gpus": [visible]},
+        "nvml": {"available": True, "gpus": [{**gpu, "holders": holders}]},
+        "versions": {"python": "3.12.4", "torch": "2.13.0", "tensorboard": None},
+        "home": "/home/me/autobatch",
+        "missing": ["a driver"],
+    }
+    assert doctor_lines(findings) == [
+        "host     AMD EPYC, 8 cores",
+        "memory   3.00 GiB available of 4.00 GiB (cgroup)",
+        "cuda     torch built for CUDA 13.0",
+        "         cuda:1 NVIDIA L4, 22.0 GiB, 20.0 GiB free, cc 8.9",
+        "nvml     available",
+        "         NVIDIA L4: 20.0 GiB free",
+        "           process 7  2.00 GiB",
+        "versions python 3.12.4, torch 2.13.0",
+        "home     /home/me/autobatch",
+        "missing  a driver",
+    ]
 
 
 def test_a_report_of_figures_that_no_float_holds_is_refused_in_one_line(tmp_path: Path) -> None:

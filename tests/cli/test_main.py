@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -169,3 +170,16 @@ assert not heavy, heavy
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode()
+
+
+def test_json_is_all_of_standard_output_and_a_wrong_reference_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    demo = "autobatch.workload.demo:workload"
+    assert cli.run(["estimate", demo, "--profile", "t4", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["estimates"][0]["profile"] == "t4"
+    assert "t4" in err
+    assert cli.run(["estimate", "nowhere.py"]) == 2
+    assert "there is no file nowhere.py" in capsys.readouterr().err
+    assert set(cli.PARTS) == set(cli.RUNNING)

@@ -1,15 +1,43 @@
-"""The words of a command: how they are read, and what the help shows."""
+"""The words of a command, config files and variables: how they are read, which wins, and what help shows."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autobatch.cli.main import RUNNING
-from autobatch.cli.parser import TITLES, parse
+from autobatch.cli.parser import TITLES, OptionValue, layered, parse
+from autobatch.core.check_options import options_from
+from autobatch.core.errors import InputError
 from autobatch.core.options import fields_of
+
+PLACES = ("config.toml", "pyproject.toml", "autobatch.toml", "variable", "command line")
+"""Earliest first: later ones win."""
+
+
+def give(place: str, folder: Path, environ: dict[str, str], words: list[str], steps: int) -> None:
+    match place:
+        case "config.toml":
+            path = folder / "config" / "autobatch" / "config.toml"
+            path.parent.mkdir(parents=True)
+            path.write_text(f"steps = {steps}\n")
+        case "pyproject.toml":
+            (folder / "pyproject.toml").write_text(f"[tool.autobatch]\nsteps = {steps}\n")
+        case "autobatch.toml":
+            (folder / "autobatch.toml").write_text(f"steps = {steps}\n")
+        case "variable":
+            environ["AUTOBATCH_STEPS"] = str(steps)
+        case _:
+            words += ["--steps", str(steps)]
+
+
+def parsed(folder: Path, *words: str, **environ: str) -> tuple[str | None, Any]:
+    return parse("fit", ["--target-batch", "8", *words], folder=folder, environ=environ)
 
 
 @pytest.fixture(autouse=True)
@@ -19,8 +47,133 @@ def a_screen_of_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
-def parsed(folder: Path, *words: str, **environ: str) -> Any:
-    return parse("fit", ["--target-batch", "8", *words], folder=folder, environ=environ)[1]
+@pytest.mark.parametrize("number", range(len(PLACES)))
+def test_later_sources_win(number: int, tmp_path: Path) -> None:
+    environ: dict[str, str] = {}
+    words: list[str] = []
+    for steps, place in enumerate(PLACES[: number + 1], start=1):
+        give(place, tmp_path, environ, words, steps)
+    _, options = parsed(tmp_path, *words, **environ)
+    assert options.train.steps == number + 1
+
+
+def test_autobatch_toml_replaces_the_table_of_pyproject(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.autobatch]\ntrials = 3\nworkload = "a:b"\n')
+    assert parsed(tmp_path)[0] == "a:b"
+    assert parsed(tmp_path)[1].tune.trials == 3
+    (tmp_path / "autobatch.toml").write_text('steps = 2\nworkload = "c:d"\n')
+    workload, options = parsed(tmp_path)
+    assert (workload, options.tune.trials, options.train.steps) == ("c:d", None, 2)
+    assert parsed(tmp_path, "e:f")[0] == "e:f"
+    assert parsed(tmp_path, AUTOBATCH_WORKLOAD="g:h")[0] == "g:h"
+
+
+def test_the_later_of_two_exclusive_options_wins(tmp_path: Path) -> None:
+    (tmp_path / "autobatch.toml").write_text("epochs = 3\n")
+    options = parsed(tmp_path, "--steps", "5")[1]
+    assert (options.train.steps, options.train.epochs) == (5, None)
+    options = parsed(tmp_path, "--epochs", "2", AUTOBATCH_STEPS="7")[1]
+    assert (options.train.steps, options.train.epochs) == (None, 2)
+    with pytest.raises(InputError, match=r"--steps 5 and --epochs 2 exclude each other: give one"):
+        parsed(tmp_path, "--steps", "5", "--epochs", "2")
+
+
+def test_a_list_option_accepts_a_single_value(tmp_path: Path) -> None:
+    (tmp_path / "autobatch.toml").write_text("profile = 'l4'\n")
+    assert parse("estimate", [], folder=tmp_path, environ={})[1].search.profile == ["l4"]
+    assert options_from("estimate", {"profile": "t4"}).search.profile == ["t4"]
+
+
+def test_options_of_other_commands_are_ignored(tmp_path: Path) -> None:
+    (tmp_path / "autobatch.toml").write_text("steps = 3\ntarget_batch = 8\n")
+    _, options = parse("probe", [], folder=tmp_path, environ={})
+    assert options.command == "probe"
+    assert parse("plan", [], folder=tmp_path, environ={})[1].target_batch == 8
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("stpes = 3", r"autobatch.toml: there is no option stpes; did you mean steps\?"),
+        ("zzz = 3", "autobatch.toml: there is no option zzz; there are: all, base_batch"),
+        ("[fit]\nsteps = 3", "there is no option fit"),
+        ("steps = ", "autobatch.toml is not TOML"),
+        ("steps = 0", "steps in .*autobatch.toml must be a whole number of 1 or more, found 0"),
+        ("steps = 1.5", "must be a whole number of 1 or more, found 1.5"),
+        ("steps = true", "must be a whole number of 1 or more, found True"),
+        ("json = 'perhaps'", "json in .* must be true or false, found 'perhaps'"),
+        ("device = 3", "device in .* must be text, found 3"),
+        ("precision = 'fp8'", "must be one of auto, fp32, bf16, fp16, found 'fp8'"),
+        ("out = 1979-05-27", "out in .* must be text"),
+        ("workload = 3", "workload in .* must be file.py"),
+        ("memory_budget = 1.5", "memory_budget in .* must be text or a whole number"),
+        ("memory_budget = 'lots'", "memory_budget in .*: 'lots' is not a size in bytes"),
+        ("timeout = nan", "timeout in .* must be a number over 0, found nan"),
+        ("seed = 99999999999", "seed in .* must be a whole number from 0 to 2147483647"),
+    ],
+)
+def test_an_invalid_file_is_named_with_the_expected_value(content: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "autobatch.toml").write_text(content + "\n")
+    with pytest.raises(InputError, match=said) as found:
+        parsed(tmp_path)
+    assert str(tmp_path) in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_other_invalid_sources_are_named(tmp_path: Path) -> None:
+    for variables, said in (
+        ({"AUTOBATCH_STPES": "3"}, r"the environment: .*AUTOBATCH_STPES; did you mean AUTOBATCH_STEPS\?"),
+        ({"AUTOBATCH_STEPS": "x"}, "AUTOBATCH_STEPS must be a whole number of 1 or more, found 'x'"),
+    ):
+        with pytest.raises(InputError, match=said):
+            parsed(tmp_path, **variables)
+    for content in ("tool = 3", "[tool]\nautobatch = 3"):
+        (tmp_path / "pyproject.toml").write_text(content)
+        with pytest.raises(InputError, match=r"pyproject.toml: (tool|autobatch) must be a table, found 3"):
+            parsed(tmp_path)
+    (tmp_path / "pyproject.toml").write_bytes(b"\xff")
+    with pytest.raises(InputError, match=r"pyproject.toml is not TOML"):
+        parsed(tmp_path)
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'theirs'\n")
+    assert parsed(tmp_path)[1].train.steps is None
+
+
+def test_other_variables_are_ignored(tmp_path: Path) -> None:
+    environ = {"AUTOBATCH_HOME": "/home", "AUTOBATCH_STEPS": "", "PATH": "/bin", "autobatch_steps": "4"}
+    assert parsed(tmp_path, **environ)[1] == parsed(tmp_path)[1]
+
+
+WORDS = {"steps": st.integers(1, 9), "epochs": st.integers(1, 9), "trials": st.integers(0, 9)}
+
+
+@given(st.lists(st.fixed_dictionaries({}, optional=WORDS), max_size=5))
+def test_merged_layers_keep_the_latest_value(layers: list[Mapping[str, int]]) -> None:
+    named = [{name: OptionValue(value, name) for name, value in layer.items()} for layer in layers]
+    merged = layered(*named)
+    for name, one in merged.items():
+        last = max(n for n, layer in enumerate(layers) if name in layer)
+        assert one.value == layers[last][name]
+    both = {"steps", "epochs"}
+    if both <= merged.keys():
+        assert any(both <= layer.keys() for layer in layers)
+    assert {n for layer in layers for n in layer} - both <= merged.keys()
+
+
+@pytest.mark.parametrize("order", [("target-batch", "target_batch"), ("target_batch", "target-batch")])
+def test_one_option_in_two_spellings_is_refused(tmp_path: Path, order: tuple[str, str]) -> None:
+    lines = [f"{name} = {number}" for number, name in enumerate(order, 8)]
+    (tmp_path / "autobatch.toml").write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(InputError, match=f"has both {order[0]} and {order[1]}, which are one"):
+        parsed(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["a = " + "[" * 100_000, "steps = " + "9" * 5000, "steps = 0x" + "f" * 9000 + "g"]
+)
+def test_a_file_that_python_cannot_hold_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "autobatch.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=r"autobatch.toml is not TOML: "):
+        parsed(tmp_path)
 
 
 def help_text(command: str, word: str, capsys: pytest.CaptureFixture[str], **environ: str) -> str:
@@ -46,16 +199,16 @@ def group_of(text: str) -> dict[str, str]:
 
 def test_dashes_and_underscores_are_the_same(tmp_path: Path) -> None:
     (tmp_path / "autobatch.toml").write_text('memory-budget = "6GiB"\nmax_micro_batch = 4\n')
-    options = parsed(tmp_path, "--lr_rule", "linear", "--base-batch=4")
+    options = parsed(tmp_path, "--lr_rule", "linear", "--base-batch=4")[1]
     assert (options.device.memory_budget, options.search.max_micro_batch) == ("6GiB", 4)
     assert (options.batch.lr_rule, options.batch.base_batch) == ("linear", 4)
 
 
 def test_a_switch_can_be_taken_back(tmp_path: Path) -> None:
     (tmp_path / "autobatch.toml").write_text("json = true\nquiet = true\n")
-    options = parsed(tmp_path, "--no-json")
+    options = parsed(tmp_path, "--no-json")[1]
     assert (options.output.json, options.output.quiet, options.train.resume) == (False, True, False)
-    assert parsed(tmp_path, "--json", "--resume", AUTOBATCH_QUIET="false").output.quiet is False
+    assert parsed(tmp_path, "--json", "--resume", AUTOBATCH_QUIET="false")[1].output.quiet is False
 
 
 @pytest.mark.parametrize(
@@ -76,16 +229,14 @@ def test_an_option_with_several_values_may_be_given_several_times(
 @pytest.mark.parametrize(
     ("words", "option", "value"),
     [
-        (["--study", "-x"], "study", "-x"),
         (["--study=-x"], "study", "-x"),
-        (["--study", "--my_study"], "study", "--my_study"),
         (["--out", "-"], "out", "-"),
         (["--study", "a=b"], "study", "a=b"),
         (["--study", ""], "study", ""),
     ],
 )
 def test_a_value_may_begin_with_a_dash(words: list[str], option: str, value: str, tmp_path: Path) -> None:
-    assert parsed(tmp_path, *words).by_name()[option] == value
+    assert parsed(tmp_path, *words)[1].by_name()[option] == value
 
 
 @pytest.mark.parametrize("words", [["a:b", "--json"], ["--json", "a:b"], ["--json", "--", "a:b"]])

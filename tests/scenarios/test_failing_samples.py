@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 import autobatch
-from autobatch.cli.failures import describe_failure
+from autobatch.cli.output import describe_failure
 from autobatch.core.errors import UserCodeError
 from tests.support.training import make_workload, points
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autobatch
-from autobatch.cli.failures import describe_failure
+from autobatch.cli.output import describe_failure
 from autobatch.core.errors import InputError
 from autobatch.core.progress import Progress
 from autobatch.training.run import train

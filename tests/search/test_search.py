@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autobatch.cli.failures import Terminated
+from autobatch.cli.output import Terminated
 from autobatch.core.records import Attempt
 from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator

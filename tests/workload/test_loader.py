@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 
-from autobatch.cli.failures import describe_failure
+from autobatch.cli.output import describe_failure
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError, UserCodeError
 from autobatch.core.knobs import PIN_MEMORY
 from autobatch.core.signals import STOPPING
