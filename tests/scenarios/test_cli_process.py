@@ -80,21 +80,6 @@ def test_fit_prints_one_json_object_to_stdout_and_all_else_to_stderr(tmp_path: P
     assert json.loads((tmp_path / found["out"] / "result.json").read_text())["plan"] == found["plan"]
 
 
-@SLOW
-def test_plan_and_probe_print_only_their_parts(tmp_path: Path, train: Path) -> None:
-    both = {"schema", "autobatch", "device", "probe"}
-    for words, parts in [
-        (("plan", "--target-batch", 8), both | {"plan", "profile", "report"}),
-        (("probe",), both),
-    ]:
-        ran = autobatch(tmp_path, *words, "train.py:workload", *BUDGET, "--json", "--quiet")
-        assert ran.code == 0
-        assert ran.json.keys() == parts
-        assert ran.json.get("report") is None
-        assert "fits  " in ran.err
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.usefixtures("warm_children")
 @pytest.mark.parametrize(
     ("words", "code", "said"),

@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 from autobatch.core.errors import NonFiniteError
-from tests.support.overflow import Overflow
+from tests.support.overflow import Overflow, flagged
+from tests.support.overflow import loss as overflowing_loss
 from tests.support.training import (
     Rows,
     apart,
     make_loop,
     make_workload,
     mean_loss,
+    network,
     points,
     reference,
     weights,
@@ -132,12 +134,6 @@ def test_the_fourth_skipped_step_in_a_row_ends_the_run_and_names_its_sample() ->
     assert (loop.batches_seen, loop.steps_applied) == (3, 0)
 
 
-def test_an_applied_step_resets_the_count() -> None:
-    loop = open_loop(data(1, 0, 1, 3))
-    assert [record.applied for record in loop.run()] == [False, False, True, False]
-    assert loop.skipped_steps_in_a_row == 1
-
-
 def test_a_step_whose_buffers_cannot_be_restored_is_not_skipped() -> None:
     class Table(nn.Module):
         """Model that writes into a large buffer."""
@@ -156,3 +152,54 @@ def test_a_step_whose_buffers_cannot_be_restored_is_not_skipped() -> None:
         NonFiniteError, match="cannot be skipped, because the forward pass changed a large buffer"
     ):
         next(loop.run())
+
+
+# In fp16 an overflow skips a step and halves the loss scale, and changes nothing else.
+
+
+def fp16_loop(data: Rows, **options):
+    """Make a loop of four steps of 8 samples, whose schedule halves the learning rate after each."""
+    workload = make_workload(
+        model=lambda: network(torch.float32),
+        train_data=data,
+        loss=overflowing_loss,
+        schedule=lambda optimizer, steps: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+    )
+    return make_loop(workload, target_batch=8, micro_batch=2, steps=4, precision="fp16", **options)
+
+
+def test_an_overflow_in_micro_batch_2_of_4_skips_the_step_and_nothing_else() -> None:
+    bad = next(fp16_loop(flagged(set())).sampler.batches(1)).ids[2]
+    loop = fp16_loop(flagged({bad}), ema=0.9)
+    run = loop.run()
+    next(run)
+    scaler = loop.train_state.scaler
+    before = weights(loop.train_state.model)
+    averages = [tensor.clone() for tensor in loop.train_state.average.tensors()]
+    scale = scaler.get_scale()
+    schedule = loop.schedules[0].state_dict()
+    skipped = next(run)
+    assert not skipped.applied
+    assert skipped.grad_norm is None
+    assert math.isfinite(skipped.loss)
+    assert torch.equal(weights(loop.train_state.model), before)
+    assert all(map(torch.equal, loop.train_state.average.tensors(), averages))
+    assert scaler.get_scale() == scale / 2
+    assert loop.schedules[0].state_dict() == schedule
+    assert (loop.batches_seen, loop.steps_applied, skipped.samples) == (2, 1, 16)
+    after = next(run)
+    assert after.applied
+    assert scaler.get_scale() == scale / 2
+    assert (loop.batches_seen, loop.steps_applied) == (3, 2)
+    assert after.learning_rate == skipped.learning_rate == 0.05
+
+
+def test_gradients_that_overflow_at_every_scale_end_the_run() -> None:
+    loop = fp16_loop(flagged(set(range(32))))
+    loop.train_state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-9)
+    run = loop.run()
+    assert not next(run).applied
+    before = weights(loop.train_state.model)
+    with pytest.raises(NonFiniteError, match=r"gradient of step 2 is not finite at a loss scale of"):
+        next(run)
+    assert torch.equal(weights(loop.train_state.model), before)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import nn
 
-from autobatch.training.loop import Loop
-from tests.support.training import Rows, make_loop, make_workload, mean_loss, network, points
+from tests.support.training import Rows, mean_loss, points
 
 
 class Overflow(torch.autograd.Function):
@@ -37,25 +35,3 @@ def flagged(bad: set[int], samples: int = 32) -> Rows:
 def loss(model: nn.Module, batch) -> torch.Tensor:
     inputs, labels, bad = batch
     return Overflow.apply(mean_loss(model, (inputs, labels)), bad)
-
-
-TARGET = 8
-
-
-def fp16_loop(data: Rows, *, ema: float | None = None, **changes: Any) -> Loop:
-    """Make a loop of four fp16 steps, whose schedule halves the learning rate after each."""
-    workload = make_workload(
-        **{
-            "model": lambda: network(torch.float32),
-            "train_data": data,
-            "loss": loss,
-            "schedule": lambda optimizer, steps: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
-            **changes,
-        }
-    )
-    return make_loop(workload, target_batch=TARGET, micro_batch=2, steps=4, precision="fp16", ema=ema)
-
-
-def batch_ids(loop: Loop, index: int) -> list[int]:
-    """Return the samples of a batch."""
-    return next(loop.sampler.batches(index)).ids

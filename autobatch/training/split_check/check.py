@@ -144,44 +144,38 @@ class FirstBatch:
         """
         records = loop.run()
         if self.check != "off" and self.before.fault is None and not self.before.writes:
-            yield from self._first(loop, records)
+            kept = loop.kept = KeptBatch()
+            try:
+                record = next(records, None)
+            finally:
+                loop.kept = None
+            if record is None:
+                return
+            if record.accumulation_steps > 1:
+                self._judge(self._compare(loop, kept, record))
+            del kept
+            yield record
         yield from records
-
-    def _first(self, loop: Loop, records: Iterator[StepRecord]) -> list[StepRecord]:
-        """Train the first batch, compare it, and return its record; empty if there is none."""
-        kept = loop.kept = KeptBatch()
-        try:
-            record = next(records, None)
-        finally:
-            loop.kept = None
-        if record is None:
-            return []
-        if record.accumulation_steps > 1:
-            self._judge(self._compare(loop, kept, record))
-        return [record]
 
     def _compare(self, loop: Loop, kept: KeptBatch, record: StepRecord) -> Finding:
         """Compare as many samples of the batch as time and memory allow."""
-        finding = Finding()
+        finding, kind = Finding(), None
         with preserved_random_state(), loop.meter.uncounted():
             whole, sizes = join_parts(kept.micro_batches)
-            most = int(SECONDS * len(kept) / (PASSES * max(record.seconds, 1e-9)))
-            most = max(FEW_SAMPLES, most)
-            while min(sum(sizes), most) >= 2:
+            most = max(FEW_SAMPLES, int(SECONDS * len(kept) / (PASSES * max(record.seconds, 1e-9))))
+            while kind is None and min(sum(sizes), most) >= 2:
                 if sum(sizes) > most or len(sizes) < 2:
                     sizes = _sizes(self.setup, min(sum(sizes), most))
                     whole = cut(whole, slice(sum(sizes)))
-                finding = self._compare_split(loop, cut_split(whole, sizes))
-                if not finding.has_failed:
-                    break
+                finding, kind = self._compare_split(loop, cut_split(whole, sizes))
                 most = sum(sizes) // 2
         if loop.device.allocator_config is not None:
             # A probe starts with an empty cache, and so does the next step.
             loop.device.release()
         with loop.device.training():  # the peaks of a GPU count from the beginning of its last session
-            return finding
+            return finding if kind is not None else Finding()
 
-    def _compare_split(self, loop: Loop, split: SplitSamples) -> Finding:
+    def _compare_split(self, loop: Loop, split: SplitSamples) -> tuple[Finding, PassType | None]:
         """Compare samples of the batch, within the memory budget."""
         train_state = loop.train_state
         with loop.device.enforced() as meter:
@@ -190,11 +184,10 @@ class FirstBatch:
                 meter.count(tensors_of(list(optimizer.state.values())))
             if train_state.average is not None:
                 meter.count(train_state.average.tensors())
-            kinds = pass_types(self.setup, in_training=True)
-            finding, _ = compare(self.setup, meter, split, kinds)
-        if finding.has_failed:
+            found = compare(self.setup, meter, split, pass_types(self.setup, in_training=True))
+        if found[1] is None:
             loop.device.release()
-        return finding
+        return found
 
     def _judge(self, found: Finding) -> None:
         """Raise or note what was found; what could not be checked before is known."""
@@ -203,7 +196,7 @@ class FirstBatch:
             if self.check == "error":
                 raise InputError(f"{fault}. {ANYWAY}")
             self.note(fault)
-        elif found.unchecked is not None and not found.has_failed and self.before.unchecked is None:
+        elif found.unchecked is not None and self.before.unchecked is None:
             self.note(f"while training, {found.notes(is_split=True)[0]}")
 
 

@@ -63,8 +63,6 @@ class Finding(NamedTuple):
     """Reason why the gradient of a batch is not that of its parts."""
     unchecked: str | None = None
     """Reason why the check could not be made."""
-    has_failed: bool = False
-    """True if the check could not be made because the workload raised, or memory ran out."""
     remarks: tuple[str, ...] = ()
     """What else splitting a batch changes."""
     writes: str = ""
@@ -117,7 +115,7 @@ def compare(
         kinds: the types of passes to try.
 
     Returns:
-        The finding, and the type of pass; None if there was none.
+        The finding, and the type of pass; None if the workload raised in all, or memory ran out.
     """
     finding = Finding()
     for kind in kinds:
@@ -133,7 +131,7 @@ def compare(
             reason = f"the model or the loss raised {first_line(error)}"
             if classify(error) is not Verdict.NONE:
                 reason = f"memory ran out for {split.samples} samples"
-            finding = Finding(unchecked=reason, has_failed=True)
+            finding = Finding(unchecked=reason)
     return finding, None
 
 
