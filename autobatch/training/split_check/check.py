@@ -21,7 +21,7 @@ from autobatch.setup.setup import Setup
 from autobatch.training.batchnorm import batch_norm_notes, batch_norms, smallest_micro_batch
 from autobatch.training.loop import KeptBatch, Loop
 from autobatch.training.split_check.compare import Finding, compare, find_written, pass_types
-from autobatch.training.split_check.gradient import PassType, open_runner
+from autobatch.training.split_check.passes import PassType, open_runner
 from autobatch.training.split_check.samples import (
     SampleChoice,
     SplitSamples,

@@ -24,10 +24,12 @@ from autobatch.core.errors import InputError
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.setup.setup import Setup
-from autobatch.training.split_check.draws import SEED, NoDropout, SameDraws
-from autobatch.training.split_check.gradient import (
+from autobatch.training.split_check.passes import (
+    SEED,
     GradientRunner,
+    NoDropout,
     PassType,
+    SameDraws,
     SampleGradient,
     names_of,
     open_runner,

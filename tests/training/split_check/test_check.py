@@ -17,7 +17,7 @@ from autobatch.core.errors import InputError
 from autobatch.training.split_check import check as checks
 from autobatch.training.split_check.check import check_loss_splits, examine_loss
 from autobatch.training.split_check.compare import Finding
-from autobatch.training.split_check.gradient import PassType
+from autobatch.training.split_check.passes import PassType
 from autobatch.workload.contract import Loss, WholeBatchLoss
 from autobatch.workload.order import GlobalBatchSampler
 from benchmarks.workloads import WORKLOADS

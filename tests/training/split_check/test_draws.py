@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from autobatch.training.split_check.draws import NoDropout, SameDraws
+from autobatch.training.split_check.passes import NoDropout, SameDraws
 
 
 def uniform(samples: int) -> torch.Tensor:
