@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autobatch.training.checkpoints.checkpoint import list_checkpoints
-from autobatch.training.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
-from autobatch.training.checkpoints.state_file import STATE
+from autobatch.training.checkpoint import MANIFEST, list_checkpoints, read_manifest, write_manifest
 from autobatch.training.resume import load_run_state
 from autobatch.training.run_folder import CHECKPOINTS
+from autobatch.training.state_file import STATE
 from benchmarks.tiny_run import tiny_workload, trained_run
 
 TENSORS = "state-00001.safetensors"

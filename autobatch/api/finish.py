@@ -18,7 +18,7 @@ from autobatch.core.version import versions
 from autobatch.device.host import usable_cores
 from autobatch.device.nvml import driver_version
 from autobatch.report.result import Result, load_run
-from autobatch.training.checkpoints.checkpoint import list_checkpoints
+from autobatch.training.checkpoint import list_checkpoints
 from autobatch.training.run_folder import CHECKPOINTS, REPORT, RESULT
 
 GIT_SECONDS = 5.0

@@ -17,8 +17,7 @@ from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.distributed.launch import open_ranks
 from autobatch.distributed.ranks import VERDICT, Ranks
-from autobatch.training.checkpoints.checkpoint import list_checkpoints
-from autobatch.training.checkpoints.load import Loaded
+from autobatch.training.checkpoint import Loaded, list_checkpoints
 from autobatch.training.run_folder import CHECKPOINTS, claim_folder
 from autobatch.workload.data_digest import DataDigest, check_same_data
 

@@ -21,7 +21,7 @@ from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.report.result import Result
 from autobatch.setup.setup import KeyValue, Setup, data_of_setup, device_key
 from autobatch.training.build import order_changes, split_changes
-from autobatch.training.checkpoints.load import Loaded
+from autobatch.training.checkpoint import Loaded
 from autobatch.training.resume import (
     changes_since_checkpoint,
     check_same_data_order,

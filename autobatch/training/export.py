@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from autobatch.core.errors import CheckpointError, InputError
 from autobatch.core.version import __version__
-from autobatch.device.oom import is_oom
 from autobatch.distributed.engine import Engine
 from autobatch.setup.session import Session
 from autobatch.step.train_state import TrainState
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
+from autobatch.training.state_file import can_be_written
 from autobatch.workload.contract import kind_of
 
 METADATA = {"format": "pt", "autobatch": __version__}
@@ -93,17 +93,11 @@ def examine_weights(session: Session) -> None:
 
 def _not_exportable(value: object) -> str | None:
     """Return what makes a value of a state dict one that safetensors cannot hold; None if it can."""
-    from safetensors.torch import save
-
     if not isinstance(value, Tensor):
         return kind_of(value)
     if value.layout is not torch.strided:
         return f"a tensor in the layout {str(value.layout).removeprefix('torch.')}"
-    try:
-        save({"one": torch.zeros(1, dtype=value.dtype, device="cpu")})
-    except Exception as error:  # whatever it raises for a type that it does not know
-        if is_oom(error):
-            raise
+    if not can_be_written(value.dtype):
         return f"of type {str(value.dtype).removeprefix('torch.')}"
     return None
 

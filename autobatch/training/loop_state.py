@@ -14,13 +14,12 @@ state of its generators.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
 from autobatch.core.units import format_bytes
@@ -28,8 +27,8 @@ from autobatch.device.oom import first_line, is_oom
 from autobatch.step.ema import load_average
 from autobatch.step.tensors import is_sharded
 from autobatch.step.train_state import TrainState
-from autobatch.training.checkpoints.state_file import pack, replace_sharded, sharded_tensors
 from autobatch.training.loop import Loop
+from autobatch.training.state_file import replace_sharded, sharded_tensors
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.rng import (
     capture_random_state,
@@ -82,21 +81,17 @@ def restore_loop(
         InputError: the state belongs to another model, optimizer or schedule.
         DoesNotFitError: memory runs out while it is restored.
     """
-    watch = _OomWatch()
     try:
-        with watch:
-            _restore_train_state(loop, _with_shards(loop, state, folder))
-            _restore_random_of_rank(loop, state, same_hardware=same_hardware)
+        _restore_train_state(loop, _with_shards(loop, state, folder))
+        _restore_random(loop, state, same_hardware=same_hardware)
     except AutobatchError:
         raise
     except Exception as error:  # a user's optimizer or schedule may raise anything
-        oom = error if is_oom(error) else watch.error
-        if oom is not None:
-            raise DoesNotFitError(_not_enough_memory(loop, state, oom)) from error
-        text = (str(error).splitlines() or [""])[0]
+        if is_oom(error):
+            raise DoesNotFitError(_not_enough_memory(loop, state, error)) from error
         raise InputError(
-            "the checkpoint was written with another model, optimizer or schedule "
-            f"({type(error).__name__}: {text}). Give the same workload, or start without --resume"
+            f"the checkpoint was written with another model, optimizer or schedule ({first_line(error)}). "
+            "Give the same workload, or start without --resume"
         ) from error
     counters = state["counters"]
     loop.batches_seen = counters["batches_seen"]
@@ -141,18 +136,20 @@ def _with_shards(loop: Loop, state: Mapping[str, Any], folder: Path | None) -> M
     if wanted:
         assert folder is not None
         # The weights are read in place.
-        into = sharded_parameters(loop.train_state)
-        state = replace_sharded(state, read_shards(folder, wanted, mesh=mesh, into=into))
+        tensors = read_shards(folder, wanted, mesh=mesh, into=sharded_parameters(loop.train_state))
+        state = replace_sharded(dict(state), lambda one: tensors[one.name])
     return state if mesh is None else shard_like(loop.train_state, state, mesh)
 
 
-def _restore_random_of_rank(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -> None:
+def _restore_random(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -> None:
     """Restore the random states of this rank, or seed it anew if the checkpoint has no such rank."""
-    ranks, saved = loop.engine.ranks, state["random"]
-    if ranks.rank < len(saved):
-        _restore_random(saved[ranks.rank], with_cuda=same_hardware)
-    else:
-        seed_rank(loop.sampler.seed, ranks.rank, state["counters"]["batches_seen"])
+    rank, of_ranks = loop.engine.ranks.rank, state["random"]
+    if rank >= len(of_ranks):
+        seed_rank(loop.sampler.seed, rank, state["counters"]["batches_seen"])
+        return
+    saved, current = random_state_of(of_ranks[rank]), capture_random_state()
+    cuda = saved.cuda if same_hardware and len(saved.cuda) == len(current.cuda) else []
+    restore_random_state(current._replace(**saved._replace(cuda=cuda)._asdict()))
 
 
 def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
@@ -173,29 +170,6 @@ def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
     loop.noise.load_state_dict(state["noise"])
 
 
-class _OomWatch(TorchFunctionMode):
-    """A watch that keeps the first out-of-memory error of a tensor operation.
-
-    ``nn.Module.load_state_dict`` turns every error of a copy into the text of a RuntimeError.
-    """
-
-    error: Exception | None = None
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        try:
-            return func(*args, **(kwargs or {}))
-        except Exception as error:
-            if self.error is None and is_oom(error):
-                self.error = error
-            raise
-
-
 def _not_enough_memory(loop: Loop, state: Mapping[str, Any], error: Exception) -> str:
     shared = sum(one.nbytes for one in sharded_tensors(state).values())
     own = shared if loop.engine.mesh is None else -(-shared // loop.engine.ranks.world)
@@ -205,23 +179,6 @@ def _not_enough_memory(loop: Loop, state: Mapping[str, Any], error: Exception) -
         f"memory budget is {format_bytes(loop.device.budget_bytes)}: {first_line(error).rstrip('.')}. The "
         "checkpoint is intact: free memory, or give a larger --memory-budget, then resume again"
     )
-
-
-def check_checkpoint_state(state: Mapping[str, Any]) -> None:
-    """Check that a checkpoint can hold this state; the values of tensors are not looked at.
-
-    Raises:
-        InputError: it holds objects that a checkpoint cannot hold; names the part.
-    """
-    for part, value in state.items():
-        try:
-            pack({"names": state["names"], part: value})
-        except TypeError as error:
-            raise InputError(
-                f"the state of the workload's {part} cannot be kept in a checkpoint, which is read without "
-                f"executing code, found {error}: keep only numbers, text, tensors and lists, tuples, sets "
-                "and dicts of them"
-            ) from None
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -260,9 +217,3 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
                 optimizer.state[parameter][name] = made.copy_(value)
             elif optimizer.state[parameter][name].dtype != value.dtype:
                 optimizer.state[parameter][name] = value.to(device, copy=True)
-
-
-def _restore_random(plain: Mapping[str, Any], *, with_cuda: bool) -> None:
-    saved, current = random_state_of(plain), capture_random_state()
-    cuda = saved.cuda if with_cuda and len(saved.cuda) == len(current.cuda) else []
-    restore_random_state(current._replace(**saved._replace(cuda=cuda)._asdict()))

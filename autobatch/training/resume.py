@@ -1,25 +1,36 @@
-"""Checks before a resume that keep the batches and the schedule of the interrupted run."""
+"""Checks before a resume, that the checkpoint holds a run, and that this run is the same."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.errors import CheckpointError, DoesNotFitError, InputError
 from autobatch.core.options import Options
 from autobatch.core.records import Plan
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
 from autobatch.distributed.ranks import Ranks
-from autobatch.training.checkpoints.checkpoint import available_host_memory, clean_leftovers, list_checkpoints
-from autobatch.training.checkpoints.content import check_content
-from autobatch.training.checkpoints.load import Loaded, load_newest
+from autobatch.training.checkpoint import (
+    MANIFEST,
+    Loaded,
+    available_host_memory,
+    clean_leftovers,
+    list_checkpoints,
+    load_newest,
+)
 from autobatch.training.run_folder import CHECKPOINTS
-from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler, order_digest
+from autobatch.training.state_file import STATE
+from autobatch.workload.data_digest import DataDigest
+from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler, LastBatch, order_digest
+from autobatch.workload.rng import random_state_of
 
+_Count = Annotated[int, Meta(ge=0)]
+_Positive = Annotated[int, Meta(ge=1)]
 _BIT_EXACT_KEYS = {
     "device": "device",
     "device_kind": "kind of device",
@@ -29,6 +40,54 @@ _BIT_EXACT_KEYS = {
     "gradient_dtype": "--gradient-dtype",
 }
 """Entries of the setup's key that a bit-exact resume depends on, with their names in messages."""
+
+
+class _Facts(msgspec.Struct):
+    """The facts of a checkpoint; see `autobatch.training.run.train_plan`."""
+
+    plan: Plan
+    seed: int
+    warmup_samples: _Positive | None
+    total_steps: _Positive
+    samples: _Positive
+    last_batch: LastBatch
+    total_samples: _Positive
+    ranks: list[dict[str, Any]]
+    key: dict[str, Any] = {}
+    order: int = 1
+    """Version of the order; the first one was kept without a number."""
+    sampler: str | None = None
+    sample_seeds: bool = False
+    notes: list[str] = []
+    failed_checkpoints: list[int] = []
+    times: dict[str, dict[str, float]] = {}
+    data: DataDigest | None = None
+    records: dict[str, Any] = {}
+
+
+class _Counters(msgspec.Struct):
+    """See `autobatch.training.loop_state`."""
+
+    batches_seen: _Count
+    steps_applied: _Count
+    oom_recoveries: _Count
+    skipped_steps_in_a_row: _Count
+
+
+class _State(msgspec.Struct):
+    """The part of a state whose form does not depend on the workload; see `loop_state.capture_loop`."""
+
+    counters: _Counters
+    model: dict[str, Any]
+    buffers: dict[str, Any]
+    optimizers: list[dict[Any, Any]]
+    schedules: list[dict[Any, Any]]
+    scaler: dict[str, Any] | None
+    average: dict[str, Any] | None
+    items_per_sample: Annotated[float, Meta(gt=0)] | None
+    noise: dict[str, Any]
+    random: list[dict[str, Any]]
+    limits: list[_Positive]
 
 
 def load_run_state(out: Path, ranks: Ranks | None = None) -> Loaded:
@@ -51,23 +110,43 @@ def load_run_state(out: Path, ranks: Ranks | None = None) -> Loaded:
     return loaded
 
 
+def check_content(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
+    """Check that a checkpoint with valid sums holds a state that a run can continue from.
+
+    Args:
+        path: its folder, whose name has the number of its batches.
+        state: what `autobatch.training.loop_state.capture_loop` returned.
+        facts: what `autobatch.training.run.train_plan` stored beside it.
+
+    Raises:
+        CheckpointError: an entry is missing, has another type, or is out of its range; names it.
+    """
+    name = MANIFEST
+    try:
+        msgspec.convert(facts, _Facts)
+        name = STATE
+        found = msgspec.convert(state, _State)
+        for one in found.random:
+            random_state_of(one)
+    except (ValueError, TypeError, LookupError) as error:  # with msgspec.ValidationError
+        raise CheckpointError(f"{path}: {name} holds no run to resume: {error}") from None
+    step, seen = int(path.name.removeprefix("step-")), found.counters.batches_seen
+    if seen != step:
+        raise CheckpointError(f"{path}: {name} has the state of step {seen}, not {step}")
+
+
 def load_plan(resumed: Loaded, options: Options) -> Plan:
     """Return the plan that the run was started with.
 
     Raises:
-        InputError: the checkpoint has no valid plan, or the target batch, the seed or the warm-up differs.
+        InputError: the target batch, the seed or the warm-up differs.
     """
-    try:
-        plan = msgspec.convert(resumed.facts["plan"], Plan)
-    except (KeyError, msgspec.ValidationError) as error:
-        raise InputError(
-            f"the checkpoint {resumed.path} has no valid plan ({error}): start without --resume"
-        ) from None
     facts = resumed.facts
+    plan = msgspec.convert(facts["plan"], Plan)
     for option, asked, found in (
         ("--target-batch", options.target_batch, plan.target_batch),
-        ("--seed", options.device.seed, facts.get("seed")),
-        ("--warmup-samples", options.train.warmup_samples, facts.get("warmup_samples")),
+        ("--seed", options.device.seed, facts["seed"]),
+        ("--warmup-samples", options.train.warmup_samples, facts["warmup_samples"]),
     ):
         if asked != found:
             raise InputError(_mismatch(resumed, option, asked, found))
@@ -98,7 +177,6 @@ def check_same_data_order(resumed: Loaded, sampler: GlobalBatchSampler, *, sched
         InputError: they differ; names the difference.
     """
     facts, total = resumed.facts, resumed.facts["total_steps"]
-    # The first version of the order was kept without a number.
     order = facts.get("order", 1)
     if order != ORDER_VERSION:
         raise InputError(

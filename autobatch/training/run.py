@@ -38,15 +38,15 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.setup.setup import Setup, device_key, with_knobs
 from autobatch.step.optimizers import averaged_weights, switch
 from autobatch.training.build import open_loop, split_of
-from autobatch.training.checkpoints.checkpoint import available_host_memory, list_checkpoints, save_checkpoint
-from autobatch.training.checkpoints.load import Loaded
+from autobatch.training.checkpoint import Loaded, available_host_memory, list_checkpoints, save_checkpoint
 from autobatch.training.export import check_exportable, export_weights
 from autobatch.training.loop import Loop
-from autobatch.training.loop_state import capture_loop, check_checkpoint_state, restore_loop
+from autobatch.training.loop_state import capture_loop, restore_loop
 from autobatch.training.metrics import TENSORBOARD, Metrics, RunTotals, open_tensorboard, rewind_metrics
 from autobatch.training.resume import data_order_facts
 from autobatch.training.run_folder import CHECKPOINTS, METRICS, OOM_FILE, RunFiles
 from autobatch.training.split_check.check import FirstBatch, check_loss_splits
+from autobatch.training.state_file import pack
 from autobatch.training.validation import Validator
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state
@@ -199,7 +199,7 @@ def train(
     """
     files.out.mkdir(parents=True, exist_ok=True)
     _take_smaller_micro_batch(loop, files.out, resumed)
-    check_checkpoint_state(capture_loop(loop))
+    pack(capture_loop(loop))  # refuses what no checkpoint can hold, before the first step
     check_exportable(loop.train_state.model)
     totals = RunTotals()
     if resumed is not None:
@@ -402,13 +402,11 @@ class _Run:
     def _write_checkpoint(self) -> None:
         loop, files, ranks = self._loop, self._files, self._loop.engine.ranks
         loop.engine.broadcast(loop.train_state.model.buffers())
-        state = capture_loop(loop)
-        check_checkpoint_state(state)
         more = {"failed_checkpoints": self._failed_steps, "times": loop.times.state_dict()}
         self._newest = save_checkpoint(
             files.out / CHECKPOINTS,
             step=loop.batches_seen,
-            state=state,
+            state=capture_loop(loop),
             facts={**files.facts, **more},
             keep_last=self._options.keep_last,
             protected=self._resumed_from,

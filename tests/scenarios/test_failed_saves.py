@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.errors import CheckpointError, DoesNotFitError
+from autobatch.core.errors import CheckpointError, DoesNotFitError, InputError
 from autobatch.core.progress import Progress
-from autobatch.training.checkpoints import checkpoint
-from autobatch.training.checkpoints.checkpoint import (
+from autobatch.training import checkpoint
+from autobatch.training.checkpoint import (
     clean_leftovers,
     is_valid,
     list_checkpoints,
@@ -73,7 +73,7 @@ def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
 
 def test_state_that_no_file_can_hold_leaves_nothing_behind(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    with pytest.raises(TypeError, match="function"):
+    with pytest.raises(InputError, match="function"):
         save_checkpoint(tmp_path, step=2, state={"f": lambda: None}, facts={})
     assert leftovers(tmp_path) == []
     assert newest(tmp_path) == 1

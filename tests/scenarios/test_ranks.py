@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 import autobatch
-from autobatch.training.checkpoints.load import load_newest
+from autobatch.training.checkpoint import load_newest
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, CHECKPOINTS, WEIGHTS
 from autobatch.workload.contract import Collated, WholeBatchLoss
 from tests.support.ragged import ragged_workload

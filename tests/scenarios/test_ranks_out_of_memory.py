@@ -12,7 +12,7 @@ import torch
 
 from autobatch.core.errors import AutobatchError
 from autobatch.core.progress import Progress
-from autobatch.training.checkpoints.checkpoint import list_checkpoints
+from autobatch.training.checkpoint import list_checkpoints
 from autobatch.training.loop import Loop
 from autobatch.training.run import train
 from autobatch.training.run_folder import CHECKPOINTS, RunFiles

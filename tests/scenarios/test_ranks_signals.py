@@ -12,8 +12,7 @@ import torch
 
 from autobatch.core.errors import Interrupted
 from autobatch.core.progress import Progress
-from autobatch.training.checkpoints.checkpoint import list_checkpoints
-from autobatch.training.checkpoints.load import load_newest
+from autobatch.training.checkpoint import list_checkpoints, load_newest
 from autobatch.training.run import train
 from autobatch.training.run_folder import CHECKPOINTS, RunFiles
 from tests.support.options import as_options

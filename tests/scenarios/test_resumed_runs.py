@@ -11,7 +11,7 @@ import torch
 import autobatch
 from autobatch.core.errors import DoesNotFitError, InputError, NonFiniteError, RestartSmallerError
 from autobatch.core.progress import Progress
-from autobatch.training.checkpoints.load import load_newest
+from autobatch.training.checkpoint import load_newest
 from autobatch.training.loop_state import restore_loop
 from autobatch.training.run import train
 from tests.support.faults import Fault, Watching, plain

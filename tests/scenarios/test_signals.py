@@ -13,7 +13,7 @@ from torch import nn
 
 from autobatch.core.errors import Interrupted
 from autobatch.core.progress import Progress
-from autobatch.training.checkpoints.checkpoint import list_checkpoints
+from autobatch.training.checkpoint import list_checkpoints
 from autobatch.training.run import train
 from tests.support.runs import HINT, STEPS, ActingAfter, open_loop, resume, rows, settings
 from tests.support.training import fingerprint, make_workload, network, points

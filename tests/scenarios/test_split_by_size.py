@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autobatch.core.progress import Progress
-from autobatch.training.checkpoints.load import load_newest
+from autobatch.training.checkpoint import load_newest
 from autobatch.training.loop_state import restore_loop
 from autobatch.training.run import train
 from autobatch.workload.loader import open_feed

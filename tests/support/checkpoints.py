@@ -14,14 +14,12 @@ import pytest
 import torch
 
 from autobatch.planning import make_plan
-from autobatch.training.checkpoints import checkpoint
-from autobatch.training.checkpoints.checkpoint import save_checkpoint
-from autobatch.training.checkpoints.load import load_newest
-from autobatch.training.checkpoints.manifest import read_manifest, write_manifest
-from autobatch.training.checkpoints.state_file import pack, read_state, write_state
+from autobatch.training import checkpoint
+from autobatch.training.checkpoint import load_newest, read_manifest, save_checkpoint, write_manifest
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop
 from autobatch.training.resume import data_order_facts
+from autobatch.training.state_file import pack, read_state, write_state
 
 TENSORS = "state-00001.safetensors"
 MANIFEST, STATE = "manifest.json", "state.json"

@@ -25,8 +25,7 @@ from pathlib import Path
 import torch
 
 from autobatch.core.progress import Progress
-from autobatch.training.checkpoints.checkpoint import clean_leftovers
-from autobatch.training.checkpoints.load import load_newest
+from autobatch.training.checkpoint import clean_leftovers, load_newest
 from autobatch.training.loop_state import restore_loop
 from autobatch.training.run import train
 from autobatch.training.run_folder import CHECKPOINTS, METRICS, RunFiles

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from autobatch.core.units import MiB
 from autobatch.device import nvml
 from autobatch.device.nvml import NvmlAbsent
-from autobatch.training.checkpoints import state_file
+from autobatch.training import state_file
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 READ_THE_MEMORY = (Tensor.tolist, Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr)

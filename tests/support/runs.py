@@ -10,8 +10,7 @@ from typing import Any
 
 from autobatch.core.progress import Progress
 from autobatch.core.records import StepRecord, Training
-from autobatch.training.checkpoints.checkpoint import list_checkpoints
-from autobatch.training.checkpoints.load import load_newest
+from autobatch.training.checkpoint import list_checkpoints, load_newest
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import restore_loop
 from autobatch.training.run import train

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +11,25 @@ import msgspec
 import pytest
 import torch
 
-from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.errors import CheckpointError, DoesNotFitError, InputError
 from autobatch.core.options import Options
 from autobatch.core.units import GiB, format_bytes
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan
-from autobatch.training.checkpoints.checkpoint import is_valid
-from autobatch.training.checkpoints.load import Loaded
+from autobatch.training.checkpoint import Loaded, is_valid, load_newest, save_checkpoint
+from autobatch.training.loop_state import capture_loop
 from autobatch.training.resume import (
     changes_since_checkpoint,
+    check_content,
     check_same_data_order,
     data_order_facts,
     load_plan,
     load_run_state,
 )
 from autobatch.workload.order import GlobalBatchSampler
-from tests.support.checkpoints import STATE, save_run
+from tests.support.checkpoints import MANIFEST, STATE, facts_of, reseal, save_run
 from tests.support.faults import Fault
+from tests.support.kinds import RUNS
 from tests.support.options import as_options
 from tests.support.training import make_loop, make_workload
 
@@ -74,7 +77,7 @@ NO_MEMORY = {
 @pytest.mark.parametrize(
     "place",
     [
-        "autobatch.training.checkpoints.load.read_state",
+        "autobatch.training.checkpoint.read_state",
         "hashlib.file_digest",
         "json.loads",
         "pathlib.Path.read_bytes",
@@ -136,7 +139,6 @@ def test_the_plan_is_that_of_the_checkpoint() -> None:
         ({}, {"seed": 7}, "--seed 7 does not match the checkpoint step-2, which has 0"),
         ({}, {"warmup_samples": 9}, "--warmup-samples 9 does not match .*, which has none: give the same"),
         ({"warmup_samples": 9}, {}, "no --warmup-samples does not match .*, which has 9: give the same"),
-        ({"plan": {}}, {}, "the checkpoint step-2 has no valid plan .*: start without --resume"),
     ],
 )
 def test_another_batch_seed_or_warmup_is_refused(facts, asked, message: str) -> None:
@@ -212,3 +214,96 @@ def test_only_a_smaller_budget_that_the_user_set_is_a_change(budget: int | None,
     assert expected == changes_since_checkpoint(
         before, KEY, PLAN, Ranks(), max_micro_batch=None, set_budget=budget
     )
+
+
+# what a checkpoint holds
+
+
+def open_loop(kind: str = "augmented, averaged"):
+    workload, options = RUNS[kind]()
+    return make_loop(workload, target_batch=7, micro_batch=3, steps=4, **options)
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_every_run_has_a_valid_content(kind: str, tmp_path: Path) -> None:
+    loop = open_loop(kind)
+    start = save_checkpoint(tmp_path / "start", step=0, state=capture_loop(loop), facts=facts_of(loop))
+    assert load_newest(tmp_path / "start", check_content).path == start
+    last = save_run(tmp_path / "run", loop, 2)[-1]
+    assert load_newest(tmp_path / "run", check_content).path == last
+
+
+def put(*keys: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(content: dict[str, Any]) -> None:
+        for key in keys[:-1]:
+            content = content[key]
+        content[keys[-1]] = value
+
+    return change
+
+
+STATES = {
+    "negative batches": (put("counters", "batches_seen", value=-3), "batches_seen"),
+    "other batches": (put("counters", "batches_seen", value=1), "has the state of step 1, not 2"),
+    "fractional batches": (put("counters", "batches_seen", value=1.5), "batches_seen"),
+    "micro-batch 0": (put("limits", value=[0]), "limits"),
+    "negative steps": (put("counters", "steps_applied", value=-1), "steps_applied"),
+    "negative recoveries": (put("counters", "oom_recoveries", value=-1), "oom_recoveries"),
+    "no items": (put("items_per_sample", value=0.0), "items_per_sample"),
+    "text as model": (put("model", value="weights"), "model"),
+    "no list of optimizers": (put("optimizers", value={}), "optimizers"),
+    "no state of torch": (put("random", 0, "torch", value="no numbers"), "hexadecimal"),
+    "foreign state of numpy": (put("random", 0, "numpy", value=3), "not subscriptable"),
+}
+FACTS = {
+    "no plan": (put("plan", value={}), "plan"),
+    "no samples": (put("samples", value=0), "samples"),
+    "steps as text": (put("total_steps", value="4"), "total_steps"),
+    "another order": (put("last_batch", value="twice"), "last_batch"),
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        *(pytest.param(0, *case, id=f"state: {name}") for name, case in STATES.items()),
+        *(pytest.param(1, *case, id=f"facts: {name}") for name, case in FACTS.items()),
+    ],
+)
+def test_an_impossible_figure_is_named_and_the_checkpoint_passed_over(
+    part: int, change, message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    older, newer = save_run(folder, open_loop(), 2)
+    reseal(newer, lambda *content: change(content[part]))
+    loaded = load_run_state(tmp_path)
+    assert loaded.path == older
+    with pytest.raises(CheckpointError, match=message):
+        raise CheckpointError(*loaded.passed_over)
+    assert f"{newer}: {MANIFEST if part else STATE} " in loaded.passed_over[0]
+    older.rename(tmp_path / "away")
+    with pytest.raises(InputError, match=r"no checkpoint in .* is valid") as caught:
+        load_run_state(tmp_path)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_entry_is_named() -> None:
+    loop = open_loop()
+    state, facts = capture_loop(loop), facts_of(loop)
+    path = Path("step-00000000")
+    check_content(path, state, facts)
+    # A checkpoint of one process may lack what those of several ranks, or of a stream, have.
+    for name in state.keys() - {"stream", "names"}:
+        with pytest.raises(CheckpointError, match=rf"state\.json .*`{name}`"):
+            check_content(path, {key: value for key, value in state.items() if key != name}, facts)
+    for name in state["counters"]:
+        less = {key: value for key, value in state["counters"].items() if key != name}
+        with pytest.raises(CheckpointError, match=rf"state\.json .*`{name}`"):
+            check_content(path, {**state, "counters": less}, facts)
+    # Without a version of the order it is that of the first version, which a resume refuses by name.
+    for name in facts.keys() - {"key", "order", "sampler"}:
+        with pytest.raises(CheckpointError, match=rf"manifest\.json .*`{name}`"):
+            check_content(path, state, {key: value for key, value in facts.items() if key != name})
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        check_content(path, [1, 2], facts)

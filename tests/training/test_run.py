@@ -18,8 +18,7 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Training
 from autobatch.planning import make_plan
 from autobatch.training.build import build_sampler
-from autobatch.training.checkpoints.checkpoint import list_checkpoints
-from autobatch.training.checkpoints.load import Loaded, load_newest
+from autobatch.training.checkpoint import Loaded, list_checkpoints, load_newest
 from autobatch.training.run import PreparedRun, train, train_plan
 from tests.support.faults import Fault, Noisy, Watching, plain
 from tests.support.options import as_options

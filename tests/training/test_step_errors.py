@@ -15,7 +15,7 @@ from autobatch.core.errors import NonFiniteError, RestartSmallerError
 from autobatch.core.progress import Progress
 from autobatch.device.cpu import CpuDevice
 from autobatch.distributed.engine import OutOfMemory
-from autobatch.training.checkpoints.checkpoint import available_host_memory
+from autobatch.training.checkpoint import available_host_memory
 from autobatch.training.run import train
 from autobatch.training.step_errors import error_before_step, error_in_step, find_nonfinite_sample
 from tests.support.faults import Fault, Watching, plain
@@ -118,7 +118,7 @@ def test_the_available_memory_is_unknown_if_it_cannot_be_read_for_lack_of_memory
     def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("autobatch.training.checkpoints.checkpoint.host_memory", fail)
+    monkeypatch.setattr("autobatch.training.checkpoint.host_memory", fail)
     assert available_host_memory() == "unknown"
 
 

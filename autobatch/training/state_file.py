@@ -9,10 +9,12 @@ with ``$`` too: ``{"$tuple": [1, 2]}``. Python's JSON keeps every float bit for 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
+import os
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -22,15 +24,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autobatch.core.errors import InputError
 from autobatch.core.units import MiB
 from autobatch.step.tensors import is_sharded, local_part
-from autobatch.training.checkpoints.manifest import write_file
 
 STATE = "state.json"
 """File of a checkpoint with everything but the tensors."""
 FILE_BYTES = 256 * MiB
 """Bytes of a file of tensors, unless one tensor has more. Host memory holds two copies of one file."""
 _PLAIN = (bool, int, float, str, type(None))
+_TEXTS: dict[type, tuple[str, Callable[[Any], str]]] = {
+    bytes: ("$bytes", lambda value: base64.b64encode(value).decode()),
+    torch.dtype: ("$dtype", lambda value: str(value).removeprefix("torch.")),
+    torch.device: ("$device", str),
+}
+"""Values that are written as text: their tag, and the text."""
+_CONTAINERS: dict[type, str] = {
+    list: "",
+    tuple: "$tuple",
+    torch.Size: "$tuple",
+    set: "$set",
+    dict: "$dict",
+    OrderedDict: "$dict",
+    Counter: "$counter",
+}
+"""Containers, and their tags."""
 
 
 @dataclass(frozen=True)
@@ -53,22 +71,84 @@ class ShardedTensor:
 class Packed:
     """A state as JSON, and its tensors by name. Tensors that share all of their memory have one name."""
 
-    value: Any = None
+    names: Mapping[str, Any]
+    """Names of the parameters that the optimizers and the average know by number."""
+    value: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     sharded: dict[str, Tensor] = field(default_factory=dict)
     """Tensors of which this rank holds a part; the same names on every rank."""
     _names: dict[tuple[object, ...], str] = field(default_factory=dict)
 
-    def add(self, tensor: Tensor, name: str) -> str:
-        """Add a tensor, and return its name, which is another one if its memory is known."""
-        memory = _memory_of(tensor)
+    def pack(self, value: Any, path: tuple[str, ...]) -> Any:
+        """Return a value as JSON, and add its tensors.
+
+        Args:
+            value: any value.
+            path: the keys that lead to it.
+
+        Raises:
+            TypeError: a file cannot hold it; names its class.
+        """
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.generic):
+            value = value.item()
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if isinstance(value, Tensor):
+            return self._pack_tensor(value, path)
+        if kind in _TEXTS:
+            tag, text_of = _TEXTS[kind]
+            return {tag: text_of(value)}
+        if kind not in _CONTAINERS:
+            raise TypeError(f"{kind.__module__}.{kind.__qualname__}")
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        items = {key: self.pack(item, (*path, str(key))) for key, item in pairs}
+        if kind is list:
+            return [*items.values()]
+        if not isinstance(value, dict):
+            return {_CONTAINERS[kind]: [*items.values()]}
+        is_plain = kind is not Counter and all(type(key) is str and not key.startswith("$") for key in items)
+        return items if is_plain else {_CONTAINERS[kind]: [[self.pack(k, ()), v] for k, v in items.items()]}
+
+    def _pack_tensor(self, tensor: Tensor, path: tuple[str, ...]) -> dict[str, Any]:
+        if not is_sharded(tensor):
+            kind = type(tensor)
+            is_dense = tensor.layout is torch.strided and not tensor.is_quantized
+            # Other classes of tensors may have more than their values.
+            if kind not in (Tensor, nn.Parameter) or not is_dense or not can_be_written(tensor.dtype):
+                raise TypeError(
+                    f"{kind.__module__}.{kind.__qualname__} of {tensor.dtype} and {tensor.layout}"
+                )
+            return {"$tensor": self._add(tensor, path)}
+        (placement,) = tensor.placements  # type: ignore[attr-defined]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        found = {"shape": list(tensor.shape), "dtype": dtype, "dim": getattr(placement, "dim", None)}
+        return {"$sharded": self._add(tensor, path), **found}
+
+    def _add(self, tensor: Tensor, path: tuple[str, ...]) -> str:
+        """Add a tensor, and return its name, which is that of a tied tensor if its memory is known."""
+        own = local_part(tensor)  # tied alike on every rank: also an empty part has memory of its own
+        place = own.untyped_storage()._cdata, own.storage_offset()
+        memory = (*place, tuple(tensor.shape), own.stride(), tensor.dtype)
         if memory in self._names and tensor.numel():
             return self._names[memory]
+        name = self._name_of(path)
         while name in self.tensors or name in self.sharded:
             name += "'"
         self._names[memory] = name
         (self.sharded if is_sharded(tensor) else self.tensors)[name] = tensor
         return name
+
+    def _name_of(self, path: tuple[str, ...]) -> str:
+        """Return the name of the tensor at some keys, with the name of its parameter in place of a number."""
+        match path:
+            case ("optimizers", place, "state", number, key, *more) if number.isdigit():
+                parameter = self.names["optimizers"][int(place)][int(number)]
+                return "/".join(("optimizer", place, key, parameter, *more))
+            case ("average", "averages", number):
+                return f"average/{self.names['average'][int(number)]}"
+        return "/".join(path)
 
 
 def pack(state: Mapping[str, Any]) -> Packed:
@@ -79,84 +159,24 @@ def pack(state: Mapping[str, Any]) -> Packed:
             names of the parameters that the optimizers and the average know by number.
 
     Raises:
-        TypeError: it holds something else; names its class.
+        InputError: it holds objects that a checkpoint cannot hold; names the part and the class.
     """
-    packed = Packed()
-    names = state.get("names", {})
-    packed.value = {key: _packed(value, (key,), names, packed) for key, value in state.items()}
+    packed = Packed(state.get("names", {}))
+    for part, value in state.items():
+        try:
+            packed.value[part] = packed.pack(value, (part,))
+        except TypeError as error:
+            raise InputError(
+                f"the state of the workload's {part} cannot be kept in a checkpoint, which is read without "
+                f"executing code, found {error}: keep only numbers, text, tensors and lists, tuples, sets "
+                "and dicts of them"
+            ) from None
     return packed
 
 
-def _packed(value: Any, path: tuple[str, ...], names: Mapping[str, Any], into: Packed) -> Any:
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic):
-        value = value.item()
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if isinstance(value, Tensor):
-        return _packed_tensor(value, _name_of(path, names), into)
-    if kind in _TEXTS:
-        tag, text_of = _TEXTS[kind]
-        return {tag: text_of(value)}
-    if kind not in _CONTAINERS:
-        raise TypeError(f"{kind.__module__}.{kind.__qualname__}")
-    is_mapping = isinstance(value, dict)
-    keys = value.keys() if is_mapping else range(len(value))
-    items = [
-        _packed(item, (*path, str(key)), names, into)
-        for key, item in zip(keys, value.values() if is_mapping else value, strict=True)
-    ]
-    if kind is list:
-        return items
-    if kind in (dict, OrderedDict) and all(type(key) is str and not key.startswith("$") for key in keys):
-        return dict(zip(keys, items, strict=True))
-    if is_mapping:
-        items = [[_packed(key, (), names, into), item] for key, item in zip(keys, items, strict=True)]
-    return {_CONTAINERS[kind]: items}
-
-
-_TEXTS: dict[type, tuple[str, Callable[[Any], str]]] = {
-    bytes: ("$bytes", lambda value: base64.b64encode(value).decode()),
-    torch.dtype: ("$dtype", lambda value: str(value).removeprefix("torch.")),
-    torch.device: ("$device", str),
-}
-_CONTAINERS: dict[type, str] = {
-    list: "",
-    tuple: "$tuple",
-    torch.Size: "$tuple",
-    set: "$set",
-    dict: "$dict",
-    OrderedDict: "$dict",
-    Counter: "$counter",
-}
-
-
-def _packed_tensor(tensor: Tensor, name: str, into: Packed) -> dict[str, Any]:
-    if is_sharded(tensor):
-        (placement,) = tensor.placements  # type: ignore[attr-defined]
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        found = {"shape": list(tensor.shape), "dtype": dtype, "dim": getattr(placement, "dim", None)}
-        return {"$sharded": into.add(tensor, name), **found}
-    check_tensor(tensor)
-    return {"$tensor": into.add(tensor, name)}
-
-
-def check_tensor(tensor: Tensor) -> None:
-    """Check that a file can hold a tensor: other classes of tensors may have more than their values.
-
-    Raises:
-        TypeError: it cannot; names the class, the type and the layout.
-    """
-    kind = type(tensor)
-    is_dense = tensor.layout is torch.strided and not tensor.is_quantized
-    if kind not in (Tensor, nn.Parameter) or not is_dense or not _is_known(tensor.dtype):
-        raise TypeError(f"{kind.__module__}.{kind.__qualname__} of {tensor.dtype} and {tensor.layout}")
-
-
 @cache
-def _is_known(dtype: torch.dtype) -> bool:
-    """Return whether the format has a type of tensors."""
+def can_be_written(dtype: torch.dtype) -> bool:
+    """Return whether safetensors has a type of tensors."""
     from safetensors.torch import save
 
     try:
@@ -168,16 +188,6 @@ def _is_known(dtype: torch.dtype) -> bool:
             raise
         return False
     return True
-
-
-def _name_of(path: tuple[str, ...], names: Mapping[str, Any]) -> str:
-    """Return the name of the tensor at some keys, with the name of its parameter in place of a number."""
-    match path:
-        case ("optimizers", place, "state", number, key, *more) if number.isdigit():
-            return "/".join(("optimizer", place, key, names["optimizers"][int(place)][int(number)], *more))
-        case ("average", "averages", number):
-            return f"average/{names['average'][int(number)]}"
-    return "/".join(path)
 
 
 def write_state(folder: Path, packed: Packed) -> dict[str, dict[str, Any]]:
@@ -197,6 +207,22 @@ def write_state(folder: Path, packed: Packed) -> dict[str, dict[str, Any]]:
         name = f"state-{number:05d}.safetensors"
         files[name] = write_file(folder / name, content)
     return files
+
+
+def write_file(path: Path, content: bytes) -> dict[str, Any]:
+    """Write a file, and flush it to the disk.
+
+    Returns:
+        Size in bytes and SHA-256, as the manifest lists them.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def _by_file(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -228,8 +254,6 @@ def read_state(folder: Path) -> dict[str, Any]:
     from safetensors.torch import load
 
     value = json.loads((folder / STATE).read_bytes())
-    if not isinstance(value, dict):
-        raise TypeError(f"the state must be an object, found {type(value).__name__}")
     tensors: dict[str, Tensor] = {}
     with torch.device("cpu"):  # whatever the default device of the user is
         for file in sorted(folder.glob("state-*.safetensors")):
@@ -249,10 +273,7 @@ def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensors[value[tag]]
     if tag == "$sharded":
         return ShardedTensor(value[tag], value["shape"], value["dtype"], value["dim"])
-    if tag not in _MAKERS:
-        raise ValueError(f"{tag} is no kind of value")
-    content = value[tag]
-    return _MAKERS[tag](_unpacked(content, tensors) if isinstance(content, list) else content)
+    return _MAKERS[tag](_unpacked(value[tag], tensors))
 
 
 def _dtype_of(name: str) -> torch.dtype:
@@ -274,31 +295,19 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 """The values of the tagged objects of the JSON."""
 
 
-def replace_sharded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return a state with tensors, by name, in place of each `ShardedTensor`."""
+def replace_sharded(value: Any, replacement: Callable[[ShardedTensor], Any]) -> Any:
+    """Return a state with something else in place of each `ShardedTensor`."""
     if isinstance(value, ShardedTensor):
-        return tensors[value.name]
+        return replacement(value)
     if isinstance(value, dict):
-        return {key: replace_sharded(item, tensors) for key, item in value.items()}
+        return {key: replace_sharded(item, replacement) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(replace_sharded(item, tensors) for item in value)
+        return type(value)(replace_sharded(item, replacement) for item in value)
     return value
 
 
-def sharded_tensors(value: Any) -> dict[str, ShardedTensor]:
+def sharded_tensors(state: Mapping[str, Any]) -> dict[str, ShardedTensor]:
     """Return the sharded tensors of a state by name."""
-    if isinstance(value, ShardedTensor):
-        return {value.name: value}
-    items: Iterable[Any] = value.values() if isinstance(value, dict) else value
     found: dict[str, ShardedTensor] = {}
-    if isinstance(value, dict | list | tuple):
-        for item in items:
-            found.update(sharded_tensors(item))
+    replace_sharded(dict(state), lambda tensor: found.setdefault(tensor.name, tensor))
     return found
-
-
-def _memory_of(tensor: Tensor) -> tuple[object, ...]:
-    """Return what tied tensors have in common, on every rank: also an empty part has memory of its own."""
-    own = local_part(tensor)
-    storage = own.untyped_storage()._cdata
-    return storage, own.storage_offset(), tuple(tensor.shape), own.stride(), tensor.dtype

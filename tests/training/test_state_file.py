@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from autobatch.training.checkpoints import state_file
-from autobatch.training.checkpoints.state_file import STATE, pack, read_state, write_state
+from autobatch.core.errors import InputError
+from autobatch.training import state_file
 from autobatch.training.loop_state import capture_loop
+from autobatch.training.state_file import STATE, pack, read_state, write_state
 from tests.support.training import make_loop, make_workload
 
 TENSORS = "state-00001.safetensors"
@@ -164,7 +165,7 @@ def test_what_no_file_can_hold_is_refused_by_its_class(make: Any, name: str) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # beta layouts, and types about to be removed
         value = make()
-    with pytest.raises(TypeError, match=name):
+    with pytest.raises(InputError, match=name):
         pack({"deep": [(value,)]})
 
 
@@ -184,5 +185,5 @@ def test_what_no_file_can_hold_is_refused_by_its_class(make: Any, name: str) -> 
 )
 def test_another_content_is_refused(tmp_path: Path, told: str) -> None:
     (tmp_path / STATE).write_text(told)
-    with pytest.raises((ValueError, TypeError, KeyError, RecursionError)):
+    with pytest.raises((ValueError, TypeError, KeyError, AttributeError, RecursionError)):
         read_state(tmp_path)

@@ -16,16 +16,16 @@ from safetensors.torch import load_file
 
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.distributed.sharding import files as shard_files
-from autobatch.training.checkpoints.checkpoint import (
+from autobatch.training.checkpoint import (
     clean_leftovers,
     is_valid,
     list_checkpoints,
+    load_newest,
     save_checkpoint,
 )
-from autobatch.training.checkpoints.load import load_newest
-from autobatch.training.checkpoints.state_file import STATE
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop, restore_loop
+from autobatch.training.state_file import STATE
 from tests.support.checkpoints import MANIFEST, TENSORS, leftovers, save
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
