@@ -29,8 +29,8 @@ from autobatch.core.options import Options
 from autobatch.device.profiles import data_home
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.report.result import Estimates, Result
-from autobatch.search.sizes.plan_split import read_sizes
-from autobatch.search.sizes.real_batches import Order
+from autobatch.search.plan_split import read_sizes
+from autobatch.search.real_batches import Order
 from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import data_of_setup
 from autobatch.training.build import build_sampler

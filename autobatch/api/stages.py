@@ -25,16 +25,11 @@ from autobatch.planning import launched_world_size, make_plan, micro_batches, ra
 from autobatch.report.facts import describe_run_order
 from autobatch.report.result import Result
 from autobatch.report.words import decimal, plural
-from autobatch.search.find_limit import check_size, find_limit
-from autobatch.search.one_probe import Limit
-from autobatch.search.planned_sizes import limit_of_plan
-from autobatch.search.questions import ask_or_none
-from autobatch.search.sizes.limits_by_size import find_limits_by_size
-from autobatch.search.sizes.plan_split import SplitChoice, SplitSettings, choose_split
-from autobatch.search.sizes.real_batches import Order
-from autobatch.search.sizes.run_order import find_in_order
-from autobatch.search.sizes.survive import survive_real_batches
-from autobatch.search.step_snapshot import step_snapshot
+from autobatch.search.attempts import ask_or_none, step_snapshot
+from autobatch.search.curve import find_limits_by_size
+from autobatch.search.find_limit import Limit, check_size, find_limit, limit_of_plan
+from autobatch.search.plan_split import SplitChoice, SplitSettings, choose_split
+from autobatch.search.real_batches import Order, find_in_order, survive_real_batches
 from autobatch.setup.child import ChildCrashed
 from autobatch.setup.session import SetupProcess, open_process
 from autobatch.setup.setup import Role, SetupInfo

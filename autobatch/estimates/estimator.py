@@ -13,16 +13,17 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from autobatch.core.errors import DoesNotFitError
+from autobatch.core.errors import AutobatchError, DoesNotFitError
 from autobatch.core.options import Options
-from autobatch.core.records import Estimate, Parallel, Plan, RankEstimate, Remedy
+from autobatch.core.records import Estimate, Parallel, Plan, RankEstimate, Remedy, SizeCut
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
 from autobatch.device.allocator.trace import replay
@@ -40,8 +41,7 @@ from autobatch.estimates.gpus import (
     ranks_of,
     spending_on,
 )
-from autobatch.estimates.sizes import with_sizes
-from autobatch.estimates.traces import ALONE, Layout, Traces
+from autobatch.estimates.traces import ALONE, Layout, Traces, arranged
 from autobatch.footprint.explain import explain
 from autobatch.footprint.fit import Footprint, Unpredictable
 from autobatch.footprint.predict import (
@@ -57,10 +57,13 @@ from autobatch.footprint.single_sizes import in_proportion
 from autobatch.footprint.tracing.apart import run_apart, run_in_copies
 from autobatch.planning import make_plan
 from autobatch.report.result import Estimates
-from autobatch.search.cache import prediction_errors
+from autobatch.search.curve import CurvePoint, curve_of, lengths_of, trace_sizes
+from autobatch.search.hazards import hazard_in_model, is_padded
+from autobatch.search.plan_split import with_expectations
 from autobatch.setup.setup import check_loss_of_ranks
-from autobatch.workload.contract import WholeBatchLoss, Workload
+from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream
 from autobatch.workload.rng import preserved_random_state, seed_everything
+from autobatch.workload.split import digest_of
 from autobatch.workload.streams import scanned, stream_notes
 
 TABLE_SECONDS = 15.0
@@ -126,18 +129,15 @@ class Estimator:
         if not names_of(self.options):
             estimates.sort(key=_need)
         if not any(one.fits for one in estimates):
-            raise DoesNotFitError(nothing_fits(estimates, self.options) + fewest_ranks(table))
-        notes = [f"{one.profile}: {one.parallel_reason}" for one in estimates if one.parallel_reason]
-        notes += [*option_notes(estimates, self.options), *self.notes()]
-        for gpu in gpus:
-            shares = prediction_errors(self.home, (gpu.title, *gpu.device_names))
-            if shares:
-                notes.append(compared_with_runs(gpu.name, shares))
-        return Estimates(estimates=estimates, over_ranks=table, notes=list(dict.fromkeys(notes)))
+            raise nothing_fits(estimates, self.options, table)
+        return Estimates(estimates=estimates, over_ranks=table, notes=self.notes(estimates))
 
-    def notes(self) -> list[str]:
-        """Return remarks on the traces so far, one per line."""
-        return [*stream_notes(self.traces.workload.train_data), *self.traces.notes()]
+    def notes(self, estimates: Sequence[Estimate]) -> list[str]:
+        """Return remarks on predictions and on the traces so far, one per line."""
+        notes = [f"{one.profile}: {one.parallel_reason}" for one in estimates if one.parallel_reason]
+        notes += option_notes(estimates, self.options)
+        notes += stream_notes(self.traces.workload.train_data)
+        return list(dict.fromkeys([*notes, *self.traces.notes()]))
 
     def limit(self, gpu: HardwareProfile) -> Estimate:
         """Predict what fits on one GPU, without what would help."""
@@ -230,9 +230,6 @@ class Estimator:
                     f"{error}. autobatch probe --device sim:{gpu.name} runs the step, on the CPU in a model "
                     "of that GPU's allocator"
                 ) from error
-        # Runs that took more than predicted widen the interval by as much.
-        residuals = prediction_errors(self.home, (gpu.title, *gpu.device_names))
-        step = replace(step, margin=max([step.margin, *(1 - 1 / (1 + each) for each in residuals)]))
         return step, of_budget(step, cap=cap_of(self.options), micro_batch=asked)
 
     def _predict_single(
@@ -278,7 +275,7 @@ class Estimator:
             step = self._step(gpu, layout)
         except Unpredictable:
             return []
-        with self.traces.arranged(layout) as how:
+        with arranged(layout) as how:
             setting, trace = self.traces.setting(capability, how), self.traces.tracer(layout, capability)
             found = find_remedies(setting, step, spending, trace=trace)
         others = []
@@ -295,15 +292,34 @@ class Estimator:
 
     def _by_size(self, gpu: HardwareProfile, one: Estimate) -> Estimate:
         """Add what fits of smaller samples, beside the workspaces of libraries."""
+        sizes = None if is_stream(self.traces.workload.train_data) else self.traces.worst_case.sizes()
+        if not one.fits or sizes is None or sizes.min() == sizes.max():
+            return one
+        try:
+            program = trace_sizes(self.traces.setting(gpu.compute_capability), sizes)
+        except AutobatchError:
+            return one
         size, count = gpu.libraries.workspaces or (0, 0)
-        return with_sizes(
+        allocator = partial(gpu_allocator, one.budget_bytes - size * count)
+        cap = cap_of(self.options)
+        points = curve_of(program, sizes, allocator, limit=one.micro_batch, cap=cap)
+        is_cut = hazard_in_model(self.traces.model) is None and is_padded(self.traces.workload, sizes)
+        return msgspec.structs.replace(
             one,
-            self.traces.setting(gpu.compute_capability),
-            self.traces.worst_case,
-            partial(gpu_allocator, one.budget_bytes - size * count),
-            cap=cap_of(self.options),
-            seed=self.options.device.seed,
+            lengths=lengths_of(points, cap),
+            size_unit=self.traces.worst_case.size_unit(),
+            size_cut=self._size_cut(points, sizes, one.plan) if is_cut and one.plan else None,
         )
+
+    def _size_cut(self, points: Sequence[CurvePoint], sizes: NDArray[np.float64], plan: Plan) -> SizeCut:
+        """Return the split by size of a plan; only a run would show whether padding changes a result."""
+        cut = SizeCut(
+            sizes=[point.size for point in points],
+            micro_batches=[min(point.micro_batch, plan.target_batch) for point in points],
+            limits_by="replay",
+            digest=digest_of(sizes),
+        )
+        return with_expectations(cut, sizes, plan, self.options.device.seed)[0]
 
     def _worlds(self, parallel: Parallel) -> list[int]:
         """Return the numbers of ranks for the table, the one that was asked for last."""
@@ -314,24 +330,24 @@ class Estimator:
         """Predict for other numbers of ranks too, until the time is over; shared models only."""
         start = time.perf_counter()
 
-        def rows(world: int) -> list[RankEstimate]:
+        def cells(world: int) -> list[RankEstimate]:
             if world != self.world and time.perf_counter() - start > TABLE_SECONDS:
                 return []
-            return [self._row(gpu, self.layout(parallel, world)) for gpu in gpus]
+            return [cell(gpu, self.layout(parallel, world)) for gpu in gpus]
 
-        found = run_in_copies([partial(rows, world) for world in self._worlds(parallel)])
+        def cell(gpu: HardwareProfile, layout: Layout) -> RankEstimate:
+            size, peak = self.peak(gpu, layout)
+            return RankEstimate(
+                profile=gpu.name,
+                world_size=layout.world,
+                parallel=layout.parallel,
+                budget_bytes=budget_on(gpu, self.options)[0],
+                micro_batch=size,
+                peak_reserved_bytes=peak,
+            )
+
+        found = run_in_copies([partial(cells, world) for world in self._worlds(parallel)])
         return sorted(chain.from_iterable(found), key=lambda row: row.world_size)
-
-    def _row(self, gpu: HardwareProfile, layout: Layout) -> RankEstimate:
-        size, peak = self.peak(gpu, layout)
-        return RankEstimate(
-            profile=gpu.name,
-            world_size=layout.world,
-            parallel=layout.parallel,
-            budget_bytes=budget_on(gpu, self.options)[0],
-            micro_batch=size,
-            peak_reserved_bytes=peak,
-        )
 
     def _step(self, gpu: HardwareProfile, layout: Layout) -> Footprint:
         like = None if layout.world == self.world else layout._replace(world=self.world)
@@ -359,32 +375,24 @@ def _need(one: Estimate) -> tuple[float, int]:
     return (0 if one.plan is None else one.plan.accumulation_steps), one.budget_bytes
 
 
-def nothing_fits(estimates: Sequence[Estimate], options: Options) -> str:
-    """Write that a micro-batch fits on no GPU, where its memory goes, and what helps."""
+def nothing_fits(
+    estimates: Sequence[Estimate], options: Options, table: Sequence[RankEstimate]
+) -> DoesNotFitError:
+    """Build the error that a micro-batch fits on no GPU: where its memory goes, and what helps."""
     asked = options.search.micro_batch or 1
     most = max(estimates, key=lambda one: one.budget_bytes)
     where = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in list(most.memory.items())[:3])
     names = ", ".join(one.profile for one in estimates)
     where_not = f"not to fit on {names}" if len(estimates) == 1 else f"to fit on none of {names}"
-    return (
+    text = (
         f"a micro-batch of {asked} is predicted {where_not}: it takes "
         f"{format_bytes(most.peak_reserved_bytes)} ({where}), and {most.profile} has a budget of "
         f"{format_bytes(most.budget_bytes)}. What helps: a larger GPU{in_words(most.remedies)}"
     )
-
-
-def fewest_ranks(table: Sequence[RankEstimate]) -> str:
-    """Write the fewest ranks on which a sample fits as the end of a sentence; nothing if there are none."""
-    fitting = [row for row in table if row.micro_batch]
-    if not fitting:
-        return ""
-    best = min(fitting, key=lambda row: (row.world_size, row.budget_bytes))
-    return f", {best.world_size} ranks on {best.profile} (a micro-batch of {best.micro_batch:,} fits there)"
-
-
-def compared_with_runs(name: str, shares: Sequence[float]) -> str:
-    """Compare runs on a GPU with traces for it, in one sentence."""
-    return (
-        f"{name}: runs on this machine took {min(shares):+.1%} to {max(shares):+.1%} more than predicted "
-        f"({len(shares)} compared)"
-    )
+    fitting = [one for one in table if one.micro_batch]
+    if fitting:
+        best = min(fitting, key=lambda one: (one.world_size, one.budget_bytes))
+        text += (
+            f", {best.world_size} ranks on {best.profile} (a micro-batch of {best.micro_batch:,} fits there)"
+        )
+    return DoesNotFitError(text)

@@ -7,7 +7,7 @@ ranks, and with each change that may help. Everything else, for example the budg
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -200,10 +200,6 @@ class Traces:
 
         return trace
 
-    def arranged(self, layout: Layout) -> AbstractContextManager[tuple[Arrange | None, int]]:
-        """Return a context with the way in which ranks share the step."""
-        return arranged(layout)
-
     def setting(
         self, capability: Capability, how: tuple[Arrange | None, int] = (None, 1), change: str = ""
     ) -> Setting:
@@ -250,14 +246,14 @@ class Traces:
         return TraceKey(layout, is_new, change)
 
     def _trace(self, key: TraceKey, like: DeepFootprint | None = None) -> DeepFootprint:
-        with self.arranged(key.layout) as how:
+        with arranged(key.layout) as how:
             setting = self.setting(self._capabilities[key.is_new], how, key.change)
             if like is not None:
                 return like.on(setting, self._recorded.get(key))
             return deep_footprint(setting)
 
     def _record_few(self, key: TraceKey) -> Recording:
-        with self.arranged(key.layout) as how:
+        with arranged(key.layout) as how:
             return record_few(self.setting(self._capabilities[key.is_new], how))
 
     def _attempt(self, trace: Callable[[TraceKey], T], key: TraceKey) -> T | None:

@@ -5,8 +5,7 @@ profile of that device. A file that cannot be used is ignored with a logged reas
 autobatch may have written it.
 
 A trace takes seconds, and a later probe of the same workload needs the same one. It is used only if the run
-that confirms the limit allocated exactly what it says, so that changed code is traced again. If a step is too
-long to be traced, that is kept, and holds while its runs allocate in the same order.
+that confirms the limit allocated exactly what it says, so that changed code is traced again.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 
@@ -26,12 +25,14 @@ from autobatch.core.files import UNREADABLE, read_json, write_atomic
 from autobatch.core.records import LimitedBy, UpperBoundBy
 from autobatch.core.text import printable, quoted
 from autobatch.core.version import __version__
-from autobatch.device.allocator.trace import FREE, Trace
+from autobatch.device.allocator.trace import Trace
 from autobatch.device.profiles import profile_folder, save_or_explain
 from autobatch.footprint.fit import Footprint
 from autobatch.setup.setup import KeyValue
 
-SCHEMA = 2
+SCHEMA = 3
+SUFFIX = ".trace"
+"""Ending of the file with the trace of a limit."""
 Positive = Annotated[int, msgspec.Meta(gt=0, le=2**63 - 1)]
 DIGEST = re.compile("[0-9a-f]{16}")
 """Form of a value of the key that is too long to keep."""
@@ -61,10 +62,6 @@ class CachedLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Cap of the search in samples; None if there was none."""
     date: str
     """ISO date on which it was found."""
-    traced_bytes: Positive | None = None
-    """Peak reserved at ``micro_batch`` as a trace alone predicts it on a GPU; None if not traced."""
-    measured_bytes: Positive | None = None
-    """Peak reserved at ``micro_batch`` as measured; None if not traced."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,16 +138,6 @@ def lookup(key: Mapping[str, KeyValue], home: Path) -> CachedLimit | StaleEntry 
     return min(newest_first, key=lambda stale: len(stale.changed), default=None)
 
 
-def prediction_errors(home: Path, devices: Iterable[str]) -> list[float]:
-    """Return measured ÷ predicted - 1 of every cached limit that has both, on devices of these names."""
-    names = {name.casefold() for name in devices}
-    return [
-        limit.measured_bytes / limit.traced_bytes - 1
-        for limit in _read_all(home)
-        if str(limit.key.get("device")).casefold() in names and limit.traced_bytes and limit.measured_bytes
-    ]
-
-
 def entry_path(key: Mapping[str, KeyValue], home: Path) -> Path:
     """Return the file of a key's limit."""
     canonical = msgspec.json.encode(_known(key), order="deterministic")
@@ -204,38 +191,23 @@ def _read(file: Path) -> CachedLimit | None:
         return None
 
 
-SUFFIX = ".trace"
-
-
-class Untraced(NamedTuple):
-    """A step that is too long to be traced."""
-
-    reason: str
-    order: str
-    """`order_of` a run of it, by which it is recognised."""
-
-
 class _Kept(msgspec.Struct, frozen=True, array_like=True):
     """A trace with the version that wrote it; another version may trace other events."""
 
     autobatch: str
-    step: Footprint | Untraced
+    step: Footprint
 
 
-def order_of(ran: Trace) -> str:
-    """Return a digest of the order in which a run takes and frees blocks, which most sizes have alike."""
-    order = [~block if size == FREE else block for block, size in ran.canonical().events]
-    return hashlib.sha256(msgspec.msgpack.encode(order)).hexdigest()[:16]
-
-
-def keep_trace(step: Footprint | Untraced, limit: Path) -> None:
-    """Keep the trace of a limit, or the reason why there is none, if its folder is writable."""
+def keep_trace(step: Footprint | None, limit: Path) -> None:
+    """Keep the trace of a limit beside its file, if there is a trace and the folder is writable."""
+    if step is None:
+        return
     with suppress(OSError, InputError):
         write_atomic(limit.with_suffix(SUFFIX), msgspec.msgpack.encode(_Kept(__version__, step)))
 
 
-def find_trace(limit: Path, micro_batch: int, ran: Trace | None) -> Footprint | str | None:
-    """Return the kept trace of a limit, or the reason if it would take too long.
+def find_trace(limit: Path, micro_batch: int, ran: Trace | None) -> Footprint | None:
+    """Return the kept trace of a limit.
 
     Args:
         limit: the file of the limit.
@@ -251,8 +223,5 @@ def find_trace(limit: Path, micro_batch: int, ran: Trace | None) -> Footprint | 
         kept = msgspec.msgpack.decode(limit.with_suffix(SUFFIX).read_bytes(), type=_Kept)
     except (OSError, *UNREADABLE):
         return None
-    if kept.autobatch != __version__:
-        return None
-    if isinstance(kept.step, Untraced):
-        return kept.step.reason if kept.step.order == order_of(ran) else None
-    return kept.step if kept.step.program.agrees_with(micro_batch, ran) else None
+    agrees = kept.autobatch == __version__ and kept.step.program.agrees_with(micro_batch, ran)
+    return kept.step if agrees else None

@@ -1,4 +1,9 @@
-"""The largest micro-batch that fits: one run confirms a cached limit, else a search finds it and saves it."""
+"""The largest micro-batch that fits: one run confirms a saved limit, else a search finds it and saves it.
+
+saved limit ──► run ──► confirmed ─┐
+│ none, or in doubt           ├──► batches of the run ──► micro-batches of the plan ──► Limit
+└──► trace ──► search ────────┘
+"""
 
 from __future__ import annotations
 
@@ -7,47 +12,46 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
-from autobatch.core.records import Probe
+from autobatch.core.records import Attempt, LimitedBy, Probe
 from autobatch.core.units import MiB, format_bytes
+from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.fit import Footprint
 from autobatch.footprint.largest import Fitting
-from autobatch.search import questions
-from autobatch.search.cache import (
-    CachedLimit,
-    StaleEntry,
-    Untraced,
-    entry_path,
-    find_trace,
-    keep_trace,
-    lookup,
-    order_of,
-    store,
-)
-from autobatch.search.one_probe import (
-    FailedSizes,
-    Limit,
-    Probing,
-    SpillGuard,
-    caps_of,
-    has_ample_room,
-    variation_of,
-)
+from autobatch.footprint.program import Program, TooLong, Untraceable
+from autobatch.planning import micro_batches
+from autobatch.search.attempts import Attempts, ask_or_none, nothing_fits, run_attempt
+from autobatch.search.cache import CachedLimit, StaleEntry, entry_path, find_trace, keep_trace, lookup, store
+from autobatch.search.replay import replay_on
 from autobatch.search.search import MULTIPLES, Found, first_size, search
-from autobatch.setup.attempt import Outcome
-from autobatch.setup.session import SetupProcess
-from autobatch.setup.setup import new_allocator
+from autobatch.setup import trace as traced_setup
+from autobatch.setup.attempt import ATTEMPT_STEPS, Outcome
+from autobatch.setup.session import Session, SetupProcess
+from autobatch.setup.setup import SetupInfo, new_allocator
 from autobatch.workload.user_code import describe
 
 SUSPECT = 3
 """A size that is no multiple of any likely number, run if the step could be traced at multiples only."""
 NOTABLE_GROWTH = 64 * MiB
 """Growth of other processes' memory during a probe that is worth a note: less is noise of drivers."""
+AMPLE_ROOM = 0.8
+"""Share of the budget below which a predicted peak leaves so much room that a saved limit is in doubt."""
+
+
+class Limit(NamedTuple):
+    """The answer of a probe, with its file and footprint for later stages."""
+
+    probe: Probe
+    file: Path | None = None
+    """File that keeps the answer; None if it was not saved."""
+    footprint: Footprint | None = None
+    """The traced step; None if nothing was traced."""
 
 
 def find_limit(
@@ -64,7 +68,7 @@ def find_limit(
     Args:
         process: holds the setup.
         options: options of the run: caps, time limit and budget.
-        share: see `autobatch.search.one_probe.caps_of`.
+        share: see `caps_of`.
         home: data directory, in which answers are kept.
         progress: receives each attempt and the answer.
         clock: seconds.
@@ -72,28 +76,23 @@ def find_limit(
     Raises:
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    probing = _open(process, options, progress, share)
-    cached = _look_up(probing, home)
-    confirmed = _confirm(probing, cached, entry_path(cached.key, home)) if cached else None
-    limit = confirmed or _search(probing, clock)
+    _open(process, progress)
+    probing = _Probing(process, options, caps_of(process.info, options, share), home, progress)
+    confirmed = probing.confirm()
+    limit = confirmed or probing.search(clock)
     limit = limit._replace(probe=_with_others(limit.probe, process, progress))
     progress.probed(limit.probe)
-    if confirmed:
-        return limit
-    file = _store(probing, limit.probe, home)
-    traced = limit.footprint or limit.untraced
-    if traced is not None and file is not None:
-        keep_trace(traced, file)
-    return limit._replace(file=file)
+    return limit if confirmed else probing.saved(limit)
 
 
 def check_size(process: SetupProcess, micro_batch: int, *, progress: Progress) -> Probe:
-    """Run one micro-batch, and leave the cached limit unchanged.
+    """Run one micro-batch, and leave the saved limit unchanged.
 
     Raises:
         DoesNotFitError: it does not fit.
     """
-    attempted = _open(process, Options(), progress).run(micro_batch).attempt
+    _open(process, progress)
+    attempted = Attempts(process, progress).run(micro_batch).attempt
     if not attempted.fits:
         raise DoesNotFitError(
             f"a micro-batch of {micro_batch} does not fit in "
@@ -113,227 +112,349 @@ def check_size(process: SetupProcess, micro_batch: int, *, progress: Progress) -
     return found
 
 
-def _open(process: SetupProcess, options: Options, progress: Progress, share: int | None = None) -> Probing:
-    """Report the device, and gather the surroundings of a probe."""
-    info = process.info
-    progress.opened(info.device)
-    for line in info.notes:
-        progress.note(line)
-    return Probing(
-        process, options, caps_of(info, options, share), SpillGuard(active=info.may_spill), progress
-    )
+def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, progress: Progress) -> tuple[Limit, int]:
+    """Return the limit with further attempts, and the largest micro-batch that a plan may ask for.
 
+    The memory that a caching allocator reserves is not monotone in the micro-batch, so that the micro-batches
+    of an even split, which are a little smaller than the limit, may not fit. A replay tells which ones to
+    doubt, and a run decides. Then a split into more of them is looked at.
 
-def _search(probing: Probing, clock: Callable[[], float]) -> Limit:
-    """Search from the trace of the step, which is None if it cannot be traced."""
-    process, progress, start = probing.process, probing.progress, clock()
-    progress.doing("predicting what fits")
-    traced = questions.trace(process)
-    step = traced if isinstance(traced, Footprint) else None
-    if isinstance(traced, str):
-        _note_untraced(probing, traced)
-    tried: dict[int, Outcome] = {}
-    sizes = FailedSizes(probing.attempt, process)
+    Args:
+        process: holds the setup.
+        limit: the answer of the probe. Sizes that real batches have shown to fit are not doubted.
+        samples: samples of a batch.
+        progress: receives the attempts and a note.
+    """
+    probe = limit.probe
+    largest = probe.micro_batch
+    if limit.footprint is None or probe.real_batches is not None or probe.stopped_by is not None:
+        return limit, largest
+    program = traced_setup.program_on(limit.footprint, process.info)
+    fitting = Fitting([program], lambda: new_allocator(process.info))
+    attempts: list[Attempt] = []
 
-    def run(size: int) -> Outcome:
-        tried[size] = probing.report(sizes(size))
-        return tried[size]
+    def runs(size: int) -> bool:
+        attempts.append(run_attempt(process, size).attempt)
+        progress.attempted(attempts[-1])
+        return attempts[-1].fits
 
-    options = probing.options
-    limit_s = options.search.time_limit or math.inf
-    world = int(process.info.key["world_size"] or 1)
     try:
-        found = search(
-            run,
-            cap=probing.cap,
-            replay=probing.replay(step, process.info.device.budget_bytes),
-            first=first_size(process.info.compute_capability),
-            multiple=options.multiple,
-            multiples=sorted({*MULTIPLES, world} - {1}),
-            suspect=SUSPECT if step is not None and step.multiple > 1 else None,
-            stopped=lambda: sizes.stopped_by or ("time limit" if clock() - start > limit_s else None),
-        )
-    except Exception as error:
-        # A batch of 1 is a special case for some operators (batch statistics), and the last resort.
-        refused = [one.attempt for size, one in sorted(tried.items(), reverse=True) if one.error is None]
-        if 1 in tried and refused:
-            raise questions.nothing_fits(refused, process, step, single_error=describe(error)) from error
-        raise
-    if not found.micro_batch:
-        if found.stopped_by == "interrupt":
-            raise KeyboardInterrupt
-        raise questions.nothing_fits(found.attempts, process, step)
-    _note_search(probing, found)
-    answer = tried[found.micro_batch]
-    probe = Probe(
-        micro_batch=found.micro_batch,
-        limited_by=probing.limited_by(found.micro_batch),
-        upper_bound_by=found.upper_bound_by,
-        predicted_micro_batch=found.predicted,
-        oom_count=sum(not (attempt.fits or attempt.is_error) for attempt in found.attempts),
-        attempts=found.attempts,
-        multiple=found.multiple,
-        memory_variation=None if answer.trace is None else variation_of(answer.trace),
-        stopped_by=found.stopped_by,
-        precision=process.info.precision,
+        # A replay that does not even know the limit says nothing of the sizes below.
+        asked = largest if fitting.fits(largest) else 0
+        while asked > probe.multiple:
+            sizes = set(micro_batches(samples, asked, probe.multiple)) - {largest}
+            doubted = sorted((one for one in sizes if not fitting.fits(one)), reverse=True)
+            failed = next((one for one in doubted if not runs(one)), None)
+            if failed is None:
+                break
+            progress.note(
+                f"a micro-batch of {failed:,} does not fit although {largest:,} does, because the allocator "
+                "cuts its memory in another way: the batch is split into more"
+            )
+            asked = max(sizes) - probe.multiple
+    except Untraceable:
+        return limit, largest
+    ooms = sum(not attempt.fits for attempt in attempts)
+    probe = msgspec.structs.replace(
+        probe, attempts=[*probe.attempts, *attempts], oom_count=probe.oom_count + ooms
     )
-    if probe.memory_variation:
-        progress.note(
-            f"memory varies: what equal micro-batches of {probe.micro_batch:,} allocate differs by "
-            f"{probe.memory_variation:.1%} from draw to draw. Another draw of this size may not fit, and one "
-            "of a larger size may"
-        )
-    untraced = None
-    if isinstance(traced, str) and answer.trace is not None:
-        untraced = Untraced(traced, order_of(answer.trace))
-    return Limit(probe, None, step, untraced)
+    return limit._replace(probe=probe), asked if ooms else largest
 
 
-def _note_search(probing: Probing, found: Found) -> None:
-    """Say why the next size does not run, if not for want of memory, and which sizes run."""
-    size = found.micro_batch
-    above = next((one for one in found.attempts if one.micro_batch == size + found.multiple), None)
-    if found.multiple > 1 and probing.options.multiple is None:
-        failed = next(one for one in found.attempts if one.is_error)
-        probing.progress.note(
-            f"only multiples of {found.multiple} run as micro-batches: {failed.micro_batch:,} fails with "
-            f"{failed.reason} (--micro-batch-multiple {found.multiple})"
-        )
-    if above is not None and above.is_error:
-        probing.progress.note(f"a micro-batch of {above.micro_batch:,} does not run: {above.reason}")
-    if above is not None and above.is_below_budget:
-        probing.progress.note(
-            f"{probing.process.info.device.name}, not the budget, refused a micro-batch of "
-            f"{above.micro_batch:,} twice: {above.reason}. Others may hold its memory, so the limit is not "
-            "saved: free memory, or give a smaller --memory-budget"
-        )
+def caps_of(info: SetupInfo, options: Options, share: int | None = None) -> dict[LimitedBy, int]:
+    """Return the caps of the micro-batch besides memory, in samples, by their name.
 
-
-def _look_up(probing: Probing, home: Path) -> CachedLimit | None:
-    """Return the cached limit of this key; note the changed fields if there is only a stale one."""
-    cached = lookup(probing.process.info.key, home)
-    if not isinstance(cached, StaleEntry):
-        return cached
-    if cached.has_close_budget and probing.options.device.memory_budget is None:
-        return cached.limit
-    if not cached.is_other_question:
-        probing.progress.note(f"{cached}: probing again")
-    return None
-
-
-def _confirm(probing: Probing, cached: CachedLimit, file: Path) -> Limit | None:
-    """Run the cached limit of a file once, and look at its step.
-
-    Returns:
-        The limit, with the step if it can be traced; None if the cached limit answers another question, no
-        longer fits, or is too small. Too small means that more fits, which a run of it alone does not show.
+    Args:
+        info: the setup.
+        options: options of the run.
+        share: samples of a batch that one rank takes; None for all of the batch, if there is one.
     """
-    multiple = cached.multiple if probing.options.multiple is None else probing.options.multiple
-    size = min(cached.micro_batch, probing.cap) // multiple * multiple
-    if not size or cached.multiple % multiple or (cached.limited_by != "memory" and size < probing.cap):
+    caps: dict[LimitedBy, int] = {}
+    batch = options.batch.target_batch if share is None else share
+    if batch is not None:
+        caps["target_batch"] = batch
+    if options.search.max_micro_batch is not None:
+        caps["max_micro_batch"] = options.search.max_micro_batch
+    caps["dataset"] = info.samples
+    return caps
+
+
+class _Probing:
+    """One probe, with its surroundings."""
+
+    def __init__(
+        self,
+        process: SetupProcess,
+        options: Options,
+        caps: dict[LimitedBy, int],
+        home: Path,
+        progress: Progress,
+    ) -> None:
+        self._process = process
+        self._options = options
+        self._caps = caps
+        self._cap = min(caps.values())
+        self._home = home
+        self._progress = progress
+        self._attempts = Attempts(process, progress)
+
+    def confirm(self) -> Limit | None:
+        """Run the saved limit of this key once, and look at its step.
+
+        Returns:
+            None if there is none, or if it answers another question, no longer fits, or is too small. Too
+            small means that more fits, which a run of it alone does not show.
+        """
+        cached = self._look_up()
+        if cached is None:
+            return None
+        asked = self._options.multiple
+        multiple = cached.multiple if asked is None else asked
+        size = min(cached.micro_batch, self._cap) // multiple * multiple
+        if not size or cached.multiple % multiple or (cached.limited_by != "memory" and size < self._cap):
+            return None
+        outcome = self._attempts.run(size)
+        if not outcome.attempt.fits:
+            self._progress.note(f"the saved micro-batch of {size} no longer fits: probing again")
+            return None
+        self._progress.doing("checking whether more would fit")
+        file = entry_path(cached.key, self._home)
+        step = find_trace(file, size, outcome.trace)
+        if step is None:
+            step = self._trace()
+            keep_trace(step, file)
+        if size + multiple <= self._cap and self._is_too_small(cached, outcome, step, multiple):
+            self._progress.note(f"more than the saved micro-batch of {size} seems to fit: probing again")
+            return None
+        probe = Probe(
+            micro_batch=size,
+            limited_by=self._limited_by(size),
+            upper_bound_by="cap" if size == self._cap else cached.upper_bound_by,
+            predicted_micro_batch=cached.micro_batch,
+            oom_count=0,
+            attempts=[outcome.attempt],
+            multiple=multiple,
+            memory_variation=variation_of(outcome.trace),
+            source=f"saved {cached.date}",
+            precision=self._process.info.precision,
+        )
+        return Limit(probe, file, step)
+
+    def search(self, clock: Callable[[], float]) -> Limit:
+        """Search from the trace of the step, or without one if it cannot be traced.
+
+        Raises:
+            DoesNotFitError: not even a micro-batch of 1 fits.
+        """
+        process, progress, start = self._process, self._progress, clock()
+        info, options, attempts = process.info, self._options, self._attempts
+        progress.doing("predicting what fits")
+        step = self._trace()
+        tried: dict[int, Outcome] = {}
+
+        def run(size: int) -> Outcome:
+            tried[size] = attempts.run_or_fail(size)
+            return tried[size]
+
+        limit_s = options.search.time_limit or math.inf
+        world = int(info.key["world_size"] or 1)
+        try:
+            found = search(
+                run,
+                cap=self._cap,
+                replay=replay_on(info, step, lambda: _other_order(process)),
+                first=first_size(info.compute_capability),
+                multiple=options.multiple,
+                multiples=sorted({*MULTIPLES, world} - {1}),
+                suspect=SUSPECT if step is not None and step.multiple > 1 else None,
+                stopped=lambda: attempts.stopped_by or ("time limit" if clock() - start > limit_s else None),
+            )
+        except Exception as error:
+            # A batch of 1 is a special case for some operators (batch statistics), and the last resort.
+            refused = [one.attempt for size, one in sorted(tried.items(), reverse=True) if one.error is None]
+            if 1 in tried and refused:
+                raise nothing_fits(refused, process, step, single_error=describe(error)) from error
+            raise
+        if not found.micro_batch:
+            if found.stopped_by == "interrupt":
+                raise KeyboardInterrupt
+            raise nothing_fits(found.attempts, process, step)
+        self._note_next(found)
+        probe = Probe(
+            micro_batch=found.micro_batch,
+            limited_by=self._limited_by(found.micro_batch),
+            upper_bound_by=found.upper_bound_by,
+            predicted_micro_batch=found.predicted,
+            oom_count=sum(not (attempt.fits or attempt.is_error) for attempt in found.attempts),
+            attempts=found.attempts,
+            multiple=found.multiple,
+            memory_variation=variation_of(tried[found.micro_batch].trace),
+            stopped_by=found.stopped_by,
+            precision=info.precision,
+        )
+        if probe.memory_variation:
+            progress.note(
+                f"memory varies: what equal micro-batches of {probe.micro_batch:,} allocate differs by "
+                f"{probe.memory_variation:.1%} from draw to draw. Another draw of this size may not fit, and "
+                "one of a larger size may"
+            )
+        return Limit(probe, None, step)
+
+    def saved(self, limit: Limit) -> Limit:
+        """Save the answer of a search that ran to its end, with its trace."""
+        found = limit.probe
+        refused_elsewhere = any(one.is_below_budget for one in found.attempts)
+        if found.upper_bound_by is None or refused_elsewhere:
+            return limit
+        entry = CachedLimit(
+            key=self._process.info.key,
+            micro_batch=found.micro_batch,
+            limited_by=found.limited_by,
+            upper_bound_by=found.upper_bound_by,
+            multiple=found.multiple,
+            cap=self._cap,
+            date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        )
+        try:
+            file = store(entry, self._home)
+        except InputError as error:
+            self._progress.note(f"the limit was not saved: {error}")
+            return limit
+        keep_trace(limit.footprint, file)
+        return limit._replace(file=file)
+
+    def _limited_by(self, micro_batch: int) -> LimitedBy:
+        """Return what limits an answer: the first cap that it reaches, else memory."""
+        return next((name for name, cap in self._caps.items() if cap == micro_batch == self._cap), "memory")
+
+    def _look_up(self) -> CachedLimit | None:
+        """Return the saved limit of this key; note the changed fields if there is only a stale one."""
+        cached = lookup(self._process.info.key, self._home)
+        if not isinstance(cached, StaleEntry):
+            return cached
+        if cached.has_close_budget and self._options.device.memory_budget is None:
+            return cached.limit
+        if not cached.is_other_question:
+            self._progress.note(f"{cached}: probing again")
         return None
-    outcome = probing.run(size)
-    attempted = outcome.attempt
-    if not attempted.fits:
-        probing.progress.note(f"the saved micro-batch of {size} no longer fits: probing again")
-        return None
-    probing.progress.doing("checking whether more would fit")
-    step = _trace_of(probing, file, outcome)
-    if size + multiple <= probing.cap and _is_too_small(probing, cached, outcome, step, multiple):
-        probing.progress.note(f"more than the saved micro-batch of {size} seems to fit: probing again")
-        return None
-    probe = Probe(
-        micro_batch=size,
-        limited_by=probing.limited_by(size),
-        upper_bound_by="cap" if size == probing.cap else cached.upper_bound_by,
-        predicted_micro_batch=cached.micro_batch,
-        oom_count=0,
-        attempts=[attempted],
-        multiple=multiple,
-        memory_variation=None if outcome.trace is None else variation_of(outcome.trace),
-        source=f"saved {cached.date}",
-        precision=probing.process.info.precision,
-    )
-    return Limit(probe, file, step)
 
+    def _is_too_small(
+        self, cached: CachedLimit, outcome: Outcome, step: Footprint | None, multiple: int
+    ) -> bool:
+        """Return whether more than a saved limit fits, by the replay or else by the peak of its run.
 
-def _is_too_small(
-    probing: Probing, cached: CachedLimit, outcome: Outcome, step: Footprint | None, multiple: int
-) -> bool:
-    """Return whether more than a cached limit fits, by the replay or else by the peak of its run.
+        The budget is the smaller of now and then, because close budgets count as the same.
+        """
+        process, ran, fits = self._process, outcome.attempt, None
+        then, device = cached.key.get("budget_bytes"), process.info.device
+        budget = min(then, device.budget_bytes) if isinstance(then, int) else device.budget_bytes
+        if step is not None:
+            device = msgspec.structs.replace(device, budget_bytes=budget)
+            info = msgspec.structs.replace(process.info, device=device)
+            replay = replay_on(info, step, lambda: _other_order(process))
+            replay.learn(outcome)
+            fits = replay.says_fits(ran.micro_batch + multiple)
+            if fits:
+                # What fits in one order of micro-batches may fail in the other.
+                replay.add_other_order()
+                fits = replay.says_fits(ran.micro_batch + multiple)
+        if fits is not None:
+            return fits
+        # Memory has a fixed part, so one sample more takes at most its share of the peak.
+        peak = ran.peak_reserved_bytes or ran.peak_allocated_bytes
+        return peak is not None and peak + peak / ran.micro_batch < AMPLE_ROOM * budget
 
-    The budget is the smaller of now and then, because close budgets count as the same.
-    """
-    then, now = cached.key.get("budget_bytes"), probing.process.info.device.budget_bytes
-    budget = min(then, now) if isinstance(then, int) else now
-    fits = None
-    if step is not None:
-        replay = probing.replay(step, budget)
-        replay.learn(outcome)
-        fits = replay.says_fits(outcome.attempt.micro_batch + multiple)
-    if fits:
-        # What fits in one order of micro-batches may fail in the other.
-        other = questions.trace_other_order(probing.process)
-        alone = None if other is None else Fitting([other], lambda: new_allocator(probing.info_at(budget)))
-        fits = alone is None or alone.fits(outcome.attempt.micro_batch + multiple)
-    return has_ample_room(outcome.attempt, budget) if fits is None else fits
-
-
-def _trace_of(probing: Probing, file: Path, outcome: Outcome) -> Footprint | None:
-    """Return the step of a run: the kept one of its file if that is what ran, else a trace, which is kept.
-
-    Returns:
-        None if it cannot be traced, or would take too long.
-    """
-    traced = find_trace(file, outcome.attempt.micro_batch, outcome.trace)
-    if traced is None:
-        traced = questions.trace(probing.process)
-        if isinstance(traced, Footprint):
-            keep_trace(traced, file)
-        elif traced is not None and outcome.trace is not None:
-            keep_trace(Untraced(traced, order_of(outcome.trace)), file)
-    if isinstance(traced, Footprint):
+    def _trace(self) -> Footprint | None:
+        """Trace the step. Note the reason if that would take too long."""
+        traced = ask_or_none(self._process, "tracing the step", _trace)
+        if isinstance(traced, str):
+            self._progress.note(f"the step was not traced, so runs alone tell what fits: {traced}")
+            return None
         return traced
-    if traced is not None:
-        _note_untraced(probing, traced)
-    return None
+
+    def _note_next(self, found: Found) -> None:
+        """Say why the next size does not run, if not for want of memory, and which sizes run."""
+        above = next((one for one in found.attempts if one.micro_batch == found.next_size), None)
+        if found.multiple > 1 and self._options.multiple is None:
+            failed = next(one for one in found.attempts if one.is_error)
+            self._progress.note(
+                f"only multiples of {found.multiple} run as micro-batches: {failed.micro_batch:,} fails with "
+                f"{failed.reason} (--micro-batch-multiple {found.multiple})"
+            )
+        if above is not None and above.is_error:
+            self._progress.note(f"a micro-batch of {above.micro_batch:,} does not run: {above.reason}")
+        if above is not None and above.is_below_budget:
+            self._progress.note(
+                f"{self._process.info.device.name}, not the budget, refused a micro-batch of "
+                f"{above.micro_batch:,} twice: {above.reason}. Others may hold its memory, so the limit is "
+                "not saved: free memory, or give a smaller --memory-budget"
+            )
 
 
-def _note_untraced(probing: Probing, reason: str) -> None:
-    probing.progress.note(f"the step was not traced, so runs alone tell what fits: {reason}")
+def variation_of(trace: Trace | None) -> float | None:
+    """Return the share by which equal micro-batches of an attempt differ in what they allocate.
 
+    All micro-batches of an attempt have the same samples. Those of its later steps do the same work, so they
+    differ only if the data or the model draw at random, or depend on weights that have changed.
 
-def _store(probing: Probing, found: Probe, home: Path) -> Path | None:
-    """Save the answer of a search that ran to its end, and return its file; None if it is not saved."""
-    refused_elsewhere = any(one.is_below_budget for one in found.attempts)
-    if found.upper_bound_by is None or refused_elsewhere:
+    Returns:
+        None if they do not differ, if no events are known, or if the events have no phases.
+    """
+    allocated = [] if trace is None else _allocated(trace)
+    if len(allocated) != sum(ATTEMPT_STEPS):
         return None
-    traced_bytes = questions.traced_peak(probing.process, found.micro_batch)
-    of_answer = [one for one in found.attempts if one.fits and one.micro_batch == found.micro_batch]
-    limit = CachedLimit(
-        key=probing.process.info.key,
-        micro_batch=found.micro_batch,
-        limited_by=found.limited_by,
-        upper_bound_by=found.upper_bound_by,
-        multiple=found.multiple,
-        cap=probing.cap,
-        date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        traced_bytes=traced_bytes,
-        measured_bytes=of_answer[0].peak_reserved_bytes if traced_bytes and of_answer else None,
-    )
-    try:
-        return store(limit, home)
-    except InputError as error:
-        probing.progress.note(f"the limit was not saved: {error}")
-        return None
+    _, first, second = ATTEMPT_STEPS
+    pairs = zip(allocated[-first - second : -second], allocated[-second:], strict=True)
+    return max(max(pair) / max(min(pair), 1) - 1 for pair in pairs) or None
+
+
+def _allocated(trace: Trace) -> list[int]:
+    """Return the bytes that each micro-batch allocates, in its forward and backward pass."""
+    starts = [position for position, phase in trace.marks if phase == "forward"]
+    ends = [position for position, phase in trace.marks if phase in ("forward", "optimizer")]
+    return [
+        sum(size for _, size in trace.events[start : min(end for end in ends if end > start)] if size != FREE)
+        for start in starts
+    ]
+
+
+def _open(process: SetupProcess, progress: Progress) -> None:
+    """Report the device and the remarks on the setup."""
+    progress.opened(process.info.device)
+    for line in process.info.notes:
+        progress.note(line)
 
 
 def _with_others(found: Probe, process: SetupProcess, progress: Progress) -> Probe:
     """Add the memory that other processes hold after the probe, with a note if that grew."""
-    before, after = process.info.device.other_processes_bytes, questions.others_bytes(process)
-    if before is not None and after is not None and after - before >= NOTABLE_GROWTH:
+    before = process.info.device.other_processes_bytes
+    if before is None:
+        return found
+    after = ask_or_none(process, "reading the GPU", _others_bytes)
+    if after is not None and after - before >= NOTABLE_GROWTH:
         progress.note(
             f"other processes held {format_bytes(before)} of the GPU before the probe and hold "
             f"{format_bytes(after)} now. The answer may no longer fit: probe again, or give --memory-budget"
         )
     return msgspec.structs.replace(found, other_processes_bytes=after)
+
+
+def _other_order(process: SetupProcess) -> Program | None:
+    return ask_or_none(process, "tracing the step", _trace_other_order)
+
+
+def _trace(session: Session) -> Footprint | str | None:
+    """Return the step, the reason if its trace would take too long, or None if it cannot be traced."""
+    try:
+        step = traced_setup.trace_footprint(session.setup, says_why=True)
+    except TooLong as error:
+        return str(error)
+    return None if step is None else session.keep(step)
+
+
+def _trace_other_order(session: Session) -> Program | None:
+    return traced_setup.other_order(session.setup)
+
+
+def _others_bytes(session: Session) -> int | None:
+    return session.setup.device.describe().other_processes_bytes

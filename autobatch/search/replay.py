@@ -125,13 +125,18 @@ class Replay:
                 # What was fitted to other runs is confirmed now.
                 self._orders[0] = Bounds(self._orders[0].upper, self._orders[0].upper)
                 self._prefixes = []
-                if failed_in_other and len(self._orders) == 1:
-                    other = self._other_order()
-                    self._orders += [] if other is None else [Bounds(other, other)]
+                if failed_in_other:
+                    self.add_other_order()
         elif not self._runs:
             self._prefixes = [self._prefix(outcome, ran)]
         if self._orders and not (failed_in_other and len(self._orders) == 1):
             self._refute(size, ran, fits=attempt.fits)
+        self._fit()
+
+    def add_other_order(self) -> None:
+        """Take the other order into account, in which a size may fail that fits in the first."""
+        other = self._other_order() if len(self._orders) == 1 else None
+        self._orders += [] if other is None else [Bounds(other, other)]
         self._fit()
 
     def _correct(self) -> None:

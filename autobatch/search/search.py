@@ -43,6 +43,11 @@ class Found(NamedTuple):
     multiple: int = 1
     """The number whose multiples run; others fail for another reason than memory."""
 
+    @property
+    def next_size(self) -> int:
+        """The size after the largest."""
+        return self.micro_batch + self.multiple
+
 
 def first_size(compute_capability: tuple[int, int] | None) -> int:
     """Return the first size to run without any prediction; None stands for a CPU."""

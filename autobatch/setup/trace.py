@@ -9,7 +9,6 @@ from autobatch.core.errors import AutobatchError
 from autobatch.core.knobs import COMPILE
 from autobatch.core.records import MemoryCurve, PredictedPoint, Remedy
 from autobatch.device.allocator.ledger import Allocator
-from autobatch.device.allocator.trace import replay
 from autobatch.footprint import predict
 from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.explain import memory_curve, predicted_points
@@ -64,24 +63,6 @@ def other_order(setup: Setup) -> Program | None:
     """Trace an attempt in the other order. Return None if it cannot be traced."""
     step = trace_footprint(setup, OTHER_ATTEMPT_STEPS)
     return None if step is None else program_on(step, describe_setup(setup))
-
-
-def traced_peak(setup: Setup, micro_batch: int) -> int | None:
-    """Predict the peak reserved bytes of a micro-batch on a GPU from a trace alone, to compare with a run.
-
-    Returns:
-        None on other devices.
-
-    Raises:
-        AutobatchError: the step cannot be traced.
-    """
-    capability = setup.device.compute_capability
-    if capability is None:
-        return None
-    info = describe_setup(setup)
-    with preserved_random_state():
-        program = program_on(_trace(setting_of(setup)), info)
-    return replay(program.at(micro_batch), new_allocator(info, capped=False)).peak_reserved_bytes
 
 
 def remedies_of(setup: Setup, step: Footprint | None) -> list[Remedy]:

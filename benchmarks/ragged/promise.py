@@ -32,7 +32,9 @@ from autobatch.core.options import Options
 from autobatch.core.records import Plan
 from autobatch.footprint.size_program import SizeProgram
 from autobatch.planning import make_plan
-from autobatch.search.sizes.real_batches import Order, RunBatches, joins_samples, trace_setup
+from autobatch.search.curve import trace_setup
+from autobatch.search.hazards import is_padded
+from autobatch.search.real_batches import Order, RunBatches
 from autobatch.setup.attempt import attempt
 from autobatch.setup.setup import Setup, open_setup
 from autobatch.training.build import build_sampler, open_loop
@@ -125,18 +127,17 @@ class Run(NamedTuple):
             setup=setup,
             sizes=sizes,
             order=Order(TARGET, self.seed),
-            is_padded=not joins_samples(setup, sizes, program),
+            program=program,
+            joins=not is_padded(setup.workload, sizes),
         )
         split: Split = Split()
         micro_batch = plan.micro_batch
         if plan.size_cut is not None:
             split = SizeSplit(sizes=sizes, cut=plan.size_cut, measured_every=NoiseScale.every)
             micro_batch = max(plan.size_cut.micro_batches)
-        found = batches.replay(
-            program, split, micro_batch, batches=batches.first(self.steps), most_events=10**12
-        )
-        assert not found.fits or found.batches == self.steps
-        return int(not found.fits)
+        found = batches.replay(split, micro_batch, batches.first(self.steps), most_events=10**12)
+        assert found in (None, self.steps)
+        return int(found is None)
 
     def survives(self, plan: Plan) -> bool:
         """Return whether all steps of a plan fit."""
@@ -150,9 +151,7 @@ class Run(NamedTuple):
 def program_of(model: str, lengths: str) -> SizeProgram | None:
     """Trace a workload over sizes; None if that is not possible."""
     setup = Case(model, lengths, "cpu", 0.0).setup("4GiB", 0)
-    sizes = setup.worst_case.sizes()
-    assert sizes is not None
-    return trace_setup(setup, sizes)
+    return trace_setup(setup)
 
 
 def by_brute_force(run: Run, plan: Plan) -> int:

@@ -24,7 +24,7 @@ import torch
 
 from autobatch.core.options import Options
 from autobatch.planning import make_plan, micro_batches
-from autobatch.search.sizes.plan_split import SplitSettings, choose_split
+from autobatch.search.plan_split import SplitSettings, choose_split
 from autobatch.setup.attempt import attempt
 from autobatch.setup.rehearsal import batches_of, open_train_state
 from autobatch.setup.session import Session

@@ -270,7 +270,7 @@ def test_an_isolated_call_opens_a_reference_in_a_child_and_a_workload_here(
 def test_a_run_takes_what_fits_in_its_order_and_a_longer_resume_is_planned_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autobatch.search.sizes.real_batches.trace_setup", lambda *_: None)
+    monkeypatch.setattr("autobatch.search.curve.trace_setup", lambda *_: None)
     options = {"target_batch": 32, "memory_budget": "2MiB", "steps": 3, "split": "count"}
     heard = [Listener() for _ in range(3)]
     plan = fit(joined_workload(), tmp_path, **options, checkpoint_every=3, progress=heard[0]).plan

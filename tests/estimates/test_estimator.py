@@ -1,4 +1,4 @@
-"""Estimates: sizes, explanations, remedies, and the margin that saved runs give."""
+"""Estimates: sizes, explanations, and what would help."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from autobatch.device.allocator.trace import replay
 from autobatch.device.profiles import load_profile
 from autobatch.estimates import estimator as estimating
 from autobatch.estimates import traces as tracing
-from autobatch.estimates.estimator import compared_with_runs, estimate_limits, fewest_ranks
+from autobatch.estimates.estimator import Estimator, estimate_limits, nothing_fits
 from autobatch.estimates.traces import ALONE, Traces
 from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.predict import program_on
+from autobatch.footprint.tracing.apart import run_apart
 from autobatch.report.terminal import Terminal
-from autobatch.search.cache import CachedLimit, store
 from tests.support.options import as_options
 from tests.support.probes import mlp, work
 from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, token_loss
@@ -53,46 +53,6 @@ def test_an_estimate_for_one_gpu_explains_its_memory(found):
     assert [set(each) for each in json["estimates"][0]["remedies"]] == [
         {"name", "advice", "micro_batch", "peak_bytes"} for _ in one.remedies
     ]
-
-
-@pytest.fixture
-def traced_once(monkeypatch):
-    """Estimates of one workload for GPUs that run it in the same way, which share one trace."""
-    traces = []
-
-    def trace(setting, **more):
-        traces[:] = traces or [deep_footprint(setting, **more)]
-        return traces[0]
-
-    monkeypatch.setattr(estimating, "run_apart", lambda function: function())
-    monkeypatch.setattr(tracing, "deep_footprint", trace)
-
-
-@pytest.mark.usefixtures("traced_once")
-def test_saved_runs_that_took_more_memory_widen_the_interval(tmp_path):
-    """One of two runs on this GPU took a quarter more than its trace. A run on another GPU does not count."""
-    workload = make(lambda: Transformer(width=128, depth=3), data=Tokens(), loss=token_loss)
-    for number, (device, measured) in enumerate(
-        (("NVIDIA GeForce RTX 4090", 125), ("NVIDIA GeForce RTX 4090", 99), ("NVIDIA T4", 900))
-    ):
-        saved = CachedLimit(
-            key={"workload": f"w{number}", "device": device},
-            micro_batch=1,
-            limited_by="memory",
-            upper_bound_by="run",
-            date="2026-11-21",
-            traced_bytes=100 * MiB,
-            measured_bytes=measured * MiB,
-        )
-        store(saved, tmp_path)
-    options = as_options("estimate", profile=["rtx-4090", "l4"], memory_budget=f"{40 * MiB}")
-    after = estimate_limits(workload, options, home=tmp_path)
-    now, before = after.estimates[0], estimate_limits(workload, options, home=NOWHERE).estimates[0]
-    assert now.micro_batch == before.micro_batch
-    assert now.micro_batch_low < before.micro_batch_low
-    tight = as_options("estimate", profile=["rtx-4090", "l4"], memory_budget=f"{32 * MiB}")
-    assert now.micro_batch_low == estimate_limits(workload, tight, home=NOWHERE).estimates[0].micro_batch
-    assert any("-1.0% to +25.0% more than predicted (2 compared)" in note for note in after.notes)
 
 
 def test_every_gpu_that_does_not_fit_has_its_advice(monkeypatch):
@@ -132,18 +92,6 @@ def test_estimates_for_several_gpus_have_no_remedies():
     text = StringIO()
     Terminal(text).estimated(found)
     assert "share" not in text.getvalue()
-
-
-def test_a_simulated_device_names_the_gpu():
-    options = as_options("estimate", device="sim:l4", max_micro_batch=4)
-    found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
-    assert [(one.profile, one.micro_batch) for one in found.estimates] == [("l4", 4)]
-
-
-def test_a_device_that_is_left_out_is_a_note_of_the_estimate():
-    options = as_options("estimate", device="cpu", profile=["l4", "a100-40gb"], max_micro_batch=4)
-    found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
-    assert any("--device cpu was left out" in note for note in found.notes)
 
 
 def test_the_error_names_memory_and_remedies_if_no_gpu_is_large_enough():
@@ -212,12 +160,6 @@ def test_an_estimate_needs_no_emptied_cache():
         assert (found.fits, found.retries) == (True, 0)
 
 
-def test_the_precision_follows_the_gpu_unless_one_is_given():
-    options = as_options("estimate", profile=["t4", "l4"])
-    found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
-    assert [one.precision for one in found.estimates] == ["fp32", "bf16"]
-
-
 def test_a_micro_batch_is_predicted_for_models_of_any_size():
     """The weights, two states of AdamW and the gradients take 19 GB; a T4 has 16 GB, an A100 80 GB."""
     options = as_options("estimate", profile=["t4", "a100-80gb"], micro_batch=3, precision="fp32")
@@ -226,22 +168,21 @@ def test_a_micro_batch_is_predicted_for_models_of_any_size():
     assert all(one.peak_reserved_bytes > 4 * 4 * 20 * 60_000_000 for one in found.estimates)
 
 
-def row(world: int, budget: int, micro_batch: int) -> RankEstimate:
-    return RankEstimate(
-        profile=f"gpu-{budget}",
-        world_size=world,
-        parallel="shard",
-        budget_bytes=budget,
-        micro_batch=micro_batch,
-        peak_reserved_bytes=1,
-    )
-
-
-def test_the_fewest_ranks_are_named_on_the_smallest_gpu():
-    table = [row(8, 40, 3), row(4, 80, 2), row(4, 40, 0), row(4, 60, 1)]
-    assert fewest_ranks(table) == ", 4 ranks on gpu-60 (a micro-batch of 1 fits there)"
-    assert fewest_ranks([row(8, 40, 0)]) == ""
-
-
-def test_runs_are_compared_by_the_least_and_the_most():
-    assert "-1.0% to +25.0% more than predicted (2 compared)" in compared_with_runs("l4", [0.25, -0.01])
+def test_the_error_names_the_fewest_ranks_on_the_smallest_gpu_that_fit():
+    workload = make(lambda: Transformer(width=32, depth=1), data=Tokens(), loss=token_loss)
+    options = as_options("estimate", profile=["t4"], memory_budget="1MiB", micro_batch=1)
+    one = run_apart(lambda: Estimator(workload, options, NOWHERE).limit(load_profile("t4", user_dir=NOWHERE)))
+    cells = [
+        RankEstimate(
+            profile=f"gpu-{budget}",
+            world_size=world,
+            parallel="shard",
+            budget_bytes=budget,
+            micro_batch=micro_batch,
+            peak_reserved_bytes=1,
+        )
+        for world, budget, micro_batch in [(8, 40, 3), (4, 80, 2), (4, 40, 0), (4, 60, 1)]
+    ]
+    text = str(nothing_fits([one], options, cells))
+    assert text.startswith("a micro-batch of 1 is predicted not to fit on t4: it takes ")
+    assert text.endswith(", 4 ranks on gpu-60 (a micro-batch of 1 fits there)")

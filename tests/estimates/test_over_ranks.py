@@ -13,7 +13,7 @@ from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.units import MiB
 from autobatch.device.profiles import load_profile
 from autobatch.estimates.estimator import Estimator, estimate_limits
-from autobatch.estimates.gpus import NCCL_BYTES, option_notes
+from autobatch.estimates.gpus import NCCL_BYTES
 from autobatch.footprint.tracing.apart import run_apart
 from autobatch.workload.contract import WholeBatchLoss
 from tests.support.options import as_options
@@ -49,7 +49,7 @@ def limit(tmp_path, what=None, *, ranks=4, budget="40MiB", target_batch=None, **
     def predicted():
         made = Estimator(what or workload(), settings_of(budget, target_batch, ranks, **more), tmp_path)
         one = made.limit(load_profile("a100-40gb", user_dir=tmp_path))
-        return one, [*option_notes([one], made.options), *made.notes()]
+        return one, made.notes([one])
 
     return run_apart(predicted)
 

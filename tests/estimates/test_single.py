@@ -72,8 +72,9 @@ def test_the_limit_is_that_of_attempts(tmp_path):
 
 def test_a_given_size_is_predicted(tmp_path):
     made = estimator(tmp_path, memory_budget="64MiB", micro_batch=7)
-    assert made.limit(without_workspaces()).fits
-    assert "single sizes (7)" in "".join(made.notes())
+    found = made.limit(without_workspaces())
+    assert found.fits
+    assert "single sizes (7)" in "".join(made.notes([found]))
 
 
 def test_nothing_fits(tmp_path):

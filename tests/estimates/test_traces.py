@@ -100,16 +100,6 @@ def test_a_model_that_needs_values_and_more_memory_than_there_is_is_refused_in_o
     assert "\n" not in str(caught.value)
 
 
-def test_one_rank_arranges_nothing():
-    with arranged(ALONE) as how:
-        assert how == (None, 1)
-
-
-def test_replicas_sum_in_a_buffer_beside_the_model():
-    with arranged(Layout(4)) as how:
-        assert how == (None, 4)
-
-
 def shares_within_the_block() -> list[bool]:
     found = []
     with arranged(Layout(4, "shard")) as (arrange, world):

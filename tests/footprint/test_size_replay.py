@@ -9,7 +9,7 @@ import pytest
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.footprint.size_program import Shape, SizeProgram
 from autobatch.footprint.size_replay import replay_batches
-from autobatch.search.sizes.curve import trace_sizes
+from autobatch.search.curve import trace_sizes
 from autobatch.setup.trace import setting_of
 from autobatch.workload.split import Split
 from tests.support.ragged import Sequences, ragged_split, ragged_workload, simulated_setup, wide_model

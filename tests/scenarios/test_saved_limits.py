@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from autobatch.search import questions
 from autobatch.search.cache import CachedLimit
 from tests.support.probes import WIDTH, amsgrad, mlp, probed, work
 
@@ -115,7 +114,7 @@ def test_a_cached_limit_below_the_truth_is_searched_anew(device: str, own_home: 
 
 def test_without_a_trace_the_peak_decides_about_a_cached_limit(monkeypatch, own_home: Path) -> None:
     """As on a GPU: 2 for a limit of many leaves most of the budget, and the limit itself does not."""
-    monkeypatch.setattr(questions, "trace", lambda process: None)
+    monkeypatch.setattr("autobatch.setup.trace.trace_footprint", lambda *_, **__: None)
     first, _ = probed(work())
     again, listener = probed(work())
     assert again.probe.source.startswith("saved 2")

@@ -9,32 +9,23 @@ from typing import Any
 
 import msgspec
 import pytest
-from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
-from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.units import GiB
-from autobatch.device.allocator.trace import Trace
 from autobatch.footprint.fit import footprint
 from autobatch.search import cache as kept_trace
-from autobatch.search import questions
 from autobatch.search.cache import (
     SUFFIX,
     CachedLimit,
     StaleEntry,
-    Untraced,
     find_trace,
     keep_trace,
     lookup,
-    order_of,
-    prediction_errors,
     store,
 )
-from autobatch.setup import trace as traced_setup
-from autobatch.setup.setup import open_setup
-from tests.support.probes import WIDTH, Listener, limit_of, work
+from tests.support.probes import limit_of
 from tests.support.step_workloads import WORKLOADS, setting, setup
 
 
@@ -108,11 +99,11 @@ def test_a_limit_of_another_workload_is_not_returned(tmp_path):
         (b"[" * 100_000, "is not JSON: "),
         (b'{"key": ' * 100_000, "is not JSON: "),
         (b'{"micro_batch": ' + b"9" * 5000 + b"}", "is not JSON: "),
-        (b'{"schema": ' + b"9" * 18 + b"}", "schema 9+, this autobatch reads 2"),
+        (b'{"schema": ' + b"9" * 18 + b"}", "schema 9+, this autobatch reads 3"),
         (b'{"schema": "\\u001b"}', "is ignored: "),
         (b"[1]", "Expected `object`"),
         (b"null", "Expected `object`"),
-        (b'{"schema": 3, "fits": 1}', "schema 3, this autobatch reads 2"),
+        (b'{"schema": 4, "fits": 1}', "schema 4, this autobatch reads 3"),
         (b'{"schema": 1}', "missing required field"),
         (b'{"key": {"workload": 1.5}}', r"\$\.key"),
     ],
@@ -165,16 +156,6 @@ def test_a_limit_that_only_options_changed_answers_another_question(tmp_path, ch
     assert lookup(a_limit(**changed).key, tmp_path).is_other_question is is_other
 
 
-def test_prediction_errors_are_those_of_limits_with_both_figures_on_a_device(tmp_path):
-    for number, (device, traced, measured) in enumerate(
-        [("NVIDIA L4", 100, 125), ("nvidia l4", 200, 190), ("NVIDIA L4", 100, None), ("NVIDIA T4", 100, 900)]
-    ):
-        limit = a_limit(workload=f"w{number}", device=device)
-        store(msgspec.structs.replace(limit, traced_bytes=traced, measured_bytes=measured), tmp_path)
-    assert sorted(prediction_errors(tmp_path, ["NVIDIA L4"])) == pytest.approx([-0.05, 0.25])
-    assert prediction_errors(tmp_path, ["NVIDIA A10"]) == []
-
-
 @pytest.fixture(scope="module")
 def step():
     return footprint(setting(setup(WORKLOADS["perceptron"]())))
@@ -202,56 +183,10 @@ def test_a_damaged_file_is_traced_anew(tmp_path: Path, step: Any) -> None:
 def test_a_confirmed_limit_traces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = limit_of(setup(WORKLOADS["perceptron"]()), tmp_path, Progress())
 
-    def no_trace(_: object) -> None:
+    def no_trace(*_: object, **__: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(questions, "trace", no_trace)
+    monkeypatch.setattr("autobatch.setup.trace.trace_footprint", no_trace)
     again = limit_of(setup(WORKLOADS["perceptron"]()), tmp_path, Progress())
     assert again.probe.source.startswith("saved")
     assert again.footprint == first.footprint is not None
-
-
-def test_the_reason_of_a_step_that_is_too_long_holds_for_its_order(tmp_path: Path, step: Any) -> None:
-    file = tmp_path / "limit.json"
-    ran = step.program.at(40)
-    keep_trace(Untraced("too long", order_of(ran)), file)
-    assert find_trace(file, 40, ran) == find_trace(file, 41, step.program.at(41)) == "too long"
-    assert find_trace(file, 40, Trace(ran.events[:-3])) is None
-
-
-class Changed(nn.Module):
-    """A model whose code changes while its parameters do not."""
-
-    def __init__(self, extra: bool) -> None:
-        super().__init__()
-        self.body = nn.Linear(WIDTH, 4)
-        self.extra = extra
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x).tanh() if self.extra else self.body(x)
-
-
-def test_that_a_step_is_too_long_is_kept_until_its_code_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(traced_setup, "MOST_OPERATORS", 10)
-    asked, trace = [], questions.trace
-    monkeypatch.setattr(questions, "trace", lambda process: asked.append(1) or trace(process))
-
-    def probe(*, extra: bool) -> tuple[str, int, list[str]]:
-        made = open_setup(
-            work(lambda: Changed(extra)), Options().with_values(device="cpu", memory_budget="20KiB")
-        )
-        listener = Listener()
-        asked.clear()
-        found = limit_of(made, tmp_path, listener).probe
-        notes = [note for note in listener.notes if "not traced" in note]
-        return found.source.partition(" ")[0], len(asked), notes
-
-    note = "the step was not traced, so runs alone tell what fits: the step has more than 10 operators"
-    assert probe(extra=False) == ("search", 1, [note])
-    assert probe(extra=False) == ("saved", 0, [note])
-    _, count, notes = probe(extra=True)
-    assert count
-    assert set(notes) == {note}
-    assert probe(extra=True) == ("saved", 0, [note])

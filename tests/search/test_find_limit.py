@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 import autobatch
 from autobatch.api.call import Call
@@ -17,17 +19,15 @@ from autobatch.api.pipeline import run as run_command
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
-from autobatch.core.records import Probe
+from autobatch.core.records import Probe, RealBatches
 from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory
-from autobatch.search import questions
-from autobatch.search.cache import CachedLimit
-from autobatch.search.find_limit import find_limit
+from autobatch.search.find_limit import Limit, find_limit, limit_of_plan
 from autobatch.setup.attempt import attempt
 from autobatch.setup.session import ThisProcess
-from autobatch.setup.setup import open_setup
-from autobatch.setup.trace import traced_peak
+from autobatch.setup.setup import Setup, open_setup
+from benchmarks.workloads import WORKLOADS as TEST_WORKLOADS
 from tests.support.hardware import CpuAsGpu
 from tests.support.options import as_options
 from tests.support.probes import (
@@ -118,7 +118,7 @@ def test_the_time_limit_ends_the_search_with_a_size_that_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a trace the search takes two runs or more. Each reading of the clock takes a second."""
-    monkeypatch.setattr(questions, "trace", lambda _: None)
+    monkeypatch.setattr("autobatch.setup.trace.trace_footprint", lambda *_, **__: None)
     made = replace(setup(WORKLOADS["perceptron"]()), device=CpuAsGpu(memory_budget=64 * MiB))
     clock = map(float, count()).__next__
     found = find_limit(
@@ -149,14 +149,6 @@ def test_a_budget_that_follows_free_memory_may_vary_by_a_few_percent(
     assert probe(10 * free + 10, memory_budget="1GiB").source == "search"
 
 
-def test_the_limit_on_a_gpu_is_saved_with_its_traced_and_its_measured_peak(tmp_path: Path) -> None:
-    here = replace(setup(WORKLOADS["perceptron"]()), device=CpuAsGpu(memory_budget=64 * MiB))
-    found, path, *_ = limit_of(here, tmp_path, max_micro_batch=3)
-    saved = msgspec.json.decode(path.read_bytes(), type=CachedLimit)
-    assert saved.traced_bytes == traced_peak(here, found.micro_batch)
-    assert saved.measured_bytes == found.attempts[-1].peak_reserved_bytes
-
-
 # Other processes.
 
 
@@ -177,6 +169,85 @@ def test_a_growth_of_other_processes_is_noted(grown: int, is_noted: bool, tmp_pa
     found = find_limit(process, Options().with_values(max_micro_batch=3), home=tmp_path, progress=notes).probe
     assert found.other_processes_bytes == 100 * MiB + grown
     assert any("held 100 MiB of the GPU before" in line for line in notes.notes) == is_noted
+
+
+# Memory that varies.
+
+
+class Nodes(Dataset):
+    """Seed nodes of a graph, whose neighbours are drawn when they are collated."""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def neighbourhood(seeds: list[int]) -> torch.Tensor:
+    return torch.ones(len(seeds) * 4 + random.randrange(4 * len(seeds)), WIDTH)
+
+
+def test_memory_that_varies_from_draw_to_draw_is_said_with_its_share() -> None:
+    drawn = work(
+        lambda: nn.Linear(WIDTH, 64),
+        train_data=Nodes(),
+        collate=neighbourhood,
+        loss=lambda model, x: model(x).square().mean(),
+    )
+    result, listener = probed(drawn, memory_budget="300KiB")
+    assert 0.01 < result.probe.memory_variation < 2
+    said = [note for note in listener.notes if "memory varies" in note]
+    assert len(said) == 1
+    assert f"{result.probe.memory_variation:.1%}" in said[0]
+
+
+@pytest.mark.parametrize("name", ["perceptron", "transformer"])
+def test_equal_micro_batches_of_other_workloads_do_not_vary(name: str, tmp_path: Path) -> None:
+    assert limit_of(setup(WORKLOADS[name]()), tmp_path, max_micro_batch=3).probe.memory_variation is None
+
+
+# Micro-batches of a plan that do not fit although a larger one does.
+
+BATCH = 2048
+
+
+@pytest.fixture(scope="module", name="near")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Setup, Limit]:
+    made = open_setup(
+        TEST_WORKLOADS["mlp-heavy"](), Options().with_values(device="sim:t4", memory_budget="6MiB")
+    )
+    return made, limit_of(made, tmp_path_factory.mktemp("home"), target_batch=BATCH)
+
+
+def test_a_batch_is_split_into_more_if_its_micro_batches_do_not_fit(near: tuple[Setup, Limit]) -> None:
+    made, limit = near
+    fits = {size: attempt(made, size).attempt.fits for size in (697, 683, 682, 512)}
+    assert fits == {697: True, 683: False, 682: True, 512: True}
+    listener = Listener()
+    found, largest = limit_of_plan(ThisProcess(made), limit, BATCH, listener)
+    assert 512 <= largest < 683
+    assert listener.sizes == [683]
+    assert any("683 does not fit although 697 does" in note for note in listener.notes)
+    assert found.probe.micro_batch == limit.probe.micro_batch == 697
+    assert found.probe.oom_count == limit.probe.oom_count + 1
+
+
+@pytest.mark.parametrize("batch", [697, 2 * 697, 1200, 5])
+def test_micro_batches_that_fit_are_not_run(near: tuple[Setup, Limit], batch: int) -> None:
+    listener = Listener()
+    assert limit_of_plan(ThisProcess(near[0]), near[1], batch, listener) == (near[1], 697)
+    assert listener.sizes == []
+
+
+def test_what_no_replay_knows_and_what_real_batches_have_shown_is_not_doubted(
+    near: tuple[Setup, Limit],
+) -> None:
+    made, limit = near
+    real = RealBatches(batches=3, by="run", micro_batch_alone=697, is_exact=True)
+    checked = limit._replace(probe=msgspec.structs.replace(limit.probe, real_batches=real))
+    for doubtless in (limit._replace(footprint=None), checked):
+        assert limit_of_plan(ThisProcess(made), doubtless, BATCH, Listener()) == (doubtless, 697)
 
 
 # Refusals that the budget did not cause.

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import bisect
-from dataclasses import replace
 
 from torch import nn
 
 from autobatch.core.options import Options
 from autobatch.core.units import MiB
-from autobatch.estimates.estimator import estimate_limits
 from autobatch.setup import trace as traced_setup
 from autobatch.setup.attempt import attempt
 from autobatch.setup.setup import Setup, describe_setup, open_setup, with_knobs
-from autobatch.setup.trace import other_order, predicted_memory, remedies_of, trace_footprint, traced_peak
-from tests.support.hardware import CpuAsGpu
-from tests.support.options import as_options
+from autobatch.setup.trace import other_order, predicted_memory, remedies_of, trace_footprint
 from tests.support.probes import RandomVectors, mlp, work
 from tests.support.step_workloads import WORKLOADS, deep_transformer, setup
 from tests.support.untouched import fingerprint, with_gradients
@@ -63,16 +59,6 @@ def test_of_like_layers_only_those_count_that_are_traced(monkeypatch) -> None:
     step = trace_footprint(made)
     assert step is not None
     assert step.program.at(7) == attempt(made, 7).trace.canonical()
-
-
-def test_the_traced_peak_of_a_gpu_is_that_of_an_estimate(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
-    workload, size = WORKLOADS["transformer"](), 7
-    options = as_options("estimate", profile=["l4", "a10"], micro_batch=size, precision="fp32")
-    here = replace(setup(workload), device=CpuAsGpu(memory_budget=64 * MiB), max_grad_norm=None)
-    predicted = estimate_limits(workload, options, home=tmp_path).estimates[0].peak_reserved_bytes
-    assert traced_peak(here, size) == predicted
-    assert traced_peak(setup(workload), size) is None
 
 
 def test_remedies_are_true_of_the_setup_that_was_probed() -> None:

@@ -19,8 +19,7 @@ from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.report.result import Result
-from autobatch.search.find_limit import find_limit
-from autobatch.search.one_probe import Limit
+from autobatch.search.find_limit import Limit, find_limit
 from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import Setup
 

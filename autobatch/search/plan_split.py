@@ -9,14 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autobatch.core.errors import InputError
-from autobatch.core.knobs import PRECISION, memory_signature
+from autobatch.core.knobs import memory_signature
 from autobatch.core.records import Plan, SizeCut
-from autobatch.footprint.size_program import SizeProgram
-from autobatch.search.sizes.curve import CurvePoint, curve_of
-from autobatch.search.sizes.hazards import find_obstacle, is_padded
-from autobatch.search.sizes.real_batches import RUN, Order, RunBatches, program_for
+from autobatch.search.curve import CurvePoint, configured, curve_of
+from autobatch.search.hazards import find_obstacle
+from autobatch.search.real_batches import Order, RunBatches, run_batches
 from autobatch.setup.session import Session
-from autobatch.setup.setup import Setup, with_knobs
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.split import SizeSplit, Split, digest_of, size_of_part
 
@@ -70,7 +68,7 @@ def choose_split(session: Session, plan: Plan, settings: SplitSettings) -> Split
         if settings.split == "size":
             raise InputError(f"--split size is not possible: {reason}. Use --split count")
         return SplitChoice(None, None)
-    setup = with_knobs(session.setup, {**plan.knobs, PRECISION: plan.precision})
+    setup = configured(session.setup, plan)
     obstacle = find_obstacle(setup)
     if obstacle is not None:
         if settings.split == "size" and obstacle.is_hazard:
@@ -80,10 +78,11 @@ def choose_split(session: Session, plan: Plan, settings: SplitSettings) -> Split
         return SplitChoice(
             None, f"batches are split by count: {obstacle.reason}" if is_worth_saying else None
         )
-    setup, program = program_for(session, plan)
+    order = Order(plan.target_batch, settings.seed, plan.last_batch)
+    batches = run_batches(session, order, plan)
     # The limit of the probe is that of its own configuration.
     is_other = bool(memory_signature(plan.knobs)) or plan.precision != session.setup.precision
-    return _compare(setup, program, plan, settings, plan.micro_batch if is_other else settings.limit)
+    return _compare(batches, plan, settings, plan.micro_batch if is_other else settings.limit)
 
 
 def read_sizes(session: Session) -> Sizes | None:
@@ -91,13 +90,9 @@ def read_sizes(session: Session) -> Sizes | None:
     return session.setup.worst_case.sizes()
 
 
-def _compare(
-    setup: Setup, program: SizeProgram | None, plan: Plan, settings: SplitSettings, limit: int
-) -> SplitChoice:
+def _compare(batches: RunBatches, plan: Plan, settings: SplitSettings, limit: int) -> SplitChoice:
     """Plan a split by size, and take it if it saves enough or was asked for."""
-    sizes = setup.worst_case.sizes()
-    assert sizes is not None
-    joins = not is_padded(setup.workload, sizes)
+    setup, sizes, program, joins = batches.setup, batches.sizes, batches.program, batches.joins
     if joins and (program is None or not program.is_linear):
         return SplitChoice(
             None, f"{BY_COUNT}: the collate function does not pad, so there is nothing to save"
@@ -115,9 +110,7 @@ def _compare(
         by_size_of=setup.workload.size_of is not None,
         is_padded=not joins,
     )
-    order = Order(plan.target_batch, settings.seed, plan.last_batch)
-    batches = RunBatches(setup=setup, sizes=sizes, order=order, is_padded=cut.is_padded)
-    survived = _surviving(batches, program, cut)
+    survived = _surviving(batches, cut)
     if survived is None:
         return SplitChoice(None, f"{BY_COUNT}: no split by size survives the batches of the run")
     cut, gain = with_expectations(survived, sizes, plan, settings.seed)
@@ -126,7 +119,7 @@ def _compare(
     return SplitChoice(cut, describe_cut(cut))
 
 
-def _surviving(batches: RunBatches, program: SizeProgram | None, cut: SizeCut) -> SizeCut | None:
+def _surviving(batches: RunBatches, cut: SizeCut) -> SizeCut | None:
     """Lower the limits of a cut until the batches of the run fit, in a replay and in one run.
 
     Returns:
@@ -136,13 +129,13 @@ def _surviving(batches: RunBatches, program: SizeProgram | None, cut: SizeCut) -
         limits = [max(1, int(limit * share)) for limit in cut.micro_batches]
         lower = msgspec.structs.replace(cut, micro_batches=limits)
         split = SizeSplit(sizes=batches.sizes, cut=lower, measured_every=MEASURED_EVERY)
-        if program is not None:
-            found = batches.replay(program, split, split.largest)
-            if not found.fits:
-                continue
-            lower = msgspec.structs.replace(lower, replayed_batches=found.batches)
-        if batches.run_first(split, split.largest, count=1 if program else RUN) is None:
+        count = batches.survived(split, split.largest)
+        if count is None:
+            continue
+        if batches.program is None:
             return lower
+        if batches.run_first(split, split.largest, count=1) is None:
+            return msgspec.structs.replace(lower, replayed_batches=count)
     return None
 
 

@@ -1,18 +1,24 @@
-"""The memory of a step over micro-batch and size: traced at a few shapes, for any other shape."""
+"""The largest micro-batch of samples of each size, by replay of a step that was traced at a few shapes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from autobatch.core.errors import AutobatchError
+from autobatch.core.knobs import PRECISION, memory_signature
 from autobatch.core.largest import largest, near
+from autobatch.core.options import Options
+from autobatch.core.progress import Progress
+from autobatch.core.records import LengthLimit, Plan, Probe
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.footprint.program import Untraceable
 from autobatch.footprint.size_program import TRACED_STEPS, Shape, SizeProgram, fit_size_program
@@ -20,7 +26,12 @@ from autobatch.footprint.size_replay import replay_batches
 from autobatch.footprint.tracing.apart import run_each_apart
 from autobatch.footprint.tracing.recording import Recording
 from autobatch.footprint.tracing.trace_step import Setting, record
-from autobatch.workload.contract import Collated, Workload
+from autobatch.search.attempts import ask_or_none
+from autobatch.search.find_limit import caps_of
+from autobatch.setup.session import Session, SetupProcess
+from autobatch.setup.setup import Setup, with_knobs
+from autobatch.setup.trace import setting_of
+from autobatch.workload.contract import Collated
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.rng import preserved_random_state
 
@@ -95,34 +106,26 @@ def _spread(sizes: Sizes) -> list[int]:
 
 def _record(setting: Setting, plan: Sequence[tuple[int, int]]) -> list[Recording]:
     """Trace micro-batches that repeat one sample, given their numbers of samples and its index."""
-    functions = []
-    for micro_batch, index in plan:
-        batch = _repeated(setting.workload, micro_batch, index)
-        functions.append(partial(_recorded, setting, micro_batch, batch))
+    with _untraceable(), preserved_random_state():
+        batches = [load_micro_batch(setting.workload, [index] * m) for m, index in plan]
+    functions = [partial(_recorded, setting, m, batch) for (m, _), batch in zip(plan, batches, strict=True)]
     return run_each_apart(functions)
 
 
-def _repeated(workload: Workload, micro_batch: int, index: int) -> Collated:
-    try:
-        with preserved_random_state():
-            return load_micro_batch(workload, [index] * micro_batch)
-    except AutobatchError:
-        raise
-    except Exception as error:
-        raise _untraceable(error) from error
-
-
 def _recorded(setting: Setting, micro_batch: int, batch: Collated) -> Recording:
-    try:
+    with _untraceable():
         return record(replace(setting, batch_of=lambda _: batch, steps=TRACED_STEPS), micro_batch)
+
+
+@contextmanager
+def _untraceable() -> Iterator[None]:
+    """Turn an error of the workload into `Untraceable`."""
+    try:
+        yield
     except AutobatchError:
         raise
     except Exception as error:
-        raise _untraceable(error) from error
-
-
-def _untraceable(error: Exception) -> Untraceable:
-    return Untraceable(f"the step does not run without values ({type(error).__name__})")
+        raise Untraceable(f"the step does not run without values ({type(error).__name__})") from error
 
 
 def curve_of(
@@ -159,3 +162,94 @@ def curve_of(
         larger = size
         found.append(CurvePoint(float(size), min(least, cap)))
     return found[::-1]
+
+
+@dataclass(frozen=True)
+class _TracedSizes:
+    """The program of a setup over sizes, kept in its session; None if it cannot be traced."""
+
+    program: SizeProgram | None
+
+
+def program_of(session: Session, plan: Plan | None = None) -> SizeProgram | None:
+    """Trace a setup over the sizes of its samples.
+
+    Args:
+        session: the open setup, which keeps the program of its own configuration.
+        plan: a plan whose configuration may differ; None for the setup as it is.
+
+    Returns:
+        None if that is not possible, or on a GPU, whose libraries take more than is traced.
+    """
+    setup = session.setup
+    # Another precision, and every knob that changes memory, has a program of its own.
+    if plan is not None and (memory_signature(plan.knobs) or plan.precision != setup.precision):
+        return trace_setup(configured(setup, plan))
+    kept = session.find(_TracedSizes)
+    return (kept or session.keep(_TracedSizes(trace_setup(setup)))).program
+
+
+def configured(setup: Setup, plan: Plan) -> Setup:
+    """Return a setup with the configuration of a plan."""
+    return with_knobs(setup, {**plan.knobs, PRECISION: plan.precision})
+
+
+def trace_setup(setup: Setup) -> SizeProgram | None:
+    """Trace a setup over the sizes of its samples; None as in `program_of`."""
+    sizes = setup.worst_case.sizes()
+    if sizes is None or setup.device.compute_capability is not None:
+        return None
+    try:
+        with preserved_random_state():
+            return trace_sizes(setting_of(setup), sizes)
+    except AutobatchError:
+        return None
+
+
+def find_limits_by_size(process: SetupProcess, options: Options, found: Probe, progress: Progress) -> Probe:
+    """Add the largest micro-batch of smaller samples to a probe, if sizes differ.
+
+    Nothing is added if the step is no exact program of micro-batch and size. A limit on the tokens of a
+    micro-batch follows: size times micro-batch, if that product is flat.
+
+    Args:
+        process: holds the setup.
+        options: options of the run.
+        found: the limit of the largest samples.
+        progress: receives notes.
+    """
+    if not process.info.size_quartiles or found.stopped_by is not None:
+        return found
+    cap = min(caps_of(process.info, options).values())
+    progress.doing("computing the limits of smaller samples")
+    try:
+        points = ask_or_none(process, "a curve over size", _find_curve, found.micro_batch, cap)
+    except KeyboardInterrupt:
+        progress.note("interrupted: left out the micro-batches of smaller samples")
+        return found
+    if not points:
+        return found
+    lengths = lengths_of(points, cap)
+    lengths[-1] = msgspec.structs.replace(lengths[-1], upper_bound_by=found.upper_bound_by)
+    return msgspec.structs.replace(found, lengths=lengths, size_unit=process.info.size_unit)
+
+
+def lengths_of(points: Sequence[CurvePoint], cap: int) -> list[LengthLimit]:
+    """Return the record of each point of a curve."""
+    return [
+        LengthLimit(
+            size=size,
+            micro_batch=own,
+            upper_bound_by="cap" if own == cap else "replay",
+            padded_size=size * own,
+        )
+        for size, own in points
+    ]
+
+
+def _find_curve(session: Session, limit: int, cap: int) -> list[CurvePoint]:
+    """Return the curve up to a limit that ran; empty if the step is no exact program."""
+    sizes, program = session.setup.worst_case.sizes(), program_of(session)
+    if sizes is None or program is None or not program.is_exact:
+        return []
+    return curve_of(program, sizes, session.setup.device.new_allocator, limit=limit, cap=cap)

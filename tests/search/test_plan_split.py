@@ -9,8 +9,8 @@ import pytest
 
 from autobatch.core.errors import InputError
 from autobatch.planning import make_plan
-from autobatch.search.sizes import plan_split, real_batches
-from autobatch.search.sizes.plan_split import SplitSettings, choose_split, read_sizes, with_expectations
+from autobatch.search import curve, plan_split, real_batches
+from autobatch.search.plan_split import SplitSettings, choose_split, read_sizes, with_expectations
 from autobatch.setup.session import Session
 from autobatch.workload.split import SizeSplit
 from tests.support.ragged import (
@@ -34,8 +34,7 @@ def settings(split: str = "auto", limit: int = 6) -> SplitSettings:
 @pytest.fixture(name="untraced")
 def untraced_steps(monkeypatch) -> None:
     """Let no step be traced, as on a GPU."""
-    monkeypatch.setattr(real_batches, "program_of", lambda *_: None)
-    monkeypatch.setattr(real_batches, "trace_setup", lambda *_: None)
+    monkeypatch.setattr(curve, "trace_setup", lambda *_: None)
 
 
 @pytest.mark.usefixtures("untraced")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from autobatch.core.knobs import COMPILE
-from autobatch.search.sizes.hazards import find_obstacle, is_padded
+from autobatch.search.hazards import find_obstacle, is_padded
 from autobatch.workload.contract import Loss, WholeBatchLoss
 from tests.support.ragged import CONTRASTIVE, Sequences, joined_workload, pad, ragged_workload, sequence_loss
 from tests.support.training import (

@@ -1,0 +1,240 @@
+"""Attempts of a probe in the process that holds the setup, where a failure is an answer, too.
+
+A size for which the host ends the process, or whose memory spills to the host's, does not fit. An error above
+a size that fits bounds the search. A refusal that the budget did not cause is repeated once.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Concatenate, ParamSpec, TypeVar
+
+import msgspec
+
+from autobatch.core.errors import AutobatchError, DoesNotFitError, UserCodeError
+from autobatch.core.knobs import Value
+from autobatch.core.progress import Progress
+from autobatch.core.records import Attempt, Remedy
+from autobatch.core.text import error_text
+from autobatch.core.units import format_bytes
+from autobatch.device.cuda_allocator import snapshot_of
+from autobatch.device.oom import loses_context
+from autobatch.footprint.explain import explain
+from autobatch.footprint.fit import Footprint
+from autobatch.footprint.program import Untraceable
+from autobatch.footprint.remedies import in_words
+from autobatch.setup.attempt import Outcome, attempt
+from autobatch.setup.child import ChildCrashed
+from autobatch.setup.session import Session, SetupProcess
+from autobatch.setup.setup import with_knobs
+from autobatch.setup.trace import remedies_of
+
+P = ParamSpec("P")
+T = TypeVar("T")
+SPILL_FACTOR = 3.0
+"""A size that takes this much longer per sample than the fastest does not run in the GPU's own memory."""
+LOST = "lost GPU context"
+"""The reason for which a search stops if the process that lost its context cannot be replaced."""
+
+
+def ask_or_none(
+    process: SetupProcess,
+    act: str,
+    function: Callable[Concatenate[Session, P], T],
+    *args: P.args,
+    **more: P.kwargs,
+) -> T | None:
+    """Call what can be done without in the process of a setup, and replace a child that crashes over it."""
+    try:
+        return process.call(act, function, *args, **more)
+    except ChildCrashed:
+        process.restart()
+    except AutobatchError:
+        pass
+    return None
+
+
+def run_attempt(process: SetupProcess, micro_batch: int) -> Outcome:
+    """Make one attempt. A child that the host killed for want of memory is an answer.
+
+    Raises:
+        InputError: the workload raised.
+        ChildCrashed: the child crashed or hung for another reason.
+    """
+    start = time.perf_counter()
+    try:
+        outcome = process.call(f"an attempt at a micro-batch of {micro_batch}", _attempt, micro_batch)
+    except ChildCrashed as crash:
+        if not crash.out_of_memory:
+            raise
+    else:
+        if outcome.is_context_lost:
+            process.restart()
+        return outcome
+    process.restart()
+    reason = "the host ran out of memory and ended the child process"
+    return Outcome(_unmeasured(micro_batch, reason, time.perf_counter() - start), None)
+
+
+class Attempts:
+    """Attempts of one probe.
+
+    Args:
+        process: holds the setup; a new child takes the place of one that crashed or lost its GPU context.
+        progress: receives each attempt.
+    """
+
+    def __init__(self, process: SetupProcess, progress: Progress) -> None:
+        self._process = process
+        self._progress = progress
+        self._largest = 0
+        """The largest size that has fitted."""
+        self._best_seconds: float | None = None
+        """The shortest time of a step per sample."""
+        self.stopped_by: str | None = None
+        """`LOST` once no further size can run; None otherwise."""
+
+    def run(self, size: int) -> Outcome:
+        """Make an attempt.
+
+        Raises:
+            InputError: the workload raised.
+            ChildCrashed: the child crashed or hung.
+        """
+        outcome = self._run(size)
+        self._progress.attempted(outcome.attempt)
+        return outcome
+
+    def run_or_fail(self, size: int) -> Outcome:
+        """Make an attempt, in which an error above a size that fits is an outcome.
+
+        Raises:
+            InputError: the workload is invalid.
+            Exception: whatever the workload raises at fewer samples than fit.
+        """
+        outcome = self._run_or_fail(size)
+        if outcome.attempt.is_below_budget:
+            outcome = self._run_or_fail(size)
+        self._progress.attempted(outcome.attempt)
+        return outcome
+
+    def _run(self, size: int) -> Outcome:
+        self._progress.doing(f"running {size:,} samples at once")
+        outcome = self._without_spill(run_attempt(self._process, size))
+        if outcome.attempt.fits:
+            self._largest = max(self._largest, size)
+        return outcome
+
+    def _run_or_fail(self, size: int) -> Outcome:
+        failure: Exception
+        try:
+            return self._run(size)
+        except Exception as error:
+            may_depend_on_size = not isinstance(error, AutobatchError) or isinstance(
+                error, UserCodeError | ChildCrashed
+            )
+            if size <= self._largest or not may_depend_on_size:
+                raise
+            failure = error
+        # Outside of the except block, so that nothing holds the tensors of the failed attempt.
+        traceback.clear_frames(failure.__traceback__)
+        if isinstance(failure, ChildCrashed) or loses_context(failure):
+            if self._process.is_replaceable:
+                self._process.restart()
+            else:
+                self.stopped_by = LOST
+        failed = _unmeasured(size, error_text(failure, first_line=True), 0.0)
+        return Outcome(msgspec.structs.replace(failed, is_error=True), None, error=failure)
+
+    def _without_spill(self, outcome: Outcome) -> Outcome:
+        """Reject a size that runs several times slower per sample: some drivers spill to the host's memory.
+
+        Only sizes larger than those that ran well are rejected. Smaller ones are slower per sample for what
+        comes once a step, such as a loss over the whole batch.
+        """
+        ran = outcome.attempt
+        if not (self._process.info.may_spill and ran.fits and ran.step_seconds):
+            return outcome
+        seconds = ran.step_seconds / ran.micro_batch
+        best = self._best_seconds
+        if best is not None and ran.micro_batch > self._largest and seconds > SPILL_FACTOR * best:
+            reason = (
+                f"it runs at {seconds / best:.1f} times the best time per sample: the driver seems to spill "
+                "to the host's memory instead of failing"
+            )
+            return Outcome(msgspec.structs.replace(ran, fits=False, reason=reason), None)
+        self._best_seconds = seconds if best is None else min(best, seconds)
+        return outcome
+
+
+def nothing_fits(
+    attempts: list[Attempt], process: SetupProcess, step: Footprint | None, *, single_error: str | None = None
+) -> DoesNotFitError:
+    """Build the error that explains the memory of the smallest attempt and lists what helps.
+
+    Args:
+        attempts: every attempt.
+        process: holds the setup.
+        step: the traced step; None if it could not be traced.
+        single_error: the error of a micro-batch of 1; None if that was out of memory too.
+    """
+    last = attempts[-1]
+    parts = [
+        f"a micro-batch of {last.micro_batch} does not fit in the budget of "
+        f"{format_bytes(process.info.device.budget_bytes)}: {str(last.reason).removesuffix('.')}"
+        + (f" (in the {last.phase})" if last.phase else "")
+    ]
+    largest = process.info.largest_sample
+    if largest is not None and last.micro_batch == 1:
+        index, size = largest
+        parts.append(f"It is sample {index} of the training data, whose size of {size:g} is the largest")
+    if step is not None:
+        with suppress(Untraceable):
+            parts.append(f"It takes {explain(step, last.micro_batch).text()}")
+    if single_error:
+        parts.append(f"A micro-batch of 1 cannot run: {single_error.removesuffix('.')}")
+    # The memory of a loss over the whole batch depends on the target batch, not on the micro-batch.
+    smaller = ", a smaller target batch" if last.phase == "loss" else ""
+    shorter = ", samples cut shorter or left out" if largest is not None else ""
+    changes = ask_or_none(process, "looking for what helps", _remedies) or []
+    parts.append(f"What helps: a larger --memory-budget{smaller}{shorter}{in_words(changes)}")
+    return DoesNotFitError(". ".join(parts))
+
+
+def step_snapshot(process: SetupProcess, micro_batch: int, knobs: Mapping[str, Value]) -> bytes | None:
+    """Run the steps of an attempt, and return the content of a file for pytorch.org/memory_viz.
+
+    Returns:
+        None if the steps do not fit, or do not run on CUDA.
+    """
+    return ask_or_none(process, "recording the memory of a few steps", _snapshot, micro_batch, dict(knobs))
+
+
+def _unmeasured(size: int, reason: str, seconds: float) -> Attempt:
+    return Attempt(
+        micro_batch=size,
+        fits=False,
+        peak_allocated_bytes=None,
+        peak_reserved_bytes=None,
+        seconds=seconds,
+        reason=reason,
+    )
+
+
+def _attempt(session: Session, micro_batch: int) -> Outcome:
+    return attempt(session.setup, micro_batch)
+
+
+def _remedies(session: Session) -> list[Remedy]:
+    return remedies_of(session.setup, session.find(Footprint))
+
+
+def _snapshot(session: Session, micro_batch: int, knobs: dict[str, Value]) -> bytes | None:
+    setup = with_knobs(session.setup, knobs)
+    if setup.device.torch_device.type != "cuda":
+        return None
+    outcome, content = snapshot_of(lambda: attempt(setup, micro_batch))
+    return content if outcome.attempt.fits else None

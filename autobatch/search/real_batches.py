@@ -1,0 +1,362 @@
+"""The largest micro-batch that the batches of a run survive, if its samples differ in size.
+
+The most expensive samples bound the live memory, but micro-batches of many shapes fragment a caching
+allocator. So hundreds of batches are replayed in its model, in the order and the split of the run. If the
+step cannot be traced, a few of them are run.
+
+Samples that are joined end to end, as graphs are, take memory by the sum of their sizes. The largest samples
+together, which a probe runs, meet in no micro-batch of most runs. If all batches of a run are known before it
+starts, its own heaviest ones decide instead, and more fits.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from autobatch.core.progress import Progress
+from autobatch.core.records import Plan, RealBatches
+from autobatch.footprint.size_program import Shape, SizeProgram
+from autobatch.footprint.size_replay import replay_batches
+from autobatch.search.attempts import ask_or_none, run_attempt
+from autobatch.search.curve import configured, program_of
+from autobatch.search.find_limit import Limit
+from autobatch.search.hazards import is_padded, largest_deviation
+from autobatch.setup.rehearsal import batch_of, rehearse
+from autobatch.setup.session import Session, SetupProcess
+from autobatch.setup.setup import Setup
+from autobatch.workload.contract import WholeBatchLoss
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, LastBatch, epoch_of
+from autobatch.workload.split import MicroBatchIds, Split, heaviest_batches, size_of_part
+
+Sizes = NDArray[np.float64]
+REPLAYED = 300
+"""Batches that are replayed."""
+MOST_EVENTS = 2_000_000
+"""Allocations and frees after which a replay ends, about 4 seconds."""
+RUN = 6
+"""Batches that are run if a step cannot be traced."""
+ASSUMED_STEPS = 4
+"""Micro-batches of a batch whose size is unknown."""
+STRIDE = 100
+"""Candidates are about a hundredth apart."""
+MOST_RUNS = 8
+"""Candidates that are run."""
+MOST_SAMPLES = 2**23
+"""Samples of the longest run whose batches are all looked at, which takes about 3 seconds."""
+MOST_DEVIATION = 1e-3
+"""Share by which the numbers of a sample may be off a line over its size for the size to decide on them."""
+HEAVIEST_RUN = 3
+"""Heaviest batches of a run that are run."""
+HEAVIEST_PARTS = 4
+"""Heaviest micro-batches of such a batch."""
+
+
+class Order(NamedTuple):
+    """The order of the data of a run: plain values."""
+
+    target_batch: int | None
+    """None if unknown."""
+    seed: int
+    last_batch: LastBatch = "carry"
+    steps: int | None = None
+    """Optimizer steps of the run; None if unknown, as are ``epochs``."""
+    epochs: int | None = None
+
+
+class Survivor(NamedTuple):
+    """The largest micro-batch that real batches survive."""
+
+    micro_batch: int
+    batches: int
+    """Batches that were looked at."""
+    by: Literal["replay", "run"]
+    is_exact: bool = True
+    """False if the replay bounds some allocations from above."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunBatches:
+    """The batches of a run, for replays and for runs."""
+
+    setup: Setup
+    sizes: Sizes
+    """Size of each sample, by its index."""
+    order: Order
+    program: SizeProgram | None
+    """The memory of a step over the sizes of its samples; None if it cannot be traced."""
+    joins: bool
+    """True if samples are joined end to end; False if they are padded."""
+
+    @property
+    def whole(self) -> GlobalBatchSampler:
+        """The batches of the whole run, whose steps or epochs are known."""
+        return self._sampler(self.order.steps, self.order.epochs)
+
+    def first(self, count: int) -> Iterator[GlobalBatch]:
+        """Return the first batches of the run."""
+        return self._sampler(count).batches()
+
+    def survived(self, split: Split, micro_batch: int) -> int | None:
+        """Replay the first batches of the run, or run a few if the step was not traced.
+
+        Returns:
+            The number of batches; None if one does not fit.
+        """
+        if self.program is None:
+            return None if self.run_first(split, micro_batch, RUN) else RUN
+        return self.replay(split, micro_batch, self.first(REPLAYED))
+
+    def replay(
+        self,
+        split: Split,
+        micro_batch: int,
+        batches: Iterable[GlobalBatch],
+        *,
+        most_events: int = MOST_EVENTS,
+    ) -> int | None:
+        """Replay batches in an empty allocator with the budget as its limit.
+
+        Returns:
+            The number of batches that were replayed; None if one does not fit.
+        """
+        assert self.program is not None
+        shapes = ([self._shape(part) for part in split.parts(batch, micro_batch)] for batch in batches)
+        allocator = self.setup.device.new_allocator()
+        found = replay_batches(self.program, shapes, allocator, most_events=most_events)
+        return found.batches if found.fits else None
+
+    def run(self, batches: Iterable[Sequence[MicroBatchIds]]) -> str | None:
+        """Run batches, given as their micro-batches, within the budget, on copies of the weights.
+
+        Returns:
+            The out-of-memory error of a batch that does not fit; None if all fit.
+        """
+        chosen = (batch_of(self.setup.workload, parts) for parts in batches)
+        failure = rehearse(self.setup, chosen, within_budget=True).failure
+        return None if failure is None else failure.reason
+
+    def run_first(self, split: Split, micro_batch: int, count: int) -> str | None:
+        """Run the first batches; see `run`."""
+        return self.run(split.parts(batch, micro_batch) for batch in self.first(count))
+
+    def _sampler(self, steps: int | None, epochs: int | None = None) -> GlobalBatchSampler:
+        target = self.order.target_batch
+        assert target is not None
+        samples, order = epoch_of(self.setup.workload, self.order.seed)
+        # A run that drops every batch does not start, and another stage says so.
+        last = "carry" if samples < target else self.order.last_batch
+        return GlobalBatchSampler(
+            samples=samples,
+            target_batch=target,
+            seed=self.order.seed,
+            steps=steps,
+            epochs=epochs,
+            last_batch=last,
+            order=order,
+        )
+
+    def _shape(self, part: MicroBatchIds) -> Shape:
+        # Joined samples have the memory of as many of their mean size, if no block grows faster.
+        by_mean = self.joins and self.program is not None and self.program.is_linear
+        return Shape(len(part.ids), size_of_part(self.sizes[part.ids], is_padded=not by_mean))
+
+
+def survive_real_batches(process: SetupProcess, limit: Limit, order: Order, *, progress: Progress) -> Limit:
+    """Check a limit against the batches of the run, and lower it to one that they survive.
+
+    A lower limit runs once, so that no answer is a size that never ran. The saved limit stays that of the
+    most expensive samples, because it does not depend on the batch.
+
+    Args:
+        process: holds the setup.
+        limit: the answer for the most expensive samples.
+        order: the batches of the run.
+        progress: receives the attempt and a note.
+    """
+    probe, target = limit.probe, order.target_batch
+    if probe.stopped_by is not None:
+        return limit
+    progress.doing("replaying batches of the run")
+    try:
+        found = ask_or_none(process, "a replay of real batches", find_survivor, probe.micro_batch, order)
+    except KeyboardInterrupt:
+        progress.note("interrupted: the limit was not checked against batches of the run")
+        return limit._replace(probe=msgspec.structs.replace(probe, stopped_by="interrupt"))
+    if found is None:
+        return limit
+    record = RealBatches(
+        batches=found.batches,
+        by=found.by,
+        micro_batch_alone=probe.micro_batch,
+        is_exact=found.is_exact,
+    )
+    # A plan of as many steps is the same plan.
+    steps = [
+        1 if target is None else math.ceil(target / one) for one in (found.micro_batch, probe.micro_batch)
+    ]
+    if found.micro_batch == probe.micro_batch or (target is not None and steps[0] == steps[1]):
+        return limit._replace(probe=msgspec.structs.replace(probe, real_batches=record))
+    outcome = run_attempt(process, found.micro_batch)
+    progress.attempted(outcome.attempt)
+    if not outcome.attempt.fits:
+        return limit
+    progress.note(
+        f"a micro-batch of {probe.micro_batch} fits on the most expensive samples alone, but samples of many "
+        f"sizes fragment the memory: {found.micro_batch} survives {found.batches} batches of the run, "
+        f"{'replayed' if found.by == 'replay' else 'run'}"
+    )
+    probe = msgspec.structs.replace(
+        probe,
+        micro_batch=found.micro_batch,
+        upper_bound_by=record.by,
+        attempts=[*probe.attempts, outcome.attempt],
+        real_batches=record,
+    )
+    return limit._replace(probe=probe)
+
+
+def find_survivor(session: Session, limit: int, order: Order) -> Survivor | None:
+    """Return the largest micro-batch up to a limit that the first batches of a run survive.
+
+    Args:
+        session: the open setup.
+        limit: the largest micro-batch that fits on the most expensive samples.
+        order: the batches of the run.
+
+    Returns:
+        None if real batches need not be tried: samples of one size, or an allocator without a cache. Also
+        None if sizes are unknown, or if no candidate survives.
+    """
+    batches = _batches_of(session, order)
+    if batches is None or session.setup.device.allocator_config is None:
+        return None
+    program = batches.program
+    candidates = _smaller(limit, order.target_batch)
+    for micro_batch in candidates if program else candidates[:MOST_RUNS]:
+        # A batch whose size is unknown has a few micro-batches.
+        target = order.target_batch or micro_batch * ASSUMED_STEPS
+        one = replace(batches, order=order._replace(target_batch=target))
+        count = one.survived(Split(), micro_batch)
+        if count is not None:
+            return Survivor(
+                micro_batch, count, "replay" if program else "run", not program or program.is_exact
+            )
+    return None
+
+
+def find_in_order(session: Session, plan: Plan, order: Order, cap: int) -> Survivor | None:
+    """Return the largest micro-batch over that of a plan that fits in the order of its run.
+
+    Args:
+        session: the open setup.
+        plan: its micro-batch fits in any order.
+        order: the batches of the run.
+        cap: the largest micro-batch to try.
+
+    Returns:
+        None if there is none: samples that are padded, or whose size does not decide on their memory, or an
+        order that is not known.
+    """
+    batches = _batches_of(session, order, plan)
+    # A sampler of the user's may draw another order next time.
+    if batches is None or not batches.joins or session.setup.workload.sampler is not None:
+        return None
+    if batches.program is None and largest_deviation(batches.setup.workload, batches.sizes) > MOST_DEVIATION:
+        return None
+    whole, limits = batches.whole, _larger(plan.micro_batch, plan.target_batch, cap)
+    if not limits or not 0 < whole.total * whole.target_batch <= MOST_SAMPLES:
+        return None
+    heaviest = heaviest_batches(whole, batches.sizes, limits)
+    fail_alone = bisect_left(limits, True, key=lambda m: not _fits_heaviest(batches, m, heaviest[m], 0))
+    for m in limits[:fail_alone][: -MOST_RUNS - 1 : -1]:
+        if _fits_heaviest(batches, m, heaviest[m], REPLAYED if batches.program else RUN):
+            return Survivor(m, whole.total, "replay" if batches.program else "run")
+    return None
+
+
+def run_batches(session: Session, order: Order, plan: Plan | None = None) -> RunBatches:
+    """Return the batches of a run, in the configuration of a plan if one is given; sizes must be known."""
+    setup = session.setup if plan is None else configured(session.setup, plan)
+    sizes, program = setup.worst_case.sizes(), program_of(session, plan)
+    assert sizes is not None
+    try:
+        joins = not is_padded(setup.workload, sizes)
+    except Exception:  # other stages report what the collate function raises
+        joins = False
+    return RunBatches(setup=setup, sizes=sizes, order=order, program=program, joins=joins)
+
+
+def _batches_of(session: Session, order: Order, plan: Plan | None = None) -> RunBatches | None:
+    """Return the batches of a run; None if their samples have one size, or the loss sees a whole batch."""
+    sizes = session.setup.worst_case.sizes()
+    if sizes is None or sizes.min() == sizes.max():
+        return None
+    if isinstance(session.setup.workload.loss, WholeBatchLoss):
+        return None
+    batches = run_batches(session, order, plan)
+    # Where the order decides, only exact bytes do.
+    program = batches.program
+    is_exact = program is not None and program.is_exact and program.is_linear
+    return batches if plan is None or is_exact else replace(batches, program=None)
+
+
+def _fits_heaviest(batches: RunBatches, limit: int, numbers: list[int], after: int) -> bool:
+    """Return whether the heaviest batches of a run fit after so many of its first ones, and then alone.
+
+    Args:
+        batches: the batches of the run.
+        limit: the micro-batch.
+        numbers: of the heaviest batches, the heaviest first.
+        after: first batches to begin with; 0 to look at the heaviest ones alone.
+    """
+    split, program = Split(), batches.program
+    heavy = [next(batches.whole.batches(number)) for number in numbers]
+    if program is not None:
+        a_batch = len(program.later.events) * math.ceil(batches.whole.target_batch / limit)
+        first = batches.first(min(after, max(1, MOST_EVENTS // max(1, a_batch)))) if after else iter(heavy)
+        if batches.replay(split, limit, chain(first, heavy), most_events=10 * MOST_EVENTS) is None:
+            return False
+        if not after:
+            return True
+    before = [split.parts(one, limit) for one in batches.first(after)] if after and program is None else []
+    return (
+        batches.run([*before, *(_heaviest_parts(batches, one, limit) for one in heavy[:HEAVIEST_RUN])])
+        is None
+    )
+
+
+def _heaviest_parts(batches: RunBatches, batch: GlobalBatch, limit: int) -> list[MicroBatchIds]:
+    parts = Split().parts(batch, limit)
+    return sorted(parts, key=lambda part: -float(np.sum(batches.sizes[part.ids])))[:HEAVIEST_PARTS]
+
+
+def _smaller(limit: int, target: int | None) -> list[int]:
+    """Return the micro-batches up to a limit that are worth a try, the largest first."""
+    if target is not None:
+        # A plan depends on the micro-batch only through the number of its steps.
+        steps = range(math.ceil(target / limit), target + 1)
+        return sorted({math.ceil(target / count) for count in steps}, reverse=True)
+    found = []
+    while limit:
+        found.append(limit)
+        limit -= max(1, limit // STRIDE)
+    return found
+
+
+def _larger(micro_batch: int, target: int, cap: int) -> list[int]:
+    """Return larger micro-batches that take fewer steps, about a hundredth apart, in ascending order."""
+    found: list[int] = []
+    for count in range(math.ceil(target / micro_batch) - 1, 0, -1):
+        larger = math.ceil(target / count)
+        if larger <= cap and larger * STRIDE >= (found[-1] if found else micro_batch) * (STRIDE + 1):
+            found.append(larger)
+    return found

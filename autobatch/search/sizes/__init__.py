@@ -1,1 +1,0 @@
-"""Samples that differ in size: what real batches need, and how they are split."""

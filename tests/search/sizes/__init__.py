@@ -1,1 +1,0 @@
-"""Tests of `autobatch.search.sizes`."""

@@ -1,0 +1,240 @@
+"""Attempts in the process that holds the setup, and what their failures answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from torch import Tensor, nn
+
+from autobatch.core.errors import AutobatchError, InputError
+from autobatch.core.progress import Progress
+from autobatch.core.records import Attempt
+from autobatch.core.units import KiB, MiB
+from autobatch.device.oom import loses_context
+from autobatch.search.attempts import LOST, Attempts, ask_or_none, nothing_fits, run_attempt
+from autobatch.search.search import Found, search
+from autobatch.setup.attempt import Outcome
+from autobatch.setup.child import ChildCrashed
+from autobatch.setup.session import ThisProcess
+from autobatch.setup.trace import trace_footprint
+from tests.support.hardware import CpuAsGpu
+from tests.support.probes import classify, probed, work
+from tests.support.sizes import Machine, machine_of, outcome_of, replay_of
+from tests.support.step_workloads import WORKLOADS, deep_transformer, setup
+
+CRASHED = ChildCrashed("the child process ended (SIGSEGV)")
+KILLED = ChildCrashed("the child process ended (SIGKILL)", out_of_memory=True)
+LAUNCH = RuntimeError("CUDA error: invalid configuration argument")
+ILLEGAL = RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors …")
+
+
+class Process:
+    """Answers each attempt by a function of its size, and counts its restarts."""
+
+    def __init__(
+        self, run: Callable[[int], Outcome], *, is_replaceable: bool = True, may_spill: bool = False
+    ) -> None:
+        self.answer = run
+        self.is_replaceable = is_replaceable
+        self.info = SimpleNamespace(may_spill=may_spill)
+        self.restarts = 0
+
+    def call(self, act: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        return self.answer(*arguments)
+
+    def restart(self) -> None:
+        self.restarts += 1
+
+
+def failing(error: Exception, first: int = 0) -> Callable[[int], Outcome]:
+    """Return a machine with a limit of 990 whose sizes from the first on fail with an error."""
+    machine = machine_of(lambda m: 9 * m + 100, lambda m: m)
+
+    def run(size: int = 0) -> Outcome:
+        if size >= first:
+            raise error
+        return machine.run(size)
+
+    return run
+
+
+def found_in(process: Process) -> Found:
+    attempts = Attempts(process, Progress())
+    return search(attempts.run_or_fail, cap=10_000, replay=replay_of(), stopped=lambda: attempts.stopped_by)
+
+
+@pytest.mark.parametrize(
+    ("error", "restarts"), [(CRASHED, 1), (KILLED, 1), (AutobatchError("it cannot be traced"), 0)]
+)
+def test_what_can_be_done_without_is_none_if_it_fails(error: Exception, restarts: int) -> None:
+    process = Process(failing(error))
+    assert ask_or_none(process, "tracing the step", lambda session: 1) is None
+    assert process.restarts == restarts
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_child_whose_driver_ran_out_of_memory_is_replaced(is_lost: bool) -> None:
+    process = Process(lambda size: outcome_of(size, False, None)._replace(is_context_lost=is_lost))
+    assert not run_attempt(process, 3).attempt.fits
+    assert process.restarts == is_lost
+
+
+@pytest.mark.parametrize("error", [CRASHED, InputError("the workload's loss raised")])
+def test_another_failure_of_a_single_attempt_is_raised(error: AutobatchError) -> None:
+    process = Process(failing(error))
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        run_attempt(process, 7)
+    assert process.restarts == 0
+
+
+def test_a_search_continues_below_a_size_that_killed_its_child() -> None:
+    process = Process(failing(KILLED, 21))
+    found = found_in(process)
+    assert (found.micro_batch, found.upper_bound_by) == (20, "run")
+    killed = [one for one in found.attempts if not one.fits]
+    assert process.restarts == len(killed) > 0
+    assert {one.reason for one in killed} == {"the host ran out of memory and ended the child process"}
+
+
+@pytest.mark.parametrize(("error", "restarts"), [(LAUNCH, False), (ILLEGAL, True), (CRASHED, True)])
+def test_an_error_above_a_size_that_fits_bounds_the_search(error: Exception, restarts: bool) -> None:
+    process = Process(failing(error, 500))
+    found = found_in(process)
+    assert (found.micro_batch, found.upper_bound_by, found.stopped_by) == (499, "error", None)
+    failed = [one for one in found.attempts if one.is_error]
+    assert failed[-1].micro_batch == min(one.micro_batch for one in failed) == 500
+    assert {one.reason for one in failed} == {str(error).splitlines()[0]}
+    assert process.restarts == (len(failed) if restarts else 0)
+
+
+def test_memory_still_bounds_a_search_below_the_errors() -> None:
+    found = found_in(Process(failing(LAUNCH, 2000)))
+    assert (found.micro_batch, found.upper_bound_by) == (990, "replay")
+    assert not any(one.is_error for one in found.attempts)
+
+
+def test_an_error_before_any_size_fits_is_raised() -> None:
+    with pytest.raises(RuntimeError, match="invalid configuration"):
+        found_in(Process(failing(LAUNCH, 1)))
+
+
+def test_a_process_without_a_child_stops_with_the_best_size_once_its_context_is_lost() -> None:
+    process = Process(failing(ILLEGAL, 500), is_replaceable=False)
+    found = found_in(process)
+    assert (found.upper_bound_by, found.stopped_by, process.restarts) == (None, LOST, 0)
+    assert found.micro_batch == max(one.micro_batch for one in found.attempts if one.fits)
+
+
+def test_a_refusal_that_the_budget_did_not_cause_is_repeated_once() -> None:
+    """The first failure is transient: the size fits. The second one stays, and is marked."""
+    machine = Machine(lambda size: size)
+    refusals = {300: 1, 700: 9}
+
+    def run(size: int) -> Outcome:
+        outcome = machine.run(size)
+        refusals[size] -= 1
+        refused = msgspec.structs.replace(outcome.attempt, fits=False, is_below_budget=True)
+        return Outcome(refused, None) if refusals[size] >= 0 else outcome
+
+    attempts = Attempts(Process(run), Progress())
+    assert attempts.run_or_fail(300).attempt.fits
+    found = attempts.run_or_fail(700).attempt
+    assert (found.fits, found.is_below_budget) == (False, True)
+    assert machine.asked == [300, 300, 700, 700]
+
+
+@pytest.mark.parametrize("may_spill", [True, False])
+def test_a_larger_size_that_is_slower_per_sample_spills(may_spill: bool) -> None:
+    """Costs per step weigh more in a smaller size, but cannot slow a larger one."""
+    seconds = {100: 1.0, 10: 0.9, 200: 2.0, 201: 8.04, 150: 5.0}
+
+    def run(size: int) -> Outcome:
+        ran = msgspec.structs.replace(outcome_of(size, True, 1).attempt, step_seconds=seconds[size])
+        return Outcome(ran, None)
+
+    attempts = Attempts(Process(run, may_spill=may_spill), Progress())
+    found = {size: attempts.run(size).attempt for size in seconds}
+    assert [size for size, one in found.items() if not one.fits] == [201] * may_spill
+    assert not may_spill or "4.0 times" in str(found[201].reason)
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("the workload raised AcceleratorError: CUDA error: an illegal memory access was encountered", True),
+        ("CUDA error: out of memory", True),
+        ("CUDA error: invalid configuration argument", False),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB.", False),
+    ],
+)
+def test_a_lost_context_is_recognised_by_its_text(text: str, lost: bool) -> None:
+    assert loses_context(InputError(text)) is lost
+
+
+def limited(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    if len(batch[1]) > 77:
+        raise LAUNCH
+    return classify(model, batch)
+
+
+def test_a_probe_names_the_error_and_keeps_its_answer() -> None:
+    result, listener = probed(work(loss=limited), memory_budget="10MiB")
+    probe = result.probe
+    assert (probe.micro_batch, probe.upper_bound_by, probe.oom_count) == (77, "error", 0)
+    assert any("invalid configuration argument" in one and "78" in one for one in listener.notes)
+    again, _ = probed(work(loss=limited), memory_budget="10MiB")
+    assert again.probe.micro_batch == 77
+
+
+# The error if nothing fits.
+
+
+def failed(**fields: Any) -> Attempt:
+    figures = {"peak_allocated_bytes": None, "peak_reserved_bytes": None, "seconds": 0.0}
+    return Attempt(**{"micro_batch": 1, "fits": False, "reason": "R.", **figures, **fields})
+
+
+def test_the_error_of_a_probe_names_the_memory_and_what_helps_in_one_line() -> None:
+    made = setup(deep_transformer(), budget=200 * KiB)
+    tried = [run_attempt(ThisProcess(made), size).attempt for size in (2, 1)]
+    text = str(nothing_fits(tried, ThisProcess(made), trace_footprint(made)))
+    assert text.startswith("a micro-batch of 1 does not fit in the budget of 200 KiB: ")
+    for words in ("requested", "free", "in the ", "parameters", "larger --memory-budget"):
+        assert words in text
+    changes = re.findall(r"a micro-batch of ([\d,]+) is predicted to fit", text)
+    assert all(int(size.replace(",", "")) >= 1 for size in changes)
+    assert "\n" not in text
+    assert ".." not in text
+
+
+@pytest.mark.parametrize(
+    ("attempt", "single_error", "text"),
+    [
+        (failed(phase="forward"), None, "R (in the forward). What helps: a larger --memory-budget"),
+        (
+            failed(phase="loss"),
+            None,
+            "R (in the loss). What helps: a larger --memory-budget, a smaller target batch",
+        ),
+        (
+            failed(),
+            "ValueError: one",
+            "R. A micro-batch of 1 cannot run: ValueError: one. What helps: a larger --memory-budget",
+        ),
+    ],
+)
+def test_the_error_of_a_probe_needs_neither_a_trace_nor_a_child(
+    attempt: Attempt, single_error: str | None, text: str
+) -> None:
+    made = replace(setup(WORKLOADS["perceptron"]()), device=CpuAsGpu(memory_budget=64 * MiB))
+    process = Process(failing(CRASHED))
+    process.info = ThisProcess(made).info
+    found = nothing_fits([attempt], process, None, single_error=single_error)
+    assert str(found) == f"a micro-batch of 1 does not fit in the budget of 64.0 MiB: {text}"
+    assert process.restarts == 1
