@@ -28,8 +28,7 @@ from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
 from autobatch.device.allocator.trace import replay
 from autobatch.device.profiles import HardwareProfile
-from autobatch.distributed.sharding.checks import sync_of
-from autobatch.distributed.sharding.layout import ShardLayout
+from autobatch.distributed.sharding.layout import ShardLayout, sync_of
 from autobatch.estimates.gpus import (
     budget_on,
     cap_of,

@@ -65,7 +65,7 @@ def arranged(layout: Layout) -> Iterator[tuple[Arrange | None, int]]:
         yield None, 1
         return
     # Importing FSDP takes a second, which an estimate for one GPU saves.
-    from autobatch.distributed.fake_group import fake_ranks
+    from autobatch.distributed.sharding.build import fake_ranks
     from autobatch.distributed.sharding.model import Sharding
 
     if layout.parallel == "replicate":

@@ -56,7 +56,7 @@ def build_shared_model(
         return build_model(workload)
     # Only here: a run without FSDP saves its import.
     from autobatch.distributed.sharding.build import check_resets
-    from autobatch.distributed.sharding.model import check_sharding
+    from autobatch.distributed.sharding.layout import check_sharding
 
     check_sharding(on_meta, modules)
     if not holds_model:

@@ -166,7 +166,7 @@ def on_copies(setup: Setup, meter: Meter, *, learning_rate: float | None = None)
                 free_graphs()
         return
     # Importing FSDP takes a second, which a run without it saves.
-    from autobatch.distributed.sharding.one_rank import sharded_copy
+    from autobatch.distributed.sharding.build import sharded_copy
 
     with meter.uncounted():
         model, shared = sharded_copy(setup.model, setup.sharding, setup.precision, setup.device.torch_device)

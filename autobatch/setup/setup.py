@@ -198,9 +198,16 @@ def open_setup(
         whole_batch=whole_batch_of(workload, options.batch.target_batch),
         keeps_batches=options.search.own_loop,
         world=role.world,
-        sharding=None if shard is None or role.trains else shard.for_probe(device.torch_device.type),
+        sharding=None if shard is None or role.trains else _sharding_alone(shard, device),
         layout=shard,
     )
+
+
+def _sharding_alone(layout: ShardLayout, device: Device) -> Sharding:
+    # Importing FSDP takes a second, which a run without it saves.
+    from autobatch.distributed.sharding.build import sharding_alone
+
+    return sharding_alone(layout, device.torch_device.type)
 
 
 def check_loss_of_ranks(workload: Workload, shard: ShardLayout | None) -> None:

@@ -102,7 +102,7 @@ def _write_shards(temporary: Path, packed: Packed, ranks: Ranks) -> Mapping[str,
         return {}
     # Only here: one process needs no torch.distributed.
     from autobatch.distributed.group import Group
-    from autobatch.distributed.sharding.files import write_shards
+    from autobatch.distributed.sharding.state import write_shards
 
     assert isinstance(ranks, Group)
     try:

@@ -130,13 +130,13 @@ def _with_shards(loop: Loop, state: Mapping[str, Any], folder: Path | None) -> M
     if not wanted and mesh is None:
         return state
     # Only here: one process needs no torch.distributed.
-    from autobatch.distributed.sharding.files import read_shards
-    from autobatch.distributed.sharding.state import shard_like, sharded_parameters
+    from autobatch.distributed.sharding.state import read_shards, shard_like, sharded_parameters
 
     if wanted:
         assert folder is not None
         # The weights are read in place.
-        tensors = read_shards(folder, wanted, mesh=mesh, into=sharded_parameters(loop.train_state))
+        forms = {name: (one.shape, one.dtype, one.dim) for name, one in wanted.items()}
+        tensors = read_shards(folder, forms, mesh=mesh, into=sharded_parameters(loop.train_state))
         state = replace_sharded(dict(state), lambda one: tensors[one.name])
     return state if mesh is None else shard_like(loop.train_state, state, mesh)
 

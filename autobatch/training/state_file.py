@@ -57,14 +57,14 @@ class ShardedTensor:
 
     name: str
     shape: list[int]
-    dtype: str
+    dtype: torch.dtype
     dim: int | None
     """The dimension that is cut over the ranks; None if each rank has all of it."""
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of the whole tensor."""
-        return prod(self.shape) * _dtype_of(self.dtype).itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass
@@ -272,7 +272,7 @@ def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if tag == "$tensor":
         return tensors[value[tag]]
     if tag == "$sharded":
-        return ShardedTensor(value[tag], value["shape"], value["dtype"], value["dim"])
+        return ShardedTensor(value[tag], value["shape"], _dtype_of(value["dtype"]), value["dim"])
     return _MAKERS[tag](_unpacked(value[tag], tensors))
 
 

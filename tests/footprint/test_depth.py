@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autobatch.core.knobs import CHECKPOINTING, OPTIMIZER
-from autobatch.distributed.fake_group import fake_ranks
+from autobatch.distributed.sharding.build import fake_ranks
 from autobatch.distributed.sharding.model import Sharding
 from autobatch.footprint.depth import cut_to, deep_footprint, like_layers
 from autobatch.footprint.fit import Footprint, footprint

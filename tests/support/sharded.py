@@ -15,7 +15,7 @@ from autobatch.core.records import Precision, ShardSync
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Trace, replay
 from autobatch.device.allocator.tracker import StorageMeter
-from autobatch.distributed.fake_group import fake_ranks
+from autobatch.distributed.sharding.build import fake_ranks
 from autobatch.distributed.sharding.model import Sharding
 from autobatch.footprint.tracing.trace_step import Setting, record
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state

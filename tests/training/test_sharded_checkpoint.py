@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.distributed.sharding import files as shard_files
+from autobatch.distributed.sharding import state as shard_files
 from autobatch.training.checkpoint import (
     clean_leftovers,
     is_valid,

@@ -1,35 +1,43 @@
-"""Construction of a shared model: every rank takes its parts, and never the whole model on its device.
+"""Construction of a sharded model: every rank takes its shards, and never the whole model on its device.
 
 Rank 0 builds the model in host memory as one process would, with the same draws. The other ranks build it on
 ``meta``, without memory. After the sharding, rank 0 sends one parameter after the other, and every rank keeps
-its part. So the run begins with the weights of one process with the same seed, bit for bit, and one host
-holds one model. A model that does not fit in the host memory is never whole: every rank draws its parts with
+its shard. So the run begins with the weights of one process with the same seed, bit for bit, and one host
+holds one model. A model that does not fit in the host memory is never whole: every rank draws its shards with
 ``reset_parameters``, which gives other weights of the same distributions.
+
+A process that predicts or tries the steps of one rank has no others beside it. It gets a process group that
+exchanges nothing, under which a rank allocates the same as beside real ranks. In place of the shards of other
+ranks it uses its own, so that all values are finite and a loss can be computed from them.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autobatch.core.errors import InputError
 from autobatch.core.records import Precision
 from autobatch.device.oom import first_line
 from autobatch.distributed.group import Group
-from autobatch.distributed.sharding.checks import check_shapes
 from autobatch.distributed.sharding.layout import ShardLayout
-from autobatch.distributed.sharding.model import ShardedModel
+from autobatch.distributed.sharding.model import ShardedModel, Sharding
 from autobatch.step.tensors import local_part
 from autobatch.workload.rng import seed_rank
 
 RESETS = ("reset_parameters", "_reset_parameters", "init_weights")
 """Methods that give a module its first values; ``nn.MultiheadAttention`` has the second."""
+ALONE = ("alone",)
+"""Name of the dimension of a mesh without real ranks. DTensor takes meshes of one name and size for one mesh,
+and would ask the ranks of the wrong group."""
 PROBE_STD = 0.02
 """Standard deviation of weights whose values do not matter: finite, and small enough to stay so."""
 
@@ -63,7 +71,8 @@ def shard_over(
     if must_draw:
         check_resets(model)
     made = on_meta(model)
-    sharded = layout.over(mesh_of(group, device))(made, precision)
+    sharding = Sharding(mesh=mesh_of(group, device), sync=layout.sync, modules=layout.modules)
+    sharded = sharding(made, precision)
     sharded.materialize(device)
     if must_draw:
         _draw(made, group.rank, device)
@@ -75,6 +84,74 @@ def shard_over(
                 # Its memory is free for the run.
                 whole[name].data = whole[name].new_empty(0)
     return made, sharded
+
+
+def sharded_copy(
+    model: nn.Module, sharding: Sharding, precision: Precision, device: torch.device
+) -> tuple[nn.Module, ShardedModel]:
+    """Return a copy of a model with the parts of one rank on its device; their values are not the model's.
+
+    Args:
+        model: on ``meta`` or in host memory; left unchanged.
+        sharding: the ranks, which may exchange nothing.
+        precision: of the forward pass.
+        device: of the rank.
+
+    Raises:
+        InputError: the model cannot be sharded; the message says why.
+    """
+    made = on_meta(model)
+    sharded = sharding(made, precision)
+    sharded.materialize(device)
+    # Over real ranks, their parts arrive.
+    for one in sharded.parts() if sharding.mesh.mesh_dim_names == ALONE else ():
+        one.set_custom_all_gather(_Repeated())  # type: ignore[arg-type]
+        one.set_custom_reduce_scatter(_OwnSum())  # type: ignore[arg-type]
+    fill(made)
+    return made, sharded
+
+
+@contextmanager
+def fake_ranks(world: int) -> Iterator[DeviceMesh]:
+    """Act as rank 0 of ``world`` within the block, and return the mesh of all ranks.
+
+    Rank 0 has the largest shard of every parameter. What torch keeps of a mesh outlives the group, so a
+    process that may train over real ranks later opens this in a child.
+
+    Raises:
+        InputError: this process is a rank of a real group already.
+    """
+    if dist.is_initialized():
+        raise InputError(
+            f"--ranks {world} predicts a rank in a process of its own, and this process has a process group "
+            "already: call torch.distributed.destroy_process_group() first, or run autobatch estimate"
+        )
+    mesh = open_fake_mesh(world, "cpu")
+    try:
+        yield mesh
+    finally:
+        dist.destroy_process_group()
+
+
+def open_fake_mesh(world: int, device_type: str) -> DeviceMesh:
+    """Return a mesh of this many ranks that exchange nothing, until the end of this process.
+
+    A process without a group becomes rank 0. A rank of a real group keeps its place, and all ranks of it call
+    this together.
+    """
+    # Importing this registers the backend "fake".
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        return DeviceMesh.from_group(dist.new_group(backend="fake"), device_type, mesh_dim_names=ALONE)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    return init_device_mesh(device_type, (world,), mesh_dim_names=ALONE)
+
+
+def sharding_alone(layout: ShardLayout, device_type: str) -> Sharding:
+    """Return the sharding of a process that runs the steps of a rank without the other ranks."""
+    mesh = open_fake_mesh(layout.world, device_type)
+    return Sharding(mesh=mesh, sync=layout.sync, modules=layout.modules)
 
 
 def mesh_of(group: Group, device: torch.device) -> DeviceMesh:
@@ -116,12 +193,12 @@ def on_meta(model: nn.Module) -> nn.Module:
     Raises:
         InputError: a module of the user's cannot be copied, or has parameters without a shape.
     """
-    check_shapes(model)
-    memo: dict[int, object] = {
-        id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()
-    }
-    memo |= {id(buffer): buffer.detach().to("meta") for buffer in model.buffers()}
     try:
+        memo: dict[int, object] = {
+            id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+            for p in model.parameters()
+        }
+        memo |= {id(buffer): buffer.detach().to("meta") for buffer in model.buffers()}
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise InputError(
@@ -149,7 +226,7 @@ def _draw(model: nn.Module, rank: int, device: torch.device) -> None:
 
 
 def _send(whole: Tensor | None, target: Tensor, group: Group, device: torch.device) -> None:
-    """Send a tensor of rank 0 to all ranks, each of which keeps its part."""
+    """Send a tensor of rank 0 to all ranks, each of which keeps its shard."""
     # A buffer of its own, because the whole one may be a view of something larger.
     sent = torch.empty(target.shape, dtype=target.dtype, device=device)
     if group.rank == 0:
@@ -157,17 +234,44 @@ def _send(whole: Tensor | None, target: Tensor, group: Group, device: torch.devi
         sent.copy_(whole)
     dist.broadcast(sent, 0, group=group.tensor_group(device))
     if isinstance(target, DTensor):
-        part = target.placements[0]
-        own = target.to_local()
-        if own.numel():
-            start = sum(_rows(target, rank) for rank in range(group.rank))
-            own.copy_(sent.narrow(part.dim, start, own.shape[part.dim]))  # type: ignore[attr-defined]
+        target.copy_(distribute_tensor(sent, target.device_mesh, target.placements, src_data_rank=None))
     else:
         target.copy_(sent)
 
 
-def _rows(target: DTensor, rank: int) -> int:
-    """Return the rows of a parameter that a rank has (``torch.chunk``)."""
-    rows, world = target.shape[0], target.device_mesh.size()
-    each = -(-rows // world)
-    return max(0, min(each, rows - each * rank))
+class _Repeated:
+    """An all-gather that takes the part of this rank for that of every rank."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return new memory, as FSDP's own collective does."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Fill the output."""
+        del async_op
+        parts, rank = output_tensor.view(group.size(), -1), group.rank()
+        # The input is the part of this rank in the output.
+        parts[:rank] = input_tensor
+        parts[rank + 1 :] = input_tensor
+
+
+class _OwnSum:
+    """A reduce-scatter that takes the gradient of this rank for the sum."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return new memory, as FSDP's own collective does."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        """Fill the output."""
+        del op, async_op
+        output_tensor.copy_(input_tensor.view(group.size(), -1)[0])

@@ -13,7 +13,6 @@ autocast; parameters, gradients of a rank and the outputs of the model stay in f
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,8 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from autobatch.core.errors import InputError
 from autobatch.core.records import Precision, ShardSync
-from autobatch.distributed.sharding.checks import check_model, sync_of
-from autobatch.step.apply_knobs import find_blocks
+from autobatch.distributed.sharding.layout import check_sharding, sync_of
 from autobatch.step.gradients import EXCHANGE_BYTES, LOW_PRECISION
 from autobatch.step.train_state import TrainState
 from autobatch.workload.contract import Collated, Loss
@@ -37,13 +35,11 @@ T = TypeVar("T")
 _LOW_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 KEPT_BYTES = EXCHANGE_BYTES
 """Most bytes of the gathered root that stay between two micro-batches of a step."""
-_NAMED = 5
-"""Modules that a message names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """The ranks that share a model, and the way in which they do."""
+    """The ranks over which a model is sharded, and the way in which it is."""
 
     mesh: DeviceMesh
     sync: ShardSync = "each"
@@ -51,12 +47,37 @@ class Sharding:
     """Regular expression that the full names of modules to gather at a time match; None for the blocks."""
 
     def __call__(self, model: nn.Module, precision: Precision) -> ShardedModel:
-        """Shard a model in place, before its optimizer is built.
+        """Shard a model in place, before its optimizer is built: its blocks, then the loss with the rest.
+
+        Args:
+            model: on the device of the mesh, on ``meta``, or of fake tensors.
+            precision: the type of gathered weights and of activations.
 
         Raises:
             InputError: the model cannot be sharded; the message says why.
         """
-        return shard(model, self, precision)
+        blocks = check_sharding(model, self.modules)
+        policy = _policy_of(model, precision)
+        root = _Root(model)
+        inner = {id(module) for block in blocks for module in block.modules()}
+        norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and policy.param_dtype is not None]
+        inner |= {id(norm) for norm in norms}
+        for norm in norms:
+            # Their kernels need weights in the type of the running statistics.
+            fully_shard(norm, mesh=self.mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+        for block in (one for one in blocks if one not in norms):
+            fully_shard(block, mesh=self.mesh, mp_policy=policy)
+        rest = {p for m in model.modules() if id(m) not in inner for p in m.parameters(recurse=False)}
+        gathered = sum(p.numel() * (policy.param_dtype or p.dtype).itemsize for p in rest)
+        fully_shard(root, mesh=self.mesh, mp_policy=_without_casts(policy))
+        made = ShardedModel(root, self, keeps_root=gathered <= KEPT_BYTES)
+        for module in made.parts():
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        if policy.param_dtype is not None:
+            _cast_inputs([m for m in model.modules() if id(m) not in inner], policy.param_dtype)
+            model.register_forward_hook(lambda _, __, out: _cast(out, torch.float32))
+        return made
 
 
 class ShardedModel:
@@ -177,80 +198,6 @@ def _materialized(tensor: Tensor, device: torch.device) -> Tensor:
         made = torch.empty_like(tensor, device=device)
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
     return torch.zeros_like(tensor, device=device)
-
-
-def shard(model: nn.Module, sharding: Sharding, precision: Precision) -> ShardedModel:
-    """Shard a model in place: its blocks bottom-up, then the loss with the rest of it.
-
-    Args:
-        model: on the device of the mesh, on ``meta``, or of fake tensors.
-        sharding: the ranks.
-        precision: the type of gathered weights and of activations.
-
-    Raises:
-        InputError: the model cannot be sharded; the message says why.
-    """
-    blocks = check_sharding(model, sharding.modules)
-    policy = _policy_of(model, precision)
-    root = _Root(model)
-    inner = {id(module) for block in blocks for module in block.modules()}
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and policy.param_dtype is not None]
-    inner |= {id(norm) for norm in norms}
-    for norm in norms:
-        # Their kernels need weights in the type of the running statistics.
-        fully_shard(norm, mesh=sharding.mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
-    for block in (one for one in blocks if one not in norms):
-        fully_shard(block, mesh=sharding.mesh, mp_policy=policy)
-    rest = {p for m in model.modules() if id(m) not in inner for p in m.parameters(recurse=False)}
-    gathered = sum(p.numel() * (policy.param_dtype or p.dtype).itemsize for p in rest)
-    fully_shard(root, mesh=sharding.mesh, mp_policy=_without_casts(policy))
-    made = ShardedModel(root, sharding, keeps_root=gathered <= KEPT_BYTES)
-    for module in made.parts():
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-    if policy.param_dtype is not None:
-        _cast_inputs([m for m in model.modules() if id(m) not in inner], policy.param_dtype)
-        model.register_forward_hook(lambda _, __, out: _cast(out, torch.float32))
-    return made
-
-
-def check_sharding(model: nn.Module, pattern: str | None) -> list[nn.Module]:
-    """Return the modules of `modules_to_shard`, after a check that FSDP2 can shard the model.
-
-    Raises:
-        InputError: it cannot; the message says why.
-    """
-    blocks = modules_to_shard(model, pattern)
-    check_model(model, blocks)
-    return blocks
-
-
-def modules_to_shard(model: nn.Module, pattern: str | None = None) -> list[nn.Module]:
-    """Return the modules that are gathered one at a time, inner ones first.
-
-    Args:
-        model: the model.
-        pattern: regular expression for full names; None for the repeated blocks of the model.
-
-    Raises:
-        InputError: the pattern is invalid, or no name matches it.
-    """
-    if pattern is None:
-        return find_blocks(model)
-    try:
-        rule = re.compile(pattern)
-    except re.error as error:
-        raise InputError(f"--shard-modules {pattern} is no regular expression: {error}") from error
-    named = {name: module for name, module in model.named_modules() if name}
-    found = [module for name, module in named.items() if rule.fullmatch(name)]
-    if not found:
-        some = ", ".join(list(named)[:_NAMED]) or "none"
-        raise InputError(
-            f"--shard-modules {pattern} matches none of the {len(named)} modules: give a regular expression "
-            f"for a full name, for example one of {some}"
-        )
-    # Deeper modules come after their parents in the order of names.
-    return found[::-1]
 
 
 def _policy_of(model: nn.Module, precision: Precision) -> MixedPrecisionPolicy:

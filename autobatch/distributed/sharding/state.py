@@ -1,21 +1,118 @@
-"""The state of a sharded model: whole tensors cut into its parts, and parts gathered into whole weights."""
+"""The state of a sharded model: whole weights of its shards, and checkpoints that ranks write together.
+
+torch.distributed.checkpoint (DCP) writes safetensors files of each rank and nothing else: the place of every
+shard is in the header of its file. Its own format would add a pickle. Any number of ranks read them.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import hashlib
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import empty as empty_sharded
 
+from autobatch.core.errors import CheckpointError, DoesNotFitError
+from autobatch.core.units import GiB
+from autobatch.device.oom import first_line, is_oom
+from autobatch.distributed.group import Group
 from autobatch.step.train_state import TrainState
+
+FILE_BYTES = GiB
+"""Bytes of a file, unless one tensor has more. A rank holds two copies of a file in host memory."""
+_SHARDED = ("model", "average", "optimizers")
+"""Parts of a state that have a tensor for each parameter."""
+WholeTensor = tuple[list[int], torch.dtype, int | None]
+"""Shape and type of a sharded tensor, and the dimension that is cut; None if each rank has all of it."""
+
+
+def write_shards(folder: Path, shards: Mapping[str, Tensor], group: Group) -> dict[str, dict[str, Any]]:
+    """Write the parts of every rank, and flush them to the disk; all ranks call it.
+
+    Args:
+        folder: exists, and all ranks see it.
+        shards: the same tensors on every rank.
+        group: the ranks.
+
+    Returns:
+        Size in bytes and SHA-256 of the files of all ranks by name, as a manifest lists them.
+
+    Raises:
+        CheckpointError: a file could not be written, on every rank.
+        DoesNotFitError: the host memory of a rank does not suffice, on every rank.
+        RankLost: another rank ended.
+    """
+    writer = HuggingFaceStorageWriter(
+        str(folder), fqn_to_index_mapping=_files_of(shards, group.world), save_distributed=True
+    )
+    try:
+        with group.waiting("write the checkpoint"):
+            save(dict(shards), storage_writer=writer, process_group=group.tensor_group(torch.device("cpu")))
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda one: one[0])
+        raise _clear_error(rank, folder, cause) from cause
+    # The files of this rank begin with its number; DCP counts from 1.
+    own: dict[str, dict[str, Any]] = {}
+    reason = ""
+    try:
+        own = {path.name: _entry_of(path) for path in sorted(folder.glob(f"shard-{group.rank + 1:05d}-*"))}
+    except OSError as error:
+        reason = error.strerror or str(error)
+    found = {}
+    for rank, (files, failure) in enumerate(group.gather((own, reason))):
+        if failure:
+            raise CheckpointError(_failed(rank, folder, failure))
+        found.update(files)
+    return found
+
+
+def read_shards(
+    folder: Path,
+    wanted: Mapping[str, WholeTensor],
+    *,
+    mesh: DeviceMesh | None,
+    into: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Read sharded tensors, whichever number of ranks wrote them; no rank waits for another.
+
+    Args:
+        folder: of the checkpoint.
+        wanted: the tensors by name.
+        mesh: the ranks that share them from now on; None for whole tensors, on the CPU.
+        into: tensors to read into, by name; the others are new.
+
+    Returns:
+        The tensors by name.
+    """
+    found: dict[str, Tensor] = {}
+    for name, one in wanted.items():
+        target = (into or {}).get(name)
+        is_fit = target is not None and list(target.shape) == one[0]
+        found[name] = target.detach() if target is not None and is_fit else _empty(one, mesh)
+    with warnings.catch_warnings():
+        # It warns that ranks do not read together, which is intended.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        try:
+            load(dict(found), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        except CheckpointException as error:
+            (cause, _), *_ = error.failures.values()
+            raise cause from None
+    return found
 
 
 def shard_like(train_state: TrainState, state: Any, mesh: DeviceMesh) -> Any:
-    """Shard the whole tensors of a state as the parameters that they belong to; each rank keeps its parts."""
+    """Shard the whole tensors of a state as their parameters; each rank keeps its shards."""
     owners = _owners(train_state)
 
     def cut(place: str, leaf: Any) -> Any:
@@ -27,7 +124,7 @@ def shard_like(train_state: TrainState, state: Any, mesh: DeviceMesh) -> Any:
         placements = owner.placements if leaf.shape == owner.shape else [Replicate()]
         return distribute_tensor(leaf, mesh, placements, src_data_rank=None)
 
-    return map_leaves(state, cut)
+    return {**state, **{name: map_leaves(state[name], cut, name) for name in _SHARDED}}
 
 
 def sharded_parameters(train_state: TrainState) -> dict[str, Tensor]:
@@ -60,7 +157,7 @@ def gather_weights(model: nn.Module, *, keep: bool) -> dict[str, Any]:
 
 
 def map_leaves(value: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
-    """Return nested containers with each leaf changed; those in which nothing changes are kept.
+    """Return nested containers with each leaf changed.
 
     Args:
         value: dicts, lists and tuples of leaves.
@@ -72,17 +169,56 @@ def map_leaves(value: Any, change: Callable[[str, Any], Any], place: str = "") -
         return map_leaves(item, change, f"{place}/{key}" if place else str(key))
 
     if isinstance(value, dict):
-        changed = {key: inner(key, item) for key, item in value.items()}
-        if all(changed[key] is item for key, item in value.items()):
-            return value
-        # The state dict of a model has attributes.
-        copied = copy.copy(value)
-        copied.update(changed)
-        return copied
+        return {key: inner(key, item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        items = [inner(number, item) for number, item in enumerate(value)]
-        return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+        return type(value)(inner(number, item) for number, item in enumerate(value))
     return change(place, value)
+
+
+def _empty(one: WholeTensor, mesh: DeviceMesh | None) -> Tensor:
+    shape, dtype, dim = one
+    if mesh is None:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    placement: Placement = Replicate() if dim is None else Shard(dim)
+    return empty_sharded(*shape, dtype=dtype, device_mesh=mesh, placements=[placement])
+
+
+def _files_of(shards: Mapping[str, Tensor], world: int) -> dict[str, int]:
+    """Number the files of a rank from 1, and give every tensor one of them; the same on every rank."""
+    files, number, used = {}, 1, 0
+    for name, shard in shards.items():
+        size = -(-shard.numel() * shard.dtype.itemsize // world)
+        if used and used + size > FILE_BYTES:
+            number, used = number + 1, 0
+        files[name] = number
+        used += size
+    return files
+
+
+def _entry_of(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {
+            "bytes": os.fstat(file.fileno()).st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }
+
+
+def _clear_error(rank: int, folder: Path, cause: BaseException) -> BaseException:
+    if isinstance(cause, Exception) and is_oom(cause):
+        return DoesNotFitError(
+            f"rank {rank} ran out of host memory while it wrote its part of the checkpoint {folder}: "
+            f"{first_line(cause).rstrip('.')}. Earlier checkpoints are intact. Free host memory and resume"
+        )
+    if isinstance(cause, OSError):
+        return CheckpointError(_failed(rank, folder, cause.strerror or str(cause)))
+    return cause
+
+
+def _failed(rank: int, folder: Path, reason: str) -> str:
+    return (
+        f"rank {rank} could not write its part of the checkpoint to {folder}: {reason}. Free some space "
+        "there; no earlier checkpoint is lost"
+    )
 
 
 def _owners(train_state: TrainState) -> dict[str, Tensor]:

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
 
 from autobatch.core.errors import InputError
+from autobatch.device.allocator.ledger import CountingAllocator
+from autobatch.device.allocator.trace import replay
+from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.distributed.sharding import model as sharding_model
-from autobatch.distributed.sharding.model import Sharding, modules_to_shard
+from autobatch.distributed.sharding.build import fake_ranks, sharding_alone
+from autobatch.distributed.sharding.layout import ShardLayout
+from autobatch.distributed.sharding.model import Sharding
+from autobatch.setup.attempt import attempt
+from autobatch.setup.rehearsal import on_copies
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Workload
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.sharded import Case, peak_bytes, predict, run_real, state_of
-from tests.support.step_workloads import WORKLOADS, Transformer
-from tests.support.training import Rows
+from tests.support.step_workloads import WORKLOADS
+from tests.support.training import Rows, make_setup
+
+pytestmark = pytest.mark.distributed
 
 
 def real(name: str, case: Case):
@@ -29,7 +42,6 @@ def predicted(name: str, case: Case, world: int):
     return predict(WORKLOADS[name](), case, world)
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("sync", "precision"),
     [
@@ -49,7 +61,6 @@ def test_one_process_predicts_the_bytes_of_real_ranks(server: RankServer, sync, 
         assert len(traced.events) == len(ran.events)
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", ["perceptron", "convolutions", "recomputed"])
@@ -101,7 +112,6 @@ def train_sharded(sync: str, shares: list[list[int]]) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("sync", ["each", "once"])
 @pytest.mark.parametrize("shares", [[[7, 5], [9, 3]], [[4, 3], [8, 1], [5, 3]]])
 def test_a_step_is_that_of_the_whole_batch(server: RankServer, sync, shares):
@@ -157,7 +167,6 @@ def gather_root() -> tuple[list[int], list[list[float]]]:
     return calls, [one.full_tensor().tolist() for one in model.parameters()]
 
 
-@pytest.mark.distributed
 def test_a_small_root_is_gathered_once_per_step(server: RankServer):
     size = 8 * (6 * 3 + 3)
     (often, weights), (once, same) = server.values(gather_roots, size - 1, size)[0]
@@ -166,31 +175,12 @@ def test_a_small_root_is_gathered_once_per_step(server: RankServer):
     assert same == weights
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 def test_a_third_micro_batch_takes_no_more_memory(server: RankServer):
     two, three = (
         server.values(predicted, "perceptron", Case(3, steps=(1, count)), 2, world=1)[0] for count in (2, 3)
     )
     assert peak_bytes(two) == peak_bytes(three)
-
-
-def test_blocks_are_sharded_by_default_and_a_pattern_chooses_others():
-    model = Transformer()
-    assert modules_to_shard(model) == list(model.blocks)
-    assert modules_to_shard(model, r"blocks\.\d+\.mlp") == [model.blocks[1].mlp, model.blocks[0].mlp]
-
-
-@pytest.mark.parametrize("pattern", ["layers", "blocks"])
-def test_a_pattern_that_matches_nothing_is_refused(pattern):
-    model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(InputError, match=f"--shard-modules {pattern} matches none of the 1 modules"):
-        modules_to_shard(model, pattern)
-
-
-def test_a_pattern_must_be_a_regular_expression():
-    with pytest.raises(InputError, match="is no regular expression"):
-        modules_to_shard(nn.Linear(2, 2), "(")
 
 
 def attach_part() -> str:
@@ -207,8 +197,88 @@ def attach_part() -> str:
     return ""
 
 
-@pytest.mark.distributed
 def test_an_optimizer_of_a_part_is_refused(server: RankServer):
     assert server.values(attach_part, world=2)[0].startswith(
         "--parallel shard needs an optimizer for every parameter that requires a gradient, and 1 have none"
     )
+
+
+def alone(name: str, case: Case, world: int) -> tuple[int, float]:
+    """Return the peak of the steps of a rank without the others, and the loss of the last."""
+    torch.set_num_threads(1)
+    layout = ShardLayout(world=world, sync=case.sync)
+    setup = replace(
+        make_setup(WORKLOADS[name]()), precision=case.precision, sharding=sharding_alone(layout, "cpu")
+    )
+    meter = StorageMeter(CountingAllocator())
+    with meter, meter.noticing_resizes(), on_copies(setup, meter) as train_state:
+        for count in case.steps:
+            batches = ((setup.worst_case.batch(case.micro_batch), case.micro_batch) for _ in range(count))
+            result = train_step(
+                train_state, train_state.begin_step(batches, count), count * case.micro_batch, mark=meter.mark
+            )
+    trace = meter.trace()
+    assert trace is not None
+    return replay(trace.canonical(), CountingAllocator()).peak_allocated_bytes, result.loss
+
+
+@pytest.mark.parametrize("sync", ["each", "once"])
+def test_a_rank_without_the_others_takes_the_memory_of_a_real_one(server: RankServer, sync: str) -> None:
+    case = Case(3, sync)  # type: ignore[arg-type]
+    expected = server.values(real, "transformer", case)[0]
+    ((peak, loss),) = server.values(alone, "transformer", case, 2, world=1)
+    assert math.isfinite(loss)
+    # Here each batch is counted as the loader makes it.
+    assert abs(peak - expected) <= 4096
+
+
+@pytest.mark.parametrize("sync", ["each", "once"])
+def test_more_micro_batches_than_a_probe_runs_take_no_more_memory(server: RankServer, sync: str) -> None:
+    ((probed, _),) = server.values(alone, "transformer", Case(3, sync, steps=(1, 2, 2)), 2, world=1)
+    ((longer, _),) = server.values(alone, "transformer", Case(3, sync, steps=(1, 2, 5)), 2, world=1)
+    assert longer == probed
+
+
+def attempted(budget: str) -> tuple[bool, int | None, str | None]:
+    torch.set_num_threads(1)
+    layout = ShardLayout(world=2)
+    setup = replace(make_setup(WORKLOADS["perceptron"](), budget), sharding=sharding_alone(layout, "cpu"))
+    outcome = attempt(setup, 2)
+    return outcome.attempt.fits, outcome.attempt.peak_allocated_bytes, outcome.attempt.reason
+
+
+def test_an_attempt_enforces_the_budget(server: RankServer) -> None:
+    ((fits, peak, _),) = server.values(attempted, "1GiB", world=1)
+    assert fits
+    assert peak is not None
+    ((fits, _, reason),) = server.values(attempted, f"{peak - 1}B", world=1)
+    assert not fits
+    assert reason is not None
+    assert "out of memory" in reason
+
+
+def reduce_alone() -> tuple[int, int, float, bool]:
+    with fake_ranks(64) as mesh:
+        one = torch.ones(3)
+        dist.all_reduce(one)
+        place = (dist.get_rank(), mesh.size(), float(one[0]))
+    return (*place, dist.is_initialized())
+
+
+def test_a_rank_of_many_waits_for_nobody_and_leaves_no_group(server: RankServer):
+    assert server.values(reduce_alone, world=1) == [(0, 64, 1.0, False)]
+
+
+def open_within_a_group() -> str:
+    group = open_group()
+    try:
+        with fake_ranks(8):
+            pass
+    except InputError as error:
+        group.close()
+        return str(error)
+    return ""
+
+
+def test_a_process_with_a_group_is_refused(server: RankServer):
+    assert "this process has a process group already" in server.values(open_within_a_group, world=2)[0]

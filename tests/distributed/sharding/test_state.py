@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import Any
-
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from autobatch.distributed.sharding.state import map_leaves, shard_like
+from autobatch.distributed.sharding.state import shard_like
 from autobatch.training.loop_state import capture_loop
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.sharded_loops import block_workload, sharded_loop, step_together
 from tests.support.training import make_loop
-
-
-def test_leaves_have_places_and_containers_without_a_change_are_kept() -> None:
-    inner: OrderedDict[str, Any] = OrderedDict(weight=1)
-    inner._metadata = {"version": 2}  # type: ignore[attr-defined]
-    value = {"model": inner, "averages": [None, (2.0, "text")], 3: {}}
-    places: list[str] = []
-
-    def note(place: str, leaf: Any) -> Any:
-        places.append(place)
-        return leaf
-
-    assert map_leaves(value, note) is value
-    assert places == ["model/weight", "averages/0", "averages/1/0", "averages/1/1"]
-    changed = map_leaves(value, lambda place, leaf: 5 if place == "model/weight" else leaf)
-    assert changed["model"] == OrderedDict(weight=5)
-    assert changed["model"]._metadata == {"version": 2}
-    assert changed["averages"] is value["averages"]
-    assert inner["weight"] == 1
 
 
 def like_parameters() -> list[str]:
