@@ -225,7 +225,7 @@ def alone(name: str, case: Case, world: int) -> tuple[int, float]:
 @pytest.mark.parametrize("sync", ["each", "once"])
 def test_a_rank_without_the_others_takes_the_memory_of_a_real_one(server: RankServer, sync: str) -> None:
     case = Case(3, sync)  # type: ignore[arg-type]
-    expected = server.values(real, "transformer", case)[0]
+    expected = peak_bytes(server.values(real, "transformer", case)[0])
     ((peak, loss),) = server.values(alone, "transformer", case, 2, world=1)
     assert math.isfinite(loss)
     # Here each batch is counted as the loader makes it.
