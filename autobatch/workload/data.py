@@ -151,7 +151,7 @@ class WorstCaseSampler:
         """Cost of each sample by its index. Read once, without a trace in the caller's generators."""
         with preserved_random_state():
             seed_everything(self._seed)
-            return self._read(self._clock)
+            return self._read()
 
     @cached_property
     def _order(self) -> list[int]:
@@ -220,18 +220,23 @@ class WorstCaseSampler:
         count = len(self._order)
         return load_micro_batch(self._workload, [self._order[i % count] for i in range(size)])
 
-    def _read(self, clock: Callable[[], float]) -> dict[int, float]:
+    def read_size(self, index: int) -> float:
+        """Read the cost of one sample."""
+        sample = read_sample(self._workload.train_data, index)
+        return size_of_sample(sample, self._workload.size_of, index)
+
+    def _read(self) -> dict[int, float]:
         count = len(self._workload.train_data)  # type: ignore[arg-type]
-        start = clock()
+        start = self._clock()
         costs: dict[int, float] = {}
 
         def read(indices: Iterable[int], seconds: float) -> bool:
             """Read the costs of samples within the time limit; return whether all were read."""
             for index in indices:
-                if costs and clock() - start > seconds:
+                if costs and self._clock() - start > seconds:
                     return False
                 if index not in costs:
-                    costs[index] = self._cost(index)
+                    costs[index] = self.read_size(index)
             return True
 
         stride = max(1, count // FIRST_LOOK)
@@ -244,14 +249,6 @@ class WorstCaseSampler:
                 "give Workload(size_of=…) so that all are read faster"
             )
         return costs
-
-    def read_size(self, index: int) -> float:
-        """Read the cost of one sample again."""
-        return self._cost(index)
-
-    def _cost(self, index: int) -> float:
-        sample = read_sample(self._workload.train_data, index)
-        return size_of_sample(sample, self._workload.size_of, index)
 
 
 def size_of_sample(sample: Any, size_of: Callable[[Any], float] | None, index: int) -> float:

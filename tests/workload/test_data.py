@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,6 @@ from autobatch.workload.data import (
     load_micro_batch,
 )
 from autobatch.workload.user_code import failed_part
-from tests.support.training import make_workload
 
 
 def workload(data: Any, **fields: Any) -> Workload:
@@ -56,45 +54,48 @@ class Slow:
         return self.now
 
 
-def first_of(worst_case: WorstCaseSampler, size: int = 1) -> list[int]:
-    return worst_case._order[:size]
+def indices(data: Any, **fields: Any) -> WorstCaseSampler:
+    """Return a sampler whose micro-batches are the indices of the samples, the most expensive first."""
+    numbered = [(index, *one) if isinstance(one, list) else one for index, one in enumerate(data)]
+    return WorstCaseSampler(workload(numbered, collate=lambda rows: [row[0] for row in rows], **fields))
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=200))
 def test_the_longest_samples_are_found(lengths: list[int]) -> None:
     data = [[0] * length for length in lengths]
-    by_scan = WorstCaseSampler(workload(data))
-    by_size = WorstCaseSampler(workload(data, size_of=len))
     longest = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    assert by_scan._order == by_size._order == longest
-    assert not by_scan.notes
+    for worst_case in (indices(data), indices(data, size_of=len)):
+        assert worst_case.batch(len(data)) == longest
+        assert not worst_case.notes
+        assert worst_case.largest() == (None if len(set(lengths)) == 1 else (longest[0], max(lengths) + 1))
+    assert indices(data).sizes().tolist() == [length + 1 for length in lengths]
 
 
-def test_a_batch_repeats_the_most_expensive_samples_if_the_data_has_fewer() -> None:
-    data = [torch.full((n,), float(n)) for n in (1, 3, 2)]
-    batch = WorstCaseSampler(workload(data, collate=lambda samples: [len(one) for one in samples])).batch(5)
-    assert batch == [3, 2, 1, 3, 2]
+def test_a_batch_repeats_the_most_expensive_samples_and_a_limit_leaves_out_the_largest() -> None:
+    worst_case = indices([[0] * n for n in (1, 9, 4, 4)])
+    assert worst_case.known_costs == {}
+    assert worst_case.batch(6) == [1, 2, 3, 0, 1, 2]
+    assert worst_case.known_costs == {0: 2.0, 1: 10.0, 2: 5.0, 3: 5.0}
+    assert worst_case.limited_to(5).batch(4) == [2, 3, 0, 2]
+    assert worst_case.batch(1) == [1]
 
 
-def test_equal_sizes_are_read_for_a_short_time_and_noted() -> None:
-    data = Slow([7] * 1000)
+@pytest.mark.parametrize(
+    ("lengths", "seconds", "notes"),
+    [
+        ([7] * 1000, SCAN_SECONDS, "of 1,000 samples were read within 5 s: give Workload(size_of=…)"),
+        ([n % 10 for n in range(1000)], LONG_SCAN_SECONDS, "of 1,000 samples were read within 60 s"),
+        ([1, 9, 4], 2, None),
+    ],
+)
+def test_a_scan_ends_in_time_and_says_what_it_left_out(lengths, seconds: float, notes: str | None) -> None:
+    """Sizes that differ are read for longer. Each sample takes a second, and is read once."""
+    data = Slow(lengths)
     worst_case = WorstCaseSampler(workload(data), clock=data.clock)
-    assert "of 1,000 samples were read within 5 s: give Workload(size_of=…)" in worst_case.notes[0]
-    assert SCAN_SECONDS < data.now <= SCAN_SECONDS + 2
-
-
-def test_different_sizes_are_read_for_longer() -> None:
-    data = Slow([n % 10 for n in range(1000)])
-    worst_case = WorstCaseSampler(workload(data), clock=data.clock)
-    assert len(worst_case._order) == data.now
-    assert LONG_SCAN_SECONDS < data.now <= LONG_SCAN_SECONDS + 2
-    assert "within 60 s" in worst_case.notes[0]
-
-
-def test_a_complete_scan_reads_each_sample_once_and_notes_nothing() -> None:
-    data = Slow([1, 9, 4])
-    worst_case = WorstCaseSampler(workload(data), clock=data.clock)
-    assert (first_of(worst_case, 3), data.now, worst_case.notes) == ([1, 2, 0], 3, [])
+    assert [notes in note for note in worst_case.notes] == ([] if notes is None else [True])
+    assert seconds < data.now <= seconds + 2
+    assert len(worst_case.known_costs) == data.now
+    assert (worst_case.sizes() is None) == (notes is not None)
 
 
 def test_the_first_look_is_spread_over_the_data() -> None:
@@ -102,13 +103,19 @@ def test_the_first_look_is_spread_over_the_data() -> None:
     data.lengths[-4] = 99
     fast = iter(range(10**6))
     worst_case = WorstCaseSampler(workload(data), clock=lambda: next(fast) * SCAN_SECONDS / FIRST_LOOK / 2)
-    assert first_of(worst_case) == [FIRST_LOOK * 4 - 4]
+    assert worst_case.largest() == (FIRST_LOOK * 4 - 4, 99)
 
 
-@pytest.mark.parametrize("size", [float("nan"), float("inf"), 1e300])
-def test_a_size_that_no_sample_can_have_is_refused(size: float) -> None:
-    with pytest.raises(InputError, match=r"size_of=…\) returned (nan|inf|1e\+300) for sample 0"):
+@pytest.mark.parametrize("size", [float("nan"), float("inf"), 1e300, "long"])
+def test_a_size_that_no_sample_can_have_is_refused(size: object) -> None:
+    with pytest.raises(InputError, match=r"size_of=…\) returned ('long'|nan|inf|1e\+300) for sample 0"):
         WorstCaseSampler(workload([1, 2], size_of=lambda _: size)).batch(1)
+
+
+def test_sizes_are_tokens_if_they_are_lengths_of_whole_numbers() -> None:
+    texts = [{"ids": torch.zeros(n, dtype=torch.long), "label": torch.zeros(())} for n in (3, 1, 2)]
+    assert WorstCaseSampler(workload(texts, size_of=lambda row: len(row["ids"]))).size_unit() == "tokens"
+    assert WorstCaseSampler(workload(texts)).size_unit() is None
 
 
 @dataclass
@@ -138,6 +145,7 @@ class Picture:
         (Graph(torch.zeros(5), [torch.zeros(2), torch.zeros(3)]), 10),
         (Picture(), 640 * 480),
         ([], 0),
+        (iter([1]), 1),  # may have no end
     ],
 )
 def test_the_numbers_in_a_sample_are_counted(sample: Any, count: int) -> None:
@@ -161,10 +169,6 @@ def test_data_that_can_fetch_many_samples_is_asked_once() -> None:
 
     assert load_micro_batch(workload(Together([1, 1, 1])), range(1, 3)).shape == (2, 1)
     assert asked == [[1, 2]]
-
-
-def test_other_data_can_be_given() -> None:
-    assert load_micro_batch(workload([1]), [0], data=[5]).tolist() == [5]
 
 
 @pytest.mark.parametrize(
@@ -218,20 +222,6 @@ def test_errors_of_the_users_functions_pass_and_are_marked() -> None:
     assert failed_part(found.value) == "size_of"
 
 
-def test_an_endless_sample_is_not_read_to_its_end() -> None:
-    def endless() -> Iterator[int]:
-        while True:
-            yield 1
-
-    assert elements(endless()) == 1
-
-
-def test_a_limit_on_the_cost_leaves_out_the_larger_samples() -> None:
-    worst_case = WorstCaseSampler(workload([[0] * n for n in (1, 9, 4, 4)]))
-    assert first_of(worst_case.limited_to(4), 4) == [2, 3, 0]
-    assert first_of(worst_case, 4) == [1, 2, 3, 0]
-
-
 def test_quartiles_of_the_sizes() -> None:
     data = [[0] * n for n in range(1, 101)]
     assert WorstCaseSampler(workload(data)).size_quartiles() == [25, 50, 75, 100]
@@ -239,21 +229,12 @@ def test_quartiles_of_the_sizes() -> None:
 
 
 def test_a_scan_is_seeded_and_leaves_the_generators_alone() -> None:
-    def random_size(_: Any) -> float:
-        return float(torch.rand(()))
-
     before = torch.get_rng_state()
-    orders = [
-        first_of(WorstCaseSampler(workload(list(range(50)), size_of=random_size), seed=seed), 50)
+    data = list(range(50))
+    first, again, other = (
+        WorstCaseSampler(workload(data, size_of=lambda _: float(torch.rand(()))), seed=seed).sizes()
         for seed in (1, 1, 2)
-    ]
-    assert orders[0] == orders[1] != orders[2]
+    )
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_costs_are_known_once_they_were_read() -> None:
-    workload = make_workload(train_data=[torch.zeros(size) for size in (3, 1, 2)])
-    sampler = WorstCaseSampler(workload)
-    assert sampler.known_costs == {}
-    sampler.size_quartiles()
-    assert sampler.known_costs == {0: 3.0, 1: 1.0, 2: 2.0}
