@@ -24,7 +24,7 @@ from autobatch.step.train_state import StepSettings, TrainState, build_train_sta
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
 from autobatch.workload.data import load_micro_batch
-from autobatch.workload.nested import Kept, feed
+from autobatch.workload.nested import HeldMicroBatches, feed
 from autobatch.workload.rng import preserved_random_state
 from autobatch.workload.split import MicroBatchIds
 from autobatch.workload.user_code import user_code
@@ -208,7 +208,7 @@ def batches_of(
     """Move micro-batches to the setup's device; a `WholeBatchLoss` reads each of them twice."""
     twice = isinstance(setup.workload.loss, WholeBatchLoss)
     placed = feed(fetched, setup.device.torch_device, meter, twice=twice)
-    return Kept(placed) if setup.keeps_batches and not twice else placed
+    return HeldMicroBatches(placed) if setup.keeps_batches and not twice else placed
 
 
 def _step_anyway(train_state: TrainState, mark: Callable[[str], None]) -> None:

@@ -9,6 +9,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -210,22 +211,28 @@ def feed(
 
     def place(batch: Collated) -> Collated:
         with meter.uncounted():
-            # A copy of its own, even if the device is the host.
-            there = map_tensors(batch, Tensor.clone) if device.type == "cpu" else to_device(batch, device)
+            # A second pass needs a copy of its own, even if the device is the host.
+            is_copied = twice and device.type == "cpu"
+            there = map_tensors(batch, Tensor.clone) if is_copied else to_device(batch, device)
         meter.count(tensors_of(there))
         return there
 
-    if twice:
-        return Twice(_without_count(iter(fetched), meter), place)
-    if device.type == "cpu" and type(meter) is SilentMeter:
+    if not twice and device.type == "cpu" and type(meter) is SilentMeter:
         # Nothing to move and nothing to count.
         return fetched
-    # No generator, because its frame would hold each micro-batch until the next one is there.
-    return iter(partial(_next_placed, iter(fetched), device, meter), None)
+    # No generators, because their frames would hold each micro-batch until the next one is there.
+    source = iter(partial(_next_uncounted, iter(fetched), meter), None)
+    return Twice(source, place) if twice else starmap(lambda batch, size: (place(batch), size), source)
 
 
-class Kept:
-    """Micro-batches of a step, each kept until the next one is there, and the last until the step ends.
+def _next_uncounted(fetched: Iterator[tuple[Collated, int]], meter: Meter) -> tuple[Collated, int] | None:
+    """Return the next micro-batch, whose making is not counted; None after the last."""
+    with meter.uncounted():
+        return next(fetched, None)
+
+
+class HeldMicroBatches:
+    """Micro-batches of a step, each held until the next one is there, and the last until the step ends.
 
     Loops by hand and of other libraries do so, because a variable of theirs has the micro-batch.
 
@@ -235,14 +242,14 @@ class Kept:
 
     def __init__(self, placed: Iterable[tuple[Collated, int]]) -> None:
         self._placed = iter(placed)
-        self._kept: tuple[Collated, int] | None = None
+        self._held: tuple[Collated, int] | None = None
 
     def __iter__(self) -> Iterator[tuple[Collated, int]]:
         return self
 
     def __next__(self) -> tuple[Collated, int]:
         found = next(self._placed)
-        self._kept = found
+        self._held = found
         return found
 
 
@@ -268,26 +275,3 @@ class Twice:
             if fetched is not None:
                 self._kept.append((batch, size))
             yield self._place(batch), size
-
-
-def _without_count(fetched: Iterator[tuple[Collated, int]], meter: Meter) -> Iterator[tuple[Collated, int]]:
-    """Yield micro-batches, and keep what is made on the host out of the meter's count."""
-    while True:
-        with meter.uncounted():
-            found = next(fetched, None)
-        if found is None:
-            return
-        yield found
-
-
-def _next_placed(
-    fetched: Iterator[tuple[Collated, int]], device: torch.device, meter: Meter
-) -> tuple[Collated, int] | None:
-    """Move the next micro-batch to the device; None after the last."""
-    with meter.uncounted():
-        found = next(fetched, None)
-        if found is None:
-            return None
-        there = to_device(found[0], device)
-    meter.count(tensors_of(there))
-    return there, found[1]

@@ -29,7 +29,7 @@ from autobatch.step.train_state import StepSettings, TrainState, build_train_sta
 from autobatch.step.train_step import train_step
 from autobatch.step.whole_batch import batch_samples
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
-from autobatch.workload.nested import Kept, Twice, tensors_of
+from autobatch.workload.nested import HeldMicroBatches, Twice, tensors_of
 from autobatch.workload.rng import preserved_random_state
 
 
@@ -257,7 +257,7 @@ class _Feed:
         # A generator expression holds nothing that it has yielded.
         placed = ((self._place(self.batch), self.micro_batch) for _ in range(count))
         if self.setting.keeps_batches:
-            return Kept(placed)
+            return HeldMicroBatches(placed)
         return placed if self.arranged is None else self.arranged.begin_step(placed, count)
 
     def _place(self, batch: Collated) -> Collated:
