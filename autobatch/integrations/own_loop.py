@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 import torch
@@ -18,9 +18,12 @@ from torch import Tensor, nn
 
 from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.core.records import GradientDtype, Plan
+from autobatch.distributed.engine import Engine, Replicate
+from autobatch.distributed.group import join_loop
+from autobatch.distributed.ranks import Ranks
 from autobatch.integrations.data_source import Data, Length, LoaderBatches, Samples, SampleT, open_source
-from autobatch.planning import check_world_size, launched_world_size, micro_batches
-from autobatch.step.gradients import LOW_PRECISION, Gradients
+from autobatch.planning import check_world_size, launched_world_size
+from autobatch.step.gradients import LOW_PRECISION, Gradients, exchange_buffer, norm_of
 from autobatch.step.loss import StepTotals, normalize_loss
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
@@ -30,10 +33,7 @@ from autobatch.workload.contract import Collated, Loss, kind_of
 from autobatch.workload.data import size_of_sample
 from autobatch.workload.nested import form_of
 from autobatch.workload.order import GlobalBatch
-from autobatch.workload.split import SizeSplit
-
-if TYPE_CHECKING:
-    from autobatch.integrations.loop_ranks import LoopRanks
+from autobatch.workload.split import SizeSplit, Split
 
 CollatedT = TypeVar("CollatedT")
 Optimizer = torch.optim.Optimizer
@@ -63,14 +63,15 @@ class Batch(Generic[CollatedT]):
         samples: int,
         micro_batches: Iterator[tuple[CollatedT, int]],
         *,
-        ranks: LoopRanks | None = None,
+        own_samples: int,
+        engine: Engine,
     ) -> None:
         self.index = index
         """Number of the batch in the run, from 0."""
         self.samples = samples
         """The plan's target batch, or fewer if the data ends within this batch; those of all ranks."""
-        self._ranks = ranks
-        self._own_samples = samples if ranks is None else ranks.part(samples)[1]
+        self._own_samples = own_samples
+        self._engine = engine
         self._train_state = train_state
         self._micro_batches = micro_batches
         self._totals = StepTotals(samples=samples)
@@ -136,11 +137,14 @@ class Batch(Generic[CollatedT]):
         """
         self._check_complete()
         train_state = self._train_state
-        _set_optimizers(train_state, optimizers, len(self._totals.sizes), is_alone=self._ranks is None)
+        _set_optimizers(train_state, optimizers, len(self._totals.sizes))
         train_state.max_grad_norm = max_grad_norm
         self._is_stepped = True
-        if self._ranks is not None:
-            self._ranks.combine(train_state, self._totals)
+        if train_state.exchange is None and self._engine.ranks.world > 1:
+            _begin_exchange(train_state, self._engine.ranks)
+        if not self._totals.sizes:
+            train_state.gradients.clear()
+        self._engine.combine(train_state, self._totals)
         result = finish(train_state, self._totals, mark=lambda _: None)
         scaler = train_state.scaler
         if result.applied or not result.count or (scaler and scaler.get_scale() >= LEAST_LOSS_SCALE):
@@ -318,7 +322,8 @@ def batches(
     given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     train_state = _train_state_of(given, scaler, plan.gradient_dtype)
     numbers = {"seed": seed, "start": start, "steps": steps, "epochs": epochs, "number of batches": total}
-    maker = _BatchMaker(plan, source, size_of, train_state, _join_ranks(plan, numbers))
+    engine, split = _open_ranks(plan, train_state, numbers)
+    maker = _BatchMaker(plan, source, size_of, train_state, engine, split)
     return Batches((maker.batch(index, one) for index, one in enumerate(drawn, start)), total)
 
 
@@ -330,29 +335,24 @@ class _BatchMaker:
     source: Samples | LoaderBatches
     size_of: Callable[[Any], float] | None
     train_state: TrainState
-    ranks: LoopRanks | None
+    engine: Engine
+    split: Split
 
     def batch(self, index: int, drawn: list[Any]) -> Batch[Any]:
         """Return the batch of the samples that all ranks draw."""
         samples = self.source.count(drawn)
-        own = drawn if self.ranks is None else self.source.part(drawn, *self.ranks.part(samples))
-        return Batch(self.train_state, index, samples, self._micro_batches(index, own), ranks=self.ranks)
-
-    def _micro_batches(self, index: int, own: list[Any]) -> Iterator[tuple[Collated, int]]:
-        """Yield the micro-batches of the samples of this process, each with its number of samples."""
-        if not own:
-            return iter(())
-        rule = self.plan.size_cut
+        places = GlobalBatch(index, 0, list(range(samples)))
+        parts = self.split.parts(places, self.split.limits[self.split.rank])
+        sizes = [len(part.ids) for part in parts]
+        own = self.source.part(drawn, parts[0].ids[0], sum(sizes)) if parts else []
+        cut = self.plan.size_cut
         # Without the function that the sizes of the plan come from, the batch is split by count.
-        if rule is not None and isinstance(self.source, Samples) and rule.by_size_of == bool(self.size_of):
-            return self._cut_by_size(self.source, index, own)
-        limit = self.plan.micro_batch if self.ranks is None else self.ranks.limit
-        return self.source.micro_batches(
-            own, micro_batches(self.source.count(own), limit, self.plan.multiple)
-        )
+        is_cut = cut is not None and isinstance(self.source, Samples) and cut.by_size_of == bool(self.size_of)
+        made = self._cut_by_size(index, own) if is_cut and own else self.source.micro_batches(own, sizes)
+        return Batch(self.train_state, index, samples, made, own_samples=sum(sizes), engine=self.engine)
 
-    def _cut_by_size(self, source: Samples, index: int, own: list[Any]) -> Iterator[tuple[Collated, int]]:
-        """Read all samples of a batch, in the order in which they were drawn, and cut them by size.
+    def _cut_by_size(self, index: int, own: list[Any]) -> Iterator[tuple[Collated, int]]:
+        """Read all samples of this rank, in the order in which they were drawn, and cut them by size.
 
         Their random draws are those of a split by count, and no size need be known before.
 
@@ -360,22 +360,47 @@ class _BatchMaker:
             InputError: a size is invalid.
         """
         assert self.plan.size_cut is not None
-        samples = source.samples_of(own)
+        assert isinstance(self.source, Samples)
+        samples = self.source.samples_of(own)
         sizes = np.array([size_of_sample(one, self.size_of, place) for place, one in enumerate(samples)])
         split = SizeSplit(sizes=sizes, cut=self.plan.size_cut)
         for part in split.parts(GlobalBatch(index, 0, list(range(len(samples)))), split.largest):
-            yield source.collate([samples[place] for place in part.ids]), len(part.ids)
+            yield self.source.collate([samples[place] for place in part.ids]), len(part.ids)
 
 
-def _join_ranks(plan: Plan, numbers: dict[str, int | None]) -> LoopRanks | None:
-    """Join the ranks that a launcher has started; None if this process trains alone."""
+def _open_ranks(plan: Plan, train_state: TrainState, numbers: dict[str, int | None]) -> tuple[Engine, Split]:
+    """Join the ranks that a launcher has started, and return how they sum and split a batch.
+
+    Raises:
+        InputError: the ranks differ, or the plan is for another number of them.
+    """
     check_world_size(plan, launched_world_size(os.environ), "autobatch.batches")
     if plan.world_size == 1:
-        return None
-    # Only here: one process needs no torch.distributed.
-    from autobatch.integrations.loop_ranks import join_ranks
+        return Engine(), Split(limits=[plan.micro_batch], multiple=plan.multiple)
+    group = join_loop()
+    group.check_equal({"the target batch": plan.target_batch, **numbers})
+    limits = group.gather(plan.ranks[group.rank].limit if plan.ranks else plan.micro_batch)
+    split = Split(group.rank, limits, plan.multiple)
+    return Replicate(group, split, range(group.world), train_state, _no_filler), split
 
-    return join_ranks(plan, numbers)
+
+def _begin_exchange(train_state: TrainState, ranks: Ranks) -> None:
+    """Make the buffer in which ranks sum their gradients, before the first step.
+
+    Raises:
+        InputError: the weights of the ranks differ.
+    """
+    own = [parameter.detach() for parameter in train_state.parameters]
+    norm = float(norm_of([one.double() for one in own])) if own else 0.0
+    found = ranks.gather((len(own), sum(one.numel() for one in own), norm))
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise InputError(
+                f"the weights of the ranks differ before the first step (norm {found[0][2]:g} on rank 0, "
+                f"{other[2]:g} on rank {rank}): seed all ranks alike before the model is built, or load "
+                "the same weights"
+            )
+    train_state.exchange = exchange_buffer(train_state.parameters, own[0].device, world=ranks.world)
 
 
 def _check(plan: Plan, **numbers: int | None) -> None:
@@ -405,7 +430,8 @@ def _train_state_of(
         gradients=Gradients(no_model, (), dtype=dtype),
         buffers=BufferSnapshot(no_model),
     )
-    _set_optimizers(train_state, optimizers, 0, is_alone=True)
+    if optimizers:
+        _set_optimizers(train_state, optimizers, 0)
     return train_state
 
 
@@ -413,8 +439,12 @@ def _no_loss(*_: object) -> Tensor:
     raise AssertionError("the forward pass runs in the user's loop")
 
 
+def _no_filler() -> tuple[Collated, int]:
+    raise AssertionError("only a loss over the whole batch needs it")
+
+
 def _set_optimizers(
-    train_state: TrainState, optimizers: tuple[Optimizer, ...], micro_batches_done: int, *, is_alone: bool
+    train_state: TrainState, optimizers: tuple[Optimizer, ...], micro_batches_done: int
 ) -> None:
     """Make these optimizers the ones that the next step uses."""
     for optimizer in optimizers:
@@ -422,7 +452,7 @@ def _set_optimizers(
             raise InputError(
                 f"batch.step() takes optimizers of torch.optim, one per argument, found {kind_of(optimizer)}"
             )
-    if not (optimizers or train_state.optimizers or (is_alone and not micro_batches_done)):
+    if not (optimizers or train_state.optimizers):
         raise InputError("batch.step() has no optimizer: give it one, or use autobatch.batches(optimizer=…)")
     if not optimizers or optimizers == train_state.optimizers:
         return
