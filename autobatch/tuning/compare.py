@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from autobatch.core.knobs import Configuration, Value
-from autobatch.core.records import TrialComparison
+from autobatch.core.records import Trial, TrialComparison
 from autobatch.tuning.configuration import Measure, Measurement, changes
 
 MINIMUM_GAIN = 0.02
@@ -148,9 +148,7 @@ def compare(
 
 
 def candidates(
-    tried: Sequence[tuple[dict[str, Value], Measurement]],
-    default: Mapping[str, Value],
-    baseline: Measurement,
+    tried: Sequence[Trial], default: Configuration, baseline: Measurement
 ) -> list[dict[str, Value]]:
     """Return the fastest configurations, without those too slow to beat the default.
 
@@ -158,17 +156,13 @@ def candidates(
     left out.
     """
 
-    def ratio(found: Measurement) -> float:
-        return found.relative or found.samples_per_s / baseline.samples_per_s
+    def ratio(one: Trial) -> float:
+        return one.relative or (one.samples_per_s or 0.0) / baseline.samples_per_s
 
-    others = [
-        (values, found)
-        for values, found in tried
-        if values != default and found.feasible and ratio(found) >= PLAUSIBLE
-    ]
-    others.sort(key=lambda one: -ratio(one[1]))
-    chosen = [values for values, _ in others[:REMEASURED]]
-    failed = [values for values, found in tried if not found.feasible]
+    others = [one for one in tried if one.parameters != default and one.feasible and ratio(one) >= PLAUSIBLE]
+    others.sort(key=lambda one: -ratio(one))
+    chosen = [one.parameters for one in others[:REMEASURED]]
+    failed = [one.parameters for one in tried if not one.feasible]
     for name in changes(chosen[0], default) if chosen else ():
         simpler = chosen[0] | {name: default[name]}
         if simpler != default and simpler not in chosen and simpler not in failed:

@@ -23,15 +23,6 @@ class Measurement(NamedTuple):
     """In samples; 0 if none fits."""
     failure: str | None = None
     """Reason why it must not be chosen, in one line; None if it is feasible."""
-    default_samples_per_s: float = 0.0
-    """Speed of the default around the same time; 0 if unknown."""
-    started: str = ""
-    """Start of the search that ran it, as an ISO date and time; empty if unknown."""
-
-    @property
-    def relative(self) -> float | None:
-        """Speed ÷ that of the default around the same time; None if unknown."""
-        return self.samples_per_s / self.default_samples_per_s if self.default_samples_per_s else None
 
     @property
     def feasible(self) -> bool:

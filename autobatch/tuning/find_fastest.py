@@ -16,13 +16,13 @@ import math
 import random
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from autobatch.core.knobs import Configuration, SearchAxis, Value, defaults
+from autobatch.core.knobs import Configuration, SearchAxis, defaults
 from autobatch.core.progress import SILENT, Progress
 from autobatch.core.records import Trial, Tuning
 from autobatch.tuning.compare import (
@@ -36,6 +36,7 @@ from autobatch.tuning.compare import (
 )
 from autobatch.tuning.configuration import (
     Budget,
+    Key,
     Measure,
     Measurement,
     StudyLocation,
@@ -57,15 +58,16 @@ STARTUP_SHARE = 4
 MOST_STARTUP = 10
 """Upper bound of the random trials."""
 
-Tried = tuple[dict[str, Value], Measurement]
+DEFAULT_SPEED = "default_samples_per_s"
+"""Name of the default's speed around the same time, in the stored result of a trial; 0 if unknown."""
 
 
 class TuningResult(NamedTuple):
     """The answer of a search."""
 
     tuning: Tuning
-    winner: Measurement | None
-    """Of the best configuration; None if the default was kept and could not be measured."""
+    micro_batch: int
+    """Of the best configuration, in samples; 0 if the default was kept and could not be measured."""
 
 
 def find_fastest(
@@ -98,26 +100,19 @@ def find_fastest(
         InputError: the storage failed, or the study was made for something else.
     """
     study = _open_study(axes, budget.trials, seed, place)
-    search = _Search(study, measure, list(axes), budget, seed, progress, clock)
+    search = _Search(study, measure, axes, budget, seed, progress, clock)
     remembered = search.tried()
-    for line in _explain_remembered(remembered, budget):
-        progress.note(line)
+    if remembered:
+        progress.note(_describe_remembered(remembered, budget))
     search.run()
-    tried, is_stopped = search.tried(), not search.has_time_to_try()
-    tuning, winner = _choose(search, tried, confirm)
-    notes = [*tuning.notes, *search.notes()]
-    if is_stopped:
-        notes.insert(len(tuning.notes), _explain_stop(len(tried), search.worth_seconds(), budget))
-    is_old = winner is not None and winner in [found for _, found in remembered]
+    found = _choose(search, confirm)
     tuning = msgspec.structs.replace(
-        tuning,
-        measured=winner.started if is_old and winner is not None else None,
+        found.tuning,
         remembered=len(remembered),
         seconds=clock() - search.start,
         sampler_seconds=search.sampler_seconds,
-        notes=notes,
     )
-    return TuningResult(tuning, winner)
+    return found._replace(tuning=tuning)
 
 
 @dataclass
@@ -126,7 +121,7 @@ class _Search:
 
     study: Study
     measure: Measure
-    axes: list[SearchAxis]
+    axes: Sequence[SearchAxis]
     budget: Budget
     seed: int
     progress: Progress
@@ -162,37 +157,19 @@ class _Search:
                 self.study.fail(request)
                 raise
             began = self.clock()
-            self._store(request, found)
+            default = 0.0 if self.latest is None else self.latest.samples_per_s
+            self._store(request, {**found._asdict(), DEFAULT_SPEED: default, "started": self.started})
             self.sampler_seconds += self.clock() - began
-            row = _row(len(self.tried()) - 1, request.params, found)
-            self.progress.measured(row, self.budget.trials, changes(request.params, self.default))
+            trial = self.tried()[-1]
+            self.progress.measured(trial, self.budget.trials, changes(trial.parameters, self.default))
 
-    def tried(self) -> list[Tried]:
-        """Return the configurations that have a result, in order, each once."""
-        found: dict[object, Tried] = {}
-        names = {axis.name for axis in self.axes}
-        for trial in self.study.complete():
-            if set(trial.params) == names:
-                found.setdefault(key_of(trial.params), (trial.params, _decode(trial)))
-        return list(found.values())
+    def tried(self) -> list[Trial]:
+        """Return the trials that have a result, in order, each configuration once."""
+        return [_record(number, trial) for number, trial in enumerate(self._stored().values())]
 
-    def known_default(self) -> Measurement | None:
-        """Return what was last measured of the default; None if it has not run."""
-        return self.latest or next((found for values, found in self.tried() if values == self.default), None)
-
-    def notes(self) -> list[str]:
-        """Return a note for the user if the sampler failed."""
-        if self.study.failure is None:
-            return []
-        return [f"Optuna's sampler failed ({self.study.failure}), so some trials were drawn at random"]
-
-    def sampler(self) -> str:
-        """Describe how trials are chosen."""
-        return "every configuration" if self.is_complete else "a Gaussian process"
-
-    def pays_back(self) -> bool:
-        """Return whether the search has taken less time than the run can pay back."""
-        return self._seconds_left() >= 0
+    def stored_default(self) -> Trial | None:
+        """Return the trial of the default; None if the study has none."""
+        return next((one for one in self.tried() if one.parameters == self.default), None)
 
     def has_time_to_try(self) -> bool:
         """Return whether one more trial, and a comparison with the default after it, can pay back.
@@ -201,28 +178,39 @@ class _Search:
         """
         compared = min(REMEASURED, self.measured)
         runs = 1 + LEAST_ROUNDS * (1 + compared) if compared else 0
-        return runs * self._run_seconds() <= self._seconds_left()
+        return runs * self._run_seconds() <= self.seconds_left()
 
     def most_candidates(self) -> int | None:
         """Return how many configurations there is time to compare with the default; None for any number."""
-        left, round_seconds = self._seconds_left(), LEAST_ROUNDS * self._run_seconds()
+        left, round_seconds = self.seconds_left(), LEAST_ROUNDS * self._run_seconds()
         if math.isinf(left) or not round_seconds:
             return None
         return max(1, int(left / round_seconds) - 1)
 
     def worth_seconds(self) -> float:
         """Return the seconds that the search may take, by the speed of the default configuration."""
-        default = self.known_default()
-        if self.budget.run_samples is None or default is None or not default.feasible:
+        default = self.latest or self.stored_default()
+        speed = 0.0 if default is None or not default.feasible else default.samples_per_s
+        if self.budget.run_samples is None or not speed:
             return math.inf
-        return PAYBACK_SHARE * self.budget.run_samples / default.samples_per_s
+        return PAYBACK_SHARE * self.budget.run_samples / speed
 
-    def _seconds_left(self) -> float:
+    def seconds_left(self) -> float:
+        """Return the seconds that the search may still take; negative if it has taken more."""
         return self.worth_seconds() - (self.clock() - self.start)
 
     def _run_seconds(self) -> float:
         """Return the mean seconds of a measurement; 0 before the first one."""
         return (self.clock() - self.start) / self.measured if self.measured else 0.0
+
+    def _stored(self) -> dict[Key, StoredTrial]:
+        """Return the first result of each configuration, in order."""
+        names = {axis.name for axis in self.axes}
+        found: dict[Key, StoredTrial] = {}
+        for trial in self.study.complete():
+            if set(trial.params) == names:
+                found.setdefault(key_of(trial.params), trial)
+        return found
 
     def _next(self) -> Request | None:
         """Choose an untried configuration; None if there is none.
@@ -231,50 +219,44 @@ class _Search:
         nothing to choose. Samplers repeat points by design: the known result of one is stored again.
         """
         while True:
-            tried = {key_of(values): found for values, found in self.tried()}
-            if len(tried) >= size_of(self.axes):
+            known = self._stored()
+            if len(known) >= size_of(self.axes):
                 return None
-            is_random = len(tried) <= _startup(self.budget.trials)
-            if (self.is_complete or (not is_random and len(tried) % 2)) and not self.study.has_waiting():
+            is_random = len(known) <= _startup(self.budget.trials)
+            if (self.is_complete or (not is_random and len(known) % 2)) and not self.study.has_waiting():
                 self._enqueue_neighbour()
             request = self.study.ask()
-            known = tried.get(key_of(request.params))
-            if known is None:
+            repeated = known.get(key_of(request.params))
+            if repeated is None:
                 return request
-            self._store(request, known)
+            self._store(request, repeated.user_attrs)
             self._enqueue_neighbour()
 
     def _enqueue_neighbour(self) -> None:
         """Let the next trial be the untried configuration that is nearest to the best."""
-        tried = self.tried()
-        best = max(
-            (one for one in tried if one[1].feasible),
-            key=lambda one: one[1].relative or 0.0,
-            default=(self.default, None),
-        )[0]
+        feasible = [one for one in self.tried() if one.feasible]
+        best = max(feasible, key=lambda one: one.relative or 0.0, default=None)
+        base = self.default if best is None else best.parameters
         # Other processes run some; one that was killed has left its configuration untried.
         busy = {key_of(trial.params) for trial in self.study.running()}
         draw = random.Random(f"{self.seed} {self.study.num_trials()}")
-        done = {key_of(values) for values, _ in tried}
-        values = nearest_untried(self.axes, done | busy, best, draw) or nearest_untried(
-            self.axes, done, best, draw
+        done = set(self._stored())
+        values = nearest_untried(self.axes, done | busy, base, draw) or nearest_untried(
+            self.axes, done, base, draw
         )
         if values is not None:
             self.study.enqueue(values)
 
     def _run_trial(self, values: Configuration) -> Measurement:
-        """Measure a configuration, and the default beside it if that was long ago."""
+        """Measure a configuration, and the default before it if that was long ago."""
         if values == self.default:
-            found = self._run_default()
-        else:
-            is_due = self.latest is None or (self.latest.feasible and self.since_default >= DEFAULT_EVERY)
-            if is_due:
-                self._run_default()
-            self.measured += 1
-            self.since_default += 1
-            found = self.measure(values)
-        default = self.latest.samples_per_s if self.latest is not None else 0.0
-        return found._replace(default_samples_per_s=default, started=self.started)
+            return self._run_default()
+        is_due = self.latest is None or (self.latest.feasible and self.since_default >= DEFAULT_EVERY)
+        if is_due:
+            self._run_default()
+        self.measured += 1
+        self.since_default += 1
+        return self.measure(values)
 
     def _run_default(self) -> Measurement:
         self.measured += 1
@@ -282,34 +264,39 @@ class _Search:
         self.latest = self.measure(self.default)
         return self.latest
 
-    def _store(self, request: Request, found: Measurement) -> None:
-        """Store a measurement.
+    def _store(self, request: Request, result: Mapping[str, Any]) -> None:
+        """Store the result of a trial.
 
         The study maximizes the speed that it would have had when the default ran at the speed of its first
         trial.
         """
-        first = next((one for values, one in self.tried() if values == self.default), None)
-        speed = found.samples_per_s
-        if first is not None and first.samples_per_s and found.relative:
-            speed = first.samples_per_s * found.relative
-        value = speed if found.feasible else None
-        self.study.tell(request, value, found._asdict(), is_feasible=found.feasible)
+        first, default = self.stored_default(), result[DEFAULT_SPEED]
+        speed = result["samples_per_s"]
+        if first is not None and first.samples_per_s and default:
+            speed *= first.samples_per_s / default
+        is_feasible = result["failure"] is None
+        self.study.tell(request, speed if is_feasible else None, result, is_feasible=is_feasible)
 
 
-def _choose(search: _Search, tried: Sequence[Tried], confirm: Measure) -> tuple[Tuning, Measurement | None]:
+def _choose(search: _Search, confirm: Measure) -> TuningResult:
     """Compare the best trials with the default, and return the best that fits."""
-    default, known, progress = search.default, search.known_default(), search.progress
+    tried, default, progress = search.tried(), search.default, search.progress
+    is_stopped, worth_seconds = not search.has_time_to_try(), search.worth_seconds()
+    stored = search.stored_default()
+    known = search.latest
+    if known is None and stored is not None:
+        known = Measurement(stored.samples_per_s or 0.0, stored.micro_batch or 0, stored.note)
     baseline = known if known is not None and known.feasible else None
     others = candidates(tried, default, baseline)[: search.most_candidates()] if baseline else []
     found = Comparison(baseline, [], [])
-    if others and search.pays_back():
+    if others and search.seconds_left() >= 0:
 
         def on_round(number: int, running: int) -> None:
             progress.doing(
                 f"comparing the best {running} with the default, round {number} of at most {MOST_ROUNDS}"
             )
 
-        found = compare(search.measure, default, others, lambda: not search.pays_back(), on_round)
+        found = compare(search.measure, default, others, lambda: search.seconds_left() < 0, on_round)
     notes = []
     best = None
     for one in found.ranking:
@@ -320,7 +307,13 @@ def _choose(search: _Search, tried: Sequence[Tried], confirm: Measure) -> tuple[
             break
         notes.append(f"left out a faster configuration, because it does not fit: {reason}")
     notes += _explain(tried, found, known)
+    if is_stopped:
+        notes.append(_explain_stop(len(tried), worth_seconds, search.budget))
+    if search.study.failure is not None:
+        failure = search.study.failure
+        notes.append(f"Optuna's sampler failed ({failure}), so some trials were drawn at random")
     winner = found.baseline if best is None else found.speed_of(best)
+    is_old = found.baseline is not None and found.baseline is known and search.latest is None
     records = [one.record(default, chosen=one is best) for one in found.contenders if one.ratios]
     tuning = Tuning(
         trials=len(tried),
@@ -328,12 +321,13 @@ def _choose(search: _Search, tried: Sequence[Tried], confirm: Measure) -> tuple[
         baseline_samples_per_s=0.0 if found.baseline is None else found.baseline.samples_per_s,
         best_samples_per_s=0.0 if winner is None else winner.samples_per_s,
         study=search.study.name,
-        history=[_row(number, *one) for number, one in enumerate(tried)],
+        measured=stored.started if is_old and stored is not None else None,
+        history=tried,
         comparisons=sorted(records, key=lambda one: -one.ratio),
-        sampler=search.sampler(),
+        sampler="every configuration" if search.is_complete else "a Gaussian process",
         notes=notes,
     )
-    return tuning, winner
+    return TuningResult(tuning, 0 if winner is None else winner.micro_batch)
 
 
 def _open_study(axes: Sequence[SearchAxis], trials: int, seed: int, place: StudyLocation) -> Study:
@@ -353,18 +347,30 @@ def _startup(trials: int) -> int:
     return min(MOST_STARTUP, max(2, trials // STARTUP_SHARE))
 
 
-def _decode(trial: StoredTrial) -> Measurement:
-    stored = {name: trial.user_attrs[name] for name in Measurement._fields if name in trial.user_attrs}
-    return Measurement(0.0, failure="no result was stored")._replace(**stored)
+def _record(number: int, trial: StoredTrial) -> Trial:
+    """Return the record of a trial in the storage."""
+    result = {"failure": "no result was stored", **trial.user_attrs}
+    is_feasible, default = result["failure"] is None, result.get(DEFAULT_SPEED)
+    speed = result.get("samples_per_s", 0.0)
+    return Trial(
+        number=number,
+        samples_per_s=speed if is_feasible else None,
+        feasible=is_feasible,
+        parameters=dict(trial.params),
+        micro_batch=result.get("micro_batch") or None,
+        note=result["failure"],
+        relative=speed / default if is_feasible and default else None,
+        started=result.get("started"),
+    )
 
 
-def _explain(tried: Sequence[Tried], found: Comparison, known: Measurement | None) -> list[str]:
+def _explain(tried: Sequence[Trial], found: Comparison, known: Measurement | None) -> list[str]:
     """Return notes for the user on why the default was kept, one per line."""
     if not tried:
         return ["kept the plan: no trial was run"]
-    if not any(one.feasible for _, one in tried):
-        first = known or tried[0][1]
-        return [f"kept the plan: none of {len(tried)} configurations ran. The first one: {first.failure}"]
+    if not any(one.feasible for one in tried):
+        reason = tried[0].note if known is None else known.failure
+        return [f"kept the plan: none of {len(tried)} configurations ran. The first one: {reason}"]
     if found.baseline is None:
         failure = "it was not run" if known is None else known.failure
         return [f"kept the plan: the default configuration could not be measured ({failure})"]
@@ -381,26 +387,11 @@ def _explain_stop(trials: int, worth_seconds: float, budget: Budget) -> str:
     )
 
 
-def _explain_remembered(tried: Sequence[Tried], budget: Budget) -> list[str]:
+def _describe_remembered(tried: Sequence[Trial], budget: Budget) -> str:
     """Return a note on the trials that earlier searches ran."""
-    if not tried:
-        return []
-    dates = sorted({found.started for _, found in tried} - {""})
+    dates = sorted(one.started for one in tried if one.started)
     since = f" from {dates[-1][:16].replace('T', ' ')} UTC" if dates else ""
     count = f"{len(tried)} trial{'s' if len(tried) > 1 else ''}"
     rest = budget.trials - len(tried)
     no_more = f"no other runs, because --trials asks for {budget.trials}"
-    return [f"the study has {count}{since}; {f'{rest} more will run' if rest > 0 else no_more}"]
-
-
-def _row(number: int, values: Configuration, found: Measurement) -> Trial:
-    return Trial(
-        number=number,
-        samples_per_s=found.samples_per_s if found.feasible else None,
-        feasible=found.feasible,
-        parameters=dict(values),
-        micro_batch=found.micro_batch or None,
-        note=found.failure,
-        relative=found.relative if found.feasible else None,
-        started=found.started or None,
-    )
+    return f"the study has {count}{since}; {f'{rest} more will run' if rest > 0 else no_more}"

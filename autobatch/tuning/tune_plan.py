@@ -29,7 +29,7 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.planning import micro_batches
 from autobatch.setup.session import SetupProcess
 from autobatch.tuning.configuration import Budget, Measurement, StudyLocation, changes
-from autobatch.tuning.find_fastest import find_fastest
+from autobatch.tuning.find_fastest import TuningResult, find_fastest
 from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns, find_learning_rate
 from autobatch.tuning.trial import Trials, TrialSpec, look_at_workload
 
@@ -95,17 +95,16 @@ class PlanTuner:
         limit = limit_of_rank(self.ranks, plan) if plan.ranks else limit
         samples = max(1, share_of_rank(self.ranks, plan, sum(plan.micro_batches)))
         task = self._trial_spec(samples, limit, plan.multiple)
-        plain = self.ranks.once(lambda: list(map(msgspec.to_builtins, self._find_fastest(task))))
-        tuning = msgspec.convert(plain[0], Tuning)
-        task = replace(task, defaults=plain[1])
-        chosen, tuning = self._with_choice(plan, tuning, plain[2], task)
+        found, default = self.ranks.once(lambda: self._find_fastest(task))
+        task = replace(task, defaults=default)
+        chosen, tuning = self._with_choice(plan, found, task)
         for line in tuning.notes:
             self.progress.note(line)
         self.progress.tuned(tuning)
         return self._planned(plan, chosen), tuning
 
-    def _find_fastest(self, task: TrialSpec) -> tuple[Tuning, dict[str, Value], int]:
-        """Search, and return the answer, the default configuration, and the chosen micro-batch."""
+    def _find_fastest(self, task: TrialSpec) -> tuple[TuningResult, dict[str, Value]]:
+        """Search, and return the answer and the default configuration."""
         options = self.options
         self.progress.doing("looking for what can be tuned")
         context = self.process.call("looking at the workload", look_at_workload, task)
@@ -127,12 +126,11 @@ class PlanTuner:
             progress=self.progress,
             clock=self.clock,
         )
-        return found.tuning, defaults(axes), 0 if found.winner is None else found.winner.micro_batch
+        return found, defaults(axes)
 
-    def _with_choice(
-        self, plan: Plan, tuning: Tuning, micro_batch: int, task: TrialSpec
-    ) -> tuple[Plan, Tuning]:
+    def _with_choice(self, plan: Plan, found: TuningResult, task: TrialSpec) -> tuple[Plan, Tuning]:
         """Put the choice into the plan, if every rank can run it. The effective batch stays."""
+        tuning, micro_batch = found
         if not micro_batch or not changes(tuning.best, task.defaults):
             return plan, tuning
         sizes = micro_batches(sum(plan.micro_batches), micro_batch, plan.multiple)
@@ -173,19 +171,16 @@ class PlanTuner:
         skips = self.options.train.on_nonfinite == "skip"
         task = LrTrialSpec(plan, self.options.tune.lr_steps, skips)
         # A short run trains whole batches in one process, so that one rank is enough.
-        plain = self.ranks.once(
-            lambda: msgspec.to_builtins(
-                find_learning_rate(
-                    ShortRuns(self.process, task),
-                    budget=Budget(self.lr_trials, self.expired),
-                    seed=self.options.device.seed,
-                    place=self._locate_lr(task),
-                    progress=self.progress,
-                    clock=self.clock,
-                )
+        found = self.ranks.once(
+            lambda: find_learning_rate(
+                ShortRuns(self.process, task),
+                budget=Budget(self.lr_trials, self.expired),
+                seed=self.options.device.seed,
+                place=self._locate_lr(task),
+                progress=self.progress,
+                clock=self.clock,
             )
         )
-        found = msgspec.convert(plain, LrTuning)
         for line in found.notes:
             self.progress.note(line)
         if found.best == plan.learning_rate:

@@ -23,7 +23,6 @@ from autobatch.core.progress import Progress
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.planning import make_plan
 from autobatch.tuning import tune_plan
-from autobatch.tuning.configuration import Measurement
 from autobatch.tuning.find_fastest import TuningResult
 from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns, result_of, short_run
 from autobatch.workload.contract import WholeBatchLoss
@@ -50,7 +49,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], None]:
 
         def chosen(*given: Any, **more: Any) -> TuningResult:
             found = real(*given, **more)
-            return TuningResult(msgspec.structs.replace(found.tuning, best=best), Measurement(100.0, 5))
+            return TuningResult(msgspec.structs.replace(found.tuning, best=best), 5)
 
         monkeypatch.setattr(tune_plan, "find_fastest", chosen)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,12 @@ AXES = [
 
 
 SMALL_AXES = AXES[:2]
+
+
+def all_points(axes: list[SearchAxis]) -> list[dict[str, Any]]:
+    """Return every configuration of some axes."""
+    names = [axis.name for axis in axes]
+    return [dict(zip(names, one, strict=True)) for one in itertools.product(*(axis.choices for axis in axes))]
 
 
 def speed_of(values: Configuration) -> float:

@@ -15,7 +15,7 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan
 from autobatch.setup.session import ThisProcess
 from autobatch.tuning import tune_plan
-from autobatch.tuning.configuration import Measurement, StudyLocation
+from autobatch.tuning.configuration import StudyLocation
 from autobatch.tuning.find_fastest import TuningResult
 from autobatch.tuning.learning_rate import LrTrialSpec
 from autobatch.tuning.tune_plan import PlanTuner
@@ -96,7 +96,7 @@ def test_a_choice_is_taken_only_if_it_runs_on_every_rank(
 ) -> None:
     best = {"optimizer": "foreach", "micro_batch_shift": 1}
     found = Tuning(trials=1, best=best, baseline_samples_per_s=1.0, best_samples_per_s=2.0, study="s")
-    monkeypatch.setattr(tune_plan, "find_fastest", lambda *_, **__: TuningResult(found, Measurement(2.0, 4)))
+    monkeypatch.setattr(tune_plan, "find_fastest", lambda *_, **__: TuningResult(found, 4))
     progress = Notes()
     tuner = replace(tuner_of(tmp_path, progress, knobs=",".join(best)), ranks=TwoRanks(reason))
     plan = make_plan(target_batch=20, micro_batch_limit=8, learning_rate=0.1)
