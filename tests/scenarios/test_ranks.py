@@ -20,10 +20,12 @@ import autobatch
 from autobatch.training.checkpoint import load_newest
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, CHECKPOINTS, WEIGHTS
 from autobatch.workload.contract import Collated, WholeBatchLoss
+from tests.support.faults import stateful
 from tests.support.ragged import ragged_workload
 from tests.support.rank_server import RankServer
 from tests.support.runs import keep_only, rows
-from tests.support.training import TOKENS, Rows, apart, fingerprint, make_workload, mean_loss, points, weights
+from tests.support.sharded_loops import Blocks
+from tests.support.training import TOKENS, apart, fingerprint, make_workload, mean_loss, points, weights
 
 pytestmark = pytest.mark.distributed
 SLOW = pytest.mark.slow
@@ -31,34 +33,6 @@ COMMON: dict[str, Any] = {"target_batch": 7, "device": "cpu", "memory_budget": "
 WATCHED = {"steps": 6, "max_micro_batch": 2, "validate_every": 2, "max_grad_norm": 0.2, "ema": 0.5}
 SAVED = {"max_micro_batch": 2, "checkpoint_every": 2, "keep_last": 9}
 SHARD, REPLICATE = {"parallel": "shard"}, {"parallel": "replicate"}
-
-
-class Noisy(Rows):
-    """Data with an augmentation."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        inputs, label = super().__getitem__(index)
-        return inputs + 0.1 * torch.randn(inputs.shape, dtype=inputs.dtype), label
-
-
-class Blocks(nn.Module):
-    """A model with repeated blocks, tied weights beside them, and rows that two ranks share unevenly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 7)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(2)])
-        self.last = nn.Linear(7, 7, bias=False)
-        self.again = nn.Linear(7, 7, bias=False)
-        self.again.weight = self.last.weight
-        self.register_buffer("scale", torch.tensor([0.5]), persistent=False)
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.first(inputs)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.again(self.last(hidden * self.scale)))
 
 
 class Towers(nn.Module):
@@ -117,18 +91,9 @@ MEASURED: dict[str, Any] = {
     "schedule": halved,
     "loss": mean_loss,
 }
-RANDOM: dict[str, Any] = {
-    "model": lambda: nn.Sequential(
-        nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3)
-    ).double(),
-    "train_data": Noisy(*points(24).columns),
-    "optimizer": adamw,
-    "learning_rate": 0.01,
-}
-"""Draws of all kinds, running statistics and an optimizer with state."""
 WORKLOADS = {
     "plain": partial(make_workload, **MEASURED),
-    "random": partial(make_workload, **RANDOM),
+    "random": stateful,
     "ragged": ragged_workload,
     "blocks": partial(make_workload, **{**MEASURED, "model": lambda: Blocks().double(), "optimizer": adamw}),
     "tokens": partial(make_workload, **TOKENS),
