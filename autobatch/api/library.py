@@ -116,7 +116,7 @@ def estimate(
         DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
     checked = options_from("estimate", {"target_batch": target_batch, **options})
-    return run_estimate(workload, checked, os.environ)
+    return run_estimate(Call(workload=workload, options=checked))
 
 
 def tune(

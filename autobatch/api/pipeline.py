@@ -10,40 +10,49 @@ before the training run again only if something has changed that the plan depend
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import datetime
+import platform
+import shlex
+import subprocess
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import torch
 from torch import nn
 
 from autobatch.api.call import Call
-from autobatch.api.finish import repeat_command, resume_hint, surroundings, write_result
 from autobatch.api.ranks import agree_on_options, claim_of_ranks, continue_after_restart
 from autobatch.api.resume import StoredRun, keep_records, open_stored
 from autobatch.api.stages import finish_plan, open_layout, search_and_plan, uninterrupted
 from autobatch.api.training_setup import budgeted, epoch_samples, open_to_train, sampler_of
-from autobatch.core.options import Options
-from autobatch.device.profiles import data_home
+from autobatch.core.files import write_atomic
+from autobatch.core.progress import Progress
+from autobatch.core.text import error_text
+from autobatch.core.version import versions
+from autobatch.device.host import usable_cores
+from autobatch.device.nvml import driver_version
 from autobatch.estimates.estimator import estimate_limits
-from autobatch.report.result import Estimates, Result
+from autobatch.report.result import Estimates, Result, load_run
 from autobatch.search.plan_split import read_sizes
 from autobatch.search.real_batches import Order
 from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import data_of_setup
 from autobatch.training.build import build_sampler
+from autobatch.training.checkpoint import list_checkpoints
 from autobatch.training.export import examine_weights, whole_model
 from autobatch.training.run import PreparedRun, train_plan
-from autobatch.training.run_folder import RunFiles, folder_of, move_earlier_run
+from autobatch.training.run_folder import CHECKPOINTS, REPORT, RESULT, RunFiles, folder_of, move_earlier_run
 from autobatch.workload import demo
-from autobatch.workload.contract import Workload
 from autobatch.workload.data_digest import check_same_data
 from autobatch.workload.reference import find_workload, shared_model_notes
 
 PLANNED_STEPS = 1000
 """Optimizer steps of the run that is tuned for, if nothing says how many."""
+GIT_SECONDS = 5.0
+"""Time after which Git counts as absent, for example on a slow network file system."""
 
 
 class ReadyRun(NamedTuple):
@@ -79,20 +88,21 @@ def run(call: Call) -> Result:
         return finish_plan(call, setup, found, PLANNED_STEPS)
 
 
-def run_estimate(workload: Workload | str | None, options: Options, environ: Mapping[str, str]) -> Estimates:
+def run_estimate(call: Call) -> Estimates:
     """Run ``autobatch estimate``.
 
     Raises:
         InputError: the options exclude each other, or the workload is invalid.
     """
-    return estimate_limits(find_workload(workload, options.device.seed), options, home=data_home(environ))
+    workload = find_workload(call.workload, call.options.device.seed)
+    return estimate_limits(workload, call.options, home=call.home)
 
 
 def fit(call: Call) -> Result:
     """Plan a run or take its stored plan, train it, and write the result and the report."""
     ranks, train = call.ranks, call.options.train
     ranks.limit_wait(call.options.ranks.collective_timeout)
-    call = replace(call, command=repeat_command(call.command, resumes=train.resume))
+    call = replace(call, command=_repeat_command(call.command, resumes=train.resume))
     if train.steps is None and train.epochs is None:
         call = call.with_options(**({"steps": demo.STEPS} if call.workload is None else {"epochs": 1}))
     with ExitStack() as held:
@@ -113,9 +123,9 @@ def fit(call: Call) -> Result:
             model=whole,
             command=call.command,
             options=call.options.by_name(),
-            surroundings=surroundings(),
+            surroundings=_surroundings(),
         )
-        return write_result(result, out, call.progress) if ranks.rank == 0 else result
+        return _write_result(result, out, call.progress) if ranks.rank == 0 else result
 
 
 def prepare(call: Call, held: ExitStack) -> ReadyRun:
@@ -151,7 +161,7 @@ def _prepare_new(call: Call, held: ExitStack) -> ReadyRun:
         earlier = ranks.once(lambda: move_earlier_run(out)) if ranks.restart == 0 else None
         if earlier is not None:
             call.progress.note(f"moved the earlier run of {out} to {earlier}")
-        result = finish_plan(call, setup, found, steps, _order(options))
+        result = finish_plan(call, setup, found, steps, _order(call))
         assert result.plan is not None
         process, info = setup.process, setup.process.info
         sizes = None
@@ -181,18 +191,90 @@ def _plan_again(call: Call, stored: StoredRun) -> ReadyRun:
     with ExitStack() as opened:
         setup, found = search_and_plan(call, open_layout(call, opened), opened)
         uninterrupted(found)
-        result = finish_plan(call, setup, found, stored.sampler.total, _order(call.options))
+        result = finish_plan(call, setup, found, stored.sampler.total, _order(call))
         key = setup.process.info.key
     return ReadyRun(*stored.with_new_plan(result, key), stored.out)
 
 
-def _order(options: Options) -> Order:
+def _order(call: Call) -> Order:
     """Return the batches of the run, for the stages that look at them."""
-    train = options.train
+    train = call.options.train
     return Order(
-        options.target_batch,
-        options.device.seed,
+        call.options.target_batch,
+        call.options.device.seed,
         last_batch=train.last_batch,
         steps=train.steps,
         epochs=train.epochs,
     )
+
+
+def _repeat_command(command: str, *, resumes: bool) -> str:
+    """Return the command that runs the whole run again, without the resume that only ends it."""
+    if not resumes or not command:
+        return command
+    words = shlex.split(command)
+    # An option of a config file or of the environment is overridden.
+    return shlex.join([word for word in words if word != "--resume"] or words) + (
+        "" if "--resume" in words else " --no-resume"
+    )
+
+
+def resume_hint(command: str, out: Path) -> str:
+    """Return the command, quoted for a shell, or the call that resumes the run."""
+    if not command:
+        return f"autobatch.fit(…, out={str(out)!r}, resume=True)"
+    words = [word for word in shlex.split(command) if word != "--resume"]
+    has_folder = any(word == "--out" or word.startswith("--out=") for word in words)
+    return shlex.join([*words, *(() if has_folder else ("--out", str(out))), "--resume"])
+
+
+def _surroundings() -> dict[str, str]:
+    """Return what else a repetition would have to match: the source, cores and threads."""
+    found = {
+        "commit of the working directory": _commit(),
+        "platform": platform.platform(),
+        "cores": str(usable_cores()),
+        "threads of torch": str(torch.get_num_threads()),
+        "CUDA of torch": torch.version.cuda,
+        "NVIDIA driver": driver_version(),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _commit() -> str | None:
+    """Return the commit of the working directory, marked if files have changed; None without Git."""
+    words = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=GIT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def _write_result(result: Result, out: Path, progress: Progress) -> Result:
+    """Write ``result.json`` and the report. A failed report is only noted, because the training is done."""
+    result = msgspec.structs.replace(
+        result,
+        out=out,
+        report=out / REPORT,
+        versions=versions(),
+        created=datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
+        checkpoints=[int(path.name.removeprefix("step-")) for path in list_checkpoints(out / CHECKPOINTS)],
+    )
+    _write_json(result, out)
+    progress.doing("writing the report")
+    # Only here: matplotlib takes half a second to import.
+    from autobatch.report.page import write_report
+
+    try:
+        write_report(out / REPORT, load_run(out))
+    except Exception as error:  # whatever drawing raises, the training is done
+        progress.note(f"the report could not be written: {type(error).__name__}: {error_text(error)}")
+        result = msgspec.structs.replace(result, report=None)
+        _write_json(result, out)
+    return result
+
+
+def _write_json(result: Result, out: Path) -> None:
+    content = msgspec.json.format(msgspec.json.encode(result.to_json()))
+    write_atomic(out / RESULT, content + b"\n")

@@ -104,7 +104,7 @@ def check_data_of_ranks(data: DataDigest | None, ranks: Ranks, resumed: Loaded |
     Raises:
         InputError: some rank reads other data.
     """
-    found = [msgspec.convert(one, DataDigest | None) for one in ranks.gather(msgspec.to_builtins(data))]
+    found = ranks.gather(data)
     whose = [f"rank {rank}" for rank in range(ranks.world)] if ranks.world > 1 else ["this run"]
     if resumed is not None:
         found.insert(0, msgspec.convert(resumed.facts.get("data"), DataDigest | None))

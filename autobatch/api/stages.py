@@ -425,14 +425,7 @@ def _add_split(call: Call, process: SetupProcess, result: Result, order: Order |
     plan, probe, options, ranks = result.plan, result.probe, call.options, call.ranks
     if plan is None or probe is None or probe.stopped_by == "interrupt":
         return result
-    if process.info.epoch_samples is None:
-        if options.batch.split == "size":
-            raise InputError(
-                "--split size needs the sizes of all samples, and the data are a stream: use --split count, "
-                "or give data with an index"
-            )
-        return result
-    if plan.world_size > 1 and not _may_cut_jointly(call, plan):
+    if not _may_cut_by_size(call, process.info, plan):
         return result
     # A rank's share of a batch is about its share of a joint cut.
     share = max(1, plan.ranks[ranks.rank].samples) if plan.ranks else plan.target_batch
@@ -442,7 +435,13 @@ def _add_split(call: Call, process: SetupProcess, result: Result, order: Order |
     try:
         if order is not None and plan.world_size == 1 and probe.stopped_by is None:
             by_count = _in_run_order(process, of_rank, order, settings.cap)
-        choice = _choose(process, by_count, settings)
+        choice = process.call("the choice of the split", choose_split, by_count, settings)
+    except InputError:
+        raise
+    except AutobatchError as error:
+        if isinstance(error, ChildCrashed):
+            process.restart()
+        choice = SplitChoice(None, f"batches are split by count: {error}")
     except KeyboardInterrupt:
         if options.command != "plan":
             raise
@@ -470,25 +469,20 @@ def _settings_of(call: Call, probe: Probe, share: int) -> SplitSettings:
     return SplitSettings(options.batch.split, limit, min(cap, share), options.device.seed)
 
 
-def _choose(process: SetupProcess, plan: Plan, settings: SplitSettings) -> SplitChoice:
-    """Return the choice; a failure chooses the split by count."""
-    try:
-        return process.call("the choice of the split", choose_split, plan, settings)
-    except InputError:
-        raise
-    except AutobatchError as error:
-        if isinstance(error, ChildCrashed):
-            process.restart()
-        return SplitChoice(None, f"batches are split by count: {error}")
-
-
-def _may_cut_jointly(call: Call, plan: Plan) -> bool:
-    """Return whether the ranks of a plan may cut batches by size together.
+def _may_cut_by_size(call: Call, info: SetupInfo, plan: Plan) -> bool:
+    """Return whether the batches of a plan may be split by size.
 
     Raises:
-        InputError: a split by size was asked for, and another loop will run the plan.
+        InputError: that was asked for, but the data are a stream, or another loop will run the plan.
     """
     is_asked = call.options.batch.split == "size"
+    if info.epoch_samples is None and is_asked:
+        raise InputError(
+            "--split size needs the sizes of all samples, and the data are a stream: use --split count, or "
+            "give data with an index"
+        )
+    if plan.world_size == 1 or info.epoch_samples is None:
+        return info.epoch_samples is not None
     if call.ranks.world == 1 and is_asked:
         raise InputError(
             f"--split size over {plan.world_size} ranks is for autobatch fit: use --split count to plan for "

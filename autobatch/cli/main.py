@@ -205,7 +205,7 @@ def _result_of(
 
         if name == "estimate":
             terminal.doing("predicting what fits")
-            estimates = run_estimate(workload, options, os.environ)
+            estimates = run_estimate(_call(workload, options, log, ranks))
             terminal.estimated(estimates)
             return estimates
         if child is not None:

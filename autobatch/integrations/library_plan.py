@@ -28,6 +28,7 @@ from autobatch.api import library
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.keywords import PlanKeywords
 from autobatch.core.records import Plan
+from autobatch.distributed.ranks import Ranks
 from autobatch.planning import check_world_size, even_split, even_split_note, launched_world_size
 from autobatch.report.result import PlanResult
 from autobatch.workload.contract import Workload, is_stream, kind_of
@@ -113,32 +114,23 @@ def plan_for(
     options["split"] = "count"
     # The check is for autobatch's own sum; the notes below say what the library's sum is.
     options.setdefault("split_check", "off")
-    found, limit, alone = _plan_with_ranks(
+    found, limit, shared_limit = _plan_with_ranks(
         lambda: library.plan(workload, target_batch=target_batch, **options), loop.world_size
     )
     check_world_size(found, loop.world_size, loop.name)
     found = msgspec.structs.replace(found, micro_batch=limit)
     size, steps = even_split(found)
     remarks = (
-        alone,
-        _rate_note(found.learning_rate, workload.learning_rate, loop),
+        shared_limit,
+        _rate_note(loop, found.learning_rate, workload.learning_rate),
         even_split_note(found, min(limit, found.probe.micro_batch)),
         _weights_note(loop, steps),
-        _last_step_note(
-            _epoch(workload),
-            found.target_batch,
-            size,
-            steps,
-            divides_by_plan=loop.divides_by_plan,
-            averages_means=loop.averages_means,
-            drop_last=loop.drop_last,
-        ),
+        _last_step_note(loop, workload, found.target_batch, size, steps),
     )
     fields = {name: getattr(found, name) for name in found.__struct_fields__}
     fields |= {"micro_batch": size, "accumulation_steps": steps, "micro_batches": [size] * steps}
     fields["notes"] = [*found.notes, *(f"{loop.name}: {one}" for one in remarks if one is not None)]
-    made = None if loader is None else loader(size)
-    return LibraryPlan(**fields, library=loop.name, loader=made)
+    return LibraryPlan(**fields, library=loop.name, loader=None if loader is None else loader(size))
 
 
 def split_for(plan: Plan, library: str) -> tuple[int, int]:
@@ -156,10 +148,6 @@ def split_for(plan: Plan, library: str) -> tuple[int, int]:
 def _plan_with_ranks(find: Callable[[], PlanResult], world_size: int) -> tuple[PlanResult, int, str | None]:
     """Plan on this rank, and agree with the others on the smallest limit; all ranks call it.
 
-    Args:
-        find: plans on this rank.
-        world_size: number of ranks.
-
     Returns:
         The plan of this rank; the smallest micro-batch of all ranks; and a remark if another rank limits this
         one, or the others could not be asked.
@@ -167,7 +155,7 @@ def _plan_with_ranks(find: Callable[[], PlanResult], world_size: int) -> tuple[P
     Raises:
         DoesNotFitError: another rank has no plan; its own message says why.
     """
-    ranks = None
+    ranks: Ranks | None = Ranks()
     if world_size > 1:
         # Only here: one process needs no torch.distributed.
         from autobatch.distributed.group import join_existing
@@ -175,23 +163,23 @@ def _plan_with_ranks(find: Callable[[], PlanResult], world_size: int) -> tuple[P
         ranks = join_existing(world_size)
     if ranks is None:
         found = find()
-        return found, found.micro_batch, ALONE if world_size > 1 else None
+        return found, found.micro_batch, ALONE
     try:
         found = find()
     except Exception:
         ranks.gather(0)
         raise
     limits = ranks.gather(found.micro_batch)
-    if 0 in limits:
-        raise DoesNotFitError(f"rank {limits.index(0)} has no plan: its own message says why")
     least = min(limits)
+    rank = limits.index(least)
+    if not least:
+        raise DoesNotFitError(f"rank {rank} has no plan: its own message says why")
     if least == found.micro_batch:
         return found, least, None
-    rank = limits.index(least)
     return found, least, f"all ranks run micro-batches of at most {least}, as fit on rank {rank}"
 
 
-def _rate_note(planned: float, declared: float, loop: LibraryLoop) -> str | None:
+def _rate_note(loop: LibraryLoop, planned: float, declared: float) -> str | None:
     """Return a remark if the optimizer keeps another learning rate than that of the plan."""
     if loop.sets_rate or planned == declared:
         return None
@@ -214,39 +202,21 @@ def _weights_note(loop: LibraryLoop, steps: int) -> str | None:
     )
 
 
-def _last_step_note(
-    epoch: int | None,
-    target: int,
-    size: int,
-    steps: int,
-    *,
-    divides_by_plan: bool,
-    averages_means: bool,
-    drop_last: bool,
-) -> str | None:
-    """Describe the last step of an epoch; None if it is like the others, or unknown.
-
-    Args:
-        epoch: samples of an epoch; None if unknown.
-        target: samples of a step.
-        size: samples of a micro-batch.
-        steps: micro-batches of a step.
-        divides_by_plan: whether the sum over the last step is divided by ``steps``.
-        averages_means: whether each micro-batch weighs the same.
-        drop_last: whether a last micro-batch that is short is dropped.
-    """
-    rest = 0 if epoch is None else epoch % target
-    rest -= rest % size if drop_last else 0
+def _last_step_note(loop: LibraryLoop, workload: Workload, target: int, size: int, steps: int) -> str | None:
+    """Describe the last step of an epoch; None if it is like the others, or unknown."""
+    data: Any = workload.train_data
+    rest = 0 if is_stream(data) else len(data) % target
+    rest -= rest % size if loop.drop_last else 0
     if not rest:
         return None
     text = f"the last step of each epoch has {rest} of {target} samples"
     done = math.ceil(rest / size)
-    if divides_by_plan and done < steps:
+    if loop.divides_by_plan and done < steps:
         text += (
             f" in {done} of {steps} micro-batches and is still divided by {steps}, so its gradient is "
             f"{1 - done / steps:.0%} too small"
         )
-    if averages_means and rest % size and done > 1:
+    if loop.averages_means and rest % size and done > 1:
         text += f"; the samples of its last micro-batch weigh {size / (rest % size):.2g} times as much"
     return f"{text}: autobatch.batches carries them into the next epoch"
 
@@ -378,7 +348,10 @@ def check_resizable(loader: Any, *, before: str) -> None:
     Raises:
         InputError: it cannot; the message says why.
     """
-    if type(loader) is not DataLoader and not _is_stateful(loader):
+    kind = type(loader)
+    # torchdata's loader takes the same arguments.
+    is_stateful = kind.__name__ == "StatefulDataLoader" and kind.__module__.startswith("torchdata.")
+    if kind is not DataLoader and not is_stateful:
         raise InputError(
             f"the loader must be a torch DataLoader before {before}, found {kind_of(loader)}: plan first, "
             "then give plan.loader to the library"
@@ -407,13 +380,3 @@ def resized(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
 def drops_last(loader: DataLoader[Any]) -> bool:
     """Return whether a loader leaves out a last batch that is short, as its batch sampler knows."""
     return bool(getattr(loader.batch_sampler, "drop_last", False))
-
-
-def _is_stateful(loader: Any) -> bool:
-    """Check for torchdata's loader, which takes the same arguments."""
-    kind = type(loader)
-    return kind.__name__ == "StatefulDataLoader" and kind.__module__.partition(".")[0] == "torchdata"
-
-
-def _epoch(workload: Workload) -> int | None:
-    return None if is_stream(workload.train_data) else len(workload.train_data)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import autobatch
 from autobatch.api.call import Call
-from autobatch.api.finish import resume_hint
+from autobatch.api.pipeline import resume_hint
 from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError, NonFiniteError
