@@ -1,11 +1,19 @@
-"""All records: immutable, built by keyword, and with the keys of the JSON that users rely on."""
+"""What users rely on: the keys of the JSON, the exit codes and built-in bases of errors, the version."""
 
 from __future__ import annotations
+
+import importlib.metadata
+import pickle
+import platform
+import tomllib
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from autobatch.core import records
+import autobatch
+from autobatch.cli.main import run
+from autobatch.core import errors, records, version
 from autobatch.core.records import (
     Attempt,
     DeviceRecord,
@@ -60,3 +68,38 @@ def test_a_run_is_the_same_after_a_trip_through_json() -> None:
     assert msgspec.json.decode(msgspec.json.encode(run), type=RunRecord) == run
     text = msgspec.json.encode(a_run(training=None)).decode()
     assert '"training":null' in text
+
+
+ERRORS: dict[str, tuple[type[Exception], int]] = {
+    "AutobatchError": (Exception, 1),
+    "InputError": (ValueError, 2),
+    "UserCodeError": (errors.InputError, 2),
+    "DoesNotFitError": (RuntimeError, 3),
+    "RestartSmallerError": (RuntimeError, 77),
+    "CheckpointError": (OSError, 1),
+    "NonFiniteError": (ArithmeticError, 1),
+}
+
+
+def test_every_error_has_its_base_and_exit_code_and_survives_a_pickle() -> None:
+    kinds = {name for name, one in vars(errors).items() if isinstance(one, type)}
+    assert kinds == {*ERRORS, "Interrupted"}
+    assert all(name in (errors.__doc__ or "") for name in kinds)
+    for name, (base, code) in ERRORS.items():
+        error = getattr(errors, name)("one line")
+        assert isinstance(error, base)
+        assert (error.exit_code, str(pickle.loads(pickle.dumps(error)))) == (code, "one line")
+    codes = [errors.Interrupted("stopped", signal_number=number).exit_code for number in (2, 15)]
+    assert codes == [130, 143]
+
+
+def test_the_build_the_package_and_the_command_have_one_version(capsys: pytest.CaptureFixture[str]) -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["tool"]["hatch"]["version"]["path"] == "autobatch/core/version.py"
+    assert version.versions() == {
+        "autobatch": autobatch.__version__,
+        "torch": importlib.metadata.version("torch"),
+        "python": platform.python_version(),
+    }
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"autobatch {autobatch.__version__}\n"

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
-from autobatch.core.errors import InputError
 from autobatch.integrations import accelerate
 from tests.support.custom_loops import small_plan
 from tests.support.libraries import installed
@@ -88,21 +87,3 @@ def test_the_probe_copies_outputs_to_float32_as_the_library_does() -> None:
     )
     assert plan.precision == "bf16"
     assert set(seen) == {torch.float32}
-
-
-def test_what_was_prepared_or_has_no_batch_size_is_refused() -> None:
-    workload = make_workload()
-    model = workload.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accelerator = installed("accelerate").Accelerator(cpu=True)
-    options: dict[str, Any] = {"loss": mean_loss, "target_batch": 8, "max_micro_batch": 4}
-    prepared = accelerator.prepare(DataLoader(workload.train_data, batch_size=2))
-    with pytest.raises(InputError, match=r"must be a torch DataLoader before accelerator\.prepare, found a"):
-        accelerate.plan(accelerator, model, optimizer, prepared, **options)
-
-    class Own(BatchSampler):
-        pass
-
-    own = DataLoader(workload.train_data, batch_sampler=Own(range(24), 2, drop_last=False))
-    with pytest.raises(InputError, match="has an Own that makes its batches, whose size cannot be changed"):
-        accelerate.plan(accelerator, model, optimizer, own, **options)
