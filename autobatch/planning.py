@@ -58,11 +58,11 @@ def rank_share(target_batch: int, world_size: int, rank: int, multiple: int = 1)
     return multiple * split_evenly(target_batch // multiple, world_size)[rank]
 
 
-def check_multiple(target_batch: int, world_size: int, multiple: int) -> None:
+def check_target(target_batch: int, world_size: int, multiple: int) -> None:
     """Check that a batch over ranks can be split into micro-batches that are multiples of a number.
 
     Raises:
-        InputError: it cannot.
+        InputError: it cannot, or a rank would have no micro-batch.
     """
     if target_batch % multiple:
         least = max(target_batch - target_batch % multiple, multiple)
@@ -71,9 +71,10 @@ def check_multiple(target_batch: int, world_size: int, multiple: int) -> None:
             f"micro-batches must be (--micro-batch-multiple): use {least:,} or {least + multiple:,}"
         )
     if target_batch < world_size * multiple:
+        lacking = "a sample" if multiple == 1 else f"a micro-batch of {multiple}"
         raise InputError(
-            f"a target batch of {target_batch:,} over {world_size} ranks leaves a rank without a micro-batch "
-            f"of {multiple}: use {world_size * multiple:,} or more, or start fewer ranks"
+            f"a target batch of {target_batch:,} over {world_size} ranks leaves a rank without {lacking}: "
+            f"use {world_size * multiple:,} or more, or start fewer ranks"
         )
 
 
@@ -220,16 +221,9 @@ def make_plan(
         The plan. Its ``micro_batches`` split the largest share, that of rank 0.
 
     Raises:
-        InputError: a number is below 1, there are fewer samples than ranks, or the batch is no multiple.
+        InputError: there are fewer samples than ranks, or the batch is no multiple.
     """
-    numbers = {"target batch": target_batch, "micro-batch limit": micro_batch_limit}
-    _check_positive({**numbers, "world size": world_size, "base batch": base_batch})
-    if target_batch < world_size:
-        raise InputError(
-            f"a target batch of {target_batch} over {world_size} ranks leaves a rank without a sample: "
-            f"use {world_size} or more, or start fewer ranks"
-        )
-    check_multiple(target_batch, world_size, multiple)
+    check_target(target_batch, world_size, multiple)
     factor = learning_rate_factor(rule, target_batch=target_batch, base_batch=base_batch)
     sizes = micro_batches(rank_share(target_batch, world_size, 0, multiple), micro_batch_limit, multiple)
     return Plan(
@@ -250,12 +244,6 @@ def make_plan(
         precision=precision,
         gradient_dtype=gradient_dtype,
     )
-
-
-def _check_positive(numbers: Mapping[str, int | None]) -> None:
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise InputError(f"the {name} is {value}: it must be 1 or more")
 
 
 def launched_world_size(environ: Mapping[str, str]) -> int:

@@ -25,7 +25,7 @@ from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.core.units import GiB, MiB
 from autobatch.device.host import HostMemory
 from autobatch.report.result import load_run
-from autobatch.setup import child
+from autobatch.setup import session
 from autobatch.training.run import PreparedRun, train_plan
 from tests.support.commandline import SMALL
 from tests.support.probes import Listener, work
@@ -254,9 +254,9 @@ def test_an_isolated_call_opens_a_reference_in_a_child_and_a_workload_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[object] = []
-    real = child.open_setup
+    real = session.open_setup
     monkeypatch.setattr(
-        child, "open_setup", lambda given, *rest, **more: opened.append(given) or real(given, *rest, **more)
+        session, "open_setup", lambda given, *rest, **more: opened.append(given) or real(given, *rest, **more)
     )
     (tmp_path / "train.py").write_text(SMALL)
     options = options_from("probe", {"device": "cpu", "memory_budget": "2MiB", "micro_batch": 2})
