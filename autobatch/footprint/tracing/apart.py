@@ -16,8 +16,8 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from multiprocessing.connection import Connection
@@ -35,12 +35,12 @@ ANSWER_SECONDS = 600.0
 """Time after which a call counts as hung."""
 LOOK_SECONDS = 1.0
 """Time between two looks at copies that have not answered yet."""
-STUCK_SECONDS = 10.0
-"""Time without any work after which a process whose threads all wait for a lock counts as stuck."""
+STUCK_SECONDS = 20.0
+"""Time without any computation after which a copy counts as stuck. A trace only computes, but a copy may wait
+for a lock that another thread of this process held at the fork."""
 _TURN_BYTES = 4
 
-Kind = Literal["result", "error", "foreign error", "stuck"]
-Answer = tuple[Kind, object]
+Answer = tuple[Literal["result", "error", "call here"], object]
 T = TypeVar("T")
 
 
@@ -75,8 +75,8 @@ def run_each_apart(functions: Sequence[Callable[[], T]]) -> list[T]:
     """Call each function in a copy of this process, and return their results, which are pickled.
 
     A function is called here if no copy is possible (`can_run_apart`). It is called here again if it raised
-    an error that is not autobatch's own, so that the error has its class and traceback. The same happens if
-    the copy is stuck at a lock that another thread of this process held at the fork.
+    an error that is not autobatch's own, so that the error has its class and traceback, or if its copy is
+    stuck.
 
     Args:
         functions: what to call. They see everything that this process has, and nothing that they change
@@ -104,25 +104,19 @@ def run_in_copies(functions: Sequence[Callable[[], T]]) -> list[T]:
     """
     if len(functions) < 2 or not can_run_apart():
         return run_each_apart(functions)
-    count = min(usable_cores(), len(functions))
     _import_tracing()
-    with _turns(len(functions)) as turns:
+    # The copies share the end of a pipe from which each reads the number of its next function.
+    turns, sink = os.pipe()
+    os.write(sink, b"".join(number.to_bytes(_TURN_BYTES) for number in range(len(functions))))
+    os.close(sink)
+    count = min(usable_cores(), len(functions))
+    try:
         answers = _ask_copies([partial(_take_turns, functions, turns)] * count, daemon=True)
+    finally:
+        os.close(turns)
     done = [cast("list[tuple[int, T]]", content) for kind, content in answers if kind == "result"]
     found = dict(chain.from_iterable(done))
     return [found[number] if number in found else run_apart(one) for number, one in enumerate(functions)]
-
-
-@contextmanager
-def _turns(count: int) -> Iterator[int]:
-    """Open a file within the block from which processes read the numbers below ``count``, each once."""
-    source, sink = os.pipe()
-    try:
-        os.write(sink, b"".join(number.to_bytes(_TURN_BYTES) for number in range(count)))
-        os.close(sink)
-        yield source
-    finally:
-        os.close(source)
 
 
 def _take_turns(functions: Sequence[Callable[[], T]], turns: int) -> list[tuple[int, T]]:
@@ -137,7 +131,7 @@ def _take_turns(functions: Sequence[Callable[[], T]], turns: int) -> list[tuple[
 
 def _result_of(function: Callable[[], T], answer: Answer) -> T:
     kind, content = answer
-    if kind in ("foreign error", "stuck"):
+    if kind == "call here":
         return function()
     if kind == "error":
         raise cast(AutobatchError, content)
@@ -196,9 +190,8 @@ class _Copy:
             self._process.start()
         theirs.close()
         assert self._process.pid is not None
-        now = time.monotonic()
-        self._deadline = now + ANSWER_SECONDS
-        self._watch = StuckWatch(self._process.pid, now)
+        self._start = self._worked_at = time.monotonic()
+        self._computed = _computed(self._process.pid)
 
     def answer(self) -> Answer | None:
         """Return the answer, None if there is none yet."""
@@ -211,10 +204,12 @@ class _Copy:
                     "the process that traced the step ended without an answer "
                     f"(exit code {self._process.exitcode})"
                 )
-        now = time.monotonic()
-        if self._watch.is_stuck(now):
-            return "stuck", None
-        if now < self._deadline:
+        now, computed = time.monotonic(), _computed(self._process.pid or 0)
+        if computed is None or computed != self._computed:
+            self._worked_at, self._computed = now, computed
+        if now - self._worked_at >= STUCK_SECONDS:
+            return "call here", None
+        if now - self._start < ANSWER_SECONDS:
             return None
         return "error", AutobatchError(
             f"the process that traced the step gave no answer in {ANSWER_SECONDS:.0f} s and was ended"
@@ -246,53 +241,15 @@ def _serve(connection: Connection, function: Callable[[], object]) -> None:
     except AutobatchError as error:
         answer = "error", error
     except (Exception, SystemExit):
-        answer = "foreign error", None
+        answer = "call here", None
     connection.send(answer)
 
 
-class StuckWatch:
-    """Observations of a process over time.
-
-    A process is stuck if all of its threads wait for a lock, and none of them has computed for a while.
-    Whoever reads a file or a network, sleeps, or waits for another process, does not wait for a lock.
-
-    Args:
-        process: its number.
-        now: the time, in seconds.
-        proc: the file system that describes processes, on Linux.
-    """
-
-    def __init__(self, process: int, now: float, *, proc: Path = Path("/proc")) -> None:
-        self._tasks = proc / str(process) / "task"
-        self._since = now
-        self._worked: int | None = None
-        """Ticks of computation at the last look."""
-
-    def is_stuck(self, now: float) -> bool:
-        """Look at the process, and return whether it has been stuck long enough.
-
-        Args:
-            now: the time, in seconds.
-
-        Returns:
-            False if the system does not tell what a thread waits for.
-        """
-        worked = self._worked_if_locked()
-        if worked is None or worked != self._worked:
-            self._since, self._worked = now, worked
-        return now - self._since >= STUCK_SECONDS
-
-    def _worked_if_locked(self) -> int | None:
-        """Return the ticks that all threads have computed; None unless all of them wait for a lock."""
-        ticks = 0
-        with suppress(OSError, ValueError, IndexError):
-            for task in self._tasks.iterdir():
-                # For example futex_wait_queue: the name of the kernel's function, proc_pid_wchan(5).
-                if not (task / "wchan").read_text().startswith("futex"):
-                    return None
-                # After the name, which may have spaces, come fields 3 and on; 14 and 15 are ticks,
-                # proc_pid_stat(5).
-                fields = (task / "stat").read_text().rpartition(")")[2].split()
-                ticks += int(fields[11]) + int(fields[12])
-            return ticks
+def _computed(process: int) -> list[str] | None:
+    """Return the user and system time of a process; None where the system does not tell."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
         return None
+    # After the name, which may have spaces, come fields 3 and on; these are 14 and 15, proc_pid_stat(5).
+    return stat.rpartition(")")[2].split()[11:13]

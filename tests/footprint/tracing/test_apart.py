@@ -99,7 +99,7 @@ def test_a_copy_ends_with_the_process_that_was_killed_while_it_waited_for_it():
 def test_a_copy_that_waits_for_a_lock_of_another_thread_leaves_the_call_to_this_process(monkeypatch):
     """The thread that holds the lock at the fork does not exist in the copy."""
     monkeypatch.setattr(apart, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(apart, "STUCK_SECONDS", 0.03)
+    monkeypatch.setattr(apart, "STUCK_SECONDS", 0.3)
     lock, is_held, done = threading.Lock(), threading.Event(), threading.Event()
 
     def hold() -> None:
