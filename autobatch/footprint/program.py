@@ -73,16 +73,6 @@ class Derived(msgspec.Struct, frozen=True):
     processors: Processors = USUAL_PROCESSORS
     """Of the GPU."""
 
-    @property
-    def constant(self) -> int:
-        """The least constant of a number."""
-        return min(number.constant for number in self.numbers)
-
-    @property
-    def square(self) -> int:
-        """The largest square of a number."""
-        return max(number.square for number in self.numbers)
-
     def at(self, m: int) -> int:
         """Return the size in bytes; see `Polynomial.at`."""
         return derived_bytes(self.origin, [number.at(m) for number in self.numbers], self.processors)
@@ -165,10 +155,6 @@ class Program:
                 known[sizes] = interpolate(sizes_of, sizes)
             events.append((block, known[sizes]))
         return cls(tuple(events), traces[0].marks)
-
-    def bends(self) -> bool:
-        """Return True if a size would be negative at 0, the mark of a line through a parabola."""
-        return any(size is not None and size.constant < 0 for _, size in self.events)
 
     def on(self, processors: Processors) -> Self:
         """Return the program with the scratch of a GPU's reductions."""

@@ -11,52 +11,41 @@ free of the next step that concerns an earlier one, or before that step if there
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
 from autobatch.footprint.size_program import Part, Shape, SizeProgram
 
 
-class BatchReplay(NamedTuple):
-    """The outcome of a replay of batches."""
-
-    fits: bool
-    batches: int
-    """Batches that were replayed to their end."""
-    events: int
-    """Events that were replayed."""
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int | None
-    failed: Shape | None = None
-    """The micro-batch that did not fit; None if all did."""
-
-
 def replay_batches(
     program: SizeProgram, batches: Iterable[Sequence[Shape]], allocator: Allocator, *, most_events: int
-) -> BatchReplay:
-    """Replay batches from the first step on, until one does not fit.
+) -> int | None:
+    """Replay batches from the first step on.
 
     Args:
         program: the parts of a step.
         batches: the micro-batches of each batch, in order.
         allocator: empty, with the budget as its limit.
         most_events: events after which no further batch is replayed.
+
+    Returns:
+        The number of batches that were replayed; None if one does not fit.
     """
     run = _Run(program, allocator)
     count = 0
-    try:
-        for shapes in batches:
-            if count and run.events > most_events:
-                break
+    for shapes in batches:
+        if count and run.events > most_events:
+            break
+        try:
             run.batch(shapes, is_first=count == 0)
-            count += 1
-    except BudgetExceeded:
-        return run.outcome(count, failed=run.running)
-    return run.outcome(count)
+        except BudgetExceeded:
+            return None
+        count += 1
+    return count
 
 
 class _Run:
-    """A replay between two batches."""
+    """The state of a replay between two batches."""
 
     def __init__(self, program: SizeProgram, allocator: Allocator) -> None:
         self._program = program
@@ -67,8 +56,6 @@ class _Run:
         """Handles that earlier steps and micro-batches left."""
         self._sizes: dict[tuple[int, Shape], list[int]] = {}
         self.events = 0
-        self.running: Shape | None = None
-        """The micro-batch that runs, or ran last."""
         self._persistent = set(program.setup.blocks) | set(program.opening_step.blocks)
         freed = {
             block
@@ -108,18 +95,6 @@ class _Run:
             self._play(program.step, shapes[-1])
         self._leave()
 
-    def outcome(self, batches: int, *, failed: Shape | None = None) -> BatchReplay:
-        """Return the outcome so far."""
-        allocator = self._allocator
-        return BatchReplay(
-            failed is None,
-            batches,
-            self.events,
-            allocator.peak_allocated_bytes,
-            allocator.peak_reserved_bytes,
-            failed,
-        )
-
     def _begin(self, part: Part, shape: Shape) -> None:
         """Run the first micro-batch of a step."""
         if not self._frees_earlier[id(part)]:
@@ -141,7 +116,6 @@ class _Run:
         Raises:
             BudgetExceeded: a block does not fit.
         """
-        self.running = shape
         key = (id(part), shape)
         if key not in self._sizes:
             self._sizes[key] = part.sizes_at(shape)

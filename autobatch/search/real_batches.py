@@ -131,8 +131,7 @@ class RunBatches:
         assert self.program is not None
         shapes = ([self._shape(part) for part in split.parts(batch, micro_batch)] for batch in batches)
         allocator = self.setup.device.new_allocator()
-        found = replay_batches(self.program, shapes, allocator, most_events=most_events)
-        return found.batches if found.fits else None
+        return replay_batches(self.program, shapes, allocator, most_events=most_events)
 
     def run(self, batches: Iterable[Sequence[MicroBatchIds]]) -> str | None:
         """Run batches, given as their micro-batches, within the budget, on copies of the weights.

@@ -106,7 +106,6 @@ def test_parts_of_whole_pages_are_fitted_before_they_are_rounded():
     traces = [(m, Trace(((0, 8), (1, whole_pages(parts[m])), (0, FREE)))) for m in (2, 3)]
     program = Program.fit(traces, [{1: DerivedSize("pages", parts[m])} for m in (2, 3)])
     assert program.at(7).events[1] == (1, 2 * 4096 + 7 * 4096 + 4096)
-    assert not program.bends()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(program), type=Program) == program
     with pytest.raises(Untraceable, match="grows by another part"):
         Derived("pages", (Polynomial(1),)).plus(1)

@@ -23,34 +23,20 @@ MOST_ELEMENTS = 1 << 16
 """Elements up to which a tensor keeps its values: enough for lengths, and quick to compute with."""
 
 
-class KnownValues:
-    """The values of a trace.
+@contextmanager
+def values_kept() -> Iterator[None]:
+    """Let fakes of up to `MOST_ELEMENTS` keep their values within the block."""
+    before = fake_tensor.CONSTANT_NUMEL_LIMIT
+    fake_tensor.CONSTANT_NUMEL_LIMIT = MOST_ELEMENTS
+    try:
+        yield
+    finally:
+        fake_tensor.CONSTANT_NUMEL_LIMIT = before
 
-    Args:
-        mode: makes the fakes.
-    """
 
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Let fakes of up to `MOST_ELEMENTS` keep their values within the block."""
-        before = fake_tensor.CONSTANT_NUMEL_LIMIT
-        fake_tensor.CONSTANT_NUMEL_LIMIT = MOST_ELEMENTS
-        try:
-            yield
-        finally:
-            fake_tensor.CONSTANT_NUMEL_LIMIT = before
-
-    def fake(self, tensor: Tensor) -> Tensor:
-        """Return a fake of whole numbers that has their values; it changes without the tensor."""
-        converter = self._mode.fake_tensor_converter
-        return converter.from_real_tensor(self._mode, own_copy(tensor), make_constant=True)
-
-    def arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of an operator with fakes in place of real whole numbers."""
-        return tuple(self.fake(one) if type(one) is Tensor and has_values(one) else one for one in args)
+def fake_with_values(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """Return a fake of whole numbers that has their values; it changes without the tensor."""
+    return mode.fake_tensor_converter.from_real_tensor(mode, own_copy(tensor), make_constant=True)
 
 
 def kernel_of_known(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
@@ -28,7 +28,7 @@ from autobatch.footprint.program import DerivedSize, TooLong
 from autobatch.footprint.reductions import Reduction, scratch_bytes
 from autobatch.footprint.tracing.fake_kernels import kernel_of
 from autobatch.footprint.tracing.gpu_kernels import adds_bias_in_product, kernel_on_gpu
-from autobatch.footprint.tracing.known_values import KnownValues, kernel_of_known, value_of
+from autobatch.footprint.tracing.known_values import fake_with_values, has_values, kernel_of_known, value_of
 from autobatch.footprint.tracing.recording import Label, Product, Recording
 
 aten = torch.ops.aten
@@ -65,18 +65,18 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
 
     Args:
         on_gpu: record the operators of a GPU, with the scratch memory of its attention.
-        known: values of whole numbers; None if they have none.
+        values_in: the mode whose fakes of whole numbers keep their values; None if they have none.
         most_operators: operators after which the trace ends; None for no limit.
     """
 
     def __init__(
-        self, *, on_gpu: bool, known: KnownValues | None = None, most_operators: int | None = None
+        self, *, on_gpu: bool, values_in: FakeTensorMode | None = None, most_operators: int | None = None
     ) -> None:
         # Sizes of packed sequences are real.
-        device = "meta" if known is None else None
+        device = "meta" if values_in is None else None
         super().__init__(CountingAllocator(), storage_device=device, on_new=self._label_new)
         self._on_gpu = on_gpu
-        self._known = known
+        self._values_in = values_in
         self._most_operators = most_operators
         self._operators = 0
         self.modules: list[str] = []
@@ -151,8 +151,12 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         """Run an operator on fakes; see the class."""
         if has_wrappers(types):
             return self._on_wrapper(func, args, kwargs)
-        if self._known is not None:
-            args = self._known.arguments(args)
+        mode = self._values_in
+        if mode is not None:
+            args = tuple(
+                fake_with_values(one, mode) if type(one) is Tensor and has_values(one) else one
+                for one in args
+            )
         if func in _QUERIES:
             return args[0].fake_device if func is _DEVICE else self._value_of(args[0])
         if _is_in_place_foreach(func):
@@ -168,7 +172,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         self._observe(func, args, kwargs)
         if func in _SELECTIONS and not self._is_known(args):
             func, args, kwargs = self._select_all(func, args, kwargs)
-        known = None if self._known is None else kernel_of_known(func, args)
+        known = None if mode is None else kernel_of_known(func, args)
         kernel = known or kernel_of(func, args, on_gpu=self._on_gpu)
         on_gpu = kernel_on_gpu(func) if self._on_gpu else None
         run = partial(super().__torch_dispatch__, kernel, types, args, kwargs)
@@ -246,7 +250,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         return all(one is None or self._known_of(one) is not None for one in chosen)
 
     def _known_of(self, tensor: Tensor) -> Tensor | None:
-        return None if self._known is None else value_of(tensor)
+        return None if self._values_in is None else value_of(tensor)
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Count a tensor that an operator allocates unseen."""

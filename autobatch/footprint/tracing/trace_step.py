@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from autobatch.core.knobs import Configuration
 from autobatch.core.records import GradientDtype, Precision
 from autobatch.footprint.tracing.cuda_policy import cuda_policy, leave_gpus_alone, prefer_foreach
-from autobatch.footprint.tracing.known_values import KnownValues, has_values, own_copy
+from autobatch.footprint.tracing.known_values import fake_with_values, has_values, own_copy, values_kept
 from autobatch.footprint.tracing.recording import Recording
 from autobatch.footprint.tracing.trace_mode import Recorder
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
@@ -87,32 +87,38 @@ class Setting:
     """Arranges model and gradients over several ranks; None if each rank has a model of its own."""
 
 
-def record(setting: Setting, micro_batch: int, *, recorder: Callable[..., Recorder] = Recorder) -> Recording:
+def record(setting: Setting, micro_batch: int) -> Recording:
     """Trace the steps of an attempt at a micro-batch.
 
     Args:
         setting: what to trace.
         micro_batch: samples of each micro-batch.
-        recorder: makes the recorder.
 
     Raises:
         TooLong: the step has more operators than the setting allows.
         Exception: the user's code or torch cannot run the step without the values of its tensors.
     """
     mode = new_mode()
-    known = KnownValues(mode) if setting.has_values else None
     batch = setting.batch_of(micro_batch)
-    policy = nullcontext() if setting.capability is None else cuda_policy(setting.capability)
-    with preserved_random_state():
+    on_gpu = setting.capability is not None
+    recorder = Recorder(
+        on_gpu=on_gpu,
+        values_in=mode if setting.has_values else None,
+        most_operators=setting.most_operators,
+    )
+    with preserved_random_state(), ExitStack() as stack:
         model = fake_model(setting.model, mode)
-        on_gpu, most = setting.capability is not None, setting.most_operators
-        recording = recorder(on_gpu=on_gpu, known=known, most_operators=most)
-        kept = nullcontext() if known is None else known.kept()
-        with mode, policy, kept, recording, recording.noticing_resizes(), _tracked_modules(model, recording):
-            train_state, arranged = _build(setting, model, recording)
-            feed = _Feed(setting, batch, micro_batch, mode, recording, arranged, known)
-            _run_steps(setting, train_state, feed)
-        return recording.recording()
+        stack.enter_context(mode)
+        if setting.capability is not None:
+            stack.enter_context(cuda_policy(setting.capability))
+        if setting.has_values:
+            stack.enter_context(values_kept())
+        stack.enter_context(recorder)
+        stack.enter_context(recorder.noticing_resizes())
+        stack.enter_context(_tracked_modules(model, recorder))
+        train_state, arranged = _build(setting, model, recorder)
+        _run_steps(setting, train_state, _Feed(setting, batch, micro_batch, mode, recorder, arranged))
+        return recorder.recording()
 
 
 def new_mode() -> FakeTensorMode:
@@ -145,23 +151,23 @@ def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def fake_batch(batch: Any, mode: FakeTensorMode, known: KnownValues | None = None) -> Any:
+def fake_batch(batch: Any, mode: FakeTensorMode, *, keeps_values: bool = False) -> Any:
     """Return a batch with fake tensors in its tuples, lists, mappings, and attributes of objects.
 
-    Whole numbers keep their values in ``known``, if that is given.
+    Whole numbers keep their values if ``keeps_values``.
     """
     if isinstance(batch, Tensor):
-        return known.fake(batch) if known is not None and has_values(batch) else fake_copy(batch, mode)
+        return fake_with_values(batch, mode) if keeps_values and has_values(batch) else fake_copy(batch, mode)
     if isinstance(batch, MutableMapping):
         made = copy.copy(batch)
         for key, value in batch.items():
-            made[key] = fake_batch(value, mode, known)
+            made[key] = fake_batch(value, mode, keeps_values=keeps_values)
         return made
     if isinstance(batch, Mapping):
-        return {key: fake_batch(value, mode, known) for key, value in batch.items()}
+        return {key: fake_batch(value, mode, keeps_values=keeps_values) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
-        fakes = [fake_batch(value, mode, known) for value in batch]
-        if known is not None and isinstance(batch, PackedSequence):
+        fakes = [fake_batch(value, mode, keeps_values=keeps_values) for value in batch]
+        if keeps_values and isinstance(batch, PackedSequence):
             fakes[1] = own_copy(batch.batch_sizes)  # read without any operator
         return type(batch)(*fakes) if hasattr(batch, "_fields") else type(batch)(fakes)
     if hasattr(batch, "__dict__") and not isinstance(batch, type | nn.Module):
@@ -169,7 +175,7 @@ def fake_batch(batch: Any, mode: FakeTensorMode, known: KnownValues | None = Non
         # Past a ``__setattr__`` of its own, which may put attributes elsewhere, as that of a graph does.
         for name, value in list(vars(made).items()):
             if isinstance(value, Tensor | Mapping | list | tuple):
-                vars(made)[name] = fake_batch(value, mode, known)
+                vars(made)[name] = fake_batch(value, mode, keeps_values=keeps_values)
         return made
     return batch
 
@@ -248,7 +254,6 @@ class _Feed:
     mode: FakeTensorMode
     recorder: Recorder
     arranged: Arranged | None = None
-    known: KnownValues | None = None
 
     def micro_batches(self, count: int) -> Iterable[tuple[Collated, int]]:
         """Return the micro-batches of a step, each with its number of samples."""
@@ -267,7 +272,7 @@ class _Feed:
 
     def _fake(self, batch: Collated) -> Collated:
         with self.recorder.uncounted():
-            return fake_batch(batch, self.mode, self.known)
+            return fake_batch(batch, self.mode, keeps_values=self.setting.has_values)
 
 
 def _run_steps(setting: Setting, train_state: TrainState, feed: _Feed) -> None:

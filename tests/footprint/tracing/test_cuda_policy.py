@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autobatch.device.allocator.ledger import CountingAllocator
+from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.footprint.tracing import cuda_policy as policy
 from autobatch.footprint.tracing.cuda_policy import cuda_policy, missing_parts, prefer_foreach
 
@@ -137,3 +139,18 @@ def test_a_part_that_torch_lacks_is_named(monkeypatch):
     assert missing_parts() == []
     monkeypatch.delattr(torch._C, "_set_mkldnn_enabled")
     assert missing_parts() == ["torch._C._set_mkldnn_enabled"]
+
+
+def test_rms_norm_keeps_its_input_and_a_number_per_row() -> None:
+    x = torch.randn(6, 10, requires_grad=True)
+    weight = torch.ones(10, requires_grad=True)
+    with cuda_policy((8, 0)), StorageMeter(CountingAllocator()) as meter:
+        out = F.rms_norm(x, (10,), weight)
+        assert meter.allocator.allocated_bytes - out.untyped_storage().nbytes() == 6 * 4
+        out.sum().backward()
+        assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)
+        # With a weight of another type, torch runs other operators.
+        low = torch.randn(4, 8, dtype=bf16)
+        ours = F.rms_norm(low, (8,), torch.rand(8))
+        assert ours.dtype is bf16
+        assert F.rms_norm(low.view(4, 2, 4), (2, 4)).shape == (4, 2, 4)
