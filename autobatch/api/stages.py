@@ -26,10 +26,9 @@ from autobatch.report.facts import describe_run_order
 from autobatch.report.result import Result
 from autobatch.report.words import decimal, plural
 from autobatch.search.attempts import ask_or_none, step_snapshot
-from autobatch.search.curve import find_limits_by_size
-from autobatch.search.find_limit import Limit, check_size, find_limit, limit_of_plan
+from autobatch.search.find_limit import Limit, check_size, find_limit
 from autobatch.search.plan_split import SplitChoice, SplitSettings, choose_split
-from autobatch.search.real_batches import Order, find_in_order, survive_real_batches
+from autobatch.search.real_batches import Order, find_in_order
 from autobatch.setup.child import ChildCrashed
 from autobatch.setup.session import SetupProcess, open_process
 from autobatch.setup.setup import Role, SetupInfo
@@ -181,7 +180,7 @@ def _probe(call: Call, setup: OpenSetup, may_share: bool) -> Result:
     asked = call.options.search.micro_batch
     if asked is None:
         found = _limit(call, process, None, may_share=may_share)
-        probe = find_limits_by_size(process, call.options, found.probe, progress=call.progress)
+        probe = found.probe
     else:
         size = asked
 
@@ -217,8 +216,6 @@ def _limit(call: Call, process: SetupProcess, share: int | None, *, may_share: b
         )
 
     limit = agree_on_fit(search, ranks) if may_share else search()
-    order = Order(share, call.options.device.seed)
-    limit = survive_real_batches(process, limit, order, progress=call.progress)
     # For a stream these are only the scanned samples, and rank 0 reads them for all ranks.
     samples = None if info.epoch_samples is None else info.samples
     ranks.check_equal({"the model": info.key.get("model"), "the data": samples})
@@ -236,14 +233,11 @@ def _probe_and_plan(call: Call, setup: OpenSetup, may_share: bool) -> Result:
     _plan(call, info, 1, max(world_size, ranks.world), multiple=call.options.multiple or 1)
     share = rank_share(call.options.target_batch, world_size, 0)
     limit = _limit(call, process, share, may_share=may_share)
-    largest = limit.probe.micro_batch
-    if ranks.world == 1:
-        limit, largest = limit_of_plan(process, limit, share, call.progress)
     multiple = math.lcm(*ranks.gather(limit.probe.multiple))
-    plan = _plan(call, info, largest, world_size, multiple=multiple)
+    plan = _plan(call, info, limit.planned, world_size, multiple=multiple)
     of_ranks: list[RankLimit] = []
     if ranks.world > 1:
-        of_ranks = limits_over_ranks(ranks, largest, info.device)
+        of_ranks = limits_over_ranks(ranks, limit.planned, info.device)
         plan = spread(plan, of_ranks, setup.shard)
     _report_plan(call, plan, info.epoch_samples)
     call.progress.doing("predicting the memory of a step")

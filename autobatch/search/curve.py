@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from autobatch.core.errors import AutobatchError
 from autobatch.core.knobs import PRECISION, memory_signature
 from autobatch.core.largest import largest, near
-from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import LengthLimit, Plan, Probe
 from autobatch.device.allocator.ledger import Allocator
@@ -27,7 +26,6 @@ from autobatch.footprint.tracing.apart import run_each_apart
 from autobatch.footprint.tracing.recording import Recording
 from autobatch.footprint.tracing.trace_step import Setting, record
 from autobatch.search.attempts import ask_or_none
-from autobatch.search.find_limit import caps_of
 from autobatch.setup.session import Session, SetupProcess
 from autobatch.setup.setup import Setup, with_knobs
 from autobatch.setup.trace import setting_of
@@ -206,7 +204,7 @@ def trace_setup(setup: Setup) -> SizeProgram | None:
         return None
 
 
-def find_limits_by_size(process: SetupProcess, options: Options, found: Probe, progress: Progress) -> Probe:
+def find_limits_by_size(process: SetupProcess, found: Probe, cap: int, progress: Progress) -> Probe:
     """Add the largest micro-batch of smaller samples to a probe, if sizes differ.
 
     Nothing is added if the step is no exact program of micro-batch and size. A limit on the tokens of a
@@ -214,13 +212,12 @@ def find_limits_by_size(process: SetupProcess, options: Options, found: Probe, p
 
     Args:
         process: holds the setup.
-        options: options of the run.
         found: the limit of the largest samples.
+        cap: the largest micro-batch to try.
         progress: receives notes.
     """
     if not process.info.size_quartiles or found.stopped_by is not None:
         return found
-    cap = min(caps_of(process.info, options).values())
     progress.doing("computing the limits of smaller samples")
     try:
         points = ask_or_none(process, "a curve over size", _find_curve, found.micro_batch, cap)

@@ -28,6 +28,8 @@ from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.planning import micro_batches
 from autobatch.search.attempts import Attempts, ask_or_none, nothing_fits, run_attempt
 from autobatch.search.cache import CachedLimit, StaleEntry, entry_path, find_trace, keep_trace, lookup, store
+from autobatch.search.curve import find_limits_by_size
+from autobatch.search.real_batches import Order, survive_real_batches
 from autobatch.search.replay import replay_on
 from autobatch.search.search import MULTIPLES, Found, first_size, search
 from autobatch.setup import trace as traced_setup
@@ -52,6 +54,8 @@ class Limit(NamedTuple):
     """File that keeps the answer; None if it was not saved."""
     footprint: Footprint | None = None
     """The traced step; None if nothing was traced."""
+    planned: int = 0
+    """The largest micro-batch that a plan may ask for; less than the limit if an even split does not fit."""
 
 
 def find_limit(
@@ -68,7 +72,8 @@ def find_limit(
     Args:
         process: holds the setup.
         options: options of the run: caps, time limit and budget.
-        share: see `caps_of`.
+        share: samples of a batch that this rank takes; None if there is no plan. Without one, the limits of
+            smaller samples are added; with one, the micro-batches of its even split are checked.
         home: data directory, in which answers are kept.
         progress: receives each attempt and the answer.
         clock: seconds.
@@ -82,7 +87,13 @@ def find_limit(
     limit = confirmed or probing.search(clock)
     limit = limit._replace(probe=_with_others(limit.probe, process, progress))
     progress.probed(limit.probe)
-    return limit if confirmed else probing.saved(limit)
+    limit = limit if confirmed else probing.saved(limit)
+    probe = survive_real_batches(process, limit.probe, Order(share, options.device.seed), progress)
+    if share is None:
+        probe = find_limits_by_size(process, probe, probing.cap, progress)
+    limit = limit._replace(probe=probe, planned=probe.micro_batch)
+    is_alone = process.info.key["world_size"] in (None, 1)
+    return limit if share is None or not is_alone else limit_of_plan(process, limit, share, progress)
 
 
 def check_size(process: SetupProcess, micro_batch: int, *, progress: Progress) -> Probe:
@@ -112,8 +123,8 @@ def check_size(process: SetupProcess, micro_batch: int, *, progress: Progress) -
     return found
 
 
-def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, progress: Progress) -> tuple[Limit, int]:
-    """Return the limit with further attempts, and the largest micro-batch that a plan may ask for.
+def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, progress: Progress) -> Limit:
+    """Find the largest micro-batch that a plan may ask for.
 
     The memory that a caching allocator reserves is not monotone in the micro-batch, so that the micro-batches
     of an even split, which are a little smaller than the limit, may not fit. A replay tells which ones to
@@ -128,7 +139,7 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, progress: P
     probe = limit.probe
     largest = probe.micro_batch
     if limit.footprint is None or probe.real_batches is not None or probe.stopped_by is not None:
-        return limit, largest
+        return limit
     program = traced_setup.program_on(limit.footprint, process.info)
     fitting = Fitting([program], lambda: new_allocator(process.info))
     attempts: list[Attempt] = []
@@ -153,12 +164,12 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, progress: P
             )
             asked = max(sizes) - probe.multiple
     except Untraceable:
-        return limit, largest
+        return limit
     ooms = sum(not attempt.fits for attempt in attempts)
     probe = msgspec.structs.replace(
         probe, attempts=[*probe.attempts, *attempts], oom_count=probe.oom_count + ooms
     )
-    return limit._replace(probe=probe), asked if ooms else largest
+    return limit._replace(probe=probe, planned=asked if ooms else largest)
 
 
 def caps_of(info: SetupInfo, options: Options, share: int | None = None) -> dict[LimitedBy, int]:
@@ -192,8 +203,9 @@ class _Probing:
     ) -> None:
         self._process = process
         self._options = options
-        self._caps = caps
-        self._cap = min(caps.values())
+        self.caps = caps
+        self.cap = min(caps.values())
+        """The largest micro-batch to try."""
         self._home = home
         self._progress = progress
         self._attempts = Attempts(process, progress)
@@ -210,8 +222,8 @@ class _Probing:
             return None
         asked = self._options.multiple
         multiple = cached.multiple if asked is None else asked
-        size = min(cached.micro_batch, self._cap) // multiple * multiple
-        if not size or cached.multiple % multiple or (cached.limited_by != "memory" and size < self._cap):
+        size = min(cached.micro_batch, self.cap) // multiple * multiple
+        if not size or cached.multiple % multiple or (cached.limited_by != "memory" and size < self.cap):
             return None
         outcome = self._attempts.run(size)
         if not outcome.attempt.fits:
@@ -223,13 +235,13 @@ class _Probing:
         if step is None:
             step = self._trace()
             keep_trace(step, file)
-        if size + multiple <= self._cap and self._is_too_small(cached, outcome, step, multiple):
+        if size + multiple <= self.cap and self._is_too_small(cached, outcome, step, multiple):
             self._progress.note(f"more than the saved micro-batch of {size} seems to fit: probing again")
             return None
         probe = Probe(
             micro_batch=size,
             limited_by=self._limited_by(size),
-            upper_bound_by="cap" if size == self._cap else cached.upper_bound_by,
+            upper_bound_by="cap" if size == self.cap else cached.upper_bound_by,
             predicted_micro_batch=cached.micro_batch,
             oom_count=0,
             attempts=[outcome.attempt],
@@ -261,7 +273,7 @@ class _Probing:
         try:
             found = search(
                 run,
-                cap=self._cap,
+                cap=self.cap,
                 replay=replay_on(info, step, lambda: _other_order(process)),
                 first=first_size(info.compute_capability),
                 multiple=options.multiple,
@@ -312,7 +324,7 @@ class _Probing:
             limited_by=found.limited_by,
             upper_bound_by=found.upper_bound_by,
             multiple=found.multiple,
-            cap=self._cap,
+            cap=self.cap,
             date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         )
         try:
@@ -325,7 +337,7 @@ class _Probing:
 
     def _limited_by(self, micro_batch: int) -> LimitedBy:
         """Return what limits an answer: the first cap that it reaches, else memory."""
-        return next((name for name, cap in self._caps.items() if cap == micro_batch == self._cap), "memory")
+        return next((name for name, cap in self.caps.items() if cap == micro_batch == self.cap), "memory")
 
     def _look_up(self) -> CachedLimit | None:
         """Return the saved limit of this key; note the changed fields if there is only a stale one."""

@@ -23,12 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autobatch.core.progress import Progress
-from autobatch.core.records import Plan, RealBatches
+from autobatch.core.records import Plan, Probe, RealBatches
 from autobatch.footprint.size_program import Shape, SizeProgram
 from autobatch.footprint.size_replay import replay_batches
 from autobatch.search.attempts import ask_or_none, run_attempt
 from autobatch.search.curve import configured, program_of
-from autobatch.search.find_limit import Limit
 from autobatch.search.hazards import is_padded, largest_deviation
 from autobatch.setup.rehearsal import batch_of, rehearse
 from autobatch.setup.session import Session, SetupProcess
@@ -169,58 +168,54 @@ class RunBatches:
         return Shape(len(part.ids), size_of_part(self.sizes[part.ids], is_padded=not by_mean))
 
 
-def survive_real_batches(process: SetupProcess, limit: Limit, order: Order, *, progress: Progress) -> Limit:
+def survive_real_batches(process: SetupProcess, probe: Probe, order: Order, progress: Progress) -> Probe:
     """Check a limit against the batches of the run, and lower it to one that they survive.
 
-    A lower limit runs once, so that no answer is a size that never ran. The saved limit stays that of the
-    most expensive samples, because it does not depend on the batch.
+    A lower limit runs once, so that no answer is a size that never ran.
 
     Args:
         process: holds the setup.
-        limit: the answer for the most expensive samples.
+        probe: the answer for the most expensive samples.
         order: the batches of the run.
         progress: receives the attempt and a note.
     """
-    probe, target = limit.probe, order.target_batch
     if probe.stopped_by is not None:
-        return limit
+        return probe
     progress.doing("replaying batches of the run")
     try:
         found = ask_or_none(process, "a replay of real batches", find_survivor, probe.micro_batch, order)
     except KeyboardInterrupt:
         progress.note("interrupted: the limit was not checked against batches of the run")
-        return limit._replace(probe=msgspec.structs.replace(probe, stopped_by="interrupt"))
+        return msgspec.structs.replace(probe, stopped_by="interrupt")
     if found is None:
-        return limit
+        return probe
     record = RealBatches(
         batches=found.batches,
         by=found.by,
         micro_batch_alone=probe.micro_batch,
         is_exact=found.is_exact,
     )
-    # A plan of as many steps is the same plan.
-    steps = [
-        1 if target is None else math.ceil(target / one) for one in (found.micro_batch, probe.micro_batch)
-    ]
-    if found.micro_batch == probe.micro_batch or (target is not None and steps[0] == steps[1]):
-        return limit._replace(probe=msgspec.structs.replace(probe, real_batches=record))
+    # A plan depends on the micro-batch only through the number of its steps.
+    sizes = (found.micro_batch, probe.micro_batch)
+    plans = sizes if order.target_batch is None else [math.ceil(order.target_batch / one) for one in sizes]
+    if plans[0] == plans[1]:
+        return msgspec.structs.replace(probe, real_batches=record)
     outcome = run_attempt(process, found.micro_batch)
     progress.attempted(outcome.attempt)
     if not outcome.attempt.fits:
-        return limit
+        return probe
     progress.note(
         f"a micro-batch of {probe.micro_batch} fits on the most expensive samples alone, but samples of many "
         f"sizes fragment the memory: {found.micro_batch} survives {found.batches} batches of the run, "
         f"{'replayed' if found.by == 'replay' else 'run'}"
     )
-    probe = msgspec.structs.replace(
+    return msgspec.structs.replace(
         probe,
         micro_batch=found.micro_batch,
         upper_bound_by=record.by,
         attempts=[*probe.attempts, outcome.attempt],
         real_batches=record,
     )
-    return limit._replace(probe=probe)
 
 
 def find_survivor(session: Session, limit: int, order: Order) -> Survivor | None:

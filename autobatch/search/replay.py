@@ -247,23 +247,12 @@ class Replay:
             return False
 
     def _agrees(self, size: int, trace: Trace) -> bool:
-        return bool(self._orders) and _agree(self._orders[0].upper, size, trace)
+        return bool(self._orders) and self._orders[0].upper.agrees_with(size, trace)
 
     def _fit(self) -> None:
         bounds = [*self._orders, *self._prefixes]
         self._lower = [Fitting([one.lower for one in bounds], new) for new in self._allocators]
         self._upper = [Fitting([one.upper for one in bounds], new) for new in self._allocators]
-
-
-def _agree(program: Program, m: int, trace: Trace) -> bool:
-    """Return whether a run has the events of a program; those that a GPU records have no phases."""
-    try:
-        traced = program.at(m)
-    except Untraceable:
-        return False
-    if not trace.marks:
-        traced = Trace(traced.events)
-    return traced.canonical().events == trace.canonical().events
 
 
 def _begins(program: Program, m: int, trace: Trace) -> bool:

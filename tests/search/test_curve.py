@@ -18,7 +18,7 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import Probe
 from autobatch.footprint.program import Untraceable
 from autobatch.search import curve
-from autobatch.search.curve import curve_of, find_limits_by_size, trace_sizes
+from autobatch.search.curve import curve_of, trace_sizes
 from autobatch.search.find_limit import find_limit
 from autobatch.setup.attempt import attempt_at
 from autobatch.setup.session import ThisProcess
@@ -97,9 +97,7 @@ def of_lengths(lengths: list[int]) -> Workload:
 def probe_by_size(lengths: list[int], home: Path) -> tuple[Setup, Probe]:
     options = Options().with_values(device="cpu", memory_budget="100KiB")
     setup = open_setup(of_lengths(lengths * 30), options)
-    process, limits = ThisProcess(setup), Options()
-    found = find_limit(process, limits, home=home, progress=Progress()).probe
-    return setup, find_limits_by_size(process, limits, found, Progress())
+    return setup, find_limit(ThisProcess(setup), Options(), home=home, progress=Progress()).probe
 
 
 def test_each_quartile_of_the_sizes_has_its_own_limit(tmp_path: Path) -> None:

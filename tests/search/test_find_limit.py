@@ -225,8 +225,8 @@ def test_a_batch_is_split_into_more_if_its_micro_batches_do_not_fit(near: tuple[
     fits = {size: attempt(made, size).attempt.fits for size in (697, 683, 682, 512)}
     assert fits == {697: True, 683: False, 682: True, 512: True}
     listener = Listener()
-    found, largest = limit_of_plan(ThisProcess(made), limit, BATCH, listener)
-    assert 512 <= largest < 683
+    found = limit_of_plan(ThisProcess(made), limit, BATCH, listener)
+    assert 512 <= found.planned < 683
     assert listener.sizes == [683]
     assert any("683 does not fit although 697 does" in note for note in listener.notes)
     assert found.probe.micro_batch == limit.probe.micro_batch == 697
@@ -236,7 +236,8 @@ def test_a_batch_is_split_into_more_if_its_micro_batches_do_not_fit(near: tuple[
 @pytest.mark.parametrize("batch", [697, 2 * 697, 1200, 5])
 def test_micro_batches_that_fit_are_not_run(near: tuple[Setup, Limit], batch: int) -> None:
     listener = Listener()
-    assert limit_of_plan(ThisProcess(near[0]), near[1], batch, listener) == (near[1], 697)
+    assert limit_of_plan(ThisProcess(near[0]), near[1], batch, listener) == near[1]
+    assert near[1].planned == 697
     assert listener.sizes == []
 
 
@@ -247,7 +248,7 @@ def test_what_no_replay_knows_and_what_real_batches_have_shown_is_not_doubted(
     real = RealBatches(batches=3, by="run", micro_batch_alone=697, is_exact=True)
     checked = limit._replace(probe=msgspec.structs.replace(limit.probe, real_batches=real))
     for doubtless in (limit._replace(footprint=None), checked):
-        assert limit_of_plan(ThisProcess(made), doubtless, BATCH, Listener()) == (doubtless, 697)
+        assert limit_of_plan(ThisProcess(made), doubtless, BATCH, Listener()) == doubtless
 
 
 # Refusals that the budget did not cause.

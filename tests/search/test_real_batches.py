@@ -15,7 +15,6 @@ from autobatch.core.errors import DoesNotFitError
 from autobatch.core.records import Attempt, Plan, Probe
 from autobatch.planning import make_plan
 from autobatch.search import curve, real_batches
-from autobatch.search.find_limit import Limit
 from autobatch.search.real_batches import (
     Order,
     Survivor,
@@ -126,9 +125,9 @@ def test_a_sample_that_does_not_fit_alone_is_named_before_training(tmp_path: Pat
 # The stage that lowers a limit to one that real batches survive.
 
 
-def limit_of(micro_batch: int, **changes) -> Limit:
+def probe_of(micro_batch: int, **changes) -> Probe:
     fields = {"limited_by": "memory", "upper_bound_by": "run", "predicted_micro_batch": None, "oom_count": 0}
-    return Limit(Probe(micro_batch=micro_batch, attempts=[], **{**fields, **changes}))
+    return Probe(micro_batch=micro_batch, attempts=[], **{**fields, **changes})
 
 
 def outcome(process, micro_batch: int, *, fits: bool = True) -> Outcome:
@@ -145,8 +144,7 @@ def survived(monkeypatch, found: Survivor | None, *, target: int | None = 256, f
     monkeypatch.setattr(real_batches, "run_attempt", lambda process, size: outcome(process, size, fits=fits))
     listener = Listener()
     process = ThisProcess(make_setup(ragged_workload()))
-    limit = survive_real_batches(process, limit_of(30, **changes), Order(target, 0), progress=listener)
-    return limit.probe, listener
+    return survive_real_batches(process, probe_of(30, **changes), Order(target, 0), listener), listener
 
 
 def test_a_lower_survivor_runs_once_and_becomes_the_answer(monkeypatch) -> None:
@@ -184,8 +182,8 @@ def test_an_interrupt_keeps_the_limit_of_the_most_expensive_samples(monkeypatch)
 
     monkeypatch.setattr(real_batches, "find_survivor", interrupted)
     process, listener = ThisProcess(make_setup(ragged_workload())), Listener()
-    limit = survive_real_batches(process, limit_of(30), Order(256, 0), progress=listener)
-    assert (limit.probe.micro_batch, limit.probe.stopped_by) == (30, "interrupt")
+    probe = survive_real_batches(process, probe_of(30), Order(256, 0), listener)
+    assert (probe.micro_batch, probe.stopped_by) == (30, "interrupt")
     assert "not checked" in listener.notes[0]
 
 
