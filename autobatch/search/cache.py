@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import UNREADABLE, read_json, write_atomic
 from autobatch.core.records import LimitedBy, UpperBoundBy
-from autobatch.core.text import printable, quoted
+from autobatch.core.text import printable
 from autobatch.core.version import __version__
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.profiles import profile_folder, save_or_explain
@@ -34,8 +33,6 @@ SCHEMA = 3
 SUFFIX = ".trace"
 """Ending of the file with the trace of a limit."""
 Positive = Annotated[int, msgspec.Meta(gt=0, le=2**63 - 1)]
-DIGEST = re.compile("[0-9a-f]{16}")
-"""Form of a value of the key that is too long to keep."""
 ASKED_FOR = {
     "budget_bytes", "device", "device_kind", "total_bytes", "precision", "gradient_dtype", "max_grad_norm",
     "ema", "whole_batch", "keeps_batches", "parallel",
@@ -64,43 +61,23 @@ class CachedLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """ISO date on which it was found."""
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One field of the key that has changed."""
-
-    field: str
-    old: KeyValue
-    new: KeyValue
-
-    def __str__(self) -> str:
-        """Return for example ``torch 2.12.0 → 2.13.0``; a digest only shows that something changed."""
-        if DIGEST.fullmatch(str(self.old)) and DIGEST.fullmatch(str(self.new)):
-            return f"{self.field} changed"
-        old, new = ("none" if value is None else value for value in (self.old, self.new))
-        return f"{self.field} {old} → {new}"
-
-
-class StaleEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A cached limit of the same workload under another key."""
+class StaleLimit(NamedTuple):
+    """A saved limit of the same workload under another key."""
 
     limit: CachedLimit
-    changed: tuple[Change, ...]
+    changed: list[str]
+    """Names of the fields that differ."""
+    has_close_budget: bool
+    """True if only the budget differs, by at most `CLOSE_BUDGETS`."""
 
     @property
     def is_other_question(self) -> bool:
         """True if options alone explain every change."""
-        return {one.field for one in self.changed} <= ASKED_FOR
-
-    @property
-    def has_close_budget(self) -> bool:
-        """True if only the budget changed, by at most `CLOSE_BUDGETS`."""
-        if [one.field for one in self.changed] != ["budget_bytes"]:
-            return False
-        old, new = self.changed[0].old, self.changed[0].new
-        return isinstance(old, int) and isinstance(new, int) and abs(new - old) <= CLOSE_BUDGETS * new
+        return set(self.changed) <= ASKED_FOR
 
     def __str__(self) -> str:
-        """Return for example ``the limit saved on 2026-11-20 is stale: torch 2.12.0 → 2.13.0``."""
-        return f"the limit saved on {self.limit.date} is stale: {', '.join(map(str, self.changed))}"
+        """Return for example ``the limit saved on 2026-11-20 is stale: model, torch changed``."""
+        return f"the limit saved on {self.limit.date} is stale: {', '.join(self.changed)} changed"
 
 
 def store(limit: CachedLimit, home: Path) -> Path:
@@ -113,7 +90,7 @@ def store(limit: CachedLimit, home: Path) -> Path:
     return save_or_explain(entry_path(limit.key, home), content + b"\n")
 
 
-def lookup(key: Mapping[str, KeyValue], home: Path) -> CachedLimit | StaleEntry | None:
+def lookup(key: Mapping[str, KeyValue], home: Path) -> CachedLimit | StaleLimit | None:
     """Look up the limit of a key.
 
     Args:
@@ -122,7 +99,7 @@ def lookup(key: Mapping[str, KeyValue], home: Path) -> CachedLimit | StaleEntry 
 
     Returns:
         The limit of exactly this key; else the limit of the same ``workload`` that differs in the fewest
-        fields (the newest of those) as a `StaleEntry`; else None.
+        fields (the newest of those) as a `StaleLimit`; else None.
     """
     exact = _read(entry_path(key, home))
     if exact is not None and _known(exact.key) == _known(key):
@@ -130,7 +107,7 @@ def lookup(key: Mapping[str, KeyValue], home: Path) -> CachedLimit | StaleEntry 
     if key.get("workload") is None:
         return None
     relatives = [
-        StaleEntry(limit=limit, changed=_changes(limit.key, key))
+        _compared(limit, key)
         for limit in _read_all(home)
         if limit.key.get("workload") == key["workload"] and _known(limit.key) != _known(key)
     ]
@@ -150,12 +127,11 @@ def _known(key: Mapping[str, KeyValue]) -> dict[str, KeyValue]:
     return {field: value for field, value in key.items() if value is not None}
 
 
-def _changes(old: Mapping[str, KeyValue], new: Mapping[str, KeyValue]) -> tuple[Change, ...]:
-    return tuple(
-        Change(field=field, old=old.get(field), new=new.get(field))
-        for field in sorted(old.keys() | new.keys())
-        if old.get(field) != new.get(field)
-    )
+def _compared(limit: CachedLimit, key: Mapping[str, KeyValue]) -> StaleLimit:
+    changed = sorted(name for name in limit.key.keys() | key.keys() if limit.key.get(name) != key.get(name))
+    old, new = limit.key.get("budget_bytes"), key.get("budget_bytes")
+    is_close = isinstance(old, int) and isinstance(new, int) and abs(new - old) <= CLOSE_BUDGETS * new
+    return StaleLimit(limit, changed, is_close and changed == ["budget_bytes"])
 
 
 def _read_all(home: Path) -> Iterator[CachedLimit]:
@@ -176,19 +152,16 @@ def _read(file: Path) -> CachedLimit | None:
     if not file.is_file():
         return None
     try:
-        found = read_json(file)
-        schema = found.get("schema") if isinstance(found, dict) else None
-        if isinstance(schema, int) and schema > SCHEMA:
-            reason = f"schema {quoted(schema)}, this autobatch reads {SCHEMA}"
-            _LOG.warning("%s", printable(f"the saved limit {file} is ignored: {reason}"))
-            return None
-        return msgspec.convert(found, CachedLimit)
-    except InputError as error:  # it names the file
-        _LOG.warning("%s", printable(f"a saved limit is ignored: {error}"))
-        return None
-    except UNREADABLE as error:
+        limit = msgspec.convert(read_json(file), CachedLimit)
+    except (InputError, *UNREADABLE) as error:
         _LOG.warning("%s", printable(f"the saved limit {file} is ignored: {error}"))
         return None
+    if limit.schema == SCHEMA:
+        return limit
+    _LOG.warning(
+        "the saved limit %s is ignored: schema %s, this autobatch reads %s", file, limit.schema, SCHEMA
+    )
+    return None
 
 
 class _Kept(msgspec.Struct, frozen=True, array_like=True):

@@ -27,7 +27,7 @@ from autobatch.footprint.largest import Fitting
 from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.planning import micro_batches
 from autobatch.search.attempts import Attempts, ask_or_none, nothing_fits, run_attempt
-from autobatch.search.cache import CachedLimit, StaleEntry, entry_path, find_trace, keep_trace, lookup, store
+from autobatch.search.cache import CachedLimit, StaleLimit, entry_path, find_trace, keep_trace, lookup, store
 from autobatch.search.curve import find_limits_by_size
 from autobatch.search.real_batches import Order, survive_real_batches
 from autobatch.search.replay import replay_on
@@ -342,7 +342,7 @@ class _Probing:
     def _look_up(self) -> CachedLimit | None:
         """Return the saved limit of this key; note the changed fields if there is only a stale one."""
         cached = lookup(self._process.info.key, self._home)
-        if not isinstance(cached, StaleEntry):
+        if not isinstance(cached, StaleLimit):
             return cached
         if cached.has_close_budget and self._options.device.memory_budget is None:
             return cached.limit

@@ -12,8 +12,7 @@ starts, its own heaviest ones decide instead, and more fits.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal, NamedTuple
@@ -22,6 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from autobatch.core.largest import halving, largest
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Probe, RealBatches
 from autobatch.footprint.size_program import Shape, SizeProgram
@@ -270,11 +270,9 @@ def find_in_order(session: Session, plan: Plan, order: Order, cap: int) -> Survi
     if not limits or not 0 < whole.total * whole.target_batch <= MOST_SAMPLES:
         return None
     heaviest = heaviest_batches(whole, batches.sizes, limits)
-    fail_alone = bisect_left(limits, True, key=lambda m: not _fits_heaviest(batches, m, heaviest[m], 0))
-    for m in limits[:fail_alone][: -MOST_RUNS - 1 : -1]:
-        if _fits_heaviest(batches, m, heaviest[m], REPLAYED if batches.program else RUN):
-            return Survivor(m, whole.total, "replay" if batches.program else "run")
-    return None
+    found = largest(lambda n: _survives(batches, limits[n - 1], heaviest), 0, len(limits) + 1, halving)
+    by: Literal["replay", "run"] = "replay" if batches.program else "run"
+    return Survivor(limits[found - 1], whole.total, by) if found else None
 
 
 def run_batches(session: Session, order: Order, plan: Plan | None = None) -> RunBatches:
@@ -303,29 +301,27 @@ def _batches_of(session: Session, order: Order, plan: Plan | None = None) -> Run
     return batches if plan is None or is_exact else replace(batches, program=None)
 
 
-def _fits_heaviest(batches: RunBatches, limit: int, numbers: list[int], after: int) -> bool:
-    """Return whether the heaviest batches of a run fit after so many of its first ones, and then alone.
+def _survives(batches: RunBatches, limit: int, heaviest: Mapping[int, Sequence[int]]) -> bool:
+    """Return whether the first batches of a run fit at a micro-batch, and its heaviest before and after them.
 
     Args:
         batches: the batches of the run.
         limit: the micro-batch.
-        numbers: of the heaviest batches, the heaviest first.
-        after: first batches to begin with; 0 to look at the heaviest ones alone.
+        heaviest: numbers of the heaviest batches for each micro-batch, the heaviest first.
     """
     split, program = Split(), batches.program
-    heavy = [next(batches.whole.batches(number)) for number in numbers]
-    if program is not None:
+    heavy = [next(batches.whole.batches(number)) for number in heaviest[limit]]
+    before: list[Sequence[MicroBatchIds]] = []
+    if program is None:
+        before = [split.parts(one, limit) for one in batches.first(RUN)]
+    else:
         a_batch = len(program.later.events) * math.ceil(batches.whole.target_batch / limit)
-        first = batches.first(min(after, max(1, MOST_EVENTS // max(1, a_batch)))) if after else iter(heavy)
-        if batches.replay(split, limit, chain(first, heavy), most_events=10 * MOST_EVENTS) is None:
+        first = batches.first(min(REPLAYED, max(1, MOST_EVENTS // max(1, a_batch))))
+        found = batches.replay(split, limit, chain(heavy, first, heavy), most_events=10 * MOST_EVENTS)
+        if found is None:
             return False
-        if not after:
-            return True
-    before = [split.parts(one, limit) for one in batches.first(after)] if after and program is None else []
-    return (
-        batches.run([*before, *(_heaviest_parts(batches, one, limit) for one in heavy[:HEAVIEST_RUN])])
-        is None
-    )
+    heaviest_parts = [_heaviest_parts(batches, one, limit) for one in heavy[:HEAVIEST_RUN]]
+    return batches.run([*before, *heaviest_parts]) is None
 
 
 def _heaviest_parts(batches: RunBatches, batch: GlobalBatch, limit: int) -> list[MicroBatchIds]:

@@ -19,7 +19,7 @@ from autobatch.search import cache as kept_trace
 from autobatch.search.cache import (
     SUFFIX,
     CachedLimit,
-    StaleEntry,
+    StaleLimit,
     find_trace,
     keep_trace,
     lookup,
@@ -42,70 +42,44 @@ def a_limit(**changes):
     )
 
 
-def test_a_limit_is_found_by_its_exact_key(tmp_path):
+def test_a_limit_is_found_by_its_exact_key_and_replaced(tmp_path):
     limit = a_limit()
     assert lookup(limit.key, tmp_path) is None
     path = store(limit, tmp_path)
     assert path.parent == tmp_path / "profiles" / "nvidia-h200" / "limits"
     assert lookup(dict(reversed(limit.key.items())), tmp_path) == limit
     assert lookup({name: value for name, value in limit.key.items() if value is not None}, tmp_path) == limit
-
-
-def test_a_second_limit_of_a_key_replaces_the_first(tmp_path):
-    store(a_limit(), tmp_path)
-    smaller = msgspec.structs.replace(a_limit(), micro_batch=64)
-    store(smaller, tmp_path)
-    assert lookup(smaller.key, tmp_path) == smaller
-    assert len(list((tmp_path / "profiles").rglob("*.json"))) == 1
-
-
-def test_a_stale_limit_names_the_changed_fields(tmp_path):
-    store(a_limit(torch="2.11.0", device="NVIDIA A10"), tmp_path)
-    store(a_limit(), tmp_path)
-    found = lookup(a_limit(torch="2.13.0", budget=6 * GiB).key, tmp_path)
-    assert isinstance(found, StaleEntry)
-    assert [(c.field, c.old, c.new) for c in found.changed] == [
-        ("budget", None, 6 * GiB),
-        ("torch", "2.12.0", "2.13.0"),
-    ]
-    assert str(found) == (
-        "the limit saved on 2026-11-20 is stale: budget none → 6442450944, torch 2.12.0 → 2.13.0"
-    )
-
-
-def test_a_stale_limit_shows_no_digests(tmp_path):
-    store(a_limit(model="0123456789abcdef"), tmp_path)
-    assert str(lookup(a_limit(model="fedcba9876543210").key, tmp_path)).endswith("is stale: model changed")
-
-
-def test_the_newest_of_equally_near_limits_is_returned(tmp_path):
-    for day, version in (("2026-11-19", "2.10.0"), ("2026-11-21", "2.12.0"), ("2026-11-20", "2.11.0")):
-        store(msgspec.structs.replace(a_limit(torch=version), date=day), tmp_path)
-    assert lookup(a_limit(torch="2.13.0").key, tmp_path).limit.date == "2026-11-21"
-
-
-def test_a_limit_of_another_workload_is_not_returned(tmp_path):
-    store(a_limit(), tmp_path)
     assert lookup(a_limit(workload="w2").key, tmp_path) is None
     assert lookup({"device": "NVIDIA H200"}, tmp_path) is None
+    smaller = msgspec.structs.replace(limit, micro_batch=64)
+    assert store(smaller, tmp_path) == path
+    assert lookup(limit.key, tmp_path) == smaller
+
+
+def test_the_nearest_and_newest_stale_limit_names_the_changed_fields(tmp_path):
+    store(a_limit(torch="2.11.0", device="NVIDIA A10"), tmp_path)
+    for day, version in (("2026-11-19", "2.10.0"), ("2026-11-21", "2.12.0"), ("2026-11-20", "2.11.0")):
+        store(msgspec.structs.replace(a_limit(torch=version), date=day), tmp_path)
+    found = lookup(a_limit(torch="2.13.0", budget=6 * GiB).key, tmp_path)
+    assert isinstance(found, StaleLimit)
+    assert str(found) == "the limit saved on 2026-11-21 is stale: budget, torch changed"
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         (b"", "is not JSON: "),
-        (b"{", "is not JSON: "),
         (b"\xff\xfe", "is not JSON: "),
         (b"[" * 100_000, "is not JSON: "),
-        (b'{"key": ' * 100_000, "is not JSON: "),
         (b'{"micro_batch": ' + b"9" * 5000 + b"}", "is not JSON: "),
-        (b'{"schema": ' + b"9" * 18 + b"}", "schema 9+, this autobatch reads 3"),
-        (b'{"schema": "\\u001b"}', "is ignored: "),
         (b"[1]", "Expected `object`"),
-        (b"null", "Expected `object`"),
-        (b'{"schema": 4, "fits": 1}', "schema 4, this autobatch reads 3"),
+        (b'{"schema": 4, "fits": 1}', "unknown field"),
         (b'{"schema": 1}', "missing required field"),
         (b'{"key": {"workload": 1.5}}', r"\$\.key"),
+        (
+            msgspec.json.encode(msgspec.structs.replace(a_limit(), schema=4)),
+            "schema 4, this autobatch reads 3",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_used_is_ignored_with_a_reason_and_kept(tmp_path, caplog, content, reason):
@@ -121,7 +95,7 @@ def test_a_file_that_cannot_be_used_is_ignored_with_a_reason_and_kept(tmp_path, 
 def test_a_file_under_a_wrong_name_counts_as_stale(tmp_path):
     path = store(a_limit(), tmp_path)
     path.write_bytes(msgspec.json.encode(a_limit(torch="2.1.0")))
-    assert isinstance(lookup(a_limit().key, tmp_path), StaleEntry)
+    assert isinstance(lookup(a_limit().key, tmp_path), StaleLimit)
 
 
 def test_a_data_directory_that_is_not_writable_is_named(tmp_path):
