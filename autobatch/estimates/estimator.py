@@ -236,7 +236,7 @@ class Estimator:
     ) -> tuple[Footprint, Prediction]:
         """Predict a step that follows no rule in the micro-batch, from traces at single sizes.
 
-        Each trace is exact for its size. Between them, the step is taken to grow in proportion.
+        Each trace is exact for its size. Between them, the step is assumed to grow in proportion.
 
         Raises:
             Unpredictable: the step cannot be traced at a single size either.
@@ -346,7 +346,7 @@ class Estimator:
             )
 
         found = run_in_copies([partial(cells, world) for world in self._worlds(parallel)])
-        return sorted(chain.from_iterable(found), key=lambda row: row.world_size)
+        return sorted(chain.from_iterable(found), key=lambda one: one.world_size)
 
     def _step(self, gpu: HardwareProfile, layout: Layout) -> Footprint:
         like = None if layout.world == self.world else layout._replace(world=self.world)

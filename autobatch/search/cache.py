@@ -1,4 +1,4 @@
-"""Limits that were found on this machine, kept by everything that changes them, with their traced steps.
+"""Limits that were found on this machine, by everything that changes them, with their traced steps.
 
 One JSON file per key, under ``profiles/<device>/limits`` of the data directory, beside the saved hardware
 profile of that device. A file that cannot be used is ignored with a logged reason and left alone: a newer
@@ -164,23 +164,23 @@ def _read(file: Path) -> CachedLimit | None:
     return None
 
 
-class _Kept(msgspec.Struct, frozen=True, array_like=True):
+class _SavedTrace(msgspec.Struct, frozen=True, array_like=True):
     """A trace with the version that wrote it; another version may trace other events."""
 
     autobatch: str
     step: Footprint
 
 
-def keep_trace(step: Footprint | None, limit: Path) -> None:
-    """Keep the trace of a limit beside its file, if there is a trace and the folder is writable."""
+def save_trace(step: Footprint | None, limit: Path) -> None:
+    """Save the trace of a limit beside its file, if there is a trace and the folder is writable."""
     if step is None:
         return
     with suppress(OSError, InputError):
-        write_atomic(limit.with_suffix(SUFFIX), msgspec.msgpack.encode(_Kept(__version__, step)))
+        write_atomic(limit.with_suffix(SUFFIX), msgspec.msgpack.encode(_SavedTrace(__version__, step)))
 
 
 def find_trace(limit: Path, micro_batch: int, ran: Trace | None) -> Footprint | None:
-    """Return the kept trace of a limit.
+    """Return the saved trace of a limit.
 
     Args:
         limit: the file of the limit.
@@ -193,8 +193,8 @@ def find_trace(limit: Path, micro_batch: int, ran: Trace | None) -> Footprint | 
     if ran is None:
         return None
     try:
-        kept = msgspec.msgpack.decode(limit.with_suffix(SUFFIX).read_bytes(), type=_Kept)
+        saved = msgspec.msgpack.decode(limit.with_suffix(SUFFIX).read_bytes(), type=_SavedTrace)
     except (OSError, *UNREADABLE):
         return None
-    agrees = kept.autobatch == __version__ and kept.step.program.agrees_with(micro_batch, ran)
-    return kept.step if agrees else None
+    agrees = saved.autobatch == __version__ and saved.step.program.agrees_with(micro_batch, ran)
+    return saved.step if agrees else None

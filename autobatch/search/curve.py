@@ -164,7 +164,7 @@ def curve_of(
 
 @dataclass(frozen=True)
 class _TracedSizes:
-    """The program of a setup over sizes, kept in its session; None if it cannot be traced."""
+    """The program of a setup over sizes, which its session holds; None if it cannot be traced."""
 
     program: SizeProgram | None
 
@@ -173,7 +173,7 @@ def program_of(session: Session, plan: Plan | None = None) -> SizeProgram | None
     """Trace a setup over the sizes of its samples.
 
     Args:
-        session: the open setup, which keeps the program of its own configuration.
+        session: the open setup, which holds the program of its own configuration.
         plan: a plan whose configuration may differ; None for the setup as it is.
 
     Returns:
@@ -183,8 +183,8 @@ def program_of(session: Session, plan: Plan | None = None) -> SizeProgram | None
     # Another precision, and every knob that changes memory, has a program of its own.
     if plan is not None and (memory_signature(plan.knobs) or plan.precision != setup.precision):
         return trace_setup(configured(setup, plan))
-    kept = session.find(_TracedSizes)
-    return (kept or session.keep(_TracedSizes(trace_setup(setup)))).program
+    traced = session.find(_TracedSizes) or session.keep(_TracedSizes(trace_setup(setup)))
+    return traced.program
 
 
 def configured(setup: Setup, plan: Plan) -> Setup:

@@ -27,7 +27,7 @@ from autobatch.footprint.largest import Fitting
 from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.planning import micro_batches
 from autobatch.search.attempts import Attempts, ask_or_none, nothing_fits, run_attempt
-from autobatch.search.cache import CachedLimit, StaleLimit, entry_path, find_trace, keep_trace, lookup, store
+from autobatch.search.cache import CachedLimit, StaleLimit, entry_path, find_trace, lookup, save_trace, store
 from autobatch.search.curve import find_limits_by_size
 from autobatch.search.real_batches import Order, survive_real_batches
 from autobatch.search.replay import replay_on
@@ -74,7 +74,7 @@ def find_limit(
         options: options of the run: caps, time limit and budget.
         share: samples of a batch that this rank takes; None if there is no plan. Without one, the limits of
             smaller samples are added; with one, the micro-batches of its even split are checked.
-        home: data directory, in which answers are kept.
+        home: data directory, in which answers are saved.
         progress: receives each attempt and the answer.
         clock: seconds.
 
@@ -234,7 +234,7 @@ class _Probing:
         step = find_trace(file, size, outcome.trace)
         if step is None:
             step = self._trace()
-            keep_trace(step, file)
+            save_trace(step, file)
         if size + multiple <= self.cap and self._is_too_small(cached, outcome, step, multiple):
             self._progress.note(f"more than the saved micro-batch of {size} seems to fit: probing again")
             return None
@@ -332,7 +332,7 @@ class _Probing:
         except InputError as error:
             self._progress.note(f"the limit was not saved: {error}")
             return limit
-        keep_trace(limit.footprint, file)
+        save_trace(limit.footprint, file)
         return limit._replace(file=file)
 
     def _limited_by(self, micro_batch: int) -> LimitedBy:

@@ -2,7 +2,7 @@
 
     trace ──► program ──replay──► guess ──run──► events: equal? confirmed; else the program is built anew
 
-A run that takes other memory than was traced is the better trace. Its events are taken as they are, and only
+A run that takes other memory than was traced is the better trace. Its events are used as they are, and only
 their sizes at other micro-batches are inferred: a block that has a size of the program keeps its rule, one
 of the model's own tensors is constant, and any other one is bounded by its size from below and by growth in
 proportion to the micro-batch from above. Guesses take the upper bound, and proofs the lower one.

@@ -21,8 +21,8 @@ from autobatch.search.cache import (
     CachedLimit,
     StaleLimit,
     find_trace,
-    keep_trace,
     lookup,
+    save_trace,
     store,
 )
 from tests.support.probes import limit_of
@@ -139,7 +139,7 @@ def test_a_trace_is_read_as_it_was_kept(tmp_path: Path, step: Any, monkeypatch: 
     file = tmp_path / "limit.json"
     ran = step.program.at(40)
     assert find_trace(file, 40, ran) is None
-    keep_trace(step, file)
+    save_trace(step, file)
     assert find_trace(file, 40, ran) == step
     # What ran differs, was not recorded, or another version traced.
     assert find_trace(file, 41, ran) is None
