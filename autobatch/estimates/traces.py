@@ -24,7 +24,7 @@ from autobatch.device.host import host_memory
 from autobatch.device.oom import first_line, is_oom
 from autobatch.estimates.gpus import precision_on
 from autobatch.footprint.depth import DeepFootprint, deep_footprint, is_deep, record_few
-from autobatch.footprint.fit import Footprint, Unpredictable, notes_on
+from autobatch.footprint.fit import Footprint, notes_on
 from autobatch.footprint.remedies import NATIVE_BF16, OF_THE_OPTIMIZER, Trace, changes_of
 from autobatch.footprint.single_sizes import record_single_sizes
 from autobatch.footprint.tracing.apart import run_in_copies
@@ -155,16 +155,8 @@ class Traces:
             AutobatchError: the step cannot be traced.
         """
         key = self._key(layout, capability)
-        if key not in self._found:
-            if key in self._failed:
-                raise self._failed[key]
-            other = None if like is None else self._found.get(self._key(like, capability))
-            try:
-                self._found[key] = self._trace(key, other)
-            except Unpredictable as error:
-                self._failed[key] = error
-                raise
-        return self._found[key].step
+        other = None if like is None else self._found.get(self._key(like, capability))
+        return self._once(key, lambda: self._trace(key, other))
 
     def at_single_sizes(
         self, capability: Capability, new_allocator: Callable[[], Allocator], cap: int
@@ -185,20 +177,9 @@ class Traces:
         Raises:
             AutobatchError: from the function, if the change cannot be traced.
         """
-
-        def trace(name: str, changed: Setting) -> Footprint:
-            key = self._key(layout, capability, name)
-            if key in self._failed:
-                raise self._failed[key]
-            if key not in self._found:
-                try:
-                    self._found[key] = deep_footprint(changed)
-                except AutobatchError as error:
-                    self._failed[key] = error
-                    raise
-            return self._found[key].step
-
-        return trace
+        return lambda name, changed: self._once(
+            self._key(layout, capability, name), lambda: deep_footprint(changed)
+        )
 
     def setting(
         self, capability: Capability, how: tuple[Arrange | None, int] = (None, 1), change: str = ""
@@ -244,6 +225,18 @@ class Traces:
         is_new = capability >= NATIVE_BF16
         self._capabilities.setdefault(is_new, capability)
         return TraceKey(layout, is_new, change)
+
+    def _once(self, key: TraceKey, trace: Callable[[], DeepFootprint]) -> Footprint:
+        """Return the footprint of a key, or raise the error with which its trace failed."""
+        if key in self._failed:
+            raise self._failed[key]
+        if key not in self._found:
+            try:
+                self._found[key] = trace()
+            except AutobatchError as error:
+                self._failed[key] = error
+                raise
+        return self._found[key].step
 
     def _trace(self, key: TraceKey, like: DeepFootprint | None = None) -> DeepFootprint:
         with arranged(key.layout) as how:
