@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -30,15 +30,6 @@ CLOSE_BUDGETS = 0.02
 """Relative difference of the budgets of two GPUs of one kind."""
 
 
-class Place(NamedTuple):
-    """The memory that a rank trains in."""
-
-    device: str
-    """Name of the device."""
-    total_bytes: int
-    budget_bytes: int
-
-
 def limits_over_ranks(ranks: Ranks, limit: int, device: DeviceRecord) -> list[RankLimit]:
     """Return the limit of each rank, the least of its kind; all of them call it.
 
@@ -47,34 +38,18 @@ def limits_over_ranks(ranks: Ranks, limit: int, device: DeviceRecord) -> list[Ra
         limit: the largest micro-batch that fits on this rank.
         device: the device of this rank.
     """
-    place = Place(device.name, device.total_bytes, device.budget_bytes)
-    found = ranks.gather((ranks.host, place, limit))
-    kinds = kinds_of([place for _, place, _ in found])
-    limits = least_of_each_kind([limit for *_, limit in found], kinds)
+    found = ranks.gather((ranks.host, device, limit))
+    kinds = _kinds_of([device for _, device, _ in found])
     return [
-        RankLimit(rank=rank, host=host, device=place.device, kind=kinds[rank], limit=limits[rank])
-        for rank, (host, place, _) in enumerate(found)
+        RankLimit(
+            rank=rank,
+            host=host,
+            device=device.name,
+            kind=kinds[rank],
+            limit=min(limit for kind, (*_, limit) in zip(kinds, found, strict=True) if kind == kinds[rank]),
+        )
+        for rank, (host, device, _) in enumerate(found)
     ]
-
-
-def kinds_of(places: Sequence[Place]) -> list[int]:
-    """Return the kind of each rank, named by the first rank of it: one device, and close budgets."""
-    firsts: list[int] = []
-    kinds: list[int] = []
-    for rank, place in enumerate(places):
-        kind = next((one for one in firsts if _are_alike(places[one], place)), rank)
-        if kind == rank:
-            firsts.append(rank)
-        kinds.append(kind)
-    return kinds
-
-
-def least_of_each_kind(limits: Sequence[int], kinds: Sequence[int]) -> list[int]:
-    """Return the limits with that of every rank lowered to the least of its kind."""
-    least: dict[int, int] = {}
-    for limit, kind in zip(limits, kinds, strict=True):
-        least[kind] = min(limit, least.get(kind, limit))
-    return [least[kind] for kind in kinds]
 
 
 def spread(plan: Plan, limits: Sequence[RankLimit], layout: ShardLayout | None = None) -> Plan:
@@ -83,7 +58,7 @@ def spread(plan: Plan, limits: Sequence[RankLimit], layout: ShardLayout | None =
     Args:
         plan: the plan as one process would run it.
         limits: of all ranks.
-        layout: the model that the ranks share; None if each has a whole one.
+        layout: of a sharded model; None if each rank has a whole one.
     """
     samples_of = shares(plan.target_batch, [one.limit for one in limits], plan.multiple)
     of_ranks = [
@@ -102,10 +77,15 @@ def spread(plan: Plan, limits: Sequence[RankLimit], layout: ShardLayout | None =
         micro_batch=max(first, default=0),
         accumulation_steps=len(first),
         micro_batches=first,
-        parallel="replicate" if layout is None else "shard",
-        shard_sync=None if layout is None else layout.sync,
-        shard_modules=None if layout is None else layout.modules,
+        **fields_of(layout),
     )
+
+
+def fields_of(layout: ShardLayout | None) -> dict[str, str | None]:
+    """Return the layout of a model over ranks as the fields of a plan."""
+    if layout is None:
+        return {"parallel": "replicate", "shard_sync": None, "shard_modules": None}
+    return {"parallel": "shard", "shard_sync": layout.sync, "shard_modules": layout.modules}
 
 
 def limit_of_rank(ranks: Ranks, plan: Plan) -> int:
@@ -160,7 +140,7 @@ def split_for(ranks: Ranks, plan: Plan, sizes: Sizes | None, measured_every: int
 
 
 def layout_of(plan: Plan) -> ShardLayout | None:
-    """Return what ranks gather and reduce of a model that they share; None if each has a whole one."""
+    """Return the layout of a sharded model; None if each rank has a whole one."""
     if plan.parallel != "shard":
         return None
     return ShardLayout(world=plan.world_size, sync=plan.shard_sync or "each", modules=plan.shard_modules)
@@ -172,29 +152,21 @@ def model_of_ranks(
     """Return the model that trains on the device of this rank; all ranks call it.
 
     Returns:
-        The model itself and None if each rank has a whole one, else a copy that the ranks share.
+        The model itself and None if each rank has a whole one, else a copy that is sharded.
 
     Raises:
         InputError: the model cannot be sharded; the message says why.
     """
     layout = layout_of(plan)
-    if layout is None:
+    if layout is None or not isinstance(ranks, Group):
         return model.to(device), None
     # Only here: importing FSDP takes a second.
-    from autobatch.distributed.group import Group
     from autobatch.distributed.sharding.build import shard_over
 
-    assert isinstance(ranks, Group)
     return shard_over(ranks, layout, model, plan.precision, device)
 
 
-def open_engine(
-    ranks: Ranks,
-    plan: Plan,
-    split: Split,
-    train_state: TrainState,
-    filler: Filler,
-) -> Engine:
+def open_engine(ranks: Ranks, plan: Plan, split: Split, train_state: TrainState, filler: Filler) -> Engine:
     """Return the engine of a loop; all ranks call it.
 
     Args:
@@ -204,11 +176,19 @@ def open_engine(
         train_state: what trains.
         filler: for ranks with fewer micro-batches than others.
     """
-    if ranks.world == 1:
+    if not isinstance(ranks, Group):
         return Engine()
-    assert isinstance(ranks, Group)
     engine = Replicate if train_state.shared is None else Shard
     return engine(ranks, split, [one.kind for one in plan.ranks], train_state, filler)
+
+
+def _kinds_of(devices: Sequence[DeviceRecord]) -> list[int]:
+    """Return the kind of each rank, named by the first rank of it: one device, and close budgets."""
+    kinds: list[int] = []
+    for rank, device in enumerate(devices):
+        alike = (kind for kind in dict.fromkeys(kinds) if _are_alike(devices[kind], device))
+        kinds.append(next(alike, rank))
+    return kinds
 
 
 def _limit_at(cut: SizeCut, size: float) -> int:
@@ -216,6 +196,6 @@ def _limit_at(cut: SizeCut, size: float) -> int:
     return cut.micro_batches[min(bisect_left(cut.sizes, size), len(cut.sizes) - 1)]
 
 
-def _are_alike(one: Place, other: Place) -> bool:
-    is_same = (one.device, one.total_bytes) == (other.device, other.total_bytes)
+def _are_alike(one: DeviceRecord, other: DeviceRecord) -> bool:
+    is_same = (one.name, one.total_bytes) == (other.name, other.total_bytes)
     return is_same and math.isclose(one.budget_bytes, other.budget_bytes, rel_tol=CLOSE_BUDGETS)

@@ -7,10 +7,7 @@ import pytest
 from autobatch.core.records import DeviceRecord, SizeCut
 from autobatch.distributed.engine import Engine
 from autobatch.distributed.rank_plan import (
-    Place,
     agree_on_cut,
-    kinds_of,
-    least_of_each_kind,
     limit_of_rank,
     limits_over_ranks,
     open_engine,
@@ -24,7 +21,11 @@ from autobatch.workload.order import GlobalBatch
 from autobatch.workload.split import Split
 from tests.support.training import make_loop, make_workload
 
-DEVICE = DeviceRecord(kind="cpu", name="a CPU", total_bytes=9, budget_bytes=5, budget_source="as set")
+
+def device(name: str, total_bytes: int, budget_bytes: int) -> DeviceRecord:
+    return DeviceRecord(
+        kind="cpu", name=name, total_bytes=total_bytes, budget_bytes=budget_bytes, budget_source="as set"
+    )
 
 
 class Three(Ranks):
@@ -33,7 +34,7 @@ class Three(Ranks):
     rank, world = 2, 3
 
     def gather(self, value):
-        return [("h", Place("A", 9, 5), 8), ("h", Place("B", 9, 5), 2), value]
+        return [("h", device("A", 9, 5), 8), ("h", device("B", 9, 5), 2), value]
 
 
 def test_one_process_keeps_its_plan() -> None:
@@ -49,7 +50,7 @@ def test_one_process_keeps_its_plan() -> None:
 
 def test_every_rank_gets_its_part_of_the_batch() -> None:
     whole = make_plan(target_batch=33, micro_batch_limit=9, learning_rate=0.1)
-    plan = spread(whole, limits_over_ranks(Three(), 9, DEVICE))
+    plan = spread(whole, limits_over_ranks(Three(), 9, device("a CPU", 9, 5)))
     # ⌈33 ÷ (8 + 2 + 9)⌉ = 2 micro-batches: the second rank runs 4 samples, the others share 29.
     assert [one.samples for one in plan.ranks] == [14, 4, 15]
     assert [one.micro_batches for one in plan.ranks] == [[7, 7], [2, 2], [8, 7]]
@@ -60,12 +61,19 @@ def test_every_rank_gets_its_part_of_the_batch() -> None:
     assert share_of_rank(Three(), plan, 33) == 15
 
 
+class Four(Ranks):
+    """Ranks of which the third has a budget close to that of the first."""
+
+    world = 4
+
+    def gather(self, value):
+        budgets = (("A", 1000, 10), ("B", 100, 2), ("A", 985, 9), ("A", 900, 8))
+        return [("h", device(name, 2000, budget), limit) for name, budget, limit in budgets]
+
+
 def test_ranks_of_one_kind_get_the_least_of_it() -> None:
-    big, small = Place("A", 40, 1000), Place("B", 8, 100)
-    places = [big, small, big._replace(budget_bytes=985), big._replace(budget_bytes=900)]
-    kinds = kinds_of(places)
-    assert kinds == [0, 1, 0, 3]
-    assert least_of_each_kind([10, 2, 9, 8], kinds) == [9, 2, 9, 8]
+    found = limits_over_ranks(Four(), 10, device("A", 2000, 1000))
+    assert [(one.kind, one.limit) for one in found] == [(0, 9), (1, 2), (0, 9), (3, 8)]
 
 
 class Two(Ranks):
