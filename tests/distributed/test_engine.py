@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autobatch.distributed.engine import OutOfMemory, PeerOutOfMemory, RowGather
+from autobatch.distributed.engine import RowGather
 from autobatch.distributed.group import Group
-from autobatch.step.loss import StepTotals
 from autobatch.step.whole_batch import Rows
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.order import GlobalBatchSampler
@@ -202,21 +201,18 @@ def test_sparse_gradients_are_summed_over_the_ranks(server: RankServer, limits: 
 
 
 class Second:
-    """The second of two ranks that exchange rows; the first is a fake."""
+    """The second of two ranks that exchange representations; the first is a fake."""
 
     rank = 1
 
-    def __init__(self, other: Tensor | None = None, *, other_fails: bool = False) -> None:
+    def __init__(self, other: Tensor) -> None:
         self.other = other
-        self.other_fails = other_fails
-        self.votes: list[bool] = []
 
     def agree(self, flag: bool, *, is_step: bool) -> bool:
-        self.votes.append(flag)
-        return flag or self.other_fails
+        return flag
 
     def start_sum(self, tensor: Tensor) -> Callable[[], None]:
-        tensor += 0 if self.other is None else self.other.reshape(-1).view(torch.uint8)
+        tensor += self.other.reshape(-1).view(torch.uint8)
         return lambda: None
 
     def waiting(self, act: str, *, is_step: bool) -> Any:
@@ -244,22 +240,3 @@ def test_a_rank_without_samples_makes_room_for_the_rows_of_others() -> None:
     rows = Rows(4)
     gather_of(Second(torch.full((4, 2), 2.0, dtype=torch.bfloat16))).gather(rows)
     assert rows.collated.tolist() == [[2.0, 2.0]] * 4
-
-
-def test_ranks_vote_once_before_the_rows_travel() -> None:
-    totals, oom = StepTotals(samples=3), OutOfMemory("full", size=2, smaller=1)
-    group = Second()
-    assert gather_of(group).end(oom) is oom  # its own error, before the rows: the others wait for the vote
-    assert group.votes == [True]
-    gather = gather_of(group)
-    gather.gather(Rows(1))
-    assert gather.end(totals) is totals
-    assert gather.end(oom) is oom  # after the rows: nobody waits
-    assert group.votes == [True, False]
-
-
-def test_a_rank_whose_peer_failed_has_no_error_of_its_own() -> None:
-    gather = gather_of(Second(other_fails=True))
-    with pytest.raises(PeerOutOfMemory):
-        gather.gather(Rows(1))
-    assert gather.end(OutOfMemory("memory ran out on another rank", size=2)) == OutOfMemory("")

@@ -20,9 +20,7 @@ from autobatch.distributed.reduce import (
     RankNumbers,
     Reduction,
     num_cells,
-    numbers_of,
     read_numbers,
-    sum_totals,
     write_numbers,
 )
 from autobatch.step.gradients import Gradients, exchange_buffer
@@ -48,19 +46,6 @@ def test_every_rank_reads_the_rows_of_all_bit_for_bit(dtype: torch.dtype, rows: 
         write_numbers(cells, rank, [row[0], torch.tensor(row[1], dtype=torch.float64), row[2]])
         whole += cells
     assert list(map(repr, read_numbers(whole, len(rows)))) == list(map(repr, rows))
-
-
-def test_totals_are_those_of_all_ranks_and_the_first_micro_batch_that_of_rank_0() -> None:
-    first = StepTotals(samples=7, loss=1.5, count=3.0, divisor=8.0, sizes=[2, 2], first_count=2.0)
-    second = StepTotals(samples=7, loss=0.25, count=4.0, divisor=8.0, sizes=[3], first_count=9.0)
-    nothing = StepTotals(samples=7)
-    rows = [numbers_of(one, signal) for one, signal in ((first, 0), (second, 15), (nothing, 0))]
-    assert [row.signal for row in rows] == [0, 15, 0]
-    for totals in (first, second, nothing):
-        sum_totals(totals, rows)
-        assert (totals.loss, totals.count, totals.divisor) == (1.75, 7.0, 8.0)
-        assert (totals.first_norm, totals.first_count) == (None, 2.0)
-    assert numbers_of(None, 15)[:3] == (1, 15, 0)
 
 
 class Threads:

@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 import autobatch
-from autobatch.distributed.ranks import Ranks
-from autobatch.distributed.shared_stream import open_stream, pack, split_note
-from autobatch.workload.streams import StreamView
+from autobatch.distributed.shared_stream import pack, split_note
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.training import apart, fingerprint, make_workload, points, weights
@@ -112,29 +110,20 @@ def test_a_stream_that_is_split_by_rank_is_named(server: RankServer) -> None:
     assert server.values(note_of_first, False) == [None, None]
 
 
-def test_one_process_reads_its_own_stream() -> None:
-    assert type(open_stream([], Ranks(), 0)) is StreamView
-    assert split_note(0, Ranks()) is None
-
-
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.arange(6).reshape(2, 3),
         torch.arange(20.0).reshape(4, 5).T[1:],
         torch.tensor(2.5, dtype=torch.bfloat16),
         torch.empty(0, 3),
-        torch.tensor([True, False]),
         torch.tensor([1 + 2j]),
     ],
     ids=str,
 )
 def test_a_tensor_is_sent_whole_and_without_the_memory_around_it(tensor: Tensor) -> None:
-    sent = pack([{"x": tensor, "y": "text"}])
-    (found,) = torch.load(io.BytesIO(sent), weights_only=False)
+    (found,) = torch.load(io.BytesIO(pack([{"x": tensor, "y": "text"}])), weights_only=False)
     assert found["y"] == "text"
     assert found["x"].dtype == tensor.dtype
     assert torch.equal(found["x"], tensor)
-    found["x"].zero_()  # may be written to
     row = torch.zeros(1000, 1000)[3]
     assert len(pack(row)) < 2 * row.nbytes

@@ -90,44 +90,6 @@ def linear_workload() -> Workload:
     )
 
 
-def train_sharded(sync: str, shares: list[list[int]]) -> list[torch.Tensor]:
-    """Take two steps, and return the whole weights; each rank has its own sizes of micro-batches."""
-    group = open_group()
-    workload = linear_workload()
-    model = workload.model()
-    arranged = Sharding(mesh=init_device_mesh("cpu", (group.world,)), sync=sync)(model, "fp32")  # type: ignore[arg-type]
-    train_state = state_of(workload, model)
-    arranged.attach(train_state)
-    before = sum(sum(one) for one in shares[: group.rank])
-    for _ in range(2):
-        batches, start = [], before
-        for size in shares[group.rank]:
-            rows = [workload.train_data[index] for index in range(start, start + size)]
-            batches.append((torch.utils.data.default_collate(rows), size))
-            start += size
-        train_step(train_state, arranged.begin_step(batches, len(batches)), 24)
-    found = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    found = [one.detach().numpy() for one in found]
-    group.close()
-    return found
-
-
-@pytest.mark.parametrize("sync", ["each", "once"])
-@pytest.mark.parametrize("shares", [[[7, 5], [9, 3]], [[4, 3], [8, 1], [5, 3]]])
-def test_a_step_is_that_of_the_whole_batch(server: RankServer, sync, shares):
-    workload = linear_workload()
-    model = workload.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for _ in range(2):
-        optimizer.zero_grad()
-        rows = torch.utils.data.default_collate([workload.train_data[index] for index in range(24)])
-        workload.loss(model, rows).backward()
-        optimizer.step()
-    for weights in server.values(train_sharded, sync, shares, world=len(shares)):
-        for own, whole in zip(weights, model.parameters(), strict=True):
-            assert torch.allclose(torch.from_numpy(own), whole.detach(), rtol=0, atol=1e-12)
-
-
 class Counted(DefaultAllGather):
     """An all-gather that counts its calls."""
 
