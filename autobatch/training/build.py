@@ -34,7 +34,7 @@ from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler, Order
 from autobatch.workload.rng import seed_everything, seed_rank
 from autobatch.workload.split import Split, digest_of
-from autobatch.workload.streams import StreamSampler, StreamView, count_samples, told_length
+from autobatch.workload.streams import StreamSampler, StreamView, count_samples, known_length
 from autobatch.workload.user_code import user_code
 
 FILLER_SAMPLES = 2
@@ -81,7 +81,7 @@ def depends_on_end(options: Options) -> bool:
 
 def stream_length(session: Session) -> int | None:
     """Return the length that the stream of an open setup tells; None if it tells none."""
-    return told_length(session.setup.stream)
+    return known_length(session.setup.stream)
 
 
 def count_stream(session: Session) -> int:

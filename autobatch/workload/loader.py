@@ -19,6 +19,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -346,21 +347,17 @@ def _unchanged(batch: Collated) -> Collated:
 def _open_socket_folder() -> None:
     """Make this process's folder for the sockets through which its workers send tensors.
 
-    Without it, each worker makes one of its own, and a worker that is killed leaves it behind. A worker that
-    cannot open its socket sends nothing.
-
-    Raises:
-        InputError: the path of a socket would be too long.
+    Without it, each worker makes one of its own, and a worker that is killed leaves it behind. If the folder
+    for temporary files has a long path, it is made in ``/tmp``, as by Python 3.14: a worker that cannot open
+    its socket sends nothing.
     """
-    if os.name != "posix":
-        return
-    length = len(os.fsencode(f"{multiprocessing.util.get_temp_dir()}/listener-12345678"))
-    if length > LONGEST_SOCKET:
-        raise InputError(
-            "loader workers send through sockets in the folder for temporary files, and the path of a "
-            f"socket has at most {LONGEST_SOCKET} bytes, {length} here: set TMPDIR to a shorter path, or "
-            "use --workers 0"
-        )
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(f"{usual}/pymp-12345678/listener-12345678")) > LONGEST_SOCKET and os.name == "posix":
+        tempfile.tempdir = "/tmp"
+    try:
+        multiprocessing.util.get_temp_dir()
+    finally:
+        tempfile.tempdir = usual
 
 
 @contextmanager

@@ -10,7 +10,7 @@ unfragmented, and because a step that runs out of memory does so at once. Each g
 that they work on samples of like sizes at the same time, and the rank with the least work so far takes the
 most of it. Every rank cuts for all of them, so that they agree without a message.
 
-Samples that are joined end to end, as graphs are, have no padding. Their micro-batch has the memory of as
+Samples that are concatenated, as graphs are, have no padding. Their micro-batch has the memory of as
 many samples of their mean size, so it may be larger than its largest sample would allow.
 """
 
@@ -195,17 +195,17 @@ class SizeSplit(Split):
         # A stable sort: samples of one size keep their order.
         order = (first + np.argsort(-own[first:], kind="stable")).tolist()
         groups = [list(range(first))] if first else []
-        joined: list[list[list[int]]] = [[] for _ in limits]
+        concatenated: list[list[list[int]]] = [[] for _ in limits]
         if self.cut.is_padded:
             groups += _cut_at(order, self._cut(own[order], limits))
         else:
             hands = _dealt(order, shares(len(order), limits))
-            joined = [
+            concatenated = [
                 _cut_at(hand, fewest_joined(own[hand], partial(self.limits_at, micro_batch=limit)))
                 for hand, limit in zip(hands, limits, strict=True)
             ]
         dealt = self._deal(groups, own, limits)
-        places = [mine + rest for mine, rest in zip(dealt, joined, strict=True)]
+        places = [mine + rest for mine, rest in zip(dealt, concatenated, strict=True)]
         # There is nothing to sort for in one micro-batch, and a loss over the batch may read the order.
         return [[list(range(len(own)))]] if list(map(len, places)) == [1] else places
 

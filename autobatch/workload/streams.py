@@ -97,24 +97,24 @@ def stream_notes(data: object) -> list[str]:
     ]
 
 
-def told_length(stream: Any) -> int | None:
-    """Return the length that a stream tells; None if it tells none."""
-    told = getattr(stream, "__len__", None)
+def known_length(stream: Any) -> int | None:
+    """Return the length of a stream that has one; None if it is unknown."""
+    length = getattr(stream, "__len__", None)
     try:
-        return None if told is None else int(told())
+        return None if length is None else int(length())
     except TypeError:  # torch's own way to say that the length is unknown
         return None
 
 
 def count_samples(stream: Any) -> int:
-    """Return the length of a stream, which is read once to its end if it does not tell.
+    """Return the length of a stream, which is read once to its end if it has none.
 
     Raises:
         InputError: it has no sample.
     """
-    told = told_length(stream)
-    if told is not None:
-        return told
+    length = known_length(stream)
+    if length is not None:
+        return length
     with preserved_random_state():
         return sum(1 for _ in _first_epoch(stream))
 

@@ -18,10 +18,10 @@ from autobatch.workload.streams import (
     count_samples,
     forgets_order,
     is_open_ended,
+    known_length,
     scanned,
     stream_notes,
     stream_state,
-    told_length,
 )
 from tests.support.libraries import installed
 from tests.support.training import make_workload
@@ -88,7 +88,7 @@ class Told(Numbers):
 
 @pytest.mark.parametrize(("stream", "length"), [(Told(7), 7), (Told(0), None), (Numbers(7), None)])
 def test_a_length_is_counted_unless_it_is_told(stream: Told | Numbers, length: int | None) -> None:
-    assert told_length(stream) == length
+    assert known_length(stream) == length
     stream.count = 7
     assert count_samples(stream) == 7
     assert stream.reads == (0 if isinstance(stream, Told) else 7)
