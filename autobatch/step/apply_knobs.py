@@ -135,13 +135,13 @@ def _checkpoint_forward(block: nn.Module) -> Callable[..., Any]:
 @contextmanager
 def _discarded_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
     """Discard updates of running statistics within the block, so that a repeated forward pass counts once."""
-    kept = [(norm, dict(norm._buffers)) for norm in norms]
+    saved = [(norm, dict(norm._buffers)) for norm in norms]
     try:
-        for norm, buffers in kept:
+        for norm, buffers in saved:
             norm._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
         yield
     finally:
-        for norm, buffers in kept:
+        for norm, buffers in saved:
             norm._buffers.update(buffers)
 
 
@@ -155,7 +155,7 @@ def _compile_forward(model: nn.Module, mode: str) -> Callable[..., Any]:
 @contextmanager
 def _replaced_forwards(forwards: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
     """Replace the forward functions of modules within the block."""
-    kept: list[tuple[nn.Module, Callable[..., Any] | None]] = [
+    saved: list[tuple[nn.Module, Callable[..., Any] | None]] = [
         (module, module.__dict__.get("forward")) for module, _ in forwards
     ]
     try:
@@ -163,7 +163,7 @@ def _replaced_forwards(forwards: list[tuple[nn.Module, Callable[..., Any]]]) -> 
             module.__dict__["forward"] = forward
         yield
     finally:
-        for module, own in kept:
+        for module, own in saved:
             if own is None:
                 module.__dict__.pop("forward", None)
             else:

@@ -59,7 +59,7 @@ class WeightAverage:
         Weights that ranks share are overwritten, and copied before, because FSDP knows them by their memory.
         """
         whole = [p for p in self._averages if not is_sharded(p)]
-        kept = {p: p.data for p in whole}
+        saved = {p: p.data for p in whole}
         parts = [(local_part(p.detach()), local_part(a)) for p, a in self._averages.items() if is_sharded(p)]
         copies = [weights.clone() for weights, _ in parts]
         try:
@@ -69,7 +69,7 @@ class WeightAverage:
                 weights.copy_(average)
             yield
         finally:
-            for parameter, data in kept.items():
+            for parameter, data in saved.items():
                 parameter.data = data
             for (weights, _), copy in zip(parts, copies, strict=True):
                 weights.copy_(copy)

@@ -40,7 +40,7 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
             "the model has lazy modules whose parameters have no shape yet: run one forward pass inside "
             "Workload(model=…) before returning it"
         )
-    kept = [(t, t.data, t.grad, t.requires_grad) for t in tensors]
+    saved = [(t, t.data, t.grad, t.requires_grad) for t in tensors]
     modules = [
         (module, _attributes(module), [(known, dict(known)) for known in _registries(module)])
         for module in model.modules()
@@ -52,7 +52,7 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
         if isinstance(value, torch.Generator)
     ]
     try:
-        for tensor, data, _, _ in kept:
+        for tensor, data, _, _ in saved:
             tensor.grad = None
             tensor.data = data.to(device, copy=True)
         for module in model.modules():
@@ -68,7 +68,7 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
                 _refill(registry, entries)
         for generator, state in generators:
             generator.set_state(state)
-        for tensor, data, gradient, requires_grad in kept:
+        for tensor, data, gradient, requires_grad in saved:
             tensor.grad = None
             tensor.data = data
             tensor.requires_grad_(requires_grad)

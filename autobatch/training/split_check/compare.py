@@ -207,11 +207,11 @@ def _fault_of(runner: GradientRunner, loss: object, samples: SplitSamples) -> st
             "the collate function draws at random, and what it returns cannot be cut along dimension 0"
         )
     draws = SameDraws(samples.samples)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         is_random = _draws_at_random(runner, samples)
         if is_random:
-            held.enter_context(NoDropout())
-            held.enter_context(draws)
+            stack.enter_context(NoDropout())
+            stack.enter_context(draws)
         found = _Comparison(runner, loss, samples, draws)
         fault = found.fault()
         if fault is not None and draws.is_flat:
@@ -390,7 +390,7 @@ def _with_places(parts: Parts) -> Iterator[tuple[int, tuple[Collated, int]]]:
 
 
 def _other_mean(whole: SampleGradient, weights: list[float]) -> str:
-    """Name the likely cause if the whole is a mean of the parts with other weights, and its remedy."""
+    """Name the likely cause if the whole is a mean of the parts with other weights, and what to change."""
     if whole.count is not None:
         return "the total of the workload's Loss must be the sum over the items that count counts"
     if sum(weights) > 1.5:

@@ -97,11 +97,11 @@ def open_runner(setup: Setup, meter: Meter, kind: PassType) -> Iterator[Gradient
     device = setup.device.torch_device
     others = held_modules(setup.workload.loss, setup.model)
     state = PassState({"": setup.model, **others})
-    with ExitStack() as held:
-        held.callback(state.put_back)
-        model = held.enter_context(temporary_weights(setup.model, device))
+    with ExitStack() as stack:
+        stack.callback(state.put_back)
+        model = stack.enter_context(temporary_weights(setup.model, device))
         for other in others.values():
-            held.enter_context(temporary_weights(other, device))
+            stack.enter_context(temporary_weights(other, device))
         tensors = [t for one in (model, *others.values()) for t in (*one.parameters(), *one.buffers())]
         for tensor in tensors:
             if kind.dtype is not None and tensor.is_floating_point():

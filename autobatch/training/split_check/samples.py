@@ -129,8 +129,8 @@ def collate_split(workload: Workload, samples: Sequence[Any], sizes: Sequence[in
     parts = [(_collated(workload, samples[first:stop], seed=1), stop - first) for first, stop in bounds]
     can_cut = _has_samples_first(whole, len(samples)) and _has_samples_first(*parts[0])
     can_cut = can_cut and list(_plain_values(whole)) == list(_plain_values(parts[0][0]))
-    pieces = _pieces(whole, sizes) if can_cut else None
-    return SplitSamples(whole, len(samples), parts if is_same else None, pieces)
+    cut_parts = _cut_parts(whole, sizes) if can_cut else None
+    return SplitSamples(whole, len(samples), parts if is_same else None, cut_parts)
 
 
 def join_parts(parts: Parts) -> tuple[Collated, list[int]]:
@@ -149,7 +149,7 @@ def join_parts(parts: Parts) -> tuple[Collated, list[int]]:
 
 def cut_split(whole: Collated, sizes: Sequence[int]) -> SplitSamples:
     """Cut a collated batch into parts of the given sizes."""
-    return SplitSamples(whole, sum(sizes), None, _pieces(whole, sizes))
+    return SplitSamples(whole, sum(sizes), None, _cut_parts(whole, sizes))
 
 
 def mixes_samples(workload: Workload, samples: Sequence[Any]) -> bool:
@@ -190,7 +190,7 @@ def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-def _pieces(whole: Collated, sizes: Sequence[int]) -> Parts:
+def _cut_parts(whole: Collated, sizes: Sequence[int]) -> Parts:
     return [(cut(whole, slice(first, stop)), stop - first) for first, stop in _bounds(sizes)]
 
 
