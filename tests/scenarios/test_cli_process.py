@@ -279,16 +279,6 @@ def test_an_error_is_red_on_a_terminal_with_colours(tmp_path: Path) -> None:
     assert "\x1b[31mautobatch: there is no file missing.py" in text.splitlines()[-1].replace("\x1b[0m", "")
 
 
-@SLOW
-def test_a_terminal_shows_a_live_line_without_colour_if_asked(tmp_path: Path, train: Path) -> None:
-    code, text = on_a_terminal(tmp_path, *FIT, "--steps", 40, "--out", "out", NO_COLOR="1")
-    assert code == 0
-    assert "\x1b[2K" in text  # a line that is drawn anew
-    assert "40/40" in text
-    assert "\x1b[3" not in text  # no colour
-    assert "memory" in text
-
-
 REFUSES = """
 import socket
 def refuse(*_, **__):

@@ -1,6 +1,6 @@
 """Ranks for tests: processes forked from one warm server, which meet at a store that outlives them.
 
-Importing torch and DDP takes seconds, and a fork of a process that has imported them takes none. The server
+Importing torch takes seconds, and a fork of a process that has imported them takes none. The server
 never runs backward, after which a fork cannot train. It keeps the store, as torchrun's agent does.
 """
 
@@ -101,9 +101,7 @@ def rank_server() -> Iterator[RankServer]:
 
 def _serve(connection: Connection) -> None:
     import torch
-    import torch._dynamo  # DDP imports it, in 5 seconds
     import torch.distributed.checkpoint
-    from torch.nn.parallel import DistributedDataParallel  # noqa: F401
 
     # What a run imports when it first needs it.
     import autobatch.api
