@@ -20,7 +20,7 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.setup.session import Session
 from autobatch.setup.setup import Setup
 from autobatch.step.gradients import Optimizers
-from autobatch.step.train_state import StepSettings, build_train_state
+from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.training.batchnorm import batch_norms
 from autobatch.training.loop import Loop
 from autobatch.training.noise_scale import NoiseScale
@@ -115,38 +115,72 @@ def open_loop(
         InputError: a part of the workload is invalid, or raised on the first validation samples.
     """
     ranks, scanned = ranks or Ranks(), setup
-    setup = on_stream(setup, sampler)
     loading = setup.workload.loading
-    is_stream = isinstance(sampler, StreamSampler)  # which seeds no samples
-    fed = feed_options(plan, options, loading, None if is_stream else seeded_before, note)
     if isinstance(sampler, StreamSampler):
+        # The data are the whole stream, and not its first samples; nothing seeds them one by one.
+        setup = replace(setup, workload=replace(setup.workload, train_data=sampler.view))
+        fed = feed_options(plan, options, loading, None, note)
         sampler.view.read_with(**stream_workers(fed, loading))
+    else:
+        fed = feed_options(plan, options, loading, seeded_before, note)
+    device, workload, train = setup.device, setup.workload, options.train
     split = split_of(setup, plan, ranks)
-    gpu = gpu_of(setup.device, plan.knobs, loading)
+    gpu = gpu_of(device, plan.knobs, loading)
     with (
-        setup.device.training() as meter,
-        open_feed(setup.workload, sampler.batches, gpu=gpu, split=split, **fed) as feed,
+        device.training() as meter,
+        open_feed(workload, sampler.batches, gpu=gpu, split=split, **fed) as feed,
     ):
-        loop = _build_loop(setup, plan, options, sampler, meter=meter, ranks=ranks)
-        loop.feed, loop.split = feed, split
-        loop.micro_batch = limit_of_rank(ranks, plan)
-        loop.engine = open_engine(ranks, plan, split, loop.train_state, lambda: filler_of(scanned))
-        if loop.train_state.shared is None:
-            loop.engine.broadcast([*loop.train_state.model.parameters(), *loop.train_state.model.buffers()])
+        seed_everything(options.device.seed)
+        train_state = _open_train_state(setup, plan, options, meter, ranks)
+        engine = open_engine(ranks, plan, split, train_state, lambda: filler_of(scanned))
+        if train_state.shared is None:
+            engine.broadcast([*train_state.model.parameters(), *train_state.model.buffers()])
         if ranks.rank:
             seed_rank(options.device.seed, ranks.rank)
-        sanity_check_validation(setup.workload, loop.train_state, device=setup.device, meter=meter)
-        if setup.device.allocator_config is not None:
+        is_cpu = train_state.device.type == "cpu"
+        loop = Loop(
+            workload=workload,
+            train_state=train_state,
+            sampler=sampler,
+            device=device,
+            meter=meter,
+            micro_batch=limit_of_rank(ranks, plan),
+            split=split,
+            engine=engine,
+            feed=feed,
+            schedules=_build_schedules(workload, train_state.optimizers, sampler),
+            on_nonfinite=train.on_nonfinite,
+            warmup_samples=train.warmup_samples,
+            rescaled_norms=batch_norms(train_state.model) if train.bn_momentum == "auto" else [],
+            times=PhaseTimes(
+                new_event=None if is_cpu else lambda: torch.Event(train_state.device, enable_timing=True)
+            ),
+        )
+        sanity_check_validation(workload, train_state, device=device, meter=meter)
+        if device.allocator_config is not None:
             # A probe starts with an empty cache, and so does the first step.
-            setup.device.release()
+            device.release()
         yield loop
 
 
-def on_stream(setup: Setup, sampler: GlobalBatchSampler) -> Setup:
-    """Return a setup whose data are the whole stream, if the run reads one, and not its first samples."""
-    if not isinstance(sampler, StreamSampler):
-        return setup
-    return replace(setup, workload=replace(setup.workload, train_data=sampler.view))
+def _open_train_state(setup: Setup, plan: Plan, options: Options, meter: Meter, ranks: Ranks) -> TrainState:
+    """Place the model on the device of this rank, and build what its steps need."""
+    meter.mark("setup")
+    device = setup.device.torch_device
+    model, shared = model_of_ranks(ranks, plan, setup.model, device)
+    meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
+    settings = StepSettings(
+        precision=plan.precision,
+        gradient_dtype=plan.gradient_dtype,
+        max_grad_norm=options.train.max_grad_norm,
+        ema=options.train.ema,
+        knobs=plan.knobs,
+        world=1 if shared else plan.world_size,
+    )
+    train_state = build_train_state(setup.workload, model, device, settings, learning_rate=plan.learning_rate)
+    if shared is not None:
+        shared.attach(train_state)
+    return train_state
 
 
 def split_of(setup: Setup, plan: Plan, ranks: Ranks) -> Split:
@@ -185,58 +219,6 @@ def order_changes(setup: Setup, plan: Plan, sampler: GlobalBatchSampler) -> list
     if sizes is None or digest_of(sizes) != plan.run_order.digest:
         changes.append("sizes of the samples")
     return changes
-
-
-def _build_loop(
-    setup: Setup,
-    plan: Plan,
-    options: Options,
-    sampler: GlobalBatchSampler,
-    *,
-    meter: Meter,
-    ranks: Ranks,
-) -> Loop:
-    workload = setup.workload
-    seed_everything(options.device.seed)
-    meter.mark("setup")
-    model, shared = model_of_ranks(ranks, plan, setup.model, setup.device.torch_device)
-    meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
-    train_state = build_train_state(
-        workload,
-        model,
-        setup.device.torch_device,
-        StepSettings(
-            precision=plan.precision,
-            gradient_dtype=plan.gradient_dtype,
-            max_grad_norm=options.train.max_grad_norm,
-            ema=options.train.ema,
-            knobs=plan.knobs,
-            world=1 if shared else plan.world_size,
-        ),
-        learning_rate=plan.learning_rate,
-    )
-    if shared is not None:
-        shared.attach(train_state)
-    return Loop(
-        workload=workload,
-        train_state=train_state,
-        sampler=sampler,
-        device=setup.device,
-        meter=meter,
-        micro_batch=plan.micro_batch,
-        schedules=_build_schedules(workload, train_state.optimizers, sampler),
-        on_nonfinite=options.train.on_nonfinite,
-        warmup_samples=options.train.warmup_samples,
-        rescaled_norms=batch_norms(train_state.model) if options.train.bn_momentum == "auto" else [],
-        times=_phase_times(train_state.device),
-    )
-
-
-def _phase_times(device: torch.device) -> PhaseTimes:
-    """Return the timer of a run: events of a GPU, or the clock of the host."""
-    if device.type == "cpu":
-        return PhaseTimes()
-    return PhaseTimes(new_event=lambda: torch.Event(device, enable_timing=True))
 
 
 def _build_schedules(

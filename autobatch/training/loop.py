@@ -60,7 +60,7 @@ HOST_SHARE = 0.25
 
 @dataclass(kw_only=True)
 class Loop:
-    """A training run between two steps; `autobatch.training.loop_state` captures all that a resume needs."""
+    """A training run between two steps; `autobatch.training.resume` captures all that a resume needs."""
 
     workload: Workload
     train_state: TrainState

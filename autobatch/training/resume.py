@@ -1,20 +1,37 @@
-"""Checks before a resume, that the checkpoint holds a run, and that this run is the same."""
+"""State of a run in a checkpoint: captured from the loop, checked, and restored if the run is the same.
+
+Counters in a checkpoint:
+
+- ``batches_seen``: batches trained so far, whether their step was applied or not.
+- ``steps_applied``: optimizer steps among them; the others are the ``skipped_steps`` of a run's summary.
+- ``skipped_steps_in_a_row``: steps skipped since the last applied one because they were not finite.
+- ``oom_recoveries``: batches that ran again in smaller micro-batches.
+
+``limits`` has the largest micro-batch of each rank, which shrinks with each recovery, and ``random`` the
+state of its generators.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import torch
 from msgspec import Meta
+from torch import Tensor, nn
 
-from autobatch.core.errors import CheckpointError, DoesNotFitError, InputError
+from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitError, InputError
 from autobatch.core.options import Options
 from autobatch.core.records import Plan
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
 from autobatch.distributed.ranks import Ranks
+from autobatch.step.ema import load_average
+from autobatch.step.tensors import is_sharded
+from autobatch.step.train_state import TrainState
 from autobatch.training.checkpoint import (
     MANIFEST,
     Loaded,
@@ -23,11 +40,20 @@ from autobatch.training.checkpoint import (
     list_checkpoints,
     load_newest,
 )
+from autobatch.training.loop import Loop
 from autobatch.training.run_folder import CHECKPOINTS
-from autobatch.training.state_file import STATE
+from autobatch.training.state_file import STATE, replace_sharded, sharded_tensors
 from autobatch.workload.data_digest import DataDigest
+from autobatch.workload.nested import tensors_of
 from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler, LastBatch, order_digest
-from autobatch.workload.rng import random_state_of
+from autobatch.workload.rng import (
+    capture_random_state,
+    plain_random_state,
+    random_state_of,
+    restore_random_state,
+    seed_rank,
+)
+from autobatch.workload.streams import stream_state
 
 _Count = Annotated[int, Meta(ge=0)]
 _Positive = Annotated[int, Meta(ge=1)]
@@ -66,7 +92,7 @@ class _Facts(msgspec.Struct):
 
 
 class _Counters(msgspec.Struct):
-    """See `autobatch.training.loop_state`."""
+    """The counters of a loop."""
 
     batches_seen: _Count
     steps_applied: _Count
@@ -75,7 +101,7 @@ class _Counters(msgspec.Struct):
 
 
 class _State(msgspec.Struct):
-    """The part of a state whose form does not depend on the workload; see `loop_state.capture_loop`."""
+    """The part of a state whose form does not depend on the workload; see `capture_loop`."""
 
     counters: _Counters
     model: dict[str, Any]
@@ -88,6 +114,185 @@ class _State(msgspec.Struct):
     noise: dict[str, Any]
     random: list[dict[str, Any]]
     limits: list[_Positive]
+
+
+def capture_loop(loop: Loop) -> dict[str, Any]:
+    """Return everything that the rest of a run depends on, between two steps; all ranks call it."""
+    train_state = loop.train_state
+    return {
+        "model": train_state.model.state_dict(),
+        "buffers": _unsaved_buffers(train_state.model),
+        "names": _parameter_names(train_state),
+        "optimizers": [optimizer.state_dict() for optimizer in train_state.optimizers],
+        "schedules": [schedule.state_dict() for schedule in loop.schedules],
+        "scaler": None if train_state.scaler is None else train_state.scaler.state_dict(),
+        "average": None if train_state.average is None else train_state.average.state_dict(),
+        "items_per_sample": train_state.items_per_sample,
+        "noise": loop.noise.state_dict(),
+        "stream": stream_state(loop.workload.train_data),
+        "random": loop.engine.ranks.gather(plain_random_state()),
+        "limits": loop.limits,
+        "counters": {
+            "batches_seen": loop.batches_seen,
+            "steps_applied": loop.steps_applied,
+            "oom_recoveries": loop.oom_recoveries,
+            "skipped_steps_in_a_row": loop.skipped_steps_in_a_row,
+        },
+    }
+
+
+def restore_loop(
+    loop: Loop, state: Mapping[str, Any], *, same_hardware: bool, folder: Path | None = None
+) -> None:
+    """Restore a state that `capture_loop` returned.
+
+    Args:
+        loop: a loop of the same workload.
+        state: what `capture_loop` returned.
+        same_hardware: also restore the micro-batch and the random states of the GPUs, so that the rest of the
+            run is bit-exact. Otherwise the loop keeps its micro-batch, and the batches are still the same.
+        folder: of the checkpoint, which may have a part of the state; None if it has none.
+
+    Raises:
+        InputError: the state belongs to another model, optimizer or schedule.
+        DoesNotFitError: memory runs out while it is restored.
+    """
+    try:
+        _restore_train_state(loop, _with_shards(loop, state, folder))
+        _restore_random(loop, state, same_hardware=same_hardware)
+    except AutobatchError:
+        raise
+    except Exception as error:  # a user's optimizer or schedule may raise anything
+        if is_oom(error):
+            raise DoesNotFitError(_not_enough_memory(loop, state, error)) from error
+        raise InputError(
+            f"the checkpoint was written with another model, optimizer or schedule ({first_line(error)}). "
+            "Give the same workload, or start without --resume"
+        ) from error
+    counters = state["counters"]
+    loop.batches_seen = counters["batches_seen"]
+    loop.steps_applied = counters["steps_applied"]
+    loop.oom_recoveries = counters["oom_recoveries"]
+    loop.skipped_steps_in_a_row = counters["skipped_steps_in_a_row"]
+    if same_hardware:
+        loop.limits = state["limits"]
+
+
+def _parameter_names(train_state: TrainState) -> dict[str, Any]:
+    """Return the names of the parameters that optimizers and the average know by number."""
+    known = {parameter: name for name, parameter in train_state.model.named_parameters()}
+
+    def names_of(parameters: Iterable[Tensor]) -> list[str]:
+        return [known.get(one, f"parameter-{number}") for number, one in enumerate(parameters)]  # type: ignore[call-overload]
+
+    return {
+        "optimizers": [
+            names_of(p for group in optimizer.param_groups for p in group["params"])
+            for optimizer in train_state.optimizers
+        ],
+        "average": names_of(train_state.parameters),
+    }
+
+
+def _with_shards(loop: Loop, state: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
+    """Return a state with all of its tensors, sharded as those of the loop.
+
+    Args:
+        loop: the loop that is going to be restored.
+        state: of the checkpoint.
+        folder: of the checkpoint; None if the state has all tensors.
+    """
+    wanted, mesh = sharded_tensors(state), loop.engine.mesh
+    if not wanted and mesh is None:
+        return state
+    # Only here: one process needs no torch.distributed.
+    from autobatch.distributed.sharding.state import read_shards, shard_like, sharded_parameters
+
+    if wanted:
+        assert folder is not None
+        # The weights are read in place.
+        forms = {name: (one.shape, one.dtype, one.dim) for name, one in wanted.items()}
+        tensors = read_shards(folder, forms, mesh=mesh, into=sharded_parameters(loop.train_state))
+        state = replace_sharded(dict(state), lambda one: tensors[one.name])
+    return state if mesh is None else shard_like(loop.train_state, state, mesh)
+
+
+def _restore_random(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -> None:
+    """Restore the random states of this rank, or seed it anew if the checkpoint has no such rank."""
+    rank, of_ranks = loop.engine.ranks.rank, state["random"]
+    if rank >= len(of_ranks):
+        seed_rank(loop.sampler.seed, rank, state["counters"]["batches_seen"])
+        return
+    saved, current = random_state_of(of_ranks[rank]), capture_random_state()
+    cuda = saved.cuda if same_hardware and len(saved.cuda) == len(current.cuda) else []
+    restore_random_state(current._replace(**saved._replace(cuda=cuda)._asdict()))
+
+
+def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
+    train_state = loop.train_state
+    model = OrderedDict(state["model"])
+    # The versions of its modules, which a state dict has as an attribute.
+    model._metadata = train_state.model.state_dict()._metadata  # type: ignore[attr-defined]
+    train_state.model.load_state_dict(model)
+    _load_buffers(train_state.model, state["buffers"], train_state.device)
+    for optimizer, saved in zip(train_state.optimizers, state["optimizers"], strict=True):
+        _load_optimizer(optimizer, saved)
+    for schedule, saved in zip(loop.schedules, state["schedules"], strict=True):
+        schedule.load_state_dict(saved)
+    load_average(train_state.average, state["average"])
+    if train_state.scaler is not None and state["scaler"]:
+        train_state.scaler.load_state_dict(state["scaler"])
+    train_state.items_per_sample = state["items_per_sample"]
+    loop.noise.load_state_dict(state["noise"])
+
+
+def _not_enough_memory(loop: Loop, state: Mapping[str, Any], error: Exception) -> str:
+    shared = sum(one.nbytes for one in sharded_tensors(state).values())
+    own = shared if loop.engine.mesh is None else -(-shared // loop.engine.ranks.world)
+    size = sum(tensor.nbytes for tensor in tensors_of(dict(state))) + own
+    return (
+        f"not enough memory to resume: the state of the checkpoint takes {format_bytes(size)}, and the "
+        f"memory budget is {format_bytes(loop.device.budget_bytes)}: {first_line(error).rstrip('.')}. The "
+        "checkpoint is intact: free memory, or give a larger --memory-budget, then resume again"
+    )
+
+
+def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a state dict leaves out; a forward pass may change them too."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
+
+
+def _load_buffers(model: nn.Module, saved: Mapping[str, Tensor], device: torch.device) -> None:
+    for full_name, value in saved.items():
+        path, _, name = full_name.rpartition(".")
+        module = model.get_submodule(path)
+        buffer = module._buffers.get(name)
+        if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
+            buffer.copy_(value)
+        else:
+            module._buffers[name] = value.to(device)
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load optimizer state exactly, in the layout of its parameters.
+
+    torch would round float32 state of 16-bit parameters to 16 bits. Files keep no layout in memory, and fused
+    optimizers need that of the parameter.
+    """
+    optimizer.load_state_dict(saved)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for name, value in saved["state"].get(number, {}).items():
+            if not isinstance(value, Tensor):
+                continue
+            device = optimizer.state[parameter][name].device
+            if value.shape == parameter.shape and not is_sharded(value):
+                made = torch.empty_like(parameter.detach(), dtype=value.dtype, device=device)
+                optimizer.state[parameter][name] = made.copy_(value)
+            elif optimizer.state[parameter][name].dtype != value.dtype:
+                optimizer.state[parameter][name] = value.to(device, copy=True)
 
 
 def load_run_state(out: Path, ranks: Ranks | None = None) -> Loaded:
@@ -104,7 +309,7 @@ def load_run_state(out: Path, ranks: Ranks | None = None) -> Loaded:
     except Exception as error:
         if not is_oom(error):
             raise
-        raise DoesNotFitError(_not_enough_memory(folder, error)) from error
+        raise DoesNotFitError(_not_enough_host_memory(folder, error)) from error
     if loaded is None:
         raise InputError(f"--resume found no checkpoint in {folder}: start without --resume")
     return loaded
@@ -115,7 +320,7 @@ def check_content(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
 
     Args:
         path: its folder, whose name has the number of its batches.
-        state: what `autobatch.training.loop_state.capture_loop` returned.
+        state: what `capture_loop` returned.
         facts: what `autobatch.training.run.train_plan` stored beside it.
 
     Raises:
@@ -247,7 +452,7 @@ def changes_since_checkpoint(
     return changes
 
 
-def _not_enough_memory(folder: Path, error: Exception) -> str:
+def _not_enough_host_memory(folder: Path, error: Exception) -> str:
     path = list_checkpoints(folder)[-1]
     size = sum(file.stat().st_size for file in path.iterdir())
     return (

@@ -41,9 +41,8 @@ from autobatch.training.build import open_loop, split_of
 from autobatch.training.checkpoint import Loaded, available_host_memory, list_checkpoints, save_checkpoint
 from autobatch.training.export import check_exportable, export_weights
 from autobatch.training.loop import Loop
-from autobatch.training.loop_state import capture_loop, restore_loop
 from autobatch.training.metrics import TENSORBOARD, Metrics, RunTotals, open_tensorboard, rewind_metrics
-from autobatch.training.resume import data_order_facts
+from autobatch.training.resume import capture_loop, data_order_facts, restore_loop
 from autobatch.training.run_folder import CHECKPOINTS, METRICS, OOM_FILE, RunFiles
 from autobatch.training.split_check.check import FirstBatch, check_loss_splits
 from autobatch.training.state_file import pack

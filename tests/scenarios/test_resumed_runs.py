@@ -12,7 +12,7 @@ import autobatch
 from autobatch.core.errors import DoesNotFitError, InputError, NonFiniteError, RestartSmallerError
 from autobatch.core.progress import Progress
 from autobatch.training.checkpoint import load_newest
-from autobatch.training.loop_state import restore_loop
+from autobatch.training.resume import restore_loop
 from autobatch.training.run import train
 from tests.support.faults import Fault, Watching, plain
 from tests.support.runs import HINT, STEPS, ActingAfter, open_loop, resume, rows, saved_steps, settings

@@ -9,7 +9,7 @@ import torch
 
 from autobatch.core.progress import Progress
 from autobatch.training.checkpoint import load_newest
-from autobatch.training.loop_state import restore_loop
+from autobatch.training.resume import restore_loop
 from autobatch.training.run import train
 from autobatch.workload.loader import open_feed
 from tests.support.faults import Fault, Watching

@@ -10,7 +10,7 @@ import torch
 from autobatch.core.progress import Progress
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.training.checkpoint import load_newest
-from autobatch.training.loop_state import restore_loop
+from autobatch.training.resume import restore_loop
 from autobatch.training.run import train
 from autobatch.training.run_folder import RunFiles
 from tests.support.faults import Fault, Quick, Watching

@@ -17,8 +17,7 @@ from autobatch.planning import make_plan
 from autobatch.training import checkpoint
 from autobatch.training.checkpoint import load_newest, read_manifest, save_checkpoint, write_manifest
 from autobatch.training.loop import Loop
-from autobatch.training.loop_state import capture_loop
-from autobatch.training.resume import data_order_facts
+from autobatch.training.resume import capture_loop, data_order_facts
 from autobatch.training.state_file import pack, read_state, write_state
 
 TENSORS = "state-00001.safetensors"

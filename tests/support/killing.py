@@ -26,7 +26,7 @@ import torch
 
 from autobatch.core.progress import Progress
 from autobatch.training.checkpoint import clean_leftovers, load_newest
-from autobatch.training.loop_state import restore_loop
+from autobatch.training.resume import restore_loop
 from autobatch.training.run import train
 from autobatch.training.run_folder import CHECKPOINTS, METRICS, RunFiles
 from autobatch.workload.loader import open_feed

@@ -12,7 +12,7 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import StepRecord, Training
 from autobatch.training.checkpoint import list_checkpoints, load_newest
 from autobatch.training.loop import Loop
-from autobatch.training.loop_state import restore_loop
+from autobatch.training.resume import restore_loop
 from autobatch.training.run import train
 from autobatch.training.run_folder import RunFiles
 from autobatch.workload.contract import Workload

@@ -19,7 +19,7 @@ from autobatch.distributed.sharding.model import Sharding
 from autobatch.distributed.sharding.state import map_leaves
 from autobatch.step.train_step import train_step
 from autobatch.training.loop import Loop
-from autobatch.training.loop_state import capture_loop
+from autobatch.training.resume import capture_loop
 from autobatch.workload.contract import Workload
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.split import Split

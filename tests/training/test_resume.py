@@ -17,8 +17,8 @@ from autobatch.core.units import GiB, format_bytes
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan
 from autobatch.training.checkpoint import Loaded, is_valid, load_newest, save_checkpoint
-from autobatch.training.loop_state import capture_loop
 from autobatch.training.resume import (
+    capture_loop,
     changes_since_checkpoint,
     check_content,
     check_same_data_order,

@@ -24,7 +24,7 @@ from autobatch.training.checkpoint import (
     save_checkpoint,
 )
 from autobatch.training.loop import Loop
-from autobatch.training.loop_state import capture_loop, restore_loop
+from autobatch.training.resume import capture_loop, restore_loop
 from autobatch.training.state_file import STATE
 from tests.support.checkpoints import MANIFEST, TENSORS, leftovers, save
 from tests.support.rank_server import RankServer

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
 from autobatch.training import state_file
-from autobatch.training.loop_state import capture_loop
+from autobatch.training.resume import capture_loop
 from autobatch.training.state_file import STATE, pack, read_state, write_state
 from tests.support.training import make_loop, make_workload
 

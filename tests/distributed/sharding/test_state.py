@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autobatch.distributed.sharding.state import shard_like
-from autobatch.training.loop_state import capture_loop
+from autobatch.training.resume import capture_loop
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.sharded_loops import block_workload, sharded_loop, step_together

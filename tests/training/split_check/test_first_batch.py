@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from autobatch.core.errors import InputError
-from autobatch.training.loop_state import capture_loop
+from autobatch.training.resume import capture_loop
 from autobatch.training.split_check import check as checks
 from autobatch.training.split_check.check import FirstBatch, examine_loss
 from autobatch.training.split_check.compare import Finding

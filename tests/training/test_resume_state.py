@@ -13,7 +13,7 @@ import torch
 
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.training.checkpoint import load_newest, save_checkpoint
-from autobatch.training.loop_state import capture_loop, restore_loop
+from autobatch.training.resume import capture_loop, restore_loop
 from autobatch.training.state_file import pack
 from tests.support.faults import Fault
 from tests.support.kinds import RUNS, adamw
