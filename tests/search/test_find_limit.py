@@ -64,23 +64,26 @@ def test_the_error_names_the_reason_if_a_single_sample_cannot_run() -> None:
     assert autobatch.probe(work(normalised), device="cpu", memory_budget=str(least)).micro_batch >= 2
 
 
-def test_the_data_set_caps_the_micro_batch() -> None:
-    found = autobatch.probe(work(train_data=vectors(5)), device="cpu", memory_budget="1GiB")
-    assert (found.micro_batch, found.limited_by, found.upper_bound_by) == (5, "dataset", "cap")
-    assert autobatch.probe(work(train_data=vectors(1)), device="cpu").micro_batch == 1
-
-
-@pytest.mark.parametrize("cap", [1, 2, 7])
-def test_a_cap_is_reached_and_not_exceeded(cap: int) -> None:
-    result, listener = probed(work(), max_micro_batch=cap)
-    assert (result.probe.micro_batch, result.probe.limited_by) == (cap, "max_micro_batch")
-    assert max(listener.sizes) == cap
-
-
-def test_the_target_batch_caps_the_micro_batch() -> None:
-    options = as_options("plan", device="cpu", memory_budget="1GiB", target_batch=3)
-    result = run_command(Call(workload=work(), options=options))
-    assert (result.probe.micro_batch, result.probe.limited_by) == (3, "target_batch")
+@pytest.mark.parametrize(
+    ("samples", "options", "answer"),
+    [
+        (5, {}, (5, "dataset")),
+        (1, {}, (1, "dataset")),
+        (9, {"max_micro_batch": 1}, (1, "max_micro_batch")),
+        (9, {"max_micro_batch": 7, "target_batch": 8}, (7, "max_micro_batch")),
+        (9, {"max_micro_batch": 10, "target_batch": 3}, (3, "target_batch")),
+    ],
+)
+def test_the_smallest_cap_is_reached_and_not_exceeded(samples: int, options: dict, answer: tuple) -> None:
+    command = "plan" if "target_batch" in options else "probe"
+    asked = as_options(command, device="cpu", memory_budget="1GiB", **options)
+    listener = Listener()
+    probe = run_command(
+        Call(workload=work(train_data=vectors(samples)), options=asked, progress=listener)
+    ).probe
+    assert (probe.micro_batch, probe.limited_by) == answer
+    assert probe.upper_bound_by == "cap"
+    assert max(listener.sizes) == answer[0]
 
 
 @pytest.mark.parametrize(("device", "budget"), [("cpu", "9KiB"), ("sim:t4", "2MiB")])

@@ -145,14 +145,6 @@ def test_a_run_that_ends_over_the_budget_corrects_the_trace() -> None:
     assert (len(machine.asked), machine.ooms) == (2, 1)
 
 
-def test_runs_correct_a_wrong_prediction() -> None:
-    """The events have half of the size that the memory has."""
-    machine = Machine(lambda size: 10 * size + 20, trace_of(lambda size: 5 * size + 10))
-    found = find(machine, 100_000)
-    assert found.micro_batch == (BUDGET - 20) // 10
-    assert found.upper_bound_by == "run"
-
-
 def test_the_largest_size_above_a_gap_is_taken() -> None:
     """As on torch's CUDA allocator, a smaller size does not fit although a larger one does."""
 
@@ -242,29 +234,20 @@ def test_the_time_limit_gives_the_largest_size_so_far() -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_an_interrupt_gives_the_largest_size_so_far(after: int) -> None:
+def test_an_interrupt_gives_the_largest_size_so_far_and_a_termination_none(after: int) -> None:
     machine = Machine(lambda size: size)
 
-    def run(size: int) -> Outcome:
+    def run(size: int, error: type[BaseException] = KeyboardInterrupt) -> Outcome:
         if len(machine.asked) == after:
-            raise KeyboardInterrupt
-        return machine.run(size)
-
-    found = search(run, cap=10**6, replay=Wrong(10, 1))
-    assert found.stopped_by == "interrupt"
-    assert found.micro_batch == max(machine.asked, default=0)
-
-
-def test_a_termination_is_raised() -> None:
-    machine = Machine(lambda size: size)
-
-    def run(size: int) -> Outcome:
-        if machine.asked:
-            raise Terminated
+            raise error
         return machine.run(size)
 
     with pytest.raises(Terminated):
-        search(run, cap=10**6, replay=Wrong(10, 1))
+        search(lambda size: run(size, Terminated), cap=10**6, replay=Wrong(10, 1))
+    machine.asked.clear()
+    found = search(run, cap=10**6, replay=Wrong(10, 1))
+    assert found.stopped_by == "interrupt"
+    assert found.micro_batch == max(machine.asked, default=0)
 
 
 def test_attempts_without_figures_are_bisected() -> None:
@@ -325,13 +308,10 @@ def test_a_multiple_that_is_given_is_kept() -> None:
     assert search(insisting(3, 500).run, cap=32, replay=Wrong(40, 1), multiple=3).micro_batch == 30
 
 
-def test_an_error_at_every_size_from_one_on_is_a_bound() -> None:
+def test_an_error_at_every_size_from_one_on_is_a_bound_and_at_every_size_is_raised() -> None:
     machine = insisting(1, 1000, most=76)
     found = search(machine.run, cap=500, replay=Wrong(300, 3))
     assert (found.micro_batch, found.multiple, found.upper_bound_by) == (76, 1, "error")
-
-
-def test_an_error_at_every_size_is_raised() -> None:
     with pytest.raises(AssertionError, match="is no multiple of 1000000"):
         search(insisting(10**6, 1000).run, cap=500, replay=Wrong(300, 3))
 
