@@ -51,8 +51,8 @@ from autobatch.footprint.predict import (
     program_on,
 )
 from autobatch.footprint.program import Program
-from autobatch.footprint.remedies import find_remedies, in_words
 from autobatch.footprint.single_sizes import in_proportion
+from autobatch.footprint.suggestions import find_suggestions, in_words
 from autobatch.footprint.tracing.apart import run_apart, run_in_copies
 from autobatch.planning import make_plan
 from autobatch.report.result import Estimates
@@ -276,7 +276,7 @@ class Estimator:
             return []
         with arranged(layout) as how:
             setting, trace = self.traces.setting(capability, how), self.traces.tracer(layout, capability)
-            found = find_remedies(setting, step, spending, trace=trace)
+            found = find_suggestions(setting, step, spending, trace=trace)
         others = []
         if layout.parallel == "replicate":
             may_share = layout.world > 1 and not self._sees_batch

@@ -14,7 +14,7 @@ from autobatch.device.base import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.profiles import HardwareProfile, list_profiles, load_profile
 from autobatch.device.simulated import context_bytes
 from autobatch.footprint.predict import gpu_allocator
-from autobatch.footprint.remedies import NATIVE_BF16, Spending
+from autobatch.footprint.suggestions import NATIVE_BF16, Spending
 
 LARGEST = 2**31 - 1
 """The largest micro-batch of any search, for a step whose memory does not grow."""

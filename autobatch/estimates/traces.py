@@ -25,8 +25,8 @@ from autobatch.device.oom import first_line, is_oom
 from autobatch.estimates.gpus import precision_on
 from autobatch.footprint.depth import DeepFootprint, deep_footprint, is_deep, record_few
 from autobatch.footprint.fit import Footprint, notes_on
-from autobatch.footprint.remedies import NATIVE_BF16, OF_THE_OPTIMIZER, Trace, changes_of
 from autobatch.footprint.single_sizes import record_single_sizes
+from autobatch.footprint.suggestions import NATIVE_BF16, OF_THE_OPTIMIZER, Trace, changes_of
 from autobatch.footprint.tracing.apart import run_in_copies
 from autobatch.footprint.tracing.recording import Recording
 from autobatch.footprint.tracing.trace_step import Arrange, Setting

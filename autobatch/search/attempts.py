@@ -25,7 +25,7 @@ from autobatch.device.oom import loses_context
 from autobatch.footprint.explain import explain
 from autobatch.footprint.fit import Footprint
 from autobatch.footprint.program import Untraceable
-from autobatch.footprint.remedies import in_words
+from autobatch.footprint.suggestions import in_words
 from autobatch.setup.attempt import Outcome, attempt
 from autobatch.setup.child import ChildCrashed
 from autobatch.setup.session import Session, SetupProcess

@@ -14,7 +14,7 @@ from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.explain import memory_curve, predicted_points
 from autobatch.footprint.fit import Footprint
 from autobatch.footprint.program import Program, TooLong, Untraceable
-from autobatch.footprint.remedies import Spending, find_remedies
+from autobatch.footprint.suggestions import Spending, find_suggestions
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.setup.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS
 from autobatch.setup.setup import Setup, SetupInfo, describe_setup, new_allocator
@@ -91,7 +91,7 @@ def remedies_of(setup: Setup, step: Footprint | None) -> list[Remedy]:
     )
     setting = setting_of(setup)
     with preserved_random_state():
-        return find_remedies(setting, step or _trace(setting), spending)
+        return find_suggestions(setting, step or _trace(setting), spending)
 
 
 def predicted_memory(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from autobatch.device.allocator.trace import FREE, replay
 from autobatch.footprint.fit import footprint
@@ -13,16 +12,6 @@ from autobatch.footprint.tracing.trace_mode import Recorder
 from autobatch.footprint.tracing.trace_step import new_mode, record
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from tests.support.step_workloads import WORKLOADS, make, perceptron, setting, setup
-
-
-@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"])
-def test_losses_as_large_as_their_input(name):
-    def loss(model, batch):
-        y = model(batch[0]).sigmoid()
-        return getattr(nn.functional, name)(y, torch.zeros_like(y).expand(y.shape))
-
-    one = setup(make(WORKLOADS["perceptron"]().model, loss=loss))
-    assert record(setting(one, steps=ATTEMPT_STEPS), 7).trace == attempt(one, 7).trace.canonical()
 
 
 def test_fp16_steps_without_an_overflow():
@@ -105,24 +94,6 @@ def test_values_let_a_step_succeed():
 
     recorded(run)
     assert answers == [0.5, False, 1]
-
-
-def test_distributions_accept_their_arguments():
-    def loss(model, batch):
-        chosen = torch.distributions.Normal(model(batch[0]), torch.ones(5))
-        return -chosen.log_prob(chosen.rsample().detach()).mean()
-
-    one = setup(make(perceptron, loss=loss))
-    assert record(setting(one, steps=ATTEMPT_STEPS), 7).trace == attempt(one, 7).trace.canonical()
-
-
-def test_a_learning_rate_may_be_a_tensor():
-    def adam(params, learning_rate):
-        return torch.optim.Adam(params, lr=torch.tensor(learning_rate))
-
-    one = setup(make(perceptron, optimizer=adam))
-    assert record(setting(one, steps=ATTEMPT_STEPS), 7).trace == attempt(one, 7).trace.canonical()
-    assert record(setting(one, capability=(8, 0)), 7).trace.events
 
 
 def test_a_repetition_is_refused_if_memory_has_grown():

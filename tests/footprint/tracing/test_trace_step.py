@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from autobatch.device.allocator.trace import FREE, replay
 from autobatch.footprint.tracing.trace_mode import Recorder
 from autobatch.footprint.tracing.trace_step import fake_batch, fake_model, new_mode, record
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
-from tests.support.step_workloads import WORKLOADS, Transformer, make, setting, setup, sgd
+from tests.support.step_workloads import WORKLOADS, Transformer, make, perceptron, setting, setup, sgd
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -42,23 +43,51 @@ def test_a_steady_step_is_not_run_twice(name, precision, monkeypatch):
     assert len(forwards) == 3 + 5
 
 
-def test_a_step_that_keeps_memory_is_run():
-    """A model that keeps its inputs grows from step to step."""
+class Collector(nn.Module):
+    """A model that keeps its inputs, and so grows from step to step."""
 
-    class Collector(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(432, 5)
-            self.seen = []
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(432, 5)
+        self.seen = []
 
-        def forward(self, x):
-            self.seen.append(x * 2)
-            return self.layer(x.flatten(1))
+    def forward(self, x):
+        self.seen.append(x * 2)
+        return self.layer(x.flatten(1))
 
-    one = setup(make(Collector))
-    ran = attempt(one, 3)
-    one.model.seen.clear()
-    assert record(setting(one, steps=ATTEMPT_STEPS), 3).trace == ran.trace.canonical()
+
+def loss_of_elements(name):
+    """Return a loss whose result has a storage as large as its input."""
+
+    def loss(model, batch):
+        y = model(batch[0]).sigmoid()
+        return getattr(nn.functional, name)(y, torch.zeros_like(y).expand(y.shape))
+
+    return loss
+
+
+def loss_of_samples(model, batch):
+    chosen = torch.distributions.Normal(model(batch[0]), torch.ones(5))
+    return -chosen.log_prob(chosen.rsample().detach()).mean()
+
+
+LOSSES = ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
+UNUSUAL = {
+    **{name: partial(make, perceptron, loss=loss_of_elements(name)) for name in LOSSES},
+    "distribution": partial(make, perceptron, loss=loss_of_samples),
+    "rate in a tensor": partial(
+        make, perceptron, optimizer=lambda params, rate: torch.optim.Adam(params, lr=torch.tensor(rate))
+    ),
+    "model that keeps its inputs": partial(make, Collector),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_records_every_event_of_unusual_steps(name):
+    ran = attempt(setup(UNUSUAL[name]()), 7)
+    one = setup(UNUSUAL[name]())
+    assert record(setting(one, steps=ATTEMPT_STEPS), 7).trace == ran.trace.canonical()
+    assert record(setting(one, capability=(8, 0)), 7).trace.events
 
 
 @pytest.mark.parametrize("capability", [None, (8, 0)])

@@ -1,12 +1,12 @@
-"""Events that repeat from layer to layer."""
+"""Events of a deep model that repeat from layer to layer, by hand."""
 
 from __future__ import annotations
 
 import pytest
 
+from autobatch.footprint.depth import Event, Run, deepen, events_of, footprint_of
 from autobatch.footprint.fit import footprint
 from autobatch.footprint.program import Polynomial, Untraceable
-from autobatch.footprint.repeat_layers import Event, Run, deepen, events_of, footprint_of
 from autobatch.footprint.tracing.recording import Product
 from tests.support.step_workloads import WORKLOADS, setting, setup
 

@@ -1,4 +1,4 @@
-"""Remedies, against workloads that are written that way and against real runs."""
+"""Suggestions, against workloads that are written that way and against real runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
-from autobatch.footprint import remedies
+from autobatch.footprint import suggestions
 from autobatch.footprint.fit import footprint
 from autobatch.footprint.largest import Fitting
 from autobatch.footprint.program import Polynomial
-from autobatch.footprint.remedies import Spending, find_remedies, in_words
+from autobatch.footprint.suggestions import Spending, find_suggestions, in_words
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, setting, setup, token_loss
 
@@ -60,9 +60,9 @@ def by_name(found: list[Remedy]) -> dict[str, Remedy]:
     return {one.name: one for one in found}
 
 
-def test_a_remedy_equals_a_workload_written_that_way(traced):
+def test_a_suggestion_equals_a_workload_written_that_way(traced):
     one, step = traced
-    found = find_remedies(one, step, on_gpu(BUDGET))
+    found = find_suggestions(one, step, on_gpu(BUDGET))
     assert [r.micro_batch for r in found] == sorted((r.micro_batch for r in found), reverse=True)
     now = Fitting([step.program], lambda: CachingAllocator(BUDGET)).largest(5000)
     assert all(r.micro_batch >= now for r in found)
@@ -86,10 +86,10 @@ def test_a_remedy_equals_a_workload_written_that_way(traced):
         assert known[name][0] <= now, name
 
 
-def test_a_remedy_on_the_cpu_really_runs():
+def test_a_suggestion_on_the_cpu_really_runs():
     real = setup(deep(), budget=8 * MiB)
     one = setting(real, steps=ATTEMPT_STEPS)
-    found = by_name(find_remedies(one, footprint(one), on_cpu(8 * MiB)))
+    found = by_name(find_suggestions(one, footprint(one), on_cpu(8 * MiB)))
     assert "fused" not in found
     assert "expandable_segments" not in found
     changed = replace(real, knobs={"checkpointing": "full"})
@@ -101,21 +101,21 @@ def test_a_remedy_on_the_cpu_really_runs():
     assert not attempt(real, size).attempt.fits
 
 
-def test_bf16_is_no_remedy_on_a_gpu_without_it():
+def test_bf16_is_no_suggestion_on_a_gpu_without_it():
     one = setting(setup(WORKLOADS["perceptron"]()))
-    names = [name for name, _, _ in remedies.changes_of(replace(one, capability=(7, 0)))]
+    names = [name for name, _, _ in suggestions.changes_of(replace(one, capability=(7, 0)))]
     assert "bf16" not in names
-    assert "bf16" in [name for name, _, _ in remedies.changes_of(replace(one, capability=(8, 0)))]
+    assert "bf16" in [name for name, _, _ in suggestions.changes_of(replace(one, capability=(8, 0)))]
 
 
-def test_a_remedy_that_cannot_be_traced_is_left_out(traced, monkeypatch):
+def test_a_suggestion_that_cannot_be_traced_is_left_out(traced, monkeypatch):
     one, step = traced
 
     def fail(*_, **__):
-        raise remedies.Untraceable
+        raise suggestions.Untraceable
 
-    monkeypatch.setattr(remedies, "deep_footprint", fail)
-    assert set(by_name(find_remedies(one, step, on_gpu(BUDGET)))) <= {"expandable_segments"}
+    monkeypatch.setattr(suggestions, "deep_footprint", fail)
+    assert set(by_name(find_suggestions(one, step, on_gpu(BUDGET)))) <= {"expandable_segments"}
 
 
 def test_a_change_of_the_optimizer_is_traced_only_if_its_memory_matters(traced):
@@ -127,7 +127,7 @@ def test_a_change_of_the_optimizer_is_traced_only_if_its_memory_matters(traced):
         names.append(name)
         return step
 
-    find_remedies(one, step, on_gpu(10**9, cap=500), trace=trace)
+    find_suggestions(one, step, on_gpu(10**9, cap=500), trace=trace)
     assert "checkpointing" in names
     assert "fused" not in names
 
@@ -158,12 +158,12 @@ def test_changes_are_combined_if_none_suffices_alone():
         return in_quarters(step, quarters[name])
 
     peak = replay(step.program.at(1), CountingAllocator()).peak_allocated_bytes
-    [found] = find_remedies(one, step, on_cpu(0.4 * peak), trace=trace)
+    [found] = find_suggestions(one, step, on_cpu(0.4 * peak), trace=trace)
     assert (found.name, found.micro_batch > 0) == ("bf16+gradient_dtype", True)
     assert asked[-1] == ("bf16+gradient_dtype", "bf16", "weights")
-    [found] = find_remedies(one, step, on_cpu(0.2 * peak), trace=trace)
+    [found] = find_suggestions(one, step, on_cpu(0.2 * peak), trace=trace)
     assert (found.name, found.micro_batch) == ("bf16+gradient_dtype", 0)
-    some = find_remedies(one, step, on_cpu(0.6 * peak), trace=trace)
+    some = find_suggestions(one, step, on_cpu(0.6 * peak), trace=trace)
     assert [(remedy.name, remedy.micro_batch > 0) for remedy in some] == [
         ("gradient_dtype", True),
         ("bf16", False),
@@ -178,15 +178,15 @@ def test_two_peaks_of_one_height_are_lowered_together(traced):
     def trace(name, _):
         return in_quarters(step, 1 if {"checkpointing", "fused"} <= set(name.split("+")) else 4)
 
-    [found] = find_remedies(one, step, on_cpu(0.5 * peak), trace=trace)
+    [found] = find_suggestions(one, step, on_cpu(0.5 * peak), trace=trace)
     assert (found.name, found.micro_batch > 0) == ("checkpointing+fused", True)
     assert (
         found.advice == "activation checkpointing of the repeated blocks and a fused optimizer (fused=True)"
     )
-    assert find_remedies(one, step, on_cpu(0.1 * peak), trace=trace) == []
+    assert find_suggestions(one, step, on_cpu(0.1 * peak), trace=trace) == []
 
 
-def test_remedies_end_a_sentence():
+def test_suggestions_end_a_sentence():
     def remedy(**fields):
         return Remedy(name="x", advice="this", **fields)
 
@@ -198,10 +198,10 @@ def test_remedies_end_a_sentence():
     )
 
 
-def test_a_remedy_lowers_the_peak_of_a_step_that_does_not_fit():
+def test_a_suggestion_lowers_the_peak_of_a_step_that_does_not_fit():
     one = setting(setup(WORKLOADS["transformer"]()), steps=ATTEMPT_STEPS)
     step = footprint(one)
     peak = replay(step.program.at(1), CountingAllocator()).peak_allocated_bytes
-    for remedy in find_remedies(one, step, on_cpu(peak // 3)):
+    for remedy in find_suggestions(one, step, on_cpu(peak // 3)):
         assert remedy.micro_batch == 0
         assert remedy.peak_bytes < peak

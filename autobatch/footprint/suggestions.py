@@ -1,4 +1,4 @@
-"""Remedies: changes that let a larger micro-batch fit, each traced, none by a rule of thumb.
+"""Suggestions: changes that let a larger micro-batch fit, each traced, none by a rule of thumb.
 
 A change is applied to the fake copy of the model as training would apply it (`autobatch.step.apply_knobs`),
 and the new program is searched under the same budget. The answer depends on the workload alone, not on the
@@ -8,8 +8,9 @@ time that tracing takes.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from autobatch.core.errors import AutobatchError
 from autobatch.core.knobs import CHECKPOINTING, OPTIMIZER
@@ -30,6 +31,8 @@ NATIVE_BF16 = (8, 0)
 """First compute capability with matrix units for bf16 (NVIDIA Ampere)."""
 Change = Callable[[Setting], Setting]
 Trace = Callable[[str, Setting], Footprint]
+_Outcome: TypeAlias = tuple[int, int]
+"""The largest micro-batch, 0 if none fits, and its peak (that of 1 if 0)."""
 OF_THE_OPTIMIZER = frozenset({"fused"})
 """Changes that save memory only within the phase of the optimizer."""
 EXPANDABLE = "expandable_segments"
@@ -62,7 +65,7 @@ def trace_change(name: str, changed: Setting) -> Footprint:
     return deep_footprint(changed).step
 
 
-def find_remedies(
+def find_suggestions(
     setting: Setting, step: Footprint, spending: Spending, *, trace: Trace = trace_change
 ) -> list[Remedy]:
     """Find the changes that help, those that gain most first.
@@ -74,80 +77,80 @@ def find_remedies(
         trace: traces a step with a change, given its name and its setting.
 
     Returns:
-        The changes with which more fits. If nothing fits with any of them alone, the only remedy is several
-        together: those that lower the peak, else the fewest of all that suffice, else those that lower it
-        without sufficing. A change that cannot be traced is left out.
+        The changes with which more fits. If nothing fits with any of them alone, the only suggestion is
+        several together: those that lower the peak, else the fewest of all that suffice, else those that
+        lower it without sufficing. A change that cannot be traced is left out.
     """
-    now = _outcome(step, spending, expandable=spending.expandable)
+    changes: dict[str, tuple[str, Change]] = {}
+    if not spending.expandable and spending.allocator(True) is not None:
+        changes[EXPANDABLE] = EXPANDABLE_ADVICE, lambda one: one
+    changes |= {name: (advice, change) for name, advice, change in changes_of(setting)}
+
+    def outcome(names: Sequence[str]) -> _Outcome | None:
+        traced = [name for name in changes if name in names and name != EXPANDABLE]
+        changed = setting
+        for name in traced:
+            changed = changes[name][1](changed)
+        try:
+            found = trace("+".join(sorted(traced)), changed) if traced else step
+        except AutobatchError:
+            return None
+        return _outcome(found, spending, expandable=spending.expandable or EXPANDABLE in names)
+
+    def suggestion(names: Sequence[str], then: _Outcome) -> Remedy:
+        advice = " and ".join(changes[name][0] for name in names)
+        return Remedy(name="+".join(names), advice=advice, micro_batch=then[0], peak_bytes=then[1])
+
+    now = outcome([])
     if now is None:
         return []
-    changes = list(changes_of(setting))
-    found: list[tuple[str, Remedy]] = []
-    if not spending.expandable:
-        then = _outcome(step, spending, expandable=True)
-        found += _remedy(now, then, EXPANDABLE, EXPANDABLE_ADVICE)
-    for name, advice, change in changes:
+    found: dict[str, _Outcome] = {}
+    for name in changes:
         if name in OF_THE_OPTIMIZER and not _may_help(now, step, spending):
             continue
-        then = _traced_outcome(name, change(setting), spending, trace, expandable=spending.expandable)
-        found += _remedy(now, then, name, advice)
-    if now[0] == 0 and not any(one.micro_batch for _, one in found):
-        return _together(setting, spending, trace, found, changes)
-    return sorted((one for _, one in found), key=lambda one: (-one.micro_batch, one.peak_bytes))
-
-
-def _remedy(
-    now: tuple[int, int], then: tuple[int, int] | None, name: str, advice: str
-) -> list[tuple[str, Remedy]]:
-    """Return the name and the remedy if the change helps, else nothing."""
-    if then is None or not _helps(now, then):
-        return []
-    return [(name, Remedy(name=name, advice=advice, micro_batch=then[0], peak_bytes=then[1]))]
+        then = outcome([name])
+        if then is not None and _helps(now, then):
+            found[name] = then
+    if now[0] == 0 and not any(size for size, _ in found.values()):
+        several = _together(list(changes), found, outcome)
+        return [] if several is None else [suggestion(*several)]
+    alone = [suggestion([name], then) for name, then in found.items()]
+    return sorted(alone, key=lambda one: (-one.micro_batch, one.peak_bytes))
 
 
 def _together(
-    setting: Setting,
-    spending: Spending,
-    trace: Trace,
-    found: list[tuple[str, Remedy]],
-    changes: list[tuple[str, str, Change]],
-) -> list[Remedy]:
-    """Return the remedies of a step that no single change makes fit.
+    names: list[str],
+    found: Mapping[str, _Outcome],
+    outcome: Callable[[Sequence[str]], _Outcome | None],
+) -> tuple[list[str], _Outcome] | None:
+    """Return the changes for a step that no single one makes fit, and their outcome; None if none helps.
 
     If the changes that lower the peak do not suffice together, all changes are tried: in a step with two
     peaks of nearly the same height, no change alone lowers the peak. Of these, the fewest that suffice are
     returned.
+
+    Args:
+        names: all changes.
+        found: those that lower the peak, with their outcome.
+        outcome: returns the outcome of several changes.
     """
-    advice = {name: text for name, text, _ in changes}
-    if not spending.expandable and spending.allocator(True) is not None:
-        advice = {EXPANDABLE: EXPANDABLE_ADVICE, **advice}
-
-    def outcome(names: Sequence[str]) -> tuple[int, int] | None:
-        changed = setting
-        for name, _, change in changes:
-            changed = change(changed) if name in names else changed
-        is_expandable = spending.expandable or EXPANDABLE in names
-        return _traced_outcome("+".join(sorted(names)), changed, spending, trace, expandable=is_expandable)
-
-    def remedy(names: Sequence[str], then: tuple[int, int]) -> Remedy:
-        words = " and ".join(advice[name] for name in names)
-        return Remedy(name="+".join(names), advice=words, micro_batch=then[0], peak_bytes=then[1])
-
-    several = [name for name, _ in found]
+    several = list(found)
     then = outcome(several) if len(several) > 1 else None
-    if (then is None or then[0] == 0) and set(several) < set(advice):
-        fewest = _fewest(list(advice), outcome)
+    if (then is None or then[0] == 0) and set(several) < set(names):
+        fewest = _fewest(names, outcome)
         if fewest is not None:
-            return [remedy(*fewest)]
-    best = min((one for _, one in found), key=lambda one: one.peak_bytes, default=None)
-    if then is None or best is None or (then[0] == 0 and then[1] >= best.peak_bytes):
-        return [] if best is None else [best]
-    return [remedy(several, then)]
+            return fewest
+    if not found:
+        return None
+    best = min(found, key=lambda name: found[name][1])
+    if then is None or (then[0] == 0 and then[1] >= found[best][1]):
+        return [best], found[best]
+    return several, then
 
 
 def _fewest(
-    names: list[str], outcome: Callable[[Sequence[str]], tuple[int, int] | None]
-) -> tuple[list[str], tuple[int, int]] | None:
+    names: list[str], outcome: Callable[[Sequence[str]], _Outcome | None]
+) -> tuple[list[str], _Outcome] | None:
     """Return the changes without those that are not needed, and their outcome; None if all do not suffice."""
     then = outcome(names)
     if then is None or then[0] == 0:
@@ -160,29 +163,19 @@ def _fewest(
     return names, then
 
 
-def _traced_outcome(
-    name: str, changed: Setting, spending: Spending, trace: Trace, *, expandable: bool
-) -> tuple[int, int] | None:
-    """Return the outcome with a change; None if it cannot be traced."""
-    try:
-        return _outcome(trace(name, changed), spending, expandable=expandable)
-    except AutobatchError:
-        return None
-
-
-def in_words(remedies: Sequence[Remedy] | None) -> str:
-    """Write remedies as the end of a sentence, empty without any."""
+def in_words(suggestions: Sequence[Remedy] | None) -> str:
+    """Write suggestions as the end of a sentence, empty without any."""
     effects = (
         f"{one.advice} (not enough: a micro-batch of 1 is predicted to take "
         f"{format_bytes(one.peak_bytes)} with it)"
         if one.micro_batch == 0
         else f"{one.advice} (a micro-batch of {one.micro_batch:,} is predicted to fit with it)"
-        for one in remedies or ()
+        for one in suggestions or ()
     )
     return "".join(f", {effect}" for effect in effects)
 
 
-def _may_help(now: tuple[int, int], step: Footprint, spending: Spending) -> bool:
+def _may_help(now: _Outcome, step: Footprint, spending: Spending) -> bool:
     """Return whether it would help if the optimizer took nothing beside its state, which costs no trace."""
     bare = replace(step, program=_without_temporaries(step.program, "optimizer"))
     then = _outcome(bare, spending, expandable=spending.expandable)
@@ -226,7 +219,7 @@ def changes_of(setting: Setting) -> Iterator[tuple[str, str, Change]]:
         yield "fused", advice, lambda one: replace(one, knobs={**one.knobs, OPTIMIZER: "fused"})
 
 
-def _outcome(step: Footprint, spending: Spending, *, expandable: bool) -> tuple[int, int] | None:
+def _outcome(step: Footprint, spending: Spending, *, expandable: bool) -> _Outcome | None:
     """Return the largest micro-batch, 0 if none fits, and its peak (that of 1 if 0).
 
     Returns:
@@ -251,7 +244,7 @@ def _outcome(step: Footprint, spending: Spending, *, expandable: bool) -> tuple[
     return size, peaks.peak_allocated_bytes if reserved is None else reserved
 
 
-def _helps(now: tuple[int, int], then: tuple[int, int]) -> bool:
+def _helps(now: _Outcome, then: _Outcome) -> bool:
     if then[0] != now[0]:
         return then[0] > now[0]
     return then[1] <= (1 - LEAST_CHANGE) * now[1]
