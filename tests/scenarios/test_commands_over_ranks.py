@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -66,40 +65,6 @@ def test_a_plan_of_a_shared_model_tells_how_gradients_are_reduced(server: RankSe
         assert (
             found["shard_sync_reason"] == "the weights have 16 bits, and sums of many micro-batches need more"
         )
-
-
-def tuned(out: str, parallel: str) -> dict[str, Any]:
-    """Return the JSON of a tune in copies of the ranks, and of a fit that tunes."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    torch.set_num_threads(1)
-    options: dict[str, Any] = {
-        **COMMON,
-        "target_batch": 14,
-        "trials": 2,
-        "knobs": "micro_batch_shift,compile",
-    }
-    tune = autobatch.tune(workload(), parallel=parallel, **options)
-    with patch("autobatch.report.page.write_report"):
-        fit = autobatch.fit(workload(), out=out, steps=2, parallel=parallel, **options)
-    return {"tune": tune.to_json(), "fit": fit.to_json()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["replicate", "shard"])
-def test_ranks_follow_the_choice_of_rank_0(server: RankServer, tmp_path: Path, parallel: str) -> None:
-    first, second = server.values(tuned, str(tmp_path / "run"), parallel, seconds=120)
-    for name in ("tune", "fit"):
-        tuning = first[name]["tuning"]
-        if parallel == "replicate":
-            assert tuning["trials"] == 2
-            assert all(one["feasible"] for one in tuning["history"]), tuning["history"]
-            assert second[name]["tuning"]["history"] == tuning["history"]
-        else:
-            assert not tuning or not tuning["trials"]
-        assert second[name]["plan"] == first[name]["plan"]
-        assert first[name]["plan"]["parallel"] == parallel
-        assert sum(one["samples"] for one in first[name]["plan"]["ranks"]) == 14
-    assert first["fit"]["training"]["optimizer_steps"] == 2
 
 
 @pytest.mark.slow

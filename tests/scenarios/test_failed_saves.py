@@ -13,14 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.errors import CheckpointError, DoesNotFitError, InputError
+from autobatch.core.errors import CheckpointError, DoesNotFitError
 from autobatch.core.progress import Progress
 from autobatch.training import checkpoint
 from autobatch.training.checkpoint import (
     clean_leftovers,
     is_valid,
     list_checkpoints,
-    save_checkpoint,
 )
 from autobatch.training.run import train
 from tests.support.checkpoints import Killed, SystemCalls, leftovers, newest, save
@@ -63,20 +62,6 @@ def test_a_failed_flush_is_a_failed_checkpoint(tmp_path: Path, monkeypatch, whic
     assert newest(tmp_path) == (2 if which == 4 else 1)
     assert is_valid(tmp_path / "step-00000001")
     assert leftovers(tmp_path) == []
-
-
-def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="could not be written"):
-        save(tmp_path / "file", 1)
-
-
-def test_state_that_no_file_can_hold_leaves_nothing_behind(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    with pytest.raises(InputError, match="function"):
-        save_checkpoint(tmp_path, step=2, state={"f": lambda: None}, facts={})
-    assert leftovers(tmp_path) == []
-    assert newest(tmp_path) == 1
 
 
 def test_at_no_call_of_the_system_are_fewer_valid_checkpoints_than_are_kept(

@@ -17,7 +17,7 @@ from autobatch import fit
 from autobatch.core.signals import stop_on_signals
 from autobatch.workload.loader import open_feed
 from autobatch.workload.order import GlobalBatchSampler
-from tests.support.commandline import SMALL, autobatch, command, environment
+from tests.support.commandline import SMALL, command, environment
 from tests.support.processes import loader_workers
 from tests.support.training import Rows, make_workload, points
 
@@ -139,15 +139,3 @@ def test_the_workers_of_a_killed_run_end_with_it(signals: list[int]) -> None:
             send(pid, number)
         assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signals[-1]
         assert have_ended(workers)
-
-
-@pytest.mark.program
-def test_an_error_in_a_worker_exits_with_2_and_one_line(tmp_path: Path) -> None:
-    code = SLOW.replace("        time.sleep(0.002)\n", "        if index == 17: raise KeyError('gone')\n")
-    (tmp_path / "train.py").write_text(SMALL + code)
-    ran = autobatch(tmp_path, "fit", "train.py:workload", "--workers", 2, *words(OPTIONS))
-    assert ran.code == 2
-    line = (SMALL + code).splitlines().index("        if index == 17: raise KeyError('gone')") + 1
-    assert (
-        f"the workload's train_data[17] raised KeyError: 'gone' ({tmp_path / 'train.py'}:{line})" in ran.err
-    )

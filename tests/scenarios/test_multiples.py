@@ -12,7 +12,7 @@ from torch.nn import functional
 import autobatch
 from autobatch.core.errors import InputError
 from autobatch.planning import make_plan, micro_batches
-from tests.support.probes import mlp, work
+from tests.support.probes import work
 
 SEEN: list[int] = []
 
@@ -67,13 +67,6 @@ def test_a_target_that_is_no_multiple_is_refused() -> None:
     assert not SEEN, "before anything has run"
     with pytest.raises(InputError, match=r"25 cannot be split into multiples of 2.*use 24 or 26"):
         autobatch.plan(work(loss=in_multiples_of(2)), **options)
-
-
-def test_a_multiple_that_is_asked_for_is_kept_without_a_reason() -> None:
-    found = autobatch.probe(work(mlp), device="cpu", memory_budget="80KiB", micro_batch_multiple=16)
-    assert (found.micro_batch, found.multiple) == (LARGEST // 16 * 16, 16)
-    with pytest.raises(InputError, match="micro_batch_multiple"):
-        autobatch.probe(work(mlp), device="cpu", micro_batch_multiple=0)
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 8])

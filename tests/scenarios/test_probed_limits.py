@@ -10,11 +10,8 @@ from torch.nn import functional
 import autobatch
 from autobatch import Loss, Workload
 from autobatch.core.options import Options
-from autobatch.core.progress import Progress
-from autobatch.search.find_limit import find_limit
 from autobatch.setup import attempt as attempts
 from autobatch.setup.attempt import attempt
-from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import Setup, open_setup
 from benchmarks.workloads import WORKLOADS
 from tests.support.probes import WIDTH, Sequences, amsgrad, mlp, pad, vectors, work
@@ -168,17 +165,6 @@ def test_a_size_that_runs_in_one_order_of_steps_only_does_not_fit(monkeypatch) -
     refused = [size for size in range(found + 1, found + 8) if attempt(setup, size).attempt.fits]
     assert refused
     assert not survives(setup, refused[-1], steps=3)
-
-
-def test_the_other_order_is_traced_once_it_makes_a_difference(tmp_path) -> None:
-    """The second prediction is right then: one error, two runs, and every larger size fails."""
-    options = Options().with_values(device="sim:t4", memory_budget="2MiB")
-    here = open_setup(WORKLOADS["experts"](), options)
-    found = find_limit(ThisProcess(here), Options(), home=tmp_path, progress=Progress()).probe
-    assert [one.fits for one in found.attempts] == [False, True]
-    assert found.upper_bound_by == "replay"
-    above = range(found.micro_batch + 1, found.attempts[0].micro_batch + 1)
-    assert not any(attempt(here, size).attempt.fits for size in above)
 
 
 LENGTHS = [2 + (index * 37 % 29) + (30 if index % 60 == 41 else 0) for index in range(240)]

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 import autobatch
-from autobatch.core.records import StepRecord, Training
-from tests.support.python_gpu import PythonGpu, python_gpu
+from tests.support.python_gpu import python_gpu
 from tests.support.rank_server import RankServer
 from tests.support.training import Rows
 
@@ -116,10 +115,8 @@ def train(device: str, kind: str, out: str, more: dict[str, Any] | None = None) 
             "weights": [tensor.cpu().tolist() for tensor in found.model.state_dict().values()],
             "plan": found.plan.micro_batches,
             "validation": found.training.validation,
-            "recoveries": found.training.oom_recoveries,
             "devices": sorted({str(parameter.device) for parameter in found.model.parameters()}),
             "peak": 0 if gpu is None else gpu.peak_bytes,
-            "ooms": 0 if gpu is None else gpu.ooms,
         }
 
 
@@ -157,58 +154,3 @@ def test_a_resumed_run_loads_its_state_onto_the_gpu(server: RankServer, tmp_path
     shutil.rmtree(out / "checkpoints/step-00000006")
     found = alone(server, tmp_path, train, "cuda", kind, str(out), {"resume": True})
     assert found["weights"] == expected["weights"]
-
-
-class Guest:
-    """Another user of the GPU, who takes all free memory once, after the third step."""
-
-    def __init__(self, gpu: PythonGpu, moment: str) -> None:
-        self._gpu, self._moment = gpu, moment
-        self._losses = -1
-
-    def step(self, record: StepRecord) -> None:
-        if record.step == 3:
-            self._losses = 0
-
-    def end(self, training: Training) -> None: ...
-
-    def close(self) -> None: ...
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        # It is gone when the batch runs again.
-        self._gpu.allowed_bytes = BUDGET
-        self._losses += self._losses >= 0
-        # The second micro-batch of the fourth step.
-        if self._losses == 2 and self._moment == "forward":
-            self._gpu.allowed_bytes = self._gpu.used_bytes
-        found = mean(model, batch)
-        if self._losses == 2 and self._moment == "backward":
-            self._gpu.allowed_bytes = self._gpu.used_bytes
-        return found
-
-
-def train_beside_a_guest(out: str, moment: str) -> dict[str, Any]:
-    with python_gpu() as gpu:
-        guest = Guest(gpu, moment)
-        # The check of the split runs the loss too.
-        options = {**OPTIONS, "split_check": "off", "sinks": [guest], "device": "cuda"}
-        found = autobatch.fit(workload(loss=guest.loss), out=out, **options)
-        assert found.training is not None
-        assert found.model is not None
-        return {
-            "weights": [tensor.cpu().tolist() for tensor in found.model.state_dict().values()],
-            "recoveries": found.training.oom_recoveries,
-            "ooms": gpu.ooms,
-        }
-
-
-@MORE
-@pytest.mark.parametrize("moment", ["forward", "backward"])
-def test_a_batch_that_runs_out_of_memory_is_trained_once(
-    server: RankServer, tmp_path: Path, moment: str
-) -> None:
-    expected = alone(server, tmp_path, train, "cpu", "plain", str(tmp_path / "cpu"))
-    found = alone(server, tmp_path, train_beside_a_guest, str(tmp_path / "gpu"), moment)
-    assert found["ooms"] >= 1
-    assert found["recoveries"] == 1
-    assert_same_weights(found, expected)

@@ -17,8 +17,6 @@ from autobatch.device.cpu import CpuDevice
 from autobatch.footprint.tracing.trace_step import Setting, record
 from autobatch.setup.attempt import attempt
 from autobatch.workload.contract import WholeBatchLoss
-from autobatch.workload.feed import SeededCollate, SeededFeed
-from autobatch.workload.split import Split
 from tests.support.training import make_loop, make_setup, make_workload, network, points
 
 TARGETS = 9000
@@ -46,16 +44,8 @@ class Lives:
         self.alive.append(sum(ref() is not None for ref in self.seen))
 
 
-def seeded_feed(workload: Workload) -> SeededFeed:
-    return SeededFeed(SeededCollate(data=workload.train_data, collate=workload.collate, seed=0), Split())
-
-
 def in_the_loop(workload: Workload) -> Iterator[object]:
     return make_loop(workload).run()
-
-
-def in_a_seeded_loop(workload: Workload) -> Iterator[object]:
-    return make_loop(workload, feed=seeded_feed(workload)).run()
 
 
 def in_an_attempt(workload: Workload) -> Iterator[object]:
@@ -74,7 +64,7 @@ def in_a_trace(workload: Workload) -> Iterator[object]:
     yield record(setting, 5)
 
 
-@pytest.mark.parametrize("run", [in_the_loop, in_a_seeded_loop, in_an_attempt, in_a_trace])
+@pytest.mark.parametrize("run", [in_the_loop, in_an_attempt, in_a_trace])
 @pytest.mark.parametrize("kind", ["mean", "whole"])
 def test_no_micro_batch_outlives_its_forward_pass(
     run: Callable[[Workload], Iterator[object]], kind: str

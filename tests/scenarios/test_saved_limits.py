@@ -112,19 +112,6 @@ def test_a_cached_limit_below_the_truth_is_searched_anew(device: str, own_home: 
     assert (again.probe.micro_batch, listener.sizes) == (first.probe.micro_batch, [first.probe.micro_batch])
 
 
-def test_without_a_trace_the_peak_decides_about_a_cached_limit(monkeypatch, own_home: Path) -> None:
-    """As on a GPU: 2 for a limit of many leaves most of the budget, and the limit itself does not."""
-    monkeypatch.setattr("autobatch.setup.trace.trace_footprint", lambda *_, **__: None)
-    first, _ = probed(work())
-    again, listener = probed(work())
-    assert again.probe.source.startswith("saved 2")
-    assert listener.sizes == [first.probe.micro_batch]
-    (file,) = saved_files(own_home)
-    edited(file, micro_batch=2)
-    second, listener = probed(work())
-    assert (second.probe.source, second.probe.micro_batch) == ("search", first.probe.micro_batch)
-
-
 def test_a_larger_cap_than_the_saved_one_is_probed_again() -> None:
     small, _ = probed(work(), max_micro_batch=3)
     large, listener = probed(work(), max_micro_batch=5)
@@ -135,13 +122,6 @@ def test_a_larger_cap_than_the_saved_one_is_probed_again() -> None:
     capped, listener = probed(work(), max_micro_batch=4)
     assert (capped.probe.micro_batch, capped.probe.limited_by) == (4, "max_micro_batch")
     assert listener.sizes == [4]
-
-
-def test_a_check_of_one_size_keeps_the_saved_limit() -> None:
-    first, _ = probed(work())
-    probed(work(), micro_batch=2)
-    again, listener = probed(work())
-    assert (again.probe.micro_batch, len(listener.sizes)) == (first.probe.micro_batch, 1)
 
 
 def test_a_limit_that_cannot_be_saved_is_noted(own_home: Path) -> None:

@@ -77,14 +77,6 @@ def test_a_probe_and_a_plan_note_a_loss_that_cannot_be_split(choice: str, tmp_pa
         assert all(text in note for note, text in zip(found, expected, strict=True))
 
 
-def test_a_plan_in_one_micro_batch_is_exact_as_long_as_it_fits(tmp_path: Path) -> None:
-    fields, wrong, _, _ = PAIRS["masked tokens"]
-    notes = Notes()
-    options: dict[str, Any] = {"device": "cpu", "memory_budget": "64MiB", "target_batch": 16}
-    autobatch.plan(make_workload(**fields, loss=wrong), progress=notes, **options)
-    assert any("exact as long as memory does not run out" in note for note in notes.notes)
-
-
 def test_a_tuned_fit_refuses_the_loss_before_its_trials(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(PlanTuner, "tune", lambda *_: pytest.fail("trials ran"))
     fields, wrong, _, cause = PAIRS["masked tokens"]

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from autobatch.distributed import reduce
-from autobatch.distributed.group import join_launch
-from autobatch.distributed.ranks import Launch
 from autobatch.distributed.reduce import sum_totals
-from autobatch.step.gradients import exchange_buffer
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.custom_loops import mean_over_tokens
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
-from tests.support.training import TOKENS, apart, make_loop, make_workload, reference, weights
+from tests.support.training import TOKENS, apart, make_workload, reference, weights
 
 pytestmark = pytest.mark.distributed
 LIMITS = [4, 2]
@@ -76,25 +71,3 @@ def test_a_mistake_fails_the_comparison(server: RankServer, mistake: str) -> Non
     found = server.values(train, mistake)
     distance = max(apart(one, expected) for one in found)
     assert distance < 1e-12 if mistake == "none" else distance > 1e-6
-
-
-def train_alone() -> tuple[Tensor, list[float | None], Tensor, list[float | None]]:
-    """Train in one process, with an engine of several ranks and without one."""
-    torch.set_num_threads(1)
-    port = int(os.environ["MASTER_PORT"])
-    group = join_launch(Launch(rank=0, world=1, address="127.0.0.1", port=port, has_agent_store=True))
-    workload = make_workload(**TOKENS)
-    loop = ranked_loop(group, workload, [4], target_batch=10, steps=4, max_grad_norm=0.3)
-    state = loop.train_state
-    state.exchange = exchange_buffer(state.parameters, state.device, world=1)
-    losses = [record.loss for record in loop.run()]
-    group.close()
-    plain = make_loop(workload, micro_batch=4, target_batch=10, steps=4, max_grad_norm=0.3)
-    expected = [record.loss for record in plain.run()]
-    return weights(loop.train_state.model), losses, weights(plain.train_state.model), expected
-
-
-def test_an_engine_of_one_rank_changes_no_bit(server: RankServer) -> None:
-    ((found, losses, plain, expected),) = server.values(train_alone, world=1)
-    assert torch.equal(found, plain)
-    assert losses == expected

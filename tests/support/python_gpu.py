@@ -1,9 +1,8 @@
 """A GPU made of CPU tensors, for tests of everything that depends on the device of a tensor.
 
 A tensor of it computes on the CPU, says that it is on ``cuda:0``, and meets no tensor of the CPU, as on CUDA.
-Memory is counted per storage in blocks of 512 bytes, up to the cap of the process. It can be recorded in the
-entries of ``torch.cuda.memory._snapshot`` (torch/csrc/cuda/Module.cpp). The GPU has no kernels of its own, no
-autocast, no streams (nothing is asynchronous), and no allocator that fragments.
+Memory is counted per storage in blocks of 512 bytes, up to the cap of the process. The GPU has no kernels of
+its own, no autocast, no streams (nothing is asynchronous), and no allocator that fragments.
 
 Use it in a process of its own: torch remembers for ever that CUDA was initialized.
 """
@@ -26,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from autobatch.core.units import MiB
 from autobatch.device import nvml
 from autobatch.device.nvml import NvmlAbsent
-from autobatch.training import state_file
+from autobatch.training.state_file import Packed
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 READ_THE_MEMORY = (Tensor.tolist, Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr)
@@ -46,11 +45,9 @@ class PythonGpu:
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = self.allowed_bytes = total_bytes
-        self.used_bytes = self.peak_bytes = self.ooms = 0
+        self.used_bytes = self.peak_bytes = 0
         self.is_initialized = False
         self._storages: set[int] = set()
-        self._entries: list[dict[str, Any]] | None = None
-        """Entries of the allocator; None unless they are recorded."""
 
     def run(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator on the CPU, and put its results where CUDA would have them.
@@ -88,8 +85,6 @@ class PythonGpu:
         if storage._cdata not in self._storages:
             size = -(-storage.nbytes() // BLOCK) * BLOCK
             if self.used_bytes + size > self.allowed_bytes:
-                self.ooms += 1
-                self._record("oom", storage.nbytes(), device_free=self.allowed_bytes - self.used_bytes)
                 free = max(0, self.allowed_bytes - self.used_bytes)
                 raise torch.OutOfMemoryError(
                     f"CUDA out of memory. Tried to allocate {size} bytes. GPU 0 has a total capacity of "
@@ -98,24 +93,12 @@ class PythonGpu:
             self.used_bytes += size
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
             self._storages.add(storage._cdata)
-            self._record("alloc", storage.nbytes(), addr=storage._cdata)
             weakref.finalize(storage, self._free, storage._cdata, size)
         return GpuTensor(found)
 
     def _free(self, storage: int, size: int) -> None:
         self._storages.discard(storage)
         self.used_bytes -= size
-        self._record("free_requested", size, addr=storage)
-        self._record("free_completed", size, addr=storage)
-
-    def _record(self, action: str, size: int, **place: int) -> None:
-        if self._entries is not None:
-            more = {"size": size, "stream": 0, "time_us": 0, "pool_id": (0, 0)}
-            self._entries.append({"action": action, **place, **more})
-
-    def record_history(self, enabled: str | None = "all", **_: Any) -> None:
-        """Begin to record, or end it."""
-        self._entries = None if enabled is None else []
 
     def functions(self) -> dict[str, Operator]:
         """Return the functions of ``torch.cuda`` that this GPU answers."""
@@ -159,13 +142,6 @@ class PythonGpu:
             "device": lambda _: nullcontext(),
         }
 
-    def recorder(self) -> dict[str, Operator]:
-        """Return the functions of ``torch.cuda.memory`` that this GPU answers."""
-        return {
-            "_record_memory_history": self.record_history,
-            "_snapshot": lambda *_: {"device_traces": [list(self._entries or ())]},
-        }
-
     def _initialize(self) -> None:
         self.is_initialized = True
 
@@ -180,9 +156,8 @@ class PythonGpu:
         )
 
 
-def _packed_values(module: Any) -> Operator:
-    pack = module._packed_tensor
-    return lambda x, *more: pack(x.inner if isinstance(x, GpuTensor) else x, *more)
+def _on_the_cpu(pack: Operator) -> Operator:
+    return lambda self, value, path: pack(self, value.inner if isinstance(value, GpuTensor) else value, path)
 
 
 @contextmanager
@@ -192,8 +167,6 @@ def python_gpu(total_bytes: int = 64 * MiB) -> Iterator[PythonGpu]:
     with ExitStack() as stack:
         for name, function in gpu.functions().items():
             stack.enter_context(patch.object(torch.cuda, name, function))
-        for name, answer in gpu.recorder().items():
-            stack.enter_context(patch.object(torch.cuda.memory, name, answer))
         # A device records nothing with this option, so that predictions come from peaks.
         stack.enter_context(patch.dict("os.environ", PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:512"))
         stack.enter_context(patch.object(torch, "Event", _Event))
@@ -205,7 +178,7 @@ def python_gpu(total_bytes: int = 64 * MiB) -> Iterator[PythonGpu]:
         stack.enter_context(patch.object(nvml, "read_holders", lambda _: []))
         stack.enter_context(patch.object(nvml, "read_gpu", lambda *_: NvmlAbsent(reason="not installed")))
         # A checkpoint has the values on the CPU.
-        stack.enter_context(patch.object(state_file, "_packed_tensor", _packed_values(state_file)))
+        stack.enter_context(patch.object(Packed, "pack", _on_the_cpu(Packed.pack)))
         stack.enter_context(_Dispatch(gpu))
         stack.enter_context(Functions())
         yield gpu
