@@ -68,19 +68,10 @@ def find_obstacle(setup: Setup) -> Obstacle | None:
         )
     if float(sizes.min()) == float(sizes.max()):
         return Obstacle("all samples have one size")
+    # Cheap ones first.
+    checks = (_in_model, _in_data, _in_collate, _in_padding)
     with preserved_random_state():
-        for obstacle in _obstacles(setup, sizes):
-            if obstacle is not None:
-                return obstacle
-    return None
-
-
-def _obstacles(setup: Setup, sizes: Sizes) -> Iterator[Obstacle | None]:
-    """Make the checks in order, cheap ones first."""
-    yield _in_model(setup)
-    yield _in_data(setup, sizes)
-    yield _in_collate(setup, sizes)
-    yield _in_padding(setup, sizes)
+        return next(filter(None, (check(setup, sizes) for check in checks)), None)
 
 
 def hazard_in_model(model: nn.Module) -> str | None:
@@ -90,7 +81,7 @@ def hazard_in_model(model: nn.Module) -> str | None:
     return None
 
 
-def _in_model(setup: Setup) -> Obstacle | None:
+def _in_model(setup: Setup, _: Sizes) -> Obstacle | None:
     """Check for layers and compilers that a split by size disturbs."""
     hazard = hazard_in_model(setup.model)
     if hazard is not None:
@@ -117,8 +108,7 @@ def _in_data(setup: Setup, sizes: Sizes) -> Obstacle | None:
 
 def _in_collate(setup: Setup, sizes: Sizes) -> Obstacle | None:
     """Check that batches may have any number of samples, are padded, and grow with the size."""
-    order = np.argsort(sizes, kind="stable").tolist()
-    short, longest = order[len(order) // 4], order[-1]
+    short, longest = _short_and_longest(sizes)
     counts = []
     for ids in ([short], [longest], [short, longest], [longest, longest, short]):
         try:
@@ -131,19 +121,16 @@ def _in_collate(setup: Setup, sizes: Sizes) -> Obstacle | None:
         return None  # what it returns holds no tensors to go by
     if counts[3] == counts[1]:
         return Obstacle("the collate function fills each micro-batch up to a fixed number of samples")
-    chosen = [order[number * (len(order) - 1) // (CHECKED - 1)] for number in range(CHECKED)]
-    if (
-        _rank_correlation(sizes[chosen], np.array([_numbers(setup.workload, [i]) for i in chosen]))
-        < LEAST_CORRELATION
-    ):
+    chosen = _of_many_sizes(sizes)
+    numbers = np.array([_numbers(setup.workload, [index]) for index in chosen])
+    if _rank_correlation(sizes[chosen], numbers) < LEAST_CORRELATION:
         return Obstacle("size does not explain memory: larger samples do not make larger micro-batches")
     return None
 
 
 def is_padded(workload: Workload, sizes: Sizes) -> bool:
     """Return whether samples are padded, to the largest or to a fixed number; False if they are joined."""
-    order = np.argsort(sizes, kind="stable").tolist()
-    short, longest = order[len(order) // 4], order[-1]
+    short, longest = _short_and_longest(sizes)
     with preserved_random_state():
         one, other, both = (
             _numbers(workload, ids) for ids in ([short], [longest], [short, longest, longest])
@@ -158,8 +145,7 @@ def largest_deviation(workload: Workload, sizes: Sizes) -> float:
         The largest share of a tensor's numbers, over samples of many sizes; infinite if their tensors differ
         in number.
     """
-    order = np.argsort(sizes, kind="stable").tolist()
-    chosen = [order[number * (len(order) - 1) // (CHECKED - 1)] for number in range(CHECKED)]
+    chosen = _of_many_sizes(sizes)
     with preserved_random_state():
         found = [[t.numel() for t in tensors_of(load_micro_batch(workload, [i]))] for i in chosen]
     if len({len(one) for one in found}) > 1:
@@ -168,6 +154,18 @@ def largest_deviation(workload: Workload, sizes: Sizes) -> float:
     numbers = np.array(found, float)
     off = np.abs(lines @ np.linalg.lstsq(lines, numbers, rcond=None)[0] - numbers)
     return float((off / np.maximum(1.0, numbers)).max(initial=0.0))
+
+
+def _short_and_longest(sizes: Sizes) -> tuple[int, int]:
+    """Return a sample of the shortest quarter, and the longest one."""
+    order = np.argsort(sizes, kind="stable")
+    return int(order[len(order) // 4]), int(order[-1])
+
+
+def _of_many_sizes(sizes: Sizes) -> list[int]:
+    """Return `CHECKED` samples, from the shortest to the longest."""
+    order = np.argsort(sizes, kind="stable")
+    return [int(order[number * (len(order) - 1) // (CHECKED - 1)]) for number in range(CHECKED)]
 
 
 def _numbers(workload: Workload, ids: list[int]) -> int:
@@ -185,8 +183,7 @@ def _rank_correlation(one: NDArray[np.float64], other: NDArray[np.int64]) -> flo
 
 def _in_padding(setup: Setup, sizes: Sizes) -> Obstacle | None:
     """Compare the loss of a short sample alone with its loss beside the longest one."""
-    order = np.argsort(sizes, kind="stable")
-    short, longest = int(order[len(order) // 4]), int(order[-1])
+    short, longest = _short_and_longest(sizes)
     loss = setup.workload.loss
     what, difference = "loss", None
     try:
