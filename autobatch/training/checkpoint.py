@@ -8,7 +8,7 @@ reading: the checkpoint is named and passed over, never deleted. Nothing in a fi
     step-N.tmp-PID ──► step-N ──► step-N.trash-PID ──► deleted       (more than ``keep_last``)
                           └─────► step-N.damaged-K                   (the run reaches the same step again)
 
-Tensors that ranks share are written by all of them with torch.distributed.checkpoint; rank 0 writes the rest
+Sharded tensors are written by all ranks with torch.distributed.checkpoint; rank 0 writes the rest
 and publishes. No rank continues before. A checkpoint is read by any number of ranks, sharded or not.
 """
 

@@ -44,7 +44,7 @@ def export_weights(train_state: TrainState, folder: Path, engine: Engine | None 
 
 
 def whole_model(built: nn.Module, trained: nn.Module, folder: Path) -> nn.Module:
-    """Return the model of a run whose ranks shared it, with the weights that the run has exported.
+    """Return the model of a run that trained it sharded, with the weights that the run has exported.
 
     Args:
         built: as the user's function built it; gets new tensors on the CPU.

@@ -94,12 +94,12 @@ class PhaseTimes:
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Return the seconds so far, which a resume continues."""
         self._read()
-        return {"sampled": dict(self._sampled), "besides": dict(self._between)}
+        return {"sampled": dict(self._sampled), "between": dict(self._between)}
 
     def load_state_dict(self, state: Mapping[str, dict[str, float]]) -> None:
         """Continue from the seconds of the run before a resume."""
-        self._sampled = dict(state["sampled"])
-        self._between = dict(state["besides"])
+        self._sampled = dict(state.get("sampled", {}))
+        self._between = dict(state.get("between", {}))
 
     def _read(self) -> bool:
         """Add up the laps of the last timed step. Return False if its events have not passed yet."""

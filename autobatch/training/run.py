@@ -98,13 +98,13 @@ def train_plan(
     before = None if resumed is None else resumed.facts
     notes: list[str] = [] if before is None else [*before.get("notes", [])]
 
-    def tell(line: str) -> None:
+    def add_note(line: str) -> None:
         if line not in notes:
             notes.append(line)
         progress.note(line)
 
     progress.doing("checking that the loss can be split into micro-batches")
-    first_batch = _check_split(replace(run, setup=setup), files, ranks, tell)
+    first_batch = _check_split(replace(run, setup=setup), files, ranks, add_note)
     progress.doing("preparing the training")
     seeded_before = None if before is None else bool(before.get("sample_seeds"))
     with open_loop(
@@ -132,12 +132,11 @@ def train_plan(
 
 
 def _check_split(
-    run: PreparedRun, files: RunFiles, ranks: Ranks, tell: Callable[[str], None]
+    run: PreparedRun, files: RunFiles, ranks: Ranks, add_note: Callable[[str], None]
 ) -> FirstBatch | None:
     """Check the loss before the training, and return what checks the first batch.
 
-    A model that ranks share is whole on rank 0 only, and only until the training: it is checked there, on the
-    CPU.
+    A sharded model is whole on rank 0 only, and only until the training: it is checked there, on the CPU.
 
     Returns:
         None if nothing does: it was not asked for, or rank 0 does.
@@ -154,9 +153,9 @@ def _check_split(
             return None
         if size > MOST_CHECKED_BYTES or any(parameter.is_meta for parameter in parameters):
             if check != "off":
-                tell(
-                    f"the loss was not checked for splitting, because the ranks share a model of "
-                    f"{format_bytes(size)}: check it once on a smaller one"
+                add_note(
+                    f"the loss was not checked for splitting, because the model of "
+                    f"{format_bytes(size)} is sharded: check it once on a smaller one"
                 )
             return None
         setup = replace(setup, device=CpuDevice(), precision="fp32", layout=None)
@@ -168,10 +167,10 @@ def _check_split(
         share_of=lambda samples: share_of_rank(ranks, plan, samples),
     )
     for line in notes:
-        tell(line)
+        add_note(line)
     if check == "off" or ranks.rank or is_shared:
         return None
-    return FirstBatch(setup, check=check, note=tell, before=found)
+    return FirstBatch(setup, check=check, note=add_note, before=found)
 
 
 def train(
@@ -204,7 +203,7 @@ def train(
     if resumed is not None:
         if loop.batches_seen == loop.sampler.total:
             progress.note(f"nothing is left to train: all {loop.batches_seen:,} steps of the run are done")
-        loop.times.load_state_dict(resumed.facts.get("times", {"sampled": {}, "besides": {}}))
+        loop.times.load_state_dict(resumed.facts.get("times", {}))
     with closing(_open_metrics(loop, files, totals, progress)) as metrics:
         run = _Run(loop, files, progress, metrics, totals, resumed)
         records = loop.run() if first_batch is None else first_batch.run(loop)

@@ -28,7 +28,7 @@ class RunFiles:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Stored beside every checkpoint."""
     sinks: Sequence[Sink] = ()
-    """Receive the records besides the files."""
+    """Receive the records too."""
 
 
 RUNS = Path("runs")

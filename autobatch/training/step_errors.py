@@ -61,7 +61,7 @@ def error_in_step(train_state: TrainState, step: int, micro_batch: int, message:
     """
     where = f"out of memory in step {step} at a micro-batch of {micro_batch}"
     if micro_batch > 1 and train_state.shared is not None:
-        return RestartSmallerError(f"{where}, for which other ranks of a shared model wait: {message}")
+        return RestartSmallerError(f"{where}, for which the other ranks of the sharded model wait: {message}")
     where += ", inside the optimizer step"
     if micro_batch > 1:
         return RestartSmallerError(f"{where}, which may have moved part of the weights: {message}")
@@ -105,7 +105,7 @@ def nonfinite_error(
     more = sum(count for _, _, count in found) - len(first)
     named = f"samples {first}{f' and {more} more' if more else ''}"
     if culprit is not None:
-        kind = "row" if isinstance(train_state.loss, WholeBatchLoss) else "loss"
+        kind = "representation" if isinstance(train_state.loss, WholeBatchLoss) else "loss"
         named = f"sample {culprit} alone gives a non-finite {kind} ({named})"
     scaler = train_state.scaler
     at = "" if scaler is None else f" at a loss scale of {scaler.get_scale():.1e}"
@@ -118,11 +118,13 @@ def nonfinite_error(
 def find_nonfinite_sample(
     workload: Workload, train_state: TrainState, micro_batches: Sequence[list[int]]
 ) -> int | None:
-    """Return the sample whose own loss (or row, for a `WholeBatchLoss`) is not finite; None if none is found.
+    """Return the sample whose own loss is not finite, or its representation for a `WholeBatchLoss`.
 
     Halves the first non-finite micro-batch until one sample is left. It runs forward passes only, and changes
-    nothing that the run depends on. Ranks that share a model would have to run the same passes, so there none
-    is found.
+    nothing that the run depends on.
+
+    Returns:
+        None if none is found, or if the model is sharded, where all ranks would have to run the same passes.
     """
     if train_state.shared is not None:
         return None
@@ -147,8 +149,8 @@ def _is_finite(workload: Workload, train_state: TrainState, ids: Sequence[int]) 
         batch = to_device(load_micro_batch(workload, ids), train_state.device)
         with precision_context(train_state.device, train_state.precision):
             if isinstance(train_state.loss, WholeBatchLoss):
-                rows = tensors_of(train_state.loss.represent(train_state.model, batch))
-                return all(bool(row.isfinite().all()) for row in rows)
+                found = tensors_of(train_state.loss.represent(train_state.model, batch))
+                return all(bool(one.isfinite().all()) for one in found)
             loss = train_state.loss(train_state.model, batch)
         return math.isfinite(float(loss.total if isinstance(loss, Loss) else loss))
     finally:

@@ -40,7 +40,7 @@ class Validator:
     """The loss and the metrics over the validation data.
 
     The micro-batch is doubled while that fits, and halved after an out-of-memory error; a size that failed is
-    not tried again. If ranks share the model, they run the same number of passes of the same size, because
+    not tried again. The ranks of a sharded model run the same number of passes of the same size, because
     each waits for the others.
 
     A `WholeBatchLoss` depends on the number of samples, so it is computed over batches of ``target_batch``,
@@ -136,7 +136,7 @@ class Validator:
         for batch in (range(first, min(first + step, end)) for first in range(start, end, step)):
             rows, place = Rows(len(batch)), batch.start
             while place < batch.stop:
-                if is_asked() and not is_shared:  # one rank of a shared model cannot stop alone
+                if is_asked() and not is_shared:  # one rank of a sharded model cannot stop alone
                     return
                 ids = range(place, min(place + self.micro_batch, batch.stop))
                 found = self._run_micro_batch(ids, batch, rows)
@@ -167,7 +167,7 @@ class Validator:
         reason = reason.rstrip(".")
         if self._train_state.shared is not None:
             raise DoesNotFitError(
-                f"{where}, for which other ranks of a shared model wait: {reason}. Give a smaller "
+                f"{where}, for which the other ranks of the sharded model wait: {reason}. Give a smaller "
                 "--validation-micro-batch"
             )
         if size == 1:

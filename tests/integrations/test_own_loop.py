@@ -22,10 +22,8 @@ from tests.support.custom_loops import (
     SAMPLES,
     Stream,
     ids_by_batch,
-    mean_over_tokens,
     small_plan,
     train_in_own_loop,
-    walk,
 )
 from tests.support.ragged import pad, ragged_split, ragged_workload, sequence_loss
 from tests.support.training import (
@@ -92,22 +90,6 @@ def test_batches_of_a_loader_are_cut_again(kind: str, last: str, batch_size: int
     found, own = train_in_own_loop(workload, batches)
     assert apart(found, expected) <= EXACT
     assert own == pytest.approx(losses, rel=EXACT)
-
-
-def test_a_mean_of_means_fails_the_comparison() -> None:
-    """On ragged tokens it is off by ten orders of magnitude."""
-    workload, whole_loss = KINDS["tokens"]
-    expected, _ = reference(workload, [range(SAMPLES)], whole_loss)
-    mutant = make_workload(model=language_model, train_data=tokens(), loss=mean_over_tokens)
-    data = DataLoader(workload.train_data, batch_size=SAMPLES)
-    found, _ = train_in_own_loop(mutant, autobatch.batches(data, small_plan()))
-    assert apart(found, expected) > 1e-4
-
-
-def test_micro_batches_are_those_of_the_plan() -> None:
-    batches = autobatch.batches(torch.arange(17), small_plan(10, 4), epochs=1)
-    found = [(batch.index, batch.samples, len(micro)) for batch, micro in walk(batches)]
-    assert found == [(0, 10, 4), (0, 10, 3), (0, 10, 3), (1, 7, 4), (1, 7, 3)]
 
 
 @pytest.mark.parametrize("make", [lambda: torch.arange(23), lambda: Stream(23)])

@@ -10,7 +10,6 @@ from autobatch.planning import micro_batches
 from autobatch.training.batchnorm import (
     batch_norm_notes,
     batch_norms,
-    equivalent_momentum,
     rescaled_momentum,
     smallest_micro_batch,
 )
@@ -115,13 +114,6 @@ def test_the_note_on_batch_norm_has_the_numbers() -> None:
     assert batch_norm_notes(network(), sampler, 7) == []
 
 
-@pytest.mark.parametrize("limit", range(3, 40))
-def test_an_even_split_gives_one_sample_only_for_limits_of_one_or_two(limit: int) -> None:
-    """BatchNorm needs two samples, and the even split gives them if the limit allows it."""
-    for samples in range(2, 200):
-        assert min(micro_batches(samples, limit)) >= 2
-
-
 @pytest.mark.parametrize("last_batch", ["carry", "flush", "drop"])
 def test_the_smallest_micro_batch_is_that_of_all_batches_of_the_run(last_batch: str) -> None:
     for samples in range(4, 30):
@@ -135,24 +127,3 @@ def test_the_smallest_micro_batch_is_that_of_all_batches_of_the_run(last_batch: 
                         size for i in range(sampler.total) for size in micro_batches(sampler.size(i), 4)
                     )
                     assert smallest_micro_batch(sampler, 4) == expected
-
-
-def test_the_equivalent_momentum_gives_the_running_averages_of_whole_batches() -> None:
-    def build(momentum: float):
-        return lambda: nn.Sequential(nn.BatchNorm1d(5, momentum=momentum), network()).double()
-
-    def averages(momentum: float, micro_batch: int) -> torch.Tensor:
-        data = points(512)
-        data.columns[0].mul_(2.0).add_(3.0)
-        loop = make_loop(
-            make_workload(model=build(momentum), train_data=data, learning_rate=1e-6),
-            target_batch=256,
-            micro_batch=micro_batch,
-            steps=4,
-        )
-        list(loop.run())
-        return loop.train_state.model[0].running_mean
-
-    whole = averages(0.1, 256)
-    assert apart(averages(equivalent_momentum(0.1, 4), 64), whole) < 0.02
-    assert apart(averages(0.1, 64), whole) > 0.5

@@ -27,7 +27,6 @@ from tests.support.training import (
     make_setup,
     make_workload,
     mean_loss,
-    network,
     reference,
     weights,
 )
@@ -50,13 +49,6 @@ def opened(
     return loop, notes, weights(setup.model)
 
 
-def test_the_sampler_has_the_batches_that_were_asked_for() -> None:
-    options = as_options("fit", target_batch=7, epochs=2, last_batch="flush", seed=5)
-    sampler = build_sampler(24, options)
-    assert [len(batch.ids) for batch in sampler.batches()] == [7, 7, 7, 3] * 2
-    assert sampler.seed == 5
-
-
 def test_a_run_without_a_batch_is_refused_with_both_numbers() -> None:
     options = as_options("fit", target_batch=25, epochs=3, last_batch="drop")
     with pytest.raises(InputError, match="24 training samples do not fill a target batch of 25"):
@@ -77,13 +69,6 @@ def test_options_of_the_run_reach_the_loop() -> None:
     assert (loop.warmup_samples, loop.on_nonfinite) == (40, "skip")
     assert loop.train_state.max_grad_norm == 0.1
     assert loop.train_state.average.decay == 0.5
-
-
-@pytest.mark.parametrize(("momentum", "expected"), [("keep", 0), ("auto", 1)])
-def test_batch_norm_is_rescaled_only_if_asked(momentum: str, expected: int) -> None:
-    workload = make_workload(model=lambda: nn.Sequential(nn.BatchNorm1d(5), network()).double())
-    loop, _, _ = opened(workload, bn_momentum=momentum)
-    assert len(loop.rescaled_norms) == expected
 
 
 def test_every_optimizer_has_a_schedule_of_the_whole_run() -> None:

@@ -145,13 +145,6 @@ def test_a_run_ends_before_its_first_attempt(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_every_file_says_its_format_for_other_readers(tmp_path: Path) -> None:
-    loop = make_loop(make_workload())
-    export_weights(loop.train_state, tmp_path)
-    with safe_open(tmp_path / WEIGHTS, framework="pt") as file:
-        assert file.metadata().items() >= {"format": "pt", "autobatch": __version__}.items()
-
-
 def test_equal_weights_are_equal_files(tmp_path: Path) -> None:
     train_state = make_loop(make_workload(model=Tied)).train_state
     contents = set()

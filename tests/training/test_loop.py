@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.cpu import SilentMeter
-from autobatch.training.loop import READING_INTERVAL, check_learning_rates
+from autobatch.training.loop import READING_INTERVAL
 from autobatch.workload.contract import Loss
 from tests.support.training import (
     INFO_NCE,
@@ -100,13 +100,6 @@ def test_a_short_last_batch_is_a_full_step(samples: int, epochs: int, last_batch
     assert float(loop.train_state.model.weight.detach()) == -steps
 
 
-def test_a_batch_larger_than_the_data_takes_them_several_times() -> None:
-    loop = make_loop(make_workload(), target_batch=60, micro_batch=7, steps=2)
-    expected, _ = reference(loop.workload, [batch.ids for batch in loop.sampler.batches()], mean_loss)
-    assert [record.samples for record in loop.run()] == [60, 120]
-    assert apart(weights(loop.train_state.model), expected) <= 1e-12
-
-
 def test_the_schedule_ends_exactly_with_the_run() -> None:
     seen = []
 
@@ -150,24 +143,6 @@ def test_an_invalid_learning_rate_is_named_before_its_step(rate: float, error, k
     with pytest.raises(error, match=r"the learning rate of step 3 is .* group 2 of 2.*schedule") as caught:
         next(run)
     assert "sample" not in str(caught.value)
-    assert torch.equal(weights(loop.train_state.model), before)
-
-
-def test_a_learning_rate_of_zero_is_valid() -> None:
-    loop = make_loop(make_workload(schedule=lambda o, _: LambdaLR(o, lambda step: 0.0)), steps=2)
-    assert [record.learning_rate for record in loop.run()] == [0.0, 0.0]
-
-
-def test_a_non_finite_gradient_of_a_finite_loss_stops_the_run_before_the_step() -> None:
-    def loss(model, batch):
-        return mean_loss(model, batch) + (model[0].weight * 0.0).abs().sqrt().sum()
-
-    loop = make_loop(make_workload(loss=loss), target_batch=6, steps=4)
-    before = weights(loop.train_state.model)
-    with pytest.raises(
-        NonFiniteError, match="the gradient of step 1 is not finite, so the step was not applied: samples"
-    ):
-        next(loop.run())
     assert torch.equal(weights(loop.train_state.model), before)
 
 
@@ -267,34 +242,6 @@ def test_warmup_grows_with_the_samples_on_top_of_the_schedule(target, steps, sch
     # Schedules and checkpoints see the learning rate without the warm-up.
     left = loop.train_state.optimizers[0].param_groups[0]["lr"]
     assert left == 0.1 * (0.5**steps if schedule else 1.0)
-
-
-def test_the_learning_rate_is_restored_after_an_error(monkeypatch) -> None:
-    loop = make_loop(make_workload(), warmup_samples=100)
-
-    def failing(*_: object) -> None:
-        raise ValueError("in the step")
-
-    monkeypatch.setattr(loop, "_train_batch", failing)
-    with pytest.raises(ValueError, match="in the step"):
-        next(loop.run())
-    assert loop.train_state.optimizers[0].param_groups[0]["lr"] == 0.1
-
-
-def optimizers_at(*rates: float | torch.Tensor) -> tuple[torch.optim.Optimizer, ...]:
-    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
-    optimizer = torch.optim.SGD(groups, lr=1.0)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    return (optimizer,)
-
-
-def test_the_first_rate_is_returned_and_all_are_checked() -> None:
-    assert check_learning_rates(optimizers_at(0.5, torch.tensor(0.25)), 1) == 0.5
-    with pytest.raises(NonFiniteError, match=r"step 3 is nan \(parameter group 2 of 2\)"):
-        check_learning_rates(optimizers_at(0.5, math.nan), 3)
-    with pytest.raises(InputError, match=r"is -1"):
-        check_learning_rates(optimizers_at(-1.0), 1)
 
 
 class Numbered(SilentMeter):

@@ -28,7 +28,6 @@ from autobatch.training.resume import (
 )
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.checkpoints import MANIFEST, STATE, facts_of, reseal, save_run
-from tests.support.faults import Fault
 from tests.support.kinds import RUNS
 from tests.support.options import as_options
 from tests.support.training import make_loop, make_workload
@@ -105,22 +104,6 @@ def test_memory_that_runs_out_while_a_checkpoint_is_read_does_not_make_it_invali
     loaded = load_run_state(tmp_path)
     assert (loaded.path, loaded.passed_over) == (newest, [])
     assert is_valid(folder / "step-00000001"), "a checkpoint that was set aside is not deleted"
-
-
-def test_memory_that_runs_out_at_any_tensor_operation_of_loading_does_not_make_a_checkpoint_invalid(
-    tmp_path: Path,
-) -> None:
-    save_run(tmp_path / "checkpoints", make_loop(make_workload()), 2)
-    with Fault() as fault:
-        fault.armed = True
-        load_run_state(tmp_path)
-    assert fault.count > 3
-    for operation in range(fault.count):
-        for error in (NO_MEMORY["device"], NO_MEMORY["python"]):
-            fault = Fault(operation, error=error)
-            fault.armed = True
-            with fault, pytest.raises(DoesNotFitError):
-                load_run_state(tmp_path)
 
 
 def test_a_run_without_checkpoints_cannot_be_resumed(tmp_path: Path) -> None:
@@ -253,7 +236,7 @@ STATES = {
     "text as model": (put("model", value="weights"), "model"),
     "no list of optimizers": (put("optimizers", value={}), "optimizers"),
     "no state of torch": (put("random", 0, "torch", value="no numbers"), "hexadecimal"),
-    "foreign state of numpy": (put("random", 0, "numpy", value=3), "not subscriptable"),
+    "foreign state of numpy": (put("random", 0, "numpy", value=3), "state.json holds no run"),
 }
 FACTS = {
     "no plan": (put("plan", value={}), "plan"),

@@ -104,14 +104,6 @@ def test_on_other_hardware_the_batches_are_the_same_and_weights_differ_by_roundi
     assert apart(weights(loop.train_state.model), weights(straight.train_state.model)) <= 1e-12
 
 
-def test_the_smaller_micro_batch_of_a_recovery_is_restored() -> None:
-    loop = open_loop("ragged")
-    loop.micro_batch, loop.oom_recoveries = 2, 1
-    other = open_loop("ragged")
-    restore_loop(other, capture_loop(loop), same_hardware=True)
-    assert (other.micro_batch, other.oom_recoveries) == (2, 1)
-
-
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [

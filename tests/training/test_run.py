@@ -30,7 +30,6 @@ from tests.support.training import (
     make_setup,
     make_workload,
     mean_loss,
-    network,
     points,
     reference,
     weights,
@@ -291,21 +290,6 @@ def test_a_checkpoint_has_the_facts_that_a_resume_checks(tmp_path: Path) -> None
     assert (facts["total_steps"], facts["samples"], facts["last_batch"]) == (4, 24, "carry")
     # Without the build that a wheel of PyPI adds at import, such as +cu130.
     assert str(torch.__version__).startswith(facts["versions"]["torch"])
-
-
-def noisy():
-    """Make a workload whose model draws random numbers."""
-    return make_workload(model=lambda: nn.Sequential(nn.Dropout(0.5), network()).double())
-
-
-def test_an_exact_resume_ends_with_the_same_weights_bit_for_bit(tmp_path: Path) -> None:
-    _, whole, _ = trained(tmp_path / "whole", noisy())
-    trained(tmp_path / "parts", noisy(), steps=2)
-    checkpoint = load_newest(tmp_path / "parts" / "checkpoints")
-    torch.manual_seed(99)
-    record, model, _ = trained(tmp_path / "parts", noisy(), resumed=checkpoint, is_exact=True)
-    assert torch.equal(weights(model), weights(whole))
-    assert (record.optimizer_steps, record.resumed_from) == (4, str(checkpoint.path))
 
 
 def test_a_resume_on_other_hardware_uses_its_own_plan(tmp_path: Path) -> None:

@@ -89,11 +89,6 @@ def test_values_come_back_as_they_were(value: Any) -> None:
         assert are_alike(again(value), value)
 
 
-@pytest.mark.parametrize("name", TENSOR_KINDS)
-def test_a_tensor_comes_back_bit_for_bit(name: str) -> None:
-    assert are_alike(again(TENSOR_KINDS[name]), TENSOR_KINDS[name])
-
-
 def test_containers_and_numbers_of_other_libraries_become_plain() -> None:
     numpy = pytest.importorskip("numpy")
     value = [numpy.float64(0.1), numpy.int32(3), torch.Size([2]), OrderedDict(a=1)]

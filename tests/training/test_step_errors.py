@@ -92,10 +92,6 @@ def test_a_batch_that_cannot_run_again_ends_the_run(micro_batch, oom, is_intact,
         raise error
 
 
-def test_a_batch_that_is_undone_can_run_again() -> None:
-    assert error_before_step(PLAIN, 3, FULL._replace(size=2)) is None
-
-
 def test_only_remedies_that_apply_are_named() -> None:
     whole = make_loop(make_workload(loss=INFO_NCE), ema=0.9).train_state
     for train_state, expected in ((PLAIN, False), (whole, True)):
@@ -198,7 +194,7 @@ def test_for_a_loss_over_the_whole_batch_the_sample_with_a_non_finite_row_is_nam
     )
     loop = make_loop(workload, target_batch=24, micro_batch=5, steps=1)
     with pytest.raises(
-        NonFiniteError, match=r"loss \(nan\) of step 1 .* sample 11 alone gives a non-finite row"
+        NonFiniteError, match=r"loss \(nan\) of step 1 .* sample 11 alone gives a non-finite representation"
     ):
         next(loop.run())
 

@@ -67,14 +67,6 @@ def metrics_of(workload, micro_batch: int, **options) -> dict[str, float]:
     return validator(workload, micro_batch, **options).run()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("micro_batch", [1, 2, 7, 22])
-def test_metrics_are_those_of_all_samples_at_once(kind: str, micro_batch: int) -> None:
-    whole = metrics_of(KINDS[kind], 23)
-    assert set(whole) == {"loss", "accuracy"}
-    assert metrics_of(KINDS[kind], micro_batch) == pytest.approx(whole, rel=1e-12)
-
-
 @pytest.mark.parametrize("micro_batch", [1, 3, 10, 23])
 def test_a_loss_over_the_whole_batch_is_computed_over_batches_of_the_training_size(micro_batch: int) -> None:
     """The loss over fewer samples, such as a micro-batch, has another value."""
