@@ -55,42 +55,48 @@ def agree_on_options(call: Call) -> Call:
     Raises:
         InputError: they cannot, or ranks differ in an option or a version.
     """
-    options, ranks = call.options, call.ranks
-    asked = options.ranks.ranks
-    if asked not in (None, ranks.world):
-        raise InputError(
-            f"ranks is {asked}, and a call cannot start processes: use the command with --ranks {asked}, or "
-            f"start the script with torchrun --nproc-per-node {asked}"
-            if ranks.world == 1
-            else f"--ranks is {asked}, and torchrun started {ranks.world}: leave out --ranks under torchrun"
-        )
-    if ranks.world == 1:
-        if options.ranks.parallel == "shard":
-            raise InputError(
-                "--parallel shard shares a model among ranks, found one process: give --ranks N with N at "
-                "least 2, or start with torchrun"
-            )
+    options, world = call.options, call.ranks.world
+    asked, planned = options.ranks, options.batch.world_size
+    is_count_wrong = asked.ranks not in (None, world)
+    for is_wrong, message in (
+        (
+            is_count_wrong and world == 1,
+            f"ranks is {asked.ranks}, and a call cannot start processes: use the command with --ranks "
+            f"{asked.ranks}, or start the script with torchrun --nproc-per-node {asked.ranks}",
+        ),
+        (
+            is_count_wrong,
+            f"--ranks is {asked.ranks}, and torchrun started {world}: leave out --ranks under torchrun",
+        ),
+        (
+            asked.parallel == "shard" and world == 1,
+            "--parallel shard shares a model among ranks, found one process: give --ranks N with N at least "
+            "2, or start with torchrun",
+        ),
+        (
+            world > 1 and planned not in (None, world),
+            f"--world-size {planned} plans for another launcher, and {world} ranks run: leave one out",
+        ),
+        (
+            options.search.own_loop and asked.parallel == "shard",
+            "--own-loop plans for a loop of your own, in which each rank has a whole model, and --parallel "
+            "shard shares it: leave one out",
+        ),
+    ):
+        if is_wrong:
+            raise InputError(message)
+    if world == 1:
         return call
-    device = ranks.device(options.device.device)
+    device = call.ranks.device(options.device.device)
     common = {
         f"--{name.replace('_', '-')}": value
         for name, value in options.by_name().items()
         if name not in OWN_OPTIONS
     }
-    ranks.check_equal({**common, **versions()})
-    if options.batch.world_size not in (None, ranks.world):
-        raise InputError(
-            f"--world-size {options.batch.world_size} plans for another launcher, and {ranks.world} ranks "
-            "run: leave one out"
-        )
-    if not options.search.own_loop:
-        return call.with_options(device=device)
-    if options.ranks.parallel == "shard":
-        raise InputError(
-            "--own-loop plans for a loop of your own, in which each rank has a whole model, and --parallel "
-            "shard shares it: leave one out"
-        )
-    return call.with_options(device=device, parallel="replicate")
+    call.ranks.check_equal({**common, **versions()})
+    return call.with_options(
+        device=device, parallel="replicate" if options.search.own_loop else asked.parallel
+    )
 
 
 def check_data_of_ranks(data: DataDigest | None, ranks: Ranks, resumed: Loaded | None = None) -> None:
@@ -146,7 +152,7 @@ def claim_of_ranks(call: Call, choose: Callable[[], Path], held: ExitStack) -> P
     Args:
         call: of this rank.
         choose: returns the folder; called on rank 0.
-        held: keeps the lock.
+        held: keeps the folder locked.
 
     Raises:
         InputError: it is not writable, another run holds it, or a rank does not see it.

@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO, cast
 
 from autobatch.cli.output import (
     RunLog,
@@ -145,90 +145,93 @@ def _guarded(name: str, arguments: list[str]) -> int:
             if ranks.world > 1 and count is None:
                 per_host = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world))
                 log.command = f"torchrun --nproc-per-node {per_host} -m {log.command}"
-            code = run_workload(name, workload, options, log, ranks)
+            code = run_workload(Command(name, workload, options, log, ranks))
             ranks.close()
             return code
     except BaseException as error:
         return _report_failure(error, name, log, ranks, verbose=verbose)
 
 
-def run_workload(name: str, workload: str | None, options: Options, log: RunLog, ranks: Ranks) -> int:
-    """Run a command on this rank and return its exit code; rank 0 prints.
+class Command(NamedTuple):
+    """A command that opens a workload, on one rank."""
 
-    Args:
-        name: of the command.
-        workload: its reference; None for the demo.
-        options: of the command.
-        log: learns the folder of the run.
-        ranks: the processes that run the command together.
-    """
-    with reserve_stdout() if options.output.json else contextlib.nullcontext():
-        stream = SafeStream(sys.stderr if options.output.json else sys.stdout)
-        if ranks.rank:
+    name: str
+    workload: str | None
+    """Reference of the workload; None for the demo."""
+    options: Options
+    log: RunLog
+    """Learns the folder of the run."""
+    ranks: Ranks
+    """The processes that run the command together."""
+
+    def call(self, **fields: Any) -> Call:
+        """Return the call of the pipeline, which tries the workload in a child."""
+        # Imported here: it imports torch.
+        from autobatch.api.call import Call
+
+        return Call(
+            workload=self.workload,
+            options=self.options,
+            ranks=self.ranks,
+            isolated=True,
+            command=self.log.command,
+            entered=self.log.enter,
+            **fields,
+        )
+
+
+def run_workload(command: Command) -> int:
+    """Run a command on this rank and return its exit code; rank 0 prints."""
+    as_json = command.options.output.json
+    with reserve_stdout() if as_json else contextlib.nullcontext():
+        stream = SafeStream(sys.stderr if as_json else sys.stdout)
+        if command.ranks.rank:
             from autobatch.api.pipeline import run
 
-            run(_call(workload, options, log, ranks))
+            run(command.call())
             return 0
-        result = _result_of(name, workload, options, log, stream=stream, ranks=ranks)
-    if options.output.json:
+        result = _result_of(command, stream)
+    if as_json:
         import msgspec
 
-        return _write(msgspec.json.encode(result.to_json(*PARTS[name])).decode())
+        return _write(msgspec.json.encode(result.to_json(*PARTS[command.name])).decode())
     return 0 if stream.failure is None else undelivered_code(stream.failure)
 
 
-def _result_of(
-    name: str, workload: str | None, options: Options, log: RunLog, *, stream: SafeStream, ranks: Ranks
-) -> Result | Estimates:
+def _result_of(command: Command, stream: SafeStream) -> Result | Estimates:
+    """Run a command and show its progress and its result."""
     from autobatch.report.terminal import Terminal
     from autobatch.setup.child import ChildProcess, may_copy
     from autobatch.workload.reference import check_reference
 
+    workload, options, is_estimate = command.workload, command.options, command.name == "estimate"
     with contextlib.ExitStack() as held:
         if workload is not None:
             check_reference(workload)  # before the seconds that torch takes to import
-        is_resume = name == "fit" and options.train.resume
         # Threads of a group of ranks do not survive a copy.
-        is_copy = ranks.world == 1 and may_copy(options.device.device)
-        child = None if is_resume or name == "estimate" else ChildProcess(is_copy=is_copy)
+        is_copy = command.ranks.world == 1 and may_copy(options.device.device)
+        child = None if is_estimate or options.train.resume else ChildProcess(is_copy=is_copy)
         if child is not None and not is_copy:
             # It imports torch while this process does.
             held.enter_context(child)
         terminal = held.enter_context(Terminal(cast("TextIO", stream), quiet=options.output.quiet))
-        terminal.begin(workload, predicts=name == "estimate")
+        terminal.begin(workload, predicts=is_estimate)
         terminal.doing("importing torch")
         gc.disable()  # collections while torch makes a million objects take a fifth of its import
         from autobatch.api.pipeline import run, run_estimate
 
         gc.freeze()
         gc.enable()
-
-        if name == "estimate":
+        if is_estimate:
             terminal.doing("predicting what fits")
-            estimates = run_estimate(_call(workload, options, log, ranks))
+            estimates = run_estimate(command.call())
             terminal.estimated(estimates)
             return estimates
-        if child is not None:
+        if child is not None and is_copy:
             held.enter_context(child)
-        result = run(_call(workload, options, log, ranks, progress=terminal, child=child))
+        result = run(command.call(progress=terminal, child=child))
         terminal.finish(result)
     return result
-
-
-def _call(workload: str | None, options: Options, log: RunLog, ranks: Ranks, **fields: Any) -> Call:
-    """Return the call of a command, whose workload is tried in a child."""
-    # Imported here: it imports torch.
-    from autobatch.api.call import Call
-
-    return Call(
-        workload=workload,
-        options=options,
-        ranks=ranks,
-        isolated=True,
-        command=log.command,
-        entered=log.enter,
-        **fields,
-    )
 
 
 def _start_ranks(words: list[str], count: int) -> int:
