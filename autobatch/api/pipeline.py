@@ -105,8 +105,8 @@ def fit(call: Call) -> Result:
     call = replace(call, command=_repeat_command(call.command, resumes=train.resume))
     if train.steps is None and train.epochs is None:
         call = call.with_options(**({"steps": demo.STEPS} if call.workload is None else {"epochs": 1}))
-    with ExitStack() as held:
-        result, prepared, out = prepare(call, held)
+    with ExitStack() as lock:
+        result, prepared, out = prepare(call, lock)
         for line in shared_model_notes(prepared.setup.workload, prepared.setup.model):
             call.progress.note(line)
         hint = resume_hint(call.command, out)
@@ -128,22 +128,22 @@ def fit(call: Call) -> Result:
         return _write_result(result, out, call.progress) if ranks.rank == 0 else result
 
 
-def prepare(call: Call, held: ExitStack) -> ReadyRun:
+def prepare(call: Call, lock: ExitStack) -> ReadyRun:
     """Take the stored plan of a run to resume, else search, plan and tune in one process.
 
     Args:
         call: of this rank.
-        held: keeps the folder of the run locked.
+        lock: keeps the folder of the run locked.
     """
-    stored = open_stored(call, held) if call.options.train.resume else None
+    stored = open_stored(call, lock) if call.options.train.resume else None
     if stored is None:
-        return _prepare_new(call, held)
+        return _prepare_new(call, lock)
     if not stored.changes:
         return ReadyRun(*stored.with_own_plan(call.progress), stored.out)
     return _plan_again(stored.as_call(call), stored)
 
 
-def _prepare_new(call: Call, held: ExitStack) -> ReadyRun:
+def _prepare_new(call: Call, lock: ExitStack) -> ReadyRun:
     """Search, plan and tune for a new run in one process, and open the setup that trains."""
     options, ranks = call.options, call.ranks
     with ExitStack() as opened:
@@ -151,7 +151,7 @@ def _prepare_new(call: Call, held: ExitStack) -> ReadyRun:
         process, info = setup.process, setup.process.info
         samples = epoch_samples(call, process)
         steps = build_sampler(samples, options).total
-        out = claim_of_ranks(call, lambda: folder_of(options.train.out, info.name, resume=False), held)
+        out = claim_of_ranks(call, lambda: folder_of(options.train.out, info.name, resume=False), lock)
         if setup.shard is None:
             # Weights that cannot be exported must fail before minutes are spent on a probe.
             process.call("the check of the weights", examine_weights)

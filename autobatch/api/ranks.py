@@ -146,13 +146,13 @@ def continue_after_restart(call: Call) -> Call:
     return call.with_options(out=str(out), resume=has_checkpoint)
 
 
-def claim_of_ranks(call: Call, choose: Callable[[], Path], held: ExitStack) -> Path:
+def claim_of_ranks(call: Call, choose: Callable[[], Path], lock: ExitStack) -> Path:
     """Lock the folder of the run on rank 0 until its end, and make it known to all ranks.
 
     Args:
         call: of this rank.
         choose: returns the folder; called on rank 0.
-        held: keeps the folder locked.
+        lock: keeps the folder locked.
 
     Raises:
         InputError: it is not writable, another run holds it, or a rank does not see it.
@@ -160,7 +160,7 @@ def claim_of_ranks(call: Call, choose: Callable[[], Path], held: ExitStack) -> P
 
     def claim() -> str:
         out = choose()
-        held.enter_context(claim_folder(out))
+        lock.enter_context(claim_folder(out))
         # That of an earlier attempt. No rank of this one knows the folder yet, so it is not theirs.
         (out / VERDICT).unlink(missing_ok=True)
         return str(out)

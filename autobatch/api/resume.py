@@ -123,12 +123,12 @@ class StoredRun:
         )
 
 
-def open_stored(call: Call, held: ExitStack) -> StoredRun:
+def open_stored(call: Call, lock: ExitStack) -> StoredRun:
     """Open the run to resume, and compare it with what is asked for now.
 
     Args:
         call: of this rank.
-        held: keeps the folder of the run locked.
+        lock: keeps the folder of the run locked.
 
     Raises:
         InputError: there is none, or it cannot continue with these options or data.
@@ -136,7 +136,7 @@ def open_stored(call: Call, held: ExitStack) -> StoredRun:
     options, ranks = call.options, call.ranks
     call.progress.doing(OPENING)
     workload = find_workload(call.workload, options.device.seed)
-    out = claim_of_ranks(call, lambda: folder_of(options.train.out, workload.name, resume=True), held)
+    out = claim_of_ranks(call, lambda: folder_of(options.train.out, workload.name, resume=True), lock)
     checkpoint = load_run_state(out, ranks)
     for line in checkpoint.passed_over:
         call.progress.note(f"skipped an invalid checkpoint: {line}")

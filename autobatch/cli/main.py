@@ -205,7 +205,7 @@ def _result_of(command: Command, stream: SafeStream) -> Result | Estimates:
     from autobatch.workload.reference import check_reference
 
     workload, options, is_estimate = command.workload, command.options, command.name == "estimate"
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as opened:
         if workload is not None:
             check_reference(workload)  # before the seconds that torch takes to import
         # Threads of a group of ranks do not survive a copy.
@@ -213,8 +213,8 @@ def _result_of(command: Command, stream: SafeStream) -> Result | Estimates:
         child = None if is_estimate or options.train.resume else ChildProcess(is_copy=is_copy)
         if child is not None and not is_copy:
             # It imports torch while this process does.
-            held.enter_context(child)
-        terminal = held.enter_context(Terminal(cast("TextIO", stream), quiet=options.output.quiet))
+            opened.enter_context(child)
+        terminal = opened.enter_context(Terminal(cast("TextIO", stream), quiet=options.output.quiet))
         terminal.begin(workload, predicts=is_estimate)
         terminal.doing("importing torch")
         gc.disable()  # collections while torch makes a million objects take a fifth of its import
@@ -228,7 +228,7 @@ def _result_of(command: Command, stream: SafeStream) -> Result | Estimates:
             terminal.estimated(estimates)
             return estimates
         if child is not None and is_copy:
-            held.enter_context(child)
+            opened.enter_context(child)
         result = run(command.call(progress=terminal, child=child))
         terminal.finish(result)
     return result
