@@ -37,7 +37,6 @@ from autobatch.device.nvml import driver_version
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.report.result import Estimates, Result, load_run
 from autobatch.search.plan_split import read_sizes
-from autobatch.search.real_batches import Order
 from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import data_of_setup
 from autobatch.training.build import build_sampler
@@ -49,8 +48,6 @@ from autobatch.workload import demo
 from autobatch.workload.data_digest import check_same_data
 from autobatch.workload.reference import find_workload, shared_model_notes
 
-PLANNED_STEPS = 1000
-"""Optimizer steps of the run that is tuned for, if nothing says how many."""
 GIT_SECONDS = 5.0
 """Time after which Git counts as absent, for example on a slow network file system."""
 
@@ -85,7 +82,7 @@ def run(call: Call) -> Result:
         return fit(continue_after_restart(call))
     with ExitStack() as opened:
         setup, found = search_and_plan(call, open_layout(call, opened), opened)
-        return finish_plan(call, setup, found, PLANNED_STEPS)
+        return finish_plan(call, setup, found)
 
 
 def run_estimate(call: Call) -> Estimates:
@@ -150,7 +147,7 @@ def _prepare_new(call: Call, lock: ExitStack) -> ReadyRun:
         setup = open_layout(call, opened)
         process, info = setup.process, setup.process.info
         samples = epoch_samples(call, process)
-        steps = build_sampler(samples, options).total
+        batches = build_sampler(samples, options)
         out = claim_of_ranks(call, lambda: folder_of(options.train.out, info.name, resume=False), lock)
         if setup.shard is None:
             # Weights that cannot be exported must fail before minutes are spent on a probe.
@@ -161,7 +158,7 @@ def _prepare_new(call: Call, lock: ExitStack) -> ReadyRun:
         earlier = ranks.once(lambda: move_earlier_run(out)) if ranks.restart == 0 else None
         if earlier is not None:
             call.progress.note(f"moved the earlier run of {out} to {earlier}")
-        result = finish_plan(call, setup, found, steps, _order(call))
+        result = finish_plan(call, setup, found, batches)
         assert result.plan is not None
         process, info = setup.process, setup.process.info
         sizes = None
@@ -191,21 +188,10 @@ def _plan_again(call: Call, stored: StoredRun) -> ReadyRun:
     with ExitStack() as opened:
         setup, found = search_and_plan(call, open_layout(call, opened), opened)
         uninterrupted(found)
-        result = finish_plan(call, setup, found, stored.sampler.total, _order(call))
+        # The order of the user's own sampler does not travel to a child.
+        result = finish_plan(call, setup, found, replace(stored.sampler, order=None))
         key = setup.process.info.key
     return ReadyRun(*stored.with_new_plan(result, key), stored.out)
-
-
-def _order(call: Call) -> Order:
-    """Return the batches of the run, for the stages that look at them."""
-    train = call.options.train
-    return Order(
-        call.options.target_batch,
-        call.options.device.seed,
-        last_batch=train.last_batch,
-        steps=train.steps,
-        epochs=train.epochs,
-    )
 
 
 def _repeat_command(command: str, *, resumes: bool) -> str:

@@ -28,7 +28,7 @@ from autobatch.report.words import decimal, plural
 from autobatch.search.attempts import ask_or_none, step_snapshot
 from autobatch.search.find_limit import Limit, check_size, find_limit
 from autobatch.search.plan_split import SplitChoice, SplitSettings, choose_split
-from autobatch.search.real_batches import Order, find_in_order
+from autobatch.search.real_batches import find_in_order
 from autobatch.setup.child import ChildCrashed
 from autobatch.setup.session import SetupProcess, open_process
 from autobatch.setup.setup import Role, SetupInfo
@@ -36,7 +36,10 @@ from autobatch.setup.trace import predicted_memory
 from autobatch.training.split_check.check import ANYWAY, examine
 from autobatch.training.split_check.compare import Finding
 from autobatch.tuning.tune_plan import PlanTuner
+from autobatch.workload.order import GlobalBatchSampler
 
+PLANNED_STEPS = 1000
+"""Optimizer steps of the run that is tuned for, if nothing says how many."""
 OPENING = "opening the workload"
 CHECKING_SPLIT = "checking that the loss can be split into micro-batches"
 WHOLE = "a whole model fits on each rank, so each has its own"
@@ -94,7 +97,7 @@ def search_and_plan(call: Call, setup: OpenSetup, opened: ExitStack) -> tuple[Op
 
 
 def finish_plan(
-    call: Call, setup: OpenSetup, result: Result, steps: int, order: Order | None = None
+    call: Call, setup: OpenSetup, result: Result, batches: GlobalBatchSampler | None = None
 ) -> Result:
     """Check the split of the loss, tune, choose the split of batches, and write what was asked for.
 
@@ -102,8 +105,7 @@ def finish_plan(
         call: of this rank.
         setup: holds the process.
         result: what the search has found.
-        steps: optimizer steps of the run that is tuned for.
-        order: the batches of the run; None if they are unknown.
+        batches: of the run; None if they are unknown.
 
     Raises:
         InputError: the loss cannot be split, or a split by size was asked for and would change results.
@@ -112,7 +114,7 @@ def finish_plan(
     tuner = None
     if command in ("tune", "fit"):
         result = uninterrupted(result)
-        tuner = _open_tuner(call, setup, steps)
+        tuner = _open_tuner(call, setup, PLANNED_STEPS if batches is None else batches.total)
     has_trials = tuner is not None and tuner.trials > 0
     tunes_rate = tuner is not None and tuner.lr_trials > 0
     # A training checks the loss on its own. Trials need the answer before.
@@ -124,7 +126,7 @@ def finish_plan(
         plan, tuning = tuner.tune(result.plan, result.probe.micro_batch)
         result = msgspec.structs.replace(result, plan=plan, tuning=tuning)
     _write_memory_viz(call, setup.process, result)
-    result = _add_split(call, setup.process, result, order)
+    result = _add_split(call, setup.process, result, batches)
     return _add_learning_rate(call, tuner, result) if tuner is not None and tunes_rate else result
 
 
@@ -406,11 +408,13 @@ def _write_memory_viz(call: Call, process: SetupProcess, result: Result) -> None
     call.progress.note(f"the memory of a few steps is in {path}: open it at pytorch.org/memory_viz")
 
 
-def _add_split(call: Call, process: SetupProcess, result: Result, order: Order | None) -> Result:
+def _add_split(
+    call: Call, process: SetupProcess, result: Result, batches: GlobalBatchSampler | None
+) -> Result:
     """Put the split into the plan of a result, with a note on the choice; all ranks call it.
 
-    If the order of the run is known, samples that are concatenated may share larger micro-batches, and that
-    plan is taken unless a split by size is faster. A choice that fails is no reason to end a run that can
+    If the batches of the run are known, concatenated samples may allow larger micro-batches, and that plan
+    is the result unless a split by size is faster. A choice that fails is no reason to end a run that can
     split by count. Of a plan alone, an interrupted choice keeps the result.
 
     Raises:
@@ -427,8 +431,8 @@ def _add_split(call: Call, process: SetupProcess, result: Result, order: Order |
     by_count = of_rank = msgspec.structs.replace(plan, target_batch=share)
     call.progress.doing("choosing how batches are split")
     try:
-        if order is not None and plan.world_size == 1 and probe.stopped_by is None:
-            by_count = _in_run_order(process, of_rank, order, settings.cap)
+        if batches is not None and plan.world_size == 1 and probe.stopped_by is None:
+            by_count = _in_run_order(process, of_rank, batches, settings.cap)
         choice = process.call("the choice of the split", choose_split, by_count, settings)
     except InputError:
         raise
@@ -487,16 +491,16 @@ def _may_cut_by_size(call: Call, info: SetupInfo, plan: Plan) -> bool:
     return call.ranks.world > 1 and (is_alike or is_asked)
 
 
-def _in_run_order(process: SetupProcess, plan: Plan, order: Order, cap: int) -> Plan:
+def _in_run_order(process: SetupProcess, plan: Plan, batches: GlobalBatchSampler, cap: int) -> Plan:
     """Return a plan with the largest micro-batch that fits in the order of the run, or the same plan.
 
     Args:
         process: holds the setup.
         plan: a plan for one rank, whose micro-batch fits in any order.
-        order: the batches of the run.
+        batches: of the run.
         cap: the largest micro-batch to try.
     """
-    found = ask_or_none(process, "a look at the order of the run", find_in_order, plan, order, cap)
+    found = ask_or_none(process, "a look at the order of the run", find_in_order, plan, batches, cap)
     if found is None:
         return plan
     sizes = micro_batches(plan.target_batch, found.micro_batch)

@@ -29,7 +29,7 @@ from autobatch.planning import micro_batches
 from autobatch.search.attempts import Attempts, ask_or_none, nothing_fits, run_attempt
 from autobatch.search.cache import CachedLimit, StaleLimit, entry_path, find_trace, lookup, save_trace, store
 from autobatch.search.curve import find_limits_by_size
-from autobatch.search.real_batches import Order, survive_real_batches
+from autobatch.search.real_batches import survive_real_batches
 from autobatch.search.replay import replay_on
 from autobatch.search.search import MULTIPLES, Found, first_size, search
 from autobatch.setup import trace as traced_setup
@@ -88,7 +88,7 @@ def find_limit(
     limit = limit._replace(probe=_with_others(limit.probe, process, progress))
     progress.probed(limit.probe)
     limit = limit if confirmed else probing.saved(limit)
-    probe = survive_real_batches(process, limit.probe, Order(share, options.device.seed), progress)
+    probe = survive_real_batches(process, limit.probe, share, options.device.seed, progress)
     if share is None:
         probe = find_limits_by_size(process, probe, probing.cap, progress)
     limit = limit._replace(probe=probe, planned=probe.micro_batch)

@@ -13,7 +13,7 @@ from autobatch.core.knobs import memory_signature
 from autobatch.core.records import Plan, SizeCut
 from autobatch.search.curve import CurvePoint, configured, curve_of
 from autobatch.search.hazards import find_obstacle
-from autobatch.search.real_batches import Order, RunBatches, run_batches
+from autobatch.search.real_batches import RunBatches, first_batches, run_batches
 from autobatch.setup.session import Session
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.split import SizeSplit, Split, digest_of, size_of_part
@@ -78,8 +78,8 @@ def choose_split(session: Session, plan: Plan, settings: SplitSettings) -> Split
         return SplitChoice(
             None, f"batches are split by count: {obstacle.reason}" if is_worth_saying else None
         )
-    order = Order(plan.target_batch, settings.seed, plan.last_batch)
-    batches = run_batches(session, order, plan)
+    sampler = first_batches(session.setup, plan.target_batch, settings.seed, plan.last_batch)
+    batches = run_batches(session, sampler, plan)
     # The limit of the probe is that of its own configuration.
     is_other = bool(memory_signature(plan.knobs)) or plan.precision != session.setup.precision
     return _compare(batches, plan, settings, plan.micro_batch if is_other else settings.limit)

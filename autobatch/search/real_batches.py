@@ -59,18 +59,6 @@ HEAVIEST_PARTS = 4
 """Heaviest micro-batches of such a batch."""
 
 
-class Order(NamedTuple):
-    """The order of the data of a run: plain values."""
-
-    target_batch: int | None
-    """None if unknown."""
-    seed: int
-    last_batch: LastBatch = "carry"
-    steps: int | None = None
-    """Optimizer steps of the run; None if unknown, as are ``epochs``."""
-    epochs: int | None = None
-
-
 class Survivor(NamedTuple):
     """The largest micro-batch that real batches survive."""
 
@@ -89,20 +77,16 @@ class RunBatches:
     setup: Setup
     sizes: Sizes
     """Size of each sample, by its index."""
-    order: Order
+    sampler: GlobalBatchSampler
+    """The batches; a run of unknown length has steps only where they are counted."""
     program: SizeProgram | None
     """The memory of a step over the sizes of its samples; None if it cannot be traced."""
     joins: bool
     """True if samples are joined end to end; False if they are padded."""
 
-    @property
-    def whole(self) -> GlobalBatchSampler:
-        """The batches of the whole run, whose steps or epochs are known."""
-        return self._sampler(self.order.steps, self.order.epochs)
-
     def first(self, count: int) -> Iterator[GlobalBatch]:
         """Return the first batches of the run."""
-        return self._sampler(count).batches()
+        return replace(self.sampler, steps=count, epochs=None).batches()
 
     def survived(self, split: Split, micro_batch: int) -> int | None:
         """Replay the first batches of the run, or run a few if the step was not traced.
@@ -146,29 +130,15 @@ class RunBatches:
         """Run the first batches; see `run`."""
         return self.run(split.parts(batch, micro_batch) for batch in self.first(count))
 
-    def _sampler(self, steps: int | None, epochs: int | None = None) -> GlobalBatchSampler:
-        target = self.order.target_batch
-        assert target is not None
-        samples, order = epoch_of(self.setup.workload, self.order.seed)
-        # A run that drops every batch does not start, and another stage says so.
-        last = "carry" if samples < target else self.order.last_batch
-        return GlobalBatchSampler(
-            samples=samples,
-            target_batch=target,
-            seed=self.order.seed,
-            steps=steps,
-            epochs=epochs,
-            last_batch=last,
-            order=order,
-        )
-
     def _shape(self, part: MicroBatchIds) -> Shape:
         # Joined samples have the memory of as many of their mean size, if no block grows faster.
         by_mean = self.joins and self.program is not None and self.program.is_linear
         return Shape(len(part.ids), size_of_part(self.sizes[part.ids], is_padded=not by_mean))
 
 
-def survive_real_batches(process: SetupProcess, probe: Probe, order: Order, progress: Progress) -> Probe:
+def survive_real_batches(
+    process: SetupProcess, probe: Probe, target: int | None, seed: int, progress: Progress
+) -> Probe:
     """Check a limit against the batches of the run, and lower it to one that they survive.
 
     A lower limit runs once, so that no answer is a size that never ran.
@@ -176,14 +146,17 @@ def survive_real_batches(process: SetupProcess, probe: Probe, order: Order, prog
     Args:
         process: holds the setup.
         probe: the answer for the most expensive samples.
-        order: the batches of the run.
+        target: samples of a batch; None if unknown.
+        seed: of the order of the data.
         progress: receives the attempt and a note.
     """
     if probe.stopped_by is not None:
         return probe
     progress.doing("replaying batches of the run")
     try:
-        found = ask_or_none(process, "a replay of real batches", find_survivor, probe.micro_batch, order)
+        found = ask_or_none(
+            process, "a replay of real batches", find_survivor, probe.micro_batch, target, seed
+        )
     except KeyboardInterrupt:
         progress.note("interrupted: the limit was not checked against batches of the run")
         return msgspec.structs.replace(probe, stopped_by="interrupt")
@@ -197,7 +170,7 @@ def survive_real_batches(process: SetupProcess, probe: Probe, order: Order, prog
     )
     # A plan depends on the micro-batch only through the number of its steps.
     sizes = (found.micro_batch, probe.micro_batch)
-    plans = sizes if order.target_batch is None else [math.ceil(order.target_batch / one) for one in sizes]
+    plans = sizes if target is None else [math.ceil(target / one) for one in sizes]
     if plans[0] == plans[1]:
         return msgspec.structs.replace(probe, real_batches=record)
     outcome = run_attempt(process, found.micro_batch)
@@ -218,27 +191,28 @@ def survive_real_batches(process: SetupProcess, probe: Probe, order: Order, prog
     )
 
 
-def find_survivor(session: Session, limit: int, order: Order) -> Survivor | None:
+def find_survivor(session: Session, limit: int, target: int | None, seed: int) -> Survivor | None:
     """Return the largest micro-batch up to a limit that the first batches of a run survive.
 
     Args:
         session: the open setup.
         limit: the largest micro-batch that fits on the most expensive samples.
-        order: the batches of the run.
+        target: samples of a batch; None if unknown.
+        seed: of the order of the data.
 
     Returns:
         None if real batches need not be tried: samples of one size, or an allocator without a cache. Also
         None if sizes are unknown, or if no candidate survives.
     """
-    batches = _batches_of(session, order)
+    batches = _batches_of(session, first_batches(session.setup, target or 1, seed))
     if batches is None or session.setup.device.allocator_config is None:
         return None
     program = batches.program
-    candidates = _smaller(limit, order.target_batch)
+    candidates = _smaller(limit, target)
     for micro_batch in candidates if program else candidates[:MOST_RUNS]:
         # A batch whose size is unknown has a few micro-batches.
-        target = order.target_batch or micro_batch * ASSUMED_STEPS
-        one = replace(batches, order=order._replace(target_batch=target))
+        samples = target or micro_batch * ASSUMED_STEPS
+        one = replace(batches, sampler=replace(batches.sampler, target_batch=samples))
         count = one.survived(Split(), micro_batch)
         if count is not None:
             return Survivor(
@@ -247,26 +221,26 @@ def find_survivor(session: Session, limit: int, order: Order) -> Survivor | None
     return None
 
 
-def find_in_order(session: Session, plan: Plan, order: Order, cap: int) -> Survivor | None:
+def find_in_order(session: Session, plan: Plan, run: GlobalBatchSampler, cap: int) -> Survivor | None:
     """Return the largest micro-batch over that of a plan that fits in the order of its run.
 
     Args:
         session: the open setup.
         plan: its micro-batch fits in any order.
-        order: the batches of the run.
+        run: the batches of the run.
         cap: the largest micro-batch to try.
 
     Returns:
         None if there is none: samples that are padded, or whose size does not decide on their memory, or an
         order that is not known.
     """
-    batches = _batches_of(session, order, plan)
+    batches = _batches_of(session, run, plan)
     # A sampler of the user's may draw another order next time.
     if batches is None or not batches.joins or session.setup.workload.sampler is not None:
         return None
     if batches.program is None and largest_deviation(batches.setup.workload, batches.sizes) > MOST_DEVIATION:
         return None
-    whole, limits = batches.whole, _larger(plan.micro_batch, plan.target_batch, cap)
+    whole, limits = batches.sampler, _larger(plan.micro_batch, plan.target_batch, cap)
     if not limits or not 0 < whole.total * whole.target_batch <= MOST_SAMPLES:
         return None
     heaviest = heaviest_batches(whole, batches.sizes, limits)
@@ -275,7 +249,17 @@ def find_in_order(session: Session, plan: Plan, order: Order, cap: int) -> Survi
     return Survivor(limits[found - 1], whole.total, by) if found else None
 
 
-def run_batches(session: Session, order: Order, plan: Plan | None = None) -> RunBatches:
+def first_batches(
+    setup: Setup, target: int, seed: int, last_batch: LastBatch = "carry"
+) -> GlobalBatchSampler:
+    """Return the batches of a run of unknown length."""
+    samples, order = epoch_of(setup.workload, seed)
+    # A run that drops every batch does not start, and another stage says so.
+    last = "carry" if samples < target else last_batch
+    return GlobalBatchSampler(samples=samples, target_batch=target, seed=seed, last_batch=last, order=order)
+
+
+def run_batches(session: Session, sampler: GlobalBatchSampler, plan: Plan | None = None) -> RunBatches:
     """Return the batches of a run, in the configuration of a plan if one is given; sizes must be known."""
     setup = session.setup if plan is None else configured(session.setup, plan)
     sizes, program = setup.worst_case.sizes(), program_of(session, plan)
@@ -284,17 +268,17 @@ def run_batches(session: Session, order: Order, plan: Plan | None = None) -> Run
         joins = not is_padded(setup.workload, sizes)
     except Exception:  # other stages report what the collate function raises
         joins = False
-    return RunBatches(setup=setup, sizes=sizes, order=order, program=program, joins=joins)
+    return RunBatches(setup=setup, sizes=sizes, sampler=sampler, program=program, joins=joins)
 
 
-def _batches_of(session: Session, order: Order, plan: Plan | None = None) -> RunBatches | None:
+def _batches_of(session: Session, sampler: GlobalBatchSampler, plan: Plan | None = None) -> RunBatches | None:
     """Return the batches of a run; None if their samples have one size, or the loss sees a whole batch."""
     sizes = session.setup.worst_case.sizes()
     if sizes is None or sizes.min() == sizes.max():
         return None
     if isinstance(session.setup.workload.loss, WholeBatchLoss):
         return None
-    batches = run_batches(session, order, plan)
+    batches = run_batches(session, sampler, plan)
     # Where the order decides, only exact bytes do.
     program = batches.program
     is_exact = program is not None and program.is_exact and program.is_linear
@@ -310,12 +294,12 @@ def _survives(batches: RunBatches, limit: int, heaviest: Mapping[int, Sequence[i
         heaviest: numbers of the heaviest batches for each micro-batch, the heaviest first.
     """
     split, program = Split(), batches.program
-    heavy = [next(batches.whole.batches(number)) for number in heaviest[limit]]
+    heavy = [next(batches.sampler.batches(number)) for number in heaviest[limit]]
     before: list[Sequence[MicroBatchIds]] = []
     if program is None:
         before = [split.parts(one, limit) for one in batches.first(RUN)]
     else:
-        a_batch = len(program.later.events) * math.ceil(batches.whole.target_batch / limit)
+        a_batch = len(program.later.events) * math.ceil(batches.sampler.target_batch / limit)
         first = batches.first(min(REPLAYED, max(1, MOST_EVENTS // max(1, a_batch))))
         found = batches.replay(split, limit, chain(heavy, first, heavy), most_events=10 * MOST_EVENTS)
         if found is None:

@@ -34,7 +34,7 @@ from autobatch.footprint.size_program import SizeProgram
 from autobatch.planning import make_plan
 from autobatch.search.curve import trace_setup
 from autobatch.search.hazards import is_padded
-from autobatch.search.real_batches import Order, RunBatches
+from autobatch.search.real_batches import RunBatches, first_batches
 from autobatch.setup.attempt import attempt
 from autobatch.setup.setup import Setup, open_setup
 from autobatch.training.build import build_sampler, open_loop
@@ -126,7 +126,7 @@ class Run(NamedTuple):
         batches = RunBatches(
             setup=setup,
             sizes=sizes,
-            order=Order(TARGET, self.seed),
+            sampler=first_batches(setup, TARGET, self.seed),
             program=program,
             joins=not is_padded(setup.workload, sizes),
         )

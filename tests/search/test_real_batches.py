@@ -16,15 +16,16 @@ from autobatch.core.records import Attempt, Plan, Probe
 from autobatch.planning import make_plan
 from autobatch.search import curve, real_batches
 from autobatch.search.real_batches import (
-    Order,
     Survivor,
     find_in_order,
     find_survivor,
+    first_batches,
     run_batches,
     survive_real_batches,
 )
 from autobatch.setup.attempt import Outcome
 from autobatch.setup.session import Session, ThisProcess
+from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.split import Split
 from tests.support.probes import Listener
 from tests.support.ragged import (
@@ -55,7 +56,7 @@ def short_replays(monkeypatch) -> None:
 @pytest.mark.usefixtures("short")
 def test_the_answer_is_the_largest_that_trains_without_running_out(target: int, tmp_path: Path) -> None:
     setup = simulated_setup(WORKLOAD, tmp_path, BUDGET)
-    found = find_survivor(Session(setup), target, Order(target, 0))
+    found = find_survivor(Session(setup), target, target, 0)
     assert found is not None
     assert found.by == "replay"
     assert ooms(setup, found.micro_batch, target) == 0
@@ -70,7 +71,7 @@ def test_a_step_that_cannot_be_traced_runs_real_batches(tmp_path: Path, monkeypa
     setup = simulated_setup(WORKLOAD, tmp_path, BUDGET)
     monkeypatch.setattr(curve, "trace_setup", lambda *_: None)
     before = fingerprint(setup.model)
-    found = find_survivor(Session(setup), 60, Order(96, 0))
+    found = find_survivor(Session(setup), 60, 96, 0)
     assert found is not None
     assert (found.by, found.batches) == ("run", real_batches.RUN)
     assert ooms(setup, found.micro_batch, 96) == 0
@@ -80,7 +81,7 @@ def test_a_step_that_cannot_be_traced_runs_real_batches(tmp_path: Path, monkeypa
 def test_a_failed_run_says_why_and_leaves_the_model_alone(tmp_path: Path) -> None:
     setup = simulated_setup(WORKLOAD, tmp_path, "22MiB")
     before = fingerprint(setup.model)
-    batches = run_batches(Session(setup), Order(512, 0))
+    batches = run_batches(Session(setup), first_batches(setup, 512, 0))
     assert "out of memory" in batches.run_first(Split(), 512, count=1)
     assert batches.run_first(Split(), 4, count=1) is None
     assert fingerprint(setup.model) == before
@@ -89,17 +90,17 @@ def test_a_failed_run_says_why_and_leaves_the_model_alone(tmp_path: Path) -> Non
 def test_without_a_target_the_candidates_are_close_together(tmp_path: Path) -> None:
     setup = simulated_setup(WORKLOAD, tmp_path, BUDGET)
     session = Session(setup)
-    found = find_survivor(session, 96, Order(None, 0))
+    found = find_survivor(session, 96, None, 0)
     assert found is not None
     for larger in range(found.micro_batch + 1, min(96, found.micro_batch + 4)):
-        order = Order(larger * real_batches.ASSUMED_STEPS, 0)
-        assert run_batches(session, order).survived(Split(), larger) is None
+        sampler = first_batches(session.setup, larger * real_batches.ASSUMED_STEPS, 0)
+        assert run_batches(session, sampler).survived(Split(), larger) is None
 
 
 def test_equal_samples_and_allocators_without_a_cache_need_no_check(tmp_path: Path) -> None:
     equal = ragged_workload(train_data=tokens(), collate=None, size_of=None)
-    assert find_survivor(Session(simulated_setup(equal, tmp_path, BUDGET)), 8, Order(24, 0)) is None
-    assert find_survivor(Session(make_setup(WORKLOAD)), 8, Order(24, 0)) is None
+    assert find_survivor(Session(simulated_setup(equal, tmp_path, BUDGET)), 8, 24, 0) is None
+    assert find_survivor(Session(make_setup(WORKLOAD)), 8, 24, 0) is None
 
 
 def test_a_sample_that_does_not_fit_alone_is_named_before_training(tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def survived(monkeypatch, found: Survivor | None, *, target: int | None = 256, f
     monkeypatch.setattr(real_batches, "run_attempt", lambda process, size: outcome(process, size, fits=fits))
     listener = Listener()
     process = ThisProcess(make_setup(ragged_workload()))
-    return survive_real_batches(process, probe_of(30, **changes), Order(target, 0), listener), listener
+    return survive_real_batches(process, probe_of(30, **changes), target, 0, listener), listener
 
 
 def test_a_lower_survivor_runs_once_and_becomes_the_answer(monkeypatch) -> None:
@@ -182,7 +183,7 @@ def test_an_interrupt_keeps_the_limit_of_the_most_expensive_samples(monkeypatch)
 
     monkeypatch.setattr(real_batches, "find_survivor", interrupted)
     process, listener = ThisProcess(make_setup(ragged_workload())), Listener()
-    probe = survive_real_batches(process, probe_of(30), Order(256, 0), listener)
+    probe = survive_real_batches(process, probe_of(30), 256, 0, listener)
     assert (probe.micro_batch, probe.stopped_by) == (30, "interrupt")
     assert "not checked" in listener.notes[0]
 
@@ -191,7 +192,14 @@ def test_an_interrupt_keeps_the_limit_of_the_most_expensive_samples(monkeypatch)
 
 TARGET = 48
 RUN_STEPS = 12
-ORDER = Order(TARGET, 0, steps=RUN_STEPS)
+SAMPLES = len(joined_workload().train_data)  # type: ignore[arg-type]
+
+
+def run_of(**length: int) -> GlobalBatchSampler:
+    return GlobalBatchSampler(samples=SAMPLES, target_batch=TARGET, seed=0, **length)
+
+
+RUN_BATCHES = run_of(steps=RUN_STEPS)
 
 
 def plan_of(limit: int) -> Plan:
@@ -212,7 +220,7 @@ def test_the_answer_is_the_largest_that_survives_the_whole_run(
     workload = joined_workload()
     setup = simulated_setup(workload, tmp_path, "6MiB")
     before = fingerprint(setup.model)
-    found = find_in_order(Session(setup), plan_of(4), ORDER, TARGET)
+    found = find_in_order(Session(setup), plan_of(4), RUN_BATCHES, TARGET)
     assert found is not None
     assert (found.batches, found.by) == (RUN_STEPS, "replay" if is_traced else "run")
     assert fingerprint(setup.model) == before
@@ -225,27 +233,28 @@ def test_the_answer_is_the_largest_that_survives_the_whole_run(
 def test_no_larger_micro_batch_is_taken_above_the_cap(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(curve, "trace_setup", lambda *_: None)
     session = Session(simulated_setup(joined_workload(), tmp_path, "6MiB"))
-    assert find_in_order(session, plan_of(4), ORDER, 4) is None
-    assert find_in_order(session, plan_of(4), ORDER, 6).micro_batch == 6
+    assert find_in_order(session, plan_of(4), RUN_BATCHES, 4) is None
+    assert find_in_order(session, plan_of(4), RUN_BATCHES, 6).micro_batch == 6
 
 
 @pytest.mark.parametrize(
-    ("changes", "order"),
+    ("changes", "run"),
     [
-        ({}, Order(TARGET, 0)),
-        ({}, Order(TARGET, 0, epochs=10**9)),
-        ({"sampler": torch.utils.data.RandomSampler(range(300))}, ORDER),
+        ({}, run_of()),
+        ({}, run_of(epochs=10**9)),
+        ({"sampler": torch.utils.data.RandomSampler(range(300))}, RUN_BATCHES),
     ],
 )
 def test_an_order_that_is_not_known_keeps_the_limit_of_the_largest_samples(
-    changes, order: Order, tmp_path: Path
+    changes, run: GlobalBatchSampler, tmp_path: Path
 ) -> None:
     session = Session(simulated_setup(joined_workload(**changes), tmp_path, "6MiB"))
-    assert find_in_order(session, plan_of(4), order, TARGET) is None
+    assert find_in_order(session, plan_of(4), run, TARGET) is None
 
 
 def test_padded_samples_and_sizes_that_do_not_decide_keep_the_limit(tmp_path: Path) -> None:
     padded = Session(simulated_setup(ragged_workload(), tmp_path, "6MiB"))
-    assert find_in_order(padded, plan_of(4), ORDER, TARGET) is None
+    assert find_in_order(padded, plan_of(4), RUN_BATCHES, TARGET) is None
     rough = joined_workload(size_of=lambda sample: len(sample[0]) // 10)
-    assert find_in_order(Session(simulated_setup(rough, tmp_path, "6MiB")), plan_of(4), ORDER, TARGET) is None
+    session = Session(simulated_setup(rough, tmp_path, "6MiB"))
+    assert find_in_order(session, plan_of(4), RUN_BATCHES, TARGET) is None
