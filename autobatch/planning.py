@@ -53,8 +53,8 @@ def micro_batches(samples: int, limit: int, multiple: int = 1) -> list[int]:
     return [*whole, rest] if rest else whole
 
 
-def rank_share(target_batch: int, world_size: int, rank: int, multiple: int = 1) -> int:
-    """Return the number of samples of a batch that one rank takes; shares differ by at most ``multiple``."""
+def samples_of_rank(target_batch: int, world_size: int, rank: int, multiple: int = 1) -> int:
+    """Return the number of samples of a batch that one rank takes; they differ by at most ``multiple``."""
     return multiple * split_evenly(target_batch // multiple, world_size)[rank]
 
 
@@ -78,21 +78,23 @@ def check_target(target_batch: int, world_size: int, multiple: int) -> None:
         )
 
 
-def shares(samples: int, limits: Sequence[int], multiple: int = 1) -> list[int]:
-    """Share samples among ranks as evenly as their limits allow; what is left over goes to the largest.
+def split_over_ranks(samples: int, limits: Sequence[int], multiple: int = 1) -> list[int]:
+    """Split samples over ranks as evenly as their limits allow; what is left over goes to the largest.
 
     A step takes the fewest micro-batches that all ranks together allow: k = ⌈T ÷ Σ limits⌉. Within k micro-
     batches of its limit, each rank takes the same number of samples, so that a small GPU takes what it can
-    and the others take the rest evenly. Shares sum to exactly T; a rank may take none.
+    and the others take the rest evenly. They sum to exactly T; a rank may take none.
 
     Args:
         samples: samples of a batch.
         limits: the largest micro-batch of each rank.
-        multiple: number whose multiples all shares are, but for the last one if ``samples`` is none.
+        multiple: number whose multiples all counts are, but for the last one if ``samples`` is none.
     """
     if multiple > 1:
         units, rest = divmod(samples, multiple)
-        found = [multiple * one for one in shares(units, [max(1, one // multiple) for one in limits])]
+        found = [
+            multiple * one for one in split_over_ranks(units, [max(1, one // multiple) for one in limits])
+        ]
         return [*found[:-1], found[-1] + rest]
     count = math.ceil(samples / sum(limits))
     # The smallest ranks are filled first. Of equal ranks the last is, so that the first gets what is left.
@@ -225,7 +227,7 @@ def make_plan(
     """
     check_target(target_batch, world_size, multiple)
     factor = learning_rate_factor(rule, target_batch=target_batch, base_batch=base_batch)
-    sizes = micro_batches(rank_share(target_batch, world_size, 0, multiple), micro_batch_limit, multiple)
+    sizes = micro_batches(samples_of_rank(target_batch, world_size, 0, multiple), micro_batch_limit, multiple)
     return Plan(
         target_batch=target_batch,
         effective_batch=target_batch,
@@ -323,7 +325,7 @@ def even_split(plan: Plan) -> tuple[int, int]:
         `autobatch.batches`, which splits any batch.
 
     Raises:
-        InputError: the ranks do not divide the target batch into equal shares of that multiple.
+        InputError: the ranks do not divide the target batch into equal parts of that multiple.
     """
     unit = plan.multiple
     units, rest = divmod(plan.target_batch, plan.world_size * unit)

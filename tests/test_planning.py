@@ -17,7 +17,7 @@ from autobatch.planning import (
     make_plan,
     micro_batches,
     nearest_even_targets,
-    rank_share,
+    samples_of_rank,
 )
 
 
@@ -44,7 +44,7 @@ def test_the_ranks_together_take_the_target_batch(target: int, world_size: int, 
         with pytest.raises(InputError, match=f"{target} over {world_size}"):
             make_plan(target_batch=target, micro_batch_limit=limit, learning_rate=1.0, world_size=world_size)
         return
-    shares = [rank_share(target, world_size, rank) for rank in range(world_size)]
+    shares = [samples_of_rank(target, world_size, rank) for rank in range(world_size)]
     assert sum(sum(micro_batches(share, limit)) for share in shares) == target
     plan = make_plan(target_batch=target, micro_batch_limit=limit, learning_rate=1.0, world_size=world_size)
     assert plan.effective_batch == target

@@ -21,7 +21,7 @@ from autobatch.core.files import write_atomic
 from autobatch.core.records import Plan, Probe, RankLimit, RunOrder, Tuning
 from autobatch.distributed.rank_plan import agree_on_cut, limits_over_ranks, spread
 from autobatch.distributed.sharding.layout import ONCE, ShardLayout
-from autobatch.planning import launched_world_size, make_plan, micro_batches, rank_share
+from autobatch.planning import launched_world_size, make_plan, micro_batches, samples_of_rank
 from autobatch.report.facts import describe_run_order
 from autobatch.report.result import Result
 from autobatch.report.words import decimal, plural
@@ -204,7 +204,7 @@ def _probe(call: Call, setup: OpenSetup, may_share: bool) -> Result:
     )
 
 
-def _limit(call: Call, process: SetupProcess, share: int | None, *, may_share: bool) -> Limit:
+def _limit(call: Call, process: SetupProcess, samples: int | None, *, may_share: bool) -> Limit:
     """Find the largest micro-batch on this rank alone, after a check that all ranks have the same workload.
 
     Raises:
@@ -214,13 +214,13 @@ def _limit(call: Call, process: SetupProcess, share: int | None, *, may_share: b
 
     def search() -> Limit:
         return find_limit(
-            process, call.options, share=share, home=call.home, progress=call.progress, clock=call.clock
+            process, call.options, share=samples, home=call.home, progress=call.progress, clock=call.clock
         )
 
     limit = agree_on_fit(search, ranks) if may_share else search()
     # For a stream these are only the scanned samples, and rank 0 reads them for all ranks.
-    samples = None if info.epoch_samples is None else info.samples
-    ranks.check_equal({"the model": info.key.get("model"), "the data": samples})
+    data = None if info.epoch_samples is None else info.samples
+    ranks.check_equal({"the model": info.key.get("model"), "the data": data})
     check_data_of_ranks(info.data, ranks)
     return limit
 
@@ -233,8 +233,8 @@ def _probe_and_plan(call: Call, setup: OpenSetup, may_share: bool) -> Result:
         world_size = call.options.batch.world_size or launched_world_size(call.environ)
     # An invalid plan must fail before minutes are spent on a probe.
     _plan(call, info, 1, max(world_size, ranks.world), multiple=call.options.multiple or 1)
-    share = rank_share(call.options.target_batch, world_size, 0)
-    limit = _limit(call, process, share, may_share=may_share)
+    samples = samples_of_rank(call.options.target_batch, world_size, 0)
+    limit = _limit(call, process, samples, may_share=may_share)
     multiple = math.lcm(*ranks.gather(limit.probe.multiple))
     plan = _plan(call, info, limit.planned, world_size, multiple=multiple)
     of_ranks: list[RankLimit] = []
@@ -425,10 +425,10 @@ def _add_split(
         return result
     if not _may_cut_by_size(call, process.info, plan):
         return result
-    # A rank's share of a batch is about its share of a joint cut.
-    share = max(1, plan.ranks[ranks.rank].samples) if plan.ranks else plan.target_batch
-    settings = _settings_of(call, probe, share)
-    by_count = of_rank = msgspec.structs.replace(plan, target_batch=share)
+    # Of a batch that is cut by size, a rank takes about as many samples.
+    samples = max(1, plan.ranks[ranks.rank].samples) if plan.ranks else plan.target_batch
+    settings = _settings_of(call, probe, samples)
+    by_count = of_rank = msgspec.structs.replace(plan, target_batch=samples)
     call.progress.doing("choosing how batches are split")
     try:
         if batches is not None and plan.world_size == 1 and probe.stopped_by is None:
@@ -456,15 +456,15 @@ def _add_split(
     return msgspec.structs.replace(result, plan=plan)
 
 
-def _settings_of(call: Call, probe: Probe, share: int) -> SplitSettings:
-    """Return the settings of the choice for a rank that takes ``share`` samples of a batch."""
+def _settings_of(call: Call, probe: Probe, samples: int) -> SplitSettings:
+    """Return the settings of the choice for a rank that takes this many samples of a batch."""
     options = call.options
     cap = options.search.max_micro_batch or options.target_batch
     # Above the limit, the workload may not run for another reason than memory.
     cap = probe.micro_batch if probe.upper_bound_by == "error" else cap
     # A split by size is checked against the batches of the run on its own.
     limit = probe.micro_batch if probe.real_batches is None else probe.real_batches.micro_batch_alone
-    return SplitSettings(options.batch.split, limit, min(cap, share), options.device.seed)
+    return SplitSettings(options.batch.split, limit, min(cap, samples), options.device.seed)
 
 
 def _may_cut_by_size(call: Call, info: SetupInfo, plan: Plan) -> bool:

@@ -13,7 +13,7 @@ from autobatch.distributed.engine import Engine, Filler, Replicate, Shard
 from autobatch.distributed.group import Group
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ShardLayout
-from autobatch.planning import micro_batches, shares
+from autobatch.planning import micro_batches, split_over_ranks
 from autobatch.workload.split import SizeSplit, Split
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def spread(plan: Plan, limits: Sequence[RankLimit], layout: ShardLayout | None =
         limits: of all ranks.
         layout: of a sharded model; None if each rank has a whole one.
     """
-    samples_of = shares(plan.target_batch, [one.limit for one in limits], plan.multiple)
+    samples_of = split_over_ranks(plan.target_batch, [one.limit for one in limits], plan.multiple)
     of_ranks = [
         RankPlan(
             **{name: getattr(one, name) for name in RankLimit.__struct_fields__},
@@ -98,7 +98,7 @@ def limit_of_rank(ranks: Ranks, plan: Plan) -> int:
 def share_of_rank(ranks: Ranks, plan: Plan, samples: int) -> int:
     """Return the samples that this rank takes of a batch of this size."""
     limits = [one.limit for one in plan.ranks]
-    return shares(samples, limits, plan.multiple)[ranks.rank] if limits else samples
+    return split_over_ranks(samples, limits, plan.multiple)[ranks.rank] if limits else samples
 
 
 def agree_on_cut(ranks: Ranks, cut: SizeCut | None) -> SizeCut | None:

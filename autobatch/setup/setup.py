@@ -25,7 +25,6 @@ from autobatch.device.oom import memory_named
 from autobatch.device.profiles import Libraries
 from autobatch.device.select import device_kind, open_device
 from autobatch.distributed.sharding.layout import ShardLayout
-from autobatch.planning import rank_share
 from autobatch.setup.model import build_model, build_shared_model, check_whole
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.step.optimizers import argument_of
@@ -227,7 +226,7 @@ def whole_batch_of(workload: Workload, target_batch: int | None) -> int | None:
     """Return the samples of a step if the loss sees all of them; None if it does not or they are unknown."""
     if target_batch is None or not isinstance(workload.loss, WholeBatchLoss):
         return None
-    return rank_share(target_batch, 1, 0)
+    return target_batch
 
 
 def budget_of(options: Options, *, is_demo: bool) -> str | int | None:

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autobatch.core.records import SizeCut
-from autobatch.planning import FIXED_SHARE, cut_by_area, fewest_joined, micro_batches, shares
+from autobatch.planning import FIXED_SHARE, cut_by_area, fewest_joined, micro_batches, split_over_ranks
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, Integers
 
 Sizes = NDArray[np.float64]
@@ -74,7 +74,7 @@ class Split:
             batch: its sample ids.
             micro_batch: the largest number of samples in any micro-batch of this rank.
         """
-        of_ranks = shares(len(batch.ids), self._limits_with(micro_batch), self.multiple)
+        of_ranks = split_over_ranks(len(batch.ids), self._limits_with(micro_batch), self.multiple)
         found, first = [], sum(of_ranks[: self.rank])
         for size in micro_batches(of_ranks[self.rank], micro_batch, self.multiple):
             places = range(first, first + size)
@@ -84,7 +84,7 @@ class Split:
 
     def rounds(self, batch: GlobalBatch) -> int:
         """Return the most micro-batches that any rank runs of a batch."""
-        of_ranks = shares(len(batch.ids), self.limits, self.multiple)
+        of_ranks = split_over_ranks(len(batch.ids), self.limits, self.multiple)
         found = zip(of_ranks, self.limits, strict=True)
         return max(len(micro_batches(share, limit, self.multiple)) for share, limit in found)
 
@@ -199,7 +199,7 @@ class SizeSplit(Split):
         if self.cut.is_padded:
             groups += _cut_at(order, self._cut(own[order], limits))
         else:
-            hands = _dealt(order, shares(len(order), limits))
+            hands = _dealt(order, split_over_ranks(len(order), limits))
             concatenated = [
                 _cut_at(hand, fewest_joined(own[hand], partial(self.limits_at, micro_batch=limit)))
                 for hand, limit in zip(hands, limits, strict=True)
@@ -222,7 +222,9 @@ class SizeSplit(Split):
         for group in groups:
             size = own[group].max(keepdims=True)
             order = sorted(range(len(limits)), key=work.__getitem__)
-            counts = shares(len(group), [int(self.limits_at(size, limits[rank])[0]) for rank in order])
+            counts = split_over_ranks(
+                len(group), [int(self.limits_at(size, limits[rank])[0]) for rank in order]
+            )
             for rank, hand in zip(order, _dealt(group, counts), strict=True):
                 found[rank].append(hand)
                 if hand:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.core.records import SizeCut
-from autobatch.planning import cut_by_area, fewest_joined, micro_batches, shares, split_evenly
+from autobatch.planning import cut_by_area, fewest_joined, micro_batches, split_evenly, split_over_ranks
 from autobatch.workload import split
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.split import (
@@ -31,7 +31,7 @@ LIMITS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
 @given(st.integers(1, 500), LIMITS)
 def test_shares_sum_to_the_batch_within_the_limits(samples: int, limits: list[int]) -> None:
-    found = shares(samples, limits)
+    found = split_over_ranks(samples, limits)
     count = math.ceil(samples / sum(limits))
     assert sum(found) == samples
     assert all(0 <= share <= count * limit for share, limit in zip(found, limits, strict=True))
@@ -42,12 +42,12 @@ def test_no_other_shares_are_more_even(samples: int, limits: list[int]) -> None:
     count = math.ceil(samples / sum(limits))
     caps = [range(count * limit + 1) for limit in limits]
     others = [one for one in itertools.product(*caps) if sum(one) == samples]
-    assert sorted(shares(samples, limits)) == max(sorted(one) for one in others)
+    assert sorted(split_over_ranks(samples, limits)) == max(sorted(one) for one in others)
 
 
 @given(st.integers(1, 500), st.integers(1, 9), st.integers(1, 40))
 def test_equal_ranks_share_as_planned(samples: int, world: int, limit: int) -> None:
-    assert shares(samples, [limit] * world) == split_evenly(samples, world)
+    assert split_over_ranks(samples, [limit] * world) == split_evenly(samples, world)
 
 
 @given(st.integers(0, 300), LIMITS)

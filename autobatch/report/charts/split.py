@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from autobatch.core.records import Plan
-from autobatch.planning import micro_batches, rank_share
+from autobatch.planning import micro_batches, samples_of_rank
 from autobatch.report.charts.drawing import Mark, Picture, Table, color, draw, plain_axes
 from autobatch.report.words import count, plural
 
@@ -24,7 +24,7 @@ def plan_figure(plan: Plan) -> Picture:
     shown = min(plan.world_size, SHOWN_RANKS)
     split = [
         micro_batches(
-            rank_share(plan.target_batch, plan.world_size, rank, plan.multiple),
+            samples_of_rank(plan.target_batch, plan.world_size, rank, plan.multiple),
             plan.micro_batch,
             plan.multiple,
         )
