@@ -40,12 +40,6 @@ WRONG: list[tuple[str, str]] = [
         "schedule=lambda *_: None",
         "Workload(schedule=…) must return a schedule of torch.optim, found nothing (None)",
     ),
-    (
-        "metrics=lambda *_: 3, validation_data=data(4)",
-        "Workload(metrics=…) must return a mapping of names to values",
-    ),
-    ("metrics=lambda *_: {'a': torch.zeros(2)}, validation_data=data(4)", "the validation metric 'a'"),
-    ("loss=lambda model, batch: loss(model, batch) * float('nan')", "the workload's loss is nan"),
     ("loss=lambda model, batch: model(batch[0])", "must return a 0-d tensor or a Loss, found a tensor of"),
     ("loss=lambda model, batch: 3.0", "must return a 0-d tensor or a Loss, found a float"),
     ("train_data=[torch.zeros(n) for n in range(1, 9)]", "the samples cannot be collated"),

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autobatch.cli.main import RUNNING
-from autobatch.cli.parser import TITLES, OptionValue, layered, parse
+from autobatch.cli.parser import TITLES, parse
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
 from autobatch.core.options import fields_of
@@ -136,22 +133,6 @@ def test_other_invalid_sources_are_named(tmp_path: Path) -> None:
 def test_other_variables_are_ignored(tmp_path: Path) -> None:
     environ = {"AUTOBATCH_HOME": "/home", "AUTOBATCH_STEPS": "", "PATH": "/bin", "autobatch_steps": "4"}
     assert parsed(tmp_path, **environ)[1] == parsed(tmp_path)[1]
-
-
-WORDS = {"steps": st.integers(1, 9), "epochs": st.integers(1, 9), "trials": st.integers(0, 9)}
-
-
-@given(st.lists(st.fixed_dictionaries({}, optional=WORDS), max_size=5))
-def test_merged_layers_keep_the_latest_value(layers: list[Mapping[str, int]]) -> None:
-    named = [{name: OptionValue(value, name) for name, value in layer.items()} for layer in layers]
-    merged = layered(*named)
-    for name, one in merged.items():
-        last = max(n for n, layer in enumerate(layers) if name in layer)
-        assert one.value == layers[last][name]
-    both = {"steps", "epochs"}
-    if both <= merged.keys():
-        assert any(both <= layer.keys() for layer in layers)
-    assert {n for layer in layers for n in layer} - both <= merged.keys()
 
 
 @pytest.mark.parametrize("order", [("target-batch", "target_batch"), ("target_batch", "target-batch")])

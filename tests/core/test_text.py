@@ -54,16 +54,6 @@ def test_a_value_is_quoted_and_cut_even_if_python_cannot_represent_it() -> None:
         deep = deep.pop("a")  # type: ignore[assignment]
 
 
-def test_the_result_can_be_encoded_and_is_printable() -> None:
-    every = "".join(map(chr, range(0x3000))) + "\ud800\U000e0001"
-    assert all(
-        part.isprintable()
-        or part in "\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f"
-        for part in printable(every, limit=None)
-    )
-    printable(every, limit=None).encode()
-
-
 def test_signs_that_an_encoding_lacks_are_written_in_ascii() -> None:
     text = "1 × 342 · loss 2.3 → 0.1 … 5 ÷ 2"
     assert encodable(text, "utf-8") == text
