@@ -99,12 +99,12 @@ class Group(Ranks):
                 if not (isinstance(caught, CheckpointError) or is_oom(caught)):
                     raise  # its verdict ends the others
                 error, kind = caught, DoesNotFitError if is_oom(caught) else CheckpointError
-        told, kind, reason = self.broadcast((answer, kind, None if error is None else str(error)))
+        answer, kind, reason = self.broadcast((answer, kind, None if error is None else str(error)))
         if error is not None:
             raise error
         if reason is not None:
             raise kind(reason)
-        return told  # type: ignore[no-any-return]
+        return answer  # type: ignore[no-any-return]
 
     def tensor_group(self, device: torch.device) -> ProcessGroup | None:
         """Return the process group that sums tensors of a device; None for the default, which is gloo's.

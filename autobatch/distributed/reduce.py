@@ -107,7 +107,7 @@ def num_cells(world: int, numbers: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Layout:
+class _Places:
     """The places of gradients in the buffer of a train state."""
 
     parameters: list[nn.Parameter]
@@ -128,7 +128,7 @@ class _Layout:
     """Indices of those whose gradients are sparse, the same on all ranks."""
 
 
-def _lay_out(buffer: Tensor, parameters: list[nn.Parameter], world: int, sparse: list[int]) -> _Layout:
+def _lay_out(buffer: Tensor, parameters: list[nn.Parameter], world: int, sparse: list[int]) -> _Places:
     """Give the smallest gradients a place in the buffer, as many as it holds."""
     cells = num_cells(world, len(RankNumbers._fields))
     at = cells + len(parameters)
@@ -147,7 +147,7 @@ def _lay_out(buffer: Tensor, parameters: list[nn.Parameter], world: int, sparse:
         packed.append(number)
         views.append(buffer[at:end].view(shape))
         at = end
-    return _Layout(
+    return _Places(
         parameters=parameters,
         buffer=buffer[:at],
         header=header,
@@ -170,7 +170,7 @@ class Reduction:
     def __init__(self, ranks: Group) -> None:
         self._ranks = ranks
         self._scale_is_agreed = False
-        self._layout: _Layout | None = None
+        self._places: _Places | None = None
 
     def run(self, train_state: TrainState, totals: StepTotals | None, signal: int = 0) -> list[RankNumbers]:
         """Sum the gradients and the totals in place, unless a rank ran out of memory; all ranks call it.
@@ -188,13 +188,13 @@ class Reduction:
         """
         if not self._scale_is_agreed:
             self._agree_on_scale(train_state, totals)
-        layout = self._layout_of(train_state)
+        places = self._places_of(train_state)
         with self._ranks.waiting("sum the gradients", is_step=True):
-            of_ranks = self._sum(layout, train_state.gradients, numbers_of(totals, signal))
+            of_ranks = self._sum(places, train_state.gradients, numbers_of(totals, signal))
         if any(one.failed for one in of_ranks):
             # The batch runs again from the scale before it. The rank that failed may have had the only sparse
             # gradient.
-            self._scale_is_agreed, self._layout = False, None
+            self._scale_is_agreed, self._places = False, None
         elif totals is not None:
             if train_state.scaler is not None and not totals.sizes:
                 # A loss scale begins with its first use, which a rank without samples does not have.
@@ -202,46 +202,46 @@ class Reduction:
             sum_totals(totals, of_ranks)
         return of_ranks
 
-    def _sum(self, layout: _Layout, gradients: Gradients, numbers: RankNumbers) -> list[RankNumbers]:
+    def _sum(self, places: _Places, gradients: Gradients, numbers: RankNumbers) -> list[RankNumbers]:
         """Sum the gradients over the ranks, and return the numbers of each."""
-        own = _dense(gradients, layout.sparse)
-        write_numbers(layout.cells, self._ranks.rank, numbers)
+        own = _dense(gradients, places.sparse)
+        write_numbers(places.cells, self._ranks.rank, numbers)
         if any(one is None for one in own):
-            layout.flags.copy_(torch.tensor([float(one is not None) for one in own], device="cpu"))
+            places.flags.copy_(torch.tensor([float(one is not None) for one in own], device="cpu"))
         else:
-            layout.flags.fill_(1.0)
-        _copy_between(layout, own, to_buffer=True)
-        self._ranks.start_sum(layout.buffer)()
+            places.flags.fill_(1.0)
+        _copy_between(places, own, to_buffer=True)
+        self._ranks.start_sum(places.buffer)()
         # The host waits here, once.
-        header = layout.header.cpu()
-        cells = layout.cells.numel()
+        header = places.header.cpu()
+        cells = places.cells.numel()
         of_ranks = [RankNumbers(*one) for one in read_numbers(header[:cells], self._ranks.world)]
         if any(one.failed for one in of_ranks):
             return of_ranks
         flags = header[cells:].tolist()
-        for number, parameter in enumerate(layout.parameters):
+        for number, parameter in enumerate(places.parameters):
             if not flags[number]:
                 continue
-            if number in layout.sparse:
+            if number in places.sparse:
                 summed = _as_sparse(own[number], parameter)
                 self._ranks.start_sum(summed)()
                 gradients.put(parameter, summed)
             elif own[number] is None:
                 own[number] = gradients.new_zeros(parameter)
-        _copy_between(layout, own, to_buffer=False)
-        self._sum_in_place([gradient for number in layout.alone if (gradient := own[number]) is not None])
+        _copy_between(places, own, to_buffer=False)
+        self._sum_in_place([gradient for number in places.alone if (gradient := own[number]) is not None])
         return of_ranks
 
-    def _layout_of(self, train_state: TrainState) -> _Layout:
+    def _places_of(self, train_state: TrainState) -> _Places:
         """Return the places of the gradients, new ones if a schedule has added parameters."""
         found = train_state.gradients.by_parameter()
         parameters = [parameter for parameter, _ in found]
-        known = self._layout
+        known = self._places
         if known is None or list(map(id, known.parameters)) != list(map(id, parameters)):
             assert train_state.exchange is not None
             own = [number for number, (_, one) in enumerate(found) if one is not None and one.is_sparse]
             sparse = sorted({number for of_rank in self._ranks.gather(own) for number in of_rank})
-            known = self._layout = _lay_out(train_state.exchange, parameters, self._ranks.world, sparse)
+            known = self._places = _lay_out(train_state.exchange, parameters, self._ranks.world, sparse)
         return known
 
     def _sum_in_place(self, gradients: list[Tensor]) -> None:
@@ -290,10 +290,10 @@ def _dense(gradients: Gradients, sparse: list[int]) -> list[Tensor | None]:
     return found
 
 
-def _copy_between(layout: _Layout, own: list[Tensor | None], *, to_buffer: bool) -> None:
+def _copy_between(places: _Places, own: list[Tensor | None], *, to_buffer: bool) -> None:
     """Copy gradients to their places in the buffer, or back; a place without a gradient gets zeros."""
     views, gradients = [], []
-    for view, number in zip(layout.views, layout.packed, strict=True):
+    for view, number in zip(places.views, places.packed, strict=True):
         gradient = own[number]
         if gradient is not None:
             views.append(view)

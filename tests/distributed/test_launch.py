@@ -90,25 +90,29 @@ def test_every_rank_gets_its_place_and_the_words(ranks) -> None:
     assert lines == [f"{rank} {rank} 2 0 -m autobatch fit x.py" for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("code", [1, 2, 3])
-def test_the_exit_code_is_that_of_a_rank_and_no_restart_follows(ranks, code: int) -> None:
-    waits = "until grep -q 0 log; do sleep 0.02; done"  # else rank 0 may be ended before it has begun
-    ended, lines = ranks(f"echo $RANK >> log; [ $RANK = 0 ] && exec sleep 20; {waits}; exit {code}")
-    assert ended == RanksEnded(code)
-    assert lines == ["0", "1"]
+WAITS = "until grep -q 0 log; do sleep 0.02; done"  # else rank 0 may be ended before it has begun
+START = "$TORCHELASTIC_RESTART_COUNT"
 
 
-def test_only_77_starts_the_ranks_again(ranks) -> None:
-    start = "$TORCHELASTIC_RESTART_COUNT"
-    ended, lines = ranks(f"[ $RANK = 0 ] || exec sleep 0.1; echo {start} >> log; [ {start} = 2 ] || exit 77")
-    assert ended == RanksEnded(0)
-    assert lines == ["0", "1", "2"]
-
-
-def test_restarts_end(ranks) -> None:
-    ended, lines = ranks("[ $RANK = 0 ] || exec sleep 20; echo $RANK >> log; exit 77")
-    assert ended == RanksEnded(77)
-    assert len(lines) == RESTARTS + 1
+@pytest.mark.parametrize(
+    ("body", "code", "lines"),
+    [
+        *(
+            (f"echo $RANK >> log; [ $RANK = 0 ] && exec sleep 20; {WAITS}; exit {code}", code, ["0", "1"])
+            for code in (1, 2, 3)
+        ),
+        (
+            f"[ $RANK = 0 ] || exec sleep 0.1; echo {START} >> log; [ {START} = 2 ] || exit 77",
+            0,
+            ["0", "1", "2"],
+        ),
+        ("[ $RANK = 0 ] || exec sleep 20; echo $RANK >> log; exit 77", 77, ["0"] * (RESTARTS + 1)),
+    ],
+)
+def test_the_exit_code_is_that_of_a_rank_and_only_77_restarts(
+    ranks, body: str, code: int, lines: list[str]
+) -> None:
+    assert ranks(body) == (RanksEnded(code), lines)
 
 
 @pytest.mark.parametrize("name", ["KILL", "SEGV"])
@@ -183,22 +187,6 @@ def fit(folder: Path, *options: str, extra: str = "pass"):
 
 
 @pytest.mark.slow
-def test_a_run_prints_one_json_object(tmp_path: Path) -> None:
-    ran = fit(tmp_path, "--steps", "4", "--json")
-    assert ran.code == 0, ran.err
-    assert ran.json["plan"]["world_size"] == 2
-    assert ran.json["command"] == f"autobatch {' '.join(FIT)} --steps 4 --json"
-
-
-@pytest.mark.slow
-def test_invalid_input_is_one_line_and_exit_2(tmp_path: Path) -> None:
-    ran = fit(tmp_path, "--steps", "4", "--quiet", extra="raise KeyError('x')")
-    assert ran.code == 2
-    assert ran.err.startswith("autobatch: the workload's loss raised KeyError")
-    assert ran.err.count("\n") == 1
-
-
-@pytest.mark.slow
 def test_out_of_memory_in_the_step_starts_the_ranks_again_in_smaller_micro_batches(tmp_path: Path) -> None:
     extra = (
         "if RANK == '1' and START == '0' and steps() == 2: "
@@ -207,6 +195,7 @@ def test_out_of_memory_in_the_step_starts_the_ranks_again_in_smaller_micro_batch
     options = ("--steps", "5", "--max-micro-batch", "4", "--checkpoint-every", "1", "--json")
     ran = fit(tmp_path, *options, extra=extra)
     assert ran.code == 0, ran.err
+    assert ran.json["plan"]["world_size"] == 2
     assert ran.json["training"]["resumed_from"] is not None
     assert "out of memory" in ran.err
 
@@ -228,8 +217,7 @@ def test_a_killed_rank_ends_all_and_the_user_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_leaves_one_checkpoint(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_a_signal_leaves_one_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(WORKLOAD.replace("EXTRA", "time.sleep(0.1)"))
     process = subprocess.Popen(
         command(*FIT, "--steps", "900"),
@@ -242,11 +230,11 @@ def test_a_signal_leaves_one_checkpoint(tmp_path: Path, number: signal.Signals, 
     metrics = tmp_path / "run" / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 2):
         time.sleep(0.1)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
-    assert process.returncode == code, err
+    assert process.returncode == 130, err
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
-    assert json.loads((tmp_path / "run" / "verdict.json").read_text())["code"] == code
+    assert json.loads((tmp_path / "run" / "verdict.json").read_text())["code"] == 130
     assert err.count("autobatch: ") == 1
 
 

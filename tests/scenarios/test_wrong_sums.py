@@ -34,9 +34,9 @@ def forget_world() -> None:
     """Take the mean over the ranks, as DDP does without a hook."""
     copy_between = reduce._copy_between
 
-    def mean(layout: Any, own: Any, *, to_buffer: bool) -> None:
-        copy_between(layout, own, to_buffer=to_buffer)
-        for view in layout.views if to_buffer else ():
+    def mean(places: Any, own: Any, *, to_buffer: bool) -> None:
+        copy_between(places, own, to_buffer=to_buffer)
+        for view in places.views if to_buffer else ():
             view.div_(len(LIMITS))
 
     reduce._copy_between = mean
