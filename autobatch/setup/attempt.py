@@ -104,14 +104,14 @@ def _costliest(setup: Setup, micro_batch: int, count: int) -> Batch:
 
 
 def _is_below_budget(device: Device, stats: MemoryStats, requested: int | None) -> bool:
-    """Return whether a request failed although all that was held and the request are below the budget."""
+    """Return whether a request failed although the memory in use and the request are below the budget."""
     config = device.allocator_config
-    held = stats.peak_allocated_bytes if config is None else stats.peak_reserved_bytes
-    if held is None or requested is None:
+    in_use = stats.peak_allocated_bytes if config is None else stats.peak_reserved_bytes
+    if in_use is None or requested is None:
         return False
     # An allocator takes whole segments.
     segment = 0 if config is None else config.large_segment_bytes
-    return held + max(requested + segment // 8, segment) < device.budget_bytes
+    return in_use + max(requested + segment // 8, segment) < device.budget_bytes
 
 
 def attempt_at(

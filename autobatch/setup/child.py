@@ -67,7 +67,7 @@ class ChildProcess:
     info: SetupInfo
     """Description of the setup that is open."""
     is_replaceable = True
-    """True: `restart` replaces a child that crashed, or lost its GPU context."""
+    """True: a new child takes the place of one that crashed, or lost its GPU context."""
     answer_seconds = 600.0
     """Time after which a call counts as hung."""
 
@@ -102,7 +102,7 @@ class ChildProcess:
         with suppress(BrokenPipeError, ConnectionResetError):  # the wait for its answer tells why
             self._connection.send(self._opened)
         self._calls = 0
-        self._has_lost_gpu = False
+        self._is_lost = False
         try:
             self.info = self._receive("opening the workload")
         except (EOFError, ConnectionResetError):
@@ -113,7 +113,7 @@ class ChildProcess:
     def call(
         self, act: str, function: Callable[Concatenate[Any, P], T], *args: P.args, **more: P.kwargs
     ) -> T:
-        """Call a function of the session in the child; in a new child if the GPU of this one is lost.
+        """Call a function of the session in the child; in a new child if this one crashed, or lost its GPU.
 
         Args:
             act: the action of the function in messages, for example "a trial".
@@ -122,10 +122,10 @@ class ChildProcess:
             more: its keyword arguments.
 
         Raises:
-            ChildCrashed: the child crashed, or gave no answer in time; `restart` starts another.
+            ChildCrashed: the child crashed, or gave no answer in time.
             AutobatchError: the function raised it, or another error that became a `UserCodeError`.
         """
-        if self._has_lost_gpu:
+        if self._is_lost:
             self.restart()
         kills = self._oom_kills()
         self._calls += 1
@@ -139,7 +139,7 @@ class ChildProcess:
             raise ChildCrashed(message, out_of_memory=killed) from None
 
     def restart(self) -> None:
-        """Open the workload in a new child, in place of one that crashed."""
+        """Open the workload in a new child, in place of this one."""
         assert self._opened is not None
         self.close(patience=0.0)
         self._start()
@@ -170,7 +170,7 @@ class ChildProcess:
         """Wait for the answer to the latest call. Ctrl-C ends the wait, and the child ignores it."""
         deadline = time.monotonic() + self.answer_seconds
         while self._connection.poll(max(0.0, deadline - time.monotonic())):
-            number, kind, content, self._has_lost_gpu = self._connection.recv()
+            number, kind, content, self._is_lost = self._connection.recv()
             if number != self._calls:
                 continue  # the answer to an interrupted call
             if kind == "error":
@@ -184,6 +184,7 @@ class ChildProcess:
 
     def _stop(self, *, patience: float = PATIENCE_SECONDS) -> int | None:
         """Close the pipe, wait for the child to leave or kill it, and return its exit code."""
+        self._is_lost = True
         with suppress(OSError):
             self._connection.close()
         self._process.join(timeout=patience)

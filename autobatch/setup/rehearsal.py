@@ -37,7 +37,7 @@ class Batch:
     """Batch of a rehearsal."""
 
     micro_batches: Iterable[tuple[Collated, int]]
-    """Each on the host, with its number of samples; made when it is needed, and held by nobody."""
+    """Each on the host, with its number of samples; made when it is needed, and freed after its use."""
     count: int
     """Number of micro-batches."""
     samples: int
@@ -94,7 +94,7 @@ def rehearse(
 
     Args:
         setup: the model, the data and the device.
-        batches: taken one at a time, each after the step before it.
+        batches: read one at a time, each after the step before it.
         within_budget: start with an empty cache, enforce the budget, and let the optimizers' state appear in
             the first step whatever its loss; False to train at full speed.
         is_smallest: raise an error that only may be about memory, because no smaller size can tell.
@@ -259,7 +259,7 @@ class _Stopwatch:
         self._loss_began: float | None = None
 
     def mark(self, phase: str) -> None:
-        """Begin a phase. The loss over a whole batch comes once per step, and its time is told apart."""
+        """Begin a phase. The loss over a whole batch comes once per step, so its time is counted apart."""
         self.phase = phase
         self.meter.mark(phase)
         if phase == "loss":

@@ -164,14 +164,17 @@ def open_setup(
         DoesNotFitError: see `check_whole`.
     """
     check_loss_of_ranks(workload, role.shard)
-    budget = budget_of(options, is_demo=is_demo)
+    asked = options.device
+    budget = asked.memory_budget
+    if budget is None and is_demo:
+        budget = MEMORY_BUDGET.get(device_kind(asked.device))
     stream = workload.train_data if is_stream(workload.train_data) else None
     workload = scanned(workload, options.search.scan)
-    device = open_device(options.device.device, memory_budget=budget, environ=environ)
+    device = open_device(asked.device, memory_budget=budget, environ=environ)
     if role.may_share:
         check_whole(workload, device)
     with preserved_random_state():
-        seed_everything(options.device.seed)
+        seed_everything(asked.seed)
         with memory_named("the model was built"):
             model = (
                 build_model(workload)
@@ -189,9 +192,9 @@ def open_setup(
         stream=stream,
         model=model,
         device=device,
-        worst_case=WorstCaseSampler(workload, seed=options.device.seed),
-        precision=precision_of(options, device),
-        gradient_dtype=gradient_dtype_of(model, options.device.gradient_dtype),
+        worst_case=WorstCaseSampler(workload, seed=asked.seed),
+        precision=device.native_precisions()[0] if asked.precision == "auto" else asked.precision,
+        gradient_dtype=gradient_dtype_of(model, asked.gradient_dtype),
         max_grad_norm=options.train.max_grad_norm,
         ema=options.train.ema,
         whole_batch=whole_batch_of(workload, options.batch.target_batch),
@@ -227,18 +230,6 @@ def whole_batch_of(workload: Workload, target_batch: int | None) -> int | None:
     if target_batch is None or not isinstance(workload.loss, WholeBatchLoss):
         return None
     return target_batch
-
-
-def budget_of(options: Options, *, is_demo: bool) -> str | int | None:
-    """Return the budget that was asked for, else the demo's own for the demo."""
-    if options.device.memory_budget is not None or not is_demo:
-        return options.device.memory_budget
-    return MEMORY_BUDGET.get(device_kind(options.device.device))
-
-
-def precision_of(options: Options, device: Device) -> Precision:
-    """Return the precision that was asked for, else the device's default."""
-    return device.native_precisions()[0] if options.device.precision == "auto" else options.device.precision
 
 
 def describe_setup(setup: Setup) -> SetupInfo:
@@ -329,9 +320,9 @@ def placement_notes(model: nn.Module) -> list[str]:
     parameters = [one for one in model.parameters() if one.device.type not in ("cpu", "meta")]
     if not parameters:
         return []
-    held = format_bytes(sum(one.numel() * one.element_size() for one in parameters))
+    size = format_bytes(sum(one.numel() * one.element_size() for one in parameters))
     return [
-        f"the model was built on {parameters[0].device}, where each attempt holds a copy of its {held} "
+        f"the model was built on {parameters[0].device}, where each attempt holds a copy of its {size} "
         "beside it, so that fewer samples fit: build it on the CPU, and it is moved once"
     ]
 

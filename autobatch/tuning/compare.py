@@ -1,9 +1,9 @@
 """Comparison of the best trials with the default, measured again side by side.
 
-The best of many noisy figures is too good to be true, and a machine is faster one minute than the next. So
-the compared figure is the ratio to the default in the same round. A configuration replaces the default only
-if the mean logarithm of its ratios exceeds the minimum gain, and exceeds 0 with a confidence of 97.5 %
-(Student's t, one-sided, over all rounds after which the comparison may end).
+The best of many noisy measurements is too good to be true, and a machine is faster one minute than the
+next. So the compared value is the ratio to the default in the same round. A configuration replaces the
+default only if the mean logarithm of its ratios exceeds the minimum gain, and exceeds 0 with a confidence of
+97.5 % (Student's t, one-sided, over all rounds after which the comparison may end).
 
 Of configurations that are equally fast within the noise, the one with the fewest changes wins. So two
 searches on one machine choose the same, and a change that gains nothing is left out.
@@ -31,7 +31,7 @@ SEQUENTIAL = (math.inf, 45.466, 8.363, 5.175, 4.173, 3.7, 3.428, 3.253)
 REMEASURED = 3
 """Number of best configurations that are measured again beside the default, besides simpler ones."""
 PLAUSIBLE = 0.9
-"""Share of the default's speed that a candidate's must reach: a single figure is off by less."""
+"""Share of the default's speed that a candidate's must reach: a single measurement is off by less."""
 
 OnRound = Callable[[int, int], None]
 """Called before each round with its number and the number of configurations in it."""

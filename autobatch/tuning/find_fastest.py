@@ -196,7 +196,7 @@ class _Search:
         return PAYBACK_SHARE * self.budget.run_samples / speed
 
     def seconds_left(self) -> float:
-        """Return the seconds that the search may still take; negative if it has taken more."""
+        """Return the seconds that the search may still take; negative if its time is over."""
         return self.worth_seconds() - (self.clock() - self.start)
 
     def _run_seconds(self) -> float:

@@ -4,10 +4,10 @@
 
 Every run starts from the same weights and takes the batches that its seed draws, with the plan's batch, split
 and precision. The learning rate is constant: a warm-up longer than the run would try every learning rate on
-its ramp only. The figure is the training loss rather than the validation loss: it is free, and a batch is new
-to the model as long as the run is shorter than an epoch.
+its ramp only. Runs are compared by the training loss, which is free: a batch is new to the model as long as
+the run is shorter than an epoch.
 
-The best of many noisy figures is too good to be true. So it runs again beside the default on batches that
+The best of many noisy losses is too good to be true. So it runs again beside the default on batches that
 other seeds draw. It replaces the default only if it is better every time, and on average beyond the noise
 (Student's t, one-sided, 97.5 %). A gain is a share of the loss reduction, because a loss has no zero of its
 own. The learning rate that lowers the loss most in a short run need not do so in a long one (Wu et al. 2018,
@@ -46,7 +46,7 @@ REACH = 32.0
 FIRST_FACTORS = (1.0, 4.0, 1 / 4, 16.0, 1 / 16)
 """First trials as multiples of the default: they cover the range before a model is fitted."""
 PARTS = 4
-"""The figure of a run is the mean loss of the last of this many parts."""
+"""The result of a run is the mean loss of the last of this many parts."""
 DIVERGED = 2.0
 """A run has diverged if its last loss exceeds this multiple of its first."""
 OTHER_SEEDS = 2
@@ -210,9 +210,7 @@ class ShortRuns:
         try:
             return self.process.call("a trial of a learning rate", _run, self.task, rate, seed)
         except ChildCrashed as crash:
-            failure = str(crash)
-        self.process.restart()
-        return LrTrialResult(rate, None, None, failure)
+            return LrTrialResult(rate, None, None, str(crash))
 
 
 def result_of(rate: float, steps: Sequence[tuple[float, float]], failure: str | None = None) -> LrTrialResult:

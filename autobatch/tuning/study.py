@@ -43,8 +43,8 @@ class Study:
 
     Args:
         place: name, storage and purpose of the study.
-        direction: of the optimized figure.
-        metric: name of that figure, which dashboards show.
+        direction: of the optimized value.
+        metric: name of that value, which dashboards show.
         suggest: draws the values of a trial.
         sampler: proposes points; made for the number of trials that the study has, so that searches that go
             on, or that share a study, draw other points.
@@ -142,11 +142,11 @@ class Study:
 
         Args:
             trial: the trial.
-            value: the optimized figure; None if there is none.
+            value: the optimized value; None if there is none.
             attributes: plain values by name.
-            is_feasible: False to count the trial as the worst so far at most, because a figure beyond all
+            is_feasible: False to count the trial as the worst so far at most, because a value beyond all
                 others would flatten the differences between them.
-            fallback: the figure of an infeasible trial if no other has one.
+            fallback: the value of an infeasible trial if no other has one.
         """
         with _storage_errors(self._storage):
             for name, one in attributes.items():

@@ -104,9 +104,7 @@ class Trials:
         try:
             return self.process.call(act, run, self.task, dict(values))
         except ChildCrashed as crash:
-            failure = str(crash)
-        self.process.restart()
-        return infeasible(failure)
+            return infeasible(str(crash))
 
 
 @dataclass

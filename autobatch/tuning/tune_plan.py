@@ -227,7 +227,7 @@ class PlanTuner:
         return chosen
 
     def _locate_lr(self, task: LrTrialSpec) -> StudyLocation:
-        """Locate the study of learning rates. Its figures hardly depend on the tuner's choice."""
+        """Locate the study of learning rates. Its results hardly depend on the tuner's choice."""
         made_for = self._purpose() | {
             "train_samples": self.process.info.samples,
             "learning_rate": task.plan.learning_rate,
@@ -237,7 +237,7 @@ class PlanTuner:
         return self._location(made_for, made_for, suffix=LR_SUFFIX)
 
     def _purpose(self) -> dict[str, Any]:
-        """Return the values that the figures of any study depend on, by name."""
+        """Return the values that the results of any study depend on, by name."""
         key: dict[str, Any] = self.process.info.key
         budget = self.options.device.memory_budget
         return {name: key[name] for name in key if name not in _NOT_A_PURPOSE} | {

@@ -1,4 +1,4 @@
-"""Trials: the limit of a configuration, its losses and its speed."""
+"""Trials: the knobs that apply, the limit of a configuration, its losses and its speed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ import autobatch
 from autobatch.core.knobs import LOADER_WORKERS, applicable
 from autobatch.core.options import Options
 from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.device.host import usable_cores
 from autobatch.planning import micro_batches
 from autobatch.setup.attempt import attempt
 from autobatch.setup.session import ThisProcess, open_process
 from autobatch.setup.setup import with_knobs
-from autobatch.tuning import trial as trial_module
-from autobatch.tuning.measure import Timing
-from autobatch.tuning.trial import LossCheck, TrialRunner, Trials
+from autobatch.tuning.measure import LossCheck, Timing, fetch_share, time_steps
+from autobatch.tuning.trial import Trials
 from autobatch.workload.rng import capture_random_state
 from tests.support.commandline import SMALL
+from tests.support.kinds import Augmented
 from tests.support.processes import loader_workers
-from tests.support.training import mean_loss, points
+from tests.support.training import Rows, mean_loss, points
 from tests.support.trials import (
     DEFAULTS,
     LOADING,
@@ -37,6 +38,7 @@ from tests.support.trials import (
     deep_rows,
     loading_runner,
     make_runner,
+    setup_of,
     signed,
     simulated_gpu,
     task_with,
@@ -44,13 +46,43 @@ from tests.support.trials import (
     trial_setup,
     trial_workload,
 )
+from tests.support.untouched import fingerprint, with_gradients
 
 
-def test_halving_the_micro_batch_runs_more_of_them() -> None:
+def test_the_context_describes_the_workload_and_the_device(tmp_path: Path) -> None:
+    here = context_of(trial_setup())
+    assert (here.blocks, here.images, here.micro_batch) == (6, False, 8)
+    assert (here.gains_from_compile, here.reads_pinned_memory) == (False, False)
+    assert here.optimizers == ("default", "foreach", "fused")
+    assert (here.precisions[0], here.loader) == ("fp32", None)
+    assert here.segments == "only the allocator of a GPU keeps segments"
+    made = trial_setup(
+        model=lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)),
+        train_data=Rows(torch.randn(8, 1, 4, 4), torch.randint(3, (8,))),
+        optimizer=lambda params, lr: torch.optim.Adam(params, lr=lr, foreach=True),
+    )
+    there = context_of(made, is_precision_open=False)
+    assert (there.images, there.blocks) == (True, 0)
+    assert (there.optimizers, there.precisions) == (("default",), ("fp32",))
+    gpu = context_of(setup_of(signed(set()), simulated_gpu(tmp_path, "1GiB")))
+    assert [axis.name for axis in applicable(gpu, ["expandable_segments"])[0]] == ["expandable_segments"]
+    expandable = simulated_gpu(tmp_path, "1GiB").expandable()
+    assert context_of(setup_of(signed(set()), expandable)).segments == "segments are expandable already"
+
+
+# Time.
+
+
+def test_micro_batches_and_optimizer_steps_are_timed_apart() -> None:
     time = Time()
-    found = make_runner(trial_setup(clock=time, **timed_fields(time))).measure(changed(micro_batch_shift=2))
-    assert found.micro_batch == 2
-    assert found.samples_per_s == pytest.approx(64 / (64 + 5))
+    made = trial_setup(clock=time, **timed_fields(time))
+    assert time_steps(made, [8] * 8, 0.0) == Timing(micro=8.0, step=5.0, setup=0.0)
+    assert Timing(8.0, 5.0, 300.0).a_step(8, planned_steps=100) == 8 * 8 + 5 + 3
+    found = make_runner(made).measure(DEFAULTS)
+    assert found.samples_per_s == pytest.approx(64 / (8 * 8 + 5))
+    assert (found.micro_batch, found.feasible) == (8, True)
+    halved = make_runner(made).measure(changed(micro_batch_shift=2))
+    assert (halved.micro_batch, halved.samples_per_s) == (2, pytest.approx(64 / (64 + 5)))
 
 
 def test_compiling_is_spread_over_the_planned_steps_and_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,25 +100,54 @@ def test_compiling_is_spread_over_the_planned_steps_and_counted_once(monkeypatch
 
     monkeypatch.setattr(torch, "compile", compiled)
     opened = make_runner(trial_setup(clock=time, **timed_fields(time)))
-    values = changed(compile="default")
-    assert opened.measure(values).samples_per_s == pytest.approx(64 / (64 + 5 + 200 / 100), rel=0.1)
-    # Measured again, it compiles no more, and counts as before.
-    assert opened.measure(values).samples_per_s == pytest.approx(64 / (64 + 5 + 200 / 100), rel=0.1)
+    for _ in range(2):  # measured again, it compiles no more, and counts as before
+        found = opened.measure(changed(compile="default"))
+        assert found.samples_per_s == pytest.approx(64 / (64 + 5 + 200 / 100), rel=0.1)
+
+
+@pytest.mark.parametrize(("a_fetch", "share"), [(1.0, 0.25), (9.0, 0.75), (0.0001, 0.0)])
+def test_the_share_of_fetching_is_measured(a_fetch: float, share: float) -> None:
+    now = [0.0]
+
+    class Timed(Augmented):
+        def __getitem__(self, index: int):
+            now[0] += a_fetch
+            return super().__getitem__(index)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        now[0] += 3.0 * len(batch[0])
+        return mean_loss(model, batch)
+
+    workload = signed(set(), loss=loss, train_data=Timed(*points(64, dtype=torch.float32).columns))
+    clocked = replace(setup_of(workload), clock=lambda: now[0])
+    assert fetch_share(clocked, 8) == pytest.approx(share)
+    assert context_of(clocked).fetch_share == pytest.approx(share if usable_cores() > 1 else 0.0)
+
+
+def test_samples_are_drawn_on_the_host_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        assert fetch_share(replace(setup_of(signed(set())), clock=lambda: 0.0), 8) == 0.0
+
+
+def full(*_: Any) -> torch.Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+def test_memory_that_runs_out_while_timing_makes_a_trial_infeasible_and_the_share_unknown() -> None:
+    assert "Tried to allocate" in (make_runner(trial_setup(loss=full)).measure(DEFAULTS).failure or "")
+    ticks = iter(range(10**6))
+    clocked = replace(setup_of(signed(set(), loss=full)), clock=lambda: float(next(ticks)))
+    assert fetch_share(clocked, 8) == 0.0
 
 
 def test_a_trial_leaves_nothing_behind() -> None:
     made = trial_setup()
-    before = {name: (id(t), t.detach().clone()) for name, t in made.model.state_dict(keep_vars=True).items()}
-    random_state = capture_random_state()
+    with_gradients(made.model)
+    before = fingerprint(made.model)
     opened = make_runner(made)
     for values in (DEFAULTS, changed(checkpointing="full", optimizer="fused", precision="bf16")):
         assert opened.measure(values).feasible
-    after = made.model.state_dict(keep_vars=True)
-    for name, (identity, tensor) in before.items():
-        assert id(after[name]) == identity
-        assert torch.equal(after[name], tensor)
-        assert after[name].grad is None
-    assert torch.equal(capture_random_state().torch, random_state.torch)
+    assert fingerprint(made.model) == before
 
 
 def test_an_error_is_raised_at_the_default_and_makes_other_configurations_infeasible() -> None:
@@ -105,52 +166,26 @@ def test_an_error_is_raised_at_the_default_and_makes_other_configurations_infeas
         make_runner(trial_setup(loss=broken)).measure(DEFAULTS)
 
 
-def test_running_out_of_memory_during_timing_is_infeasible() -> None:
-    def full(*_: Any) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-    found = make_runner(trial_setup(loss=full)).measure(DEFAULTS)
-    assert "Tried to allocate" in (found.failure or "")
+# Loader workers.
 
 
-def test_a_trial_with_workers_times_steps_that_workers_feed() -> None:
+def test_workers_that_are_tuned_or_asked_for_feed_a_trial() -> None:
     seen: set[int] = set()
     runner = loading_runner(signed(seen))
     assert runner.measure(LOADING).feasible
     assert seen == {os.getpid()}
     seen.clear()
     before = capture_random_state()
-    assert runner.measure({**LOADING, "loader_workers": 2}).feasible
+    assert runner.measure({**LOADING, "loader_workers": 2, "prefetch": 4}).feasible
     assert len(seen - {os.getpid()}) == 2
     assert not loader_workers()
     assert torch.equal(capture_random_state().torch, before.torch)
-
-
-def test_a_requested_number_of_workers_feeds_every_trial_and_is_not_tuned() -> None:
-    seen: set[int] = set()
+    seen.clear()
     runner = loading_runner(signed(seen), workers=1)
     assert runner.measure({"micro_batch_shift": 1}).feasible
     assert len(seen - {os.getpid()}) == 1
-    context = context_of(runner.setup, workers=1)
-    assert context.loader == "the number of workers is given"
-    _, notes = applicable(context, [LOADER_WORKERS])
+    _, notes = applicable(context_of(runner.setup, workers=1), [LOADER_WORKERS])
     assert notes == ["loader_workers is not tuned: the number of workers is given"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "values", "ahead"),
-    [({}, {}, 2), ({}, {"prefetch": 8}, 8), ({"prefetch": 3}, {"prefetch": 8}, 3)],
-)
-def test_a_trial_prefetches_as_the_option_or_else_the_knob_says(fields, values, ahead, monkeypatch) -> None:
-    seen: list[int] = []
-
-    def noted(*_: object, prefetch: int, **more: object) -> Timing:
-        seen.append(prefetch)
-        return Timing(1.0, 1.0, 0.0)
-
-    monkeypatch.setattr(trial_module, "time_steps", noted)
-    loading_runner(signed(set()), **fields).measure({**LOADING, "loader_workers": 2, **values})
-    assert seen == [ahead]
 
 
 def test_a_trial_whose_workers_raise_is_infeasible_and_the_next_one_runs() -> None:
@@ -169,41 +204,44 @@ def test_a_trial_whose_workers_raise_is_infeasible_and_the_next_one_runs() -> No
     assert runner.measure(LOADING).feasible
 
 
-def test_the_trials_of_one_study_share_their_checks_and_those_of_another_do_not() -> None:
-    process = ThisProcess(trial_setup())
-    trials = Trials(process, task_with())
-    assert trials.measure(DEFAULTS).feasible
-    first = process._session.find(TrialRunner)
-    assert trials.confirm(DEFAULTS).feasible
-    assert process._session.find(TrialRunner) is first
-    assert Trials(process, task_with(limit=4)).measure(DEFAULTS).micro_batch == 4
-    assert process._session.find(TrialRunner) is not first
-
-
-RANDOM = """
+CRASHES = """
+import ctypes
 class Random(torch.utils.data.Dataset):
     def __len__(self): return 32
     def __getitem__(self, index): return torch.randn(4), torch.randn(1)
+def crashing(model, batch):
+    if torch.is_autocast_enabled("cpu"):
+        ctypes.string_at(0)
+    return loss(model, batch)
 def workload():
-    return small(train_data=Random())
+    return small(train_data=Random(), loss=crashing)
 """
 
 
 @pytest.mark.usefixtures("warm_children")
-def test_a_child_process_that_runs_trials_may_have_workers(tmp_path: Path) -> None:
+def test_a_child_runs_trials_with_workers_and_one_that_crashes_it_is_infeasible(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    path.write_text(f"{SMALL}\n{RANDOM}\n")
-    task = task_with(limit=8, cap=32, samples=32, defaults=LOADING)
+    path.write_text(f"{SMALL}\n{CRASHES}\n")
+    defaults = {**LOADING, "precision": "fp32"}
+    task = task_with(limit=8, cap=32, samples=32, defaults=defaults)
     settings = Options().with_values(device="cpu", memory_budget="64MiB")
     with open_process(f"{path}:workload", settings, isolated=True) as child:
-        found = Trials(child, task).measure({**LOADING, "loader_workers": 2})
+        crashed = Trials(child, task).measure({**defaults, "precision": "bf16"})
+        found = Trials(child, task).measure({**defaults, "loader_workers": 2})
+    assert "(SIGSEGV)" in (crashed.failure or "")
     assert found.failure is None
 
 
-def test_a_micro_batch_is_halved_as_often_as_asked() -> None:
-    runner = make_runner(trial_setup(), limit=6)
-    found = [runner.confirm(changed(micro_batch_shift=shift)).micro_batch for shift in range(4)]
-    assert found == [6, 3, 1, 1]
+# Limits.
+
+
+def test_the_trials_of_another_study_have_their_own_limit() -> None:
+    process = ThisProcess(trial_setup())
+    assert Trials(process, task_with()).measure(DEFAULTS).micro_batch == 8
+    assert Trials(process, task_with(limit=4)).measure(DEFAULTS).micro_batch == 4
+    halves = [changed(micro_batch_shift=shift) for shift in range(4)]
+    trials = Trials(process, task_with(limit=6))
+    assert [trials.confirm(values).micro_batch for values in halves] == [6, 3, 1, 1]
 
 
 def test_a_configuration_that_needs_less_memory_gets_a_larger_micro_batch_that_fits() -> None:
@@ -221,14 +259,6 @@ def test_a_configuration_that_needs_less_memory_gets_a_larger_micro_batch_that_f
 def test_a_configuration_that_never_fits_is_infeasible() -> None:
     found = make_runner(trial_setup(budget=60_000), limit=1).measure(changed(optimizer="foreach"))
     assert found.failure == "not even a micro-batch of 1 fits"
-
-
-def test_without_a_prediction_runs_find_a_size_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_module, "trace_footprint", lambda _: None)
-    made = trial_setup(budget=400_000, train_data=deep_rows(512))
-    found = make_runner(made, limit=8, cap=512, samples=512).measure(changed(optimizer="fused"))
-    assert found.feasible
-    assert attempt(made, found.micro_batch).attempt.fits
 
 
 @pytest.mark.program
@@ -250,21 +280,25 @@ def test_expandable_segments_have_their_own_limit(tmp_path: Path, allocators: li
     assert {one.config.expandable_segments for one in allocators} == {True}
 
 
-def test_losses_far_from_the_reference_are_infeasible() -> None:
+# Losses.
+
+
+@pytest.mark.parametrize(
+    ("factor", "reason"),
+    [
+        (1.0, None),
+        (1.5, "its losses differ from the reference"),
+        (float("nan"), "the workload's loss is nan on its first micro-batch"),
+    ],
+)
+def test_losses_in_bf16_that_are_far_from_those_in_fp32_are_infeasible(
+    factor: float, reason: str | None
+) -> None:
     def spoiled(model: nn.Module, batch: Any) -> torch.Tensor:
-        factor = 1.5 if torch.is_autocast_enabled("cpu") else 1.0
-        return mean_loss(model, batch) * factor
+        return mean_loss(model, batch) * (factor if torch.is_autocast_enabled("cpu") else 1.0)
 
-    found = make_runner(trial_setup(loss=spoiled)).measure(changed(precision="bf16"))
-    assert (found.failure or "").startswith("its losses differ from the reference")
-
-
-def test_a_non_finite_loss_is_infeasible() -> None:
-    def nan(model: nn.Module, batch: Any) -> torch.Tensor:
-        return mean_loss(model, batch) * (float("nan") if torch.is_autocast_enabled("cpu") else 1.0)
-
-    found = make_runner(trial_setup(loss=nan)).measure(changed(precision="bf16"))
-    assert (found.failure or "").startswith("the workload's loss is nan on its first micro-batch")
+    failure = make_runner(trial_setup(loss=spoiled)).measure(changed(precision="bf16")).failure
+    assert failure is None if reason is None else (failure or "").startswith(reason)
 
 
 def test_the_noise_of_a_random_model_is_tolerated() -> None:
@@ -272,9 +306,4 @@ def test_the_noise_of_a_random_model_is_tolerated() -> None:
         return mean_loss(model, batch) * (1 + torch.rand(()))
 
     made = trial_setup(loss=noisy)
-    check = LossCheck(made, 8)
-    assert check.over(with_knobs(made, changed(checkpointing="full"))) < 0
-
-
-def test_bf16_trains_as_fp32_does() -> None:
-    assert make_runner(trial_setup()).measure(changed(precision="bf16")).feasible
+    assert LossCheck(made, 8).over(with_knobs(made, changed(checkpointing="full"))) < 0
