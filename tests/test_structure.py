@@ -13,8 +13,11 @@ MOST_CLAUSE_FIRST = 0.01
 
 
 @pytest.fixture(scope="module", name="found")
-def read_once() -> Structure:
-    return read_structure()
+def read_once(tmp_path_factory: pytest.TempPathFactory) -> Structure:
+    """Read the package alone, because the lines of tests and benchmarks take longer to count."""
+    root = tmp_path_factory.mktemp("package")
+    (root / "autobatch").symlink_to(Path(__file__).parents[1] / "autobatch")
+    return read_structure(root)
 
 
 def a_tree(root: Path, **modules: str) -> Structure:
