@@ -292,7 +292,10 @@ class Estimator:
     def _by_size(self, gpu: HardwareProfile, one: Estimate) -> Estimate:
         """Add what fits of smaller samples, beside the workspaces of libraries."""
         sizes = None if is_stream(self.traces.workload.train_data) else self.traces.worst_case.sizes()
-        if not one.fits or sizes is None or sizes.min() == sizes.max():
+        if sizes is None or sizes.min() == sizes.max():
+            return one
+        # A size that was asked about is no limit to begin with.
+        if not one.fits or self.options.search.micro_batch is not None:
             return one
         try:
             program = trace_sizes(self.traces.setting(gpu.compute_capability), sizes)
