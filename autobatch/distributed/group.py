@@ -217,7 +217,10 @@ def join_loop() -> Group:
         if not dist.is_initialized():
             # The threads of a group that outlives the interpreter abort the process now and then.
             atexit.register(_leave)
-        messages = _open_gloo()
+            messages = _open_gloo()
+        else:
+            # A loop may join for every epoch, and each group takes threads and sockets.
+            messages = None if dist.get_backend() == "gloo" else _open_gloo()
     except RuntimeError as error:
         raise rank_lost("join the other ranks", error) from error
     return Group(dist.get_rank(), dist.get_world_size(), messages)
