@@ -26,8 +26,7 @@ from autobatch.device.allocator.tracker import UPDATES, StorageTracker, has_wrap
 from autobatch.device.profiles import USUAL_PROCESSORS
 from autobatch.footprint.program import DerivedSize, TooLong
 from autobatch.footprint.reductions import Reduction, scratch_bytes
-from autobatch.footprint.tracing.fake_kernels import kernel_of
-from autobatch.footprint.tracing.gpu_kernels import adds_bias_in_product, kernel_on_gpu
+from autobatch.footprint.tracing.kernels import adds_bias_in_product, kernel_of, kernel_on_gpu
 from autobatch.footprint.tracing.known_values import fake_with_values, has_values, kernel_of_known, value_of
 from autobatch.footprint.tracing.recording import Label, Product, Recording
 
