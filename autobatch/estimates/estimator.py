@@ -29,17 +29,7 @@ from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
 from autobatch.device.allocator.trace import replay
 from autobatch.device.profiles import HardwareProfile
 from autobatch.distributed.sharding.layout import ShardLayout, sync_of
-from autobatch.estimates.gpus import (
-    budget_on,
-    cap_of,
-    larger_gpus,
-    named_gpus,
-    names_of,
-    option_notes,
-    precision_on,
-    ranks_of,
-    spending_on,
-)
+from autobatch.estimates.gpus import GpuChoice, precision_on
 from autobatch.estimates.traces import ALONE, Layout, Traces, arranged
 from autobatch.footprint.explain import explain
 from autobatch.footprint.fit import Footprint, Unpredictable
@@ -82,9 +72,9 @@ def estimate_limits(workload: Workload, options: Options, *, home: Path) -> Esti
         Unpredictable: the step cannot be traced; the message says why.
         DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
-    if ranks_of(options) > 1 and options.ranks.parallel == "shard":
-        ranks = options.ranks
-        asked = ShardLayout(world=ranks_of(options), sync=ranks.shard_sync, modules=ranks.shard_modules)
+    choice, ranks = GpuChoice(options, home), options.ranks
+    if ranks.parallel == "shard":
+        asked = ShardLayout(world=choice.world, sync=ranks.shard_sync, modules=ranks.shard_modules)
         check_loss_of_ranks(workload, asked)
     # The model is built without memory, and its code may keep what it builds.
     with preserved_random_state():
@@ -103,14 +93,14 @@ class Estimator:
     def __init__(self, workload: Workload, options: Options, home: Path) -> None:
         seed_everything(options.device.seed)
         self.options = options
-        self.home = home
-        self.world = ranks_of(options)
+        self.gpus = GpuChoice(options, home)
+        self.world = self.gpus.world
         self.traces = Traces(workload, options)
         self._sees_batch = isinstance(workload.loss, WholeBatchLoss)
 
     def estimates(self) -> Estimates:
         """Predict for each GPU, and for one GPU, or where nothing fits, also what would help."""
-        gpus = named_gpus(self.options, self.home)
+        gpus = self.gpus.load()
         if len(gpus) == 1:
             self._prepare(gpus[0])
         found = {gpu.name: self.limit(gpu) for gpu in gpus}
@@ -122,26 +112,26 @@ class Estimator:
             found = {gpus[0].name: self._by_size(gpus[0], found[gpus[0].name])}
         table: list[RankEstimate] = []
         if self.world > 1:
-            shown = gpus if len(gpus) > 1 else [gpus[0], *larger_gpus(gpus[0], self.home)]
+            shown = gpus if len(gpus) > 1 else [gpus[0], *self.gpus.larger(gpus[0])]
             table = self._table(shown, found[gpus[0].name].parallel or "shard")
         estimates = list(found.values())
-        if not names_of(self.options):
+        if not self.gpus.names:
             estimates.sort(key=_need)
         if not any(one.fits for one in estimates):
-            raise nothing_fits(estimates, self.options, table)
+            raise nothing_fits(estimates, self.options.search.micro_batch or 1, table)
         return Estimates(estimates=estimates, over_ranks=table, notes=self.notes(estimates))
 
     def notes(self, estimates: Sequence[Estimate]) -> list[str]:
         """Return remarks on predictions and on the traces so far, one per line."""
         notes = [f"{one.profile}: {one.parallel_reason}" for one in estimates if one.parallel_reason]
-        notes += option_notes(estimates, self.options)
+        notes += self.gpus.notes(estimates)
         notes += stream_notes(self.traces.workload.train_data)
         return list(dict.fromkeys([*notes, *self.traces.notes()]))
 
     def limit(self, gpu: HardwareProfile) -> Estimate:
         """Predict what fits on one GPU, without what would help."""
         start = time.perf_counter()
-        budget, source = budget_on(gpu, self.options)
+        budget, source = self.gpus.budget(gpu)
         layout, reason = self._choose(gpu)
         step, found = self._predict(gpu, layout, budget)
         where = explain(step, max(1, found.micro_batch))
@@ -149,7 +139,7 @@ class Estimator:
             profile=gpu.name,
             budget_bytes=budget,
             budget_source=source,
-            precision=precision_on(gpu.compute_capability, self.options),
+            precision=precision_on(gpu.compute_capability, self.options.device.precision),
             micro_batch=found.micro_batch,
             micro_batch_low=found.micro_batch_low,
             micro_batch_high=found.micro_batch_high,
@@ -176,10 +166,10 @@ class Estimator:
 
     def peak(self, gpu: HardwareProfile, layout: Layout) -> tuple[int, int]:
         """Return the largest micro-batch, 0 if none fits, and its peak; that of 1 if none fits."""
-        budget, _ = budget_on(gpu, self.options)
+        budget, _ = self.gpus.budget(gpu)
         step = self._step(gpu, layout)
         program = program_on(step, gpu.libraries)
-        size = largest_on(step, program, lambda: gpu_allocator(budget), cap_of(self.options))
+        size = largest_on(step, program, lambda: gpu_allocator(budget), self.gpus.cap)
         found = replay(program.at(max(1, size)), gpu_allocator(budget if size else None))
         return size, found.peak_reserved_bytes or found.peak_allocated_bytes
 
@@ -207,7 +197,7 @@ class Estimator:
         if self._sees_batch:
             return replicas, "the loss sees the whole batch, so each rank has a whole model"
         step = self._step(gpu, replicas)
-        budget, _ = budget_on(gpu, self.options)
+        budget, _ = self.gpus.budget(gpu)
         program = program_on(step, gpu.libraries)
         if largest_on(step, program, lambda: gpu_allocator(budget), step.multiple):
             return replicas, "a whole model fits on each rank, so each has its own (--parallel replicate)"
@@ -229,7 +219,7 @@ class Estimator:
                     f"{error}. autobatch probe --device sim:{gpu.name} runs the step, on the CPU in a model "
                     "of that GPU's allocator"
                 ) from error
-        return step, of_budget(step, cap=cap_of(self.options), micro_batch=asked)
+        return step, of_budget(step, cap=self.gpus.cap, micro_batch=asked)
 
     def _predict_single(
         self, gpu: HardwareProfile, budget: int, of_budget: Callable[..., Prediction]
@@ -251,9 +241,7 @@ class Estimator:
                     made.malloc(size)
             return made
 
-        recordings = self.traces.at_single_sizes(
-            gpu.compute_capability, allocator, asked or cap_of(self.options)
-        )
+        recordings = self.traces.at_single_sizes(gpu.compute_capability, allocator, asked or self.gpus.cap)
         tried = sorted(recordings) if asked is None else [asked]
         for m in reversed(tried):
             one = recordings[m]
@@ -269,7 +257,7 @@ class Estimator:
         """Return what would let more fit; nothing if the step follows no rule."""
         layout = self.layout(one.parallel or "replicate")
         capability = gpu.compute_capability
-        spending = spending_on(gpu, one.budget_bytes, self.options)
+        spending = self.gpus.spending(gpu, one.budget_bytes)
         try:
             step = self._step(gpu, layout)
         except Unpredictable:
@@ -303,7 +291,7 @@ class Estimator:
             return one
         size, count = gpu.libraries.workspaces or (0, 0)
         allocator = partial(gpu_allocator, one.budget_bytes - size * count)
-        cap = cap_of(self.options)
+        cap = self.gpus.cap
         points = curve_of(program, sizes, allocator, limit=one.micro_batch, cap=cap)
         is_cut = hazard_in_model(self.traces.model) is None and is_padded(self.traces.workload, sizes)
         return msgspec.structs.replace(
@@ -343,7 +331,7 @@ class Estimator:
                 profile=gpu.name,
                 world_size=layout.world,
                 parallel=layout.parallel,
-                budget_bytes=budget_on(gpu, self.options)[0],
+                budget_bytes=self.gpus.budget(gpu)[0],
                 micro_batch=size,
                 peak_reserved_bytes=peak,
             )
@@ -365,7 +353,7 @@ class Estimator:
             multiple=multiple,
             learning_rate=self.traces.workload.learning_rate,
             base_batch=self.traces.workload.base_batch,
-            precision=precision_on(gpu.compute_capability, self.options),
+            precision=precision_on(gpu.compute_capability, self.options.device.precision),
             gradient_dtype=self.traces.gradient_dtype,
         )
 
@@ -377,11 +365,8 @@ def _need(one: Estimate) -> tuple[float, int]:
     return (0 if one.plan is None else one.plan.accumulation_steps), one.budget_bytes
 
 
-def nothing_fits(
-    estimates: Sequence[Estimate], options: Options, table: Sequence[RankEstimate]
-) -> DoesNotFitError:
+def nothing_fits(estimates: Sequence[Estimate], asked: int, table: Sequence[RankEstimate]) -> DoesNotFitError:
     """Build the error that a micro-batch fits on no GPU: where its memory goes, and what helps."""
-    asked = options.search.micro_batch or 1
     most = max(estimates, key=lambda one: one.budget_bytes)
     where = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in list(most.memory.items())[:3])
     names = ", ".join(one.profile for one in estimates)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from autobatch.core.errors import InputError
-from autobatch.core.options import Options
+from autobatch.core.options import Options, PrecisionChoice
 from autobatch.core.records import Estimate, Precision
 from autobatch.core.units import GiB, format_bytes
 from autobatch.device.base import GPU_HEADROOM_SHARE, resolve_budget
@@ -25,114 +25,113 @@ NCCL_BYTES = 1 * GiB
 channels, links and GPU (github.com/NVIDIA/nccl/issues/864 and 1685)."""
 
 
-def names_of(options: Options) -> Sequence[str]:
-    """Return the names of the GPUs to predict for; none for all that are known."""
-    if options.search.all:
-        return ()
-    device = options.device.device
-    return options.search.profile or ([device.removeprefix("sim:")] if device.startswith("sim:") else [])
+def precision_on(capability: tuple[int, int], asked: PrecisionChoice) -> Precision:
+    """Return the precision that was asked for; else bf16 where it is native."""
+    if asked != "auto":
+        return asked
+    return "bf16" if capability >= NATIVE_BF16 else "fp32"
 
 
-def named_gpus(options: Options, home: Path) -> list[HardwareProfile]:
-    """Return the GPUs that the options name, or all that are known.
+class GpuChoice:
+    """The GPUs of an estimate, their budgets, and what is tried on them.
 
-    Raises:
-        InputError: a profile is unknown or invalid.
-    """
-    names = names_of(options)
-    if names:
-        return [load_profile(name, user_dir=home) for name in names]
-    return list(list_profiles(user_dir=home).profiles)
-
-
-def larger_gpus(gpu: HardwareProfile, home: Path) -> list[HardwareProfile]:
-    """Return the next GPUs with more memory and at least the same operators."""
-    others = [
-        other
-        for other in list_profiles(user_dir=home).profiles
-        if other.total_bytes > gpu.total_bytes
-        and (other.compute_capability >= NATIVE_BF16) >= (gpu.compute_capability >= NATIVE_BF16)
-    ]
-    by_memory = {
-        other.total_bytes // GiB: other for other in sorted(others, key=lambda o: o.name, reverse=True)
-    }
-    return [by_memory[size] for size in sorted(by_memory)][: TABLE_GPUS - 1]
-
-
-def ranks_of(options: Options) -> int:
-    """Return the number of ranks that an estimate is for.
+    Args:
+        options: of ``autobatch estimate``.
+        home: data directory, with saved profiles.
 
     Raises:
         InputError: the model would be shared by a single rank.
     """
-    ranks = options.ranks.ranks or 1
-    if ranks == 1 and options.ranks.parallel == "shard":
-        raise InputError(
-            f"--parallel shard shares a model among ranks, found --ranks {options.ranks.ranks or 'unset'}: "
-            "give --ranks N with N at least 2"
+
+    def __init__(self, options: Options, home: Path) -> None:
+        self._options = options
+        self._home = home
+        self.world = options.ranks.ranks or 1
+        """Ranks, one per GPU."""
+        caps = (options.search.max_micro_batch, options.batch.target_batch, LARGEST)
+        self.cap = min(cap for cap in caps if cap is not None)
+        """The largest micro-batch to try. The data are no cap: a GPU that is not here may see more."""
+        if self.world == 1 and options.ranks.parallel == "shard":
+            raise InputError(
+                "--parallel shard shares a model among ranks, found --ranks "
+                f"{options.ranks.ranks or 'unset'}: give --ranks N with N at least 2"
+            )
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the GPUs to predict for; none for all that are known."""
+        search, device = self._options.search, self._options.device.device
+        if search.all:
+            return ()
+        return search.profile or ([device.removeprefix("sim:")] if device.startswith("sim:") else [])
+
+    def load(self) -> list[HardwareProfile]:
+        """Return the GPUs that the options name, or all that are known.
+
+        Raises:
+            InputError: a profile is unknown or invalid.
+        """
+        if self.names:
+            return [load_profile(name, user_dir=self._home) for name in self.names]
+        return list(list_profiles(user_dir=self._home).profiles)
+
+    def larger(self, gpu: HardwareProfile) -> list[HardwareProfile]:
+        """Return the next GPUs with more memory and at least the same operators."""
+        others = [
+            other
+            for other in list_profiles(user_dir=self._home).profiles
+            if other.total_bytes > gpu.total_bytes
+            and (other.compute_capability >= NATIVE_BF16) >= (gpu.compute_capability >= NATIVE_BF16)
+        ]
+        by_memory = {
+            other.total_bytes // GiB: other for other in sorted(others, key=lambda o: o.name, reverse=True)
+        }
+        return [by_memory[size] for size in sorted(by_memory)][: TABLE_GPUS - 1]
+
+    def budget(self, gpu: HardwareProfile) -> tuple[int, str]:
+        """Return the bytes that the allocator may hold on a GPU, and the reason in words.
+
+        Raises:
+            InputError: the budget is no size, or exceeds the memory of the GPU.
+        """
+        return resolve_budget(
+            self._options.device.memory_budget,
+            total_bytes=gpu.total_bytes,
+            available=[
+                (gpu.total_bytes, "in total"),
+                (-context_bytes(gpu), "CUDA context"),
+                *([(-NCCL_BYTES, "NCCL")] if self.world > 1 else []),
+            ],
+            headroom_share=GPU_HEADROOM_SHARE,
+            owner=gpu.title,
         )
-    return ranks
 
-
-def budget_on(gpu: HardwareProfile, options: Options) -> tuple[int, str]:
-    """Return the bytes that the allocator may hold on a GPU, and the reason in words.
-
-    Raises:
-        InputError: the budget is no size, or exceeds the memory of the GPU.
-    """
-    return resolve_budget(
-        options.device.memory_budget,
-        total_bytes=gpu.total_bytes,
-        available=[
-            (gpu.total_bytes, "in total"),
-            (-context_bytes(gpu), "CUDA context"),
-            *([(-NCCL_BYTES, "NCCL")] if ranks_of(options) > 1 else []),
-        ],
-        headroom_share=GPU_HEADROOM_SHARE,
-        owner=gpu.title,
-    )
-
-
-def cap_of(options: Options) -> int:
-    """Return the largest micro-batch to try. The data are no cap: a GPU that is not here may see more."""
-    caps = (options.search.max_micro_batch, options.batch.target_batch, LARGEST)
-    return min(cap for cap in caps if cap is not None)
-
-
-def precision_on(capability: tuple[int, int], options: Options) -> Precision:
-    """Return the precision that was asked for; else bf16 where it is native."""
-    if options.device.precision != "auto":
-        return options.device.precision
-    return "bf16" if capability >= NATIVE_BF16 else "fp32"
-
-
-def spending_on(gpu: HardwareProfile, budget_bytes: int, options: Options) -> Spending:
-    """Return the budget of a GPU, and the largest micro-batch to spend it on."""
-    return Spending(
-        allocator=partial(gpu_allocator, budget_bytes),
-        unlimited=partial(gpu_allocator, None),
-        cap=cap_of(options),
-        libraries=gpu.libraries,
-    )
-
-
-def option_notes(estimates: Sequence[Estimate], options: Options) -> list[str]:
-    """Return what the options leave out or bound, one line each."""
-    notes = []
-    device, cap = options.device.device, cap_of(options)
-    if device != "auto" and not (device.startswith("sim:") and not options.search.profile):
-        notes.append(
-            f"an estimate touches no device, so --device {device} was left out: name a GPU with --profile or "
-            "--device sim:PROFILE"
+    def spending(self, gpu: HardwareProfile, budget_bytes: int) -> Spending:
+        """Return the budget of a GPU, and the largest micro-batch to spend it on."""
+        return Spending(
+            allocator=partial(gpu_allocator, budget_bytes),
+            unlimited=partial(gpu_allocator, None),
+            cap=self.cap,
+            libraries=gpu.libraries,
         )
-    names = [one.profile for one in estimates if one.fits and one.micro_batch == cap]
-    if options.search.micro_batch is None and names:
-        option = "--max-micro-batch" if cap == options.search.max_micro_batch else "--target-batch"
-        notes.append(
-            f"{option} {cap:,} bounds the micro-batch on {', '.join(names)}: more may fit without it"
-        )
-    if ranks_of(options) > 1 and options.device.memory_budget is None:
-        notes.append(
-            f"each budget leaves {format_bytes(NCCL_BYTES)} for the buffers of NCCL, not measured here"
-        )
-    return notes
+
+    def notes(self, estimates: Sequence[Estimate]) -> list[str]:
+        """Return what the options leave out or bound, one line each."""
+        notes = []
+        device, search, cap = self._options.device, self._options.search, self.cap
+        if device.device != "auto" and not (device.device.startswith("sim:") and not search.profile):
+            notes.append(
+                f"an estimate touches no device, so --device {device.device} was left out: name a GPU with "
+                "--profile or --device sim:PROFILE"
+            )
+        names = [one.profile for one in estimates if one.fits and one.micro_batch == cap]
+        if search.micro_batch is None and names:
+            option = "--max-micro-batch" if cap == search.max_micro_batch else "--target-batch"
+            notes.append(
+                f"{option} {cap:,} bounds the micro-batch on {', '.join(names)}: more may fit without it"
+            )
+        if self.world > 1 and device.memory_budget is None:
+            notes.append(
+                f"each budget leaves {format_bytes(NCCL_BYTES)} for the buffers of NCCL, not measured here"
+            )
+        return notes

@@ -195,7 +195,7 @@ class Traces:
             workload=self.workload,
             model=self.model,
             batch_of=self.worst_case.batch,
-            precision=precision_on(capability, self.options),
+            precision=precision_on(capability, self.options.device.precision),
             gradient_dtype=self.gradient_dtype,
             capability=capability,
             samples=self.whole_batch,

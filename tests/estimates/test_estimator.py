@@ -183,6 +183,6 @@ def test_the_error_names_the_fewest_ranks_on_the_smallest_gpu_that_fit():
         )
         for world, budget, micro_batch in [(8, 40, 3), (4, 80, 2), (4, 40, 0), (4, 60, 1)]
     ]
-    text = str(nothing_fits([one], options, cells))
+    text = str(nothing_fits([one], 1, cells))
     assert text.startswith("a micro-batch of 1 is predicted not to fit on t4: it takes ")
     assert text.endswith(", 4 ranks on gpu-60 (a micro-batch of 1 fits there)")
