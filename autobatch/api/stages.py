@@ -29,7 +29,6 @@ from autobatch.search.attempts import ask_or_none, step_snapshot
 from autobatch.search.find_limit import Limit, check_size, find_limit
 from autobatch.search.plan_split import SplitChoice, SplitSettings, choose_split
 from autobatch.search.real_batches import find_in_order
-from autobatch.setup.child import ChildCrashed
 from autobatch.setup.session import SetupProcess, open_process
 from autobatch.setup.setup import Role, SetupInfo
 from autobatch.setup.trace import predicted_memory
@@ -334,8 +333,6 @@ def _check_loss(call: Call, setup: OpenSetup, result: Result) -> None:
     try:
         found = setup.process.call(act, examine, micro_batch, steps)
     except AutobatchError as error:
-        if isinstance(error, ChildCrashed):
-            setup.process.restart()
         found = Finding(unchecked=str(error))
     except KeyboardInterrupt:
         if call.options.command == "tune":
@@ -437,8 +434,6 @@ def _add_split(
     except InputError:
         raise
     except AutobatchError as error:
-        if isinstance(error, ChildCrashed):
-            process.restart()
         choice = SplitChoice(None, f"batches are split by count: {error}")
     except KeyboardInterrupt:
         if options.command != "plan":
