@@ -30,14 +30,16 @@ def test_estimate_opens_no_context(on_gpu, contexts, tmp_path: Path) -> None:
 
 
 def test_what_probe_finds_fits_and_one_more_does_not(on_gpu) -> None:
-    done = on_gpu("probe", "train.py", *WITHIN, "--json")
+    # Too little for all samples even where no workspace of cuBLAS is kept.
+    within = (*WITHIN[:-1], "120MiB")
+    done = on_gpu("probe", "train.py", *within, "--json")
     assert done.code == 0, done.err
     found = done.json["probe"]
     m = found["micro_batch"]
     assert found["limited_by"] == "memory"
     assert found["oom_count"] <= 2
     assert len(found["attempts"]) <= 8
-    again = [on_gpu("probe", "train.py", *WITHIN, "--micro-batch", size, "--json") for size in (m, m + 1)]
+    again = [on_gpu("probe", "train.py", *within, "--micro-batch", size, "--json") for size in (m, m + 1)]
     assert [one.code for one in again] == [0, 3], [one.err for one in again]
 
 
