@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -112,18 +111,6 @@ def _is_below_budget(device: Device, stats: MemoryStats, requested: int | None) 
     # An allocator takes whole segments.
     segment = 0 if config is None else config.large_segment_bytes
     return in_use + max(requested + segment // 8, segment) < device.budget_bytes
-
-
-def attempt_at(
-    setup: Setup, micro_batch: int, max_size: float | None, *, in_one_order: bool = False
-) -> Outcome:
-    """Make an attempt on the costliest samples of at most ``max_size``; None for no limit.
-
-    It runs in one order if being near the limit is enough.
-    """
-    if max_size is not None:
-        setup = replace(setup, worst_case=setup.worst_case.limited_to(max_size))
-    return _run_steps(setup, micro_batch, ATTEMPT_STEPS) if in_one_order else attempt(setup, micro_batch)
 
 
 def _check_first(result: StepResult, micro_batch: int, *, is_scaled: bool) -> None:

@@ -20,7 +20,7 @@ from autobatch.footprint.program import Untraceable
 from autobatch.search import curve
 from autobatch.search.curve import curve_of, trace_sizes
 from autobatch.search.find_limit import find_limit
-from autobatch.setup.attempt import attempt_at
+from autobatch.setup.attempt import Outcome, attempt
 from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import Setup, open_setup
 from autobatch.setup.trace import setting_of
@@ -30,6 +30,13 @@ from tests.support.ragged import Sequences, ragged_workload, simulated_setup, wi
 from tests.support.training import make_setup
 
 WORKLOAD = ragged_workload(model=wide_model, train_data=Sequences(samples=240, longest=24))
+
+
+def attempt_at(setup: Setup, micro_batch: int, size: float | None) -> Outcome:
+    """Make an attempt on the costliest samples of at most a size; None for no limit."""
+    if size is not None:
+        setup = replace(setup, worst_case=setup.worst_case.limited_to(size))
+    return attempt(setup, micro_batch)
 
 
 def test_a_curve_grows_for_smaller_samples_and_its_points_run(tmp_path: Path) -> None:

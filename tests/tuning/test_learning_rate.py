@@ -213,6 +213,13 @@ def test_a_non_finite_gradient_ends_the_run() -> None:
     assert short_run(spoiled_setup, task._replace(skips=True), 0.01, 0).failure is None
 
 
+def test_a_short_run_that_runs_out_of_memory_is_infeasible() -> None:
+    def full(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    assert "Tried to allocate" in (short_run(linear_setup(loss=full), task_of(0.01), 0.01, 0).failure or "")
+
+
 def test_short_runs_leave_the_model_unchanged() -> None:
     made = linear_setup()
     with_gradients(made.model)
