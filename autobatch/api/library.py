@@ -27,7 +27,6 @@ from autobatch.core.keywords import (
     ProbeKeywords,
     TuneKeywords,
 )
-from autobatch.core.options import Options
 from autobatch.core.progress import Broadcast, Progress
 from autobatch.core.records import Attempt, DeviceRecord, Plan, Probe, Tuning
 from autobatch.report.facts import describe_budget, describe_fits, describe_plan, describe_tuning
@@ -58,8 +57,7 @@ def probe(
         InputError: an option, the device or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    checked = options_from("probe", dict(options))
-    result = _run(workload, checked, progress)
+    result = _run("probe", dict(options), workload, progress)
     assert result.probe is not None
     return ProbeResult(**_fields(result.probe), device=result.device)
 
@@ -89,9 +87,9 @@ def plan(
         InputError: an option, the device or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    checked = options_from("plan", {"own_loop": True, "target_batch": target_batch, **options})
-    environ = os.environ if checked.batch.world_size is None and "RANK" in os.environ else {}
-    result = _run(workload, checked, progress, environ=environ)
+    values = {"own_loop": True, "target_batch": target_batch, **options}
+    is_alone = options.get("world_size") is not None or "RANK" not in os.environ
+    result = _run("plan", values, workload, progress, environ={} if is_alone else os.environ)
     assert result.plan is not None
     assert result.probe is not None
     return PlanResult(**_fields(result.plan), device=result.device, probe=result.probe)
@@ -139,8 +137,7 @@ def tune(
         InputError: an option, the device, the storage or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    checked = options_from("tune", {"target_batch": target_batch, **options})
-    return _run(workload, checked, progress)
+    return _run("tune", {"target_batch": target_batch, **options}, workload, progress)
 
 
 def fit(
@@ -169,21 +166,22 @@ def fit(
         DoesNotFitError: not even a micro-batch of 1 fits.
         AutobatchError: see `autobatch.training.run.train`.
     """
-    checked = options_from("fit", {"target_batch": target_batch, **options})
-    return _run(workload, checked, progress, sinks=sinks)
+    return _run("fit", {"target_batch": target_batch, **options}, workload, progress, sinks=sinks)
 
 
 def _run(
+    command: str,
+    values: Mapping[str, Any],
     workload: Workload | str | None,
-    options: Options,
     progress: ShowProgress,
     *,
     sinks: Sequence[Sink] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Result:
-    """Run a command in the ranks that an environment describes, and report to the listeners."""
-    ranks_environ = os.environ if environ is None else environ
-    with listening(progress) as listener, joined_ranks(ranks_environ) as ranks:
+    """Check the options of a command, and run it in the ranks that an environment describes."""
+    options = options_from(command, values)
+    of_ranks = os.environ if environ is None else environ
+    with listening(progress) as listener, joined_ranks(of_ranks) as ranks:
         return run(
             Call(workload=workload, options=options, progress=listener, ranks=ranks, sinks=tuple(sinks))
         )
