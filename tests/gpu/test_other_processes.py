@@ -55,7 +55,7 @@ def test_training_goes_on_smaller_if_another_process_takes_memory(hog, tmp_path:
         steps=2,
         trials=0,
         split_check="off",
-        progress=Taking(hog, leave_mib=200),
+        progress=Taking(hog, leave_mib=100),
     )
     assert result.training.oom_recoveries >= 1
     assert result.training.optimizer_steps == 2
