@@ -1,8 +1,8 @@
 """The largest micro-batch that fits: one run confirms a saved limit, else a search finds it and saves it.
 
-saved limit ──► run ──► confirmed ─┐
-│ none, or in doubt           ├──► batches of the run ──► micro-batches of the plan ──► Limit
-└──► trace ──► search ────────┘
+    saved limit ──► run ──► confirmed ──┐
+                                        ├──► batches of the run ──► micro-batches of the plan ──► Limit
+    trace ──► search, if none is saved ─┘
 """
 
 from __future__ import annotations
