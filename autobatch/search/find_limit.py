@@ -3,6 +3,8 @@
     saved limit ──► run ──► confirmed ──┐
                                         ├──► batches of the run ──► micro-batches of the plan ──► Limit
     trace ──► search, if none is saved ─┘
+
+A saved limit that a run puts in doubt is searched again.
 """
 
 from __future__ import annotations
