@@ -18,7 +18,7 @@ from autobatch.core.version import versions
 from autobatch.distributed.launch import open_ranks
 from autobatch.distributed.ranks import VERDICT, Ranks
 from autobatch.training.checkpoint import Loaded, list_checkpoints
-from autobatch.training.run_folder import CHECKPOINTS, claim_folder
+from autobatch.training.run_folder import CHECKPOINTS, FolderTakenError, claim_folder
 from autobatch.workload.data_digest import DataDigest, check_same_data
 
 SHARED_SECONDS = 30.0
@@ -160,7 +160,16 @@ def claim_of_ranks(call: Call, choose: Callable[[], Path], lock: ExitStack) -> P
 
     def claim() -> str:
         out = choose()
-        lock.enter_context(claim_folder(out))
+        while True:
+            try:
+                lock.enter_context(claim_folder(out))
+                break
+            except FolderTakenError:
+                # A run that began in the same second has the same name for a new folder.
+                other = choose()
+                if other == out:
+                    raise
+                out = other
         # That of an earlier attempt. No rank of this one knows the folder yet, so it is not theirs.
         (out / VERDICT).unlink(missing_ok=True)
         return str(out)

@@ -16,6 +16,10 @@ from autobatch.core.options import Options
 from autobatch.training.metrics import Sink
 
 
+class FolderTakenError(InputError):
+    """Another run holds the folder."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
     """Folder of a run, and what is written to it."""
@@ -81,7 +85,8 @@ def claim_folder(out: Path) -> Iterator[None]:
     Folders that were made for it are removed if nothing was written.
 
     Raises:
-        InputError: it is not writable, or another run holds it.
+        FolderTakenError: another run holds it.
+        InputError: it is not writable.
     """
     made = [path for path in (out, *out.absolute().parents) if not os.path.lexists(path)]
     _make(out)
@@ -157,7 +162,7 @@ def locked_by_file(folder: Path) -> Iterator[None]:
     """Hold a lock file in the folder within the block, on systems that cannot lock a folder.
 
     Raises:
-        InputError: another run holds it.
+        FolderTakenError: another run holds it.
     """
     from filelock import FileLock, Timeout
 
@@ -174,8 +179,8 @@ def locked_by_file(folder: Path) -> Iterator[None]:
             (folder / LOCK).unlink()
 
 
-def _held(folder: Path) -> InputError:
-    return InputError(f"another run is writing to {folder}: wait until it ends, or give another --out")
+def _held(folder: Path) -> FolderTakenError:
+    return FolderTakenError(f"another run is writing to {folder}: wait until it ends, or give another --out")
 
 
 _LOCKS: set[int] = set()

@@ -21,7 +21,7 @@ from autobatch.api.resume import layout_to_resume
 from autobatch.core.errors import InputError
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ShardLayout
-from autobatch.training.run_folder import CHECKPOINTS
+from autobatch.training.run_folder import CHECKPOINTS, claim_folder
 from tests.support.options import as_options
 from tests.support.rank_server import RankServer
 from tests.support.sample_run import a_run
@@ -143,3 +143,12 @@ def test_auto_shares_a_model_only_if_it_does_not_fit_whole(server: RankServer, t
     (plan, other), *_ = server.values(fit, str(tmp_path / "least"), "4MiB", world=3)
     assert plan["parallel_reason"].startswith(f"{why}the weights and")
     assert other == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_new_folder_that_a_run_of_the_same_second_took_is_left_to_it(tmp_path: Path) -> None:
+    taken, free = tmp_path / "20261123-103648", tmp_path / "20261123-103648-2"
+    names = iter([taken, free])
+    with claim_folder(taken), ExitStack() as lock:
+        assert claim_of_ranks(call(), lambda: next(names), lock) == free
+        with pytest.raises(InputError, match="another run is writing to"), ExitStack() as other:
+            claim_of_ranks(call(), lambda: taken, other)

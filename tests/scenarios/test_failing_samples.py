@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,7 +54,10 @@ class Stream(IterableDataset[Any]):
     ],
     ids=["samples", "workers", "many at once", "subset", "stream in training", "stream in the scan"],
 )
-def test_a_sample_that_raises_is_named(data: Any, options: dict[str, Any], place: str) -> None:
+def test_a_sample_that_raises_is_named(
+    data: Any, options: dict[str, Any], place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     workload = make_workload(train_data=data, size_of=lambda _: 1.0)
     with pytest.raises((ValueError, UserCodeError), match="no such picture") as caught:
         autobatch.fit(workload, target_batch=8, steps=4, trials=0, device="cpu", **options)
@@ -62,7 +66,8 @@ def test_a_sample_that_raises_is_named(data: Any, options: dict[str, Any], place
     assert report.line.startswith(f"the workload's {place} raised ValueError: no such picture ({__file__}:")
 
 
-def test_a_validation_sample_that_raises_is_named() -> None:
+def test_a_validation_sample_that_raises_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     workload = make_workload(validation_data=Samples())
     with pytest.raises(ValueError, match="no such picture") as caught:
         autobatch.fit(workload, target_batch=8, steps=1, trials=0, device="cpu")
