@@ -216,17 +216,22 @@ def test_a_killed_rank_ends_all_and_the_user_is_told(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "verdict.json").exists()
 
 
-@pytest.mark.slow
-def test_a_signal_leaves_one_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "work.py").write_text(WORKLOAD.replace("EXTRA", "time.sleep(0.1)"))
-    process = subprocess.Popen(
-        command(*FIT, "--steps", "900"),
-        cwd=tmp_path,
-        env=environment(tmp_path, PYTHONPATH=str(Path(__file__).parents[2])),
-        stderr=subprocess.PIPE,
+def begin_run(folder: Path, *, pause_s: float, steps: int, stderr: int) -> subprocess.Popen[str]:
+    """Start a run whose loss pauses, and go on beside it."""
+    (folder / "work.py").write_text(WORKLOAD.replace("EXTRA", f"time.sleep({pause_s})"))
+    return subprocess.Popen(
+        command(*FIT, "--steps", str(steps)),
+        cwd=folder,
+        env=environment(folder, PYTHONPATH=str(Path(__file__).parents[2])),
+        stderr=stderr,
         stdout=subprocess.DEVNULL,
         text=True,
     )
+
+
+@pytest.mark.slow
+def test_a_signal_leaves_one_checkpoint(tmp_path: Path) -> None:
+    process = begin_run(tmp_path, pause_s=0.1, steps=900, stderr=subprocess.PIPE)
     metrics = tmp_path / "run" / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 2):
         time.sleep(0.1)
@@ -240,14 +245,7 @@ def test_a_signal_leaves_one_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_end_if_what_started_them_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "work.py").write_text(WORKLOAD.replace("EXTRA", "time.sleep(0.05)"))
-    process = subprocess.Popen(
-        command(*FIT, "--steps", "100000"),
-        cwd=tmp_path,
-        env=environment(tmp_path, PYTHONPATH=str(Path(__file__).parents[2])),
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
+    process = begin_run(tmp_path, pause_s=0.05, steps=100_000, stderr=subprocess.DEVNULL)
     metrics = tmp_path / "run" / "metrics.jsonl"
     while process.poll() is None and not metrics.exists():
         time.sleep(0.1)

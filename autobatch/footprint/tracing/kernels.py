@@ -1,4 +1,4 @@
-"""What the kernels of operators take, where torch's fakes take something else.
+"""Memory of the kernels of operators, where torch's fakes take something else.
 
 `kernel_of` returns functions with the storages of a kernel: each takes the arguments of its operator, and
 calls others on fakes. A recorder counts the storages of what it returns.
