@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autobatch.core.errors import DoesNotFitError, RestartSmallerError
+from autobatch import DoesNotFitError, RestartSmallerError
 from benchmarks.tiny_run import tiny_workload, trained_run, weights_of
 
 STEPS, CHECKPOINT = 3, 1

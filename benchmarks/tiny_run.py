@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from autobatch import Workload
+from autobatch import Progress, Workload
 from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
-from autobatch.core.progress import Progress
 from autobatch.planning import make_plan
 from autobatch.setup.setup import open_setup
 from autobatch.training.build import build_sampler

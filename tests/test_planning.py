@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.core.errors import InputError
-from autobatch.core.records import Plan
+from autobatch import InputError, Plan
 from autobatch.planning import (
     even_split,
     launched_world_size,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autobatch.core.errors import DoesNotFitError
+from autobatch import DoesNotFitError
 from autobatch.core.options import Options
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import Trace, replay

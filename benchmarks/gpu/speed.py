@@ -13,10 +13,8 @@ from torch import nn
 from torch.utils.data import default_collate
 
 import autobatch
-from autobatch import Workload
+from autobatch import Progress, StepRecord, Workload
 from autobatch.core.knobs import COMPILE, COMPILE_MODES
-from autobatch.core.progress import Progress
-from autobatch.core.records import StepRecord
 from autobatch.core.units import GiB
 from autobatch.step.apply_knobs import free_graphs
 from autobatch.step.train_state import StepSettings, build_train_state

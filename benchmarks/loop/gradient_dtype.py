@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from autobatch import Workload
 from autobatch.core.records import GradientDtype
 from autobatch.planning import micro_batches
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import accumulate
-from autobatch.workload.contract import Workload
 
 BATCH, WIDTH, CLASSES = 1024, 256, 10
 PARTS = (1, 8, 64, 256, 1024)

@@ -16,12 +16,12 @@ from unittest import mock
 import torch
 
 import autobatch
+from autobatch import Workload
 from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.device.base import Device, Meter
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
-from autobatch.workload.contract import Workload
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import tensors_of
 from benchmarks.probe.limits import Limit, bisected

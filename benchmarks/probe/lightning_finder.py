@@ -14,8 +14,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
+from autobatch import Loss, Workload
 from autobatch.device.base import Meter
-from autobatch.workload.contract import Loss, Workload
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import tensors_of
 from benchmarks.probe.finders import Answer, meter_of

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.utils.data import Dataset
 
+from autobatch import Workload
 from autobatch.core.options import Options
 from autobatch.device.oom import is_oom
 from autobatch.setup.attempt import attempt
@@ -14,7 +15,6 @@ from autobatch.setup.setup import Setup, open_setup
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
-from autobatch.workload.contract import Workload
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.rng import preserved_random_state

@@ -24,12 +24,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from autobatch import AutobatchError, Plan
 from autobatch.api.call import Call
 from autobatch.api.pipeline import prepare
 from autobatch.core.check_options import options_from
-from autobatch.core.errors import AutobatchError
 from autobatch.core.options import Options
-from autobatch.core.records import Plan
 from autobatch.footprint.size_program import SizeProgram
 from autobatch.planning import make_plan
 from autobatch.search.curve import trace_setup

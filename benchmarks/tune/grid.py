@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import optuna
 from torch.utils.data import Dataset
 
-from autobatch import Workload
+from autobatch import Progress, Workload
 from autobatch.core.knobs import Configuration, SearchAxis, applicable, defaults
 from autobatch.core.options import Options
-from autobatch.core.progress import Progress
 from autobatch.search.find_limit import find_limit
 from autobatch.setup.session import Session, ThisProcess
 from autobatch.setup.setup import Setup, open_setup

@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import autobatch
+from autobatch import InputError, NonFiniteError
 from autobatch.api.call import Call
 from autobatch.api.pipeline import resume_hint
 from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
-from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.core.units import GiB, MiB
 from autobatch.device.host import HostMemory
 from autobatch.report.result import load_run

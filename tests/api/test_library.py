@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 import autobatch
+from autobatch import InputError, Progress, Result
 from autobatch.api import library
-from autobatch.core.errors import InputError
 from autobatch.core.options import COMMANDS
-from autobatch.core.progress import Broadcast, Progress
-from autobatch.report.result import Result
+from autobatch.core.progress import Broadcast
 from tests.support.options import all_changed, as_options, required
 from tests.support.probes import Listener, work
 from tests.support.sample_run import a_device, a_probe, a_run

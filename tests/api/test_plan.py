@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import autobatch
-from autobatch.core.errors import AutobatchError, InputError
+from autobatch import AutobatchError, InputError
 from autobatch.core.records import Attempt
 from autobatch.core.units import MiB
 from tests.support.probes import WIDTH, Listener, mlp, work

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import torch
 
+from autobatch import InputError
 from autobatch.cli.commands import HELP, answer, doctor_lines, examine
-from autobatch.core.errors import InputError
 from autobatch.core.units import GiB
 from autobatch.device.cuda_gpus import VisibleGpu
 from tests.support.sample_run import a_run, a_step

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from autobatch import InputError
 from autobatch.cli.output import RunLog, SafeStream, Terminated, describe_failure, reserve_stdout
-from autobatch.core.errors import InputError
 from tests.support.commandline import SMALL
 
 PARTS: dict[str, str] = {

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from autobatch import InputError
 from autobatch.cli.main import RUNNING
 from autobatch.cli.parser import TITLES, parse
 from autobatch.core.check_options import options_from
-from autobatch.core.errors import InputError
 from autobatch.core.options import fields_of
 
 PLACES = ("config.toml", "pyproject.toml", "autobatch.toml", "variable", "command line")

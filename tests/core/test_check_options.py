@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autobatch import InputError
 from autobatch.core.check_options import OTHER_NAMES, expected, options_from, unknown_option
-from autobatch.core.errors import InputError
 from autobatch.core.options import (
     AtLeastOne,
     AtLeastZero,

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.core.files import read_json, read_toml, write_atomic
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from autobatch import InputError
 from autobatch.core.check_options import options_from
-from autobatch.core.errors import InputError
 from autobatch.core.knobs import (
     KNOBS,
     TuningContext,

@@ -12,19 +12,10 @@ import msgspec
 import pytest
 
 import autobatch
+from autobatch import Plan, Probe, Training
 from autobatch.cli.main import run
 from autobatch.core import errors, records, version
-from autobatch.core.records import (
-    Attempt,
-    DeviceRecord,
-    Estimate,
-    Plan,
-    Probe,
-    Record,
-    RunRecord,
-    Training,
-    Tuning,
-)
+from autobatch.core.records import Attempt, DeviceRecord, Estimate, Record, RunRecord, Tuning
 from tests.support.sample_run import a_device, a_run
 
 KINDS = {kind for kind in vars(records).values() if isinstance(kind, type) and issubclass(kind, Record)}

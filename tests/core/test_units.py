@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.core.units import GiB, KiB, MiB, TiB, format_bytes, parse_budget, parse_bytes
 
 UNITS = {"": 1, "B": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": TiB, "K": KiB, "MB": 10**6, "GB": 10**9}

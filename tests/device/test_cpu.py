@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 
-from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch import DoesNotFitError, InputError
 from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device.base import Device
 from autobatch.device.cpu import CpuDevice

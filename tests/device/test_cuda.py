@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch import DoesNotFitError, InputError
 from autobatch.core.records import MemoryHolder
 from autobatch.device import cuda_gpus, nvml
 from autobatch.device.allocator.ledger import BudgetExceeded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.core.units import GiB, MiB
 from autobatch.device.cuda_gpus import context_growth, others_bytes, read_nvml, require_gpu, visible_gpus
 from autobatch.device.nvml import NvmlAbsent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
+from autobatch import AutobatchError, DoesNotFitError, InputError
 from autobatch.core.units import GiB
 from autobatch.device.cuda import CudaDevice
 from autobatch.device.cuda_gpus import UNCACHED, has_kernels, open_context

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.core.files import write_atomic
 from autobatch.core.units import GiB, MiB
 from autobatch.device.profiles import Figure, HardwareProfile, format_profile, read_profile

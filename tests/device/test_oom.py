@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from autobatch.core.errors import (
+from autobatch import (
     AutobatchError,
     CheckpointError,
     DoesNotFitError,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.core.files import write_atomic
 from autobatch.device.profiles import (
     data_home,

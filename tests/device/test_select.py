@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.device import nvml
 from autobatch.device.nvml import NvmlReading
 from autobatch.device.select import device_kind, device_of_rank, gpu_uuid, open_device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch import DoesNotFitError, InputError
 from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.trace import replay
 from autobatch.device.base import Device

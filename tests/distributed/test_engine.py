@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from autobatch import Workload
 from autobatch.distributed.engine import RowGather
 from autobatch.distributed.group import Group
 from autobatch.step.whole_batch import Rows
-from autobatch.workload.contract import Collated, Workload
+from autobatch.workload.contract import Collated
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop

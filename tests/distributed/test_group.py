@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
-from autobatch.core.errors import CheckpointError, InputError
+from autobatch import CheckpointError, InputError
 from autobatch.core.signals import stop_on_signals
 from autobatch.distributed import group as group_module
 from autobatch.distributed import watch

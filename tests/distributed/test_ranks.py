@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.distributed.launch import fail_before_joining, open_ranks
 from autobatch.distributed.ranks import Ranks, read_launch, write_error_file
 

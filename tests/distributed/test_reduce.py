@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.distributed.reduce import (
     RankNumbers,
     Reduction,

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from autobatch.core.errors import DoesNotFitError
+from autobatch import DoesNotFitError
 from autobatch.core.records import RankEstimate, Remedy
 from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import CachingAllocator

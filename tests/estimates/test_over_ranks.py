@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch import DoesNotFitError, InputError, WholeBatchLoss
 from autobatch.core.units import MiB
 from autobatch.device.profiles import load_profile
 from autobatch.estimates.estimator import Estimator, estimate_limits
 from autobatch.estimates.gpus import NCCL_BYTES
 from autobatch.footprint.tracing.apart import run_apart
-from autobatch.workload.contract import WholeBatchLoss
 from tests.support.options import as_options
 from tests.support.step_workloads import Tokens, Transformer, make, token_loss
 

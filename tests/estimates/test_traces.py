@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.core.knobs import CHECKPOINTING
 from autobatch.estimates import traces as tracing
 from autobatch.estimates.traces import ALONE, Layout, Traces, arranged, on_meta

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.footprint.fit import SIZES, Unpredictable, footprint, footprint_beside, record_apart
 from autobatch.footprint.tracing import apart
 from autobatch.footprint.tracing.apart import run_in_copies

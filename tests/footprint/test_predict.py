@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import autobatch
-from autobatch.core.progress import Progress
-from autobatch.core.records import Plan
+from autobatch import Plan, Progress
 from tests.gpu.conftest import WORKLOAD
 from tests.support.kernels import only_stub
 

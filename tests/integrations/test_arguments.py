@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.integrations import accelerate, lightning, transformers
 from autobatch.planning import make_plan
 from tests.support.custom_loops import small_plan

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import autobatch
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.integrations.data_source import Piece, as_piece, cut_into_batches, samples_of, split
 from tests.support.custom_loops import EXACT, Stream, ids_by_batch, mean_over_tokens, small_plan, walk
 from tests.support.training import IGNORED, apart, language_model, make_workload, points, token_loss

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, WeightedRandomSampler
 
-from autobatch.core.errors import AutobatchError, InputError
+from autobatch import AutobatchError, InputError
 from autobatch.integrations.library_plan import (
     ALONE,
     MOST_ITEMS,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.integrations import lightning
 from tests.support.custom_loops import small_plan
 from tests.support.libraries import installed

@@ -11,10 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import autobatch
-from autobatch.core.errors import InputError, NonFiniteError
+from autobatch import InputError, Loss, NonFiniteError
 from autobatch.integrations.own_loop import Batch
 from autobatch.planning import make_plan
-from autobatch.workload.contract import Loss
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.custom_loops import (
     EXACT,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import autobatch
-from autobatch.core.records import Plan
+from autobatch import Plan
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.custom_loops import EXACT, KINDS, SAMPLES, small_plan, train_in_own_loop
 from tests.support.rank_server import RankServer

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.errors import InputError
+from autobatch import InputError, Loss
 from autobatch.integrations import transformers
-from autobatch.workload.contract import Loss
 from tests.support.libraries import installed
 from tests.support.trainers import BUDGET, Texts, gpt2, gradient_of, mean_over_words, pad, weights_of
 

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from autobatch import Plan
 from autobatch.core.records import (
     Estimate,
     LengthLimit,
     LimitedBy,
-    Plan,
     RankLimit,
     RankPlan,
     RealBatches,

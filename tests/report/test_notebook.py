@@ -9,7 +9,8 @@ import sys
 import msgspec
 import pytest
 
-from autobatch.report.result import Estimates, PlanResult, ProbeResult, Result
+from autobatch import Estimates, Result
+from autobatch.report.result import PlanResult, ProbeResult
 from tests.support.page_checker import Page
 from tests.support.sample_run import a_device, a_probe, a_run, an_estimate
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from autobatch.core.errors import InputError
+from autobatch import Estimates, InputError, Result
 from autobatch.core.files import write_atomic
 from autobatch.core.version import __version__
 from autobatch.report.charts.curves import training_figure
-from autobatch.report.result import SCHEMA, Estimates, PlanResult, ProbeResult, Result, find_run, load_run
+from autobatch.report.result import SCHEMA, PlanResult, ProbeResult, find_run, load_run
 from tests.support.sample_run import a_device, a_probe, a_run, a_step, an_estimate
 
 

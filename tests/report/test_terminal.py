@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from autobatch.core.progress import Progress
+from autobatch import Estimates, Progress, Result
 from autobatch.core.records import MemoryHolder, Trial
 from autobatch.report.facts import final_facts
-from autobatch.report.result import Estimates, Result
 from autobatch.report.terminal import PLAIN_LINES, Terminal
 from tests.support.sample_run import a_device, a_probe, a_run, a_step, an_estimate
 

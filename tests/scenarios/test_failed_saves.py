@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.errors import CheckpointError, DoesNotFitError
-from autobatch.core.progress import Progress
+from autobatch import CheckpointError, DoesNotFitError, Progress
 from autobatch.training import checkpoint
 from autobatch.training.checkpoint import (
     clean_leftovers,

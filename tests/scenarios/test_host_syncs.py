@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autobatch import Loss
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import accumulate, finish
-from autobatch.workload.contract import Loss
 from tests.support.kernels import needs_kernels
 from tests.support.training import make_workload
 

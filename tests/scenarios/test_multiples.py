@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autobatch
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.planning import make_plan, micro_batches
 from tests.support.probes import work
 

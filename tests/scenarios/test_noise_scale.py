@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autobatch.workload.contract import Loss
+from autobatch import Loss
 from tests.support.training import make_loop, make_workload, points
 
 SAMPLES = 400

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import autobatch
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.workload.order import SamplerOrder
 from tests.support.libraries import installed
 

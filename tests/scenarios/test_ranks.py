@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 import autobatch
+from autobatch import WholeBatchLoss
 from autobatch.training.checkpoint import load_newest
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, CHECKPOINTS, WEIGHTS
-from autobatch.workload.contract import Collated, WholeBatchLoss
+from autobatch.workload.contract import Collated
 from tests.support.faults import stateful
 from tests.support.ragged import ragged_workload
 from tests.support.rank_server import RankServer

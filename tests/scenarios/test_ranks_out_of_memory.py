@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from autobatch.core.errors import AutobatchError
-from autobatch.core.progress import Progress
+from autobatch import AutobatchError, Progress
 from autobatch.training.checkpoint import list_checkpoints
 from autobatch.training.loop import Loop
 from autobatch.training.run import train

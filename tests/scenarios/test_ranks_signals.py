@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from autobatch.core.errors import Interrupted
-from autobatch.core.progress import Progress
+from autobatch import Interrupted, Progress
 from autobatch.training.checkpoint import list_checkpoints, load_newest
 from autobatch.training.run import train
 from autobatch.training.run_folder import CHECKPOINTS, RunFiles

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autobatch.core.errors import DoesNotFitError, RestartSmallerError
+from autobatch import DoesNotFitError, RestartSmallerError, WholeBatchLoss
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.workload.contract import Collated, WholeBatchLoss
+from autobatch.workload.contract import Collated
 from tests.support.faults import (
     Fault,
     Quick,

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import autobatch
-from autobatch import Workload
+from autobatch import WholeBatchLoss, Workload
 from autobatch.core.units import MiB
 from autobatch.device.cpu import CpuDevice
 from autobatch.footprint.tracing.trace_step import Setting, record
 from autobatch.setup.attempt import attempt
-from autobatch.workload.contract import WholeBatchLoss
 from tests.support.training import make_loop, make_setup, make_workload, network, points
 
 TARGETS = 9000

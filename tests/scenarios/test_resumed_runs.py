@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import autobatch
-from autobatch.core.errors import DoesNotFitError, InputError, NonFiniteError, RestartSmallerError
-from autobatch.core.progress import Progress
+from autobatch import DoesNotFitError, InputError, NonFiniteError, Progress, RestartSmallerError
 from autobatch.training.checkpoint import load_newest
 from autobatch.training.resume import restore_loop
 from autobatch.training.run import train

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autobatch
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from tests.support.rank_server import RankServer
 from tests.support.training import make_workload, points
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.errors import Interrupted
-from autobatch.core.progress import Progress
+from autobatch import Interrupted, Progress
 from autobatch.training.checkpoint import list_checkpoints
 from autobatch.training.run import train
 from tests.support.runs import HINT, STEPS, ActingAfter, open_loop, resume, rows, settings

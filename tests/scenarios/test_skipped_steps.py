@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.errors import NonFiniteError
+from autobatch import NonFiniteError
 from tests.support.overflow import Overflow, flagged
 from tests.support.overflow import loss as overflowing_loss
 from tests.support.training import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autobatch.core.progress import Progress
+from autobatch import Progress
 from autobatch.training.checkpoint import load_newest
 from autobatch.training.resume import restore_loop
 from autobatch.training.run import train

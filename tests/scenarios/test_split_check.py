@@ -10,8 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import autobatch
-from autobatch.core.errors import InputError
-from autobatch.core.progress import Progress
+from autobatch import InputError, Progress
 from autobatch.tuning.tune_plan import PlanTuner
 from tests.support.split_losses import PAIRS
 from tests.support.training import contrastive_loss, make_workload

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autobatch.core.progress import Progress
+from autobatch import Progress
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.training.checkpoint import load_newest
 from autobatch.training.resume import restore_loop

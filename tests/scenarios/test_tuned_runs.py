@@ -15,17 +15,16 @@ from optuna.trial import TrialState
 from torch import nn
 
 import autobatch
+from autobatch import Progress, WholeBatchLoss
 from autobatch.api.call import Call
 from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
-from autobatch.core.progress import Progress
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.planning import make_plan
 from autobatch.tuning import tune_plan
 from autobatch.tuning.find_fastest import TuningResult
 from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns, result_of, short_run
-from autobatch.workload.contract import WholeBatchLoss
 from tests.support.short_runs import (
     SAMPLES,
     STEPS,

@@ -11,9 +11,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autobatch
+from autobatch import InputError, Progress
 from autobatch.cli.output import describe_failure
-from autobatch.core.errors import InputError
-from autobatch.core.progress import Progress
 from autobatch.training.run import train
 from tests.support.runs import open_loop, rows, settings
 from tests.support.training import fingerprint, make_workload, mean_loss, points

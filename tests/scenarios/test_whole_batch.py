@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
 import autobatch
-from autobatch import WholeBatchLoss, Workload
-from autobatch.core.errors import DoesNotFitError
+from autobatch import DoesNotFitError, WholeBatchLoss, Workload
 from autobatch.core.options import Options
 from autobatch.core.units import KiB
 from autobatch.estimates.estimator import estimate_limits

@@ -12,8 +12,7 @@ import msgspec
 import pytest
 from torch import Tensor, nn
 
-from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.progress import Progress
+from autobatch import AutobatchError, InputError, Progress
 from autobatch.core.records import Attempt
 from autobatch.core.units import KiB, MiB
 from autobatch.device.oom import loses_context

@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from autobatch.core.errors import InputError
+from autobatch import InputError, Progress
 from autobatch.core.files import write_atomic
-from autobatch.core.progress import Progress
 from autobatch.core.units import GiB
 from autobatch.footprint.fit import footprint
 from autobatch.search import cache as kept_trace

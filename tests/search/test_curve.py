@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch import Workload
+from autobatch import Probe, Progress, Workload
 from autobatch.core.largest import halving, largest
 from autobatch.core.options import Options
-from autobatch.core.progress import Progress
-from autobatch.core.records import Probe
 from autobatch.footprint.program import Untraceable
 from autobatch.search import curve
 from autobatch.search.curve import curve_of, trace_sizes

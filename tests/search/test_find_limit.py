@@ -14,12 +14,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import autobatch
+from autobatch import DoesNotFitError, InputError, Probe, Progress
 from autobatch.api.call import Call
 from autobatch.api.pipeline import run as run_command
-from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options
-from autobatch.core.progress import Progress
-from autobatch.core.records import Probe, RealBatches
+from autobatch.core.records import RealBatches
 from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from autobatch import Loss, WholeBatchLoss
 from autobatch.core.knobs import COMPILE
 from autobatch.search.hazards import find_obstacle, is_padded
-from autobatch.workload.contract import Loss, WholeBatchLoss
 from tests.support.ragged import CONTRASTIVE, Sequences, joined_workload, pad, ragged_workload, sequence_loss
 from tests.support.training import (
     IGNORED,

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.planning import make_plan
 from autobatch.search import curve, plan_split, real_batches
 from autobatch.search.plan_split import SplitSettings, choose_split, read_sizes, with_expectations

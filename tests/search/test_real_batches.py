@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from autobatch import DoesNotFitError, Plan, Probe
 from autobatch.api.call import Call
 from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
-from autobatch.core.errors import DoesNotFitError
-from autobatch.core.records import Attempt, Plan, Probe
+from autobatch.core.records import Attempt
 from autobatch.planning import make_plan
 from autobatch.search import curve, real_batches
 from autobatch.search.real_batches import (

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autobatch
-from autobatch import Loss, Workload
-from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch import DoesNotFitError, InputError, Loss, Workload
 from autobatch.core.knobs import COMPILE_MODES
 from autobatch.core.options import Options
 from autobatch.device.allocator.tracker import StorageMeter

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from autobatch.core.errors import InputError, UserCodeError
+from autobatch import InputError
+from autobatch.core.errors import UserCodeError
 from autobatch.core.options import Options
 from autobatch.search.attempts import ask_or_none, run_attempt
 from autobatch.setup import child as child_module

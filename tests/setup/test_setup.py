@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from autobatch import Workload
-from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch import DoesNotFitError, InputError, WholeBatchLoss, Workload
 from autobatch.core.options import Options
 from autobatch.core.records import Precision
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
@@ -31,7 +30,6 @@ from autobatch.setup.setup import (
     stand_in_optimizers,
     with_knobs,
 )
-from autobatch.workload.contract import WholeBatchLoss
 from autobatch.workload.demo import MEMORY_BUDGET
 from autobatch.workload.reference import find_workload
 from tests.support.probes import WIDTH, RandomVectors, Sequences, amsgrad, classify, mlp, pad, vectors, work

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from autobatch import Workload
 from autobatch.step.apply_knobs import apply_forward, find_blocks
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import train_step
-from autobatch.workload.contract import Workload
 from autobatch.workload.rng import seed_everything
 from tests.support.step_workloads import Residual, convolutional, images
 from tests.support.training import make_workload, mean_loss

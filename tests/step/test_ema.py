@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.device.allocator.trace import FREE
 from autobatch.footprint.tracing.trace_step import record
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt

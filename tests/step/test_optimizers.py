@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.step.ema import WeightAverage
 from autobatch.step.optimizers import argument_of, averaged_weights, build_optimizers, switch
 from tests.support.steps import train_state_of

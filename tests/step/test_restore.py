@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.device.cpu import CpuDevice
 from autobatch.setup.attempt import attempt
 from autobatch.setup.setup import Setup

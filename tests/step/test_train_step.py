@@ -11,12 +11,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autobatch.core.errors import InputError
+from autobatch import InputError, Loss
 from autobatch.planning import micro_batches
 from autobatch.step.loss import check_has_value
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import accumulate, finish, train_step
-from autobatch.workload.contract import Loss
 from tests.support.overflow import Overflow
 from tests.support.steps import EXACT, KINDS, SAMPLES, off, split, train_state_of, whole_tokens
 from tests.support.training import (

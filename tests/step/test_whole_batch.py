@@ -11,12 +11,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-from autobatch import Workload
-from autobatch.core.errors import InputError
+from autobatch import InputError, WholeBatchLoss, Workload
 from autobatch.device.cpu import SilentMeter
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import train_step
-from autobatch.workload.contract import WholeBatchLoss
 from autobatch.workload.nested import feed
 from autobatch.workload.rng import seed_everything
 from tests.support.steps import EXACT, SAMPLES, off, split, train_state_of

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset
 
-from autobatch.core.records import Plan
+from autobatch import Loss, Plan, Workload
 from autobatch.integrations.own_loop import Batch, Batches, MicroBatch
 from autobatch.planning import make_plan
-from autobatch.workload.contract import Collated, Loss, Workload
+from autobatch.workload.contract import Collated
 from tests.support.training import (
     IGNORED,
     language_model,

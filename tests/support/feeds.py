@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from autobatch import Workload
 from autobatch.training.loop import Loop
-from autobatch.workload.contract import Workload
 from autobatch.workload.loader import open_feed
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.kinds import Augmented, Everything, adamw

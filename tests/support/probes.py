@@ -12,13 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from autobatch import Workload
+from autobatch import Progress, Result, Workload
 from autobatch.api.call import Call
 from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
-from autobatch.core.progress import Progress
-from autobatch.report.result import Result
 from autobatch.search.find_limit import Limit, find_limit
 from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import Setup

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
+from autobatch import Loss, WholeBatchLoss, Workload
 from autobatch.core.records import SizeCut
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.setup.setup import Setup
-from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
+from autobatch.workload.contract import Collated
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.split import SizeSplit, digest_of
 from tests.support.training import IGNORED, info_nce, language_model, make_loop, make_setup

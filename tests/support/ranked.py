@@ -6,11 +6,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from autobatch import Workload
 from autobatch.distributed.engine import Replicate
 from autobatch.distributed.group import Group
 from autobatch.distributed.launch import open_ranks
 from autobatch.training.loop import Loop
-from autobatch.workload.contract import Workload
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.split import Split
 from tests.support.training import make_loop

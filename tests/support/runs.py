@@ -8,14 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autobatch.core.progress import Progress
-from autobatch.core.records import StepRecord, Training
+from autobatch import Progress, StepRecord, Training, Workload
 from autobatch.training.checkpoint import list_checkpoints, load_newest
 from autobatch.training.loop import Loop
 from autobatch.training.resume import restore_loop
 from autobatch.training.run import train
 from autobatch.training.run_folder import RunFiles
-from autobatch.workload.contract import Workload
 from tests.support.options import as_options
 from tests.support.training import make_loop, make_workload
 

@@ -2,6 +2,7 @@
 
 import math
 
+from autobatch import Probe, StepRecord, Training
 from autobatch.core.records import (
     Attempt,
     DeviceRecord,
@@ -12,10 +13,7 @@ from autobatch.core.records import (
     MemoryCurve,
     MemoryHolder,
     PredictedPoint,
-    Probe,
     RunRecord,
-    StepRecord,
-    Training,
     Trial,
     TrialComparison,
     Tuning,

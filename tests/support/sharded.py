@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from autobatch import Workload
 from autobatch.core.records import Precision, ShardSync
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Trace, replay
@@ -20,7 +21,6 @@ from autobatch.distributed.sharding.model import Sharding
 from autobatch.footprint.tracing.trace_step import Setting, record
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import train_step
-from autobatch.workload.contract import Workload
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.nested import feed
 from tests.support.ranked import open_group

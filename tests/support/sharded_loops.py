@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from autobatch import Workload
 from autobatch.core.records import ShardSync
 from autobatch.distributed.engine import Shard
 from autobatch.distributed.group import Group
@@ -20,7 +21,6 @@ from autobatch.distributed.sharding.state import map_leaves
 from autobatch.step.train_step import train_step
 from autobatch.training.loop import Loop
 from autobatch.training.resume import capture_loop
-from autobatch.workload.contract import Workload
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.split import Split
 from tests.support.training import make_loop, make_workload, points

@@ -11,6 +11,7 @@ import optuna
 import torch
 from torch import nn
 
+from autobatch import Workload
 from autobatch.core.records import LrTuning
 from autobatch.planning import make_plan
 from autobatch.setup.session import ThisProcess
@@ -24,7 +25,6 @@ from autobatch.tuning.learning_rate import (
     find_learning_rate,
     result_of,
 )
-from autobatch.workload.contract import Workload
 from tests.support.training import Rows, make_workload
 from tests.support.trials import setup_of
 

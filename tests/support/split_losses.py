@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout, normalize
 
-from autobatch.workload.contract import Loss, WholeBatchLoss
+from autobatch import Loss, WholeBatchLoss
 from tests.support.training import IGNORED, Rows, language_model, network, points
 
 MASK = 0

@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
+from autobatch import Loss, Workload
 from autobatch.core.units import GiB
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.setup.setup import Setup
-from autobatch.workload.contract import Loss, Workload
 from tests.support.training import Rows, make_setup
 
 

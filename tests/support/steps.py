@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from autobatch import Loss, Workload
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
-from autobatch.workload.contract import Loss, Workload
 from tests.support.training import IGNORED, apart, language_model, mean_loss, token_loss, tokens, weights
 
 SAMPLES = 24

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import Dataset
 
+from autobatch import Loss, WholeBatchLoss, Workload
 from autobatch.core.records import Precision
 from autobatch.device.base import Device, Meter
 from autobatch.device.cpu import CpuDevice, SilentMeter
 from autobatch.setup.setup import Setup
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.loop import Loop
-from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
+from autobatch.workload.contract import Collated
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import seed_everything

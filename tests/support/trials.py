@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autobatch import Workload
 from autobatch.core.knobs import Configuration, TuningContext
 from autobatch.device.base import Device
 from autobatch.device.profiles import load_profile
@@ -18,7 +19,6 @@ from autobatch.device.simulated import SimulatedDevice
 from autobatch.setup.session import Session
 from autobatch.setup.setup import Setup
 from autobatch.tuning.trial import TrialRunner, TrialSpec, look_at_workload
-from autobatch.workload.contract import Workload
 from tests.support.kinds import Augmented
 from tests.support.training import Rows, make_setup, make_workload, mean_loss, points
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
 from autobatch.core.units import MiB
 from autobatch.device.select import open_device

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from autobatch.core.errors import CheckpointError, InputError
+from autobatch import CheckpointError, InputError
 from autobatch.training.checkpoint import (
     clean_leftovers,
     is_valid,

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
-from autobatch.core.errors import CheckpointError, InputError
+from autobatch import CheckpointError, InputError
 from autobatch.core.version import __version__
 from autobatch.training.export import check_exportable, export_weights
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS

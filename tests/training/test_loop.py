@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from autobatch.core.errors import InputError, NonFiniteError
+from autobatch import InputError, Loss, NonFiniteError
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.cpu import SilentMeter
 from autobatch.training.loop import READING_INTERVAL
-from autobatch.workload.contract import Loss
 from tests.support.training import (
     INFO_NCE,
     TOKENS,

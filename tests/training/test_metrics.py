@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 import autobatch
-from autobatch import StepRecord, Training
-from autobatch.core.errors import CheckpointError
+from autobatch import CheckpointError, StepRecord, Training
 from autobatch.training.metrics import (
     TENSORBOARD_INTERVAL_S,
     WRITE_INTERVAL_S,

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from autobatch.core.errors import CheckpointError, DoesNotFitError, InputError
+from autobatch import CheckpointError, DoesNotFitError, InputError
 from autobatch.core.options import Options
 from autobatch.core.units import GiB, format_bytes
 from autobatch.distributed.ranks import Ranks

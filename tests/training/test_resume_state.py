@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch import DoesNotFitError, InputError
 from autobatch.training.checkpoint import load_newest, save_checkpoint
 from autobatch.training.resume import capture_loop, restore_loop
 from autobatch.training.state_file import pack

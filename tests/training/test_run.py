@@ -13,9 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from autobatch.core.errors import DoesNotFitError, InputError, RestartSmallerError
-from autobatch.core.progress import Progress
-from autobatch.core.records import Plan, Training
+from autobatch import DoesNotFitError, InputError, Plan, Progress, RestartSmallerError, Training
 from autobatch.planning import make_plan
 from autobatch.training.build import build_sampler
 from autobatch.training.checkpoint import Loaded, list_checkpoints, load_newest

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.training.run_folder import claim_folder, folder_of, locked_by_file, move_earlier_run
 
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 from safetensors.torch import load_file
 
-from autobatch.core.errors import AutobatchError
+from autobatch import AutobatchError
 from autobatch.distributed.sharding import state as shard_files
 from autobatch.training.checkpoint import (
     clean_leftovers,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.training import state_file
 from autobatch.training.resume import capture_loop
 from autobatch.training.state_file import STATE, pack, read_state, write_state

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.errors import NonFiniteError, RestartSmallerError
-from autobatch.core.progress import Progress
+from autobatch import NonFiniteError, Progress, RestartSmallerError
 from autobatch.device.cpu import CpuDevice
 from autobatch.distributed.engine import OutOfMemory
 from autobatch.training.checkpoint import available_host_memory

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.errors import DoesNotFitError, InputError, RestartSmallerError
+from autobatch import DoesNotFitError, InputError, Loss, RestartSmallerError, WholeBatchLoss
 from autobatch.device.cpu import SilentMeter
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.training.validation import Validator, sanity_check_validation
-from autobatch.workload.contract import Loss, WholeBatchLoss
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.sharded_loops import sharded_loop

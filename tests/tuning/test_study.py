@@ -10,7 +10,7 @@ from typing import Any
 import optuna
 import pytest
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.core.knobs import Configuration
 from autobatch.tuning.configuration import Measurement
 from autobatch.tuning.study import check_storage

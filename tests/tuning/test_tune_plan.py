@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from autobatch import Progress
 from autobatch.core.knobs import SearchAxis
-from autobatch.core.progress import Progress
 from autobatch.core.records import Tuning
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan

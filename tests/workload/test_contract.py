@@ -21,8 +21,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from autobatch.core.errors import InputError
-from autobatch.workload.contract import Loading, WholeBatchLoss, Workload, kind_of, parts_of
+from autobatch import InputError, WholeBatchLoss, Workload
+from autobatch.workload.contract import Loading, kind_of, parts_of
 
 DATA = TensorDataset(torch.arange(12.0))
 FIELDS: dict[str, Any] = {

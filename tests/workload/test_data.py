@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from autobatch.core.errors import InputError
-from autobatch.workload.contract import Workload
+from autobatch import InputError, Workload
 from autobatch.workload.data import (
     FIRST_LOOK,
     LONG_SCAN_SECONDS,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.workload.data_digest import DataDigest, check_same_data, digest_data
 from autobatch.workload.rng import capture_random_state
 

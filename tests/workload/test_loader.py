@@ -25,8 +25,9 @@ import numpy as np
 import pytest
 import torch
 
+from autobatch import AutobatchError, DoesNotFitError, InputError
 from autobatch.cli.output import describe_failure
-from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError, UserCodeError
+from autobatch.core.errors import UserCodeError
 from autobatch.core.knobs import PIN_MEMORY
 from autobatch.core.signals import STOPPING
 from autobatch.workload import loader

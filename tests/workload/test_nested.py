@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.device.cpu import SilentMeter
 from autobatch.workload.nested import (
     concatenate,

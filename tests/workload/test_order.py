@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.workload import order
 from autobatch.workload.order import (
     BLOCK,

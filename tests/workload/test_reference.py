@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from autobatch.core.errors import InputError
-from autobatch.workload.contract import Workload
+from autobatch import InputError, Workload
 from autobatch.workload.reference import check_reference, find_workload, load_workload, shared_model_notes
 from autobatch.workload.user_code import describe, failed_part, user_frame
 from tests.support.training import make_workload

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.workload.streams import (
     ENDLESS,
     Prefix,

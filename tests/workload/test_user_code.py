@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from autobatch.core.errors import InputError, UserCodeError
+from autobatch import InputError
+from autobatch.core.errors import UserCodeError
 from autobatch.workload.user_code import (
     describe,
     failed_part,

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autobatch import Workload
 from autobatch.device.allocator import onednn_workspace
 from autobatch.device.allocator.onednn_workspace import PAGE, PARTS, Workspaces, whole_pages
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint.fit import footprint
 from autobatch.setup.attempt import attempt
-from autobatch.workload.contract import Workload
 from tests.support.step_workloads import setting, setup
 
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.distributed.sharding.build import check_resets, on_meta, shard_over
 from autobatch.distributed.sharding.layout import ShardLayout
 from tests.support.rank_server import RankServer

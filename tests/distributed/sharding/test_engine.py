@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autobatch.core.errors import AutobatchError
+from autobatch import AutobatchError
 from autobatch.training.loop import Loop
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.distributed.sharding.layout import ShardLayout, check_sharding, modules_to_shard
 from tests.support.step_workloads import Transformer
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
 
-from autobatch.core.errors import InputError
+from autobatch import InputError, Workload
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.device.allocator.tracker import StorageMeter
@@ -24,7 +24,6 @@ from autobatch.distributed.sharding.model import Sharding
 from autobatch.setup.attempt import attempt
 from autobatch.setup.rehearsal import on_copies
 from autobatch.step.train_step import train_step
-from autobatch.workload.contract import Workload
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.sharded import Case, peak_bytes, predict, run_real, state_of

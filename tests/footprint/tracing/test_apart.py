@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import autobatch
-from autobatch.core.errors import AutobatchError, InputError
+from autobatch import AutobatchError, InputError
 from autobatch.footprint.tracing import apart
 from autobatch.footprint.tracing.apart import run_apart, run_each_apart
 

@@ -13,12 +13,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
-from autobatch.core.errors import InputError
+from autobatch import InputError, Loss, WholeBatchLoss
 from autobatch.training.split_check import check as checks
 from autobatch.training.split_check.check import check_loss_splits, examine_loss
 from autobatch.training.split_check.compare import Finding
 from autobatch.training.split_check.passes import PassType
-from autobatch.workload.contract import Loss, WholeBatchLoss
 from autobatch.workload.order import GlobalBatchSampler
 from benchmarks.workloads import WORKLOADS
 from tests.support.kinds import RUNS, Everything

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from autobatch.core.errors import InputError
+from autobatch import InputError, Loss
 from autobatch.training.resume import capture_loop
 from autobatch.training.split_check import check as checks
 from autobatch.training.split_check.check import FirstBatch, examine_loss
 from autobatch.training.split_check.compare import Finding
-from autobatch.workload.contract import Loss
 from benchmarks.workloads import WORKLOADS
 from tests.support.kinds import RUNS
 from tests.support.training import Rows, make_loop, make_setup, make_workload, mean_loss, points

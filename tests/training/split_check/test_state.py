@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from autobatch.core.errors import InputError
+from autobatch import InputError
 from autobatch.step.restore import BufferSnapshot
 from autobatch.training.split_check.check import check_loss_splits, examine_loss
 from autobatch.workload.order import GlobalBatchSampler
