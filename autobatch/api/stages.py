@@ -18,17 +18,15 @@ from autobatch.api.call import Call
 from autobatch.api.ranks import WholeModelTooLargeError, agree_on_fit, check_data_of_ranks
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.files import write_atomic
-from autobatch.core.records import Plan, Probe, RankLimit, RunOrder, Tuning
-from autobatch.distributed.rank_plan import agree_on_cut, limits_over_ranks, spread
+from autobatch.core.records import Plan, RankLimit, Tuning
+from autobatch.distributed.rank_plan import limits_over_ranks, spread
 from autobatch.distributed.sharding.layout import ONCE, ShardLayout
-from autobatch.planning import launched_world_size, make_plan, micro_batches, samples_of_rank
-from autobatch.report.facts import describe_run_order
+from autobatch.planning import launched_world_size, make_plan, samples_of_rank
 from autobatch.report.result import Result
 from autobatch.report.words import decimal, plural
-from autobatch.search.attempts import ask_or_none, step_snapshot
+from autobatch.search.attempts import step_snapshot
 from autobatch.search.find_limit import Limit, check_size, find_limit
-from autobatch.search.plan_split import SplitChoice, SplitSettings, choose_split
-from autobatch.search.real_batches import find_in_order
+from autobatch.search.plan_split import choose_split
 from autobatch.setup.session import SetupProcess, open_process
 from autobatch.setup.setup import Role, SetupInfo
 from autobatch.setup.trace import predicted_memory
@@ -408,106 +406,16 @@ def _write_memory_viz(call: Call, process: SetupProcess, result: Result) -> None
 def _add_split(
     call: Call, process: SetupProcess, result: Result, batches: GlobalBatchSampler | None
 ) -> Result:
-    """Put the split into the plan of a result, with a note on the choice; all ranks call it.
-
-    If the batches of the run are known, concatenated samples may allow larger micro-batches, and that plan
-    is the result unless a split by size is faster. A choice that fails is no reason to end a run that can
-    split by count. Of a plan alone, an interrupted choice keeps the result.
-
-    Raises:
-        InputError: a split by size was asked for, and would change results.
-    """
-    plan, probe, options, ranks = result.plan, result.probe, call.options, call.ranks
-    if plan is None or probe is None or probe.stopped_by == "interrupt":
+    """Put the split into the plan of a result; see `choose_split`."""
+    if result.plan is None or result.probe is None or result.probe.stopped_by == "interrupt":
         return result
-    if not _may_cut_by_size(call, process.info, plan):
-        return result
-    # Of a batch that is cut by size, a rank takes about as many samples.
-    samples = max(1, plan.ranks[ranks.rank].samples) if plan.ranks else plan.target_batch
-    settings = _settings_of(call, probe, samples)
-    by_count = of_rank = msgspec.structs.replace(plan, target_batch=samples)
-    call.progress.doing("choosing how batches are split")
-    try:
-        if batches is not None and plan.world_size == 1 and probe.stopped_by is None:
-            by_count = _in_run_order(process, of_rank, batches, settings.cap)
-        choice = process.call("the choice of the split", choose_split, by_count, settings)
-    except InputError:
-        raise
-    except AutobatchError as error:
-        choice = SplitChoice(None, f"batches are split by count: {error}")
-    except KeyboardInterrupt:
-        if options.command != "plan":
-            raise
-        choice = SplitChoice(None, "batches are split by count: the choice was interrupted")
-    if choice.note is not None:
-        call.progress.note(choice.note)
-    cut = agree_on_cut(ranks, choice.cut)
-    if cut is not None:
-        plan = msgspec.structs.replace(plan, split="size", size_cut=cut)
-    elif by_count.run_order is not None:
-        call.progress.note(describe_run_order(by_count))
-        call.progress.planned(by_count)
-        plan = by_count
-    return msgspec.structs.replace(result, plan=plan)
-
-
-def _settings_of(call: Call, probe: Probe, samples: int) -> SplitSettings:
-    """Return the settings of the choice for a rank that takes this many samples of a batch."""
-    options = call.options
-    cap = options.search.max_micro_batch or options.target_batch
-    # Above the limit, the workload may not run for another reason than memory.
-    cap = probe.micro_batch if probe.upper_bound_by == "error" else cap
-    # A split by size is checked against the batches of the run on its own.
-    limit = probe.micro_batch if probe.real_batches is None else probe.real_batches.micro_batch_alone
-    return SplitSettings(options.batch.split, limit, min(cap, samples), options.device.seed)
-
-
-def _may_cut_by_size(call: Call, info: SetupInfo, plan: Plan) -> bool:
-    """Return whether the batches of a plan may be split by size.
-
-    Raises:
-        InputError: that was asked for, but the data are a stream, or another loop will run the plan.
-    """
-    is_asked = call.options.batch.split == "size"
-    if info.epoch_samples is None and is_asked:
-        raise InputError(
-            "--split size needs the sizes of all samples, and the data are a stream: use --split count, or "
-            "give data with an index"
-        )
-    if plan.world_size == 1 or info.epoch_samples is None:
-        return info.epoch_samples is not None
-    if call.ranks.world == 1 and is_asked:
-        raise InputError(
-            f"--split size over {plan.world_size} ranks is for autobatch fit: use --split count to plan for "
-            "another loop"
-        )
-    # A joint cut has the least limit of all ranks for each size, which is too low for larger GPUs.
-    is_alike = len({one.kind for one in plan.ranks}) == 1
-    return call.ranks.world > 1 and (is_alike or is_asked)
-
-
-def _in_run_order(process: SetupProcess, plan: Plan, batches: GlobalBatchSampler, cap: int) -> Plan:
-    """Return a plan with the largest micro-batch that fits in the order of the run, or the same plan.
-
-    Args:
-        process: holds the setup.
-        plan: a plan for one rank, whose micro-batch fits in any order.
-        batches: of the run.
-        cap: the largest micro-batch to try.
-    """
-    found = ask_or_none(process, "a look at the order of the run", find_in_order, plan, batches, cap)
-    if found is None:
-        return plan
-    sizes = micro_batches(plan.target_batch, found.micro_batch)
-    return msgspec.structs.replace(
-        plan,
-        micro_batch=sizes[0],
-        accumulation_steps=len(sizes),
-        micro_batches=sizes,
-        run_order=RunOrder(
-            batches=found.batches,
-            by=found.by,
-            micro_batch_in_any_order=plan.micro_batch,
-            digest=process.info.sizes_digest or "",
-        ),
+    plan = choose_split(
+        process,
+        result.plan,
+        result.probe,
+        call.options,
+        ranks=call.ranks,
+        batches=batches,
+        progress=call.progress,
     )
+    return msgspec.structs.replace(result, plan=plan)

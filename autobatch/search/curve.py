@@ -180,11 +180,15 @@ def program_of(session: Session, plan: Plan | None = None) -> SizeProgram | None
         None if that is not possible, or on a GPU, whose libraries take more than is traced.
     """
     setup = session.setup
-    # Another precision, and every knob that changes memory, has a program of its own.
-    if plan is not None and (memory_signature(plan.knobs) or plan.precision != setup.precision):
+    if plan is not None and not is_of_probe(setup, plan):
         return trace_setup(configured(setup, plan))
     traced = session.find(_TracedSizes) or session.keep(_TracedSizes(trace_setup(setup)))
     return traced.program
+
+
+def is_of_probe(setup: Setup, plan: Plan) -> bool:
+    """Return whether the steps of a plan take the memory of those that were probed."""
+    return not memory_signature(plan.knobs) and plan.precision == setup.precision
 
 
 def configured(setup: Setup, plan: Plan) -> Setup:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
-
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from autobatch.core.errors import InputError
-from autobatch.core.knobs import memory_signature
-from autobatch.core.records import Plan, SizeCut
-from autobatch.search.curve import CurvePoint, configured, curve_of
-from autobatch.search.hazards import find_obstacle
-from autobatch.search.real_batches import RunBatches, first_batches, run_batches
-from autobatch.setup.session import Session
+from autobatch.core.errors import AutobatchError, InputError
+from autobatch.core.options import Options
+from autobatch.core.progress import Progress
+from autobatch.core.records import Plan, Probe, SizeCut
+from autobatch.distributed.rank_plan import agree_on_cut
+from autobatch.distributed.ranks import Ranks
+from autobatch.report.facts import describe_run_order
+from autobatch.search.attempts import ask_or_none
+from autobatch.search.curve import CurvePoint, configured, curve_of, is_of_probe
+from autobatch.search.hazards import Obstacle, find_obstacle
+from autobatch.search.real_batches import RunBatches, first_batches, plan_in_order, run_batches
+from autobatch.setup.session import Session, SetupProcess
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.split import SizeSplit, Split, digest_of, size_of_part
 
@@ -30,122 +33,180 @@ MEASURED_EVERY = 4
 """Batches from one measurement of the noise scale to the next; see `autobatch.training.noise_scale`."""
 
 
-class SplitSettings(NamedTuple):
-    """Settings of the choice: plain values, which travel to a child process."""
-
-    split: Literal["auto", "count", "size"]
-    limit: int
-    """The largest micro-batch that fits, on the longest samples."""
-    cap: int
-    """The largest micro-batch to run on samples of any size."""
-    seed: int
+Choice = tuple[SizeCut | None, str | None]
+"""The split, None by count, and the choice in words, None if there was none to make."""
 
 
-class SplitChoice(NamedTuple):
-    """A chosen split."""
+def choose_split(
+    process: SetupProcess,
+    plan: Plan,
+    probe: Probe,
+    options: Options,
+    *,
+    ranks: Ranks,
+    batches: GlobalBatchSampler | None,
+    progress: Progress,
+) -> Plan:
+    """Choose how the batches of a plan are split; all ranks call it.
 
-    cut: SizeCut | None
-    """None to split by count."""
-    note: str | None
-    """The choice in words; None if there was none to make."""
+    In the known order of a run, concatenated samples may allow larger micro-batches, which a split by size
+    must beat. A choice that fails leaves a split by count, and so does an interrupted one of a plan alone.
+
+    Args:
+        process: holds the setup.
+        plan: the plan.
+        probe: the limit of the micro-batch.
+        options: of the command.
+        ranks: the ranks that split each batch.
+        batches: of the run; None if they are unknown.
+        progress: receives the choice.
+
+    Returns:
+        The plan with its split.
+
+    Raises:
+        InputError: a split by size was asked for, and is not possible or would change results.
+    """
+    if not _may_cut_by_size(plan, options, ranks, is_stream=process.info.epoch_samples is None):
+        return plan
+    # Of a batch that is cut by size, a rank takes about as many samples.
+    samples = max(1, plan.ranks[ranks.rank].samples) if plan.ranks else plan.target_batch
+    cap = options.search.max_micro_batch or plan.target_batch
+    # Above the limit, the workload may not run for another reason than memory.
+    cap = min(samples, probe.micro_batch if probe.upper_bound_by == "error" else cap)
+    # A split by size is checked against the batches of the run on its own.
+    limit = probe.micro_batch if probe.real_batches is None else probe.real_batches.micro_batch_alone
+    by_count = msgspec.structs.replace(plan, target_batch=samples)
+    progress.doing("choosing how batches are split")
+    cut = None
+    try:
+        if batches is not None and plan.world_size == 1 and probe.stopped_by is None:
+            act = "a look at the order of the run"
+            larger = ask_or_none(process, act, plan_in_order, by_count, batches, cap)
+            by_count = larger or by_count
+        asked, seed = options.batch.split, options.device.seed
+        act = "the choice of the split"
+        cut, note = process.call(act, _choose, by_count, asked, limit=limit, cap=cap, seed=seed)
+    except InputError:
+        raise
+    except AutobatchError as error:
+        note = f"{BY_COUNT}: {error}"
+    except KeyboardInterrupt:
+        if options.command != "plan":
+            raise
+        note = f"{BY_COUNT}: the choice was interrupted"
+    if note is not None:
+        progress.note(note)
+    cut = agree_on_cut(ranks, cut)
+    if cut is not None:
+        return msgspec.structs.replace(plan, split="size", size_cut=cut)
+    if by_count.run_order is None:
+        return plan
+    progress.note(describe_run_order(by_count))
+    progress.planned(by_count)
+    return by_count
 
 
-def choose_split(session: Session, plan: Plan, settings: SplitSettings) -> SplitChoice:
-    """Choose the split of a plan; the setup stays unchanged.
+def _may_cut_by_size(plan: Plan, options: Options, ranks: Ranks, *, is_stream: bool) -> bool:
+    """Return whether the batches of a plan may be split by size.
+
+    Raises:
+        InputError: that was asked for, but the data are a stream, or another loop will run the plan.
+    """
+    is_asked = options.batch.split == "size"
+    if is_stream and is_asked:
+        raise InputError(
+            "--split size needs the sizes of all samples, and the data are a stream: use --split count, or "
+            "give data with an index"
+        )
+    if plan.world_size == 1 or is_stream:
+        return not is_stream
+    if ranks.world == 1 and is_asked:
+        raise InputError(
+            f"--split size over {plan.world_size} ranks is for autobatch fit: use --split count to plan for "
+            "another loop"
+        )
+    # A joint cut has the least limit of all ranks for each size, which is too low for larger GPUs.
+    is_alike = len({one.kind for one in plan.ranks}) == 1
+    return ranks.world > 1 and (is_alike or is_asked)
+
+
+def _choose(session: Session, plan: Plan, asked: str, *, limit: int, cap: int, seed: int) -> Choice:
+    """Choose the split in the process of the setup, which stays unchanged.
 
     Args:
         session: the open setup.
-        plan: the plan.
-        settings: settings of the choice.
+        plan: of this rank.
+        asked: ``auto``, ``count`` or ``size``.
+        limit: the largest micro-batch that fits, on the longest samples.
+        cap: the largest micro-batch to run on samples of any size.
+        seed: of the order of the data.
 
     Raises:
         InputError: a split by size was asked for, and would change results.
     """
-    if settings.split == "count":
-        return SplitChoice(None, None)
-    if plan.multiple > 1:
-        reason = f"micro-batches must be multiples of {plan.multiple}"
-        if settings.split == "size":
-            raise InputError(f"--split size is not possible: {reason}. Use --split count")
-        return SplitChoice(None, None)
+    if asked == "count":
+        return None, None
     setup = configured(session.setup, plan)
     obstacle = find_obstacle(setup)
+    if plan.multiple > 1:
+        obstacle = Obstacle(f"micro-batches must be multiples of {plan.multiple}", is_hazard=True)
     if obstacle is not None:
-        if settings.split == "size" and obstacle.is_hazard:
+        if asked == "size" and obstacle.is_hazard:
             raise InputError(f"--split size is not possible: {obstacle.reason}. Use --split count")
         sizes = setup.worst_case.sizes()
-        is_worth_saying = settings.split == "size" or (sizes is not None and sizes.min() < sizes.max())
-        return SplitChoice(
-            None, f"batches are split by count: {obstacle.reason}" if is_worth_saying else None
-        )
-    sampler = first_batches(session.setup, plan.target_batch, settings.seed, plan.last_batch)
+        is_worth_saying = asked == "size" or (sizes is not None and sizes.min() < sizes.max())
+        return None, f"{BY_COUNT}: {obstacle.reason}" if is_worth_saying else None
+    sampler = first_batches(session.setup, plan.target_batch, seed, plan.last_batch)
     batches = run_batches(session, sampler, plan)
-    # The limit of the probe is that of its own configuration.
-    is_other = bool(memory_signature(plan.knobs)) or plan.precision != session.setup.precision
-    return _compare(batches, plan, settings, plan.micro_batch if is_other else settings.limit)
+    if batches.joins and (batches.program is None or not batches.program.is_linear):
+        return None, f"{BY_COUNT}: the collate function does not pad, so there is nothing to save"
+    cut = _largest_cut(batches, limit if is_of_probe(session.setup, plan) else plan.micro_batch, cap)
+    if cut is None:
+        return None, f"{BY_COUNT}: no split by size survives the batches of the run"
+    cut, gain = with_expectations(cut, batches.sizes, plan, seed)
+    if asked == "auto" and gain < LEAST_GAIN:
+        return None, f"{BY_COUNT}: by size would save {max(0.0, 1 - 1 / gain):.0%}"
+    padding = f"padded ÷ real {cut.padding_by_count:.2f} → {cut.padding:.2f}, " if cut.is_padded else ""
+    return cut, (
+        f"batches are split by the sizes of their samples: {padding}{cut.steps_by_count:.0f} → "
+        f"{cut.steps:.1f} micro-batches"
+    )
 
 
-def read_sizes(session: Session) -> Sizes | None:
-    """Return the size of each sample; None if some are unknown."""
-    return session.setup.worst_case.sizes()
-
-
-def _compare(batches: RunBatches, plan: Plan, settings: SplitSettings, limit: int) -> SplitChoice:
-    """Plan a split by size, and take it if it saves enough or was asked for."""
-    setup, sizes, program, joins = batches.setup, batches.sizes, batches.program, batches.joins
-    if joins and (program is None or not program.is_linear):
-        return SplitChoice(
-            None, f"{BY_COUNT}: the collate function does not pad, so there is nothing to save"
-        )
-    points = [CurvePoint(float(sizes.max()), min(limit, settings.cap))]
+def _largest_cut(batches: RunBatches, limit: int, cap: int) -> SizeCut | None:
+    """Return a cut whose limits the batches of the run survive, in a replay and in one run."""
+    sizes, program, joins = batches.sizes, batches.program, batches.joins
+    points = [CurvePoint(float(sizes.max()), min(limit, cap))]
     if program is not None:
         # Samples that are joined are not all of the largest size, so no run has shown that limit.
         ran = None if joins else limit
-        points = curve_of(program, sizes, setup.device.new_allocator, limit=ran, cap=settings.cap)
+        points = curve_of(program, sizes, batches.setup.device.new_allocator, limit=ran, cap=cap)
     cut = SizeCut(
         sizes=[point.size for point in points],
         micro_batches=[point.micro_batch for point in points],
         limits_by="longest" if program is None else "replay",
         digest=digest_of(sizes),
-        by_size_of=setup.workload.size_of is not None,
+        by_size_of=batches.setup.workload.size_of is not None,
         is_padded=not joins,
     )
-    survived = _surviving(batches, cut)
-    if survived is None:
-        return SplitChoice(None, f"{BY_COUNT}: no split by size survives the batches of the run")
-    cut, gain = with_expectations(survived, sizes, plan, settings.seed)
-    if settings.split == "auto" and gain < LEAST_GAIN:
-        return SplitChoice(None, f"{BY_COUNT}: by size would save {max(0.0, 1 - 1 / gain):.0%}")
-    return SplitChoice(cut, describe_cut(cut))
-
-
-def _surviving(batches: RunBatches, cut: SizeCut) -> SizeCut | None:
-    """Lower the limits of a cut until the batches of the run fit, in a replay and in one run.
-
-    Returns:
-        None if no limits do.
-    """
     for share in SHARES:
         limits = [max(1, int(limit * share)) for limit in cut.micro_batches]
         lower = msgspec.structs.replace(cut, micro_batches=limits)
-        split = SizeSplit(sizes=batches.sizes, cut=lower, measured_every=MEASURED_EVERY)
+        split = SizeSplit(sizes=sizes, cut=lower, measured_every=MEASURED_EVERY)
         count = batches.survived(split, split.largest)
         if count is None:
             continue
-        if batches.program is None:
+        if program is None:
             return lower
         if batches.run_first(split, split.largest, count=1) is None:
             return msgspec.structs.replace(lower, replayed_batches=count)
     return None
 
 
-def describe_cut(cut: SizeCut) -> str:
-    """Describe a split by size and its saving, in one line."""
-    padding = f"padded ÷ real {cut.padding_by_count:.2f} → {cut.padding:.2f}, " if cut.is_padded else ""
-    return (
-        f"batches are split by the sizes of their samples: {padding}{cut.steps_by_count:.0f} → "
-        f"{cut.steps:.1f} micro-batches"
-    )
+def read_sizes(session: Session) -> Sizes | None:
+    """Return the size of each sample; None if some are unknown."""
+    return session.setup.worst_case.sizes()
 
 
 def with_expectations(cut: SizeCut, sizes: Sizes, plan: Plan, seed: int) -> tuple[SizeCut, float]:
@@ -154,7 +215,9 @@ def with_expectations(cut: SizeCut, sizes: Sizes, plan: Plan, seed: int) -> tupl
     Returns:
         The cut, and the cost of a split by count ÷ its cost; 1 if there is no batch.
     """
-    split = SizeSplit(sizes=sizes, cut=cut, measured_every=MEASURED_EVERY)
+    if plan.last_batch == "drop" and len(sizes) < plan.target_batch:
+        return cut, 1.0
+    by_size = SizeSplit(sizes=sizes, cut=cut, measured_every=MEASURED_EVERY)
     sampler = GlobalBatchSampler(
         samples=len(sizes),
         target_batch=plan.target_batch,
@@ -162,40 +225,16 @@ def with_expectations(cut: SizeCut, sizes: Sizes, plan: Plan, seed: int) -> tupl
         steps=BATCHES,
         last_batch=plan.last_batch,
     )
-    if plan.last_batch == "drop" and len(sizes) < plan.target_batch:
-        return cut, 1.0
-    by_count = _totals(Split(), sampler, sizes, plan.micro_batch, split)
-    by_size = _totals(split, sampler, sizes, split.largest, split)
+    batches = list(sampler.batches())
+    found = []
+    for split, limit in ((Split(), plan.micro_batch), (by_size, by_size.largest)):
+        parts = [sizes[part.ids] for batch in batches for part in split.parts(batch, limit)]
+        padded = sum(len(own) * size_of_part(own, is_padded=cut.is_padded) for own in parts)
+        real = sum(float(own.sum()) for own in parts)
+        area = padded + len(parts) * by_size.fixed_area(by_size.largest)
+        found.append((padded / real if real else 1.0, len(parts) / max(1, len(batches)), area))
+    (padding_by_count, steps_by_count, area_by_count), (padding, steps, area) = found
     known = msgspec.structs.replace(
-        cut,
-        padding_by_count=by_count.padding,
-        padding=by_size.padding,
-        steps_by_count=by_count.steps,
-        steps=by_size.steps,
+        cut, padding_by_count=padding_by_count, padding=padding, steps_by_count=steps_by_count, steps=steps
     )
-    return known, by_count.area / by_size.area if by_size.area else 1.0
-
-
-class _Totals(NamedTuple):
-    padding: float
-    """Padded ÷ real."""
-    steps: float
-    """Micro-batches of a batch."""
-    area: float
-    """Padded area, with the fixed cost of each micro-batch."""
-
-
-def _totals(
-    split: Split, sampler: GlobalBatchSampler, sizes: Sizes, micro_batch: int, by_size: SizeSplit
-) -> _Totals:
-    padded = real = 0.0
-    count = batches = 0
-    for batch in sampler.batches():
-        batches += 1
-        for part in split.parts(batch, micro_batch):
-            own = sizes[part.ids]
-            padded += len(own) * size_of_part(own, is_padded=by_size.cut.is_padded)
-            real += float(own.sum())
-            count += 1
-    fixed = count * by_size.fixed_area(by_size.largest)
-    return _Totals(padded / real if real else 1.0, count / max(1, batches), padded + fixed)
+    return known, area_by_count / area if area else 1.0

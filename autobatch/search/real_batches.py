@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 
 from autobatch.core.largest import halving, largest
 from autobatch.core.progress import Progress
-from autobatch.core.records import Plan, Probe, RealBatches
+from autobatch.core.records import Plan, Probe, RealBatches, RunOrder
 from autobatch.footprint.size_program import Shape, SizeProgram
 from autobatch.footprint.size_replay import replay_batches
+from autobatch.planning import micro_batches
 from autobatch.search.attempts import ask_or_none, run_attempt
 from autobatch.search.curve import configured, program_of
 from autobatch.search.hazards import is_padded, largest_deviation
@@ -34,7 +35,7 @@ from autobatch.setup.session import Session, SetupProcess
 from autobatch.setup.setup import Setup
 from autobatch.workload.contract import WholeBatchLoss
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, LastBatch, epoch_of
-from autobatch.workload.split import MicroBatchIds, Split, heaviest_batches, size_of_part
+from autobatch.workload.split import MicroBatchIds, Split, digest_of, heaviest_batches, size_of_part
 
 Sizes = NDArray[np.float64]
 REPLAYED = 300
@@ -221,12 +222,12 @@ def find_survivor(session: Session, limit: int, target: int | None, seed: int) -
     return None
 
 
-def find_in_order(session: Session, plan: Plan, run: GlobalBatchSampler, cap: int) -> Survivor | None:
-    """Return the largest micro-batch over that of a plan that fits in the order of its run.
+def plan_in_order(session: Session, plan: Plan, run: GlobalBatchSampler, cap: int) -> Plan | None:
+    """Return a plan with the largest micro-batch over its own that fits in the order of its run.
 
     Args:
         session: the open setup.
-        plan: its micro-batch fits in any order.
+        plan: of one rank; its micro-batch fits in any order.
         run: the batches of the run.
         cap: the largest micro-batch to try.
 
@@ -240,13 +241,26 @@ def find_in_order(session: Session, plan: Plan, run: GlobalBatchSampler, cap: in
         return None
     if batches.program is None and largest_deviation(batches.setup.workload, batches.sizes) > MOST_DEVIATION:
         return None
-    whole, limits = batches.sampler, _larger(plan.micro_batch, plan.target_batch, cap)
-    if not limits or not 0 < whole.total * whole.target_batch <= MOST_SAMPLES:
+    limits = _larger(plan.micro_batch, plan.target_batch, cap)
+    if not limits or not 0 < run.total * run.target_batch <= MOST_SAMPLES:
         return None
-    heaviest = heaviest_batches(whole, batches.sizes, limits)
+    heaviest = heaviest_batches(run, batches.sizes, limits)
     found = largest(lambda n: _survives(batches, limits[n - 1], heaviest), 0, len(limits) + 1, halving)
-    by: Literal["replay", "run"] = "replay" if batches.program else "run"
-    return Survivor(limits[found - 1], whole.total, by) if found else None
+    if not found:
+        return None
+    sizes = micro_batches(plan.target_batch, limits[found - 1])
+    return msgspec.structs.replace(
+        plan,
+        micro_batch=sizes[0],
+        accumulation_steps=len(sizes),
+        micro_batches=sizes,
+        run_order=RunOrder(
+            batches=run.total,
+            by="replay" if batches.program else "run",
+            micro_batch_in_any_order=plan.micro_batch,
+            digest=digest_of(batches.sizes),
+        ),
+    )
 
 
 def first_batches(

@@ -35,7 +35,6 @@ from autobatch.workload.demo import MEMORY_BUDGET
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.order import epoch_of
 from autobatch.workload.rng import preserved_random_state, seed_everything
-from autobatch.workload.split import digest_of
 from autobatch.workload.streams import ENDLESS, is_open_ended, scanned, stream_notes
 
 if TYPE_CHECKING:
@@ -124,8 +123,6 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     """Index and size of the largest sample; None if all sizes are equal."""
     size_unit: Literal["tokens"] | None = None
     """``tokens`` if the sizes of samples count their tokens."""
-    sizes_digest: str | None = None
-    """Digest of the sizes of all samples; None if some are unknown."""
     layout: ShardLayout | None = None
     """What ranks gather and reduce of a model that they share; None if each has a whole one."""
     data: DataDigest | None = None
@@ -267,7 +264,6 @@ def describe_setup(setup: Setup) -> SetupInfo:
         largest_sample=setup.worst_case.largest(),
         data=data,
         size_unit=size_unit,
-        sizes_digest=None if sizes is None else digest_of(sizes),
         layout=setup.layout,
         notes=[
             *device.notes,

@@ -23,11 +23,13 @@ import numpy as np
 import torch
 
 from autobatch.core.options import Options
+from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan, micro_batches
-from autobatch.search.plan_split import SplitSettings, choose_split
+from autobatch.search.find_limit import check_size
+from autobatch.search.plan_split import choose_split
 from autobatch.setup.attempt import attempt
 from autobatch.setup.rehearsal import batches_of, open_train_state
-from autobatch.setup.session import Session
+from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import Setup, open_setup
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_step import accumulate, train_step
@@ -37,6 +39,7 @@ from autobatch.workload.split import SizeSplit
 from benchmarks.gpu.journal import DONE, Journal, last_call
 from benchmarks.ragged.workloads import VOCABULARY, Gpt, workload
 from benchmarks.report import save, surroundings
+from tests.support.probes import Listener
 
 TARGET = 128
 LIMIT = 8
@@ -102,7 +105,11 @@ def splits_of(setup: Setup, rounds: int) -> tuple[dict[str, list[Groups]], dict[
     sizes = setup.worst_case.sizes()
     assert sizes is not None
     plan = make_plan(target_batch=TARGET, micro_batch_limit=LIMIT, learning_rate=1e-3)
-    cut, note, _ = choose_split(Session(setup), plan, SplitSettings("auto", LIMIT, TARGET, 0))
+    process, listener = ThisProcess(setup), Listener()
+    limit = check_size(process, LIMIT, progress=listener)
+    cut = choose_split(
+        process, plan, limit, Options(), ranks=Ranks(), batches=None, progress=listener
+    ).size_cut
     sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=TARGET, seed=0, steps=count)
     batches = [GlobalBatch(batch.index, 0, batch.ids) for batch in sampler.batches()]
     found = {
@@ -116,7 +123,7 @@ def splits_of(setup: Setup, rounds: int) -> tuple[dict[str, list[Groups]], dict[
     else:
         split = SizeSplit(sizes=sizes, cut=cut, measured_every=4)
         found["auto"] = [[part.ids for part in split.parts(batch, split.largest)] for batch in batches]
-    return found, {"note": note, "cut": None if cut is None else cut.micro_batches}
+    return found, {"note": listener.notes[-1], "cut": None if cut is None else cut.micro_batches}
 
 
 def measure(lengths: str, device: str, rounds: int, names: list[str] = SPLITS) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autobatch import DoesNotFitError, Plan, Probe
+from autobatch import DoesNotFitError, Plan
 from autobatch.api.call import Call
 from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
@@ -17,9 +17,9 @@ from autobatch.planning import make_plan
 from autobatch.search import curve, real_batches
 from autobatch.search.real_batches import (
     Survivor,
-    find_in_order,
     find_survivor,
     first_batches,
+    plan_in_order,
     run_batches,
     survive_real_batches,
 )
@@ -27,7 +27,7 @@ from autobatch.setup.attempt import Outcome
 from autobatch.setup.session import Session, ThisProcess
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.split import Split
-from tests.support.probes import Listener
+from tests.support.probes import Listener, probe_of
 from tests.support.ragged import (
     Sequences,
     count_ooms,
@@ -126,11 +126,6 @@ def test_a_sample_that_does_not_fit_alone_is_named_before_training(tmp_path: Pat
 # The stage that lowers a limit to one that real batches survive.
 
 
-def probe_of(micro_batch: int, **changes) -> Probe:
-    fields = {"limited_by": "memory", "upper_bound_by": "run", "predicted_micro_batch": None, "oom_count": 0}
-    return Probe(micro_batch=micro_batch, attempts=[], **{**fields, **changes})
-
-
 def outcome(process, micro_batch: int, *, fits: bool = True) -> Outcome:
     return Outcome(
         Attempt(
@@ -220,9 +215,9 @@ def test_the_answer_is_the_largest_that_survives_the_whole_run(
     workload = joined_workload()
     setup = simulated_setup(workload, tmp_path, "6MiB")
     before = fingerprint(setup.model)
-    found = find_in_order(Session(setup), plan_of(4), RUN_BATCHES, TARGET)
+    found = plan_in_order(Session(setup), plan_of(4), RUN_BATCHES, TARGET)
     assert found is not None
-    assert (found.batches, found.by) == (RUN_STEPS, "replay" if is_traced else "run")
+    assert (found.run_order.batches, found.run_order.by) == (RUN_STEPS, "replay" if is_traced else "run")
     assert fingerprint(setup.model) == before
     assert ooms_of(workload, tmp_path, found.micro_batch) == 0
     steps = math.ceil(TARGET / found.micro_batch)
@@ -233,8 +228,8 @@ def test_the_answer_is_the_largest_that_survives_the_whole_run(
 def test_no_larger_micro_batch_is_taken_above_the_cap(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(curve, "trace_setup", lambda *_: None)
     session = Session(simulated_setup(joined_workload(), tmp_path, "6MiB"))
-    assert find_in_order(session, plan_of(4), RUN_BATCHES, 4) is None
-    assert find_in_order(session, plan_of(4), RUN_BATCHES, 6).micro_batch == 6
+    assert plan_in_order(session, plan_of(4), RUN_BATCHES, 4) is None
+    assert plan_in_order(session, plan_of(4), RUN_BATCHES, 6).micro_batch == 6
 
 
 @pytest.mark.parametrize(
@@ -249,12 +244,12 @@ def test_an_order_that_is_not_known_keeps_the_limit_of_the_largest_samples(
     changes, run: GlobalBatchSampler, tmp_path: Path
 ) -> None:
     session = Session(simulated_setup(joined_workload(**changes), tmp_path, "6MiB"))
-    assert find_in_order(session, plan_of(4), run, TARGET) is None
+    assert plan_in_order(session, plan_of(4), run, TARGET) is None
 
 
 def test_padded_samples_and_sizes_that_do_not_decide_keep_the_limit(tmp_path: Path) -> None:
     padded = Session(simulated_setup(ragged_workload(), tmp_path, "6MiB"))
-    assert find_in_order(padded, plan_of(4), RUN_BATCHES, TARGET) is None
+    assert plan_in_order(padded, plan_of(4), RUN_BATCHES, TARGET) is None
     rough = joined_workload(size_of=lambda sample: len(sample[0]) // 10)
     session = Session(simulated_setup(rough, tmp_path, "6MiB"))
-    assert find_in_order(session, plan_of(4), RUN_BATCHES, TARGET) is None
+    assert plan_in_order(session, plan_of(4), RUN_BATCHES, TARGET) is None

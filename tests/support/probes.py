@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from autobatch import Progress, Result, Workload
+from autobatch import Probe, Progress, Result, Workload
 from autobatch.api.call import Call
 from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
@@ -107,3 +108,15 @@ def limit_of(setup: Setup, home: Path, progress: Progress | None = None, **limit
     return find_limit(
         ThisProcess(setup), Options().with_values(**limits), home=home, progress=progress or Progress()
     )
+
+
+def probe_of(micro_batch: int, **changes: Any) -> Probe:
+    """Return the record of a probe that nothing was run for."""
+    fields: dict[str, Any] = {
+        "limited_by": "memory",
+        "upper_bound_by": "run",
+        "predicted_micro_batch": None,
+        "oom_count": 0,
+        "attempts": [],
+    }
+    return Probe(micro_batch=micro_batch, **{**fields, **changes})
