@@ -33,9 +33,6 @@ REMEASURED = 3
 PLAUSIBLE = 0.9
 """Share of the default's speed that a candidate's must reach: a single measurement is off by less."""
 
-OnRound = Callable[[int, int], None]
-"""Called before each round with its number and the number of configurations in it."""
-
 
 @dataclass
 class Contender:
@@ -47,20 +44,21 @@ class Contender:
     ratios: list[float] = field(default_factory=list)
     """Logarithms of its speed ÷ the default's in the same round."""
     is_out: bool = False
+    """True if it failed."""
 
     def gain(self) -> float:
         """Return the mean logarithm of the ratios."""
         return statistics.fmean(self.ratios)
 
-    def interval(self) -> tuple[float, float]:
-        """Return the confidence limits of the mean logarithm."""
-        count = len(self.ratios)
-        half = SEQUENTIAL[count - 1] * self.standard_error() if count > 1 else math.inf
-        return self.gain() - half, self.gain() + half
-
     def standard_error(self) -> float:
-        """Return the standard error of the mean of the logarithms."""
-        return statistics.stdev(self.ratios) / math.sqrt(len(self.ratios))
+        """Return the standard error of that mean; infinite for a single ratio."""
+        count = len(self.ratios)
+        return statistics.stdev(self.ratios) / math.sqrt(count) if count > 1 else math.inf
+
+    def interval(self) -> tuple[float, float]:
+        """Return the confidence limits of that mean."""
+        half = SEQUENTIAL[len(self.ratios) - 1] * self.standard_error()
+        return self.gain() - half, self.gain() + half
 
     def is_better(self) -> bool:
         """Return whether it beats the default beyond the noise and by the minimum gain."""
@@ -70,10 +68,9 @@ class Contender:
 
     def is_slower(self) -> bool:
         """Return whether it cannot become better, so that it need not run again."""
-        if self.is_out:
-            return True
-        is_measured = len(self.ratios) >= LEAST_ROUNDS and not self.is_better()
-        return is_measured and self.interval()[1] < math.log1p(MINIMUM_GAIN)
+        if self.is_out or len(self.ratios) < LEAST_ROUNDS:
+            return self.is_out
+        return not self.is_better() and self.interval()[1] < math.log1p(MINIMUM_GAIN)
 
     def record(self, default: Configuration, *, chosen: bool) -> TrialComparison:
         """Return the record of its rounds, of which there is at least one."""
@@ -94,8 +91,8 @@ class Comparison:
 
     baseline: Measurement | None
     """The default at its median speed; None if it did not run."""
-    contenders: list[Contender]
-    ranking: list[Contender]
+    contenders: list[Contender] = field(default_factory=list)
+    ranking: list[Contender] = field(default_factory=list)
     """Those that beat the default beyond the noise; the best first."""
 
     def speed_of(self, one: Contender) -> Measurement:
@@ -110,7 +107,7 @@ def compare(
     default: Configuration,
     others: Sequence[Configuration],
     is_expired: Callable[[], bool] = lambda: False,
-    on_round: OnRound = lambda *_: None,
+    on_round: Callable[[int, int], None] = lambda *_: None,
 ) -> Comparison:
     """Measure configurations and the default in turn, until it is clear which ones are faster.
 
@@ -119,7 +116,7 @@ def compare(
         default: kept unless another is faster.
         others: the candidates.
         is_expired: asked once enough rounds for an answer were run.
-        on_round: called before every round.
+        on_round: called before each round with its number and the number of configurations in it.
     """
     contenders = [Contender(dict(values)) for values in others]
     defaults: list[Measurement] = []
@@ -142,7 +139,7 @@ def compare(
                 one.found = found
                 one.ratios.append(math.log(found.samples_per_s / baseline.samples_per_s))
     if not defaults:
-        return Comparison(None, contenders, [])
+        return Comparison(None, contenders)
     speed = statistics.median(one.samples_per_s for one in defaults)
     return Comparison(defaults[-1]._replace(samples_per_s=speed), contenders, _rank(contenders, default))
 
@@ -160,8 +157,7 @@ def candidates(
         return one.relative or (one.samples_per_s or 0.0) / baseline.samples_per_s
 
     others = [one for one in tried if one.parameters != default and one.feasible and ratio(one) >= PLAUSIBLE]
-    others.sort(key=lambda one: -ratio(one))
-    chosen = [one.parameters for one in others[:REMEASURED]]
+    chosen = [one.parameters for one in sorted(others, key=ratio, reverse=True)[:REMEASURED]]
     failed = [one.parameters for one in tried if not one.feasible]
     for name in changes(chosen[0], default) if chosen else ():
         simpler = chosen[0] | {name: default[name]}
@@ -171,10 +167,10 @@ def candidates(
 
 
 def _rank(contenders: Sequence[Contender], default: Configuration) -> list[Contender]:
-    """Return those that beat the default.
+    """Return those that beat the default, the fastest first.
 
-    The fastest come first. Those within its standard error, or the minimum gain, count as equally fast, and
-    the one with the fewest changes comes first among them.
+    Those within its standard error, or the minimum gain, count as equally fast, and the one with the fewest
+    changes comes first among them.
     """
     better = [one for one in contenders if one.is_better()]
     if not better:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from autobatch.core.knobs import Configuration, SearchAxis, Value
@@ -66,7 +65,7 @@ Key = tuple[tuple[str, Value], ...]
 """A configuration in hashable form."""
 
 
-def key_of(values: Mapping[str, Value]) -> Key:
+def key_of(values: Configuration) -> Key:
     """Return the key of a configuration."""
     return tuple(sorted(values.items()))
 
@@ -86,20 +85,3 @@ def all_configurations(axes: Sequence[SearchAxis]) -> Iterator[dict[str, Value]]
     names = [axis.name for axis in axes]
     for one in itertools.product(*(axis.choices for axis in axes)):
         yield dict(zip(names, one, strict=True))
-
-
-def nearest_untried(
-    axes: Sequence[SearchAxis], tried: Container[Key], base: Configuration, draw: random.Random
-) -> dict[str, Value] | None:
-    """Return an untried configuration that differs from ``base`` in the fewest knobs; draw one of several.
-
-    Returns:
-        None if all were tried.
-    """
-    untried = [values for values in all_configurations(axes) if key_of(values) not in tried]
-    if not untried:
-        return None
-    distances = [len(changes(values, base)) for values in untried]
-    nearest = min(distances)
-    near = [values for values, distance in zip(untried, distances, strict=True) if distance == nearest]
-    return draw.choice(near)

@@ -17,7 +17,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -40,9 +40,9 @@ from autobatch.tuning.configuration import (
     Measure,
     Measurement,
     StudyLocation,
+    all_configurations,
     changes,
     key_of,
-    nearest_untried,
     size_of,
 )
 
@@ -109,7 +109,7 @@ def find_fastest(
     tuning = msgspec.structs.replace(
         found.tuning,
         remembered=len(remembered),
-        seconds=clock() - search.start,
+        seconds=search.seconds(),
         sampler_seconds=search.sampler_seconds,
     )
     return found._replace(tuning=tuning)
@@ -134,6 +134,7 @@ class _Search:
     """Trials since the default was measured."""
     sampler_seconds: float = 0.0
     """Time spent on choosing trials and on storing them."""
+    start: float = field(init=False)
 
     def __post_init__(self) -> None:
         """Begin now."""
@@ -171,21 +172,9 @@ class _Search:
         """Return the trial of the default; None if the study has none."""
         return next((one for one in self.tried() if one.parameters == self.default), None)
 
-    def has_time_to_try(self) -> bool:
-        """Return whether one more trial, and a comparison with the default after it, can pay back.
-
-        Without the comparison the default is kept, so that the trials before it would be wasted.
-        """
-        compared = min(REMEASURED, self.measured)
-        runs = 1 + LEAST_ROUNDS * (1 + compared) if compared else 0
-        return runs * self._run_seconds() <= self.seconds_left()
-
-    def most_candidates(self) -> int | None:
-        """Return how many configurations there is time to compare with the default; None for any number."""
-        left, round_seconds = self.seconds_left(), LEAST_ROUNDS * self._run_seconds()
-        if math.isinf(left) or not round_seconds:
-            return None
-        return max(1, int(left / round_seconds) - 1)
+    def seconds(self) -> float:
+        """Return the seconds that the search has taken."""
+        return self.clock() - self.start
 
     def worth_seconds(self) -> float:
         """Return the seconds that the search may take, by the speed of the default configuration."""
@@ -195,20 +184,31 @@ class _Search:
             return math.inf
         return PAYBACK_SHARE * self.budget.run_samples / speed
 
-    def seconds_left(self) -> float:
-        """Return the seconds that the search may still take; negative if its time is over."""
-        return self.worth_seconds() - (self.clock() - self.start)
+    def has_time_to_try(self) -> bool:
+        """Return whether one more trial, and a comparison with the default after it, can pay back.
+
+        Without the comparison the default is kept, so that the trials before it would be wasted.
+        """
+        compared = min(REMEASURED, self.measured)
+        runs = 1 + LEAST_ROUNDS * (1 + compared) if compared else 0
+        return runs * self._run_seconds() <= self.worth_seconds() - self.seconds()
+
+    def most_candidates(self) -> int | None:
+        """Return how many configurations there is time to compare with the default; None for any number."""
+        left, round_seconds = self.worth_seconds() - self.seconds(), LEAST_ROUNDS * self._run_seconds()
+        if math.isinf(left) or not round_seconds:
+            return None
+        return max(1, int(left / round_seconds) - 1)
 
     def _run_seconds(self) -> float:
         """Return the mean seconds of a measurement; 0 before the first one."""
-        return (self.clock() - self.start) / self.measured if self.measured else 0.0
+        return self.seconds() / self.measured if self.measured else 0.0
 
     def _stored(self) -> dict[Key, StoredTrial]:
         """Return the first result of each configuration, in order."""
-        names = {axis.name for axis in self.axes}
         found: dict[Key, StoredTrial] = {}
-        for trial in self.study.complete():
-            if set(trial.params) == names:
+        for trial in self.study.trials("complete"):
+            if trial.params.keys() == self.default.keys():
                 found.setdefault(key_of(trial.params), trial)
         return found
 
@@ -223,7 +223,7 @@ class _Search:
             if len(known) >= size_of(self.axes):
                 return None
             is_random = len(known) <= _startup(self.budget.trials)
-            if (self.is_complete or (not is_random and len(known) % 2)) and not self.study.has_waiting():
+            if (self.is_complete or (not is_random and len(known) % 2)) and not self.study.trials("waiting"):
                 self._enqueue_neighbour()
             request = self.study.ask()
             repeated = known.get(key_of(request.params))
@@ -233,26 +233,25 @@ class _Search:
             self._enqueue_neighbour()
 
     def _enqueue_neighbour(self) -> None:
-        """Let the next trial be the untried configuration that is nearest to the best."""
+        """Let the next trial be an untried configuration that differs from the best in the fewest knobs."""
         feasible = [one for one in self.tried() if one.feasible]
         best = max(feasible, key=lambda one: one.relative or 0.0, default=None)
         base = self.default if best is None else best.parameters
+        done = self._stored()
+        untried = [values for values in all_configurations(self.axes) if key_of(values) not in done]
         # Other processes run some; one that was killed has left its configuration untried.
-        busy = {key_of(trial.params) for trial in self.study.running()}
-        draw = random.Random(f"{self.seed} {self.study.num_trials()}")
-        done = set(self._stored())
-        values = nearest_untried(self.axes, done | busy, base, draw) or nearest_untried(
-            self.axes, done, base, draw
-        )
-        if values is not None:
-            self.study.enqueue(values)
+        busy = {key_of(trial.params) for trial in self.study.trials("running")}
+        free = [values for values in untried if key_of(values) not in busy] or untried
+        if free:
+            nearest = min(len(changes(values, base)) for values in free)
+            near = [values for values in free if len(changes(values, base)) == nearest]
+            self.study.enqueue(random.Random(f"{self.seed} {len(self.study.trials())}").choice(near))
 
     def _run_trial(self, values: Configuration) -> Measurement:
         """Measure a configuration, and the default before it if that was long ago."""
         if values == self.default:
             return self._run_default()
-        is_due = self.latest is None or (self.latest.feasible and self.since_default >= DEFAULT_EVERY)
-        if is_due:
+        if self.latest is None or (self.latest.feasible and self.since_default >= DEFAULT_EVERY):
             self._run_default()
         self.measured += 1
         self.since_default += 1
@@ -286,19 +285,19 @@ def _choose(search: _Search, confirm: Measure) -> TuningResult:
     known = search.latest
     if known is None and stored is not None:
         known = Measurement(stored.samples_per_s or 0.0, stored.micro_batch or 0, stored.note)
-    baseline = known if known is not None and known.feasible else None
-    others = candidates(tried, default, baseline)[: search.most_candidates()] if baseline else []
-    found = Comparison(baseline, [], [])
-    if others and search.seconds_left() >= 0:
-
-        def on_round(number: int, running: int) -> None:
-            progress.doing(
+    found = Comparison(known if known is not None and known.feasible else None)
+    others = candidates(tried, default, found.baseline) if found.baseline else []
+    if others and search.seconds() <= worth_seconds:
+        found = compare(
+            search.measure,
+            default,
+            others[: search.most_candidates()],
+            lambda: search.seconds() > search.worth_seconds(),
+            lambda number, running: progress.doing(
                 f"comparing the best {running} with the default, round {number} of at most {MOST_ROUNDS}"
-            )
-
-        found = compare(search.measure, default, others, lambda: search.seconds_left() < 0, on_round)
-    notes = []
-    best = None
+            ),
+        )
+    best, notes = None, []
     for one in found.ranking:
         progress.doing("checking that the choice fits in memory")
         reason = confirm(one.values).failure
@@ -308,7 +307,11 @@ def _choose(search: _Search, confirm: Measure) -> TuningResult:
         notes.append(f"left out a faster configuration, because it does not fit: {reason}")
     notes += _explain(tried, found, known)
     if is_stopped:
-        notes.append(_explain_stop(len(tried), worth_seconds, search.budget))
+        notes.append(
+            f"stopped tuning after {len(tried)} of {search.budget.trials} trials: the run takes about "
+            f"{math.ceil(worth_seconds / PAYBACK_SHARE):,} s, so more trials cannot pay back. "
+            f"--trials {search.budget.trials} runs all of them"
+        )
     if search.study.failure is not None:
         failure = search.study.failure
         notes.append(f"Optuna's sampler failed ({failure}), so some trials were drawn at random")
@@ -377,14 +380,6 @@ def _explain(tried: Sequence[Trial], found: Comparison, known: Measurement | Non
     if not found.ranking and found.contenders:
         return [f"kept the default: no other was faster by {100 * MINIMUM_GAIN:g} % beyond the noise"]
     return []
-
-
-def _explain_stop(trials: int, worth_seconds: float, budget: Budget) -> str:
-    seconds = math.ceil(worth_seconds / PAYBACK_SHARE)
-    return (
-        f"stopped tuning after {trials} of {budget.trials} trials: the run takes about {seconds:,} s, "
-        f"so more trials cannot pay back. --trials {budget.trials} runs all of them"
-    )
 
 
 def _describe_remembered(tried: Sequence[Trial], budget: Budget) -> str:

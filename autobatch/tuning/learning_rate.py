@@ -30,7 +30,7 @@ from autobatch.device.oom import first_line
 from autobatch.setup.child import ChildCrashed
 from autobatch.setup.rehearsal import Batch, Step, batch_of, rehearse
 from autobatch.setup.session import Session, SetupProcess
-from autobatch.setup.setup import Setup, with_knobs
+from autobatch.setup.setup import with_knobs
 from autobatch.tuning.compare import MINIMUM_GAIN, STUDENT
 from autobatch.tuning.configuration import Budget, StudyLocation
 from autobatch.workload.order import GlobalBatchSampler, epoch_of
@@ -38,7 +38,7 @@ from autobatch.workload.rng import seed_everything
 from autobatch.workload.split import Split
 
 if TYPE_CHECKING:
-    from autobatch.tuning.study import StoredTrial, Study
+    from autobatch.tuning.study import Study
 
 RATE = "learning_rate"
 REACH = 32.0
@@ -78,8 +78,24 @@ class LrTrialResult(NamedTuple):
     """Reason why it is infeasible, in one line; None if it is feasible."""
 
 
+@dataclass(frozen=True)
+class ShortRuns:
+    """Short runs in the process that holds the setup. One that crashes a child makes its rate infeasible."""
+
+    process: SetupProcess
+    task: LrTrialSpec
+
+    def __call__(self, rate: float, seed: int) -> LrTrialResult:
+        """Train at a learning rate on the batches that a seed draws; see `short_run`."""
+        try:
+            return self.process.call("a trial of a learning rate", short_run, self.task, rate, seed)
+        except ChildCrashed as crash:
+            return LrTrialResult(rate, None, None, str(crash))
+
+
 def find_learning_rate(
-    runs: ShortRuns,
+    run: Callable[[float, int], LrTrialResult],
+    task: LrTrialSpec,
     *,
     budget: Budget,
     seed: int,
@@ -90,7 +106,8 @@ def find_learning_rate(
     """Find the learning rate after which the loss is lowest.
 
     Args:
-        runs: trains short runs.
+        run: trains at a learning rate on the batches that a seed draws.
+        task: the settings of the runs, with the default learning rate.
         budget: trials and time.
         seed: of the trials' data and of the sampler; the same seed gives the same answer.
         place: the study.
@@ -104,38 +121,79 @@ def find_learning_rate(
         InputError: the storage failed, or the study was made for something else.
         Exception: whatever the workload raises at the default learning rate.
     """
-    start, default = clock(), runs.task.plan.learning_rate
-    study = _open_study(default, seed, place)
-    tried = _try_rates(runs, study, budget, seed, progress)
+    # Only here: Optuna takes half a second to import.
+    from autobatch.tuning.study import study_of_rates
+
+    start, default = clock(), task.plan.learning_rate
+    study = study_of_rates(place, RATE, default, FIRST_FACTORS, reach=REACH, seed=seed)
+    tried = _tried(study)
+    while len(tried) < budget.trials and not budget.expired():
+        request = study.ask()
+        progress.doing(f"learning rate {len(tried) + 1}: a run of {task.steps} steps")
+        try:
+            found = run(float(request.params[RATE]), seed)
+        except BaseException:
+            study.fail(request)
+            raise
+        stored = {name: value for name, value in found._asdict().items() if name != "rate"}
+        is_feasible = found.failure is None
+        study.tell(request, found.loss, stored, is_feasible=is_feasible, fallback=found.first or 0.0)
+        tried = _tried(study)
+        progress.tried_rate(len(tried), budget.trials, found.rate, found.loss, found.failure)
     known = next((one for one in tried if one.rate == default), None)
-    best = min((one for one in tried if one.failure is None), key=_loss, default=None)
+    trained = [one for one in tried if one.failure is None]
+    best = min(trained, key=lambda one: math.inf if one.loss is None else one.loss, default=None)
     pairs: list[LrComparison] = []
     if known is not None and best is not None and best.rate != default:
         progress.doing(f"comparing {best.rate:.3g} with {default:.3g} on other data")
-        pairs = list(_compare(runs, known, best, seed))
+        pairs = list(_compare(run, known, best, seed))
     chosen = best if decide(pairs) else known
     return LrTuning(
         trials=len(tried),
-        steps=runs.task.steps,
+        steps=task.steps,
         default=default,
         best=default if chosen is None else chosen.rate,
         default_loss=None if known is None else known.loss,
         best_loss=None if chosen is None else chosen.loss,
         study=study.name,
         history=[
-            LrTrial(
-                number=number,
-                learning_rate=one.rate,
-                loss=one.loss,
-                feasible=one.failure is None,
-                note=one.failure,
-            )
-            for number, one in enumerate(tried)
+            LrTrial(number=number, learning_rate=rate, loss=loss, feasible=failure is None, note=failure)
+            for number, (rate, loss, _, failure) in enumerate(tried)
         ],
         pairs=pairs,
         sampler="tree-structured Parzen estimators",
         seconds=clock() - start,
-        notes=explain(default, tried, best, pairs),
+        notes=_explain(default, tried, best, pairs),
+    )
+
+
+def _tried(study: Study) -> list[LrTrialResult]:
+    """Return the results of all trials of a study."""
+    found = [(trial.params[RATE], trial.user_attrs) for trial in study.trials("complete")]
+    return [
+        LrTrialResult(
+            rate, stored.get("loss"), stored.get("first"), stored.get("failure", "no result was stored")
+        )
+        for rate, stored in found
+    ]
+
+
+def _compare(
+    run: Callable[[float, int], LrTrialResult], known: LrTrialResult, best: LrTrialResult, seed: int
+) -> Iterator[LrComparison]:
+    """Compare the default with the best on the study's data and on other data; each goes first in turn."""
+    yield _comparison(seed, known, best)
+    for number in range(1, OTHER_SEEDS + 1):
+        other = (seed + number) % 2**31
+        order = [known.rate, best.rate] if number % 2 else [best.rate, known.rate]
+        found = {rate: run(rate, other) for rate in order}
+        yield _comparison(other, found[known.rate], found[best.rate])
+
+
+def _comparison(seed: int, default: LrTrialResult, other: LrTrialResult) -> LrComparison:
+    """Return the comparison of two learning rates on the data of a seed."""
+    return LrComparison(
+        seed=seed, default_loss=default.loss, other_loss=other.loss, gain=gain_over(default, other)
     )
 
 
@@ -162,7 +220,7 @@ def gain_over(default: LrTrialResult, other: LrTrialResult) -> float:
     return max(-1.0, (default.loss - other.loss) / (other.first - other.loss))
 
 
-def explain(
+def _explain(
     default: float,
     tried: Sequence[LrTrialResult],
     best: LrTrialResult | None,
@@ -194,25 +252,6 @@ def explain(
     return []
 
 
-@dataclass(frozen=True)
-class ShortRuns:
-    """Short runs in the process that holds the setup. One that crashes a child makes its rate infeasible."""
-
-    process: SetupProcess
-    task: LrTrialSpec
-
-    def run(self, rate: float, seed: int) -> LrTrialResult:
-        """Train at a learning rate on the batches that a seed draws.
-
-        Raises:
-            Exception: whatever the workload raises at the default learning rate, except out of memory.
-        """
-        try:
-            return self.process.call("a trial of a learning rate", _run, self.task, rate, seed)
-        except ChildCrashed as crash:
-            return LrTrialResult(rate, None, None, str(crash))
-
-
 def result_of(rate: float, steps: Sequence[tuple[float, float]], failure: str | None = None) -> LrTrialResult:
     """Return the result of a short run: the mean loss over the counted items of its last part.
 
@@ -237,11 +276,11 @@ def result_of(rate: float, steps: Sequence[tuple[float, float]], failure: str | 
     return LrTrialResult(rate, loss, first, None)
 
 
-def short_run(setup: Setup, task: LrTrialSpec, rate: float, seed: int) -> LrTrialResult:
+def short_run(session: Session, task: LrTrialSpec, rate: float, seed: int) -> LrTrialResult:
     """Train a few steps on temporary weights.
 
     Args:
-        setup: the model and the data.
+        session: has the model and the data.
         task: what to train.
         rate: the learning rate.
         seed: of the order of the data and of the model's random numbers.
@@ -250,7 +289,7 @@ def short_run(setup: Setup, task: LrTrialSpec, rate: float, seed: int) -> LrTria
         Exception: whatever the workload raises at the default learning rate, except out of memory.
     """
     plan = task.plan
-    setup = with_knobs(setup, {**plan.knobs, PRECISION: plan.precision})
+    setup = with_knobs(session.setup, {**plan.knobs, PRECISION: plan.precision})
     samples, order = epoch_of(setup.workload, seed)
     sampler = GlobalBatchSampler(
         samples=samples, target_batch=plan.target_batch, seed=seed, steps=task.steps, order=order
@@ -274,71 +313,10 @@ def short_run(setup: Setup, task: LrTrialSpec, rate: float, seed: int) -> LrTria
             raise
         failure = first_line(error)
     else:
+        is_lost = found.failure is None and ends(found.steps[-1])
+        reason = "its loss or gradient is not finite" if is_lost else None
         losses = [(step.result.loss, step.result.count) for step in found.steps]
-        if found.failure is not None:
-            return result_of(rate, losses, found.failure.reason)
-        is_lost = ends(found.steps[-1])
-        return result_of(rate, losses, "its loss or gradient is not finite" if is_lost else None)
+        return result_of(rate, losses, reason if found.failure is None else found.failure.reason)
     # Outside the except block, nothing keeps the failed step's tensors alive.
     setup.device.release()
     return LrTrialResult(rate, None, None, failure)
-
-
-def _run(session: Session, task: LrTrialSpec, rate: float, seed: int) -> LrTrialResult:
-    return short_run(session.setup, task, rate, seed)
-
-
-def _open_study(default: float, seed: int, place: StudyLocation) -> Study:
-    # Only here: Optuna takes half a second to import.
-    from autobatch.tuning.study import study_of_rates
-
-    first = [{RATE: default * factor} for factor in FIRST_FACTORS]
-    return study_of_rates(place, first, reach=REACH, seed=seed)
-
-
-def _try_rates(
-    runs: ShortRuns, study: Study, budget: Budget, seed: int, progress: Progress
-) -> list[LrTrialResult]:
-    """Run the trials of a study, and return all that it has."""
-    tried = [_decode(trial) for trial in study.complete()]
-    while len(tried) < budget.trials and not budget.expired():
-        request = study.ask()
-        progress.doing(f"learning rate {len(tried) + 1}: a run of {runs.task.steps} steps")
-        try:
-            found = runs.run(float(request.params[RATE]), seed)
-        except BaseException:
-            study.fail(request)
-            raise
-        attributes = {"loss": found.loss, "first": found.first, "failure": found.failure}
-        is_feasible = found.failure is None
-        study.tell(request, found.loss, attributes, is_feasible=is_feasible, fallback=found.first or 0.0)
-        tried = [_decode(trial) for trial in study.complete()]
-        progress.tried_rate(len(tried), budget.trials, found.rate, found.loss, found.failure)
-    return tried
-
-
-def _decode(trial: StoredTrial) -> LrTrialResult:
-    found = trial.user_attrs
-    failure = found.get("failure", "no result was stored")
-    return LrTrialResult(float(trial.params[RATE]), found.get("loss"), found.get("first"), failure)
-
-
-def _compare(runs: ShortRuns, known: LrTrialResult, best: LrTrialResult, seed: int) -> Iterator[LrComparison]:
-    """Compare the default with the best on the study's data and on other data; each goes first in turn."""
-    yield _comparison(seed, known, best)
-    for number in range(1, OTHER_SEEDS + 1):
-        other = (seed + number) % 2**31
-        order = [known.rate, best.rate] if number % 2 else [best.rate, known.rate]
-        found = {rate: runs.run(rate, other) for rate in order}
-        yield _comparison(other, found[known.rate], found[best.rate])
-
-
-def _comparison(seed: int, default: LrTrialResult, other: LrTrialResult) -> LrComparison:
-    """Return the comparison of two learning rates on the data of a seed."""
-    return LrComparison(
-        seed=seed, default_loss=default.loss, other_loss=other.loss, gain=gain_over(default, other)
-    )
-
-
-def _loss(one: LrTrialResult) -> float:
-    return math.inf if one.loss is None else one.loss

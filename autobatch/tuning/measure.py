@@ -115,8 +115,14 @@ def _rehearsed(setup: Setup, batches: Iterator[Batch]) -> list[Step]:
 
 def _random_batch(setup: Setup, size: int, count: int, draw: torch.Generator) -> Batch:
     """Return a batch of ``count`` micro-batches of random samples."""
-    drawn = ((_load_random(setup, size, draw), size) for _ in range(count))
-    return Batch(drawn, count, batch_samples(setup.whole_batch, size, count))
+    drawn = (_load_random(setup, size, draw) for _ in range(count))
+    return _batch(setup, drawn, size, count)
+
+
+def _batch(setup: Setup, collated: Iterator[Collated], size: int, count: int) -> Batch:
+    """Return a batch of the next ``count`` micro-batches, each of which is freed as soon as it has run."""
+    sized = ((next(collated), size) for _ in range(count))
+    return Batch(sized, count, batch_samples(setup.whole_batch, size, count))
 
 
 def fetch_share(setup: Setup, size: int) -> float:
@@ -149,52 +155,67 @@ def fetch_share(setup: Setup, size: int) -> float:
 class LossCheck:
     """A comparison of losses with a short run in fp32 with every knob at its default, on the same samples.
 
+    Compiled code draws other random numbers in the forward pass than the model does. So the tolerance is at
+    least twice the distance of two runs of the reference with different seeds.
+
     Args:
         setup: the model and the data.
         micro_batch: the largest that fits, in samples.
+
+    Raises:
+        Infeasible: the reference runs out of memory.
     """
 
     def __init__(self, setup: Setup, micro_batch: int) -> None:
-        self._reference_setup = replace(setup, precision="fp32", knobs={})
+        reference = replace(setup, precision="fp32", knobs={})
         self._size = min(CHECK_SAMPLES, micro_batch)
-        self._reference: list[float] | None = None
-        self._noise = 0.0
+        self._losses = _losses(reference, self._size, seed=1)
+        noise = _distance(self._losses, _losses(reference, self._size, seed=2))
+        self._tolerance = max(TOLERANCE, 2 * noise)
 
     def over(self, setup: Setup) -> float:
         """Return by how much the relative distance to the reference exceeds the tolerance; at most 1.
-
-        Compiled code draws other random numbers in the forward pass than the model does. So the tolerance is
-        at least twice the distance of two runs of the reference with different seeds.
 
         Raises:
             Infeasible: the configuration runs out of memory.
             Exception: whatever running the configuration raises.
         """
-        if self._reference is None:
-            self._reference = _losses(self._reference_setup, self._size, seed=1)
-            self._noise = _distance(self._reference, _losses(self._reference_setup, self._size, seed=2))
-        if not all(map(math.isfinite, self._reference)):
+        if not all(map(math.isfinite, self._losses)):
             # Nothing can be compared with a reference that does not train.
             return -TOLERANCE
-        gap = _distance(self._reference, _losses(setup, self._size, seed=1))
-        if not math.isfinite(gap):
-            return 1.0
-        return min(1.0, gap - max(TOLERANCE, 2 * self._noise))
+        gap = _distance(self._losses, _losses(setup, self._size, seed=1))
+        return min(1.0, gap - self._tolerance) if math.isfinite(gap) else 1.0
 
 
 def _fed(
     setup: Setup, size: int, count: int, numbers: Iterator[int], *, prefetch: int
 ) -> Generator[Batch, None, None]:
     """Yield batches that loader workers collate, one for each of ``numbers``."""
-    samples = len(setup.workload.train_data)  # type: ignore[arg-type]
-    batches = partial(_random_batches, samples, size * count)
+    batches = partial(_random_batches, setup, size * count)
     gpu = gpu_of(setup.device, setup.knobs, setup.workload.loading)
     workers = int(setup.knobs.get(LOADER_WORKERS) or 0)
     with open_feed(setup.workload, batches, seed=0, workers=workers, prefetch=prefetch, gpu=gpu) as feed:
         assert feed is not None
         for _, batch in zip(numbers, batches(0), strict=False):
-            collated = _sized(feed.collated(batch, size), size, count)
-            yield Batch(collated, count, batch_samples(setup.whole_batch, size, count))
+            yield _batch(setup, feed.collated(batch, size), size, count)
+
+
+def _random_batches(setup: Setup, size: int, first: int = 0) -> Iterator[GlobalBatch]:
+    """Yield batches of random samples without end, always the same, from number ``first`` on."""
+    draw = torch.Generator().manual_seed(0)
+    for index in itertools.count():
+        ids = _draw_ids(setup, size, draw)
+        if index >= first:
+            yield GlobalBatch(index, 0, ids)
+
+
+def _load_random(setup: Setup, size: int, draw: torch.Generator) -> Collated:
+    return load_micro_batch(setup.workload, _draw_ids(setup, size, draw))
+
+
+def _draw_ids(setup: Setup, size: int, draw: torch.Generator) -> list[int]:
+    samples = len(setup.workload.train_data)  # type: ignore[arg-type]
+    return torch.randint(samples, (size,), generator=draw, device="cpu").tolist()
 
 
 def _until(setup: Setup, least: int, seconds: float) -> Iterator[int]:
@@ -204,27 +225,6 @@ def _until(setup: Setup, least: int, seconds: float) -> Iterator[int]:
         if number >= least and setup.clock() - start >= seconds:
             return
         yield number
-
-
-def _load_random(setup: Setup, size: int, draw: torch.Generator) -> Collated:
-    samples = len(setup.workload.train_data)  # type: ignore[arg-type]
-    ids = torch.randint(samples, (size,), generator=draw, device="cpu").tolist()
-    return load_micro_batch(setup.workload, ids)
-
-
-def _sized(collated: Iterator[Collated], size: int, count: int) -> Iterator[tuple[Collated, int]]:
-    # No variable holds the collated micro-batch: it is freed as soon as it has run.
-    for _ in range(count):
-        yield next(collated), size
-
-
-def _random_batches(samples: int, size: int, first: int = 0) -> Iterator[GlobalBatch]:
-    """Yield batches of samples without end, drawn at random but always the same."""
-    draw = torch.Generator().manual_seed(0)
-    for index in itertools.count():
-        ids = torch.randint(samples, (size,), generator=draw, device="cpu").tolist()
-        if index >= first:
-            yield GlobalBatch(index, 0, ids)
 
 
 def _distance(reference: list[float], losses: list[float]) -> float:

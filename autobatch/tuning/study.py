@@ -30,8 +30,6 @@ GRPC_PORT = 13000
 """Optuna's default port."""
 MADE_FOR = "made_for"
 """Attribute of a study: plain values by name that its results depend on."""
-
-
 StoredTrial = optuna.trial.FrozenTrial
 """A trial in the storage: its values are ``params``, and its result is in ``user_attrs``."""
 Request = optuna.Trial
@@ -51,7 +49,8 @@ class Study:
         first: points to try before the sampler proposes any.
 
     Raises:
-        InputError: the storage cannot be opened, or the study was made for something else.
+        InputError: the storage cannot be opened, or the study was made for something else. Every method
+            raises it if the storage fails.
     """
 
     def __init__(
@@ -65,6 +64,7 @@ class Study:
         first: Sequence[Configuration],
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self.name = place.name
         self._storage = place.storage
         self._suggest = suggest
         self._is_maximized = direction == "maximize"
@@ -77,37 +77,23 @@ class Study:
                 direction=direction,
                 load_if_exists=True,
             )
-            self._study.sampler = sampler(len(self._study.get_trials(deepcopy=False)))
+            known = self.trials()
+            self._study.sampler = sampler(len(known))
             _check_purpose(self._study, place)
             self._study.set_metric_names([metric])
-            known = self._study.get_trials(states=(TrialState.WAITING, TrialState.COMPLETE))
-            tried = [trial.params or trial.system_attrs.get("fixed_params") for trial in known]
+            states = (TrialState.WAITING, TrialState.COMPLETE)
+            tried = [
+                one.params or one.system_attrs.get("fixed_params") for one in known if one.state in states
+            ]
             for point in first:
                 if point not in tried:
                     self._study.enqueue_trial(dict(point))
 
-    @property
-    def name(self) -> str:
-        """Name of the study."""
-        return self._study.study_name
-
-    def num_trials(self) -> int:
-        """Return the number of trials in any state."""
+    def trials(self, state: Literal["complete", "running", "waiting"] | None = None) -> list[StoredTrial]:
+        """Return the trials in a state, in order; None for any. A killed process leaves one running."""
         with _storage_errors(self._storage):
-            return len(self._study.get_trials(deepcopy=False))
-
-    def has_waiting(self) -> bool:
-        """Return whether a point waits to be tried."""
-        with _storage_errors(self._storage):
-            return bool(self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
-
-    def complete(self) -> list[StoredTrial]:
-        """Return the trials that have a result, in order."""
-        return self._stored(TrialState.COMPLETE)
-
-    def running(self) -> list[StoredTrial]:
-        """Return the trials that run, in any process, or whose process was killed."""
-        return self._stored(TrialState.RUNNING)
+            states = None if state is None else (TrialState[state.upper()],)
+            return self._study.get_trials(deepcopy=False, states=states)
 
     def enqueue(self, values: Configuration) -> None:
         """Let the next trial have these values."""
@@ -123,7 +109,7 @@ class Study:
                 return self._draw()
             except (ArithmeticError, ValueError, RuntimeError) as error:
                 self.failure = error_text(error, first_line=True)
-            sampler, self._study.sampler = self._study.sampler, RandomSampler(self.num_trials())
+            sampler, self._study.sampler = self._study.sampler, RandomSampler(len(self.trials()))
             try:
                 return self._draw()
             finally:
@@ -153,25 +139,20 @@ class Study:
                 trial.set_user_attr(name, one)
             if not is_feasible:
                 worst, best = (min, max) if self._is_maximized else (max, min)
-                done = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-                known = [trial.value for trial in done if trial.value is not None]
+                known = [one.value for one in self.trials("complete") if one.value is not None]
                 least = worst(known, default=fallback if value is None else value)
                 value = least if value is None else best(least, value)
             self._study.tell(trial, value)
-
-    def _draw(self) -> Request:
-        trial = self._study.ask()
-        self._suggest(trial)
-        return trial
-
-    def _stored(self, state: TrialState) -> list[StoredTrial]:
-        with _storage_errors(self._storage):
-            return self._study.get_trials(deepcopy=False, states=(state,))
 
     def fail(self, trial: Request) -> None:
         """Close a trial that will not end, and hide errors of the storage behind the one that ended it."""
         with suppress(Exception):
             self._study.tell(trial, state=TrialState.FAIL)
+
+    def _draw(self) -> Request:
+        trial = self._study.ask()
+        self._suggest(trial)
+        return trial
 
 
 def study_of_configurations(
@@ -182,32 +163,32 @@ def study_of_configurations(
         place,
         direction="maximize",
         metric="samples per second",
-        suggest=lambda trial: {
-            axis.name: trial.suggest_categorical(axis.name, list(axis.choices)) for axis in axes
-        },
+        suggest=lambda trial: [trial.suggest_categorical(axis.name, list(axis.choices)) for axis in axes],
         sampler=lambda number: GPSampler(seed=seed + number, n_startup_trials=startup),
         first=[defaults(axes)],
     )
 
 
-def study_of_rates(place: StudyLocation, first: Sequence[Configuration], *, reach: float, seed: int) -> Study:
+def study_of_rates(
+    place: StudyLocation, name: str, default: float, factors: Sequence[float], *, reach: float, seed: int
+) -> Study:
     """Open a study of losses: a tree-structured Parzen estimator, as a learning rate has a cliff.
 
     Args:
         place: name, storage and purpose of the study.
-        first: points to try first, each a value of the same name; the default leads.
+        name: of the value.
+        default: the value without tuning.
+        factors: first values as multiples of the default.
         reach: values are tried from the default ÷ this to the default × this.
         seed: of the sampler.
     """
-    ((name, value),) = first[0].items()
-    default = float(value or 0.0)
     return Study(
         place,
         direction="minimize",
         metric="loss",
-        suggest=lambda trial: {name: trial.suggest_float(name, default / reach, default * reach, log=True)},
+        suggest=lambda trial: trial.suggest_float(name, default / reach, default * reach, log=True),
         sampler=lambda number: TPESampler(seed=seed + number),
-        first=first,
+        first=[{name: default * factor} for factor in factors],
     )
 
 
@@ -237,11 +218,7 @@ def _open(location: str) -> BaseStorage | str:
 
 @contextmanager
 def _storage_errors(location: str | None) -> Iterator[None]:
-    """Turn any error of Optuna or its storage within the block into one of one line.
-
-    Raises:
-        InputError: Optuna or its storage raised an error.
-    """
+    """Turn any error of Optuna or its storage within the block into an `InputError` of one line."""
     try:
         with warnings.catch_warnings():
             # Some of the interfaces in use are experimental in Optuna.
@@ -263,11 +240,7 @@ def _shown(location: str | None) -> str:
 
 
 def _check_purpose(study: optuna.Study, place: StudyLocation) -> None:
-    """Check that a study was made for the same things, and note them in a new one.
-
-    Raises:
-        InputError: the study was made for something else.
-    """
+    """Check that a study was made for the same things, and note them in a new one."""
     known = study.user_attrs.get(MADE_FOR)
     if known is None and not study.get_trials(deepcopy=False):
         study.set_user_attr(MADE_FOR, dict(place.made_for))

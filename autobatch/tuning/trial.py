@@ -8,8 +8,8 @@ of the workload is its own and is raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -84,32 +84,49 @@ class Trials:
     task: TrialSpec
 
     def measure(self, values: Configuration) -> Measurement:
-        """Run a trial.
-
-        Raises:
-            Exception: whatever the workload raises with every knob at its default, except out of memory.
-        """
-        return self._call("a trial", _measure, values)
+        """Run a trial; see `run_trial`."""
+        return self._call("a trial", values, is_timed=True)
 
     def confirm(self, values: Configuration) -> Measurement:
-        """Run a configuration within the enforced budget, and return its micro-batch or why it has none."""
-        return self._call("the check of the best trial", _confirm, values)
+        """Run a configuration within the enforced budget; see `run_trial`."""
+        return self._call("the check of the best trial", values, is_timed=False)
 
-    def _call(
-        self,
-        act: str,
-        run: Callable[[Session, TrialSpec, dict[str, Value]], Measurement],
-        values: Configuration,
-    ) -> Measurement:
+    def _call(self, act: str, values: Configuration, *, is_timed: bool) -> Measurement:
         try:
-            return self.process.call(act, run, self.task, dict(values))
+            return self.process.call(act, run_trial, self.task, dict(values), is_timed=is_timed)
         except ChildCrashed as crash:
             return infeasible(str(crash))
 
 
+def run_trial(
+    session: Session, task: TrialSpec, values: Configuration, *, is_timed: bool = True
+) -> Measurement:
+    """Run a trial, or only the configuration within the enforced budget.
+
+    An error, also memory that runs out, is the result of a configuration that changes anything.
+
+    Raises:
+        Exception: whatever the workload raises with every knob at its default, except out of memory.
+    """
+    results = session.find(TrialResults)
+    if results is None or results.task != task:
+        results = session.keep(TrialResults(session.setup, task))
+    try:
+        return results.measure(values) if is_timed else results.confirm(values)
+    except Infeasible as reason:
+        return infeasible(str(reason))
+    except Exception as error:
+        if not task.changes(values):
+            raise
+        failure = first_line(error)
+    # Outside the except block, nothing keeps the failed step's tensors alive.
+    session.setup.device.release()
+    return infeasible(failure)
+
+
 @dataclass
-class TrialRunner:
-    """Runner of a study's trials on one setup, which keeps limits and checks for later trials."""
+class TrialResults:
+    """Limits, losses and compile times that the trials of a study have found, and that later ones reuse."""
 
     setup: Setup
     task: TrialSpec
@@ -117,14 +134,6 @@ class TrialRunner:
     _gaps: dict[Key, float] = field(default_factory=dict)
     _compiling_s: dict[Key, float] = field(default_factory=dict)
     _check: LossCheck | None = None
-
-    def measure(self, values: Configuration) -> Measurement:
-        """Run a trial; see `Trials.measure`."""
-        return self._guarded(values, self._measure)
-
-    def confirm(self, values: Configuration) -> Measurement:
-        """Run a configuration within the enforced budget; see `Trials.confirm`."""
-        return self._guarded(values, self._confirm)
 
     def limit(self, values: Configuration) -> int:
         """Return the largest micro-batch that fits with a configuration; 0 if none does.
@@ -138,61 +147,53 @@ class TrialRunner:
             return self.task.limit
         key = key_of(signature)
         if key not in self._limits:
-            setup, cap = with_knobs(self.setup, signature), self.task.cap
+            setup = with_knobs(self.setup, signature)
             if COMPILE in changed:
-                cap = self.limit({name: value for name, value in signature.items() if name != COMPILE})
-                if cap and not attempt(setup, cap).attempt.fits:
-                    cap = _largest(setup, cap - self.task.multiple, self.task.multiple)
-                self._limits[key] = cap
+                found = self.limit({name: value for name, value in signature.items() if name != COMPILE})
+                if found and not attempt(setup, found).attempt.fits:
+                    found = self._largest(setup, found - self.task.multiple)
             else:
-                self._limits[key] = _largest(setup, cap, self.task.multiple)
+                found = self._largest(setup, self.task.cap)
+            self._limits[key] = found
         return self._limits[key]
 
-    def _micro_batch(self, values: Configuration) -> int:
-        """Return the micro-batch of a configuration: the even split at its limit, halved as it says.
+    def measure(self, values: Configuration) -> Measurement:
+        """Check the losses of a configuration, and time its steps."""
+        task, size = self.task, self._micro_batch(values)
+        over = self._loss_over(values)
+        if over > 0:
+            reason = f"its losses differ from the reference by {over:.1%} more than the tolerance"
+            return infeasible(reason, micro_batch=size)
+        sizes = micro_batches(task.samples, size, task.multiple)
+        setup = with_knobs(self.setup, {LOADER_WORKERS: task.workers} | dict(values))
+        prefetch = task.prefetch or int(values.get(PREFETCH) or AHEAD)
+        timing = time_steps(setup, sizes, task.seconds, prefetch=prefetch)
+        # A configuration that is measured again reuses compiled code.
+        once = self._compiling_s.setdefault(key_of(values), timing.setup)
+        seconds = timing._replace(setup=once).a_step(len(sizes), task.planned_steps)
+        return Measurement(task.samples / seconds, sizes[0])
 
-        Raises:
-            Infeasible: none fits.
-        """
+    def confirm(self, values: Configuration) -> Measurement:
+        """Run a configuration within the enforced budget."""
+        size = self._micro_batch(values)
+        return Measurement(0.0, size, attempt(with_knobs(self.setup, values), size).attempt.reason)
+
+    def _micro_batch(self, values: Configuration) -> int:
+        """Return the micro-batch of a configuration: the even split at its limit, halved as it says."""
         limit, unit = self.limit(values), self.task.multiple
         if not limit:
             raise Infeasible("not even a micro-batch of 1 fits")
         size = micro_batches(self.task.samples, limit, unit)[0]
         return unit * max(1, size // unit >> int(values.get(SPLIT) or 0))
 
-    def _measure(self, values: Configuration) -> Measurement:
-        size = self._micro_batch(values)
-        over = self._loss_over(values)
-        if over > 0:
-            reason = f"its losses differ from the reference by {over:.1%} more than the tolerance"
-            return infeasible(reason, micro_batch=size)
-        sizes = micro_batches(self.task.samples, size, self.task.multiple)
-        setup = with_knobs(self.setup, {LOADER_WORKERS: self.task.workers} | dict(values))
-        prefetch = self.task.prefetch or int(values.get(PREFETCH) or AHEAD)
-        timing = time_steps(setup, sizes, self.task.seconds, prefetch=prefetch)
-        # A configuration that is measured again reuses compiled code.
-        once = self._compiling_s.setdefault(key_of(values), timing.setup)
-        seconds = timing._replace(setup=once).a_step(len(sizes), self.task.planned_steps)
-        return Measurement(self.task.samples / seconds, sizes[0])
-
-    def _confirm(self, values: Configuration) -> Measurement:
-        size = self._micro_batch(values)
-        reason = attempt(with_knobs(self.setup, values), size).attempt.reason
-        return Measurement(0.0, size, reason)
-
-    def _guarded(self, values: Configuration, run: Callable[[Configuration], Measurement]) -> Measurement:
-        """Run a part of a trial, and turn an error that the configuration caused into a measurement."""
-        try:
-            return run(values)
-        except Infeasible as reason:
-            return infeasible(str(reason))
-        except Exception as error:
-            if not self.task.changes(values):
-                raise
-            failure = first_line(error)
-        # Outside the except block, nothing keeps the failed step's tensors alive.
-        self.setup.device.release()
-        return infeasible(failure)
+    def _largest(self, setup: Setup, cap: int) -> int:
+        """Return the largest micro-batch up to a cap that runs within the enforced budget; 0 if none does."""
+        if cap < 1:
+            return 0
+        replay = replay_on(describe_setup(setup), trace_footprint(setup), lambda: other_order(setup))
+        first = first_size(setup.device.compute_capability)
+        attempts = partial(attempt, setup)
+        return search(attempts, cap=cap, replay=replay, first=first, multiple=self.task.multiple).micro_batch
 
     def _loss_over(self, values: Configuration) -> float:
         """Return by how much the losses of a configuration exceed the tolerance."""
@@ -243,33 +244,3 @@ def _implementations(setup: Setup) -> tuple[str, ...]:
         return ("default",)
     is_fusible = all(type(one) in FUSED for one in made)
     return tuple(one for one in setup.device.optimizer_implementations() if one != "fused" or is_fusible)
-
-
-def _measure(session: Session, task: TrialSpec, values: dict[str, Value]) -> Measurement:
-    return _runner_of(session, task).measure(values)
-
-
-def _confirm(session: Session, task: TrialSpec, values: dict[str, Value]) -> Measurement:
-    return _runner_of(session, task).confirm(values)
-
-
-def _runner_of(session: Session, task: TrialSpec) -> TrialRunner:
-    """Return the runner that the trials of one study share."""
-    runner = session.find(TrialRunner)
-    if runner is None or runner.task != task:
-        runner = session.keep(TrialRunner(session.setup, task))
-    return runner
-
-
-def _largest(setup: Setup, cap: int, multiple: int) -> int:
-    """Return the largest micro-batch that runs within the enforced budget; 0 if none does."""
-    if cap < 1:
-        return 0
-    replay = replay_on(describe_setup(setup), trace_footprint(setup), lambda: other_order(setup))
-    return search(
-        lambda size: attempt(setup, size),
-        cap=cap,
-        replay=replay,
-        first=first_size(setup.device.compute_capability),
-        multiple=multiple,
-    ).micro_batch

@@ -174,6 +174,7 @@ class PlanTuner:
         found = self.ranks.once(
             lambda: find_learning_rate(
                 ShortRuns(self.process, task),
+                task,
                 budget=Budget(self.lr_trials, self.expired),
                 seed=self.options.device.seed,
                 place=self._locate_lr(task),

@@ -31,7 +31,7 @@ from autobatch.tuning.configuration import (
     key_of,
 )
 from autobatch.tuning.find_fastest import find_fastest
-from autobatch.tuning.trial import TrialRunner, TrialSpec, look_at_workload
+from autobatch.tuning.trial import Trials, TrialSpec, look_at_workload
 
 REFINED = 6
 REFINING_ROUNDS = 8
@@ -82,9 +82,9 @@ def open_case(workload: Workload, *, target_batch: int, memory_budget: str, seco
     return Case(setup, dataclasses.replace(task, defaults=defaults(axes)), axes, probe.micro_batch)
 
 
-def open_runner(case: Case, seconds: float) -> TrialRunner:
-    """Open a trial runner without earlier results."""
-    return TrialRunner(case.setup, dataclasses.replace(case.task, seconds=seconds))
+def open_trials(case: Case, seconds: float) -> Trials:
+    """Return trials without earlier results."""
+    return Trials(ThisProcess(case.setup), dataclasses.replace(case.task, seconds=seconds))
 
 
 class Grid(NamedTuple):
@@ -104,7 +104,7 @@ class Grid(NamedTuple):
 
 def measure_grid(case: Case, *, passes: int, seconds: float) -> Grid:
     """Measure every configuration in every pass, in a new order for each pass."""
-    runner = open_runner(case, seconds)
+    trials = open_trials(case, seconds)
     base = defaults(case.axes)
     found: dict[Any, list[float]] = {key_of(values): [] for values in all_configurations(case.axes)}
     sizes: dict[Any, int] = {}
@@ -112,9 +112,9 @@ def measure_grid(case: Case, *, passes: int, seconds: float) -> Grid:
         order = list(all_configurations(case.axes))
         random.Random(number).shuffle(order)
         for first in range(0, len(order), ANCHOR_EVERY):
-            anchors = [runner.measure(base).samples_per_s]
-            part = [(values, runner.measure(values)) for values in order[first : first + ANCHOR_EVERY]]
-            anchors.append(runner.measure(base).samples_per_s)
+            anchors = [trials.measure(base).samples_per_s]
+            part = [(values, trials.measure(values)) for values in order[first : first + ANCHOR_EVERY]]
+            anchors.append(trials.measure(base).samples_per_s)
             anchor = statistics.geometric_mean(anchors)
             for values, one in part:
                 found[key_of(values)].append(one.samples_per_s / anchor)
@@ -129,14 +129,14 @@ def measure_grid(case: Case, *, passes: int, seconds: float) -> Grid:
 
 def _refine(case: Case, speeds: dict[Any, float]) -> dict[Any, list[float]]:
     """Measure the best ones again next to the default, in turn."""
-    runner = open_runner(case, LONGEST_TRIAL_SECONDS)
+    trials = open_trials(case, LONGEST_TRIAL_SECONDS)
     base = defaults(case.axes)
     best = sorted((key for key in speeds if key != key_of(base)), key=lambda key: -speeds[key])[:REFINED]
     found: dict[Any, list[float]] = {key: [] for key in best}
     for _ in range(REFINING_ROUNDS):
-        anchor = runner.measure(base).samples_per_s
+        anchor = trials.measure(base).samples_per_s
         for key in best:
-            found[key].append(runner.measure(dict(key)).samples_per_s / anchor)
+            found[key].append(trials.measure(dict(key)).samples_per_s / anchor)
     return found
 
 

@@ -24,12 +24,13 @@ from autobatch.device.simulated import SimulatedDevice
 from autobatch.planning import make_plan
 from autobatch.tuning import tune_plan
 from autobatch.tuning.find_fastest import TuningResult
-from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns, result_of, short_run
+from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns, result_of
 from tests.support.short_runs import (
     SAMPLES,
     STEPS,
     linear_setup,
     linear_workload,
+    run_in,
     squares,
     stored_trials,
 )
@@ -137,7 +138,7 @@ def test_a_short_run_has_the_losses_of_fit(loss: Any, tmp_path: Path) -> None:
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ran = [(json.loads(line)["loss"], 12.0) for line in lines]
     plan = make_plan(target_batch=12, micro_batch_limit=5, learning_rate=0.1)
-    assert short_run(linear_setup(loss=loss), LrTrialSpec(plan, steps=8), 0.1, 3) == result_of(0.1, ran)
+    assert run_in(linear_setup(loss=loss), LrTrialSpec(plan, steps=8), 3) == result_of(0.1, ran)
 
 
 def options(**more: Any) -> Options:
@@ -157,7 +158,7 @@ def test_an_interrupt_keeps_the_default_learning_rate_and_earlier_results(
     notes: list[str] = []
     progress = Progress()
     monkeypatch.setattr(progress, "note", notes.append, raising=False)
-    monkeypatch.setattr(ShortRuns, "run", interrupted)
+    monkeypatch.setattr(ShortRuns, "__call__", interrupted)
     storage = str(tmp_path / "s.log")
     asked = options(storage=storage, study="study")
     result = run_command(Call(workload=linear_workload(), options=asked, progress=progress))

@@ -100,12 +100,14 @@ def find_rate(
     trials: int = 12,
     seed: int = 0,
     storage: str | None = None,
-    runs: ShortRuns | None = None,
+    run: Curves | None = None,
     made_for: dict[str, Any] | None = None,
     **more: Any,
 ) -> LrTuning:
+    task = task_of(default) if run is None else run.task
     return find_learning_rate(
-        runs or ShortRuns(ThisProcess(made or linear_setup()), task_of(default)),
+        run or ShortRuns(ThisProcess(made or linear_setup()), task),
+        task,
         budget=Budget(trials, more.pop("expired", lambda: False)),
         seed=seed,
         place=StudyLocation("study-learning-rate", storage, made_for or {"model": "m"}),
@@ -119,15 +121,19 @@ def stored_trials(path: Path) -> list[optuna.trial.FrozenTrial]:
     return optuna.load_study(study_name="study-learning-rate", storage=storage).trials
 
 
-class Curves(ShortRuns):
+class Curves:
     """Runs whose losses are a function of the learning rate, the seed and the step."""
 
     def __init__(self, loss: Callable[[float, int, int], float], *, steps: int = STEPS) -> None:
-        super().__init__(ThisProcess(linear_setup()), task_of(0.01, steps=steps))
-        object.__setattr__(self, "loss", loss)
-        object.__setattr__(self, "begun", [])
+        self.task = task_of(0.01, steps=steps)
+        self.loss = loss
+        self.begun: list[tuple[float, int]] = []
 
-    def run(self, rate: float, seed: int) -> LrTrialResult:
-        self.begun.append((rate, seed))  # type: ignore[attr-defined]
-        steps = range(self.task.steps)
-        return result_of(rate, [(self.loss(rate, seed, step), 1.0) for step in steps])  # type: ignore[attr-defined]
+    def __call__(self, rate: float, seed: int) -> LrTrialResult:
+        self.begun.append((rate, seed))
+        return result_of(rate, [(self.loss(rate, seed, step), 1.0) for step in range(self.task.steps)])
+
+
+def run_in(made: Setup, task: LrTrialSpec, seed: int = 0) -> LrTrialResult:
+    """Train a short run at the learning rate of its plan in this process."""
+    return ShortRuns(ThisProcess(made), task)(task.plan.learning_rate, seed)

@@ -16,9 +16,9 @@ from autobatch.core.knobs import Configuration, TuningContext
 from autobatch.device.base import Device
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.setup.session import Session
+from autobatch.setup.session import Session, ThisProcess
 from autobatch.setup.setup import Setup
-from autobatch.tuning.trial import TrialRunner, TrialSpec, look_at_workload
+from autobatch.tuning.trial import Trials, TrialSpec, look_at_workload
 from tests.support.kinds import Augmented
 from tests.support.training import Rows, make_setup, make_workload, mean_loss, points
 
@@ -86,14 +86,14 @@ def task_with(**fields: Any) -> TrialSpec:
     return replace(task, **fields)
 
 
-def make_runner(made: Setup, **fields: Any) -> TrialRunner:
-    """Return a runner of trials; ``fields`` change its `TrialSpec`."""
-    return TrialRunner(made, task_with(**fields))
+def make_trials(made: Setup, **fields: Any) -> Trials:
+    """Return the trials of a study in this process; ``fields`` change its `TrialSpec`."""
+    return Trials(ThisProcess(made), task_with(**fields))
 
 
-def loading_runner(workload: Workload, device: Device | None = None, **fields: Any) -> TrialRunner:
-    """Return a runner whose trials choose how data is loaded."""
-    return make_runner(setup_of(workload, device), **{"defaults": LOADING, **fields})
+def loading_trials(workload: Workload, device: Device | None = None, **fields: Any) -> Trials:
+    """Return trials that choose how data is loaded."""
+    return make_trials(setup_of(workload, device), **{"defaults": LOADING, **fields})
 
 
 def context_of(made: Setup, **fields: Any) -> TuningContext:

@@ -30,7 +30,6 @@ from autobatch.tuning.learning_rate import (
     decide,
     gain_over,
     result_of,
-    short_run,
 )
 from tests.support.commandline import SMALL, environment
 from tests.support.short_runs import (
@@ -40,6 +39,7 @@ from tests.support.short_runs import (
     find_rate,
     grid,
     linear_setup,
+    run_in,
     squares,
     stored_trials,
     task_of,
@@ -98,7 +98,7 @@ def test_a_diverging_default_is_replaced_by_one_that_trains() -> None:
 def test_the_best_is_compared_with_the_default_on_other_data() -> None:
     """What is better on the trials' own data alone is luck."""
     curves = Curves(lambda rate, seed, step: 2.0 - step / STEPS * (1 + (seed == 0) * (rate > 0.02)))
-    found = find_rate(runs=curves)
+    found = find_rate(run=curves)
     assert found.best == 0.01
     assert "within noise" in found.notes[0]
     assert [pair.seed for pair in found.pairs] == [0, 1, 2]
@@ -126,7 +126,7 @@ def test_the_best_is_compared_with_the_default_on_other_data() -> None:
     ],
 )
 def test_the_answer_is_explained(loss, trials: int, best: float | None, note: str) -> None:
-    found = find_rate(runs=Curves(loss), trials=trials)
+    found = find_rate(run=Curves(loss), trials=trials)
     assert note in found.notes[0]
     assert found.trials == trials
     assert found.best == best if best is not None else found.best > 0.01 * REACH / 2
@@ -142,7 +142,7 @@ def loss(rate, seed, step):
     return 5.0 - step * rate
 
 curves = Curves(loss, steps=8)
-find_rate(runs=curves, trials=6, storage=sys.argv[1])
+find_rate(run=curves, trials=6, storage=sys.argv[1])
 """
 
 
@@ -154,7 +154,7 @@ def test_a_study_resumes_after_a_kill(tmp_path: Path) -> None:
     before = [trial.params for trial in stored_trials(path) if trial.state is TrialState.COMPLETE]
     assert len(before) == 3
     curves = Curves(lambda rate, seed, step: 5.0 - step * rate, steps=8)
-    found = find_rate(runs=curves, trials=6, storage=str(path))
+    found = find_rate(run=curves, trials=6, storage=str(path))
     assert found.trials == 6
     assert [one.learning_rate for one in found.history[:3]] == [one["learning_rate"] for one in before]
     assert not {one["learning_rate"] for one in before} & {rate for rate, seed in curves.begun if not seed}
@@ -209,15 +209,15 @@ def test_a_non_finite_gradient_ends_the_run() -> None:
         return squares(model, batch) + 0 * (model.weights - model.weights.detach()).abs().sqrt().sum()  # type: ignore[operator, union-attr]
 
     spoiled_setup, task = linear_setup(loss=spoiled), task_of(0.01)
-    assert short_run(spoiled_setup, task, 0.01, 0).failure == "its loss or gradient is not finite"
-    assert short_run(spoiled_setup, task._replace(skips=True), 0.01, 0).failure is None
+    assert run_in(spoiled_setup, task).failure == "its loss or gradient is not finite"
+    assert run_in(spoiled_setup, task._replace(skips=True)).failure is None
 
 
 def test_a_short_run_that_runs_out_of_memory_is_infeasible() -> None:
     def full(*_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    assert "Tried to allocate" in (short_run(linear_setup(loss=full), task_of(0.01), 0.01, 0).failure or "")
+    assert "Tried to allocate" in (run_in(linear_setup(loss=full), task_of(0.01)).failure or "")
 
 
 def test_short_runs_leave_the_model_unchanged() -> None:
@@ -244,7 +244,7 @@ def test_short_runs_use_the_expandable_segments_of_the_plan(
     knobs = {"expandable_segments": True} if expandable else {}
     plan = make_plan(target_batch=8, micro_batch_limit=4, learning_rate=0.1)
     task = LrTrialSpec(msgspec.structs.replace(plan, knobs=knobs), steps=4)
-    assert short_run(made, task, 0.1, 0).failure is None
+    assert run_in(made, task).failure is None
     assert {one.config.expandable_segments for one in allocators} == {expandable}
 
 
@@ -267,7 +267,7 @@ def test_a_run_that_crashes_its_process_is_infeasible_and_the_next_one_runs(tmp_
     settings = Options().with_values(device="cpu", memory_budget="64MiB")
     with open_process(f"{path}:workload", settings, isolated=True) as child:
         runs = ShortRuns(child, task)
-        first = runs.run(0.01, 0)
+        first = runs(0.01, 0)
         assert (first.failure, first.rate) == (None, 0.01)
-        assert "(SIGSEGV)" in (runs.run(0.02, 0).failure or "")
-        assert runs.run(0.01, 0) == first
+        assert "(SIGSEGV)" in (runs(0.02, 0).failure or "")
+        assert runs(0.01, 0) == first
