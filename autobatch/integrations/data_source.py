@@ -7,7 +7,7 @@ short, and into which sizes it splits.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -17,147 +17,61 @@ from autobatch.core.records import Plan
 from autobatch.workload.contract import Collated, MapStyle, kind_of
 from autobatch.workload.data import collate_samples, fetch
 from autobatch.workload.nested import ADVICE, concatenate, cut, samples_along, signature
-from autobatch.workload.order import GlobalBatchSampler, LastBatch
+from autobatch.workload.order import GlobalBatchSampler
 
 SampleT = TypeVar("SampleT")
 Data: TypeAlias = MapStyle[SampleT] | Dataset[SampleT] | Iterable[SampleT]
 """Input of `autobatch.batches`: map-style data, samples, or a ``DataLoader``."""
 
 
-class Length(NamedTuple):
-    """Length of a run."""
+class Piece(NamedTuple):
+    """Samples ``first`` to ``stop`` of an element of the data: of a loader's batch, or the only one."""
 
-    steps: int | None
-    """Optimizer steps, those before ``start`` included; None for no limit."""
-    epochs: int | None
-    """Passes over the data; None for no limit."""
-    start: int = 0
-    """Batches to skip at the front."""
-
-    def steps_left(self) -> int | None:
-        """Return the number of batches if ``steps`` alone decides; None if the data decide."""
-        return None if self.steps is None or self.epochs is not None else max(0, self.steps - self.start)
+    content: Any
+    """The batch of a loader, a sample, or the index of a sample."""
+    first: int = 0
+    stop: int = 1
 
 
-class Samples:
-    """Map-style data, or an iterable of samples. A batch is drawn as indices or as samples.
+class Source(NamedTuple):
+    """The pieces of each batch of a run, and how micro-batches are made of them."""
 
-    Args:
-        data: the user's data.
-        sampler: the order of an epoch of map-style data, as indices; None for a permutation per epoch.
-        collate: makes a micro-batch out of samples; None for torch's default.
-        is_map_style: whether the data have an index.
-    """
+    batches: Iterator[list[Piece]]
+    total: int | None
+    """Number of batches; None if only the data know."""
+    read: Callable[[list[Piece]], list[Any]]
+    """Returns the samples of pieces; batches of a loader stay pieces."""
+    collate: Callable[[list[Any]], list[tuple[Collated, int]]]
+    """Makes a micro-batch, with its number of samples; several of a loader's batches that differ in form."""
+    has_samples: bool
+    """False for batches of a loader."""
 
-    def __init__(
-        self,
-        data: Any,
-        *,
-        sampler: Iterable[int] | None,
-        collate: Callable[[list[Any]], Collated] | None,
-        is_map_style: bool,
-    ) -> None:
-        self._data = data
-        self._sampler = sampler
-        self._collate = collate
-        self._is_map_style = is_map_style
-
-    def batches(self, plan: Plan, length: Length, seed: int) -> tuple[Iterator[list[Any]], int | None]:
-        """Draw the batches of a run.
-
-        Returns:
-            The drawn elements of each batch, and the number of batches, None if it is unknown.
-
-        Raises:
-            InputError: the data have no sample, or too few for any batch.
-        """
-        if self._is_map_style and self._sampler is None:
-            sampler = _sampler_of(len(self._data), plan, seed, length)
-            return (batch.ids for batch in sampler.batches(length.start)), max(
-                0, sampler.total - length.start
-            )
-        elements = self._data if self._sampler is None else self._sampler
-        drawn = _cut_epochs(lambda: (Piece(one, 0, 1) for one in elements), plan, length)
-        return ([one.content for one in pieces] for pieces in drawn), length.steps_left()
-
-    def count(self, drawn: list[Any]) -> int:
-        """Count the samples of a drawn batch."""
-        return len(drawn)
-
-    def part(self, drawn: list[Any], first: int, count: int) -> list[Any]:
-        """Return a part of a drawn batch: ``count`` samples from place ``first`` on."""
-        return drawn[first : first + count]
-
-    def micro_batches(self, drawn: list[Any], sizes: list[int]) -> Iterator[tuple[Collated, int]]:
-        """Collate a drawn batch in micro-batches of these sizes; yield each with its number of samples."""
-        first = 0
-        for size in sizes:
-            yield self.collate(self.samples_of(drawn[first : first + size])), size
-            first += size
-
-    def samples_of(self, drawn: list[Any]) -> list[Any]:
-        """Return the samples of a drawn batch, or of a part of it."""
-        return fetch(self._data, drawn, name="data") if self._is_map_style else drawn
-
-    def collate(self, samples: list[Any]) -> Collated:
-        """Collate samples."""
-        return collate_samples(samples, self._collate, option="autobatch.batches(collate=…)")
-
-
-class LoaderBatches:
-    """The collated batches of a loader, of any size, which are cut and concatenated along dimension 0.
-
-    A batch is drawn as pieces of the loader's batches. The methods are those of `Samples`.
-    """
-
-    def __init__(self, loader: Iterable[Collated]) -> None:
-        self._loader = loader
-
-    def batches(self, plan: Plan, length: Length, seed: int) -> tuple[Iterator[list[Any]], int | None]:
-        """See `Samples`."""
-        del seed
-        return _cut_epochs(lambda: map(as_piece, self._loader), plan, length), length.steps_left()
-
-    def count(self, drawn: list[Any]) -> int:
-        """See `Samples`."""
-        return samples_of(drawn)
-
-    def part(self, drawn: list[Any], first: int, count: int) -> list[Any]:
-        """See `Samples`."""
-        return list(split(drawn, [first, count]))[1]
-
-    def micro_batches(self, drawn: list[Any], sizes: list[int]) -> Iterator[tuple[Collated, int]]:
-        """See `Samples`. Batches of the loader that differ in form give more micro-batches."""
-        for pieces in split(drawn, sizes):
-            yield from concatenate_pieces(pieces)
+    def micro_batches(self, pieces: list[Piece], sizes: list[int]) -> Iterator[tuple[Collated, int]]:
+        """Yield micro-batches of these sizes, whose sum is that of the pieces."""
+        for one in split(pieces, sizes):
+            yield from self.collate(self.read(one))
 
 
 def open_source(
     data: Any,
+    plan: Plan,
     *,
+    steps: int | None,
+    epochs: int | None,
+    start: int,
+    seed: int,
     sampler: Iterable[int] | None,
     collate: Callable[[list[Any]], Collated] | None,
     batched: bool | None,
-) -> Samples | LoaderBatches:
-    """Return the source of the user's data.
-
-    Args:
-        data: map-style data, samples or a ``DataLoader``.
-        sampler: the order of an epoch of map-style data, as indices; None for a permutation per epoch.
-        collate: makes a micro-batch out of samples; None for torch's default.
-        batched: whether ``data`` yields batches; None to tell by ``batch_size`` or ``batch_sampler``.
+) -> Source:
+    """Open the user's data; the arguments are those of `autobatch.batches`.
 
     Raises:
         InputError: the data cannot be iterated, does not go with ``sampler`` or ``collate``, or is a loader
             that may yield samples or batches.
     """
-    if batched is None and _makes_no_batches(data):
-        raise InputError(
-            f"this {type(data).__name__} has batch_size=None, so its items may be samples or batches: "
-            "write autobatch.batches(…, batched=True) for batches, batched=False for samples"
-        )
     if batched is None:
-        batched = any(getattr(data, name, None) is not None for name in ("batch_size", "batch_sampler"))
+        batched = _yields_batches(data)
     has_items = all(hasattr(data, name) for name in ("__getitem__", "__len__"))
     is_map_style = has_items and not batched and not isinstance(data, IterableDataset | Mapping)
     if not is_map_style and not hasattr(data, "__iter__"):
@@ -174,72 +88,100 @@ def open_source(
             f"sampler= needs map-style data (__getitem__ and __len__), found {kind_of(data)}: give the "
             "sampler to the loader"
         )
+    if is_map_style and sampler is None:
+        _check_epoch(len(data), plan)
+        order = GlobalBatchSampler(
+            samples=len(data),
+            target_batch=plan.target_batch,
+            seed=seed,
+            steps=steps,
+            epochs=epochs,
+            last_batch=plan.last_batch,
+        )
+        drawn: Iterator[list[Piece]] = (list(map(Piece, batch.ids)) for batch in order.batches(start))
+        total: int | None = max(0, order.total - start)
+    else:
+        elements, piece = data if sampler is None else sampler, as_piece if batched else Piece
+        drawn = itertools.islice(_cut_epochs(lambda: map(piece, elements), plan, epochs), start, steps)
+        total = None if steps is None or epochs is not None else max(0, steps - start)
     if batched:
-        return LoaderBatches(data)
-    return Samples(data, sampler=sampler, collate=collate, is_map_style=is_map_style)
+        return Source(drawn, total, list, concatenate_pieces, has_samples=False)
+
+    def read(pieces: list[Piece]) -> list[Any]:
+        contents = [piece.content for piece in pieces]
+        return fetch(data, contents, name="data") if is_map_style else contents
+
+    def collated(samples: list[Any]) -> list[tuple[Collated, int]]:
+        return [(collate_samples(samples, collate, option="autobatch.batches(collate=…)"), len(samples))]
+
+    return Source(drawn, total, read, collated, has_samples=True)
 
 
-class Piece(NamedTuple):
-    """Samples ``first`` to ``stop`` of an element of a stream; a single sample is a piece of one."""
+def _yields_batches(data: Any) -> bool:
+    """Tell by its attributes whether data yields batches."""
+    if isinstance(data, DataLoader) and data.batch_size is None and data.batch_sampler is None:
+        raise InputError(
+            f"this {type(data).__name__} has batch_size=None, so its items may be samples or batches: "
+            "write autobatch.batches(…, batched=True) for batches, batched=False for samples"
+        )
+    return any(getattr(data, name, None) is not None for name in ("batch_size", "batch_sampler"))
 
-    content: Any
-    first: int
-    stop: int
 
-
-def cut_into_batches(
-    epoch: Callable[[], Iterable[Piece]], target: int, *, epochs: int | None, last_batch: LastBatch
+def _cut_epochs(
+    epoch: Callable[[], Iterable[Piece]], plan: Plan, epochs: int | None
 ) -> Iterator[list[Piece]]:
-    """Cut a stream into batches.
-
-    Args:
-        epoch: begins a pass over the data.
-        target: samples per batch.
-        epochs: passes; None for no limit.
-        last_batch: what happens to samples that remain at the end of an epoch.
-
-    Yields:
-        The pieces of each batch, ``target`` samples together, or fewer if the data ends.
-
-    Raises:
-        InputError: a pass gives no sample, or too few for any batch.
-    """
+    """Cut passes over data without an index into batches of the target, or fewer where the data end."""
     batch: list[Piece] = []
-    room = target
+    room = plan.target_batch
     for number in itertools.count() if epochs is None else range(epochs):
         samples = 0
-        for piece in epoch():
-            content, first, stop = piece
+        for content, first, stop in epoch():
             samples += stop - first
-            while first < stop:
-                end = min(stop, first + room)
-                batch.append(Piece(content, first, end))
-                room -= end - first
-                first = end
+            end = first
+            while end < stop:
+                begin, end = end, min(stop, end + room)
+                batch.append(Piece(content, begin, end))
+                room -= end - begin
                 if not room:
                     yield batch
-                    batch, room = [], target
-        _check_epoch(number, samples, target, last_batch)
-        if last_batch == "flush" and batch:
+                    batch, room = [], plan.target_batch
+        _check_epoch(samples, plan, number)
+        if plan.last_batch == "flush" and batch:
             yield batch
-        if last_batch != "carry":
-            batch, room = [], target
+        if plan.last_batch != "carry":
+            batch, room = [], plan.target_batch
     if batch:
         yield batch
 
 
+def _check_epoch(samples: int, plan: Plan, number: int = 0) -> None:
+    """Raise if an epoch has no sample, or too few for any batch."""
+    if not samples and number:
+        raise InputError(
+            f"the data gave no sample in epoch {number + 1}: give data that can be iterated again, which an "
+            "iterator cannot, or ask for fewer steps"
+        )
+    if not samples:
+        raise InputError("the data has 0 samples: at least 1 is needed")
+    if plan.last_batch == "drop" and samples < plan.target_batch:
+        raise InputError(
+            f"last_batch='drop' leaves no batch, because an epoch has {samples} samples and the target "
+            f"batch is {plan.target_batch}: use 'carry' or 'flush' to keep them"
+        )
+
+
 def split(pieces: Iterable[Piece], sizes: Iterable[int]) -> Iterator[list[Piece]]:
-    """Split a batch's pieces into micro-batches of these sizes, whose sum is the batch's samples."""
+    """Split pieces into lists of these numbers of samples, whose sum is at most that of the pieces."""
     queue = iter(pieces)
     rest: Piece | None = None
     for size in sizes:
         taken, room = [], size
         while room:
-            piece = next(queue) if rest is None else rest
-            end = min(piece.stop, piece.first + room)
-            taken.append(piece._replace(stop=end))
-            room -= end - piece.first
-            rest = piece._replace(first=end) if end < piece.stop else None
+            content, first, stop = piece = next(queue) if rest is None else rest
+            end = min(stop, first + room)
+            taken.append(piece if end == stop else Piece(content, first, end))
+            room -= end - first
+            rest = Piece(content, end, stop) if end < stop else None
         yield taken
 
 
@@ -261,57 +203,15 @@ def as_piece(batch: Collated) -> Piece:
     return Piece(batch, 0, sizes[0])
 
 
-def concatenate_pieces(pieces: Sequence[Piece]) -> Iterator[tuple[Collated, int]]:
-    """Concatenate pieces of batches along dimension 0, and yield each result with its number of samples.
+def concatenate_pieces(pieces: list[Piece]) -> list[tuple[Collated, int]]:
+    """Concatenate pieces of a loader's batches along dimension 0.
 
     Batches that differ in form, for example padded to different lengths, are not concatenated. They follow
     one another, which changes only the number of micro-batches.
     """
+    found = []
     for _, group in itertools.groupby(pieces, key=lambda piece: signature(piece.content)):
         parts = list(group)
         contents = [cut(piece.content, slice(piece.first, piece.stop)) for piece in parts]
-        yield contents[0] if len(contents) == 1 else concatenate(contents), samples_of(parts)
-
-
-def _check_epoch(number: int, samples: int, target: int, last_batch: LastBatch) -> None:
-    if not samples and number:
-        raise InputError(
-            f"the data gave no sample in epoch {number + 1}: give data that can be iterated again, which an "
-            "iterator cannot, or ask for fewer steps"
-        )
-    if not samples:
-        raise InputError("the data gave no sample: at least 1 is needed")
-    if last_batch == "drop" and samples < target:
-        raise InputError(
-            f"last_batch='drop' leaves no batch, because an epoch has {samples} samples and the target "
-            f"batch is {target}: use 'carry' or 'flush' to keep them"
-        )
-
-
-def _cut_epochs(epoch: Callable[[], Iterable[Piece]], plan: Plan, length: Length) -> Iterator[list[Piece]]:
-    """Cut passes over data without an index into the batches of a run."""
-    drawn = cut_into_batches(epoch, plan.target_batch, epochs=length.epochs, last_batch=plan.last_batch)
-    return itertools.islice(drawn, length.start, length.steps)
-
-
-def _makes_no_batches(data: Any) -> bool:
-    """Check for a loader that yields what its data yield."""
-    return isinstance(data, DataLoader) and data.batch_size is None and data.batch_sampler is None
-
-
-def _sampler_of(samples: int, plan: Plan, seed: int, length: Length) -> GlobalBatchSampler:
-    if not samples:
-        raise InputError("the data has 0 samples: at least 1 is needed")
-    if plan.last_batch == "drop" and samples < plan.target_batch:
-        raise InputError(
-            f"last_batch='drop' leaves no batch, because the data has {samples} samples and the target "
-            f"batch is {plan.target_batch}: use 'carry' or 'flush' to keep them"
-        )
-    return GlobalBatchSampler(
-        samples=samples,
-        target_batch=plan.target_batch,
-        seed=seed,
-        steps=length.steps,
-        epochs=length.epochs,
-        last_batch=plan.last_batch,
-    )
+        found.append((contents[0] if len(contents) == 1 else concatenate(contents), samples_of(parts)))
+    return found

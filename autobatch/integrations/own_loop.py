@@ -10,18 +10,19 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypeVar
 
 from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.core.records import GradientDtype, Plan
 from autobatch.distributed.engine import Engine, Replicate
 from autobatch.distributed.group import join_loop
 from autobatch.distributed.ranks import Ranks
-from autobatch.integrations.data_source import Data, Length, LoaderBatches, Samples, SampleT, open_source
+from autobatch.integrations.data_source import Data, Piece, SampleT, Source, open_source, samples_of, split
 from autobatch.planning import check_world_size, launched_world_size
 from autobatch.step.gradients import LOW_PRECISION, Gradients, exchange_buffer, norm_of
 from autobatch.step.loss import StepTotals, normalize_loss
@@ -35,7 +36,7 @@ from autobatch.workload.nested import form_of
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.split import SizeSplit, Split
 
-CollatedT = TypeVar("CollatedT")
+CollatedT = TypeVar("CollatedT", default=Any)
 Optimizer = torch.optim.Optimizer
 
 
@@ -59,12 +60,12 @@ class Batch(Generic[CollatedT]):
     def __init__(
         self,
         train_state: TrainState,
-        index: int,
-        samples: int,
+        engine: Engine,
         micro_batches: Iterator[tuple[CollatedT, int]],
         *,
+        index: int,
+        samples: int,
         own_samples: int,
-        engine: Engine,
     ) -> None:
         self.index = index
         """Number of the batch in the run, from 0."""
@@ -195,9 +196,24 @@ class Batch(Generic[CollatedT]):
 class Batches(Generic[CollatedT]):
     """The batches of a run; see `batches`."""
 
-    def __init__(self, drawn: Iterable[Batch[CollatedT]], total: int | None) -> None:
-        self._drawn = drawn
-        self._total = total
+    def __init__(
+        self,
+        source: Source,
+        plan: Plan,
+        train_state: TrainState,
+        *,
+        engine: Engine,
+        parts: Split,
+        start: int,
+        size_of: Callable[[Any], float] | None,
+    ) -> None:
+        self._source = source
+        self._plan = plan
+        self._train_state = train_state
+        self._engine = engine
+        self._split = parts
+        self._start = start
+        self._size_of = size_of
         self._is_started = False
 
     def __len__(self) -> int:
@@ -206,9 +222,9 @@ class Batches(Generic[CollatedT]):
         Raises:
             TypeError: the data is a stream, and not ``steps`` alone was given.
         """
-        if self._total is None:
+        if self._source.total is None:
             raise TypeError("the number of batches in a stream is unknown: give steps=, without epochs=")
-        return self._total
+        return self._source.total
 
     def __iter__(self) -> Iterator[Batch[CollatedT]]:
         """Yield the batches.
@@ -223,12 +239,42 @@ class Batches(Generic[CollatedT]):
                 "once with autobatch.batches(…, epochs=N)"
             )
         self._is_started = True
-        for batch in self._drawn:
+        for index, drawn in enumerate(self._source.batches, self._start):
+            batch = self._batch(index, drawn)
             yield batch
             batch.check_stepped()
 
+    def _batch(self, index: int, drawn: list[Piece]) -> Batch[CollatedT]:
+        """Return the batch of the samples that all ranks draw."""
+        samples = samples_of(drawn)
+        places = GlobalBatch(index, 0, list(range(samples)))
+        parts = self._split.parts(places, self._split.limits[self._split.rank])
+        sizes = [len(part.ids) for part in parts]
+        own = list(split(drawn, [parts[0].ids[0], sum(sizes)]))[1] if parts else []
+        cut = self._plan.size_cut
+        # Without the function that the sizes of the plan come from, the batch is split by count.
+        is_cut = cut is not None and self._source.has_samples and cut.by_size_of == bool(self._size_of)
+        made = self._cut_by_size(own) if is_cut and own else self._source.micro_batches(own, sizes)
+        return Batch(
+            self._train_state, self._engine, made, index=index, samples=samples, own_samples=sum(sizes)
+        )
 
-@overload
+    def _cut_by_size(self, own: list[Piece]) -> Iterator[tuple[Collated, int]]:
+        """Read all samples of this rank, in the order in which they were drawn, and cut them by size.
+
+        Their random draws are those of a split by count, and no size need be known before.
+
+        Raises:
+            InputError: a size is invalid.
+        """
+        assert self._plan.size_cut is not None
+        samples = self._source.read(own)
+        sizes = np.array([size_of_sample(one, self._size_of, place) for place, one in enumerate(samples)])
+        by_size = SizeSplit(sizes=sizes, cut=self._plan.size_cut)
+        for part in by_size.parts(GlobalBatch(0, 0, list(range(len(samples)))), by_size.largest):
+            yield from self._source.collate([samples[place] for place in part.ids])
+
+
 def batches(
     data: Data[SampleT],
     plan: Plan,
@@ -238,47 +284,12 @@ def batches(
     start: int = 0,
     seed: int = 0,
     sampler: Iterable[int] | None = None,
-    collate: Callable[[list[SampleT]], CollatedT],
+    collate: Callable[[list[SampleT]], CollatedT] | None = None,
     batched: bool | None = None,
     size_of: Callable[[Any], float] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] = (),
     scaler: torch.amp.GradScaler | None = None,
-) -> Batches[CollatedT]: ...
-
-
-@overload
-def batches(
-    data: Data[Any],
-    plan: Plan,
-    *,
-    steps: int | None = None,
-    epochs: int | None = None,
-    start: int = 0,
-    seed: int = 0,
-    sampler: Iterable[int] | None = None,
-    collate: None = None,
-    batched: bool | None = None,
-    size_of: Callable[[Any], float] | None = None,
-    optimizer: Optimizer | Sequence[Optimizer] = (),
-    scaler: torch.amp.GradScaler | None = None,
-) -> Batches[Any]: ...
-
-
-def batches(
-    data: Data[Any],
-    plan: Plan,
-    *,
-    steps: int | None = None,
-    epochs: int | None = None,
-    start: int = 0,
-    seed: int = 0,
-    sampler: Iterable[int] | None = None,
-    collate: Callable[[list[Any]], Any] | None = None,
-    batched: bool | None = None,
-    size_of: Callable[[Any], float] | None = None,
-    optimizer: Optimizer | Sequence[Optimizer] = (),
-    scaler: torch.amp.GradScaler | None = None,
-) -> Batches[Any]:
+) -> Batches[CollatedT]:
     """Cut data into batches of exactly the plan's target batch, for a training loop of your own.
 
         for batch in autobatch.batches(dataset, plan, epochs=3):
@@ -317,55 +328,22 @@ def batches(
     _check(plan, steps=steps, epochs=epochs, start=start)
     if steps is None and epochs is None:
         epochs = 1
-    source = open_source(data, sampler=sampler, collate=collate, batched=batched)
-    drawn, total = source.batches(plan, Length(steps, epochs, start), seed)
+    source = open_source(
+        data,
+        plan,
+        steps=steps,
+        epochs=epochs,
+        start=start,
+        seed=seed,
+        sampler=sampler,
+        collate=collate,
+        batched=batched,
+    )
     given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     train_state = _train_state_of(given, scaler, plan.gradient_dtype)
-    numbers = {"seed": seed, "start": start, "steps": steps, "epochs": epochs, "number of batches": total}
-    engine, split = _open_ranks(plan, train_state, numbers)
-    maker = _BatchMaker(plan, source, size_of, train_state, engine, split)
-    return Batches((maker.batch(index, one) for index, one in enumerate(drawn, start)), total)
-
-
-@dataclass(frozen=True)
-class _BatchMaker:
-    """Maker of the batch of the samples that were drawn for it."""
-
-    plan: Plan
-    source: Samples | LoaderBatches
-    size_of: Callable[[Any], float] | None
-    train_state: TrainState
-    engine: Engine
-    split: Split
-
-    def batch(self, index: int, drawn: list[Any]) -> Batch[Any]:
-        """Return the batch of the samples that all ranks draw."""
-        samples = self.source.count(drawn)
-        places = GlobalBatch(index, 0, list(range(samples)))
-        parts = self.split.parts(places, self.split.limits[self.split.rank])
-        sizes = [len(part.ids) for part in parts]
-        own = self.source.part(drawn, parts[0].ids[0], sum(sizes)) if parts else []
-        cut = self.plan.size_cut
-        # Without the function that the sizes of the plan come from, the batch is split by count.
-        is_cut = cut is not None and isinstance(self.source, Samples) and cut.by_size_of == bool(self.size_of)
-        made = self._cut_by_size(index, own) if is_cut and own else self.source.micro_batches(own, sizes)
-        return Batch(self.train_state, index, samples, made, own_samples=sum(sizes), engine=self.engine)
-
-    def _cut_by_size(self, index: int, own: list[Any]) -> Iterator[tuple[Collated, int]]:
-        """Read all samples of this rank, in the order in which they were drawn, and cut them by size.
-
-        Their random draws are those of a split by count, and no size need be known before.
-
-        Raises:
-            InputError: a size is invalid.
-        """
-        assert self.plan.size_cut is not None
-        assert isinstance(self.source, Samples)
-        samples = self.source.samples_of(own)
-        sizes = np.array([size_of_sample(one, self.size_of, place) for place, one in enumerate(samples)])
-        split = SizeSplit(sizes=sizes, cut=self.plan.size_cut)
-        for part in split.parts(GlobalBatch(index, 0, list(range(len(samples)))), split.largest):
-            yield self.source.collate([samples[place] for place in part.ids]), len(part.ids)
+    numbers = {"seed": seed, "start": start, "steps": steps, "epochs": epochs}
+    engine, parts = _open_ranks(plan, train_state, {**numbers, "number of batches": source.total})
+    return Batches(source, plan, train_state, engine=engine, parts=parts, start=start, size_of=size_of)
 
 
 def _open_ranks(plan: Plan, train_state: TrainState, numbers: dict[str, int | None]) -> tuple[Engine, Split]:

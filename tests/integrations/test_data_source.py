@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 import autobatch
 from autobatch import InputError
-from autobatch.integrations.data_source import Piece, as_piece, cut_into_batches, samples_of, split
 from tests.support.custom_loops import EXACT, Stream, ids_by_batch, mean_over_tokens, small_plan, walk
 from tests.support.training import IGNORED, apart, language_model, make_workload, points, token_loss
 
@@ -77,16 +76,16 @@ def ragged(samples):
     ("make", "message"),
     [
         (lambda: autobatch.batches(3, small_plan()), "found an int"),
-        (lambda: autobatch.batches([], small_plan()), "0 samples"),
+        (lambda: autobatch.batches([], small_plan()), "the data has 0 samples: at least 1"),
         (
             lambda: autobatch.batches(points(), small_plan(30, last_batch="drop")),
-            "no batch, because the data has 24 samples and the target batch is 30",
+            "no batch, because an epoch has 24 samples and the target batch is 30",
         ),
         (
             lambda: autobatch.batches(Stream(9), small_plan(30, last_batch="drop")),
             "no batch, because an epoch has 9 samples and the target batch is 30",
         ),
-        (lambda: autobatch.batches(Stream(0), small_plan()), "gave no sample: at least 1"),
+        (lambda: autobatch.batches(Stream(0), small_plan()), "the data has 0 samples: at least 1"),
         (lambda: autobatch.batches(iter(Stream(30)), small_plan(8), steps=9), "no sample in epoch 2"),
         (lambda: autobatch.batches(Stream(9), small_plan(), sampler=[1]), "needs map-style data"),
         (lambda: autobatch.batches(DataLoader(points()), small_plan(), collate=list), "to the loader"),
@@ -121,42 +120,28 @@ def test_a_loader_that_makes_no_batches_is_taken_as_it_is_told() -> None:
     assert ids_by_batch(single) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def samples_in(pieces: list[Piece]) -> list[int]:
-    return [sample for piece in pieces for sample in piece.content[piece.first : piece.stop]]
-
-
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8),
     target=st.integers(1, 20),
     limit=st.integers(1, 20),
     epochs=st.integers(1, 3),
-    last=st.sampled_from(["carry", "flush"]),
+    last=st.sampled_from(["carry", "flush", "drop"]),
 )
 def test_every_sample_is_cut_out_once_and_in_order(sizes, target, limit, epochs, last) -> None:
-    numbers = iter(range(sum(sizes)))
-    stream = [[next(numbers) for _ in range(size)] for size in sizes]
-
-    def epoch() -> list[Piece]:
-        return [Piece(content, 0, len(content)) for content in stream]
-
-    found = list(cut_into_batches(epoch, target, epochs=epochs, last_batch=last))
-    assert [sample for pieces in found for sample in samples_in(pieces)] == list(range(sum(sizes))) * epochs
-    if last == "carry":
-        assert {samples_of(pieces) for pieces in found[:-1]} <= {target}
-    for pieces in found:
-        size = samples_of(pieces)
-        parts = [min(limit, size - at) for at in range(0, size, limit)]
-        micro_batches = [samples_in(taken) for taken in split(pieces, parts)]
-        assert [len(one) for one in micro_batches] == parts
-        assert [sample for one in micro_batches for sample in one] == samples_in(pieces)
-
-
-def test_a_dropped_rest_is_not_carried_into_the_next_epoch() -> None:
-    def epoch() -> list[Piece]:
-        return [Piece(list(range(7)), 0, 7)]
-
-    found = list(cut_into_batches(epoch, 5, epochs=2, last_batch="drop"))
-    assert [samples_in(pieces) for pieces in found] == [[0, 1, 2, 3, 4]] * 2
+    numbers = torch.arange(sum(sizes))
+    whole = len(numbers) // target * target if last == "drop" else len(numbers)
+    made = autobatch.batches(
+        numbers.split(sizes), small_plan(target, limit, last_batch=last), epochs=epochs, batched=True
+    )
+    if not whole:
+        with pytest.raises(InputError, match="last_batch='drop' leaves no batch"):
+            list(walk(made))
+        return
+    found = ids_by_batch(made)
+    assert [sample for ids in found for sample in ids] == list(range(whole)) * epochs
+    per_epoch = whole * epochs if last == "carry" else whole
+    of_epoch = [target] * (per_epoch // target) + [per_epoch % target] * (per_epoch % target > 0)
+    assert [len(ids) for ids in found] == of_epoch * (whole * epochs // per_epoch)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +155,7 @@ def test_a_dropped_rest_is_not_carried_into_the_next_epoch() -> None:
 )
 def test_a_batch_that_cannot_be_cut_is_refused(batch, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        as_piece(batch)
+        list(walk(autobatch.batches([batch], small_plan(), batched=True)))
 
 
 def test_nested_batches_keep_their_containers() -> None:

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 import autobatch
 from autobatch import InputError, Loss, NonFiniteError
-from autobatch.integrations.own_loop import Batch
 from autobatch.planning import make_plan
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.custom_loops import (
@@ -138,7 +137,7 @@ def test_a_plan_for_one_process_is_refused_among_several(monkeypatch: pytest.Mon
 # the step of a batch
 
 
-def first_batch() -> Batch:
+def first_batch():
     return next(iter(autobatch.batches(points(), small_plan())))
 
 

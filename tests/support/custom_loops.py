@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset
 
 from autobatch import Loss, Plan, Workload
-from autobatch.integrations.own_loop import Batch, Batches, MicroBatch
 from autobatch.planning import make_plan
 from autobatch.workload.contract import Collated
 from tests.support.training import (
@@ -53,7 +52,7 @@ KINDS = {
 
 
 def train_in_own_loop(
-    workload: Workload, batches: Batches[Any], *, clip: float | None = None
+    workload: Workload, batches: Any, *, clip: float | None = None
 ) -> tuple[Tensor, list[float]]:
     """Train as a user would in ten lines; return the weights and the losses."""
     torch.manual_seed(0)
@@ -68,7 +67,7 @@ def train_in_own_loop(
     return weights(model), losses
 
 
-def walk(batches: Batches[Any]) -> Iterator[tuple[Batch[Any], MicroBatch[Any]]]:
+def walk(batches: Any) -> Iterator[tuple[Any, Any]]:
     """Yield all micro-batches with their batch, and train nothing."""
     unused = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.1)
     for batch in batches:
@@ -78,7 +77,7 @@ def walk(batches: Batches[Any]) -> Iterator[tuple[Batch[Any], MicroBatch[Any]]]:
         assert not batch.step(unused).applied
 
 
-def ids_by_batch(batches: Batches[Any]) -> list[list[int]]:
+def ids_by_batch(batches: Any) -> list[list[int]]:
     """Return the samples of every batch, if each sample is its own index."""
     found: dict[int, list[int]] = {}
     for batch, micro in walk(batches):
