@@ -71,6 +71,7 @@ class Batch(Generic[CollatedT]):
         """Number of the batch in the run, from 0."""
         self.samples = samples
         """The plan's target batch, or fewer if the data ends within this batch; those of all ranks."""
+        self._name = f"batch {index}"
         self._own_samples = own_samples
         self._engine = engine
         self._train_state = train_state
@@ -104,7 +105,7 @@ class Batch(Generic[CollatedT]):
         """
         if self._open is None:
             raise InputError(
-                f"batch.backward() was called without a micro-batch in {self._name()}: call it once per "
+                f"batch.backward() was called without a micro-batch in {self._name}: call it once per "
                 "micro-batch, inside `for micro in batch:`, with the sum of its losses"
             )
         if not isinstance(loss, Loss) and not (isinstance(loss, Tensor) and loss.dim() == 0):
@@ -152,7 +153,7 @@ class Batch(Generic[CollatedT]):
             return result
         what = "gradient" if math.isfinite(result.loss) else f"loss ({result.loss})"
         raise NonFiniteError(
-            f"the {what} of {self._name()} is not finite, so no step was taken: check its samples, the "
+            f"the {what} of {self._name} is not finite, so no step was taken: check its samples, the "
             "learning rate and the precision"
         )
 
@@ -164,7 +165,7 @@ class Batch(Generic[CollatedT]):
         """
         if not self._is_stepped and (self._open is not None or self._totals.sizes):
             raise InputError(
-                f"no step was taken for {self._name()}: call batch.step(optimizer) after the loop over its "
+                f"no step was taken for {self._name}: call batch.step(optimizer) after the loop over its "
                 "micro-batches"
             )
 
@@ -172,25 +173,20 @@ class Batch(Generic[CollatedT]):
         if self._open is not None:
             number = len(self._totals.sizes) + 1
             raise InputError(
-                f"batch.backward() was not called for micro-batch {number} of {self._name()}: call it with "
+                f"batch.backward() was not called for micro-batch {number} of {self._name}: call it with "
                 "the loss of every micro-batch, in place of loss.backward()"
             )
 
     def _check_complete(self) -> None:
         if self._is_stepped:
-            raise InputError(
-                f"the step of {self._name()} was already taken: call batch.step() once per batch"
-            )
+            raise InputError(f"the step of {self._name} was already taken: call batch.step() once per batch")
         self._check_closed()
         done = sum(self._totals.sizes)
         if done < self._own_samples:
             raise InputError(
-                f"batch.step() was called after {done} of {self._own_samples} samples of {self._name()}: "
+                f"batch.step() was called after {done} of {self._own_samples} samples of {self._name}: "
                 "finish `for micro in batch:` first"
             )
-
-    def _name(self) -> str:
-        return f"batch {self.index}"
 
 
 class Batches(Generic[CollatedT]):
@@ -359,7 +355,7 @@ def _open_ranks(plan: Plan, train_state: TrainState, numbers: dict[str, int | No
     group.check_equal({"the target batch": plan.target_batch, **numbers})
     limits = group.gather(plan.ranks[group.rank].limit if plan.ranks else plan.micro_batch)
     split = Split(group.rank, limits, plan.multiple)
-    return Replicate(group, split, range(group.world), train_state, _no_filler), split
+    return Replicate(group, split, range(group.world), train_state, _not_here), split
 
 
 def _begin_exchange(train_state: TrainState, ranks: Ranks) -> None:
@@ -397,7 +393,7 @@ def _train_state_of(
     no_model = nn.Module()
     train_state = TrainState(
         model=no_model,
-        loss=_no_loss,
+        loss=_not_here,
         optimizers=(),
         parameters=[],
         device=torch.device("cpu"),
@@ -413,12 +409,8 @@ def _train_state_of(
     return train_state
 
 
-def _no_loss(*_: object) -> Tensor:
-    raise AssertionError("the forward pass runs in the user's loop")
-
-
-def _no_filler() -> tuple[Collated, int]:
-    raise AssertionError("only a loss over the whole batch needs it")
+def _not_here(*_: object) -> Any:
+    raise AssertionError("the forward passes run in the user's loop")
 
 
 def _set_optimizers(
@@ -435,16 +427,13 @@ def _set_optimizers(
     if not optimizers or optimizers == train_state.optimizers:
         return
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    low = {
-        str(p.dtype).removeprefix("torch.")
-        for p in parameters
-        if p.requires_grad and p.dtype in LOW_PRECISION
-    }
+    low = [p.dtype for p in parameters if p.requires_grad and p.dtype in LOW_PRECISION]
     dtype = train_state.gradients.dtype
     if low and micro_batches_done > 1 and dtype == "fp32":
         raise InputError(
-            f"batch.step() was given parameters in {', '.join(sorted(low))}, whose gradients must be summed "
-            "in float32 from the first micro-batch on: use autobatch.batches(…, optimizer=…) instead"
+            f"batch.step() was given parameters in {str(low[0]).removeprefix('torch.')}, whose gradients "
+            "must be summed in float32 from the first micro-batch on: use autobatch.batches(…, optimizer=…) "
+            "instead"
         )
     train_state.optimizers = optimizers
     train_state.parameters = list({id(p): p for p in parameters}.values())
