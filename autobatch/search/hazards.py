@@ -277,7 +277,7 @@ def _evaluated(setup: Setup) -> Iterator[Run]:
 
 def _placed(setup: Setup, samples: list[Any]) -> Collated:
     """Collate samples, on the device."""
-    collated = collate_samples(shallow_copies(samples), setup.workload.collate, option="Workload(collate=…)")
+    collated = collate_samples(shallow_copies(samples), setup.workload.collate)
     return to_device(collated, setup.device.torch_device)
 
 

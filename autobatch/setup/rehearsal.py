@@ -20,7 +20,7 @@ from autobatch.device.oom import Verdict, classify, first_line, requested_bytes
 from autobatch.setup.setup import Setup
 from autobatch.step.apply_knobs import free_graphs, uses_graphs
 from autobatch.step.restore import temporary_weights
-from autobatch.step.train_state import StepSettings, TrainState, build_train_state
+from autobatch.step.train_state import TrainState, build_train_state
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
 from autobatch.workload.data import load_micro_batch
@@ -170,7 +170,9 @@ def on_copies(setup: Setup, meter: Meter, *, learning_rate: float | None = None)
 
     with meter.uncounted():
         model, shared = sharded_copy(setup.model, setup.sharding, setup.precision, setup.device.torch_device)
-    train_state = open_train_state(replace(setup, model=model), meter, learning_rate=learning_rate)
+    # FSDP sums the gradients of the ranks, so they need no buffer for it.
+    alone = replace(setup, model=model, world=1)
+    train_state = open_train_state(alone, meter, learning_rate=learning_rate)
     shared.attach(train_state)
     yield train_state
 
@@ -185,21 +187,8 @@ def open_train_state(setup: Setup, meter: Meter, *, learning_rate: float | None 
     """
     meter.count(tensor.data for tensor in [*setup.model.parameters(), *setup.model.buffers()])
     setup.model.train()
-    return build_train_state(
-        setup.workload,
-        setup.model,
-        setup.device.torch_device,
-        StepSettings(
-            precision=setup.precision,
-            gradient_dtype=setup.gradient_dtype,
-            max_grad_norm=setup.max_grad_norm,
-            ema=setup.ema,
-            knobs=setup.knobs,
-            # Ranks that share a model need no buffer: FSDP sums their gradients.
-            world=1 if setup.sharding else setup.world,
-        ),
-        learning_rate=setup.workload.learning_rate if learning_rate is None else learning_rate,
-    )
+    device = setup.device.torch_device
+    return build_train_state(setup.workload, setup.model, device, setup, learning_rate=learning_rate)
 
 
 def batches_of(

@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -28,6 +28,7 @@ from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.setup.model import build_model, build_shared_model, check_whole
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.step.optimizers import argument_of
+from autobatch.step.train_state import StepSettings
 from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.data_digest import DataDigest, digest_data
@@ -44,8 +45,8 @@ KeyValue = str | int | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
-    """Model, data and device of attempts and trials, each of which leaves them unchanged."""
+class Setup(StepSettings):
+    """Model, data, device and settings of attempts and trials, each of which leaves them unchanged."""
 
     workload: Workload
     model: nn.Module
@@ -53,20 +54,11 @@ class Setup:
     worst_case: WorstCaseSampler
     stream: Any = None
     """The user's stream, of which the workload has the first samples; None for data with an index."""
-    precision: Precision
-    gradient_dtype: GradientDtype = "fp32"
-    max_grad_norm: float | None = None
-    ema: float | None = None
-    """Decay of the averaged weights; None for no average."""
-    knobs: Mapping[str, Value] = field(default_factory=dict)
-    """Values of the knobs that are not at their default."""
     whole_batch: int | None = None
     """Samples of an optimizer step if the loss sees all of them (`WholeBatchLoss`); None if it does not, or
     if they are unknown."""
     keeps_batches: bool = False
     """True for a loop that keeps each micro-batch until the next one is there."""
-    world: int = 1
-    """Ranks that train together; several hold a buffer in which they sum their gradients."""
     sharding: Sharding | None = None
     """The parts of a rank without the others; None if each rank has a whole model, or to train."""
     layout: ShardLayout | None = None

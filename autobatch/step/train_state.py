@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
+from autobatch.core.knobs import Configuration
 from autobatch.core.records import GradientDtype, Precision
 from autobatch.step.apply_knobs import apply_forward, apply_implementation, apply_layout, uses_graphs
 from autobatch.step.ema import WeightAverage
@@ -111,7 +112,7 @@ class StepSettings:
     """2-norm to clip gradients to; None for no clipping."""
     ema: float | None = None
     """Decay of the weight average; None for no average."""
-    knobs: Mapping[str, object] = field(default_factory=dict)
+    knobs: Configuration = field(default_factory=dict)
     """The tuner's choices, applied by `autobatch.step.apply_knobs`."""
     world: int = 1
     """Ranks that sum their gradients in `TrainState.exchange`."""
@@ -123,7 +124,7 @@ def build_train_state(
     device: torch.device,
     settings: StepSettings,
     *,
-    learning_rate: float,
+    learning_rate: float | None = None,
 ) -> TrainState:
     """Build the optimizers, the loss scale and the weight average of a model.
 
@@ -132,7 +133,7 @@ def build_train_state(
         model: the model, already on ``device``.
         device: the device that trains.
         settings: of its steps.
-        learning_rate: passed to ``Workload(optimizer=…)``.
+        learning_rate: passed to ``Workload(optimizer=…)``; None for the workload's own.
 
     Raises:
         InputError: ``Workload(optimizer=…)`` returns no optimizer, or one that trains nothing in this
@@ -140,7 +141,8 @@ def build_train_state(
     """
     knobs, precision, ema, world = settings.knobs, settings.precision, settings.ema, settings.world
     apply_layout(model, knobs)
-    optimizers = build_optimizers(workload, model, learning_rate)
+    rate = workload.learning_rate if learning_rate is None else learning_rate
+    optimizers = build_optimizers(workload, model, rate)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     apply_implementation(optimizers, knobs)
     parameters = list({id(p): p for group in groups for p in group["params"]}.values())

@@ -28,8 +28,7 @@ from autobatch.training.phase_times import PhaseTimes
 from autobatch.training.validation import sanity_check_validation
 from autobatch.workload.contract import Collated, Loading, Workload, kind_of
 from autobatch.workload.data import load_micro_batch
-from autobatch.workload.feed import AHEAD
-from autobatch.workload.loader import gpu_of, open_feed, start_method
+from autobatch.workload.loader import AHEAD, gpu_of, open_feed, start_method
 from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler, Order
 from autobatch.workload.rng import seed_everything, seed_rank

@@ -38,8 +38,7 @@ from autobatch.training.noise_scale import NoiseScale
 from autobatch.training.phase_times import OTHER, PhaseTimes
 from autobatch.training.step_errors import error_before_step, error_in_step, nonfinite_error
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
-from autobatch.workload.data import load_micro_batch
-from autobatch.workload.feed import Feed
+from autobatch.workload.loader import Feed
 from autobatch.workload.nested import feed, tensors_of
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.rng import RandomState, capture_random_state, restore_random_state
@@ -69,8 +68,10 @@ class Loop:
     meter: Meter
     micro_batch: int
     """The largest micro-batch to run; shrinks after an out-of-memory error."""
-    split: Split = field(default_factory=Split)
+    split: Split
     """Forms the micro-batches of each batch."""
+    feed: Feed
+    """Makes them."""
     engine: Engine = field(default_factory=Engine)
     """The ranks that train each batch together."""
     schedules: list[torch.optim.lr_scheduler.LRScheduler] = field(default_factory=list)
@@ -88,8 +89,6 @@ class Loop:
     oom_recoveries: int = 0
     noise: NoiseScale = field(default_factory=NoiseScale)
     """Measured from the norms that accumulation gives at almost no cost."""
-    feed: Feed | None = None
-    """Makes the micro-batches; if ``None``, the loop does, from its own random generators."""
     kept: KeptBatch | None = None
     """Gets a copy of each micro-batch; None to keep none."""
     clock: Callable[[], float] = time.perf_counter
@@ -243,19 +242,19 @@ class Loop:
 
     def _fetch(self, batch: GlobalBatch, parts: list[MicroBatchIds]) -> Iterator[tuple[Collated, int]]:
         """Yield the micro-batches of a batch on the host, each with its number of samples, and hold none."""
-        fed = None if self.feed is None else self.feed.collated(batch, self.micro_batch)
+        fed = self.feed.collated(batch, self.micro_batch)
         if self.kept is not None:
             self.kept.clear()
         for part in parts:
             if self.times.is_timing:
                 self.times.lap("data")
             # Not in a variable, because this frame lives while the micro-batch trains.
-            yield self._collated(part, fed), len(part.ids)
+            yield self._collated(fed, len(part.ids)), len(part.ids)
 
-    def _collated(self, part: MicroBatchIds, fed: Iterator[Collated] | None) -> Collated:
-        micro_batch = load_micro_batch(self.workload, part.ids) if fed is None else next(fed)
+    def _collated(self, fed: Iterator[Collated], size: int) -> Collated:
+        micro_batch = next(fed)
         if self.kept is not None:
-            self.kept.add(micro_batch, len(part.ids))
+            self.kept.add(micro_batch, size)
         return micro_batch
 
     def _mark(self, phase: str) -> None:

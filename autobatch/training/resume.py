@@ -53,7 +53,6 @@ from autobatch.workload.rng import (
     restore_random_state,
     seed_rank,
 )
-from autobatch.workload.streams import stream_state
 
 _Count = Annotated[int, Meta(ge=0)]
 _Positive = Annotated[int, Meta(ge=1)]
@@ -129,7 +128,7 @@ def capture_loop(loop: Loop) -> dict[str, Any]:
         "average": None if train_state.average is None else train_state.average.state_dict(),
         "items_per_sample": train_state.items_per_sample,
         "noise": loop.noise.state_dict(),
-        "stream": stream_state(loop.workload.train_data),
+        "stream": loop.sampler.state_dict(),
         "random": loop.engine.ranks.gather(plain_random_state()),
         "limits": loop.limits,
         "counters": {

@@ -49,7 +49,6 @@ from autobatch.training.state_file import pack
 from autobatch.training.validation import Validator
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state
-from autobatch.workload.streams import StreamSampler
 
 MOST_CHECKED_BYTES = GiB
 """Bytes of the largest model whose loss is checked on the CPU, where more would take minutes."""
@@ -112,14 +111,14 @@ def train_plan(
     ) as loop:
         if resumed is not None:
             restore_loop(loop, resumed.state, same_hardware=run.is_exact, folder=resumed.path)
-            if isinstance(sampler, StreamSampler):
-                progress.note(sampler.view.load_state_dict(resumed.state["stream"]))
+            for line in sampler.load_state_dict(resumed.state["stream"]):
+                progress.note(line)
         facts = {
             "plan": msgspec.to_builtins(plan),
             "key": dict(run.key),
             **run.facts,
             "notes": notes,
-            "sample_seeds": loop.feed is not None,
+            "sample_seeds": loop.feed.seeds_samples,
             "seed": options.device.seed,
             "warmup_samples": options.train.warmup_samples,
             **data_order_facts(sampler),

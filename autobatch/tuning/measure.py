@@ -21,8 +21,7 @@ from autobatch.step.whole_batch import batch_samples
 from autobatch.tuning.configuration import Infeasible
 from autobatch.workload.contract import Collated
 from autobatch.workload.data import load_micro_batch
-from autobatch.workload.feed import AHEAD
-from autobatch.workload.loader import gpu_of, open_feed
+from autobatch.workload.loader import AHEAD, gpu_of, open_feed
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.rng import preserved_random_state, seed_torch
 
@@ -195,7 +194,6 @@ def _fed(
     gpu = gpu_of(setup.device, setup.knobs, setup.workload.loading)
     workers = int(setup.knobs.get(LOADER_WORKERS) or 0)
     with open_feed(setup.workload, batches, seed=0, workers=workers, prefetch=prefetch, gpu=gpu) as feed:
-        assert feed is not None
         for _, batch in zip(numbers, batches(0), strict=False):
             yield _batch(setup, feed.collated(batch, size), size, count)
 

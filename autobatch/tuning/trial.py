@@ -37,8 +37,7 @@ from autobatch.setup.trace import other_order, trace_footprint
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.tuning.configuration import Infeasible, Key, Measurement, changes, infeasible, key_of
 from autobatch.tuning.measure import TOLERANCE, LossCheck, fetch_share, time_steps
-from autobatch.workload.feed import AHEAD, SeededCollate
-from autobatch.workload.loader import why_not_sent
+from autobatch.workload.loader import AHEAD, why_not_sent
 from autobatch.workload.nested import tensors_of
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -214,8 +213,7 @@ def look_at_workload(session: Session, task: TrialSpec) -> TuningContext:
     cores = usable_cores()
     loader: str | None = "the number of workers is given"
     if task.workers is None:
-        collate = SeededCollate(data=workload.train_data, collate=workload.collate, seed=0)
-        loader = why_not_sent(collate, setup.worst_case.batch(1))
+        loader = why_not_sent(workload, setup.worst_case.batch(1))
     precisions = device.native_precisions() if task.is_precision_open else ()
     return TuningContext(
         precisions=(setup.precision, *(one for one in precisions if one != setup.precision)),

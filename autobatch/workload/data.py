@@ -52,7 +52,7 @@ def load_micro_batch(workload: Workload, ids: Sequence[int], *, data: Any = None
     is_training = data is None
     name = "train_data" if is_training else "validation_data"
     samples = fetch(workload.train_data if is_training else data, ids, name=name)
-    return collate_samples(samples, workload.collate, option="Workload(collate=…)")
+    return collate_samples(samples, workload.collate)
 
 
 def fetch(data: Any, ids: Sequence[int], *, name: str = "train_data") -> list[Any]:
@@ -98,7 +98,10 @@ def shallow_copies(samples: Sequence[Any]) -> list[Any]:
 
 
 def collate_samples(
-    samples: list[Any], collate: Callable[[list[Any]], Collated] | None, *, option: str
+    samples: list[Any],
+    collate: Callable[[list[Any]], Collated] | None,
+    *,
+    option: str = "Workload(collate=…)",
 ) -> Collated:
     """Collate samples.
 

@@ -4,6 +4,13 @@ With workers, a ``DataLoader`` reads a dataset whose items are whole micro-batch
 of the run. Batches are drawn first and split afterwards, so the coming micro-batches are known. If a batch
 runs again in smaller micro-batches, the stream starts again at that batch.
 
+If samples are seeded, the random draws of a dataset for one sample (augmentation) depend on four numbers
+alone: the run's seed, the batch, the sample's place in it, and the sample's index. They are the same for any
+number of workers, for any micro-batch, after a batch was run again, and after a resume. Only the default
+generators are seeded, those of Python, of NumPy, and of torch for the CPU. A dataset's own generator is not.
+Sums that torch spreads over threads may still differ, because a worker has one thread. A collate function
+that draws is seeded by the first sample of its micro-batch.
+
 Workers ignore the signals that ask the run to stop. A signal to the whole process group would otherwise end
 the workers first, and the checkpoint would never be written. The kernel ends the workers with this process.
 """
@@ -40,14 +47,19 @@ from autobatch.core.signals import STOPPING, end_with_parent, hold_back_signals
 from autobatch.device.base import Device
 from autobatch.device.oom import Verdict, classify
 from autobatch.workload.contract import Collated, Loading, Workload
-from autobatch.workload.feed import AHEAD, Feed, SeededCollate, SeededFeed
+from autobatch.workload.data import collate_samples, fetch
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.order import GlobalBatch
+from autobatch.workload.rng import capture_random_state, restore_random_state, seed_generators
 from autobatch.workload.split import MicroBatchIds, Split
 from autobatch.workload.user_code import to_picklable
 
 BatchesFrom: TypeAlias = Callable[[int], Iterator[GlobalBatch]]
 """Returns the batches of the run, from a number on."""
+AHEAD = 2
+"""Micro-batches that a worker fetches ahead, as in torch's own loader."""
+COLLATING = -1
+"""Takes the place of a sample's index in the seed of a collate function."""
 TIME_LIMIT_S = 600.0
 """Longest wait for a micro-batch, generous enough for slow storage."""
 POLL_S = 5.0
@@ -66,6 +78,102 @@ class LoaderWorkerTimeout(AutobatchError, RuntimeError):  # noqa: N818 - an even
     """No loader worker sent a micro-batch in time."""
 
 
+@dataclass(frozen=True)
+class Failure:
+    """An error that a worker sends in place of a micro-batch, because torch keeps no notes and no cause."""
+
+    error: AutobatchError
+
+
+class MicroBatches(Dataset[Any]):
+    """The micro-batches of a workload, each by its sample ids.
+
+    Args:
+        workload: has the data and the collate function.
+        seed: of the run, to seed every sample; None to draw from the generators as they are.
+        stop: a flag that a worker shares with the loop; once it is set, an item is left unfinished.
+    """
+
+    def __init__(self, workload: Workload, seed: int | None, stop: Any = None) -> None:
+        self._data, self._collate = workload.train_data, workload.collate
+        self.seed = seed
+        self._stop = stop
+
+    def load(self, part: MicroBatchIds) -> Collated:
+        """Fetch and collate a micro-batch; seeded samples leave no trace in the generators.
+
+        Raises:
+            InputError: the samples cannot be collated.
+        """
+        if self.seed is None:
+            return collate_samples(fetch(self._data, part.ids), self._collate)
+        # GPU generators are not seeded, so they are not restored either.
+        before = capture_random_state()._replace(cuda=[])
+        try:
+            return self._load_seeded(part)
+        finally:
+            restore_random_state(before)
+
+    def __getitem__(self, part: MicroBatchIds) -> Collated | Failure:
+        """Return a micro-batch in a worker, or the error of the workload that prevented it."""
+        try:
+            batch = self._load_seeded(part)
+            # The queue silently drops what it cannot pickle, and the loop would wait for it in vain.
+            _check_sendable(batch)
+        except (Exception, SystemExit) as error:
+            if classify(error) is not Verdict.NONE:
+                raise  # torch sends its type and text to the loop, and the recovery needs both
+            return Failure(to_picklable(error))
+        return batch
+
+    def _load_seeded(self, part: MicroBatchIds) -> Collated:
+        """Collate a micro-batch with a seed for every sample; return None if it was asked to stop."""
+        assert self.seed is not None
+        samples: list[Any] = []
+        for place, sample in zip(part.places, part.ids, strict=True):
+            if self._stop is not None and self._stop.value:
+                return None
+            seed_generators(self.seed, part.batch_index, place, sample)
+            # One at a time, even from data that can fetch many at once (``__getitems__``).
+            samples += fetch(self._data, [sample])
+        seed_generators(self.seed, part.batch_index, part.places[0], COLLATING)
+        return collate_samples(samples, self._collate)
+
+
+class Feed:
+    """Source of a loop's micro-batches, which this process collates on demand.
+
+    Args:
+        micro_batches: fetches and collates one.
+        split: forms them.
+    """
+
+    def __init__(self, micro_batches: MicroBatches, split: Split) -> None:
+        self._micro_batches = micro_batches
+        self._split = split
+
+    @property
+    def seeds_samples(self) -> bool:
+        """True if samples are seeded one by one."""
+        return self._micro_batches.seed is not None
+
+    def collated(self, batch: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
+        """Yield the collated micro-batches of a batch, on the host.
+
+        The loop may ask for the same batch again, in smaller micro-batches.
+
+        Args:
+            batch: its sample ids.
+            micro_batch: the largest number of samples in a micro-batch.
+
+        Raises:
+            InputError: the workload's data or collate function raised.
+        """
+        for part in self._split.parts(batch, micro_batch):
+            # Not kept in a variable, so that the loop alone holds a micro-batch while it trains on it.
+            yield self._micro_batches.load(part)
+
+
 @contextmanager
 def open_feed(
     workload: Workload,
@@ -77,7 +185,7 @@ def open_feed(
     sample_seeds: bool = False,
     gpu: torch.device | None = None,
     split: Split | None = None,
-) -> Iterator[Feed | None]:
+) -> Iterator[Feed]:
     """Open the feed of a loop, and end its workers at the end of the block.
 
     Args:
@@ -90,23 +198,16 @@ def open_feed(
         gpu: copy the workers' micro-batches to pinned memory for this GPU; None not to copy.
         split: forms the micro-batches; None for equal counts.
 
-    Yields:
-        None if the loop collates its own micro-batches, with the run's own generators.
-
     Raises:
         LoaderWorkerCrashed: a worker ended. torch raises its own error wherever the loop is at that moment.
     """
     split = split or Split()
-    collate = SeededCollate(data=workload.train_data, collate=workload.collate, seed=seed)
     if not workers:
-        yield SeededFeed(collate, split) if sample_seeds else None
+        yield Feed(MicroBatches(workload, seed if sample_seeds else None), split)
         return
-    options = {
-        "num_workers": workers,
-        "prefetch_factor": prefetch,
-        "worker_init_fn": partial(start_worker, workload.loading.init_worker),
-    }
-    feed = WorkerFeed(collate, batches, split, options, gpu)
+    start = partial(start_worker, workload.loading.init_worker)
+    processes = {"num_workers": workers, "prefetch_factor": prefetch, "worker_init_fn": start}
+    feed = WorkerFeed(workload, seed, batches, split, gpu=gpu, **processes)
     try:
         yield feed
     except Exception as error:
@@ -118,39 +219,41 @@ def open_feed(
         feed.close()
 
 
-class WorkerFeed:
+class WorkerFeed(Feed):
     """Micro-batches from loader workers.
 
     Args:
-        collate: fetches and collates one micro-batch, in a worker.
+        workload: has the data and the collate function.
+        seed: of the run.
         batches: returns the batches of the run, from a number on.
         split: forms the micro-batches.
-        options: arguments of the ``DataLoader`` about its processes.
         gpu: copy micro-batches to pinned memory for this GPU; None not to copy.
+        options: arguments of the ``DataLoader`` about its processes.
     """
 
     def __init__(
         self,
-        collate: SeededCollate,
+        workload: Workload,
+        seed: int,
         batches: BatchesFrom,
         split: Split,
-        options: dict[str, Any],
-        gpu: torch.device | None = None,
+        *,
+        gpu: torch.device | None,
+        **options: Any,
     ) -> None:
-        self._collate = collate
-        self._batches = batches
-        self._split = split
-        self._options = options
-        self._gpu = gpu
         self._context = multiprocessing.get_context(start_method())
         self._stop = self._context.RawValue(ctypes.c_bool, False)
+        super().__init__(MicroBatches(workload, seed, self._stop), split)
+        self._batches = batches
+        self._options = options
+        self._gpu = gpu
         self._workers: list[BaseProcess] = []
         self._stream: Any = None
         self._next: tuple[int, int] | None = None
         """Batch and size limit of the micro-batches that the stream yields next; None within a batch."""
 
     def collated(self, batch: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
-        """See `autobatch.workload.feed.Feed`.
+        """See `Feed.collated`.
 
         Raises:
             InputError: the workload's data or collate function raised in a worker.
@@ -161,7 +264,6 @@ class WorkerFeed:
         left = len(self._split.parts(batch, micro_batch))
         while left:
             left -= 1
-            # Not kept in a variable, so that the loop alone holds a micro-batch while it trains on it.
             yield self._take(None if left else (batch.index + 1, micro_batch))
 
     def crash(self, seconds: float) -> LoaderWorkerCrashed | None:
@@ -184,14 +286,15 @@ class WorkerFeed:
         self._workers = []
 
     def _start(self, index: int, micro_batch: int) -> None:
+        """Start new workers, at a batch and with a size limit."""
         self.close()
         self._stop.value = False
         _open_socket_folder()
         others = multiprocessing.active_children()
         # The thread that pins memory uses the current GPU.
         on_gpu = nullcontext() if self._gpu is None else torch.cuda.device(self._gpu)
+        blocked = hold_back_signals(STOPPING, with_tracker=start_method() != "fork")
         try:
-            blocked = hold_back_signals(STOPPING, with_tracker=start_method() != "fork")
             with blocked, _worker_warnings_ignored(), on_gpu:
                 self._stream = iter(self._loader(index, micro_batch))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -204,10 +307,10 @@ class WorkerFeed:
     def _loader(self, index: int, micro_batch: int) -> DataLoader[Collated]:
         parts = (part for batch in self._batches(index) for part in self._split.parts(batch, micro_batch))
         return DataLoader(
-            MicroBatchDataset(self._collate, self._stop),
+            self._micro_batches,
             batch_size=None,
             sampler=parts,
-            collate_fn=_unchanged,
+            collate_fn=unchanged,
             pin_memory=self._gpu is not None,
             timeout=POLL_S,
             # A generator of its own, so that the run's generators are not drawn from.
@@ -251,57 +354,20 @@ def gpu_of(device: Device, knobs: Configuration, loading: Loading) -> torch.devi
     return device.torch_device if device.reads_pinned_memory and is_pinned else None
 
 
-def why_not_sent(collate: SeededCollate, batch: Collated) -> str | None:
-    """Return why loader workers cannot feed a workload; None if they can.
-
-    Args:
-        collate: the function that a worker runs.
-        batch: one of its micro-batches.
-    """
+def why_not_sent(workload: Workload, batch: Collated) -> str | None:
+    """Return why loader workers cannot send micro-batches such as this one; None if they can."""
     if any(tensor.device.type != "cpu" for tensor in tensors_of(batch)):
         return "its samples are on a GPU, which workers cannot use"
     try:
-        if start_method() is None:
-            _check_picklable(collate)
-        _check_picklable(batch)
+        _check_picklable((batch, None if start_method() == "fork" else MicroBatches(workload, 0)))
     except Exception as error:
         return f"its samples cannot be sent from one process to another ({type(error).__name__}: {error})"
     return None
 
 
-# In a worker
-
-
-class MicroBatchDataset(Dataset[Any]):
-    """A dataset whose items are whole micro-batches.
-
-    Args:
-        collate: fetches and collates one.
-        stop: a shared flag; once it is set, an item is left unfinished.
-    """
-
-    def __init__(self, collate: SeededCollate, stop: Any) -> None:
-        self._collate = collate
-        self._stop = stop
-
-    def __getitem__(self, part: MicroBatchIds) -> Collated | Failure:
-        """Return a micro-batch, or the error of the workload that prevented it."""
-        try:
-            batch = self._collate(part, is_asked=lambda: bool(self._stop.value))
-            # The queue silently drops what it cannot pickle, and the loop would wait for it in vain.
-            _check_sendable(batch)
-        except (Exception, SystemExit) as error:
-            if classify(error) is not Verdict.NONE:
-                raise  # torch sends its type and text to the loop, and the recovery needs both
-            return Failure(to_picklable(error))
-        return batch
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An error that a worker sends in place of a micro-batch, because torch keeps no notes and no cause."""
-
-    error: AutobatchError
+def unchanged(sample: Any) -> Any:
+    """Return a sample or a micro-batch unchanged; torch's default would turn its arrays into tensors."""
+    return sample
 
 
 def start_worker(init: Callable[[int], object] | None, number: int) -> None:
@@ -334,14 +400,6 @@ def _check_sendable(batch: Collated) -> None:
             f"a micro-batch cannot be sent from a loader worker ({type(error).__name__}: {error}): let the "
             "collate function return tensors in tuples, lists or dictionaries, or use --workers 0"
         ) from error
-
-
-def _unchanged(batch: Collated) -> Collated:
-    """Return a micro-batch unchanged; torch's default would turn its arrays into tensors."""
-    return batch
-
-
-# Around the workers
 
 
 def _open_socket_folder() -> None:

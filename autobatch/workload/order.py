@@ -138,6 +138,14 @@ class GlobalBatchSampler:
                 ids += block[offset : offset + size - len(ids)]
             yield GlobalBatch(index, first // self.samples, ids)
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what else the coming batches depend on; None if the number of the next one tells all."""
+        return None
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> list[str]:
+        """Take over a state; return in words how the data continue, if that is worth a note."""
+        return []
+
     def _block(self, epoch: int, number: int) -> list[int]:
         """Draw the samples of an epoch that have the places of a block."""
         start = number * self._block_size

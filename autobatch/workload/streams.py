@@ -280,6 +280,15 @@ class StreamSampler(GlobalBatchSampler):
             self.view.begin_batch(first, stop)
             yield GlobalBatch(index, first // self.samples, list(range(first, stop)))
 
+    def state_dict(self) -> dict[str, Any]:
+        """See `StreamView.state_dict`."""
+        return self.view.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> list[str]:
+        """See `StreamView.load_state_dict`."""
+        assert state is not None
+        return [self.view.load_state_dict(state)]
+
 
 def forgets_order(stream: object) -> bool:
     """Check for a shuffle buffer of Hugging Face ``datasets``, which its ``state_dict`` leaves out."""
@@ -288,11 +297,6 @@ def forgets_order(stream: object) -> bool:
     sources = [getattr(stream, name, None) for name in ("_ex_iterable", "ex_iterable")]
     sources += getattr(stream, "ex_iterables", None) or []
     return any(forgets_order(one) for one in sources if one is not None)
-
-
-def stream_state(data: object) -> dict[str, Any] | None:
-    """Return the state of a stream that a checkpoint keeps; None for other data."""
-    return data.state_dict() if isinstance(data, StreamView) else None
 
 
 def _first_epoch(stream: Any) -> Iterator[Any]:

@@ -22,7 +22,9 @@ from autobatch.planning import make_plan
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.loop import Loop
 from autobatch.training.metrics import Metrics, RunTotals
+from autobatch.workload.loader import Feed, MicroBatches
 from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.split import Split
 from benchmarks.loop.cases import ACCUMULATION, Case, Precision, Source, context, loss_of
 
 ENDLESS = 10**9
@@ -109,6 +111,8 @@ def by_fit(case: Case, source: Source, precision: Precision, work: Work) -> Call
         device=CpuDevice(memory_budget="1GiB"),
         meter=SilentMeter(),
         micro_batch=case.micro_batch,
+        split=Split(),
+        feed=Feed(MicroBatches(workload, None), Split()),
     )
     run = loop.run()
     lines = Metrics(Path(tempfile.mkdtemp()) / "metrics.jsonl")

@@ -112,7 +112,6 @@ def feed_forever(pipe: int) -> None:
     workload = make_workload(train_data=Slow(*points().columns))
     sampler = GlobalBatchSampler(samples=24, target_batch=7, seed=0, steps=10**9)
     with stop_on_signals(), open_feed(workload, sampler.batches, seed=0, workers=2) as feed:
-        assert feed is not None
         for batch in sampler.batches():
             for _ in feed.collated(batch, 7):
                 workers = [child.pid for child in loader_workers()]

@@ -51,7 +51,6 @@ def fed_samples(
     sampler = GlobalBatchSampler(samples=24, target_batch=10, seed=seed, epochs=2)
     found = []
     with open_feed(workload, sampler.batches, seed=seed, workers=workers, sample_seeds=True) as feed:
-        assert feed is not None
         for batch in sampler.batches(start):
             for ids, inputs, _ in feed.collated(batch, micro_batch):
                 found += list(zip(ids.tolist(), inputs.tolist(), strict=True))

@@ -20,8 +20,10 @@ from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import Collated
 from autobatch.workload.data import WorstCaseSampler
+from autobatch.workload.loader import Feed, MicroBatches
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import seed_everything
+from autobatch.workload.split import Split
 
 IGNORED = -100
 
@@ -152,6 +154,7 @@ def make_loop(
     schedules = []
     if workload.schedule is not None:
         schedules = [workload.schedule(optimizer, sampler.total) for optimizer in train_state.optimizers]
+    split = fields.pop("split", None) or Split()
     return Loop(
         workload=workload,
         train_state=train_state,
@@ -160,7 +163,8 @@ def make_loop(
         meter=meter or SilentMeter(),
         micro_batch=micro_batch,
         schedules=schedules,
-        **fields,
+        split=split,
+        **{"feed": Feed(MicroBatches(workload, None), split), **fields},
     )
 
 

@@ -19,7 +19,7 @@ from autobatch.planning import make_plan
 from autobatch.training.build import build_sampler, feed_options, open_loop, stream_workers
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import Loading
-from autobatch.workload.feed import AHEAD
+from autobatch.workload.loader import AHEAD
 from tests.support.options import as_options
 from tests.support.training import (
     Rows,
@@ -114,7 +114,7 @@ def test_samples_stay_seeded_after_a_resume_and_a_change_is_noted(
     sample_seeds: bool, seeded_before: bool | None, is_seeded: bool, is_noted: bool
 ) -> None:
     loop, notes, _ = opened(sample_seeds=sample_seeds, seeded_before=seeded_before)
-    assert (loop.feed is not None) == is_seeded
+    assert loop.feed.seeds_samples == is_seeded
     assert ["use --workers 0 to continue as before" in note for note in notes] == [True] * is_noted
 
 

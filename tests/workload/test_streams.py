@@ -21,7 +21,6 @@ from autobatch.workload.streams import (
     known_length,
     scanned,
     stream_notes,
-    stream_state,
 )
 from tests.support.libraries import installed
 from tests.support.training import make_workload
@@ -111,7 +110,6 @@ def test_the_first_samples_stand_for_the_stream(stream: Any) -> None:
 def test_data_with_an_index_stay_as_they_are() -> None:
     workload = make_workload()
     assert scanned(workload, 3) is workload
-    assert stream_state(workload.train_data) is None
 
 
 def test_an_empty_stream_is_refused() -> None:

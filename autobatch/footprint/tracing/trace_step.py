@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
-from autobatch.core.knobs import Configuration
-from autobatch.core.records import GradientDtype, Precision
+from autobatch.core.records import Precision
 from autobatch.footprint.tracing.cuda_policy import cuda_policy, leave_gpus_alone, prefer_foreach
 from autobatch.footprint.tracing.known_values import fake_with_values, has_values, own_copy, values_kept
 from autobatch.footprint.tracing.recording import Recording
@@ -53,36 +52,25 @@ class Arrange(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(StepSettings):
     """Everything that a trace of a step depends on."""
 
     workload: Workload
     model: nn.Module
     batch_of: Callable[[int], Collated]
     """Returns a real micro-batch of that many samples, the worst case."""
-    precision: Precision
-    gradient_dtype: GradientDtype = "fp32"
-    """Type in which gradients are summed."""
     capability: tuple[int, int] | None
     """Compute capability of the GPU; None for the CPU with its own operators."""
     steps: Sequence[int] = (1, 2, 2)
     """Micro-batches of each step; the default is `autobatch.setup.attempt.ATTEMPT_STEPS`."""
     samples: int | None = None
     """Samples of a batch if the loss sees all of them; None otherwise."""
-    max_grad_norm: float | None = None
-    """2-norm to clip gradients to; None for no clipping."""
-    ema: float | None = None
-    """Decay of the weight average; None for no average."""
-    knobs: Configuration = field(default_factory=dict)
-    """The tuner's choices; see `autobatch.core.knobs`."""
     has_values: bool = False
     """True to keep the values of whole numbers of a batch, such as lengths; the trace is of it alone."""
     most_operators: int | None = None
     """Operators after which a trace ends; None for no limit."""
     keeps_batches: bool = False
     """True for a loop that keeps each micro-batch until the next one is there."""
-    world: int = 1
-    """Ranks that train together."""
     arrange: Arrange | None = None
     """Arranges model and gradients over several ranks; None if each rank has a model of its own."""
 
@@ -217,20 +205,7 @@ def _build(setting: Setting, model: nn.Module, recorder: Recorder) -> tuple[Trai
             arranged = setting.arrange(model, setting.precision)
     recorder.count_as("parameters", [*model.parameters(), *model.buffers()])
     model.train()
-    train_state = build_train_state(
-        setting.workload,
-        model,
-        torch.device("cpu"),
-        StepSettings(
-            precision=setting.precision,
-            gradient_dtype=setting.gradient_dtype,
-            max_grad_norm=setting.max_grad_norm,
-            ema=setting.ema,
-            knobs=setting.knobs,
-            world=setting.world,
-        ),
-        learning_rate=setting.workload.learning_rate,
-    )
+    train_state = build_train_state(setting.workload, model, torch.device("cpu"), setting)
     if train_state.exchange is not None:
         recorder.label("gradients", [train_state.exchange])
     if train_state.average is not None:

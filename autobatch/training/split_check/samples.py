@@ -178,7 +178,7 @@ def mixes_samples(workload: Workload, samples: Sequence[Any]) -> bool:
 
 def _collated(workload: Workload, samples: Sequence[Any], seed: int) -> Collated:
     seed_everything(seed)
-    return collate_samples(shallow_copies(samples), workload.collate, option="Workload(collate=…)")
+    return collate_samples(shallow_copies(samples), workload.collate)
 
 
 def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -206,7 +206,7 @@ def _candidates(count: int, known: dict[int, float]) -> list[int]:
 def _integer_columns(workload: Workload, samples: list[object]) -> list[list[int]]:
     """Return the integer tensors of the collated samples that have one value per sample."""
     try:
-        batch: Collated = collate_samples(list(samples), workload.collate, option="Workload(collate=…)")
+        batch: Collated = collate_samples(list(samples), workload.collate)
     except Exception:  # the check itself collates too, and reports it
         return []
     return [
