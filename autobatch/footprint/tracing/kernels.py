@@ -4,18 +4,18 @@
 calls others on fakes. A recorder counts the storages of what it returns.
 
 `kernel_on_gpu` returns functions for kernels of a GPU that hold memory beside their results, or take these in
-another order. Each takes from a `Pad` what its kernel takes: in the kernel's order, because a caching
-allocator gives another block otherwise. All of it is freed before the operator returns. The kernels are those
-in ATen/native/cuda of torch 2.13. Not known here are cuDNN's workspaces for convolutions, and those of the
-sort behind the gradient of an embedding of more than 3,072 indices.
+another order, because a caching allocator gives another block otherwise. The kernels are those in
+ATen/native/cuda of torch 2.13. Not known here are cuDNN's workspaces for convolutions, and those of the sort
+behind the gradient of an embedding of more than 3,072 indices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,13 @@ from autobatch.footprint.tracing.attention import efficient_scratch, flash_scrat
 from autobatch.step.gradients import LOW_PRECISION
 
 aten = torch.ops.aten
+
+
+def operators(names: str) -> list[Any]:
+    """Return the operators of torch with these names, each with its overload unless that is the default."""
+    return [attrgetter(name if "." in name else f"{name}.default")(aten) for name in names.split()]
+
+
 _REDUCED = {
     aten.mse_loss.default: 2,
     aten.smooth_l1_loss.default: 2,
@@ -171,25 +178,11 @@ _ON_GPU: dict[Any, Callable[..., Any]] = {
 _CHUNK = 65536
 """Elements that a block of threads reduces in ``_foreach_norm``: ``kChunkSize`` in MultiTensorApply.cuh."""
 
-
-class Pad(Protocol):
-    """The memory of a GPU, as far as a kernel takes it by itself."""
-
-    def held(self, size: int) -> AbstractContextManager[int]:
-        """Hold bytes within the block."""
-
-    def reducing(self, reduction: Reduction) -> AbstractContextManager[None]:
-        """Hold the scratch of a reduction within the block."""
-
-    def count(self, tensors: Iterable[Tensor]) -> None:
-        """Count results in this order."""
-
-    def uncounted(self) -> AbstractContextManager[None]:
-        """Count no results within the block."""
-
-
-Kernel = Callable[[Pad, Callable[[], Any], tuple[Any, ...]], Any]
-"""Runs an operator on a pad: given what runs it on fakes and counts its results, and its arguments."""
+Memory: TypeAlias = Tensor | int | Reduction | slice
+"""What a kernel takes: a result, or bytes or the scratch of a reduction until it returns. A slice frees these
+by their places before."""
+Kernel = Callable[..., Iterable[Memory]]
+"""Returns what the kernel of an operator takes, in its order, given its results and its arguments."""
 
 
 class _Kind(NamedTuple):
@@ -214,11 +207,25 @@ _BOOLEAN = _Kind(lambda _: 1)
 
 
 def kernel_on_gpu(func: Any) -> Kernel | None:
-    """Return what runs an operator as a GPU does; None if its results are all that it takes."""
+    """Return what an operator takes on a GPU; None if its results are all."""
     return _KERNELS.get(func)
 
 
-def _reduction(x: Tensor, out: Tensor, dims: Sequence[int], kind: _Kind) -> Reduction:
+def _results(out: Any) -> list[Tensor]:
+    return [one for one in (out if isinstance(out, tuple | list) else [out]) if isinstance(one, Tensor)]
+
+
+def _after(scratch: Kernel) -> Kernel:
+    """Return the kernel that takes its results, and then scratch."""
+    return lambda out, *args: chain(_results(out), scratch(out, *args))
+
+
+def _before(scratch: Kernel) -> Kernel:
+    """Return the kernel that takes scratch, and then its results."""
+    return lambda out, *args: chain(scratch(out, *args), _results(out))
+
+
+def _reduction(x: Tensor, out: Tensor, dims: Collection[int], kind: _Kind) -> Reduction:
     """Describe the reduction of a tensor over some of its dimensions."""
     strides = iter(out.stride()) if out.dim() != x.dim() else None
     dimensions = []
@@ -229,11 +236,8 @@ def _reduction(x: Tensor, out: Tensor, dims: Sequence[int], kind: _Kind) -> Redu
     return Reduction(x.element_size(), kind.sum_bytes(x.dtype), kind.vector, offset, tuple(dimensions))
 
 
-def _over(x: Tensor, dims: Any) -> list[int]:
-    """Return the dimensions to reduce, all for none."""
-    if dims is None or dims == []:
-        return list(range(x.dim()))
-    return [dim % max(x.dim(), 1) for dim in (dims if isinstance(dims, list | tuple) else [dims])]
+def _sum_of_all(x: Tensor) -> Reduction:
+    return _reduction(x, x.new_empty(()), range(x.dim()), _SUM)
 
 
 def _reduces(kind: _Kind, *, casts: bool = False) -> Kernel:
@@ -244,192 +248,120 @@ def _reduces(kind: _Kind, *, casts: bool = False) -> Kernel:
         casts: True if the input is copied to the type of the result first, unless that only widens 16 bits.
     """
 
-    def kernel(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-        result = run()
-        x, out = args[0], result[0] if isinstance(result, tuple | list) else result
+    def scratch(out: Any, x: Tensor, dims: Any = None, *_: Any) -> Iterator[Memory]:
+        out = out[0] if isinstance(out, tuple | list) else out
         if not x.numel():
-            return result
-        dims = _over(x, args[1] if len(args) > 1 else None)
-        with ExitStack() as stack:
-            if (
-                casts
-                and out.dtype != x.dtype
-                and not (x.dtype in LOW_PRECISION and out.dtype is torch.float32)
-            ):
-                x = torch.empty_like(x, dtype=out.dtype)
-                stack.enter_context(pad.held(x.numel() * x.element_size()))
-            stack.enter_context(pad.reducing(_reduction(x, out, dims, kind)))
-        return result
+            return
+        listed = dims if isinstance(dims, list | tuple) else [] if dims is None else [dims]
+        reduced = {dim % max(x.dim(), 1) for dim in listed or range(x.dim())}
+        widens = x.dtype in LOW_PRECISION and out.dtype is torch.float32
+        if casts and out.dtype != x.dtype and not widens:
+            x = torch.empty_like(x, dtype=out.dtype)
+            yield x.nbytes
+        yield _reduction(x, out, reduced, kind)
 
-    return kernel
+    return _after(scratch)
 
 
-def _norm(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-    """Run a norm, whose dimensions are its third argument."""
-    return _reduces(_SUM, casts=True)(pad, run, (args[0], *args[2:3]))
+_SUMS = _reduces(_SUM, casts=True)
 
 
-def _variance(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-    return _reduces(_MOMENTS)(pad, run, args)
+def _norm(out: Any, x: Tensor, _: Any = 2, dims: Any = None, *__: Any) -> Iterable[Memory]:
+    return _SUMS(out, x, dims)
 
 
-def _over_all(x: Tensor) -> Reduction:
-    return _reduction(x, x.new_empty(()), range(x.dim()), _SUM)
-
-
-def _elements_of(args: tuple[Any, ...]) -> Tensor:
+def _elements(x: Tensor, y: Tensor) -> Tensor:
     """Return a fake of one value for each element of a loss."""
-    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
-    return torch.empty(shape, dtype=args[0].dtype, device=args[0].device)
+    shape = torch.broadcast_shapes(x.shape, y.shape)  # type: ignore[no-untyped-call]
+    return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
-def _reduced_loss(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-    """Run a loss whose result has the storage of one value for each element (Loss.cpp, structured)."""
-    result, each = run(), _elements_of(args)
-    if result.dim() == 0 and each.dim():
-        with pad.held(each.numel() * each.element_size()), pad.reducing(_over_all(each)):
-            pass
-    return result
+def _loss(kept: Callable[[Tensor], int]) -> Kernel:
+    """Return the kernel of a loss that sums its elements, given what of them it takes beside its result."""
+
+    def scratch(out: Tensor, x: Tensor, y: Tensor, *_: Any) -> Iterator[Memory]:
+        each = _elements(x, y)
+        if out.dim() == 0 and each.dim():
+            yield kept(each)
+            yield _sum_of_all(each)
+
+    return _after(scratch)
 
 
-def _copied_loss(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-    """Run a loss that is reduced apart, and copied into the storage of its elements (cuda/Loss.cu)."""
-    result, each = run(), _elements_of(args)
-    if result.dim() == 0 and each.dim():
-        with pad.held(each.element_size()), pad.reducing(_over_all(each)):
-            pass
-    return result
+def _huber_loss(out: Tensor, x: Tensor, y: Tensor, reduction: int = 1, *_: Any) -> list[Memory]:
+    each = _elements(x, y)
+    return [each.nbytes, out, _sum_of_all(each)] if reduction else [out]
 
 
-def _huber_loss(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-    each = _elements_of(args)
-    if len(args) > 2 and args[2] == 0:
-        return run()
-    with pad.held(each.numel() * each.element_size()):
-        result = run()
-        with pad.reducing(_over_all(each)):
-            return result
-
-
-def _foreach_norm(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-    """Run the norms of many tensors: each has a partial norm per chunk (ForeachReduceOp.cu)."""
-    tensors = [x for x in args[0] if x.numel()]
+def _partial_norms(_: Any, tensors: Sequence[Tensor], *__: Any) -> Iterator[Memory]:
+    """Yield the partial norms of many tensors, one for each chunk of each (ForeachReduceOp.cu)."""
     chunks = max((-(-x.numel() // _CHUNK) for x in tensors), default=0)
-    with pad.held(len(args[0]) * chunks * (_wide(tensors[0].dtype) if tensors else 0)):
-        return run()
+    if chunks:
+        yield len(tensors) * chunks * _wide(next(x.dtype for x in tensors if x.numel()))
 
 
-def _group_norm(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-    """Run a group norm, with a factor and a term for each channel of each sample (group_norm_kernel.cu)."""
-    x, weight, bias, samples, channels, _, groups = args[:7]
-    item, is_low = _wide(x.dtype), x.dtype in LOW_PRECISION
-    with ExitStack() as stack:
-        if not x.is_contiguous():
-            stack.enter_context(pad.held(x.numel() * x.element_size()))
-        result = run()
-        sizes = [samples * groups * item] * 2 * is_low
-        sizes += [samples * channels * item] * 2 * (weight is not None or bias is not None)
-        for size in sizes:
-            stack.enter_context(pad.held(size))
-    return result
+def _group_norm(out: Any, x: Tensor, weight: Any, bias: Any, *sizes: int) -> Iterator[Memory]:
+    """Yield a factor and a term for each channel of each sample, beside statistics (group_norm_kernel.cu)."""
+    samples, channels, _, groups, *_rest = sizes
+    yield from _copies(x)
+    yield from _results(out)
+    yield from [samples * groups * 4] * 2 * (x.dtype in LOW_PRECISION)
+    yield from [samples * channels * _wide(x.dtype)] * 2 * (weight is not None or bias is not None)
 
 
-def _group_norm_backward(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-    """Run its backward pass, with the sums of each channel and the factors of each group."""
-    result = run()
+def _group_norm_backward(_: Any, *args: Any) -> Iterator[Memory]:
+    """Yield the sums of each channel and the factors of each group."""
     x, weight, samples, channels, groups = args[1], args[4], args[5], args[6], args[8]
     item = _wide(x.dtype)
-    channel, group = samples * channels * item, samples * groups * item
-    with ExitStack() as stack:
-        for size in (channel, channel, group, group, *([] if weight is None else [channel])):
-            stack.enter_context(pad.held(size))
-    return result
+    yield from [samples * channels * item] * 2
+    yield from [samples * groups * item] * 2
+    if weight is not None:
+        yield samples * channels * item
 
 
-def _softmax_backward(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-    """Run the backward pass of a softmax, with the product of gradient and result (SoftMax.cu)."""
-    result = run()
-    with pad.held(args[0].numel() * args[0].element_size()):
-        return result
+def _bias_gradient(out: Any, grad: Tensor, *_: Any) -> Iterator[Memory]:
+    """Yield the sum behind the gradient of a convolution's bias, over all but channels."""
+    bias = out[2]
+    if bias is not None and grad.numel():
+        yield _reduction(grad, bias, {*range(grad.dim())} - {1}, _SUM)
 
 
-def _convolution_backward(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-    """Run the backward pass of a convolution, which sums the gradient of its bias over all but channels."""
-    result = run()
-    grad, bias = args[0], result[2]
-    if bias is None or not grad.numel():
-        return result
-    with pad.reducing(_reduction(grad, bias, [dim for dim in range(grad.dim()) if dim != 1], _SUM)):
-        return result
-
-
-def _cudnn_attention(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-    """Run cuDNN's attention, which takes the seeds of its dropout first."""
-    with pad.uncounted():
-        result = run()
-    pad.count([*result[6:8], *result[:2]])
-    return result
-
-
-def _efficient_attention(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-    """Run memory-efficient attention, whose seeds are on the host."""
-    with pad.uncounted():
-        result = run()
-    pad.count(result[:2])
-    return result
-
-
-def _efficient_attention_backward(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-    """Run its backward pass, see `efficient_scratch`; fp32 forms the product of output and gradient first."""
-    grad, query = args[:2]
+def _efficient_attention_backward(out: Any, grad: Tensor, query: Tensor, *_: Any) -> Iterator[Memory]:
+    """Yield `efficient_scratch`; fp32 forms the product of output and gradient first."""
     delta, workspace = efficient_scratch(query)
-    with ExitStack() as product, ExitStack() as stack:
-        if not grad.transpose(1, 2).is_contiguous():
-            stack.enter_context(pad.held(grad.numel() * grad.element_size()))
-        result = run()
-        if query.dtype is torch.float32:
-            product.enter_context(pad.held(query.numel() * query.element_size()))
-            product.enter_context(pad.held(delta))
-        stack.enter_context(pad.held(delta))
-        product.close()
-        stack.enter_context(pad.held(workspace))
-    return result
+    yield from _copies(grad.transpose(1, 2))
+    yield from _results(out)
+    if query.dtype is torch.float32:
+        yield query.nbytes
+        yield delta
+    yield delta
+    if query.dtype is torch.float32:
+        yield slice(-3, -1)
+    yield workspace
 
 
-def _flash_attention(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-    """Run flash attention, which takes the state of its dropout twice."""
+def _flash_attention(out: Any, *args: Any) -> list[Memory]:
+    """Return the results, with the state of the dropout twice, once for a moment."""
     if len(args) < 4 or not args[3]:
-        return run()
-    with pad.uncounted():
-        result = run()
-    state, unused = result[6:8]
-    pad.count(result[:2])
-    with pad.held(state.numel() * state.element_size()):
-        pad.count([unused, state])
-    return result
+        return [*_results(out)]
+    state, unused = out[6:8]
+    return [*out[:2], state.nbytes, unused, state]
 
 
-def _flash_attention_backward(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-    """Run its backward pass, in which lengths come before heads (flash_attn/flash_api.cpp)."""
-    with ExitStack() as stack:
-        for x in (args[0], args[4]):
-            if not x.transpose(1, 2).is_contiguous():
-                stack.enter_context(pad.held(x.numel() * x.element_size()))
-        result = run()
-        for size in flash_scratch(args[1], args[2]):
-            stack.enter_context(pad.held(size))
-    return result
+def _flash_attention_backward(out: Any, *args: Any) -> Iterator[Memory]:
+    """Yield copies in which lengths come before heads, and `flash_scratch` (flash_attn/flash_api.cpp)."""
+    yield from _copies(args[0].transpose(1, 2), args[4].transpose(1, 2))
+    yield from _results(out)
+    yield from flash_scratch(args[1], args[2])
 
 
-def _cudnn_attention_backward(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-    """Run the backward pass of cuDNN's attention, as far as cudnn-frontend knows its workspace.
+def _cudnn_attention_backward(_: Any, __: Tensor, query: Tensor, *___: Any) -> Iterator[Memory]:
+    """Yield the row sums of output times gradient, and an accumulator for the gradient of the query.
 
-    That are the row sums of output times gradient, and an accumulator for the gradient of the query.
+    That is as far as cudnn-frontend knows the workspace of cuDNN.
     """
-    result = run()
-    batch, heads, length, head = args[1].shape
-    with pad.held(4 * batch * heads * length * (1 + head)):
-        return result
+    batch, heads, length, head = query.shape
+    yield 4 * batch * heads * length * (1 + head)
 
 
 def adds_bias_in_product(
@@ -447,136 +379,80 @@ def adds_bias_in_product(
     )
 
 
-def _copies(*places: int, is_first: bool = False, any_format: bool = False) -> Kernel:
-    """Return the kernel of an operator that copies some of its arguments unless they are contiguous.
+def _copies(*tensors: Tensor, any_format: bool = False) -> Iterator[Memory]:
+    """Yield the bytes of tensors that are not contiguous; channels may be last if ``any_format``."""
+    for x in tensors:
+        is_channels_last = any_format and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+        if not x.is_contiguous() and not is_channels_last:
+            yield x.nbytes
 
-    Args:
-        places: of the arguments.
-        is_first: True if it copies before it takes its result.
-        any_format: True if channels may be last.
+
+def _copying(*places: int, any_format: bool = False) -> Kernel:
+    """Return copies of the arguments in these places, unless they are contiguous."""
+    return lambda _, *args: _copies(*(args[place] for place in places), any_format=any_format)
+
+
+def _log_sum_exp(out: Tensor, x: Tensor, *_: Any) -> list[Memory]:
+    """Return the largest values with a mask, and the exponentials (ATen/native/ReduceOps.cpp)."""
+    return [out.nbytes, out.nbytes, out.numel(), slice(-2, None), x.nbytes, out]
+
+
+def _batch_norm_backward(out: Any, grad: Tensor, x: Tensor, *_: Any) -> Iterator[Memory]:
+    """Yield two sums and the gradients of weight and bias before that of the input (cuda/Normalization.cu).
+
+    cuDNN runs the batch norms of images, and needs a gradient that is contiguous.
     """
-
-    def kernel(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-        copied = [args[place] for place in places if not _is_contiguous(args[place], any_format)]
-        with ExitStack() as stack:
-            result = None if is_first else run()
-            for x in copied:
-                stack.enter_context(pad.held(x.numel() * x.element_size()))
-            return run() if is_first else result
-
-    return kernel
+    if x.dim() == 2:
+        yield from [4 * x.shape[1]] * 2
+        yield from _results((*out[1:], out[0]))
+    else:
+        yield from _copies(grad, any_format=True)
+        yield from _results(out)
 
 
-def _is_contiguous(x: Tensor, any_format: bool) -> bool:
-    if any_format and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        return True
-    return x.is_contiguous()
-
-
-def _log_sum_exp(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-    """Run a logsumexp, with the largest values and the exponentials (ATen/native/ReduceOps.cpp)."""
-    with pad.uncounted():
-        result = run()
-    x, size = args[0], result.numel() * result.element_size()
-    with pad.held(size):
-        with pad.held(size), pad.held(result.numel()):
-            pass
-        with pad.held(x.numel() * x.element_size()):
-            pad.count([result])
-    return result
-
-
-def _batch_norm_backward(pad: Pad, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-    """Run the backward pass of a batch norm of features, which cuDNN does not run (cuda/Normalization.cu).
-
-    It takes two sums and the gradients of weight and bias before that of the input.
-    """
-    x = args[1]
-    if x.dim() != 2:
-        return _copies(0, is_first=True, any_format=True)(pad, run, args)
-    with pad.uncounted():
-        result = run()
-    size = 4 * x.shape[1]
-    with pad.held(size), pad.held(size):
-        pad.count([*(one for one in result[1:] if one is not None), result[0]])
-    return result
-
-
-_IN_ANY_FORMAT = frozenset(
-    {
-        "upsample_nearest2d",
-        "_upsample_nearest_exact2d",
-        "upsample_bilinear2d",
-        "avg_pool2d",
-        "max_pool2d_with_indices",
-    }
+_TABLE: tuple[tuple[Kernel, str], ...] = (
+    (_SUMS, "sum sum.dim_IntList nansum mean mean.dim"),
+    (_norm, "linalg_vector_norm"),
+    (_reduces(_MOMENTS), "var.correction std.correction var_mean.correction std_mean.correction"),
+    (_reduces(_SAME), "amax amin max min"),
+    (_reduces(_INDEXED), "max.dim min.dim argmax argmin"),
+    (_reduces(_BOOLEAN), "any any.dim all all.dim"),
+    (_loss(lambda each: each.nbytes), "mse_loss smooth_l1_loss"),
+    (_loss(Tensor.element_size), "binary_cross_entropy soft_margin_loss"),
+    (_huber_loss, "huber_loss"),
+    (_before(_partial_norms), "_foreach_norm.Scalar"),
+    (_group_norm, "native_group_norm"),
+    (_after(_group_norm_backward), "native_group_norm_backward"),
+    (_after(_bias_gradient), "convolution_backward"),
+    (_batch_norm_backward, "native_batch_norm_backward"),
+    (_after(lambda _, grad, *__: [grad.nbytes]), "_softmax_backward_data"),
+    (_log_sum_exp, "logsumexp"),
+    (_before(_copying(0)), "native_layer_norm embedding_dense_backward"),
+    (_before(_copying(0, 1)), "native_layer_norm_backward"),
+    # The backward passes copy a gradient that is a part of another one, as of a concatenation.
+    (
+        _after(_copying(0)),
+        """
+        _softmax _log_softmax _log_softmax_backward_data upsample_nearest1d_backward
+        upsample_nearest3d_backward _upsample_nearest_exact1d_backward _upsample_nearest_exact3d_backward
+        upsample_linear1d_backward upsample_trilinear3d_backward upsample_bicubic2d_backward
+        _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward avg_pool3d_backward
+        _adaptive_avg_pool2d_backward adaptive_max_pool2d_backward max_pool3d_with_indices_backward
+        reflection_pad2d_backward
+        """,
+    ),
+    (
+        _after(_copying(0, any_format=True)),
+        """
+        upsample_nearest2d_backward _upsample_nearest_exact2d_backward upsample_bilinear2d_backward
+        avg_pool2d_backward max_pool2d_with_indices_backward
+        """,
+    ),
+    (lambda out, *_: [*out[6:8], *out[:2]], "_scaled_dot_product_cudnn_attention"),  # seeds come first
+    (_after(_cudnn_attention_backward), "_scaled_dot_product_cudnn_attention_backward"),
+    (lambda out, *_: out[:2], "_scaled_dot_product_efficient_attention"),  # its seeds are on the host
+    (_efficient_attention_backward, "_scaled_dot_product_efficient_attention_backward"),
+    (_flash_attention, "_scaled_dot_product_flash_attention"),
+    (_flash_attention_backward, "_scaled_dot_product_flash_attention_backward"),
 )
-_SCALED = _IN_ANY_FORMAT | {
-    "upsample_nearest1d",
-    "upsample_nearest3d",
-    "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact3d",
-    "upsample_linear1d",
-    "upsample_trilinear3d",
-    "upsample_bicubic2d",
-    "_upsample_bilinear2d_aa",
-    "_upsample_bicubic2d_aa",
-    "avg_pool3d",
-    "_adaptive_avg_pool2d",
-    "adaptive_max_pool2d",
-    "max_pool3d_with_indices",
-    "reflection_pad2d",
-}
-"""Operators whose backward pass copies a gradient that is a part of another one, as of a concatenation."""
-_KERNELS: dict[Any, Kernel] = {
-    aten.sum.default: _reduces(_SUM, casts=True),
-    aten.sum.dim_IntList: _reduces(_SUM, casts=True),
-    aten.nansum.default: _reduces(_SUM, casts=True),
-    aten.mean.default: _reduces(_SUM, casts=True),
-    aten.mean.dim: _reduces(_SUM, casts=True),
-    aten.linalg_vector_norm.default: _norm,
-    aten.var.correction: _variance,
-    aten.std.correction: _variance,
-    aten.var_mean.correction: _variance,
-    aten.std_mean.correction: _variance,
-    aten.amax.default: _reduces(_SAME),
-    aten.amin.default: _reduces(_SAME),
-    aten.max.default: _reduces(_SAME),
-    aten.min.default: _reduces(_SAME),
-    aten.max.dim: _reduces(_INDEXED),
-    aten.min.dim: _reduces(_INDEXED),
-    aten.argmax.default: _reduces(_INDEXED),
-    aten.argmin.default: _reduces(_INDEXED),
-    aten.any.default: _reduces(_BOOLEAN),
-    aten.any.dim: _reduces(_BOOLEAN),
-    aten.all.default: _reduces(_BOOLEAN),
-    aten.all.dim: _reduces(_BOOLEAN),
-    aten.mse_loss.default: _reduced_loss,
-    aten.smooth_l1_loss.default: _reduced_loss,
-    aten.binary_cross_entropy.default: _copied_loss,
-    aten.soft_margin_loss.default: _copied_loss,
-    aten.huber_loss.default: _huber_loss,
-    aten._foreach_norm.Scalar: _foreach_norm,
-    aten.native_group_norm.default: _group_norm,
-    aten.native_group_norm_backward.default: _group_norm_backward,
-    aten.convolution_backward.default: _convolution_backward,
-    aten.native_batch_norm_backward.default: _batch_norm_backward,
-    aten._softmax_backward_data.default: _softmax_backward,
-    aten._softmax.default: _copies(0),
-    aten._log_softmax.default: _copies(0),
-    aten.native_layer_norm.default: _copies(0, is_first=True),
-    aten.logsumexp.default: _log_sum_exp,
-    aten.embedding_dense_backward.default: _copies(0, is_first=True),
-    aten.native_layer_norm_backward.default: _copies(0, 1, is_first=True),
-    aten._log_softmax_backward_data.default: _copies(0),
-    **{
-        getattr(aten, f"{name}_backward").default: _copies(0, any_format=name in _IN_ANY_FORMAT)
-        for name in _SCALED
-    },
-    aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
-    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_attention_backward,
-    aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
-    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_attention_backward,
-    aten._scaled_dot_product_flash_attention.default: _flash_attention,
-    aten._scaled_dot_product_flash_attention_backward.default: _flash_attention_backward,
-}
+_KERNELS = {operator: kernel for kernel, names in _TABLE for operator in operators(names)}

@@ -6,9 +6,8 @@ smaller than any real one: nothing overflows, and a selection by values keeps ev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from itertools import zip_longest
 from math import prod
 from typing import Any
@@ -24,16 +23,20 @@ from autobatch.device.allocator.onednn_workspace import Workspaces, whole_pages
 from autobatch.device.allocator.trace import Trace, repetition
 from autobatch.device.allocator.tracker import UPDATES, StorageTracker, has_wrappers
 from autobatch.device.profiles import USUAL_PROCESSORS
-from autobatch.footprint.program import DerivedSize, TooLong
+from autobatch.footprint.program import DerivedSize, Origin, TooLong
 from autobatch.footprint.reductions import Reduction, scratch_bytes
-from autobatch.footprint.tracing.kernels import adds_bias_in_product, kernel_of, kernel_on_gpu
+from autobatch.footprint.tracing.kernels import (
+    Memory,
+    adds_bias_in_product,
+    kernel_of,
+    kernel_on_gpu,
+    operators,
+)
 from autobatch.footprint.tracing.known_values import fake_with_values, has_values, kernel_of_known, value_of
 from autobatch.footprint.tracing.recording import Label, Product, Recording
 
 aten = torch.ops.aten
-_PRODUCTS = frozenset(
-    getattr(aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot")
-)
+_PRODUCTS = frozenset(operators("mm addmm bmm baddbmm mv addmv dot vdot"))
 """Operators that run on cuBLAS."""
 _DEVICE = torch.ops.prim.device.default
 """Called more often than all other operators together, because autograd calls it for every fake."""
@@ -174,8 +177,12 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         known = None if mode is None else kernel_of_known(func, args)
         kernel = known or kernel_of(func, args, on_gpu=self._on_gpu)
         on_gpu = kernel_on_gpu(func) if self._on_gpu else None
-        run = partial(super().__torch_dispatch__, kernel, types, args, kwargs)
-        out = run() if on_gpu is None else on_gpu(self, run, args)
+        if on_gpu is None or self._aside:
+            out = super().__torch_dispatch__(kernel, types, args, kwargs)
+        else:
+            self.settle()
+            out = kernel(*args, **(kwargs or {}))
+            self._take(on_gpu(out, *args))
         if func in _PRODUCTS:
             is_backward = torch._C._current_graph_task_id() >= 0
             is_fused = func is aten.addmm.default and adds_bias_in_product(*args[:3], **(kwargs or {}))
@@ -186,18 +193,32 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
             vars(out)[_PASSED] = True
         return out
 
-    @contextmanager
-    def reducing(self, reduction: Reduction) -> Iterator[None]:
-        """Hold the scratch of a reduction within the block."""
-        numbers = reduction.numbers()
-        staging, semaphores = scratch_bytes(reduction, USUAL_PROCESSORS)
-        with (
-            self.held(staging, is_numbered=True) as first,
-            self.held(semaphores, is_numbered=True) as second,
-        ):
-            self._derived[first] = DerivedSize("staging", numbers)
-            self._derived[second] = DerivedSize("semaphores", numbers)
-            yield
+    def _take(self, memory: Iterable[Memory]) -> None:
+        """Count what a kernel takes in its order, and free all but results when it has returned."""
+        held: list[ExitStack] = []
+        for one in memory:
+            if isinstance(one, Tensor):
+                self.count([one])
+            elif isinstance(one, slice):
+                for stack in held[one]:
+                    stack.close()
+                del held[one]
+            else:
+                held.append(self._hold(one))
+        for stack in held:
+            stack.close()
+
+    def _hold(self, scratch: int | Reduction) -> ExitStack:
+        """Count scratch until the stack is closed."""
+        stack = ExitStack()
+        if isinstance(scratch, int):
+            stack.enter_context(self.held(scratch))
+            return stack
+        origins: tuple[Origin, ...] = ("staging", "semaphores")
+        for origin, size in zip(origins, scratch_bytes(scratch, USUAL_PROCESSORS), strict=True):
+            block = stack.enter_context(self.held(size, is_numbered=True))
+            self._derived[block] = DerivedSize(origin, scratch.numbers())
+        return stack
 
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         """Note what an operator tells about the step, before it runs."""
