@@ -19,8 +19,7 @@ from autobatch.core.records import Plan, RunRecord
 from autobatch.distributed.rank_plan import layout_of
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.report.result import Result
-from autobatch.setup.setup import KeyValue, Setup, data_of_setup, device_key
-from autobatch.training.build import order_changes, split_changes
+from autobatch.setup.setup import KeyValue, Setup, data_of_setup
 from autobatch.training.checkpoint import Loaded
 from autobatch.training.resume import (
     changes_since_checkpoint,
@@ -146,16 +145,7 @@ def open_stored(call: Call, lock: ExitStack) -> StoredRun:
     check_same_data_order(checkpoint, sampler, scheduled=setup.workload.schedule is not None)
     data = data_of_setup(setup)
     check_data_of_ranks(data, ranks, checkpoint)
-    changes = changes_since_checkpoint(
-        checkpoint,
-        device_key(setup),
-        plan,
-        ranks,
-        max_micro_batch=options.search.max_micro_batch,
-        set_budget=None if options.device.memory_budget is None else setup.device.budget_bytes,
-    )
-    changes += split_changes(setup, plan, options.batch.split) + order_changes(setup, plan, sampler)
-    changes += [] if setup.layout == layout_of(plan) else ["--parallel"]
+    changes = changes_since_checkpoint(checkpoint, setup, sampler, ranks, options)
     return StoredRun(
         checkpoint=checkpoint,
         plan=plan,
