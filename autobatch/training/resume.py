@@ -222,6 +222,7 @@ def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
     weights.clear()
     weights.update(state["model"])
     train_state.model.load_state_dict(weights)
+    _load_buffers(train_state.model, state["buffers"], train_state.device)
     for optimizer, saved in zip(train_state.optimizers, state["optimizers"], strict=True):
         _load_optimizer(optimizer, saved)
     for schedule, saved in zip(loop.schedules, state["schedules"], strict=True):
