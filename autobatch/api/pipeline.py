@@ -17,49 +17,32 @@ import subprocess
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import torch
 from torch import nn
 
 from autobatch.api.call import Call
-from autobatch.api.ranks import agree_on_options, claim_of_ranks, continue_after_restart
-from autobatch.api.resume import StoredRun, keep_records, open_stored
-from autobatch.api.stages import finish_plan, open_layout, search_and_plan, uninterrupted
-from autobatch.api.training_setup import budgeted, epoch_samples, open_to_train, sampler_of
+from autobatch.api.prepare import prepare
+from autobatch.api.ranks import agree_on_options, continue_after_restart
+from autobatch.api.stages import OpenSetup, finish_plan, search_and_plan
 from autobatch.core.files import write_atomic
-from autobatch.core.progress import Broadcast, Progress
+from autobatch.core.progress import Progress
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.device.host import usable_cores
 from autobatch.device.nvml import driver_version
-from autobatch.distributed.ranks import SignsOfLife
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.report.result import Estimates, Result, load_run
-from autobatch.search.plan_split import read_sizes
-from autobatch.setup.session import ThisProcess
-from autobatch.setup.setup import data_of_setup
-from autobatch.training.build import build_sampler
 from autobatch.training.checkpoint import list_checkpoints
-from autobatch.training.export import examine_weights, whole_model
-from autobatch.training.run import PreparedRun, train_plan
-from autobatch.training.run_folder import CHECKPOINTS, REPORT, RESULT, RunFiles, folder_of, move_earlier_run
+from autobatch.training.export import whole_model
+from autobatch.training.run import train_plan
+from autobatch.training.run_folder import CHECKPOINTS, REPORT, RESULT, RunFiles
 from autobatch.workload import demo
-from autobatch.workload.data_digest import check_same_data
 from autobatch.workload.reference import find_workload, shared_model_notes
 
 GIT_SECONDS = 5.0
 """Time after which Git counts as absent, for example on a slow network file system."""
-
-
-class ReadyRun(NamedTuple):
-    """A run that is ready to be trained, and its folder."""
-
-    result: Result
-    """Records of the parts before the training."""
-    run: PreparedRun
-    out: Path
 
 
 def run(call: Call) -> Result:
@@ -73,8 +56,6 @@ def run(call: Call) -> Result:
         AutobatchError: see `autobatch.training.run.train`.
     """
     call = agree_on_options(call)
-    call.ranks.limit_wait(call.options.ranks.collective_timeout)
-    call = replace(call, progress=Broadcast([call.progress, SignsOfLife(call.ranks)]))
     tune = call.options.tune
     if tune.storage is not None and (tune.trials != 0 or tune.tune_lr):
         # Only here: Optuna takes half a second to import.
@@ -84,8 +65,8 @@ def run(call: Call) -> Result:
     if call.options.command == "fit":
         return fit(continue_after_restart(call))
     with ExitStack() as opened:
-        setup, found = search_and_plan(call, open_layout(call, opened), opened)
-        return finish_plan(call, setup, found)
+        setup = OpenSetup(call, opened)
+        return finish_plan(call, setup, search_and_plan(call, setup))
 
 
 def run_estimate(call: Call) -> Estimates:
@@ -101,6 +82,7 @@ def run_estimate(call: Call) -> Estimates:
 def fit(call: Call) -> Result:
     """Plan a run or take its stored plan, train it, and write the result and the report."""
     ranks, train = call.ranks, call.options.train
+    ranks.limit_wait(call.options.ranks.collective_timeout)
     call = replace(call, command=_repeat_command(call.command, resumes=train.resume))
     if train.steps is None and train.epochs is None:
         call = call.with_options(**({"steps": demo.STEPS} if call.workload is None else {"epochs": 1}))
@@ -125,75 +107,6 @@ def fit(call: Call) -> Result:
             surroundings=_surroundings(),
         )
         return _write_result(result, out, call.progress) if ranks.rank == 0 else result
-
-
-def prepare(call: Call, lock: ExitStack) -> ReadyRun:
-    """Take the stored plan of a run to resume, else search, plan and tune in one process.
-
-    Args:
-        call: of this rank.
-        lock: keeps the folder of the run locked.
-    """
-    stored = open_stored(call, lock) if call.options.train.resume else None
-    if stored is None:
-        return _prepare_new(call, lock)
-    if not stored.changes:
-        return ReadyRun(*stored.with_own_plan(call.progress), stored.out)
-    return _plan_again(stored.as_call(call), stored)
-
-
-def _prepare_new(call: Call, lock: ExitStack) -> ReadyRun:
-    """Search, plan and tune for a new run in one process, and open the setup that trains."""
-    options, ranks = call.options, call.ranks
-    with ExitStack() as opened:
-        setup = open_layout(call, opened)
-        process, info = setup.process, setup.process.info
-        samples = epoch_samples(call, process)
-        batches = build_sampler(samples, options)
-        out = claim_of_ranks(call, lambda: folder_of(options.train.out, info.name, resume=False), lock)
-        if setup.shard is None:
-            # Weights that cannot be exported must fail before minutes are spent on a probe.
-            process.call("the check of the weights", examine_weights)
-        setup, found = search_and_plan(call, setup, opened)
-        uninterrupted(found)
-        # A run that the launcher has started again has no earlier one.
-        earlier = ranks.once(lambda: move_earlier_run(out)) if ranks.restart == 0 else None
-        if earlier is not None:
-            call.progress.note(f"moved the earlier run of {out} to {earlier}")
-        result = finish_plan(call, setup, found, batches)
-        assert result.plan is not None
-        process, info = setup.process, setup.process.info
-        sizes = None
-        if result.plan.size_cut is not None:
-            # Sent, so that the process that trains need not read them again.
-            sizes = process.call("reading the sizes of the samples", read_sizes)
-    # A child has ended by now, and its memory is free for the training.
-    if isinstance(process, ThisProcess) and setup.shard is None:
-        trained = process.setup
-    else:
-        trained = open_to_train(call, find_workload(call.workload, options.device.seed), setup.shard)
-        check_same_data([info.data, data_of_setup(trained)], ["the probe", "the process that trains"])
-    if sizes is not None:
-        trained.worst_case.take_sizes(sizes)
-    prepared = PreparedRun(
-        setup=budgeted(trained, info.key),
-        plan=result.plan,
-        sampler=sampler_of(call, trained, samples),
-        key=info.key,
-        facts=keep_records(result, info.data),
-    )
-    return ReadyRun(result, prepared, out)
-
-
-def _plan_again(call: Call, stored: StoredRun) -> ReadyRun:
-    """Plan a stored run again, because something has changed that its plan depends on."""
-    with ExitStack() as opened:
-        setup, found = search_and_plan(call, open_layout(call, opened), opened)
-        uninterrupted(found)
-        # The order of the user's own sampler does not travel to a child.
-        result = finish_plan(call, setup, found, replace(stored.sampler, order=None))
-        key = setup.process.info.key
-    return ReadyRun(*stored.with_new_plan(result, key), stored.out)
 
 
 def _repeat_command(command: str, *, resumes: bool) -> str:

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from autobatch.api.call import Call
-from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.errors import InputError
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.distributed.launch import open_ranks
@@ -25,11 +24,6 @@ SHARED_SECONDS = 30.0
 """Longest wait until a file of rank 0 shows on every rank; network file systems keep listings for a while."""
 OWN_OPTIONS = ("device", "memory_budget", "json", "quiet", "verbose")
 """Options in which ranks may differ."""
-T = TypeVar("T")
-
-
-class WholeModelTooLargeError(DoesNotFitError):
-    """Not even a micro-batch of 1 fits with a whole model on some rank; the message is one reason."""
 
 
 @contextmanager
@@ -116,25 +110,6 @@ def check_data_of_ranks(data: DataDigest | None, ranks: Ranks, resumed: Loaded |
         found.insert(0, msgspec.convert(resumed.facts.get("data"), DataDigest | None))
         whose.insert(0, f"the checkpoint {resumed.path}")
     check_same_data(found, whose)
-
-
-def agree_on_fit(probe: Callable[[], T], ranks: Ranks) -> T:
-    """Return the answer of a probe, unless not even a micro-batch of 1 fits on some rank; all ranks call it.
-
-    Raises:
-        WholeModelTooLargeError: it does not fit on some rank, on every rank.
-    """
-    failure: str | None = None
-    try:
-        found = probe()
-    except DoesNotFitError as error:
-        failure = str(error).split(". ")[0]
-    for rank, line in enumerate(ranks.gather(failure)):
-        if line is not None:
-            raise WholeModelTooLargeError(
-                f"no whole model fits on rank {rank}, so the ranks share it (--parallel shard): {line}"
-            )
-    return found
 
 
 def continue_after_restart(call: Call) -> Call:

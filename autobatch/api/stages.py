@@ -7,18 +7,19 @@ its own process, and agree where one of them decides for all.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import msgspec
 
 from autobatch.api.call import Call
-from autobatch.api.ranks import WholeModelTooLargeError, agree_on_fit, check_data_of_ranks
-from autobatch.core.errors import AutobatchError, InputError
+from autobatch.api.ranks import check_data_of_ranks
+from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
 from autobatch.core.files import write_atomic
-from autobatch.core.records import Plan, RankLimit, Tuning
+from autobatch.core.records import Plan, Tuning
 from autobatch.distributed.rank_plan import limits_over_ranks, spread
 from autobatch.distributed.sharding.layout import ONCE, ShardLayout
 from autobatch.planning import launched_world_size, make_plan, samples_of_rank
@@ -38,104 +39,77 @@ from autobatch.workload.order import GlobalBatchSampler
 PLANNED_STEPS = 1000
 """Optimizer steps of the run that is tuned for, if nothing says how many."""
 OPENING = "opening the workload"
-CHECKING_SPLIT = "checking that the loss can be split into micro-batches"
-WHOLE = "a whole model fits on each rank, so each has its own"
+T = TypeVar("T")
 
 
-class OpenSetup(NamedTuple):
-    """The process that holds the setup, and the layout that it was opened with."""
+class OpenSetup:
+    """The process that holds the setup of a call: with a whole model, or with one that the ranks share.
 
-    process: SetupProcess
-    shard: ShardLayout | None
-    """The layout of a shared model; None if each rank has a whole one."""
-    reason: str | None
-    """The reason for the layout; None if it was asked for."""
-
-
-def open_layout(call: Call, opened: ExitStack) -> OpenSetup:
-    """Open the setup as asked; ``auto`` shares the model if its weights alone are too large for some rank.
+    With ``--parallel auto``, the ranks share the model as soon as a whole one does not fit on one of them.
+    All ranks make the same calls.
 
     Args:
         call: of this rank.
         opened: keeps the process open.
     """
-    if _is_open_choice(call):
+
+    def __init__(self, call: Call, opened: ExitStack) -> None:
+        self._call = call
+        self._opened = opened
+        asked = call.options.ranks.parallel
+        self._may_share = asked == "auto" and call.ranks.world > 1
+        self._layout = layout_of_call(call) if asked == "shard" else None
+        self._process: SetupProcess | None = None
+        self.reason = "a whole model fits on each rank, so each has its own" if self._may_share else None
+        """The reason for the layout; None if it was asked for."""
+        self.fitting(lambda: self.process)
+
+    @property
+    def process(self) -> SetupProcess:
+        """The process that holds the setup; another one after the ranks came to share the model."""
+        if self._process is None:
+            call, ranks = self._call, self._call.ranks
+            call.progress.doing(OPENING)
+            role = Role(
+                world=ranks.world,
+                shard=self._layout,
+                holds_model=ranks.rank == 0,
+                may_share=self._may_share,
+            )
+            self._process = self._opened.enter_context(
+                open_process(call.workload, call.options, role, isolated=call.isolated, child=call.child)
+            )
+        return self._process
+
+    @property
+    def info(self) -> SetupInfo:
+        """Description of the setup."""
+        return self.process.info
+
+    def fitting(self, act: Callable[[], T]) -> T:
+        """Return what an act returns. If not even a micro-batch of 1 fits, share the model and act again.
+
+        Raises:
+            DoesNotFitError: it does not fit, and ranks cannot share the model, or share it already.
+        """
+        if not self._may_share:
+            return act()
+        failure = None
         try:
-            process = agree_on_fit(lambda: _open(call, opened, may_share=True), call.ranks)
-        except WholeModelTooLargeError as error:
-            return _open_shared(call, opened, str(error))
-        return OpenSetup(process, None, WHOLE)
-    process = _open(call, opened, shard=layout_of_call(call) if _is_shared(call) else None)
-    return OpenSetup(process, process.info.layout, None)
-
-
-def search_and_plan(call: Call, setup: OpenSetup, opened: ExitStack) -> tuple[OpenSetup, Result]:
-    """Find the largest micro-batch, and plan the batch if there is one; all ranks call it.
-
-    ``auto`` shares the model if it does not fit whole on some rank. An interrupted probe of one process
-    answers, but not one of several.
-
-    Returns:
-        The setup, which is another one if the ranks came to share the model, and what was found.
-
-    Raises:
-        InputError: a rule for the learning rate lacks the batch that it was tuned for.
-        DoesNotFitError: not even a micro-batch of 1 fits, or the one that was asked for does not.
-    """
-    stage = _probe if call.options.command == "probe" else _probe_and_plan
-    try:
-        result = stage(call, setup, setup.shard is None and _is_open_choice(call))
-    except WholeModelTooLargeError as error:
-        setup = _open_shared(call, opened, str(error))
-        result = stage(call, setup, False)
-    if call.ranks.world == 1:
-        return setup, result
-    return setup, _with_layout(call, setup, uninterrupted(result))
-
-
-def finish_plan(
-    call: Call, setup: OpenSetup, result: Result, batches: GlobalBatchSampler | None = None
-) -> Result:
-    """Check the split of the loss, tune, choose the split of batches, and write what was asked for.
-
-    Args:
-        call: of this rank.
-        setup: holds the process.
-        result: what the search has found.
-        batches: of the run; None if they are unknown.
-
-    Raises:
-        InputError: the loss cannot be split, or a split by size was asked for and would change results.
-    """
-    command = call.options.command
-    tuner = None
-    if command in ("tune", "fit"):
-        result = uninterrupted(result)
-        tuner = _open_tuner(call, setup, PLANNED_STEPS if batches is None else batches.total)
-    has_trials = tuner is not None and tuner.trials > 0
-    tunes_rate = tuner is not None and tuner.lr_trials > 0
-    # A training checks the loss on its own. Trials need the answer before.
-    if command != "fit" or (call.options.split_check == "error" and (has_trials or tunes_rate)):
-        _check_loss(call, setup, result)
-    if tuner is not None and (has_trials or (command == "tune" and not tunes_rate)):
-        assert result.plan is not None
-        assert result.probe is not None
-        plan, tuning = tuner.tune(result.plan, result.probe.micro_batch)
-        result = msgspec.structs.replace(result, plan=plan, tuning=tuning)
-    _write_memory_viz(call, setup.process, result)
-    result = _add_split(call, setup.process, result, batches)
-    return _add_learning_rate(call, tuner, result) if tuner is not None and tunes_rate else result
-
-
-def uninterrupted(result: Result) -> Result:
-    """Return a result, or raise if its probe was interrupted, which ends the later stages too.
-
-    Raises:
-        KeyboardInterrupt: the probe was interrupted.
-    """
-    if result.probe is not None and result.probe.stopped_by == "interrupt":
-        raise KeyboardInterrupt
-    return result
+            found = act()
+        except DoesNotFitError as error:
+            failure = str(error).split(". ")[0]
+        failures = self._call.ranks.gather(failure)
+        rank = next((rank for rank, line in enumerate(failures) if line is not None), None)
+        if rank is None:
+            return found
+        self.reason = (
+            f"no whole model fits on rank {rank}, so the ranks share it (--parallel shard): {failures[rank]}"
+        )
+        self._opened.close()
+        self._process, self._may_share, self._layout = None, False, layout_of_call(self._call)
+        self._call.progress.note(self.reason)
+        return act()
 
 
 def layout_of_call(call: Call) -> ShardLayout:
@@ -144,106 +118,90 @@ def layout_of_call(call: Call) -> ShardLayout:
     return ShardLayout(world=call.ranks.world, sync=asked.shard_sync, modules=asked.shard_modules)
 
 
-def _is_open_choice(call: Call) -> bool:
-    """Return whether the ranks share a model only if they must."""
-    return call.options.ranks.parallel == "auto" and call.ranks.world > 1
+def search_and_plan(call: Call, setup: OpenSetup) -> Result:
+    """Find the largest micro-batch, and plan the batch unless only a probe was asked for.
+
+    An interrupted probe of one process answers ``probe`` and ``plan``; it ends everything else.
+
+    Raises:
+        InputError: a rule for the learning rate lacks the batch that it was tuned for.
+        DoesNotFitError: not even a micro-batch of 1 fits, or the one that was asked for does not.
+    """
+    alone = call.ranks.world == 1
+    result = _probe(call, setup) if call.options.command == "probe" else _probe_and_plan(call, setup)
+    may_end_here = alone and call.options.command in ("probe", "plan")
+    if result.probe is not None and result.probe.stopped_by == "interrupt" and not may_end_here:
+        raise KeyboardInterrupt
+    return result if alone else _with_layout(call, setup, result)
 
 
-def _is_shared(call: Call) -> bool:
-    return call.options.ranks.parallel == "shard"
-
-
-def _open(
-    call: Call, opened: ExitStack, *, shard: ShardLayout | None = None, may_share: bool = False
-) -> SetupProcess:
-    """Open the setup in a process that can be asked to try it."""
-    ranks = call.ranks
-    role = Role(world=ranks.world, shard=shard, holds_model=ranks.rank == 0, may_share=may_share)
-    call.progress.doing(OPENING)
-    return opened.enter_context(
-        open_process(call.workload, call.options, role, isolated=call.isolated, child=call.child)
-    )
-
-
-def _open_shared(call: Call, opened: ExitStack, reason: str) -> OpenSetup:
-    """Open the setup of a shared model in place of a whole one."""
-    opened.close()
-    call.progress.note(reason)
-    process = _open(call, opened, shard=layout_of_call(call))
-    return OpenSetup(process, process.info.layout, reason)
-
-
-def _probe(call: Call, setup: OpenSetup, may_share: bool) -> Result:
+def _probe(call: Call, setup: OpenSetup) -> Result:
     """Find the largest micro-batch, or check the one that was asked for."""
-    process, ranks = setup.process, call.ranks
-    asked = call.options.search.micro_batch
+    asked, ranks = call.options.search.micro_batch, call.ranks
     if asked is None:
-        found = _limit(call, process, None, may_share=may_share)
-        probe = found.probe
+        limit = _limit(call, setup, None)
     else:
         size = asked
 
         def check() -> Limit:
-            return Limit(check_size(process, size, progress=call.progress))
+            return Limit(check_size(setup.process, size, progress=call.progress))
 
         # A larger size that does not fit is no reason to share the model.
-        found = agree_on_fit(check, ranks) if may_share and size == 1 else check()
-        probe = found.probe
-    of_ranks = limits_over_ranks(ranks, probe.micro_batch, process.info.device)
-    limit = of_ranks[ranks.rank].limit
-    if limit < probe.micro_batch:
-        probe = msgspec.structs.replace(probe, micro_batch=limit, upper_bound_by=None)
+        limit = setup.fitting(check) if size == 1 else check()
+    probe = limit.probe
+    of_ranks = limits_over_ranks(ranks, probe.micro_batch, setup.info.device)
+    least = of_ranks[ranks.rank].limit
+    if least < probe.micro_batch:
+        probe = msgspec.structs.replace(probe, micro_batch=least, upper_bound_by=None)
     return Result(
-        device=process.info.device,
+        device=setup.info.device,
         probe=msgspec.structs.replace(probe, ranks=of_ranks if ranks.world > 1 else []),
-        profile=found.file,
+        profile=limit.file,
         command=call.command,
     )
 
 
-def _limit(call: Call, process: SetupProcess, samples: int | None, *, may_share: bool) -> Limit:
-    """Find the largest micro-batch on this rank alone, after a check that all ranks have the same workload.
-
-    Raises:
-        DoesNotFitError: not even a micro-batch of 1 fits. All ranks raise it if they may share the model.
-    """
-    info, ranks = process.info, call.ranks
-
-    def search() -> Limit:
-        return find_limit(
-            process, call.options, share=samples, home=call.home, progress=call.progress, clock=call.clock
+def _limit(call: Call, setup: OpenSetup, samples: int | None) -> Limit:
+    """Find the largest micro-batch on this rank alone, and check that all ranks have the same workload."""
+    limit = setup.fitting(
+        lambda: find_limit(
+            setup.process,
+            call.options,
+            share=samples,
+            home=call.home,
+            progress=call.progress,
+            clock=call.clock,
         )
-
-    limit = agree_on_fit(search, ranks) if may_share else search()
+    )
+    info = setup.info
     # For a stream these are only the scanned samples, and rank 0 reads them for all ranks.
     data = None if info.epoch_samples is None else info.samples
-    ranks.check_equal({"the model": info.key.get("model"), "the data": data})
-    check_data_of_ranks(info.data, ranks)
+    call.ranks.check_equal({"the model": info.key.get("model"), "the data": data})
+    check_data_of_ranks(info.data, call.ranks)
     return limit
 
 
-def _probe_and_plan(call: Call, setup: OpenSetup, may_share: bool) -> Result:
+def _probe_and_plan(call: Call, setup: OpenSetup) -> Result:
     """Find the largest micro-batch and plan the batch, also after an interrupted probe."""
-    process, info, ranks = setup.process, setup.process.info, call.ranks
-    world_size = 1
+    ranks = call.ranks
+    planned_ranks = 1
     if call.options.command == "plan" and ranks.world == 1:
-        world_size = call.options.batch.world_size or launched_world_size(call.environ)
+        planned_ranks = call.options.batch.world_size or launched_world_size(call.environ)
     # An invalid plan must fail before minutes are spent on a probe.
-    _plan(call, info, 1, max(world_size, ranks.world), multiple=call.options.multiple or 1)
-    samples = samples_of_rank(call.options.target_batch, world_size, 0)
-    limit = _limit(call, process, samples, may_share=may_share)
+    _plan(call, setup.info, 1, max(planned_ranks, ranks.world), multiple=call.options.multiple or 1)
+    limit = _limit(call, setup, samples_of_rank(call.options.target_batch, planned_ranks, 0))
+    info = setup.info
     multiple = math.lcm(*ranks.gather(limit.probe.multiple))
-    plan = _plan(call, info, limit.planned, world_size, multiple=multiple)
-    of_ranks: list[RankLimit] = []
+    plan, probe = _plan(call, info, limit.planned, planned_ranks, multiple=multiple), limit.probe
     if ranks.world > 1:
-        of_ranks = limits_over_ranks(ranks, limit.planned, info.device)
-        plan = spread(plan, of_ranks, setup.shard)
+        probe = msgspec.structs.replace(probe, ranks=limits_over_ranks(ranks, limit.planned, info.device))
+        plan = spread(plan, probe.ranks, info.layout)
     _report_plan(call, plan, info.epoch_samples)
     call.progress.doing("predicting the memory of a step")
-    predicted, curve = predicted_memory(limit.footprint, info, limit.probe.micro_batch)
+    predicted, curve = predicted_memory(limit.footprint, info, probe.micro_batch)
     return Result(
         device=info.device,
-        probe=msgspec.structs.replace(limit.probe, ranks=of_ranks),
+        probe=probe,
         plan=plan,
         profile=limit.file,
         title=info.name,
@@ -284,20 +242,60 @@ def _report_plan(call: Call, plan: Plan, epoch_samples: int | None) -> None:
 
 def _with_layout(call: Call, setup: OpenSetup, result: Result) -> Result:
     """Record in the probe and the plan whether ranks share the model, with the reasons."""
-    sync = None if setup.shard is None else setup.shard.sync
-    is_changed = sync not in (None, call.options.ranks.shard_sync)
-    if is_changed:
-        call.progress.note(f"gradients are reduced once per step (--shard-sync once): {ONCE}")
-    layout: dict[str, Any] = {
-        "parallel": "replicate" if setup.shard is None else "shard",
-        "parallel_reason": setup.reason,
-        "shard_sync": sync,
-        "shard_sync_reason": ONCE if is_changed else None,
-    }
+    shared = setup.info.layout
+    fields: dict[str, Any] = {"parallel": "replicate", "parallel_reason": setup.reason}
+    if shared is not None:
+        fields |= {"parallel": "shard", "shard_sync": shared.sync}
+        if shared.sync != call.options.ranks.shard_sync:
+            fields["shard_sync_reason"] = ONCE
+            call.progress.note(f"gradients are reduced once per step (--shard-sync once): {ONCE}")
     assert result.probe is not None
-    probe = msgspec.structs.replace(result.probe, **layout)
-    plan = None if result.plan is None else msgspec.structs.replace(result.plan, **layout)
+    probe = msgspec.structs.replace(result.probe, **fields)
+    plan = None if result.plan is None else msgspec.structs.replace(result.plan, **fields)
     return msgspec.structs.replace(result, probe=probe, plan=plan)
+
+
+def finish_plan(
+    call: Call, setup: OpenSetup, result: Result, batches: GlobalBatchSampler | None = None
+) -> Result:
+    """Check the split of the loss, tune, choose the split of batches, and write what was asked for.
+
+    Args:
+        call: of this rank.
+        setup: holds the process.
+        result: of `search_and_plan`.
+        batches: of the run; None if they are unknown.
+
+    Raises:
+        InputError: the loss cannot be split, or a split by size was asked for and would change results.
+    """
+    command = call.options.command
+    tuner = None
+    if command in ("tune", "fit"):
+        tuner = _open_tuner(call, setup, PLANNED_STEPS if batches is None else batches.total)
+    has_trials = tuner is not None and tuner.trials > 0
+    tunes_rate = tuner is not None and tuner.lr_trials > 0
+    # A training checks the loss on its own. Trials need the answer before.
+    if command != "fit" or (call.options.split_check == "error" and (has_trials or tunes_rate)):
+        _check_loss(call, setup, result)
+    if tuner is not None and (has_trials or (command == "tune" and not tunes_rate)):
+        assert result.plan is not None
+        assert result.probe is not None
+        plan, tuning = tuner.tune(result.plan, result.probe.micro_batch)
+        result = msgspec.structs.replace(result, plan=plan, tuning=tuning)
+    _write_memory_viz(call, setup.process, result)
+    if result.plan is not None and result.probe is not None and result.probe.stopped_by != "interrupt":
+        plan = choose_split(
+            setup.process,
+            result.plan,
+            result.probe,
+            call.options,
+            ranks=call.ranks,
+            batches=batches,
+            progress=call.progress,
+        )
+        result = msgspec.structs.replace(result, plan=plan)
+    return _add_learning_rate(call, tuner, result) if tuner is not None and tunes_rate else result
 
 
 def _check_loss(call: Call, setup: OpenSetup, result: Result) -> None:
@@ -311,31 +309,33 @@ def _check_loss(call: Call, setup: OpenSetup, result: Result) -> None:
     probe, plan, asked = result.probe, result.plan, call.options.split_check
     if probe is None or probe.micro_batch < 1 or probe.stopped_by == "interrupt" or asked == "off":
         return
-    if setup.shard is not None:
+    if setup.info.layout is not None:
         if call.options.command != "fit":
             call.progress.note(
                 "autobatch fit checks on rank 0 that the loss can be split, because the ranks share the model"
             )
         return
-    steps = 2 if plan is None else plan.accumulation_steps
-    micro_batch = probe.micro_batch if plan is None else plan.micro_batch
-    act = "the check of the loss"
-    if plan is not None and asked == "error":
-        if steps > 1:
-            call.progress.doing(CHECKING_SPLIT)
-            found = setup.process.call(act, examine, micro_batch, steps)
-            if found.fault is not None:
-                raise InputError(f"{found.fault}. {ANYWAY}")
+    micro_batch, steps = (
+        (probe.micro_batch, 2) if plan is None else (plan.micro_batch, plan.accumulation_steps)
+    )
+    must_split = plan is not None and asked == "error"
+    if must_split and steps == 1:
         return
-    call.progress.doing(CHECKING_SPLIT)
+    call.progress.doing("checking that the loss can be split into micro-batches")
     try:
-        found = setup.process.call(act, examine, micro_batch, steps)
+        found = setup.process.call("the check of the loss", examine, micro_batch, steps)
     except AutobatchError as error:
+        if must_split:
+            raise
         found = Finding(unchecked=str(error))
     except KeyboardInterrupt:
-        if call.options.command == "tune":
+        if must_split or call.options.command == "tune":
             raise
         found = Finding(unchecked="the check was interrupted")
+    if must_split:
+        if found.fault is not None:
+            raise InputError(f"{found.fault}. {ANYWAY}")
+        return
     if plan is None:
         found = found._replace(remarks=())  # a probe has no batch to split
     for line in found.notes(is_split=steps > 1):
@@ -355,7 +355,7 @@ def _open_tuner(call: Call, setup: OpenSetup, steps: int) -> PlanTuner:
         expired=lambda: seconds is not None and call.clock() - start > seconds,
         clock=call.clock,
     )
-    if setup.shard is None or not (tuner.trials or tuner.lr_trials):
+    if setup.info.layout is None or not (tuner.trials or tuner.lr_trials):
         return tuner
     call.progress.note("nothing is tuned, because the ranks share the model")
     return replace(tuner, options=call.options.with_values(trials=0, tune_lr=False))
@@ -401,21 +401,3 @@ def _write_memory_viz(call: Call, process: SetupProcess, result: Result) -> None
             f"--memory-viz {path} cannot be written: {error.strerror or error}. Give another file"
         ) from error
     call.progress.note(f"the memory of a few steps is in {path}: open it at pytorch.org/memory_viz")
-
-
-def _add_split(
-    call: Call, process: SetupProcess, result: Result, batches: GlobalBatchSampler | None
-) -> Result:
-    """Put the split into the plan of a result; see `choose_split`."""
-    if result.plan is None or result.probe is None or result.probe.stopped_by == "interrupt":
-        return result
-    plan = choose_split(
-        process,
-        result.plan,
-        result.probe,
-        call.options,
-        ranks=call.ranks,
-        batches=batches,
-        progress=call.progress,
-    )
-    return msgspec.structs.replace(result, plan=plan)

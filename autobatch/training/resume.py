@@ -13,6 +13,7 @@ state of its generators.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,9 +28,7 @@ from autobatch.core.options import Options
 from autobatch.core.records import Plan
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
-from autobatch.distributed.rank_plan import layout_of
 from autobatch.distributed.ranks import Ranks
-from autobatch.setup.setup import Setup, device_key
 from autobatch.step.ema import load_average
 from autobatch.step.tensors import is_sharded
 from autobatch.step.train_state import TrainState
@@ -54,7 +53,6 @@ from autobatch.workload.rng import (
     restore_random_state,
     seed_rank,
 )
-from autobatch.workload.split import digest_of
 
 _Count = Annotated[int, Meta(ge=0)]
 _Positive = Annotated[int, Meta(ge=1)]
@@ -93,7 +91,7 @@ class _Facts(msgspec.Struct):
 
 
 class _Counters(msgspec.Struct):
-    """The counters of a loop, which has fields of the same names."""
+    """The counters of a loop."""
 
     batches_seen: _Count
     steps_applied: _Count
@@ -133,14 +131,19 @@ def capture_loop(loop: Loop) -> dict[str, Any]:
         "stream": loop.sampler.state_dict(),
         "random": loop.engine.ranks.gather(plain_random_state()),
         "limits": loop.limits,
-        "counters": {name: getattr(loop, name) for name in _Counters.__struct_fields__},
+        "counters": {
+            "batches_seen": loop.batches_seen,
+            "steps_applied": loop.steps_applied,
+            "oom_recoveries": loop.oom_recoveries,
+            "skipped_steps_in_a_row": loop.skipped_steps_in_a_row,
+        },
     }
 
 
 def restore_loop(
     loop: Loop, state: Mapping[str, Any], *, same_hardware: bool, folder: Path | None = None
-) -> list[str]:
-    """Restore a state that `capture_loop` returned, and return notes on how.
+) -> None:
+    """Restore a state that `capture_loop` returned.
 
     Args:
         loop: a loop of the same workload.
@@ -165,11 +168,13 @@ def restore_loop(
             f"the checkpoint was written with another model, optimizer or schedule ({first_line(error)}). "
             "Give the same workload, or start without --resume"
         ) from error
-    for name, count in state["counters"].items():
-        setattr(loop, name, count)
+    counters = state["counters"]
+    loop.batches_seen = counters["batches_seen"]
+    loop.steps_applied = counters["steps_applied"]
+    loop.oom_recoveries = counters["oom_recoveries"]
+    loop.skipped_steps_in_a_row = counters["skipped_steps_in_a_row"]
     if same_hardware:
         loop.limits = state["limits"]
-    return loop.sampler.load_state_dict(state["stream"])
 
 
 def _parameter_names(train_state: TrainState) -> dict[str, Any]:
@@ -189,7 +194,13 @@ def _parameter_names(train_state: TrainState) -> dict[str, Any]:
 
 
 def _with_shards(loop: Loop, state: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
-    """Return a state with all of its tensors, sharded as those of the loop."""
+    """Return a state with all of its tensors, sharded as those of the loop.
+
+    Args:
+        loop: the loop that is going to be restored.
+        state: of the checkpoint.
+        folder: of the checkpoint; None if the state has all tensors.
+    """
     wanted, mesh = sharded_tensors(state), loop.engine.mesh
     if not wanted and mesh is None:
         return state
@@ -218,10 +229,10 @@ def _restore_random(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool
 
 def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
     train_state = loop.train_state
-    weights = train_state.model.state_dict()  # has the versions of the modules as an attribute
-    weights.clear()
-    weights.update(state["model"])
-    train_state.model.load_state_dict(weights)
+    model = OrderedDict(state["model"])
+    # The versions of its modules, which a state dict has as an attribute.
+    model._metadata = train_state.model.state_dict()._metadata  # type: ignore[attr-defined]
+    train_state.model.load_state_dict(model)
     _load_buffers(train_state.model, state["buffers"], train_state.device)
     for optimizer, saved in zip(train_state.optimizers, state["optimizers"], strict=True):
         _load_optimizer(optimizer, saved)
@@ -255,11 +266,11 @@ def _load_buffers(model: nn.Module, saved: Mapping[str, Tensor], device: torch.d
     for full_name, value in saved.items():
         path, _, name = full_name.rpartition(".")
         module = model.get_submodule(path)
-        buffer = getattr(module, name, None)
+        buffer = module._buffers.get(name)
         if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
             buffer.copy_(value)
         else:
-            module.register_buffer(name, value.to(device), persistent=False)
+            module._buffers[name] = value.to(device)
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -336,12 +347,13 @@ def load_plan(resumed: Loaded, options: Options) -> Plan:
     """
     facts = resumed.facts
     plan = msgspec.convert(facts["plan"], Plan)
-    _check_equal(
-        resumed,
-        ("--target-batch", options.target_batch, plan.target_batch, "the same"),
-        ("--seed", options.device.seed, facts["seed"], "the same"),
-        ("--warmup-samples", options.train.warmup_samples, facts["warmup_samples"], "the same"),
-    )
+    for option, asked, found in (
+        ("--target-batch", options.target_batch, plan.target_batch),
+        ("--seed", options.device.seed, facts["seed"]),
+        ("--warmup-samples", options.train.warmup_samples, facts["warmup_samples"]),
+    ):
+        if asked != found:
+            raise InputError(_mismatch(resumed, option, asked, found))
     return plan
 
 
@@ -368,64 +380,75 @@ def check_same_data_order(resumed: Loaded, sampler: GlobalBatchSampler, *, sched
     Raises:
         InputError: they differ; names the difference.
     """
-    before, now = resumed.facts, data_order_facts(sampler)
-    _check_equal(
-        resumed,
-        ("version of the data order", ORDER_VERSION, before.get("order", 1), "the run its own autobatch"),
-        ("number of training samples", now["samples"], before["samples"], "the same data"),
-        ("order of the sampler", now["sampler"], before.get("sampler"), "the same sampler"),
-        ("--last-batch", now["last_batch"], before["last_batch"], "the same"),
-    )
-    done, steps = resumed.state["counters"]["batches_seen"], before["total_steps"]
-    if scheduled:
-        what = "number of optimizer steps, which the schedule was built for,"
-        _check_equal(resumed, (what, sampler.total, steps, "the same --steps or --epochs"))
+    facts, total = resumed.facts, resumed.facts["total_steps"]
+    order = facts.get("order", 1)
+    if order != ORDER_VERSION:
+        raise InputError(
+            f"this autobatch draws the data in version {ORDER_VERSION} of the order, but the checkpoint "
+            f"{resumed.path} was begun with version {order}, so samples would repeat or be left out: resume "
+            "with the autobatch that began the run, or start without --resume"
+        )
+    if facts["samples"] != sampler.samples:
+        raise InputError(
+            f"the training data have {sampler.samples:,} samples, but had {facts['samples']:,} at the "
+            f"checkpoint {resumed.path}, so the order of the data would change: give the same data, or start "
+            "without --resume"
+        )
+    digest = None if sampler.order is None else order_digest(sampler.order)
+    if facts.get("sampler") != digest:
+        raise InputError(
+            f"the sampler draws another order than at the checkpoint {resumed.path}, so samples would repeat "
+            "or be left out: give the same sampler, or start without --resume"
+        )
+    if facts["last_batch"] != sampler.last_batch:
+        raise InputError(_mismatch(resumed, "--last-batch", sampler.last_batch, facts["last_batch"]))
+    if scheduled and total != sampler.total:
+        raise InputError(
+            f"this run has {sampler.total} optimizer steps, but the checkpoint {resumed.path} has a schedule "
+            f"for {total}: give the same --steps or --epochs, or start without --resume"
+        )
+    done = resumed.state["counters"]["batches_seen"]
     if done > sampler.total:
         raise InputError(
             f"this run has {sampler.total} optimizer steps, but the checkpoint {resumed.path} has taken "
             f"{done} already: give the same --steps or --epochs, or more"
         )
-    if done == steps:
-        # The last batch of the run may have been short, and would be full in a longer run.
-        what = f"number of samples in {done} optimizer steps"
-        _check_equal(resumed, (what, sampler.seen(done), before["total_samples"], "the same --epochs"))
+    if done == total and facts["total_samples"] != sampler.seen(done):
+        raise InputError(
+            f"this run goes beyond the checkpoint {resumed.path}, whose last batch was smaller than "
+            f"{sampler.target_batch}: give the same --epochs, or start without --resume"
+        )
 
 
 def changes_since_checkpoint(
-    resumed: Loaded, setup: Setup, sampler: GlobalBatchSampler, ranks: Ranks, options: Options
+    resumed: Loaded,
+    key: Mapping[str, Any],
+    plan: Plan,
+    ranks: Ranks,
+    *,
+    max_micro_batch: int | None,
+    set_budget: int | None,
 ) -> list[str]:
     """Return the changes that rule out a bit-exact resume, in the user's words; each rank has its own.
 
     Args:
         resumed: the checkpoint.
-        setup: the workload and the device of this rank.
-        sampler: the batches of this run.
+        key: describes this device.
+        plan: of the checkpoint.
         ranks: that train.
-        options: as asked.
+        max_micro_batch: as asked.
+        set_budget: bytes that the user gave, and not those that are free now, which differ each time.
     """
-    changes: list[str] = []
-    plan = msgspec.convert(resumed.facts["plan"], Plan)
-    of_ranks = resumed.facts["ranks"]
-    if len(of_ranks) == ranks.world:
-        key, stored = device_key(setup), of_ranks[ranks.rank]
-        changes += [name for entry, name in _BIT_EXACT_KEYS.items() if stored.get(entry) != key.get(entry)]
-        if (options.search.max_micro_batch or plan.micro_batch) < plan.micro_batch:
-            changes.append("--max-micro-batch")
-        # What the user gave, and not what is free now, which differs each time.
-        is_set = options.device.memory_budget is not None
-        if is_set and setup.device.budget_bytes < stored.get("budget_bytes", 0):
-            changes.append("--memory-budget")
-    else:
-        changes.append("number of ranks")
-    if options.batch.split not in ("auto", plan.split):
-        changes.append("--split")
-    sizes = setup.worst_case.sizes() if plan.size_cut or plan.run_order else None
-    for made_for in (plan.size_cut, plan.run_order):
-        if made_for is not None and (sizes is None or digest_of(sizes) != made_for.digest):
-            changes.append("sizes of the samples")
-    if plan.run_order is not None and sampler.total > plan.run_order.batches:
-        changes.append("number of optimizer steps")
-    return changes if setup.layout == layout_of(plan) else [*changes, "--parallel"]
+    stored = resumed.facts["ranks"]
+    if len(stored) != ranks.world:
+        return ["number of ranks"]
+    stored = stored[ranks.rank]
+    changes = [name for entry, name in _BIT_EXACT_KEYS.items() if stored.get(entry) != key.get(entry)]
+    if max_micro_batch is not None and max_micro_batch < plan.micro_batch:
+        changes.append("--max-micro-batch")
+    if set_budget is not None and set_budget < stored.get("budget_bytes", 0):
+        changes.append("--memory-budget")
+    return changes
 
 
 def _not_enough_host_memory(folder: Path, error: Exception) -> str:
@@ -438,16 +461,9 @@ def _not_enough_host_memory(folder: Path, error: Exception) -> str:
     )
 
 
-def _check_equal(resumed: Loaded, *rows: tuple[str, object, object, str]) -> None:
-    """Check that what is asked for, the second of each row, is what the checkpoint has, the third.
-
-    Raises:
-        InputError: a row differs; names its first and, as what to give, its last element.
-    """
-    for what, asked, found, remedy in rows:
-        if asked != found:
-            given = f"no {what}" if asked is None else f"{what} {asked}"
-            raise InputError(
-                f"{given} does not match the checkpoint {resumed.path}, which has "
-                f"{'none' if found is None else found}: give {remedy}, or start without --resume"
-            )
+def _mismatch(resumed: Loaded, option: str, asked: object, found: object) -> str:
+    given = f"no {option}" if asked is None else f"{option} {asked}"
+    return (
+        f"{given} does not match the checkpoint {resumed.path}, which has "
+        f"{'none' if found is None else found}: give the same, or start without --resume"
+    )

@@ -169,10 +169,10 @@ def test_a_plan_by_count_and_one_for_ranks_of_another_loop_have_no_cut(options: 
 
 
 def test_a_choice_of_the_split_that_fails_leaves_a_plan_by_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise AutobatchError("the clock stands still")
 
-    monkeypatch.setattr("autobatch.api.stages.choose_split", broken)
+    monkeypatch.setattr("autobatch.search.plan_split._choose", broken)
     found, notes = plan(ragged_workload(), 24)
     assert found.split == "count"
     assert "batches are split by count: the clock stands still" in notes

@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy
 import autobatch
 from autobatch import InputError
 from autobatch.api.call import Call
+from autobatch.api.prepare import layout_to_resume
 from autobatch.api.ranks import agree_on_options, claim_of_ranks, continue_after_restart
-from autobatch.api.resume import layout_to_resume
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.training.run_folder import CHECKPOINTS, claim_folder
