@@ -27,11 +27,12 @@ from autobatch.api.prepare import prepare
 from autobatch.api.ranks import agree_on_options, continue_after_restart
 from autobatch.api.stages import OpenSetup, finish_plan, search_and_plan
 from autobatch.core.files import write_atomic
-from autobatch.core.progress import Progress
+from autobatch.core.progress import Broadcast, Progress
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.device.host import usable_cores
 from autobatch.device.nvml import driver_version
+from autobatch.distributed.ranks import SignsOfLife
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.report.result import Estimates, Result, load_run
 from autobatch.training.checkpoint import list_checkpoints
@@ -56,6 +57,8 @@ def run(call: Call) -> Result:
         AutobatchError: see `autobatch.training.run.train`.
     """
     call = agree_on_options(call)
+    call.ranks.limit_wait(call.options.ranks.collective_timeout)
+    call = replace(call, progress=Broadcast([call.progress, SignsOfLife(call.ranks)]))
     tune = call.options.tune
     if tune.storage is not None and (tune.trials != 0 or tune.tune_lr):
         # Only here: Optuna takes half a second to import.
@@ -82,7 +85,6 @@ def run_estimate(call: Call) -> Estimates:
 def fit(call: Call) -> Result:
     """Plan a run or take its stored plan, train it, and write the result and the report."""
     ranks, train = call.ranks, call.options.train
-    ranks.limit_wait(call.options.ranks.collective_timeout)
     call = replace(call, command=_repeat_command(call.command, resumes=train.resume))
     if train.steps is None and train.epochs is None:
         call = call.with_options(**({"steps": demo.STEPS} if call.workload is None else {"epochs": 1}))

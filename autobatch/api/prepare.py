@@ -20,13 +20,11 @@ from autobatch.distributed.shared_stream import open_stream, split_note
 from autobatch.report.result import Result
 from autobatch.search.plan_split import read_sizes
 from autobatch.setup.session import ThisProcess
-from autobatch.setup.setup import KeyValue, Role, Setup, data_of_setup, device_key, open_setup
+from autobatch.setup.setup import KeyValue, Role, Setup, data_of_setup, open_setup
 from autobatch.training.build import (
     build_sampler,
     count_stream,
     depends_on_end,
-    order_changes,
-    split_changes,
     stream_length,
 )
 from autobatch.training.checkpoint import Loaded
@@ -166,16 +164,7 @@ def _open_stored(call: Call, lock: ExitStack) -> StoredRun:
     check_same_data_order(checkpoint, sampler, scheduled=setup.workload.schedule is not None)
     data = data_of_setup(setup)
     check_data_of_ranks(data, ranks, checkpoint)
-    changes = changes_since_checkpoint(
-        checkpoint,
-        device_key(setup),
-        plan,
-        ranks,
-        max_micro_batch=options.search.max_micro_batch,
-        set_budget=None if options.device.memory_budget is None else setup.device.budget_bytes,
-    )
-    changes += split_changes(setup, plan, options.batch.split) + order_changes(setup, plan, sampler)
-    changes += [] if setup.layout == layout_of(plan) else ["--parallel"]
+    changes = changes_since_checkpoint(checkpoint, setup, sampler, ranks, options)
     return StoredRun(
         checkpoint=checkpoint,
         plan=plan,

@@ -335,7 +335,11 @@ class RankOptions(Section, frozen=True, kw_only=True):
     ] = None
     collective_timeout: Annotated[
         Positive,
-        Option("Over several ranks, end the run if a rank lets the others wait longer.", "SECONDS", ("fit",)),
+        Option(
+            "Over several ranks, end the run if a rank lets the others wait longer and gets no further.",
+            "SECONDS",
+            ("fit",),
+        ),
     ] = 600.0
 
 

@@ -43,7 +43,7 @@ from autobatch.distributed.reduce import (
     sum_totals,
     write_numbers,
 )
-from autobatch.distributed.watch import is_of_collective, rank_lost
+from autobatch.distributed.verdict import is_of_collective, rank_lost
 from autobatch.step.gradients import norm_of
 from autobatch.step.loss import StepTotals
 from autobatch.step.restore import BufferSnapshot
@@ -299,7 +299,9 @@ class Shard(GroupEngine):
         self._agree_on_scale(train_state)
         rounds = self._split.rounds(batch)
         padded = self._padded(micro_batches, count, rounds)
-        yield from self._model.begin_step(padded, rounds)
+        for one in self._model.begin_step(padded, rounds):
+            with self.ranks.waiting("train a micro-batch with the other ranks"):
+                yield one
         # Its end undoes what the micro-batches of weight 0 have changed.
         next(padded, None)
 
@@ -311,7 +313,7 @@ class Shard(GroupEngine):
         # Their squares are summed, as every rank measured its shards.
         numbers = numbers._replace(first_norm=_squared(numbers.first_norm))
         write_numbers(self._cells, self.ranks.rank, [*numbers, *map(_squared, norms)])
-        with self.ranks.waiting("sum the batch", is_step=True):
+        with self.ranks.waiting("sum the batch"):
             self.ranks.start_sum(self._cells)()
         found = read_numbers(self._cells, self.ranks.world)
         of_ranks = [RankNumbers(*one[: len(numbers)]) for one in found]
@@ -398,7 +400,7 @@ class RowGather:
         self._vote(failed=False)
         # As bytes, because zeros leave them as they are, whatever the type.
         wholes = [whole.view(-1).view(torch.uint8) for whole in tensors_of(rows.collated)]
-        with self._group.waiting("exchange the representations of a batch", is_step=True):
+        with self._group.waiting("exchange the representations of a batch"):
             for wait in [self._group.start_sum(one) for one in wholes]:
                 wait()
 
@@ -410,7 +412,7 @@ class RowGather:
 
     def _vote(self, *, failed: bool) -> None:
         self._has_voted = True
-        is_failed = self._group.agree(failed, is_step=True)
+        is_failed = self._group.agree(failed)
         if is_failed and not failed:
             self._peer_failed = True
             raise PeerOutOfMemory("memory ran out on another rank")

@@ -11,7 +11,7 @@ import datetime
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -25,18 +25,11 @@ from autobatch.core.errors import CheckpointError, DoesNotFitError, InputError
 from autobatch.device.oom import is_oom
 from autobatch.device.select import device_of_rank, gpu_uuid
 from autobatch.distributed.ranks import Launch, Ranks
-from autobatch.distributed.watch import (
-    OUT,
-    RankLost,
-    Waits,
-    Watch,
-    check_earlier_starts,
-    rank_lost,
-    ranks_in_words,
-)
+from autobatch.distributed.verdict import OUT, RankLost, check_earlier_starts, rank_lost
+from autobatch.distributed.watch import Activity, Watch, ranks_in_words
 
-MESSAGE_TIMEOUT = datetime.timedelta(days=1)
-"""Longest wait for a message outside of a step: a rank may probe or validate for long."""
+LAUNCHED_TIMEOUT = datetime.timedelta(days=1)
+"""Limit of torch for a collective of ranks that `Watch` watches, which ends them earlier."""
 START_S = 300.0
 """Seconds in which all ranks must have started."""
 ANSWER_S = 60.0
@@ -58,13 +51,17 @@ class Group(Ranks):
     def __init__(self, rank: int, world: int, messages: ProcessGroup | None) -> None:
         self.rank = rank
         self.world = world
-        self.waits = Waits()
+        self.activity = Activity()
         self._messages = messages
         self._tensors: ProcessGroup | None = None
 
-    def waiting(self, act: str, *, is_step: bool = False) -> AbstractContextManager[None]:
-        """See `Waits.waiting`."""
-        return self.waits.waiting(act, is_step=is_step)
+    def waiting(self, act: str) -> AbstractContextManager[None]:
+        """See `Activity.waiting`."""
+        return self.activity.waiting(act)
+
+    def sign(self, doing: str) -> None:
+        """See `Ranks.sign`."""
+        self.activity.sign(doing)
 
     def gather(self, value: T) -> list[T]:
         """See `Ranks.gather`."""
@@ -80,10 +77,10 @@ class Group(Ranks):
             dist.broadcast_object_list(sent, 0, group=self._messages)
         return value if self.rank == 0 else sent[0]  # type: ignore[return-value]
 
-    def agree(self, flag: bool, *, is_step: bool = False) -> bool:
-        """See `Ranks.agree`; for ``is_step`` see `Waits.waiting`."""
+    def agree(self, flag: bool) -> bool:
+        """See `Ranks.agree`."""
         vote = torch.tensor([int(flag)], device="cpu")
-        with self.waiting("vote", is_step=is_step):
+        with self.waiting("vote"):
             dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._messages)
         return bool(vote)
 
@@ -135,12 +132,19 @@ class LaunchedGroup(Group):
     Args:
         launch: the place of this process.
         store: the store of the run.
+        signs: keys of the store for the signs of life of all ranks.
         messages: see `Group`.
         is_owner: whether `close` ends the default process group.
     """
 
     def __init__(
-        self, launch: Launch, store: Store, messages: ProcessGroup | None, *, is_owner: bool
+        self,
+        launch: Launch,
+        store: Store,
+        signs: Sequence[str],
+        messages: ProcessGroup | None,
+        *,
+        is_owner: bool,
     ) -> None:
         super().__init__(launch.rank, launch.world, messages)
         self.host = launch.host
@@ -148,7 +152,7 @@ class LaunchedGroup(Group):
         self.earlier_out = Path(store.get(OUT).decode()) if store.check([OUT]) else None
         self._launch = launch
         self._is_owner = is_owner
-        self._watch = Watch(launch, store, self.waits)
+        self._watch = Watch(launch, store, self.activity, signs)
 
     def device(self, spec: str) -> str:
         """See `Ranks.device`."""
@@ -163,7 +167,7 @@ class LaunchedGroup(Group):
 
     def limit_wait(self, seconds: float) -> None:
         """See `Ranks.limit_wait`."""
-        self.waits.limit_s = seconds
+        self.activity.limit_s = seconds
 
     def enter(self, out: Path) -> None:
         """See `Ranks.enter`."""
@@ -197,14 +201,15 @@ def join_launch(launch: Launch) -> LaunchedGroup:
         # A process may train several times, with keys of their own.
         number = store.add(f"opened/{launch.restart}/{launch.rank}", 1)
         start = f"start/{launch.restart}/{number}"
-        wait_for_ranks(store, f"{start}/there", launch.rank, launch.world)
+        signs = wait_for_ranks(store, f"{start}/signs", launch.rank, launch.world)
         is_owner = not dist.is_initialized()
-        messages = _open_gloo(store=PrefixStore(start, store), rank=launch.rank, world_size=launch.world)
+        place = {"store": PrefixStore(start, store), "rank": launch.rank, "world_size": launch.world}
+        messages = _open_gloo(timeout=LAUNCHED_TIMEOUT, **place)
     except (RankLost, InputError):
         raise
     except RuntimeError as error:
         raise rank_lost("join the other ranks", error) from error
-    return LaunchedGroup(launch, store, messages, is_owner=is_owner)
+    return LaunchedGroup(launch, store, signs, messages, is_owner=is_owner)
 
 
 def join_loop() -> Group:
@@ -233,7 +238,7 @@ def join_existing(world: int) -> Group | None:
     return join_loop()
 
 
-def wait_for_ranks(store: Store, name: str, rank: int, world: int, seconds: float = START_S) -> None:
+def wait_for_ranks(store: Store, name: str, rank: int, world: int, seconds: float = START_S) -> list[str]:
     """Wait until all ranks have called this, in Python, where Ctrl-C ends it.
 
     Args:
@@ -242,6 +247,9 @@ def wait_for_ranks(store: Store, name: str, rank: int, world: int, seconds: floa
         rank: this rank.
         world: number of ranks.
         seconds: longest wait.
+
+    Returns:
+        A key of the store for every rank, with an empty value.
 
     Raises:
         RankLost: some rank did not; it is named.
@@ -254,6 +262,7 @@ def wait_for_ranks(store: Store, name: str, rank: int, world: int, seconds: floa
             f"WORLD_SIZE is {world}, and {ranks_in_words(missing)} did not start within {seconds:g} s: start "
             "all ranks, and look at their own logs"
         )
+    return keys
 
 
 def check_gpus(places: list[tuple[str, str | None]]) -> None:
@@ -349,11 +358,14 @@ def _connect(launch: Launch, *, is_master: bool = False) -> TCPStore:
         raise
 
 
-def _open_gloo(**place: Any) -> ProcessGroup | None:
-    """Open a gloo group with `MESSAGE_TIMEOUT`: the default group if there is none; return another one."""
+def _open_gloo(timeout: datetime.timedelta | None = None, **place: Any) -> ProcessGroup | None:
+    """Open a gloo group: the default group if there is none; return another one.
+
+    Without a timeout, a collective has the limit of torch.
+    """
     if dist.is_initialized():
-        return dist.new_group(backend="gloo", timeout=MESSAGE_TIMEOUT)  # type: ignore[no-any-return]
-    dist.init_process_group("gloo", timeout=MESSAGE_TIMEOUT, **place)
+        return dist.new_group(backend="gloo", timeout=timeout)  # type: ignore[no-any-return]
+    dist.init_process_group("gloo", timeout=timeout, **place)
     return None
 
 

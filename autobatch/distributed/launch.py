@@ -119,6 +119,7 @@ def start_ranks(words: Sequence[str], count: int) -> RanksEnded:
     store = open_store()
     common = {
         "OMP_NUM_THREADS": str(max(1, usable_cores() // count)),
+        "GLOO_SOCKET_IFNAME": loopback(),
         **os.environ,
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
@@ -127,7 +128,9 @@ def start_ranks(words: Sequence[str], count: int) -> RanksEnded:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": RUN_ID,
     }
-    processes = _Processes([sys.executable, "-m", "autobatch", *words])
+    # With -P, no file of the working directory takes the name of a module, unless autobatch runs from there.
+    is_here = Path(__file__).parents[2] == Path.cwd()
+    processes = _Processes([sys.executable, *([] if is_here else ["-P"]), "-m", "autobatch", *words])
     with handle_signals(FORWARDED, processes.forward):
         for restart in range(RESTARTS + 1):
             codes = processes.run(count, {**common, "TORCHELASTIC_RESTART_COUNT": str(restart)})
@@ -137,6 +140,11 @@ def start_ranks(words: Sequence[str], count: int) -> RanksEnded:
             if ended.code != RestartSmallerError.exit_code:
                 break
     return ended
+
+
+def loopback() -> str:
+    """Return the name of the network interface that only this machine reaches."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
 
 
 def open_store() -> TCPStore:
@@ -203,6 +211,7 @@ class _Processes:
         self._kill_s = time.monotonic() + SHUTDOWN_S
         for process in self._running:
             process.send_signal(number)
+            process.send_signal(signal.SIGCONT)  # one that was stopped obeys now
 
     def _kill(self) -> None:
         for process in self._running:
@@ -211,7 +220,7 @@ class _Processes:
 
 def _end_of(codes: list[int], restart: int, store: Store) -> RanksEnded:
     """Return the end of one start: as a rank has reported it, unless a signal ended a rank."""
-    from autobatch.distributed.watch import OUT, Verdict, read_verdict
+    from autobatch.distributed.verdict import OUT, Verdict, read_verdict
 
     if not any(codes):
         return RanksEnded(0)

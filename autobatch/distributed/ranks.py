@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from autobatch.core.errors import InputError
+from autobatch.core.progress import Progress
+from autobatch.core.records import Attempt, StepRecord, Trial
 
 VERDICT = "verdict.json"
 """File in the folder of a run over ranks that keeps the exit code of the newest attempt, if it failed."""
@@ -86,7 +88,14 @@ class Ranks:
                     )
 
     def limit_wait(self, seconds: float) -> None:
-        """Set the longest wait for a rank in a step; after it the run ends, and names the rank."""
+        """Set the longest wait for a rank without a `sign`; after it the run ends, and names the rank."""
+
+    def sign(self, doing: str) -> None:
+        """Show the other ranks, which may wait for this one, that it gets further.
+
+        Args:
+            doing: what it does from now on, for example ``saving a checkpoint``.
+        """
 
     def enter(self, out: Path) -> None:
         """Set the folder of the run, for `fail`."""
@@ -101,6 +110,43 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the ranks after all of them have ended well."""
+
+
+class SignsOfLife(Progress):
+    """Listener that shows the other ranks that this one gets further.
+
+    Args:
+        ranks: the ranks.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def doing(self, act: str) -> None:
+        """See `Progress.doing`."""
+        self._ranks.sign(act)
+
+    def attempted(self, attempt: Attempt) -> None:
+        """See `Progress.attempted`."""
+        self._ranks.sign(f"probing after a micro-batch of {attempt.micro_batch}")
+
+    def measured(self, trial: Trial, of: int, changes: Mapping[str, object]) -> None:
+        """See `Progress.measured`."""
+        self._ranks.sign("tuning")
+
+    def tried_rate(
+        self, number: int, of: int, learning_rate: float, loss: float | None, failure: str | None
+    ) -> None:
+        """See `Progress.tried_rate`."""
+        self._ranks.sign("trying learning rates")
+
+    def saved(self, step: int) -> None:
+        """See `Progress.saved`."""
+        self._ranks.sign(f"training after the checkpoint of step {step}")
+
+    def stepped(self, step: StepRecord, of: int) -> None:
+        """See `Progress.stepped`."""
+        self._ranks.sign(f"training after step {step.step}")
 
 
 @dataclass(frozen=True, kw_only=True)

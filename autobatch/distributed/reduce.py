@@ -189,7 +189,7 @@ class Reduction:
         if not self._scale_is_agreed:
             self._agree_on_scale(train_state, totals)
         places = self._places_of(train_state)
-        with self._ranks.waiting("sum the gradients", is_step=True):
+        with self._ranks.waiting("sum the gradients"):
             of_ranks = self._sum(places, train_state.gradients, numbers_of(totals, signal))
         if any(one.failed for one in of_ranks):
             # The batch runs again from the scale before it. The rank that failed may have had the only sparse

@@ -1,125 +1,113 @@
-"""The other ranks, watched by a thread of this one: they fail, they are late, or their store is gone.
+"""The other ranks, watched by two threads of this one: they fail, they stop, or they get no further.
 
-A rank that waits in a collective neither handles a signal nor learns that another one has failed; torchrun
-ends it 30 seconds later. So ranks publish in the store of the launcher what the others must know:
+A rank that waits in a collective neither handles a signal nor learns that another one has failed. So ranks
+publish in the store of the launcher what the others must know:
 
-    verdict/START        the first failure of this start of the ranks, with its exit code and cause
-    waits/START/RANK     the number of times that a rank has begun to wait for the others
+    verdict/START          the first failure of this start of the ranks, with its exit code and cause
+    start/…/signs/RANK     the sign of life of a rank, a few times a second: what its main thread does, and
+                           how far it has got
 
-A thread of each rank reads them, and ends the process whatever the main thread waits for: after a verdict,
-with its exit code; after a wait beyond its limit, with a verdict that names the ranks that have begun fewer
-waits; and after a signal that led to no progress. The first verdict counts.
+One thread talks with the store, which may be on a host that no longer answers. The other one judges what was
+heard, and ends the process whatever the main thread waits for: after a verdict, with its exit code; after a
+signal that led to no progress; and with a verdict of its own if for longer than the limit
+
+- the store or a rank was silent: a process is stopped, a host or the network is gone;
+- this rank waited for one that got no further: its main thread hangs;
+- this rank waited, and no rank got further: their messages do not arrive.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from autobatch.core.errors import AutobatchError
-from autobatch.core.files import write_atomic
-from autobatch.core.records import Record
 from autobatch.core.signals import STOPPING
-from autobatch.distributed.ranks import VERDICT, Launch, write_error_file
+from autobatch.distributed.ranks import Launch
+from autobatch.distributed.verdict import (
+    OUT,
+    Verdict,
+    is_of_collective,
+    publish_verdict,
+    rank_lost,
+    read_verdict,
+)
 
 POLL_S = 0.25
-"""Seconds between two looks at the store."""
+"""Seconds from one sign of life to the next."""
 GRACE_S = 1.0
 """Seconds from the loss of the store to the end of a rank that has not ended well by then."""
 STOP_S = 20.0
 """Seconds from a signal until a rank that got no further leaves: torchrun kills it after 30."""
-OUT = "out"
-"""Key of the store that has the folder of the run."""
-FINAL_CODES = (2, 3)
-"""Exit codes that a restart cannot change."""
-_OF_COLLECTIVES = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer")
-"""The texts of failed collectives."""
 
 
-class RankLost(AutobatchError, RuntimeError):  # noqa: N818 - named like ProcessLookupError
-    """A collective failed, because another rank ended or cannot be reached."""
+class Sign(NamedTuple):
+    """The sign of life of a rank."""
+
+    beat: int = 0
+    """Grows with every sign."""
+    progress: int = 0
+    """Grows whenever the main thread gets further."""
+    begun: int = 0
+    """Times that the rank has begun to wait for the others: the same for all ranks in the same wait."""
+    is_waiting: bool = False
+    doing: str = "starting"
+    """What the main thread does, in words that follow "it is"."""
 
 
-class EarlierVerdict(AutobatchError):  # noqa: N818 - an event, not a fault
-    """An earlier start of the run ended in a way that a restart cannot change."""
+class Heard(NamedTuple):
+    """What this rank has heard of another, with times of its own clock in seconds."""
 
-    def __init__(self, verdict: Verdict) -> None:
-        super().__init__(verdict.line)
-        self.exit_code = verdict.code
-
-
-class Verdict(Record, frozen=True, kw_only=True):
-    """The end of a run over ranks and its cause; ``verdict.json`` in its folder."""
-
-    run_id: str
-    restart: int
-    rank: int
-    host: str
-    code: int
-    """Exit code, which torchrun replaces by 1."""
-    line: str
-
-    def write(self, out: Path) -> None:
-        """Write the verdict into the folder of the run; a full disk must not hide the cause."""
-        with suppress(OSError):
-            write_atomic(out / VERDICT, msgspec.json.format(msgspec.json.encode(self)))
+    sign: Sign
+    beat_at: float
+    """Time of the newest sign."""
+    progress_at: float
+    """Time of the newest progress."""
 
 
-def read_verdict(store: Store, restart: int) -> Verdict | None:
-    """Return the first verdict of a start of the run; None if no rank has failed."""
-    key = _verdict_key(restart)
-    return msgspec.json.decode(store.get(key), type=Verdict) if store.check([key]) else None
-
-
-def check_earlier_starts(store: Store, restart: int) -> None:
-    """Check that no earlier start of the run ended in a way that a restart cannot change.
-
-    Raises:
-        EarlierVerdict: one did.
-    """
-    for earlier in range(restart):
-        verdict = read_verdict(store, earlier)
-        if verdict is not None and verdict.code in FINAL_CODES:
-            raise EarlierVerdict(verdict)
-
-
-class Waits:
-    """The waits of a rank for the others, which all ranks begin in the same order."""
+class Activity:
+    """What the main thread of a rank does; all ranks begin their waits for each other in the same order."""
 
     def __init__(self) -> None:
+        self.limit_s = float("inf")
+        """Longest wait without a sign of life."""
         self.begun = 0
         self.ended = 0
-        self.act = ""
-        """The purpose of the newest wait, in the words that follow "could not"."""
-        self.limit_s = float("inf")
-        """Longest wait in a step."""
-        self.limited_since: float | None = None
-        """Time at which a wait with that limit began; None outside of one."""
+        self.progress = 0
+        self.doing = Sign().doing
+        self.waits_for = ""
+        """Purpose of the newest wait, in the words that follow "could not"."""
+        self.since: float | None = None
+        """Time at which the present wait began; None outside of one."""
+
+    def sign(self, doing: str) -> None:
+        """Show that the main thread gets further."""
+        self.doing = doing
+        self.progress += 1
 
     @contextmanager
-    def waiting(self, act: str, *, is_step: bool = False) -> Iterator[None]:
+    def waiting(self, act: str) -> Iterator[None]:
         """Wait for the other ranks within the block.
 
         Args:
             act: the purpose, in the words that follow "could not".
-            is_step: whether the wait of a step limits this one. Other waits may take long: a rank may probe.
 
         Raises:
             RankLost: a collective failed within the block.
         """
+        self.waits_for = act
         self.begun += 1
-        self.act = act
-        self.limited_since = time.monotonic() if is_step else None
+        self.progress += 1
+        self.since = time.monotonic()
         try:
             yield
             self.ended += 1
@@ -128,42 +116,41 @@ class Waits:
                 raise
             raise rank_lost(act, error) from error
         finally:
-            self.limited_since = None
+            self.since = None
+            self.progress += 1
 
-
-def rank_lost(act: str, error: Exception) -> RankLost:
-    """Return the error of a collective in the user's words."""
-    text = (str(error).splitlines() or [""])[0]
-    return RankLost(
-        f"a rank ended or cannot be reached, so this one could not {act} ({text}): its own log or "
-        "the launcher's summary has the cause"
-    )
-
-
-def is_of_collective(error: Exception) -> bool:
-    """Check whether an error came from a collective."""
-    return isinstance(error, RuntimeError) and _OF_COLLECTIVES.search(str(error)) is not None
+    def as_sign(self, beat: int) -> Sign:
+        """Return the sign of life that the other ranks get; the main thread may go on meanwhile."""
+        is_waiting = self.since is not None
+        doing = f"waiting to {self.waits_for}" if is_waiting else self.doing
+        return Sign(beat, self.progress, self.begun, is_waiting, doing)
 
 
 class Watch:
-    """The thread that watches the other ranks, until this one closes it or fails.
+    """The threads that watch the other ranks, until this one closes them or fails.
 
     Args:
         launch: the place of this rank.
         store: the store of the run.
-        waits: of this rank.
+        activity: of this rank.
+        keys: keys of the store for the signs of all ranks, which exist.
     """
 
-    def __init__(self, launch: Launch, store: Store, waits: Waits) -> None:
+    def __init__(self, launch: Launch, store: Store, activity: Activity, keys: Sequence[str]) -> None:
         self._launch = launch
         self._store = store
-        self._waits = waits
-        self._published = 0
+        self._activity = activity
+        self._keys = list(keys)
+        self._verdict: Verdict | None = None
+        self._heard = [Heard(Sign(), time.monotonic(), time.monotonic())] * launch.world
+        self._is_store_gone = False
         self._out: Path | None = None
         self._closed = threading.Event()
         self._signals = SignalDeadline()
         # A client of its own: one client serves one call at a time.
-        threading.Thread(target=self._run, args=(store.clone(),), name="watch", daemon=True).start()  # type: ignore[attr-defined]
+        listening = store.clone()  # type: ignore[attr-defined]
+        for name, run in (("signs of ranks", lambda: self._exchange(listening)), ("watch", self._judge)):
+            threading.Thread(target=run, name=name, daemon=True).start()
 
     def enter(self, out: Path) -> None:
         """Set the folder of the run, where a verdict is written; a later start finds it in the store."""
@@ -173,87 +160,103 @@ class Watch:
 
     def fail(self, line: str, code: int) -> int | None:
         """Publish that this rank has failed; see `autobatch.distributed.ranks.Ranks.fail`."""
-        # The thread must not end this process while it reports its own failure.
+        # The threads must not end this process while it reports its own failure.
         self._closed.set()
-        return self._fail(self._store, line, code)
+        return publish_verdict(self._store, self._launch, self._out, line, code)
 
     def close(self) -> None:
         """Stop watching."""
         self._closed.set()
         self._signals.close()
 
-    def _run(self, store: Store) -> None:
+    def _exchange(self, store: Store) -> None:
+        """Publish the sign of this rank and read those of all, until the store is gone."""
+        beat = 0
+        with suppress(RuntimeError):  # the store is gone with the process that kept it
+            while not self._closed.wait(POLL_S):
+                beat += 1
+                own = self._activity.as_sign(beat)
+                store.set(self._keys[self._launch.rank], msgspec.json.encode(own).decode())
+                self._verdict = read_verdict(store, self._launch.restart)
+                signs = [_decode(one) for one in store.multi_get(self._keys)]
+                now = time.monotonic()
+                self._heard = [_heard(*one, now) for one in zip(self._heard, signs, strict=True)]
+        self._is_store_gone = True
+
+    def _judge(self) -> None:
+        looked_at = time.monotonic()
         while not self._closed.wait(POLL_S):
-            try:
-                verdict = read_verdict(store, self._launch.restart)
-                late = self._publish_and_find_late(store)
-            except RuntimeError:  # the store is gone with the process that kept it
+            now, limit_s = time.monotonic(), self._activity.limit_s
+            if now - looked_at > limit_s / 2:
+                # This process was stopped itself, and has heard nothing meanwhile.
+                self._heard = [Heard(one.sign, now, now) for one in self._heard]
+            looked_at = now
+            if self._is_store_gone:
                 if not self._closed.wait(GRACE_S):
                     os._exit(1)
                 return
-            number = self._signals.expired(self._waits.ended)
-            if self._closed.is_set():
-                return
-            if verdict is not None:
-                os._exit(verdict.code)
-            if late is not None:
-                self._end(store, late, 1)
+            number = self._signals.expired(self._activity.ended)
+            if self._verdict is not None and not self._closed.is_set():
+                os._exit(self._verdict.code)
             if number is not None:
                 line = (
                     f"stopped by {signal.Signals(number).name} without a checkpoint of this step, because no "
                     f"step ended within {STOP_S:g} s; earlier checkpoints are intact"
                 )
-                self._end(store, line, 130 if number == signal.SIGINT else 143)
+                self._end(line, 130 if number == signal.SIGINT else 143)
+            fault = self._fault(self._heard, now)
+            if fault is not None:
+                self._end(fault, 1)
 
-    def _publish_and_find_late(self, store: Store) -> str | None:
-        """Publish the waits of this rank; return in words which ranks are late, None if it need not be known.
-
-        The main thread may begin and end waits meanwhile.
-        """
-        begun, since, limit_s = self._waits.begun, self._waits.limited_since, self._waits.limit_s
-        keys = [f"waits/{self._launch.restart}/{rank}" for rank in range(self._launch.world)]
-        if begun != self._published:
-            store.set(keys[self._launch.rank], str(begun))
-            self._published = begun
-        if since is None or time.monotonic() - since <= limit_s:
+    def _fault(self, heard: Sequence[Heard], now: float) -> str | None:
+        """Return in words which rank is silent or gets no further; None if all is well."""
+        limit_s, since, begun = self._activity.limit_s, self._activity.since, self._activity.begun
+        own, limit = self._launch.rank, f"more than the --collective-timeout of {self._activity.limit_s:g} s"
+        if now - heard[own].beat_at > limit_s:
+            return (
+                f"the store of the run at {self._launch.address}:{self._launch.port} has not answered for "
+                f"{limit}: the host of rank 0, or the network to it, is gone"
+            )
+        others = [rank for rank in range(len(heard)) if rank != own]
+        silent = [rank for rank in others if now - heard[rank].beat_at > limit_s]
+        if silent:
+            return (
+                f"{ranks_in_words(silent)} showed no sign of life for {limit}, last seen "
+                f"{_doing(heard, silent)}: the process is stopped, or its host or the network is gone"
+            )
+        if since is None or now - since <= limit_s:
             return None
-        of_ranks = [int(store.get(key)) if store.check([key]) else 0 for key in keys]
-        late = [rank for rank, other in enumerate(of_ranks) if other < begun]
-        if not late:
+        still = [rank for rank in others if now - heard[rank].progress_at > limit_s]
+        late = [rank for rank in others if heard[rank].sign.begun < begun]
+        busy = [rank for rank in late if not heard[rank].sign.is_waiting] or late
+        hanging = [rank for rank in busy if rank in still]
+        if hanging:
+            let = "lets" if len(hanging) == 1 else "let"
+            return (
+                f"{ranks_in_words(hanging)} {let} the other ranks wait for {limit}, while "
+                f"{_doing(heard, hanging)}: it hangs or is stopped, or that takes so long. Look at its "
+                "process, or raise --collective-timeout"
+            )
+        if late or still != others:
             return None
-        let = "lets" if len(late) == 1 else "let"
         return (
-            f"{ranks_in_words(late)} {let} the other ranks wait for more than the "
-            f"--collective-timeout of {limit_s:g} s: it hangs, or its step takes that long. Look at its "
-            "process, or raise --collective-timeout"
+            f"no rank got further for {limit}, while they were {_doing(heard, [own, *others])}: check the "
+            "network between the hosts, or raise --collective-timeout"
         )
 
-    def _end(self, store: Store, line: str, code: int) -> None:
+    def _end(self, line: str, code: int) -> None:
         """End this process with a verdict, and print it unless another rank has failed before."""
-        if self._fail(store, line, code) is None:
-            sys.stderr.write(f"autobatch: {line}\n")
+        # Not the store of the main thread, which may be within a call; and none that no longer answers.
+        published = threading.Thread(target=self._publish, args=(line, code), daemon=True)
+        published.start()
+        published.join(GRACE_S)
+        sys.stderr.write(f"autobatch: {line}\n")
         os._exit(code)
 
-    def _fail(self, store: Store, line: str, code: int) -> int | None:
-        launch = self._launch
-        write_error_file(launch.error_file, line)
-        own = Verdict(
-            run_id=launch.run_id,
-            restart=launch.restart,
-            rank=launch.rank,
-            host=launch.host,
-            code=code,
-            line=line,
-        )
-        first = own
-        with suppress(RuntimeError):  # the store is gone
-            found = store.compare_set(_verdict_key(launch.restart), "", msgspec.json.encode(own).decode())
-            first = msgspec.json.decode(found, type=Verdict)
-        if first != own:
-            return first.code
-        if self._out is not None:
-            own.write(self._out)
-        return None
+    def _publish(self, line: str, code: int) -> None:
+        first = publish_verdict(self._store.clone(), self._launch, self._out, line, code)  # type: ignore[attr-defined]
+        if first is not None:
+            os._exit(first)
 
 
 class SignalDeadline:
@@ -311,10 +314,27 @@ class SignalDeadline:
                 self._pipe = None
 
 
-def ranks_in_words(ranks: list[int]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
     """Return ``rank 1`` or ``ranks 1, 2``."""
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
-def _verdict_key(restart: int) -> str:
-    return f"verdict/{restart}"
+def _decode(content: bytes) -> Sign:
+    """Return a sign; a rank that has only just joined has written nothing yet."""
+    return msgspec.json.decode(content, type=Sign) if content else Sign()
+
+
+def _heard(before: Heard, sign: Sign, now: float) -> Heard:
+    return Heard(
+        sign,
+        before.beat_at if sign.beat == before.sign.beat else now,
+        before.progress_at if sign.progress == before.sign.progress else now,
+    )
+
+
+def _doing(heard: Sequence[Heard], ranks: Sequence[int]) -> str:
+    """Return what ranks do: ``saving a checkpoint``, or with each of them named if they do several things."""
+    acts = [heard[rank].sign.doing for rank in ranks]
+    if len(set(acts)) == 1:
+        return acts[0]
+    return ", ".join(f"{act} (rank {rank})" for rank, act in zip(ranks, acts, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -50,16 +50,12 @@ def equivalent_momentum(momentum: float, num_micro_batches: int) -> float:
     return 1.0 - math.pow(1.0 - momentum, 1.0 / max(1, num_micro_batches))
 
 
-def rescaled_momentum(layers: Sequence[_BatchNorm], num_micro_batches: int) -> AbstractContextManager[None]:
+@contextmanager
+def rescaled_momentum(layers: Sequence[_BatchNorm], num_micro_batches: int) -> Iterator[None]:
     """Rescale BatchNorm momentum within the block, so that a step counts as one update.
 
     Layers without a momentum keep a cumulative average and are left alone.
     """
-    return _rescaled(layers, num_micro_batches) if layers else nullcontext()
-
-
-@contextmanager
-def _rescaled(layers: Sequence[_BatchNorm], num_micro_batches: int) -> Iterator[None]:
     originals = [(layer, layer.momentum) for layer in layers]
     try:
         for layer, momentum in originals:

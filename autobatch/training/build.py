@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -26,7 +26,7 @@ from autobatch.training.loop import Loop
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.training.phase_times import PhaseTimes
 from autobatch.training.validation import sanity_check_validation
-from autobatch.workload.contract import Collated, Loading, Workload, kind_of
+from autobatch.workload.contract import Collated, Workload, kind_of
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.loader import AHEAD, gpu_of, open_feed, start_method
 from autobatch.workload.nested import to_device
@@ -95,7 +95,7 @@ def open_loop(
     options: Options,
     sampler: GlobalBatchSampler,
     *,
-    seeded_before: bool | None,
+    seeded_before: bool | None = None,
     note: Callable[[str], None],
     ranks: Ranks | None = None,
 ) -> Iterator[Loop]:
@@ -106,32 +106,52 @@ def open_loop(
         plan: the plan.
         options: the options of the run.
         sampler: the batches of the run.
-        seeded_before: whether the resumed run seeded its samples one by one; ``None`` for a new run.
+        seeded_before: whether the resumed run seeded its samples one by one; None for a new run.
         note: called with each note for the user.
         ranks: the processes that train together; None if this one trains alone.
 
     Raises:
         InputError: a part of the workload is invalid, or raised on the first validation samples.
     """
-    ranks, scanned = ranks or Ranks(), setup
-    loading = setup.workload.loading
+    ranks, device, train, workload = ranks or Ranks(), setup.device, options.train, setup.workload
+    loading, workers = workload.loading, train.workers
+    if workers is None:
+        workers = int(plan.knobs.get(LOADER_WORKERS) or loading.workers or 0)
+    prefetch = train.prefetch or int(plan.knobs.get(PREFETCH) or loading.prefetch or AHEAD)
+    # A split by size changes the order in which samples are fetched, which must not change their draws.
+    is_seeded = train.sample_seeds or workers > 0 or plan.size_cut is not None or bool(seeded_before)
     if isinstance(sampler, StreamSampler):
-        # The data are the whole stream, and not its first samples; nothing seeds them one by one.
-        setup = replace(setup, workload=replace(setup.workload, train_data=sampler.view))
-        fed = feed_options(plan, options, loading, None, note)
-        sampler.view.read_with(**stream_workers(fed, loading))
-    else:
-        fed = feed_options(plan, options, loading, seeded_before, note)
-    device, workload, train = setup.device, setup.workload, options.train
+        # The data are the whole stream, and not its first samples. Its workers read it, and nothing seeds it.
+        workload = replace(workload, train_data=sampler.view)
+        if workers:
+            sampler.view.read_with(
+                num_workers=workers,
+                prefetch_factor=prefetch,
+                worker_init_fn=loading.init_worker,
+                multiprocessing_context=start_method(),
+            )
+        workers, is_seeded = 0, False
+    elif is_seeded and seeded_before is False:
+        note(
+            "the run did not seed its samples one by one before the resume, and does from here on. If the "
+            "data are augmented at random, the rest differs from the uninterrupted run: use --workers 0 to "
+            "continue as before"
+        )
     split = split_of(setup, plan, ranks)
-    gpu = gpu_of(device, plan.knobs, loading)
-    with (
-        device.training() as meter,
-        open_feed(workload, sampler.batches, gpu=gpu, split=split, **fed) as feed,
-    ):
+    feeding = open_feed(
+        workload,
+        sampler.batches,
+        seed=options.device.seed,
+        workers=workers,
+        prefetch=prefetch,
+        sample_seeds=is_seeded,
+        gpu=gpu_of(device, plan.knobs, loading),
+        split=split,
+    )
+    with device.training() as meter, feeding as feed:
         seed_everything(options.device.seed)
         train_state = _open_train_state(setup, plan, options, meter, ranks)
-        engine = open_engine(ranks, plan, split, train_state, lambda: filler_of(scanned))
+        engine = open_engine(ranks, plan, split, train_state, lambda: _filler_of(setup))
         if train_state.shared is None:
             engine.broadcast([*train_state.model.parameters(), *train_state.model.buffers()])
         if ranks.rank:
@@ -182,6 +202,30 @@ def _open_train_state(setup: Setup, plan: Plan, options: Options, meter: Meter, 
     return train_state
 
 
+def _build_schedules(
+    workload: Workload, optimizers: Optimizers, sampler: GlobalBatchSampler
+) -> list[LRScheduler]:
+    """Build a schedule for each optimizer; empty if the workload has no schedule."""
+    if workload.schedule is None:
+        return []
+    with user_code("schedule"):
+        schedules = [workload.schedule(optimizer, sampler.total) for optimizer in optimizers]
+    for schedule in schedules:
+        has_methods = hasattr(schedule, "step") and hasattr(schedule, "state_dict")
+        if not has_methods or isinstance(schedule, ReduceLROnPlateau):
+            raise InputError(
+                "Workload(schedule=…) must return a schedule of torch.optim that depends on the step number "
+                f"alone, because it is stepped after every optimizer step, found {kind_of(schedule)}"
+            )
+    return schedules
+
+
+def _filler_of(setup: Setup) -> tuple[Collated, int]:
+    """Return the first samples on the device, for a rank with fewer micro-batches than others."""
+    ids = range(min(FILLER_SAMPLES, len(setup.workload.train_data)))  # type: ignore[arg-type]
+    return to_device(load_micro_batch(setup.workload, ids), setup.device.torch_device), len(ids)
+
+
 def split_of(setup: Setup, plan: Plan, ranks: Ranks) -> Split:
     """Return the split of this rank in a plan.
 
@@ -196,90 +240,3 @@ def split_of(setup: Setup, plan: Plan, ranks: Ranks) -> Split:
             "would be cut at other places: give the same data, or use --split count"
         )
     return split_for(ranks, plan, sizes, NoiseScale.every)
-
-
-def split_changes(setup: Setup, plan: Plan, split: Literal["auto", "count", "size"]) -> list[str]:
-    """Return the changes to the split of a stored plan that rule out a bit-exact resume."""
-    if split not in ("auto", plan.split):
-        return ["--split"]
-    try:
-        split_of(setup, plan, Ranks())
-    except InputError:
-        return ["sizes of the samples"]
-    return []
-
-
-def order_changes(setup: Setup, plan: Plan, sampler: GlobalBatchSampler) -> list[str]:
-    """Return the changes to the order for which a stored plan was made, if it fits in no other."""
-    if plan.run_order is None:
-        return []
-    sizes = setup.worst_case.sizes()
-    changes = ["number of optimizer steps"] if sampler.total > plan.run_order.batches else []
-    if sizes is None or digest_of(sizes) != plan.run_order.digest:
-        changes.append("sizes of the samples")
-    return changes
-
-
-def _build_schedules(
-    workload: Workload, optimizers: Optimizers, sampler: GlobalBatchSampler
-) -> list[LRScheduler]:
-    """Build a schedule for each optimizer; empty if the workload has no schedule."""
-    if workload.schedule is None:
-        return []
-    with user_code("schedule"):
-        schedules = [workload.schedule(optimizer, sampler.total) for optimizer in optimizers]
-    for schedule in schedules:
-        if isinstance(schedule, ReduceLROnPlateau):
-            raise InputError(
-                "Workload(schedule=…) returned a ReduceLROnPlateau, which needs a metric, but schedules are "
-                "stepped after every optimizer step without one: use a schedule of the step number alone"
-            )
-        if not (hasattr(schedule, "step") and hasattr(schedule, "state_dict")):
-            raise InputError(
-                f"Workload(schedule=…) must return a schedule of torch.optim, found {kind_of(schedule)}"
-            )
-    return schedules
-
-
-def filler_of(setup: Setup) -> tuple[Collated, int]:
-    """Return the first samples on the device, for a rank with fewer micro-batches than others."""
-    ids = range(min(FILLER_SAMPLES, len(setup.workload.train_data)))  # type: ignore[arg-type]
-    return to_device(load_micro_batch(setup.workload, ids), setup.device.torch_device), len(ids)
-
-
-def feed_options(
-    plan: Plan,
-    options: Options,
-    loading: Loading,
-    seeded_before: bool | None,
-    note: Callable[[str], None],
-) -> dict[str, Any]:
-    """Return the options of the feed; a run that seeded its samples keeps doing so after a resume."""
-    workers = options.train.workers
-    if workers is None:
-        workers = int(plan.knobs.get(LOADER_WORKERS) or loading.workers or 0)
-    # A split by size changes the order in which samples are fetched, which must not change their draws.
-    seeded = options.train.sample_seeds or workers > 0 or plan.size_cut is not None
-    if seeded and seeded_before is False:
-        note(
-            "the run did not seed its samples one by one before the resume, and does from here on. If the "
-            "data are augmented at random, the rest differs from the uninterrupted run: use --workers 0 to "
-            "continue as before"
-        )
-    seeded = seeded or bool(seeded_before)
-    prefetch = options.train.prefetch or int(plan.knobs.get(PREFETCH) or loading.prefetch or AHEAD)
-    return {"seed": options.device.seed, "workers": workers, "prefetch": prefetch, "sample_seeds": seeded}
-
-
-def stream_workers(options: dict[str, Any], loading: Loading) -> dict[str, Any]:
-    """Move the loader processes from the feed, which makes micro-batches, to the stream."""
-    workers = options["workers"]
-    options |= {"workers": 0, "sample_seeds": False}
-    if not workers:
-        return {}
-    return {
-        "num_workers": workers,
-        "prefetch_factor": options["prefetch"],
-        "worker_init_fn": loading.init_worker,
-        "multiprocessing_context": start_method(),
-    }

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,9 +26,19 @@ from autobatch.core.text import error_text
 TENSORBOARD = "tensorboard"
 """Folder of a run that ``tensorboard --logdir`` reads."""
 WRITE_INTERVAL_S = 0.2
-"""Least time between two writes of lines: one costs more than all else that a record takes."""
-TENSORBOARD_INTERVAL_S = 0.2
-"""Least time between two events: one costs a quarter of a millisecond, and a curve shows a thousand."""
+"""Least time between two writes of lines or of events: one costs more than all else that a record takes."""
+_CURVES = {
+    "training/loss": "loss",
+    "training/learning_rate": "learning_rate",
+    "training/gradient_norm": "grad_norm",
+    "speed/samples_per_s": "samples_per_s",
+    "speed/items_per_s": "items_per_s",
+    "memory/peak_allocated_bytes": "peak_allocated_bytes",
+    "memory/peak_reserved_bytes": "peak_reserved_bytes",
+    "memory/micro_batch": "micro_batch",
+    "memory/oom_recoveries": "oom_recoveries",
+}
+"""Curves of TensorBoard, and the fields of a `StepRecord` that they show."""
 
 
 class Sink(Protocol):
@@ -140,35 +151,22 @@ class Metrics:
             raise CheckpointError(f"{self._path} cannot be written: {error.strerror or error}") from error
 
 
-class _Line(msgspec.Struct):
-    """The fields of a line that a resumed run adds up; see `StepRecord`."""
-
-    step: int
-    applied: bool = True
-    samples: int = 0
-    loss: float | None = None
-    count: float = 0.0
-    seconds: float = 0.0
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-
-
+@dataclass
 class RunTotals:
     """Totals over the steps of a run, of constant size."""
 
-    def __init__(self) -> None:
-        self.first_loss: float | None = None
-        self.final_loss: float | None = None
-        self.skipped_steps = 0
-        self.samples = 0
-        self.seconds = 0.0
-        self.peak_allocated_bytes: int | None = None
-        self.peak_reserved_bytes: int | None = None
-        self.last_count = 0.0
-        """Items of the last batch: the target batch in the unit of the noise scale."""
+    first_loss: float | None = None
+    final_loss: float | None = None
+    skipped_steps: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    last_count: float = 0.0
+    """Items of the last batch: the target batch in the unit of the noise scale."""
 
-    def add(self, step: StepRecord | _Line) -> None:
-        """Add a step of this process, or of the run before a resume."""
+    def add(self, step: StepRecord) -> None:
+        """Add a step."""
         if step.loss is not None:
             self.first_loss = step.loss if self.first_loss is None else self.first_loss
             self.final_loss = step.loss
@@ -182,36 +180,49 @@ class RunTotals:
             self.peak_reserved_bytes = max(step.peak_reserved_bytes, self.peak_reserved_bytes or 0)
 
 
-def rewind_metrics(path: Path, *, batches_seen: int, on_kept: Callable[[_Line], object]) -> None:
-    """Drop the lines of batches that a resumed run trains again.
+def rewind_metrics(path: Path, *, batches_seen: int) -> RunTotals:
+    """Drop the lines of batches that a resumed run trains again, and return the totals of the others.
 
     Args:
         path: the metrics file, which need not exist.
         batches_seen: batches that the resumed run has trained already.
-        on_kept: called with each remaining line, in order.
     """
+    totals = RunTotals()
     if not path.is_file():
-        return
+        return totals
     kept = bytearray()
     with path.open("rb") as file:
         for line in file:
             try:
-                found = msgspec.json.decode(line, type=_Line)
+                found = msgspec.json.decode(line, type=StepRecord)
             except UNREADABLE:
                 # The last line of a run that was killed while it wrote, or a line of something else.
                 continue
             if found.step <= batches_seen:
-                on_kept(found)
+                totals.add(found)
                 kept += line.rstrip(b"\n") + b"\n"
     write_atomic(path, bytes(kept))
+    return totals
 
 
 class TensorBoard:
-    """Sink that writes TensorBoard events; see `open_tensorboard`."""
+    """Sink that writes TensorBoard events.
 
-    def __init__(self, writer: Any, make_summary: Any, clock: Callable[[], float]) -> None:
-        self._writer = writer
-        self._make_summary = make_summary
+    Args:
+        folder: the folder of its event files.
+        batches_seen: batches trained before a resume; earlier events of later steps are hidden.
+        clock: returns seconds.
+
+    Raises:
+        Exception: TensorBoard is not installed, or a broken installation, which fails in many ways.
+    """
+
+    def __init__(
+        self, folder: Path, *, batches_seen: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._make_summary: Any = import_module("tensorboard.compat.proto.summary_pb2").Summary
+        writer = import_module("torch.utils.tensorboard").SummaryWriter
+        self._writer: Any = writer(str(folder), purge_step=batches_seen + 1)
         self._clock = clock
         self._written_at = -math.inf
         self._step = 0
@@ -221,7 +232,7 @@ class TensorBoard:
         self._step = record.step
         now = self._clock()
         is_notable = record.recovered is not None or record.validation or not record.applied
-        if is_notable or now - self._written_at >= TENSORBOARD_INTERVAL_S:
+        if is_notable or now - self._written_at >= WRITE_INTERVAL_S:
             self._written_at = now
             self._write(scalars(record))
 
@@ -242,36 +253,8 @@ class TensorBoard:
             self._writer.file_writer.add_summary(make(value=events), self._step)
 
 
-def open_tensorboard(
-    folder: Path, *, batches_seen: int = 0, clock: Callable[[], float] = time.monotonic
-) -> list[Sink]:
-    """Open a TensorBoard writer; return nothing if TensorBoard is not installed or cannot be used.
-
-    Args:
-        folder: the folder of its event files.
-        batches_seen: batches trained before a resume; earlier events of later steps are hidden.
-        clock: returns seconds.
-    """
-    try:
-        make_summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
-        make_writer = import_module("torch.utils.tensorboard").SummaryWriter
-        return [TensorBoard(make_writer(str(folder), purge_step=batches_seen + 1), make_summary, clock)]
-    except Exception:  # not installed, or a broken installation, which fails in many ways
-        return []
-
-
 def scalars(record: StepRecord) -> dict[str, float]:
     """Return the known values of a step record by the tag of their curve."""
-    values = {
-        "training/loss": record.loss,
-        "training/learning_rate": record.learning_rate,
-        "training/gradient_norm": record.grad_norm,
-        "speed/samples_per_s": record.samples_per_s,
-        "speed/items_per_s": record.items_per_s,
-        "memory/peak_allocated_bytes": record.peak_allocated_bytes,
-        "memory/peak_reserved_bytes": record.peak_reserved_bytes,
-        "memory/micro_batch": record.micro_batch,
-        "memory/oom_recoveries": record.oom_recoveries,
-        **{f"validation/{name}": value for name, value in record.validation.items()},
-    }
-    return {name: float(value) for name, value in values.items() if value is not None}
+    values = {curve: getattr(record, name) for curve, name in _CURVES.items()}
+    values |= {f"validation/{name}": value for name, value in record.validation.items()}
+    return {curve: float(value) for curve, value in values.items() if value is not None}

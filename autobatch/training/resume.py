@@ -13,7 +13,6 @@ state of its generators.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +27,9 @@ from autobatch.core.options import Options
 from autobatch.core.records import Plan
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
+from autobatch.distributed.rank_plan import layout_of
 from autobatch.distributed.ranks import Ranks
+from autobatch.setup.setup import Setup, device_key
 from autobatch.step.ema import load_average
 from autobatch.step.tensors import is_sharded
 from autobatch.step.train_state import TrainState
@@ -53,6 +54,7 @@ from autobatch.workload.rng import (
     restore_random_state,
     seed_rank,
 )
+from autobatch.workload.split import digest_of
 
 _Count = Annotated[int, Meta(ge=0)]
 _Positive = Annotated[int, Meta(ge=1)]
@@ -91,7 +93,7 @@ class _Facts(msgspec.Struct):
 
 
 class _Counters(msgspec.Struct):
-    """The counters of a loop."""
+    """The counters of a loop, which has fields of the same names."""
 
     batches_seen: _Count
     steps_applied: _Count
@@ -131,19 +133,14 @@ def capture_loop(loop: Loop) -> dict[str, Any]:
         "stream": loop.sampler.state_dict(),
         "random": loop.engine.ranks.gather(plain_random_state()),
         "limits": loop.limits,
-        "counters": {
-            "batches_seen": loop.batches_seen,
-            "steps_applied": loop.steps_applied,
-            "oom_recoveries": loop.oom_recoveries,
-            "skipped_steps_in_a_row": loop.skipped_steps_in_a_row,
-        },
+        "counters": {name: getattr(loop, name) for name in _Counters.__struct_fields__},
     }
 
 
 def restore_loop(
     loop: Loop, state: Mapping[str, Any], *, same_hardware: bool, folder: Path | None = None
-) -> None:
-    """Restore a state that `capture_loop` returned.
+) -> list[str]:
+    """Restore a state that `capture_loop` returned, and return notes on how.
 
     Args:
         loop: a loop of the same workload.
@@ -168,13 +165,11 @@ def restore_loop(
             f"the checkpoint was written with another model, optimizer or schedule ({first_line(error)}). "
             "Give the same workload, or start without --resume"
         ) from error
-    counters = state["counters"]
-    loop.batches_seen = counters["batches_seen"]
-    loop.steps_applied = counters["steps_applied"]
-    loop.oom_recoveries = counters["oom_recoveries"]
-    loop.skipped_steps_in_a_row = counters["skipped_steps_in_a_row"]
+    for name, count in state["counters"].items():
+        setattr(loop, name, count)
     if same_hardware:
         loop.limits = state["limits"]
+    return loop.sampler.load_state_dict(state["stream"])
 
 
 def _parameter_names(train_state: TrainState) -> dict[str, Any]:
@@ -194,13 +189,7 @@ def _parameter_names(train_state: TrainState) -> dict[str, Any]:
 
 
 def _with_shards(loop: Loop, state: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
-    """Return a state with all of its tensors, sharded as those of the loop.
-
-    Args:
-        loop: the loop that is going to be restored.
-        state: of the checkpoint.
-        folder: of the checkpoint; None if the state has all tensors.
-    """
+    """Return a state with all of its tensors, sharded as those of the loop."""
     wanted, mesh = sharded_tensors(state), loop.engine.mesh
     if not wanted and mesh is None:
         return state
@@ -229,10 +218,10 @@ def _restore_random(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool
 
 def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
     train_state = loop.train_state
-    model = OrderedDict(state["model"])
-    # The versions of its modules, which a state dict has as an attribute.
-    model._metadata = train_state.model.state_dict()._metadata  # type: ignore[attr-defined]
-    train_state.model.load_state_dict(model)
+    weights = train_state.model.state_dict()  # has the versions of the modules as an attribute
+    weights.clear()
+    weights.update(state["model"])
+    train_state.model.load_state_dict(weights)
     _load_buffers(train_state.model, state["buffers"], train_state.device)
     for optimizer, saved in zip(train_state.optimizers, state["optimizers"], strict=True):
         _load_optimizer(optimizer, saved)
@@ -266,11 +255,11 @@ def _load_buffers(model: nn.Module, saved: Mapping[str, Tensor], device: torch.d
     for full_name, value in saved.items():
         path, _, name = full_name.rpartition(".")
         module = model.get_submodule(path)
-        buffer = module._buffers.get(name)
+        buffer = getattr(module, name, None)
         if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
             buffer.copy_(value)
         else:
-            module._buffers[name] = value.to(device)
+            module.register_buffer(name, value.to(device), persistent=False)
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -347,13 +336,12 @@ def load_plan(resumed: Loaded, options: Options) -> Plan:
     """
     facts = resumed.facts
     plan = msgspec.convert(facts["plan"], Plan)
-    for option, asked, found in (
-        ("--target-batch", options.target_batch, plan.target_batch),
-        ("--seed", options.device.seed, facts["seed"]),
-        ("--warmup-samples", options.train.warmup_samples, facts["warmup_samples"]),
-    ):
-        if asked != found:
-            raise InputError(_mismatch(resumed, option, asked, found))
+    _check_equal(
+        resumed,
+        ("--target-batch", options.target_batch, plan.target_batch, "the same"),
+        ("--seed", options.device.seed, facts["seed"], "the same"),
+        ("--warmup-samples", options.train.warmup_samples, facts["warmup_samples"], "the same"),
+    )
     return plan
 
 
@@ -380,75 +368,64 @@ def check_same_data_order(resumed: Loaded, sampler: GlobalBatchSampler, *, sched
     Raises:
         InputError: they differ; names the difference.
     """
-    facts, total = resumed.facts, resumed.facts["total_steps"]
-    order = facts.get("order", 1)
-    if order != ORDER_VERSION:
-        raise InputError(
-            f"this autobatch draws the data in version {ORDER_VERSION} of the order, but the checkpoint "
-            f"{resumed.path} was begun with version {order}, so samples would repeat or be left out: resume "
-            "with the autobatch that began the run, or start without --resume"
-        )
-    if facts["samples"] != sampler.samples:
-        raise InputError(
-            f"the training data have {sampler.samples:,} samples, but had {facts['samples']:,} at the "
-            f"checkpoint {resumed.path}, so the order of the data would change: give the same data, or start "
-            "without --resume"
-        )
-    digest = None if sampler.order is None else order_digest(sampler.order)
-    if facts.get("sampler") != digest:
-        raise InputError(
-            f"the sampler draws another order than at the checkpoint {resumed.path}, so samples would repeat "
-            "or be left out: give the same sampler, or start without --resume"
-        )
-    if facts["last_batch"] != sampler.last_batch:
-        raise InputError(_mismatch(resumed, "--last-batch", sampler.last_batch, facts["last_batch"]))
-    if scheduled and total != sampler.total:
-        raise InputError(
-            f"this run has {sampler.total} optimizer steps, but the checkpoint {resumed.path} has a schedule "
-            f"for {total}: give the same --steps or --epochs, or start without --resume"
-        )
-    done = resumed.state["counters"]["batches_seen"]
+    before, now = resumed.facts, data_order_facts(sampler)
+    _check_equal(
+        resumed,
+        ("version of the data order", ORDER_VERSION, before.get("order", 1), "the run its own autobatch"),
+        ("number of training samples", now["samples"], before["samples"], "the same data"),
+        ("order of the sampler", now["sampler"], before.get("sampler"), "the same sampler"),
+        ("--last-batch", now["last_batch"], before["last_batch"], "the same"),
+    )
+    done, steps = resumed.state["counters"]["batches_seen"], before["total_steps"]
+    if scheduled:
+        what = "number of optimizer steps, which the schedule was built for,"
+        _check_equal(resumed, (what, sampler.total, steps, "the same --steps or --epochs"))
     if done > sampler.total:
         raise InputError(
             f"this run has {sampler.total} optimizer steps, but the checkpoint {resumed.path} has taken "
             f"{done} already: give the same --steps or --epochs, or more"
         )
-    if done == total and facts["total_samples"] != sampler.seen(done):
-        raise InputError(
-            f"this run goes beyond the checkpoint {resumed.path}, whose last batch was smaller than "
-            f"{sampler.target_batch}: give the same --epochs, or start without --resume"
-        )
+    if done == steps:
+        # The last batch of the run may have been short, and would be full in a longer run.
+        what = f"number of samples in {done} optimizer steps"
+        _check_equal(resumed, (what, sampler.seen(done), before["total_samples"], "the same --epochs"))
 
 
 def changes_since_checkpoint(
-    resumed: Loaded,
-    key: Mapping[str, Any],
-    plan: Plan,
-    ranks: Ranks,
-    *,
-    max_micro_batch: int | None,
-    set_budget: int | None,
+    resumed: Loaded, setup: Setup, sampler: GlobalBatchSampler, ranks: Ranks, options: Options
 ) -> list[str]:
     """Return the changes that rule out a bit-exact resume, in the user's words; each rank has its own.
 
     Args:
         resumed: the checkpoint.
-        key: describes this device.
-        plan: of the checkpoint.
+        setup: the workload and the device of this rank.
+        sampler: the batches of this run.
         ranks: that train.
-        max_micro_batch: as asked.
-        set_budget: bytes that the user gave, and not those that are free now, which differ each time.
+        options: as asked.
     """
-    stored = resumed.facts["ranks"]
-    if len(stored) != ranks.world:
-        return ["number of ranks"]
-    stored = stored[ranks.rank]
-    changes = [name for entry, name in _BIT_EXACT_KEYS.items() if stored.get(entry) != key.get(entry)]
-    if max_micro_batch is not None and max_micro_batch < plan.micro_batch:
-        changes.append("--max-micro-batch")
-    if set_budget is not None and set_budget < stored.get("budget_bytes", 0):
-        changes.append("--memory-budget")
-    return changes
+    changes: list[str] = []
+    plan = msgspec.convert(resumed.facts["plan"], Plan)
+    of_ranks = resumed.facts["ranks"]
+    if len(of_ranks) == ranks.world:
+        key, stored = device_key(setup), of_ranks[ranks.rank]
+        changes += [name for entry, name in _BIT_EXACT_KEYS.items() if stored.get(entry) != key.get(entry)]
+        if (options.search.max_micro_batch or plan.micro_batch) < plan.micro_batch:
+            changes.append("--max-micro-batch")
+        # What the user gave, and not what is free now, which differs each time.
+        is_set = options.device.memory_budget is not None
+        if is_set and setup.device.budget_bytes < stored.get("budget_bytes", 0):
+            changes.append("--memory-budget")
+    else:
+        changes.append("number of ranks")
+    if options.batch.split not in ("auto", plan.split):
+        changes.append("--split")
+    sizes = setup.worst_case.sizes() if plan.size_cut or plan.run_order else None
+    for made_for in (plan.size_cut, plan.run_order):
+        if made_for is not None and (sizes is None or digest_of(sizes) != made_for.digest):
+            changes.append("sizes of the samples")
+    if plan.run_order is not None and sampler.total > plan.run_order.batches:
+        changes.append("number of optimizer steps")
+    return changes if setup.layout == layout_of(plan) else [*changes, "--parallel"]
 
 
 def _not_enough_host_memory(folder: Path, error: Exception) -> str:
@@ -461,9 +438,16 @@ def _not_enough_host_memory(folder: Path, error: Exception) -> str:
     )
 
 
-def _mismatch(resumed: Loaded, option: str, asked: object, found: object) -> str:
-    given = f"no {option}" if asked is None else f"{option} {asked}"
-    return (
-        f"{given} does not match the checkpoint {resumed.path}, which has "
-        f"{'none' if found is None else found}: give the same, or start without --resume"
-    )
+def _check_equal(resumed: Loaded, *rows: tuple[str, object, object, str]) -> None:
+    """Check that what is asked for, the second of each row, is what the checkpoint has, the third.
+
+    Raises:
+        InputError: a row differs; names its first and, as what to give, its last element.
+    """
+    for what, asked, found, remedy in rows:
+        if asked != found:
+            given = f"no {what}" if asked is None else f"{what} {asked}"
+            raise InputError(
+                f"{given} does not match the checkpoint {resumed.path}, which has "
+                f"{'none' if found is None else found}: give {remedy}, or start without --resume"
+            )

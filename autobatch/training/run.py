@@ -7,12 +7,11 @@ OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/model-
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from torch import nn
@@ -21,11 +20,10 @@ from autobatch.core.errors import (
     AutobatchError,
     CheckpointError,
     DoesNotFitError,
-    InputError,
     Interrupted,
     RestartSmallerError,
 )
-from autobatch.core.files import read_json, write_atomic
+from autobatch.core.files import UNREADABLE, write_atomic
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, StepRecord, Training
 from autobatch.core.signals import StopRequest, stop_on_signals
@@ -41,7 +39,7 @@ from autobatch.training.build import open_loop, split_of
 from autobatch.training.checkpoint import Loaded, available_host_memory, list_checkpoints, save_checkpoint
 from autobatch.training.export import check_exportable, export_weights
 from autobatch.training.loop import Loop
-from autobatch.training.metrics import TENSORBOARD, Metrics, RunTotals, open_tensorboard, rewind_metrics
+from autobatch.training.metrics import TENSORBOARD, Metrics, RunTotals, Sink, TensorBoard, rewind_metrics
 from autobatch.training.resume import capture_loop, data_order_facts, restore_loop
 from autobatch.training.run_folder import CHECKPOINTS, METRICS, OOM_FILE, RunFiles
 from autobatch.training.split_check.check import FirstBatch, check_loss_splits
@@ -72,6 +70,15 @@ class PreparedRun:
     """True if hardware, plan and versions are those of the checkpoint, so that the rest is bit-identical."""
 
 
+class _OutOfMemoryFile(msgspec.Struct, kw_only=True):
+    """What a run leaves in `OOM_FILE` if memory ran out and it must start again."""
+
+    limits: list[Annotated[int, msgspec.Meta(ge=1)]]
+    """The largest micro-batch of each rank to continue with."""
+    batches_seen: int = 0
+    error: str = ""
+
+
 @memory_named("the training was prepared")
 def train_plan(
     run: PreparedRun, files: RunFiles, *, progress: Progress, ranks: Ranks | None = None
@@ -94,8 +101,8 @@ def train_plan(
     ranks, options = ranks or Ranks(), files.options
     plan, sampler, resumed = run.plan, run.sampler, run.resumed
     setup = with_knobs(run.setup, plan.knobs)
-    before = None if resumed is None else resumed.facts
-    notes: list[str] = [] if before is None else [*before.get("notes", [])]
+    before = {} if resumed is None else resumed.facts
+    notes: list[str] = [*before.get("notes", [])]
 
     def add_note(line: str) -> None:
         if line not in notes:
@@ -105,13 +112,12 @@ def train_plan(
     progress.doing("checking that the loss can be split into micro-batches")
     first_batch = _check_split(replace(run, setup=setup), files, ranks, add_note)
     progress.doing("preparing the training")
-    seeded_before = None if before is None else bool(before.get("sample_seeds"))
+    seeded_before = before.get("sample_seeds")
     with open_loop(
         setup, plan, options, sampler, seeded_before=seeded_before, note=progress.note, ranks=ranks
     ) as loop:
         if resumed is not None:
-            restore_loop(loop, resumed.state, same_hardware=run.is_exact, folder=resumed.path)
-            for line in sampler.load_state_dict(resumed.state["stream"]):
+            for line in restore_loop(loop, resumed.state, same_hardware=run.is_exact, folder=resumed.path):
                 progress.note(line)
         facts = {
             "plan": msgspec.to_builtins(plan),
@@ -133,23 +139,20 @@ def train_plan(
 def _check_split(
     run: PreparedRun, files: RunFiles, ranks: Ranks, add_note: Callable[[str], None]
 ) -> FirstBatch | None:
-    """Check the loss before the training, and return what checks the first batch.
+    """Check the loss before the training, and return what checks the first batch; None if nothing does.
 
     A sharded model is whole on rank 0 only, and only until the training: it is checked there, on the CPU.
-
-    Returns:
-        None if nothing does: it was not asked for, or rank 0 does.
 
     Raises:
         InputError: the loss cannot be split into micro-batches.
     """
     setup, plan, check = run.setup, run.plan, files.options.split_check
     is_shared = plan.parallel == "shard"
+    if is_shared and ranks.rank:
+        return None
     if is_shared:
         parameters = [*setup.model.parameters()]
         size = sum(parameter.nbytes for parameter in parameters)
-        if ranks.rank:
-            return None
         if size > MOST_CHECKED_BYTES or any(parameter.is_meta for parameter in parameters):
             if check != "off":
                 add_note(
@@ -195,29 +198,26 @@ def train(
         AutobatchError: see `Loop.run`.
     """
     files.out.mkdir(parents=True, exist_ok=True)
-    _take_smaller_micro_batch(loop, files.out, resumed)
+    _take_smaller_micro_batch(loop, files.out / OOM_FILE, is_new=resumed is None)
     pack(capture_loop(loop))  # refuses what no checkpoint can hold, before the first step
     check_exportable(loop.train_state.model)
-    totals = RunTotals()
     if resumed is not None:
         if loop.batches_seen == loop.sampler.total:
             progress.note(f"nothing is left to train: all {loop.batches_seen:,} steps of the run are done")
         loop.times.load_state_dict(resumed.facts.get("times", {}))
-    with closing(_open_metrics(loop, files, totals, progress)) as metrics:
-        run = _Run(loop, files, progress, metrics, totals, resumed)
-        records = loop.run() if first_batch is None else first_batch.run(loop)
-        try:
-            with stop_on_signals() as asked, run.saved_after_oom():
-                run.request = loop.engine.shared_request(asked)
-                run.train_batches(records)
+    run = _Run(loop, files, progress, resumed)
+    with closing(run.metrics):
+        with stop_on_signals() as asked:
+            run.request = loop.engine.shared_request(asked)
+            try:
+                run.train_batches(loop.run() if first_batch is None else first_batch.run(loop))
                 progress.doing("validating")
                 validation = run.validate()
-        except Interrupted:
-            raise
-        except AutobatchError as error:
-            if (hint := _restart_hint(loop, files, error)) is not None:
-                error.add_note(hint)
-            raise
+            except Interrupted:
+                raise
+            except AutobatchError as error:
+                run.end_with(error)
+                raise
         # The run is over: what is exported, and what the caller gets, are the averaged weights.
         switch(loop.train_state.optimizers, train=False)
         progress.doing("writing the weights")
@@ -225,44 +225,49 @@ def train(
         with memory_named("the weights were exported, after the last checkpoint"):
             export_weights(loop.train_state, files.out, loop.engine)
         record = run.summary(validation)
-        metrics.end(record)
+        run.metrics.end(record)
     return record
 
 
-def _open_metrics(loop: Loop, files: RunFiles, totals: RunTotals, progress: Progress) -> Metrics:
-    """Open the records of a run, which rank 0 alone writes, and add up those of the run before a resume."""
-    if loop.engine.ranks.rank:
-        return Metrics(None)
-    path = files.out / METRICS
-    rewind_metrics(path, batches_seen=loop.batches_seen, on_kept=totals.add)
-    tensorboard = open_tensorboard(files.out / TENSORBOARD, batches_seen=loop.batches_seen)
-    return Metrics(path, [*tensorboard, *files.sinks], note=progress.note)
+def _take_smaller_micro_batch(loop: Loop, path: Path, *, is_new: bool) -> None:
+    """Use the smaller micro-batches of a resumed or restarted run that ended out of memory."""
+    ranks = loop.engine.ranks
+
+    def read_limits() -> list[int]:
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=_OutOfMemoryFile).limits
+        except (OSError, *UNREADABLE):
+            return []
+
+    if is_new and not ranks.restart:
+        ranks.once(lambda: path.unlink(missing_ok=True))
+        return
+    limits = ranks.once(read_limits)
+    if len(limits) == ranks.world:
+        loop.limits = [*map(min, loop.limits, limits)]
 
 
 class _Run:
     """A loop with the folder that it writes to. All ranks make the same calls, and rank 0 writes."""
 
-    def __init__(  # noqa: PLR0917 - what `train` has opened
-        self,
-        loop: Loop,
-        files: RunFiles,
-        progress: Progress,
-        metrics: Metrics,
-        totals: RunTotals,
-        resumed: Loaded | None,
-    ) -> None:
+    def __init__(self, loop: Loop, files: RunFiles, progress: Progress, resumed: Loaded | None) -> None:
         self._loop = loop
         self._files = files
         self._options = files.options.train
         self._progress = progress
-        self._metrics = metrics
-        self._totals = totals
         self._resumed_from = self._newest = None if resumed is None else resumed.path
         self._failed_steps: list[int] = (
             [] if resumed is None else [*resumed.facts.get("failed_checkpoints", [])]
         )
         self._saved_at = loop.clock()
         self.request = StopRequest()
+        self.metrics, self._totals = Metrics(None), RunTotals()
+        if not loop.engine.ranks.rank:
+            self._totals = rewind_metrics(files.out / METRICS, batches_seen=loop.batches_seen)
+            sinks: list[Sink] = [*files.sinks]
+            with suppress(Exception):  # not installed, or a broken installation, which fails in many ways
+                sinks.insert(0, TensorBoard(files.out / TENSORBOARD, batches_seen=loop.batches_seen))
+            self.metrics = Metrics(files.out / METRICS, sinks, note=progress.note)
         fixed = self._options.validation_micro_batch
         is_shared = loop.train_state.shared is not None
         self._validator = Validator(
@@ -271,8 +276,7 @@ class _Run:
             device=loop.device,
             meter=loop.meter,
             target_batch=loop.sampler.target_batch,
-            micro_batch=fixed
-            or (min(loop.engine.limits) if is_shared else loop.split.of_longest(loop.micro_batch)),
+            micro_batch=fixed or (min(loop.limits) if is_shared else loop.split.of_longest(loop.micro_batch)),
             # If the meter sees no memory, only the end of the process would stop the growth.
             grows=fixed is None and loop.meter.stats().allocated_bytes is not None,
             ranks=loop.engine.ranks,
@@ -292,7 +296,7 @@ class _Run:
                     self._progress.doing("validating")
                     record = msgspec.structs.replace(step, validation=self.validate())
             finally:
-                self._metrics.step(record)
+                self.metrics.step(record)
             self._totals.add(record)
             self._progress.stepped(record, total)
             if self._checkpoint_is_due(record.step):
@@ -317,21 +321,36 @@ class _Run:
         self._stop_if_requested()
         return metrics
 
-    @contextmanager
-    def saved_after_oom(self) -> Iterator[None]:
-        """Write a checkpoint if memory runs out within the block and the state is that between two steps."""
-        try:
-            yield
-        except (DoesNotFitError, RestartSmallerError) as error:
-            # All ranks write a checkpoint together, so one that failed alone must not begin.
-            is_alone = self._loop.engine.ranks.world > 1 and not self._loop.has_failed_on_all_ranks
+    def end_with(self, error: AutobatchError) -> None:
+        """Save what an error leaves, and add to it how to continue.
+
+        If memory ran out and the state is that between two steps, a checkpoint is written. For a restart, so
+        are the smaller micro-batches.
+        """
+        loop, out = self._loop, self._files.out
+        # All ranks write a checkpoint together, so one that failed alone must not begin.
+        is_alone = loop.engine.ranks.world > 1 and not loop.has_failed_on_all_ranks
+        is_out_of_memory = isinstance(error, DoesNotFitError | RestartSmallerError)
+        if is_out_of_memory and loop.is_intact and not is_alone:
             try:
-                if self._loop.is_intact and not is_alone:
-                    self._save_if_needed()
+                self._save_if_needed()
             except Exception as failure:  # the error of the run counts, whatever this one is
-                step = self._loop.batches_seen
-                error.add_note(f"no checkpoint of step {step} could be written: {first_line(failure)}")
-            raise
+                error.add_note(
+                    f"no checkpoint of step {loop.batches_seen} could be written: {first_line(failure)}"
+                )
+        hint, has_checkpoint = self._files.resume_hint, bool(list_checkpoints(out / CHECKPOINTS))
+        if isinstance(error, RestartSmallerError):
+            loop.engine.lower_limit(loop.micro_batch)
+            content = _OutOfMemoryFile(batches_seen=loop.batches_seen, limits=loop.limits, error=str(error))
+            write_atomic(out / OOM_FILE, msgspec.json.encode(content))
+            smaller = loop.split.of_longest(loop.micro_batch)
+            error.add_note(
+                f"resume in smaller micro-batches with: {hint}"
+                if has_checkpoint
+                else f"there is no checkpoint yet: start again with --max-micro-batch {smaller}"
+            )
+        elif has_checkpoint:
+            error.add_note(f"resume from the newest checkpoint with: {hint}")
 
     def _stop_if_requested(self) -> None:
         """Write a checkpoint and raise if a signal asked to stop."""
@@ -345,7 +364,7 @@ class _Run:
         )
 
     def _checkpoint_is_due(self, step: int) -> bool:
-        """Check whether a checkpoint of a step is due; all ranks call it."""
+        """Return whether a checkpoint of a step is due; all ranks call it."""
         every, minutes = self._options.checkpoint_every, self._options.checkpoint_minutes
         if every and step % every == 0:
             return True
@@ -355,7 +374,7 @@ class _Run:
 
     def _save_periodic(self) -> None:
         """Write a checkpoint that is due; if it fails and the run may continue, wait for the next one."""
-        self._metrics.flush()
+        self.metrics.flush()
         try:
             self._save()
             self._progress.saved(self._loop.batches_seen)
@@ -368,7 +387,7 @@ class _Run:
 
     def _save_if_needed(self) -> None:
         """Write a checkpoint unless the last one is of this step."""
-        self._metrics.flush()
+        self.metrics.flush()
         step = -1 if self._newest is None else int(self._newest.name.removeprefix("step-"))
         if step != self._loop.batches_seen:
             self._save()
@@ -380,39 +399,36 @@ class _Run:
             CheckpointError: it could not be written.
             DoesNotFitError: memory ran out. The state of the run, and earlier checkpoints, are intact.
         """
+        loop, files, ranks = self._loop, self._files, self._loop.engine.ranks
         try:
-            with self._loop.times.between_steps("checkpoint"):
-                self._write_checkpoint()
+            with loop.times.between_steps("checkpoint"):
+                loop.engine.broadcast(loop.train_state.model.buffers())
+                more = {"failed_checkpoints": self._failed_steps, "times": loop.times.state_dict()}
+                self._newest = save_checkpoint(
+                    files.out / CHECKPOINTS,
+                    step=loop.batches_seen,
+                    state=capture_loop(loop),
+                    facts={**files.facts, **more},
+                    keep_last=self._options.keep_last,
+                    protected=self._resumed_from,
+                    ranks=ranks,
+                )
+                # From now on the checkpoint has the smaller micro-batch. No rank continues before, because it
+                # may run out of memory at once and write this file.
+                ranks.once(lambda: (files.out / OOM_FILE).unlink(missing_ok=True))
+                self._saved_at = loop.clock()
                 return
         except Exception as error:
             if not is_oom(error):
                 raise
             reason = first_line(error).rstrip(".")
         # Outside of the except block, so that nothing holds the copies of the state.
-        self._loop.device.release()
+        loop.device.release()
         raise DoesNotFitError(
-            f"out of memory while the checkpoint of step {self._loop.batches_seen} was written, with "
+            f"out of memory while the checkpoint of step {loop.batches_seen} was written, with "
             f"{available_host_memory()} of host memory available: {reason}. Earlier checkpoints are intact. "
             "Free host memory and resume, or let the run continue without it (--on-failed-save continue)"
         )
-
-    def _write_checkpoint(self) -> None:
-        loop, files, ranks = self._loop, self._files, self._loop.engine.ranks
-        loop.engine.broadcast(loop.train_state.model.buffers())
-        more = {"failed_checkpoints": self._failed_steps, "times": loop.times.state_dict()}
-        self._newest = save_checkpoint(
-            files.out / CHECKPOINTS,
-            step=loop.batches_seen,
-            state=capture_loop(loop),
-            facts={**files.facts, **more},
-            keep_last=self._options.keep_last,
-            protected=self._resumed_from,
-            ranks=ranks,
-        )
-        # From now on the checkpoint has the smaller micro-batch. No rank continues before, because it may run
-        # out of memory at once and write this file.
-        ranks.once(lambda: (files.out / OOM_FILE).unlink(missing_ok=True))
-        self._saved_at = loop.clock()
 
     def summary(self, validation: dict[str, float | None]) -> Training:
         """Return the summary of a finished run."""
@@ -438,40 +454,5 @@ class _Run:
             micro_batch=loop.split.of_longest(loop.micro_batch),
             ema=None if average is None else average.decay,
             failed_checkpoints=self._failed_steps,
-            notes=[],
             phase_seconds=loop.times.totals(totals.seconds),
         )
-
-
-def _restart_hint(loop: Loop, files: RunFiles, error: AutobatchError) -> str | None:
-    """Return how to continue after an error; after an out-of-memory error, write the smaller micro-batch."""
-    has_checkpoint = bool(list_checkpoints(files.out / CHECKPOINTS))
-    if not isinstance(error, RestartSmallerError):
-        return f"resume from the newest checkpoint with: {files.resume_hint}" if has_checkpoint else None
-    loop.engine.lower_limit(loop.micro_batch)
-    content = {"batches_seen": loop.batches_seen, "limits": loop.limits, "error": str(error)}
-    write_atomic(files.out / OOM_FILE, json.dumps(content, indent=1).encode())
-    if has_checkpoint:
-        return f"resume in smaller micro-batches with: {files.resume_hint}"
-    smaller = loop.split.of_longest(loop.micro_batch)
-    return f"there is no checkpoint yet: start again with --max-micro-batch {smaller}"
-
-
-def _take_smaller_micro_batch(loop: Loop, out: Path, resumed: Loaded | None) -> None:
-    """Use the smaller micro-batches of a resumed or restarted run that ended out of memory."""
-    ranks, path = loop.engine.ranks, out / OOM_FILE
-    if resumed is None and not ranks.restart:
-        ranks.once(lambda: path.unlink(missing_ok=True))
-        return
-    limits = ranks.once(lambda: _read_limits(path))
-    if len(limits) == ranks.world:
-        loop.limits = [*map(min, loop.limits, limits)]
-
-
-def _read_limits(path: Path) -> list[int]:
-    """Return the micro-batches of all ranks that a run left when memory ran out; nothing if it left none."""
-    try:
-        limits = read_json(path)["limits"]
-        return [*limits] if all(isinstance(one, int) and one >= 1 for one in limits) else []
-    except (InputError, KeyError, TypeError):
-        return []

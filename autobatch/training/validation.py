@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ from autobatch.workload.user_code import user_code
 
 SANITY_SAMPLES = 2
 """Validation samples that loss and metrics are tried on before training."""
+Sums: TypeAlias = dict[str, tuple[float, float]]
+"""Total and count of each metric by its name."""
 MOST_GROWTH = 2
 """Most validation samples at once, in training micro-batches. More gain little, and reach kernels with 32-bit
 indices."""
@@ -46,11 +49,13 @@ class Validator:
     A `WholeBatchLoss` depends on the number of samples, so it is computed over batches of ``target_batch``,
     of which the last may be short.
 
+    Cached memory is released after an out-of-memory error, and after micro-batches larger than those of the
+    training, which cannot reuse their blocks.
+
     Args:
         workload: has the data, the loss and the metrics.
         train_state: the model; the modes of its modules are restored.
-        device: releases cached memory after an out-of-memory error, and after micro-batches larger than the
-            training's, whose blocks training cannot reuse.
+        device: where it runs.
         meter: counts each micro-batch.
         target_batch: samples of an optimizer step.
         micro_batch: samples to start with.
@@ -93,12 +98,12 @@ class Validator:
             DoesNotFitError: out of memory at a micro-batch of 1, on some rank.
             InputError: a metric is not a number.
         """
-        sums: dict[str, tuple[float, float]] = {}
+        own: Sums = {}
         failure = ""
         try:
             with eval_mode(self._train_state.model):
                 if self._workload.validation_data is not None:
-                    self._add_own_samples(sums, is_asked)
+                    self._add_own_samples(own, is_asked)
         except DoesNotFitError as error:
             if self._train_state.shared is not None:
                 raise  # in the middle of a pass of all ranks
@@ -108,24 +113,15 @@ class Validator:
             self._device.release()
         # Without a backward pass the last gathered parameters are still whole.
         self._train_state.forget_gathered()
-        return self._means_over_ranks(sums, failure)
-
-    def _means_over_ranks(
-        self, own: Mapping[str, tuple[float, float]], failure: str
-    ) -> dict[str, float | None]:
-        # In hexadecimal, which keeps every bit, also of what is not finite.
-        plain = {name: [total.hex(), count.hex()] for name, (total, count) in own.items()}
-        parts = self._ranks.gather((plain, failure))
-        for _, reason in parts:
+        sums: Sums = {}
+        for part, reason in self._ranks.gather((own, failure)):
             if reason:
                 raise DoesNotFitError(reason)
-        sums: dict[str, tuple[float, float]] = {}
-        for part, _ in parts:
-            _add(sums, {name: (float.fromhex(one[0]), float.fromhex(one[1])) for name, one in part.items()})
+            _add(sums, part)
         means = {name: total / count for name, (total, count) in sums.items() if count}
         return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
 
-    def _add_own_samples(self, sums: dict[str, tuple[float, float]], is_asked: Callable[[], bool]) -> None:
+    def _add_own_samples(self, sums: Sums, is_asked: Callable[[], bool]) -> None:
         """Add totals and counts of the samples of this rank."""
         ranks, samples = self._ranks, len(self._workload.validation_data)  # type: ignore[arg-type]
         is_shared = self._train_state.shared is not None
@@ -140,31 +136,31 @@ class Validator:
                     return
                 ids = range(place, min(place + self.micro_batch, batch.stop))
                 found = self._run_micro_batch(ids, batch, rows)
-                if isinstance(found, str):
-                    # Outside of the except block, so that nothing holds the tensors that failed.
-                    self._recover(len(ids), found)
-                    continue
-                self._grow(len(ids))
-                _add(sums, found)
-                place = ids.stop
+                # Outside of the except block, so that nothing holds the tensors that failed.
+                self._adapt(len(ids), found)
+                if isinstance(found, dict):
+                    _add(sums, found)
+                    place = ids.stop
         # A rank that is done still joins the collectives of the others. What it computes does not count.
         passes, most = (math.ceil(count / self.micro_batch) for count in (end - start, max(units)))
         for _ in range(most - passes if is_shared else 0):
-            found = self._run_micro_batch(range(1), range(1), Rows(1))
-            if isinstance(found, str):
-                self._recover(1, found)
+            self._adapt(1, self._run_micro_batch(range(1), range(1), Rows(1)))
 
-    def _grow(self, size: int) -> None:
-        """Double the micro-batch if a full one fits."""
-        most = min(MOST_GROWTH * self._start_size, self._smallest_failed - 1)
-        if self._grows and size == self.micro_batch and 2 * size <= most:
-            self.micro_batch = 2 * size
+    def _adapt(self, size: int, found: Sums | str) -> None:
+        """Double the micro-batch if a full one ran. Halve it after an error, or raise if that is impossible.
 
-    def _recover(self, size: int, reason: str) -> None:
-        """Halve the micro-batch, or raise if it cannot be smaller."""
+        Args:
+            size: samples of the micro-batch that ran.
+            found: what `_run_micro_batch` returned.
+        """
+        if isinstance(found, dict):
+            most = min(MOST_GROWTH * self._start_size, self._smallest_failed - 1)
+            if self._grows and size == self.micro_batch and 2 * size <= most:
+                self.micro_batch = 2 * size
+            return
         self._device.release()
         where = f"out of memory in validation at a micro-batch of {size}"
-        reason = reason.rstrip(".")
+        reason = found.rstrip(".")
         if self._train_state.shared is not None:
             raise DoesNotFitError(
                 f"{where}, for which the other ranks of the sharded model wait: {reason}. Give a smaller "
@@ -175,16 +171,13 @@ class Validator:
         self._smallest_failed = min(self._smallest_failed, size)
         self.micro_batch = math.ceil(size / 2)
 
-    def _run_micro_batch(self, ids: range, batch: range, rows: Rows) -> dict[str, tuple[float, float]] | str:
+    def _run_micro_batch(self, ids: range, batch: range, rows: Rows) -> Sums | str:
         """Return total and count of each metric, or the message of an error that fewer samples may avoid.
 
         At a size that the user did not ask for that is any error, for example of a kernel with 32-bit
         indices; else an out-of-memory error.
 
-        Args:
-            ids: the samples.
-            batch: the samples of their batch, for a loss over the whole of it.
-            rows: the rows of that batch so far.
+        A loss over a whole batch collects the rows of ``batch``, of which ``ids`` are a part.
         """
         workload, train_state = self._workload, self._train_state
         try:
@@ -254,26 +247,20 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _add(sums: dict[str, tuple[float, float]], found: Mapping[str, tuple[float, float]]) -> None:
+def _add(sums: Sums, found: Sums) -> None:
     for name, (total, count) in found.items():
         before = sums.get(name, (0.0, 0.0))
         sums[name] = before[0] + total, before[1] + count
 
 
 def _checked_metrics(metrics: object) -> dict[str, Tensor | Loss]:
-    if not isinstance(metrics, Mapping):
-        raise InputError(
-            f"Workload(metrics=…) must return a mapping of names to values, found {kind_of(metrics)}"
-        )
-    for name in metrics:
-        if not isinstance(name, str):
-            raise InputError(f"Workload(metrics=…) must name each value with text, found the name {name!r}")
-        if name == "loss":
-            raise InputError(
-                "Workload(metrics=…) returned a metric named 'loss', which is the name of the validation "
-                "loss: rename the metric"
-            )
-    return dict(metrics)
+    if isinstance(metrics, Mapping) and all(isinstance(name, str) and name != "loss" for name in metrics):
+        return dict(metrics)
+    found = f"the names {[*metrics]}" if isinstance(metrics, Mapping) else kind_of(metrics)
+    raise InputError(
+        "Workload(metrics=…) must return a mapping of names to values, where each name is text other than "
+        f"'loss', found {found}: rename the metric, or return a dict"
+    )
 
 
 def _total_and_count(name: str, value: Tensor | Loss, size: int) -> tuple[float, float]:

@@ -103,7 +103,7 @@ SHORT: dict[str, Any] = {"target_batch": 32, "max_micro_batch": 16}
     [
         ({"steps": None}, r"this run has 3 optimizer steps, but the checkpoint .* has taken 4 already"),
         ({"last_batch": "flush"}, r"--last-batch flush does not match .* which has carry"),
-        ({"train_data": points(80)}, r"training data have 80 samples, but had 96"),
+        ({"train_data": points(80)}, r"number of training samples 80 does not match .* which has 96"),
         ({"target_batch": 16}, r"--target-batch 16 does not match .* which has 32"),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_run_that_ended_with_a_short_batch_cannot_continue(tmp_path: Path) -> 
     epochs: dict[str, Any] = {**SHORT, "steps": None, "epochs": 1}
     assert fit(workload, tmp_path, **epochs).training.samples == 80
     assert fit(workload, tmp_path, **epochs, resume=True).training.samples == 80
-    with pytest.raises(InputError, match="whose last batch was smaller than 32"):
+    with pytest.raises(InputError, match=r"number of samples in 3 optimizer steps 96 .* has 80"):
         fit(workload, tmp_path, **{**epochs, "epochs": 2}, resume=True)
 
 
@@ -163,7 +163,7 @@ def test_a_schedule_that_needs_a_metric_is_refused_before_training(tmp_path: Pat
     workload = make_workload(
         schedule=lambda optimizer, _: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     )
-    with pytest.raises(InputError, match="ReduceLROnPlateau, which needs a metric"):
+    with pytest.raises(InputError, match=r"step number alone.* a ReduceLROnPlateau"):
         fit(workload, tmp_path / "run", **SHORT)
     assert not (tmp_path / "run").exists()
 

@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -21,9 +23,16 @@ from autobatch import CheckpointError, InputError
 from autobatch.core.signals import stop_on_signals
 from autobatch.distributed import group as group_module
 from autobatch.distributed import watch
-from autobatch.distributed.group import check_gpus, join_existing, join_loop, reach_store, wait_for_ranks
+from autobatch.distributed.group import (
+    Group,
+    check_gpus,
+    join_existing,
+    join_loop,
+    reach_store,
+    wait_for_ranks,
+)
 from autobatch.distributed.launch import open_ranks, open_store
-from autobatch.distributed.watch import RankLost, Verdict
+from autobatch.distributed.verdict import RankLost, Verdict
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 
@@ -202,28 +211,95 @@ def test_a_rank_that_a_second_signal_ended_is_no_failure(server: RankServer) -> 
     assert "KeyboardInterrupt" in other.error
 
 
-def one_hangs(out: str) -> None:
-    """Wait in steps for longer than the limit: once all together, then for rank 1."""
+def open_watched(out: str) -> Group:
+    """Join with a limit of half a second for every wait."""
+    watch.POLL_S = 0.05
     group = open_group()
     group.enter(Path(out))
-    watch.POLL_S = 0.05
-    group.limit_wait(0.5)
-    with group.waiting("sleep together", is_step=True):
-        time.sleep(1)
     group.gather(None)
+    group.limit_wait(0.5)
+    return group
+
+
+def hangs_in_a_step(out: str) -> None:
+    group = open_watched(out)
     if group.rank == 1:
+        group.sign("training")
         time.sleep(25)
-    group.agree(False, is_step=True)
+    group.agree(False)
+
+
+def hangs_on_its_own(out: str) -> None:
+    group = open_watched(out)
+
+    def save() -> None:
+        group.sign("saving a checkpoint")
+        time.sleep(25)
+
+    group.once(save)
+
+
+def is_stopped(out: str) -> None:
+    """Stop rank 1 with all of its threads, for longer than the others live."""
+    group = open_watched(out)
+    if group.rank == 1:
+        group.sign("validating")
+        time.sleep(0.2)
+        wake = f"import os, time; time.sleep(4); os.kill({os.getpid()}, {signal.SIGCONT:d})"
+        subprocess.Popen([sys.executable, "-c", wake])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(20)
+
+
+def receives_nothing(out: str) -> None:
+    """Wait on all ranks for messages that never arrive."""
+    group = open_watched(out)
+    with group.waiting("sum the batch"):
+        time.sleep(25)
+
+
+LIMIT = "for more than the --collective-timeout of 0.5 s"
 
 
 @pytest.mark.distributed
-def test_a_rank_that_hangs_is_named(server: RankServer, tmp_path: Path) -> None:
-    ended = server.run(one_hangs, str(tmp_path), world=3)
+@pytest.mark.parametrize(
+    ("hang", "line"),
+    [
+        (hangs_in_a_step, f"rank 1 lets the other ranks wait {LIMIT}, while training: it hangs"),
+        (
+            hangs_on_its_own,
+            f"rank 0 lets the other ranks wait {LIMIT}, while saving a checkpoint: it hangs",
+        ),
+        (
+            is_stopped,
+            f"rank 1 showed no sign of life {LIMIT}, last seen validating: the process is stopped",
+        ),
+        (
+            receives_nothing,
+            f"no rank got further {LIMIT}, while they were waiting to sum the batch: check",
+        ),
+    ],
+)
+def test_a_rank_that_hangs_is_named(server: RankServer, tmp_path: Path, hang: Any, line: str) -> None:
+    ended = server.run(hang, str(tmp_path), world=3)
     assert [one.code for one in ended] == [1, 1, 1]
     verdict = msgspec.json.decode((tmp_path / "verdict.json").read_bytes(), type=Verdict)
-    line = "rank 1 lets the other ranks wait for more than the --collective-timeout of 0.5 s"
     assert verdict.line.startswith(line)
-    assert verdict.rank != 1
+
+
+def works_for_long(out: str) -> list[int]:
+    """Work on rank 1 for longer than the limit, with signs of life, while the others wait."""
+    group = open_watched(out)
+    if group.rank == 1:
+        for _ in range(6):
+            time.sleep(0.2)
+            group.sign("validating")
+    return group.gather(group.rank)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_gets_further_may_work_for_long(server: RankServer, tmp_path: Path) -> None:
+    assert server.values(works_for_long, str(tmp_path), world=3) == [[0, 1, 2]] * 3
 
 
 def stop_in_a_collective() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from autobatch.distributed import watch
+from autobatch.distributed import verdict
 from autobatch.distributed.launch import FORWARDED, RESTARTS, RanksEnded, open_store, start_ranks
 from tests.support.commandline import autobatch, command, environment
 
@@ -87,7 +87,7 @@ def test_the_store_answers_one_address_only() -> None:
 def test_every_rank_gets_its_place_and_the_words(ranks) -> None:
     ended, lines = ranks('echo "$RANK $LOCAL_RANK $WORLD_SIZE $TORCHELASTIC_RESTART_COUNT $*" >> log')
     assert ended == RanksEnded(0)
-    assert lines == [f"{rank} {rank} 2 0 -m autobatch fit x.py" for rank in (0, 1)]
+    assert lines == [f"{rank} {rank} 2 0 -P -m autobatch fit x.py" for rank in (0, 1)]
 
 
 WAITS = "until grep -q 0 log; do sleep 0.02; done"  # else rank 0 may be ended before it has begun
@@ -165,7 +165,7 @@ def test_a_signal_between_two_starts_is_the_end(ranks, monkeypatch: pytest.Monke
     def read_and_signal(*_: object) -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(watch, "read_verdict", read_and_signal)
+    monkeypatch.setattr(verdict, "read_verdict", read_and_signal)
     ended, lines = ranks("[ $RANK = 0 ] || exec sleep 20; echo $RANK >> log; exit 77")
     assert ended == RanksEnded(143)
     assert lines == ["0"]

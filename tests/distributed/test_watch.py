@@ -13,22 +13,17 @@ import pytest
 from torch.distributed import HashStore
 
 from autobatch.distributed.ranks import Launch
-from autobatch.distributed.watch import (
-    STOP_S,
-    EarlierVerdict,
-    SignalDeadline,
-    Verdict,
-    Waits,
-    Watch,
-    check_earlier_starts,
-    read_verdict,
-)
+from autobatch.distributed.verdict import EarlierVerdict, Verdict, check_earlier_starts, read_verdict
+from autobatch.distributed.watch import STOP_S, Activity, SignalDeadline, Watch
 from tests.support.signalled import preserved_handlers
 
 
 def watch_of(store: HashStore, rank: int) -> Watch:
     launch = Launch(rank=rank, world=2, address="here", port=1, host="h", run_id="r")
-    return Watch(launch, store, Waits())
+    keys = ["signs/0", "signs/1"]
+    for key in keys:
+        store.set(key, "")
+    return Watch(launch, store, Activity(), keys)
 
 
 def test_the_first_verdict_counts(tmp_path: Path) -> None:

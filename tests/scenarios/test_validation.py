@@ -107,13 +107,9 @@ def vector_metric(model, batch):
     [
         (wrong_key, TypeError, "raised by the workload: metrics"),
         (vector_metric, InputError, "the validation metric 'accuracy' must be a 0-d tensor"),
-        (lambda model, batch: 3.0, InputError, "must return a mapping of names to values, found a float"),
-        (lambda model, batch: {1: 3.0}, InputError, "must name each value with text, found the name 1"),
-        (
-            lambda model, batch: {"loss": 3.0},
-            InputError,
-            "returned a metric named 'loss', which is the name of the validation loss",
-        ),
+        (lambda model, batch: 3.0, InputError, "must return a mapping of names to values, where each"),
+        (lambda model, batch: {1: 3.0}, InputError, "found the names [1]"),
+        (lambda model, batch: {"loss": 3.0}, InputError, "found the names ['loss']"),
     ],
 )
 def test_a_mistake_in_the_metrics_is_found_before_training(

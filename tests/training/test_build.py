@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +17,12 @@ from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
 from autobatch.core.units import MiB
 from autobatch.device.select import open_device
 from autobatch.planning import make_plan
-from autobatch.training.build import build_sampler, feed_options, open_loop, stream_workers
+from autobatch.training import build
+from autobatch.training.build import build_sampler, open_loop
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import Loading
 from autobatch.workload.loader import AHEAD
+from autobatch.workload.streams import StreamView
 from tests.support.options import as_options
 from tests.support.training import (
     Rows,
@@ -27,6 +30,7 @@ from tests.support.training import (
     make_setup,
     make_workload,
     mean_loss,
+    points,
     reference,
     weights,
 )
@@ -90,8 +94,8 @@ def test_every_optimizer_has_a_schedule_of_the_whole_run() -> None:
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (lambda optimizer, steps: ReduceLROnPlateau(optimizer), "ReduceLROnPlateau, which needs a metric"),
-        (lambda optimizer, steps: None, r"must return a schedule of torch\.optim, found nothing"),
+        (lambda optimizer, steps: ReduceLROnPlateau(optimizer), "step number alone.*a ReduceLROnPlateau"),
+        (lambda optimizer, steps: None, r"must return a schedule of torch\.optim .*, found nothing"),
     ],
 )
 def test_a_schedule_that_is_none_is_refused(schedule, message: str) -> None:
@@ -131,40 +135,43 @@ def test_the_first_step_starts_with_an_empty_cache_as_a_probe_does() -> None:
     plan = make_plan(target_batch=7, micro_batch_limit=3, learning_rate=workload.learning_rate)
     asked = as_options("fit", target_batch=7, steps=1)
     sampler = build_sampler(64, asked)
-    with open_loop(setup, plan, asked, sampler, seeded_before=None, note=lambda _: None) as loop:
+    with open_loop(setup, plan, asked, sampler, note=lambda _: None) as loop:
         stats = loop.meter.stats()
     assert stats.peak_allocated_bytes > stats.allocated_bytes
     assert stats.reserved_bytes == 2 * MiB  # the segment of small blocks, which holds the model
 
 
-def options_of(knobs: dict[str, Any], loading: Loading, **given: Any) -> dict[str, Any]:
-    plan = msgspec.structs.replace(
-        make_plan(target_batch=8, micro_batch_limit=4, learning_rate=0.1), knobs=knobs
-    )
-    return feed_options(plan, as_options("fit", target_batch=8, **given), loading, None, print)
-
-
 @pytest.mark.parametrize(
-    ("knobs", "of_loader", "given", "workers", "prefetch"),
+    ("knobs", "of_loader", "given", "expected"),
     [
-        ({}, {}, {}, 0, AHEAD),
-        ({}, {"workers": 3, "prefetch": 5}, {}, 3, 5),
-        ({LOADER_WORKERS: 2, PREFETCH: 4}, {"workers": 3, "prefetch": 5}, {}, 2, 4),
-        ({LOADER_WORKERS: 2, PREFETCH: 4}, {}, {"workers": 0, "prefetch": 1}, 0, 1),
+        ({}, {"workers": 1, "prefetch": 5}, {}, (1, 5)),
+        ({LOADER_WORKERS: 2, PREFETCH: 4}, {"workers": 3, "prefetch": 5}, {}, (2, 4)),
+        ({LOADER_WORKERS: 2, PREFETCH: 4}, {}, {"workers": 1, "prefetch": 1}, (1, 1)),
+        ({LOADER_WORKERS: 2}, {"workers": 3}, {"workers": 0}, (0, AHEAD)),
     ],
 )
+@pytest.mark.parametrize("is_stream", [False, True])
 def test_the_user_comes_first_then_the_plan_then_the_loader(
-    knobs: dict[str, Any], of_loader: dict[str, Any], given: dict[str, Any], workers: int, prefetch: int
-) -> None:
-    found = options_of(knobs, Loading(**of_loader), **given)
-    assert (found["workers"], found["prefetch"]) == (workers, prefetch)
-    assert found["sample_seeds"] == (workers > 0), "several workers draw as one"
-
-
-def test_the_workers_of_a_stream_read_it_and_make_no_micro_batches() -> None:
-    loading = Loading(workers=2)
-    options = options_of({}, loading)
-    of_stream = stream_workers(options, loading)
-    assert (of_stream["num_workers"], of_stream["prefetch_factor"]) == (2, AHEAD)
-    assert (options["workers"], options["sample_seeds"]) == (0, False)
-    assert stream_workers(options, loading) == {}
+    knobs: dict[str, Any], of_loader: dict[str, Any], given: dict[str, Any], expected, is_stream: bool,
+    monkeypatch,
+) -> None:  # fmt: skip
+    """The workers of a stream read it, and make no micro-batches."""
+    fed: dict[str, Any] = {}
+    monkeypatch.setattr(build, "open_feed", lambda *_, **options: fed.update(options) or nullcontext())
+    view = StreamView(points())
+    monkeypatch.setattr(view, "read_with", lambda **options: read.update(options))
+    read: dict[str, Any] = {}
+    workload = make_workload(loading=Loading(**of_loader))
+    asked = as_options("fit", target_batch=8, steps=1, **given)
+    plan = make_plan(target_batch=8, micro_batch_limit=4, learning_rate=0.1)
+    plan = msgspec.structs.replace(plan, knobs=knobs)
+    sampler = build_sampler(24, asked, view=view if is_stream else None)
+    with open_loop(make_setup(workload), plan, asked, sampler, note=pytest.fail):
+        pass
+    workers = expected[0]
+    if is_stream:
+        assert (fed["workers"], fed["sample_seeds"]) == (0, False)
+        assert (read.get("num_workers", 0), read.get("prefetch_factor", AHEAD)) == expected
+    else:
+        assert (fed["workers"], fed["prefetch"]) == expected
+        assert fed["sample_seeds"] == (workers > 0), "several workers draw as one"

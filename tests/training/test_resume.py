@@ -13,9 +13,11 @@ import torch
 
 from autobatch import CheckpointError, DoesNotFitError, InputError
 from autobatch.core.options import Options
+from autobatch.core.records import RunOrder
 from autobatch.core.units import GiB, format_bytes
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan
+from autobatch.setup.setup import device_key
 from autobatch.training.checkpoint import Loaded, is_valid, load_newest, save_checkpoint
 from autobatch.training.resume import (
     capture_loop,
@@ -30,10 +32,9 @@ from autobatch.workload.order import GlobalBatchSampler
 from tests.support.checkpoints import MANIFEST, STATE, facts_of, reseal, save_run
 from tests.support.kinds import RUNS
 from tests.support.options import as_options
-from tests.support.training import make_loop, make_workload
+from tests.support.training import make_loop, make_setup, make_workload
 
 PLAN = make_plan(target_batch=32, micro_batch_limit=16, learning_rate=0.1)
-KEY = {"device": "cpu", "device_kind": "cpu", "total_bytes": 1, "torch": "2", "precision": "fp32", "other": 1}
 
 
 def sampler(**changes: Any) -> GlobalBatchSampler:
@@ -42,7 +43,7 @@ def sampler(**changes: Any) -> GlobalBatchSampler:
 
 def checkpoint(of: GlobalBatchSampler | None = None, *, done: int = 2, **facts: Any) -> Loaded:
     of = of or sampler()
-    stored = {"plan": msgspec.to_builtins(PLAN), "ranks": [KEY], "seed": 0, "warmup_samples": None}
+    stored = {"plan": msgspec.to_builtins(PLAN), "ranks": [{}], "seed": 0, "warmup_samples": None}
     state = {"counters": {"batches_seen": done}}
     return Loaded(Path("step-2"), state, {**stored, **data_order_facts(of), **facts}, [])
 
@@ -129,74 +130,67 @@ def test_another_batch_seed_or_warmup_is_refused(facts, asked, message: str) -> 
         load_plan(checkpoint(**facts), options(**asked))
 
 
+SHORT = sampler(samples=80, steps=None, epochs=1)
+"""The third batch has 16 samples, and would have 32 in a longer run."""
+
+
 @pytest.mark.parametrize(
-    ("now", "done", "message"),
+    ("stored", "now", "message"),
     [
-        ({"samples": 80}, 2, "the training data have 80 samples, but had 96 at the checkpoint step-2"),
-        ({"last_batch": "flush"}, 2, "--last-batch flush does not match .*, which has carry"),
-        ({"steps": 3}, 4, "this run has 3 optimizer steps, but the checkpoint step-2 has taken 4 already"),
+        ({}, {"samples": 80}, "number of training samples 80 does not match .* step-2, which has 96: give"),
+        ({}, {"last_batch": "flush"}, "--last-batch flush does not match .*, which has carry"),
+        ({"done": 4}, {"steps": 3}, "this run has 3 optimizer steps, but .* step-2 has taken 4 already"),
+        ({"order": 3}, {}, "version of the data order 2 does not match .* which has 3: give the run its own"),
+        ({"order": None}, {}, "which has 1: give the run its own"),
+        ({"sampler": "1f"}, {}, "no order of the sampler does not match .*, which has 1f"),
+        ({"scheduled": True}, {"steps": 9}, "schedule was built for, 9 does not match .*, which has 4"),
+        ({"of": SHORT, "done": 3}, {"samples": 80, "steps": None, "epochs": 2}, "in 3 .* 96 .* has 80: give"),
     ],
 )
-def test_another_order_of_the_data_is_refused(now, done: int, message: str) -> None:
+def test_another_order_of_the_data_is_refused(stored, now, message: str) -> None:
+    scheduled = stored.pop("scheduled", False)
+    found = checkpoint(**stored)
+    # A checkpoint without a version has the first, in which an epoch was a list drawn by torch.
+    if found.facts["order"] is None:
+        del found.facts["order"]
     with pytest.raises(InputError, match=message):
-        check_same_data_order(checkpoint(done=done), sampler(**now), scheduled=False)
+        check_same_data_order(found, sampler(**now), scheduled=scheduled)
 
 
-@pytest.mark.parametrize("version", [None, 1, 3])
-def test_another_version_of_the_order_is_refused(version: int | None) -> None:
-    """A checkpoint without a version has the first, in which an epoch was a list drawn by torch."""
-    stored = checkpoint()
-    assert stored.facts.pop("order") == 2
-    if version is not None:
-        stored.facts["order"] = version
-    with pytest.raises(
-        InputError, match=rf"version 2 .* step-2 was begun with version {version or 1}, .*start"
-    ):
-        check_same_data_order(stored, sampler(), scheduled=False)
-
-
-def test_a_schedule_fixes_the_number_of_steps() -> None:
-    check_same_data_order(checkpoint(), sampler(steps=9), scheduled=False)
+def test_a_run_of_the_same_data_order_may_be_longer() -> None:
     check_same_data_order(checkpoint(), sampler(), scheduled=True)
-    with pytest.raises(InputError, match=r"this run has 9 optimizer steps, but .* has a schedule for 4"):
-        check_same_data_order(checkpoint(), sampler(steps=9), scheduled=True)
-
-
-def test_a_run_that_ended_with_a_short_batch_cannot_be_continued() -> None:
-    """80 samples by 32: the third batch has 16, and would have 32 in a longer run."""
-    one = sampler(samples=80, steps=None, epochs=1)
-    ended = checkpoint(one, done=one.total)
-    check_same_data_order(ended, one, scheduled=False)
-    with pytest.raises(InputError, match="whose last batch was smaller than 32"):
-        check_same_data_order(ended, sampler(samples=80, steps=None, epochs=2), scheduled=False)
+    check_same_data_order(checkpoint(), sampler(steps=9), scheduled=False)
+    check_same_data_order(checkpoint(SHORT, done=3), SHORT, scheduled=False)
 
 
 @pytest.mark.parametrize(
-    ("key", "max_micro_batch", "expected"),
+    ("facts", "asked", "expected"),
     [
-        ({}, None, []),
-        ({"other": 2}, None, []),
-        ({"device": "gpu", "torch": "3"}, None, ["device", "torch"]),
-        ({"precision": "bf16"}, None, ["--precision"]),
-        ({}, 16, []),
-        ({}, 15, ["--max-micro-batch"]),
+        ({}, {}, []),
+        ({"other": 2}, {"max_micro_batch": 16}, []),
+        ({"device": "gpu", "torch": "3"}, {}, ["device", "torch"]),
+        ({"precision": "bf16"}, {"max_micro_batch": 15}, ["--precision", "--max-micro-batch"]),
+        # What is free now differs each time: only a budget that the user gave is a change.
+        ({"budget_bytes": 4 * GiB}, {}, []),
+        ({"budget_bytes": 4 * GiB}, {"memory_budget": "1GiB"}, ["--memory-budget"]),
+        ({"budget_bytes": GiB}, {"memory_budget": "1GiB"}, []),
+        ({}, {"split": "size"}, ["--split"]),
     ],
 )
-def test_changes_that_rule_out_a_bit_exact_resume_are_named(key, max_micro_batch, expected) -> None:
-    found = changes_since_checkpoint(
-        checkpoint(), {**KEY, **key}, PLAN, Ranks(), max_micro_batch=max_micro_batch, set_budget=None
-    )
+def test_changes_that_rule_out_a_bit_exact_resume_are_named(facts, asked, expected) -> None:
+    setup = make_setup(make_workload())
+    before = checkpoint(ranks=[{**device_key(setup), **facts}])
+    found = changes_since_checkpoint(before, setup, sampler(), Ranks(), options(**asked))
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("budget", "expected"), [(2 * GiB, ["--memory-budget"]), (None, []), (4 * GiB, []), (5 * GiB, [])]
-)
-def test_only_a_smaller_budget_that_the_user_set_is_a_change(budget: int | None, expected) -> None:
-    before = checkpoint(ranks=[{**KEY, "budget_bytes": 4 * GiB}])
-    assert expected == changes_since_checkpoint(
-        before, KEY, PLAN, Ranks(), max_micro_batch=None, set_budget=budget
+def test_another_number_of_ranks_and_a_run_beyond_its_planned_order_are_changes() -> None:
+    order = RunOrder(batches=3, by="run", micro_batch_in_any_order=8, digest="of other sizes")
+    plan = msgspec.to_builtins(msgspec.structs.replace(PLAN, run_order=order))
+    found = changes_since_checkpoint(
+        checkpoint(plan=plan, ranks=[{}, {}]), make_setup(make_workload()), sampler(), Ranks(), options()
     )
+    assert found == ["number of ranks", "sizes of the samples", "number of optimizer steps"]
 
 
 # what a checkpoint holds
