@@ -209,14 +209,14 @@ class Second:
     def __init__(self, other: Tensor) -> None:
         self.other = other
 
-    def agree(self, flag: bool, *, is_step: bool) -> bool:
+    def agree(self, flag: bool) -> bool:
         return flag
 
     def start_sum(self, tensor: Tensor) -> Callable[[], None]:
         tensor += self.other.reshape(-1).view(torch.uint8)
         return lambda: None
 
-    def waiting(self, act: str, *, is_step: bool) -> Any:
+    def waiting(self, act: str) -> Any:
         return nullcontext()
 
 

@@ -82,7 +82,7 @@ class Rank:
         tensor.copy_(found.coalesce() if found.is_sparse else found)
         return lambda: None
 
-    def waiting(self, act: str, *, is_step: bool) -> AbstractContextManager[None]:
+    def waiting(self, act: str) -> AbstractContextManager[None]:
         return nullcontext()
 
 
