@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -28,13 +28,16 @@ from autobatch.footprint.fit import Footprint, notes_on
 from autobatch.footprint.single_sizes import record_single_sizes
 from autobatch.footprint.suggestions import NATIVE_BF16, OF_THE_OPTIMIZER, Trace, changes_of
 from autobatch.footprint.tracing.apart import run_in_copies
-from autobatch.footprint.tracing.recording import Recording
-from autobatch.footprint.tracing.trace_step import Arrange, Setting
+from autobatch.footprint.tracing.trace_mode import Recording
+from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.setup.model import build_model
 from autobatch.setup.setup import whole_batch_notes, whole_batch_of
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.workload.contract import Workload
 from autobatch.workload.data import WorstCaseSampler
+
+if TYPE_CHECKING:
+    from autobatch.distributed.sharding.model import Sharding
 
 T = TypeVar("T")
 Capability = tuple[int, int]
@@ -53,7 +56,7 @@ ALONE = Layout()
 
 
 @contextmanager
-def arranged(layout: Layout) -> Iterator[tuple[Arrange | None, int]]:
+def arranged(layout: Layout) -> Iterator[tuple[Sharding | None, int]]:
     """Return how the ranks arrange a model, and how many sum gradients in a buffer beside it.
 
     A rank that has a part of a model is rank 0 of a group that exchanges nothing within the block.
@@ -182,7 +185,7 @@ class Traces:
         )
 
     def setting(
-        self, capability: Capability, how: tuple[Arrange | None, int] = (None, 1), change: str = ""
+        self, capability: Capability, how: tuple[Sharding | None, int] = (None, 1), change: str = ""
     ) -> Setting:
         """Return what is traced.
 

@@ -26,7 +26,7 @@ from torch import nn
 from autobatch.device.allocator.trace import FREE
 from autobatch.footprint.fit import SIZES, Footprint, footprint, footprint_beside, record_apart
 from autobatch.footprint.program import Polynomial, Program, Rule, TooLong, Untraceable
-from autobatch.footprint.tracing.recording import Label, Product, Recording
+from autobatch.footprint.tracing.trace_mode import Label, Product, Recording
 from autobatch.footprint.tracing.trace_step import Setting
 
 DEPTHS = (2, 3, 4)

@@ -27,7 +27,7 @@ from autobatch.core.errors import AutobatchError, InputError
 from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.footprint.tracing.apart import run_each_apart, run_in_copies
 from autobatch.footprint.tracing.cuda_policy import missing_parts
-from autobatch.footprint.tracing.recording import Label, Product, Recording
+from autobatch.footprint.tracing.trace_mode import Label, Product, Recording
 from autobatch.footprint.tracing.trace_step import Setting, record
 from autobatch.workload.contract import Collated
 from autobatch.workload.rng import preserved_random_state

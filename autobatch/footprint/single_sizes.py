@@ -17,7 +17,7 @@ from autobatch.footprint.fit import recorded
 from autobatch.footprint.largest import Fitting
 from autobatch.footprint.program import Polynomial, Program
 from autobatch.footprint.tracing.apart import run_apart
-from autobatch.footprint.tracing.recording import Recording
+from autobatch.footprint.tracing.trace_mode import Recording
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.workload.rng import preserved_random_state
 

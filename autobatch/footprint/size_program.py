@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from autobatch.device.allocator.trace import FREE
 from autobatch.device.profiles import USUAL_PROCESSORS
 from autobatch.footprint.program import DerivedSize, Origin, Untraceable, derived_bytes
-from autobatch.footprint.tracing.recording import Recording
+from autobatch.footprint.tracing.trace_mode import Recording
 
 TRACED_STEPS = (1, 1, 3)
 """Micro-batches of the steps to record: a first step, a later one, and one with several micro-batches."""

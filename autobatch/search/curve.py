@@ -23,7 +23,7 @@ from autobatch.footprint.program import Untraceable
 from autobatch.footprint.size_program import TRACED_STEPS, Shape, SizeProgram, fit_size_program
 from autobatch.footprint.size_replay import replay_batches
 from autobatch.footprint.tracing.apart import run_each_apart
-from autobatch.footprint.tracing.recording import Recording
+from autobatch.footprint.tracing.trace_mode import Recording
 from autobatch.footprint.tracing.trace_step import Setting, record
 from autobatch.search.attempts import ask_or_none
 from autobatch.setup.session import Session, SetupProcess

@@ -7,7 +7,7 @@ import pytest
 from autobatch.footprint.depth import Event, Run, deepen, events_of, footprint_of
 from autobatch.footprint.fit import footprint
 from autobatch.footprint.program import Polynomial, Untraceable
-from autobatch.footprint.tracing.recording import Product
+from autobatch.footprint.tracing.trace_mode import Product
 from tests.support.step_workloads import WORKLOADS, setting, setup
 
 

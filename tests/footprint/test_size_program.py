@@ -7,7 +7,7 @@ import pytest
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.program import Untraceable
 from autobatch.footprint.size_program import TRACED_STEPS, Shape, fit_size_program
-from autobatch.footprint.tracing.recording import Label, Recording
+from autobatch.footprint.tracing.trace_mode import Label, Recording
 
 SHAPES = [Shape(m, size) for size in (4.0, 10.0, 24.0) for m in (2, 3)] + [Shape(5, 7.0)]
 

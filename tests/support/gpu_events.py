@@ -14,9 +14,8 @@ from autobatch.device.cuda_allocator import trace_of
 from autobatch.device.profiles import Processors
 from autobatch.footprint.program import derived_bytes
 from autobatch.footprint.tracing.cuda_policy import cuda_policy
-from autobatch.footprint.tracing.recording import Recording
-from autobatch.footprint.tracing.trace_mode import Recorder
-from autobatch.footprint.tracing.trace_step import fake_copy, new_mode
+from autobatch.footprint.tracing.fakes import fake_copy, new_mode
+from autobatch.footprint.tracing.trace_mode import Recorder, Recording
 
 
 def events_of(trace: Trace) -> list[str]:

@@ -6,11 +6,12 @@ smaller than any real one: nothing overflows, and a selection by values keeps ev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from autobatch.device.allocator.tracker import UPDATES, StorageTracker, has_wrap
 from autobatch.device.profiles import USUAL_PROCESSORS
 from autobatch.footprint.program import DerivedSize, Origin, TooLong
 from autobatch.footprint.reductions import Reduction, scratch_bytes
+from autobatch.footprint.tracing.fakes import fake_with_values, has_values, value_of
 from autobatch.footprint.tracing.kernels import (
     Memory,
     adds_bias_in_product,
@@ -32,8 +34,6 @@ from autobatch.footprint.tracing.kernels import (
     kernel_on_gpu,
     operators,
 )
-from autobatch.footprint.tracing.known_values import fake_with_values, has_values, kernel_of_known, value_of
-from autobatch.footprint.tracing.recording import Label, Product, Recording
 
 aten = torch.ops.aten
 _PRODUCTS = frozenset(operators("mm addmm bmm baddbmm mv addmv dot vdot"))
@@ -60,6 +60,43 @@ _COLLECTIVES = {
 _WAIT = "_c10d_functional::wait_tensor"
 """Returns its argument; the fake one has a storage of its own."""
 _MASKS = (torch.bool, torch.uint8)
+
+
+class Label(NamedTuple):
+    """The purpose and the origin of a block."""
+
+    kind: str
+    """``parameters``, ``averaged weights``, ``gathered layers``, ``gradients``, ``optimizer state``,
+    ``batch``, ``activations`` or ``temporaries``."""
+    module: str
+    """Name of the module whose forward made the block; empty outside of any."""
+
+
+class Product(NamedTuple):
+    """A matrix product, for which cuBLAS takes a workspace on a GPU."""
+
+    at: int
+    """Number of events after its result was taken."""
+    is_backward: bool
+    """True in the thread of the backward pass."""
+    is_fused: bool
+    """True if cuBLASLt runs it, and adds the bias at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """The trace of an attempt, with labels."""
+
+    trace: Trace
+    """Canonical: blocks are numbered in the order of their allocation."""
+    labels: tuple[Label, ...]
+    """By block number."""
+    products: tuple[Product, ...]
+    has_convolutions: bool
+    has_selections: bool
+    """True if a selection by values was recorded as if it kept everything."""
+    derived: Mapping[int, DerivedSize] = field(default_factory=dict)
+    """Blocks whose sizes follow from other numbers by the rule of a library."""
 
 
 class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
@@ -174,8 +211,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         self._observe(func, args, kwargs)
         if func in _SELECTIONS and not self._is_known(args):
             func, args, kwargs = self._select_all(func, args, kwargs)
-        known = None if mode is None else kernel_of_known(func, args)
-        kernel = known or kernel_of(func, args, on_gpu=self._on_gpu)
+        kernel = kernel_of(func, args, on_gpu=self._on_gpu)
         on_gpu = kernel_on_gpu(func) if self._on_gpu else None
         if on_gpu is None or self._aside:
             out = super().__torch_dispatch__(kernel, types, args, kwargs)

@@ -7,23 +7,19 @@ record, with a label for every block: its purpose, and the module that made it.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
-from autobatch.core.records import Precision
 from autobatch.footprint.tracing.cuda_policy import cuda_policy, leave_gpus_alone, prefer_foreach
-from autobatch.footprint.tracing.known_values import fake_with_values, has_values, own_copy, values_kept
-from autobatch.footprint.tracing.recording import Recording
-from autobatch.footprint.tracing.trace_mode import Recorder
+from autobatch.footprint.tracing.fakes import fake_batch, fake_model, new_mode, values_kept
+from autobatch.footprint.tracing.trace_mode import Recorder, Recording
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.step.whole_batch import batch_samples
@@ -31,24 +27,8 @@ from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
 from autobatch.workload.nested import HeldMicroBatches, Twice, tensors_of
 from autobatch.workload.rng import preserved_random_state
 
-
-class Arranged(Protocol):
-    """A train state that is arranged over ranks."""
-
-    def attach(self, train_state: TrainState) -> None:
-        """Change what runs a micro-batch, after the train state was built."""
-
-    def begin_step(
-        self, micro_batches: Iterable[tuple[Collated, int]], count: int
-    ) -> Iterable[tuple[Collated, int]]:
-        """Return the micro-batches of a step, with what has to happen between them."""
-
-
-class Arrange(Protocol):
-    """The way in which ranks share a model."""
-
-    def __call__(self, model: nn.Module, precision: Precision) -> Arranged:
-        """Arrange a model over ranks, in place, before its train state is built."""
+if TYPE_CHECKING:  # importing FSDP takes a second
+    from autobatch.distributed.sharding.model import Sharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +51,8 @@ class Setting(StepSettings):
     """Operators after which a trace ends; None for no limit."""
     keeps_batches: bool = False
     """True for a loop that keeps each micro-batch until the next one is there."""
-    arrange: Arrange | None = None
-    """Arranges model and gradients over several ranks; None if each rank has a model of its own."""
+    arrange: Sharding | None = None
+    """The way in which ranks share a model; None if each has one of its own."""
 
 
 def record(setting: Setting, micro_batch: int) -> Recording:
@@ -104,68 +84,9 @@ def record(setting: Setting, micro_batch: int) -> Recording:
         stack.enter_context(recorder)
         stack.enter_context(recorder.noticing_resizes())
         stack.enter_context(_tracked_modules(model, recorder))
-        train_state, arranged = _build(setting, model, recorder)
-        _run_steps(setting, train_state, _Feed(setting, batch, micro_batch, mode, recorder, arranged))
+        train_state = _build(setting, model, recorder)
+        _run_steps(setting, train_state, batch, micro_batch, mode=mode, recorder=recorder)
         return recorder.recording()
-
-
-def new_mode() -> FakeTensorMode:
-    """Return a mode for fakes. A real tensor in the user's code becomes a fake in its first operator."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def fake_copy(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """Return a fake CPU tensor with the same shape, strides and type; a parameter if it is one."""
-    with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        return fake.requires_grad_(tensor.requires_grad)
-
-
-def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Return a copy of a model with fake tensors, in which tied tensors stay tied.
-
-    Raises:
-        Exception: a module of the user's cannot be copied.
-    """
-    model = getattr(model, "_orig_mod", model)  # the module itself, if the model is compiled
-    tensors = [*model.parameters(), *model.buffers()]
-    for module in model.modules():
-        tensors += [value for value in vars(module).values() if isinstance(value, Tensor)]
-        tensors += [p.grad for p in module.parameters(recurse=False) if p.grad is not None]
-    # deepcopy takes copies from its memo, so it never reads a tensor.
-    memo: dict[int, Any] = {id(tensor): fake_copy(tensor, mode) for tensor in tensors}
-    return copy.deepcopy(model, memo)
-
-
-def fake_batch(batch: Any, mode: FakeTensorMode, *, keeps_values: bool = False) -> Any:
-    """Return a batch with fake tensors in its tuples, lists, mappings, and attributes of objects.
-
-    Whole numbers keep their values if ``keeps_values``.
-    """
-    if isinstance(batch, Tensor):
-        return fake_with_values(batch, mode) if keeps_values and has_values(batch) else fake_copy(batch, mode)
-    if isinstance(batch, MutableMapping):
-        made = copy.copy(batch)
-        for key, value in batch.items():
-            made[key] = fake_batch(value, mode, keeps_values=keeps_values)
-        return made
-    if isinstance(batch, Mapping):
-        return {key: fake_batch(value, mode, keeps_values=keeps_values) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        fakes = [fake_batch(value, mode, keeps_values=keeps_values) for value in batch]
-        if keeps_values and isinstance(batch, PackedSequence):
-            fakes[1] = own_copy(batch.batch_sizes)  # read without any operator
-        return type(batch)(*fakes) if hasattr(batch, "_fields") else type(batch)(fakes)
-    if hasattr(batch, "__dict__") and not isinstance(batch, type | nn.Module):
-        made = copy.copy(batch)
-        # Past a ``__setattr__`` of its own, which may put attributes elsewhere, as that of a graph does.
-        for name, value in list(vars(made).items()):
-            if isinstance(value, Tensor | Mapping | list | tuple):
-                vars(made)[name] = fake_batch(value, mode, keeps_values=keeps_values)
-        return made
-    return batch
 
 
 @contextmanager
@@ -195,7 +116,7 @@ def _tracked_modules(model: nn.Module, recorder: Recorder) -> Iterator[None]:
             handle.remove()
 
 
-def _build(setting: Setting, model: nn.Module, recorder: Recorder) -> tuple[TrainState, Arranged | None]:
+def _build(setting: Setting, model: nn.Module, recorder: Recorder) -> TrainState:
     """Build the train state on a fake model, with labels for its tensors."""
     recorder.mark("setup")
     arranged = None
@@ -216,43 +137,32 @@ def _build(setting: Setting, model: nn.Module, recorder: Recorder) -> tuple[Trai
             prefer_foreach(optimizer)
     if arranged is not None:
         arranged.attach(train_state)
-    return train_state, arranged
+    return train_state
 
 
-@dataclass(frozen=True)
-class _Feed:
-    """Fake micro-batches, in the memory that a device's feed takes."""
+def _run_steps(
+    setting: Setting,
+    train_state: TrainState,
+    batch: Collated,
+    micro_batch: int,
+    *,
+    mode: FakeTensorMode,
+    recorder: Recorder,
+) -> None:
+    """Run the steps of an attempt on fakes of a batch, which take the memory of a device's feed."""
 
-    setting: Setting
-    batch: Collated
-    micro_batch: int
-    mode: FakeTensorMode
-    recorder: Recorder
-    arranged: Arranged | None = None
-
-    def micro_batches(self, count: int) -> Iterable[tuple[Collated, int]]:
-        """Return the micro-batches of a step, each with its number of samples."""
-        if isinstance(self.setting.workload.loss, WholeBatchLoss):
-            return Twice([(self.batch, self.micro_batch)] * count, self._place)
-        # A generator expression holds nothing that it has yielded.
-        placed = ((self._place(self.batch), self.micro_batch) for _ in range(count))
-        if self.setting.keeps_batches:
-            return HeldMicroBatches(placed)
-        return placed if self.arranged is None else self.arranged.begin_step(placed, count)
-
-    def _place(self, batch: Collated) -> Collated:
-        fake = self._fake(batch)
-        self.recorder.count_as("batch", tensors_of(fake))
+    def place(batch: Collated) -> Collated:
+        with recorder.uncounted():
+            fake = fake_batch(batch, mode, keeps_values=setting.has_values)
+        recorder.count_as("batch", tensors_of(fake))
         return fake
 
-    def _fake(self, batch: Collated) -> Collated:
-        with self.recorder.uncounted():
-            return fake_batch(batch, self.mode, keeps_values=self.setting.has_values)
-
-
-def _run_steps(setting: Setting, train_state: TrainState, feed: _Feed) -> None:
-    """Run on fakes the steps that an attempt runs on a device."""
-    recorder = feed.recorder
+    def micro_batches(count: int) -> Iterable[tuple[Collated, int]]:
+        if isinstance(setting.workload.loss, WholeBatchLoss):
+            return Twice([(batch, micro_batch)] * count, place)
+        # A generator expression holds nothing that it has yielded.
+        placed = ((place(batch), micro_batch) for _ in range(count))
+        return HeldMicroBatches(placed) if setting.keeps_batches else train_state.begin_step(placed, count)
 
     def mark(phase: str) -> None:
         if phase == "optimizer":
@@ -269,12 +179,8 @@ def _run_steps(setting: Setting, train_state: TrainState, feed: _Feed) -> None:
             if recorder.repeat(start):
                 return
         start = recorder.bookmark()
-        samples = batch_samples(setting.samples, feed.micro_batch, count)
-        train_step(train_state, feed.micro_batches(count), samples, mark=mark)
-        recorder.label("optimizer state", _state_of(train_state))
-
-
-def _state_of(train_state: TrainState) -> Iterator[Tensor]:
-    for optimizer in train_state.optimizers:
-        for values in optimizer.state.values():
-            yield from tensors_of(values)
+        samples = batch_samples(setting.samples, micro_batch, count)
+        train_step(train_state, micro_batches(count), samples, mark=mark)
+        for optimizer in train_state.optimizers:
+            for values in optimizer.state.values():
+                recorder.label("optimizer state", tensors_of(values))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.options import Options
-from autobatch.footprint.tracing.known_values import MOST_ELEMENTS, fake_with_values, has_values, value_of
-from autobatch.footprint.tracing.trace_step import new_mode, record
+from autobatch.footprint.tracing.fakes import MOST_ELEMENTS, fake_with_values, has_values, new_mode, value_of
+from autobatch.footprint.tracing.trace_step import record
 from autobatch.setup.attempt import attempt
 from autobatch.setup.setup import open_setup
 from autobatch.setup.trace import setting_of

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 
 from autobatch.device.allocator.trace import FREE, replay
 from autobatch.footprint.fit import footprint
+from autobatch.footprint.tracing.fakes import new_mode
 from autobatch.footprint.tracing.trace_mode import Recorder
-from autobatch.footprint.tracing.trace_step import new_mode, record
+from autobatch.footprint.tracing.trace_step import record
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from tests.support.step_workloads import WORKLOADS, make, perceptron, setting, setup
 

@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, replay
+from autobatch.footprint.tracing.fakes import fake_batch, fake_model, new_mode
 from autobatch.footprint.tracing.trace_mode import Recorder
-from autobatch.footprint.tracing.trace_step import fake_batch, fake_model, new_mode, record
+from autobatch.footprint.tracing.trace_step import record
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from tests.support.step_workloads import WORKLOADS, Transformer, make, perceptron, setting, setup, sgd
 
