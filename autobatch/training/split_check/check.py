@@ -12,19 +12,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from autobatch.core.errors import InputError
 from autobatch.core.records import StepRecord
 from autobatch.device.base import Meter
 from autobatch.planning import micro_batches, split_evenly
 from autobatch.setup.session import Session
 from autobatch.setup.setup import Setup
+from autobatch.step.train_state import TrainState
 from autobatch.training.batchnorm import batch_norm_notes, batch_norms, smallest_micro_batch
 from autobatch.training.loop import KeptBatch, Loop
 from autobatch.training.split_check.compare import Finding, compare, find_written, pass_types
 from autobatch.training.split_check.passes import PassType, open_runner
 from autobatch.training.split_check.samples import (
     SampleChoice,
-    SplitSamples,
     collate_split,
     cut_split,
     join_parts,
@@ -117,10 +119,31 @@ def examine_loss(setup: Setup, micro_batch: int, steps: int) -> Finding:
             expected = (setup.clock() - start) * many / few
             written = find_written(setup, meter, split, steps)
         if finding.fault is None and kind is not None and few < many and expected <= SECONDS:
-            finding = _compare_many(setup, choice.ids(many), kind, finding)
+            of_many = _compare_many(setup, choice.ids(many), kind)
+            if of_many is not None and (of_many.fault is not None or finding.unchecked is not None):
+                finding = of_many
         if mixes_samples(setup.workload, samples):
             written = written._replace(remarks=(*written.remarks, _mixing_remark(steps)))
     return written.explaining(finding)
+
+
+def _sizes(setup: Setup, samples: int) -> list[int]:
+    """Return the sizes of the parts that samples are compared in."""
+    has_many = sum(1 for _ in setup.model.parameters()) >= MANY_TENSORS
+    return split_evenly(samples, 2 if has_many else max(2, min(MOST_PARTS, samples // 2)))
+
+
+def _compare_many(setup: Setup, ids: list[int], kind: PassType) -> Finding | None:
+    """Compare more samples within the memory budget; None if the collate function refuses so many."""
+    samples = fetch(setup.workload.train_data, ids)
+    try:
+        split = collate_split(setup.workload, samples, _sizes(setup, len(samples)))
+    except Exception as error:
+        if failed_part(error) != COLLATE:
+            raise
+        return None
+    with setup.device.enforced() as meter:
+        return compare(setup, meter, split, [kind])[0]
 
 
 @dataclass(frozen=True)
@@ -167,27 +190,20 @@ class FirstBatch:
                 if sum(sizes) > most or len(sizes) < 2:
                     sizes = _sizes(self.setup, min(sum(sizes), most))
                     whole = cut(whole, slice(sum(sizes)))
-                finding, kind = self._compare_split(loop, cut_split(whole, sizes))
+                split = cut_split(whole, sizes)
+                with loop.device.enforced() as meter:
+                    meter.count(_tensors_of(loop.train_state))
+                    finding, kind = compare(
+                        self.setup, meter, split, pass_types(self.setup, in_training=True)
+                    )
                 most = sum(sizes) // 2
+                if kind is None:
+                    loop.device.release()
         if loop.device.allocator_config is not None:
             # A probe starts with an empty cache, and so does the next step.
             loop.device.release()
         with loop.device.training():  # the peaks of a GPU count from the beginning of its last session
             return finding if kind is not None else Finding()
-
-    def _compare_split(self, loop: Loop, split: SplitSamples) -> tuple[Finding, PassType | None]:
-        """Compare samples of the batch, within the memory budget."""
-        train_state = loop.train_state
-        with loop.device.enforced() as meter:
-            meter.count([*train_state.model.parameters(), *train_state.model.buffers()])
-            for optimizer in train_state.optimizers:
-                meter.count(tensors_of(list(optimizer.state.values())))
-            if train_state.average is not None:
-                meter.count(train_state.average.tensors())
-            found = compare(self.setup, meter, split, pass_types(self.setup, in_training=True))
-        if found[1] is None:
-            loop.device.release()
-        return found
 
     def _judge(self, found: Finding) -> None:
         """Raise or note what was found; what could not be checked before is known."""
@@ -200,25 +216,13 @@ class FirstBatch:
             self.note(f"while training, {found.notes(is_split=True)[0]}")
 
 
-def _sizes(setup: Setup, samples: int) -> list[int]:
-    """Return the sizes of the parts that samples are compared in."""
-    has_many = sum(1 for _ in setup.model.parameters()) >= MANY_TENSORS
-    return split_evenly(samples, 2 if has_many else max(2, min(MOST_PARTS, samples // 2)))
-
-
-def _compare_many(setup: Setup, ids: list[int], kind: PassType, few: Finding) -> Finding:
-    """Compare more samples, and return what few have shown if these cannot be compared."""
-    samples = fetch(setup.workload.train_data, ids)
-    try:
-        split = collate_split(setup.workload, samples, _sizes(setup, len(samples)))
-    except Exception as error:
-        # A collate function may refuse more samples than a micro-batch has. That is no fault of the loss.
-        if failed_part(error) != COLLATE:
-            raise
-        return few
-    with setup.device.enforced() as meter:
-        many, _ = compare(setup, meter, split, [kind])
-    return few if many.fault is None and few.unchecked is None else many
+def _tensors_of(train_state: TrainState) -> Iterator[Tensor]:
+    """Yield what training holds on the device besides gradients."""
+    yield from (*train_state.model.parameters(), *train_state.model.buffers())
+    for optimizer in train_state.optimizers:
+        yield from tensors_of(list(optimizer.state.values()))
+    if train_state.average is not None:
+        yield from train_state.average.tensors()
 
 
 def _mixing_remark(steps: int) -> str:

@@ -34,7 +34,7 @@ from autobatch.training.split_check.passes import (
     names_of,
     open_runner,
 )
-from autobatch.training.split_check.samples import Parts, SplitSamples
+from autobatch.training.split_check.samples import Part, SplitSamples
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
 from autobatch.workload.nested import map_tensors
 from autobatch.workload.rng import seed_everything
@@ -43,15 +43,13 @@ FLOAT64_BUDGET_SHARE = 0.1
 """Share of the budget below which a loss is compared in float64; model copy and gradient count."""
 STATE_TOLERANCE = 0.01
 """Share of a gradient that may depend on what earlier micro-batches of the step have written."""
+NOISE = 3.0
+"""Size of the change of what the model returns for the other samples, beside its own."""
 ONE_MICRO_BATCH = (
     "In this run every batch is one micro-batch, which is exact as long as memory does not run out"
 )
 MIXED = "the loss depends on several samples at once"
 SEVERAL = "the workload's loss is a sum of several means"
-
-
-NOISE = 3.0
-"""Size of the change of what the model returns for the other samples, beside its own."""
 
 
 class UncheckedError(Exception):
@@ -123,7 +121,7 @@ def compare(
     for kind in kinds:
         try:
             with open_runner(setup, meter, kind) as runner:
-                return Finding(_fault_of(runner, setup.workload.loss, split)), kind
+                return Finding(_Comparison(runner, setup.workload.loss, split).fault()), kind
         except UncheckedError as error:
             return Finding(unchecked=str(error)), kind
         except InputError:
@@ -150,18 +148,16 @@ def find_written(setup: Setup, meter: Meter, split: SplitSamples, micro_batches:
         return Finding()  # a WholeBatchLoss puts everything back between its passes
     for kind in pass_types(setup, in_training=True):
         with suppress(Exception), open_runner(setup, meter, kind) as runner:  # training reports what fails
-            return _written(runner, split.parts[0], split.parts[1], micro_batches)
+            return _find_written(runner, split.parts[0], split.parts[1], micro_batches)
     return Finding()
 
 
-def _written(
-    runner: GradientRunner, one: tuple[Collated, int], other: tuple[Collated, int], micro_batches: int
-) -> Finding:
+def _find_written(runner: GradientRunner, one: Part, other: Part, micro_batches: int) -> Finding:
     """Compare the gradient of a part with that after another part, whose writes are left in place."""
 
-    def run(part: tuple[Collated, int], *, from_start: bool = True) -> Tensor:
+    def run(part: Part, *, from_start: bool = True) -> Tensor:
         seed_everything(SEED)
-        return runner.run(*part, from_start=from_start).elements
+        return runner.run(part.batch, part.size, from_start=from_start).elements
 
     run(one)
     first = runner.state.written()
@@ -173,7 +169,7 @@ def _written(
     run(one)
     change = float((run(other, from_start=False) - alone).norm() / alone.norm())
     sees_samples = first.keys() != second.keys() or any(not torch.equal(first[k], second[k]) for k in first)
-    effect = f"the gradient of {other[1]} samples changes by {change:.1%} after {one[1]} others"
+    effect = f"the gradient of {other.size} samples changes by {change:.1%} after {one.size} others"
     if sees_samples and change > max(STATE_TOLERANCE, runner.tolerance):
         return Finding(f"{effect}: {_state_cause(names)}", writes=names)
     remark = (
@@ -196,91 +192,79 @@ def _names_no_mean(fault: str) -> bool:
     return MIXED in fault or SEVERAL in fault
 
 
-def _fault_of(runner: GradientRunner, loss: object, samples: SplitSamples) -> str | None:
-    """Return the fault of a loss that makes its parts differ from the whole; None if it has none.
+class _Comparison:
+    """A whole batch beside its parts, with the same draws.
+
+    Args:
+        runner: runs the passes.
+        loss: of the workload.
+        split: the batch and its parts.
 
     Raises:
-        UncheckedError: the two cannot be compared.
+        UncheckedError: the two cannot be compared; `fault` raises it too.
     """
-    if samples.parts is None:
-        raise UncheckedError(
-            "the collate function draws at random, and what it returns cannot be cut along dimension 0"
-        )
-    draws = SameDraws(samples.samples)
-    with ExitStack() as stack:
-        is_random = _draws_at_random(runner, samples)
-        if is_random:
-            stack.enter_context(NoDropout())
-            stack.enter_context(draws)
-        found = _Comparison(runner, loss, samples, draws)
-        fault = found.fault()
-        if fault is not None and draws.is_flat:
-            # The wrong order of rows looks like a loss that mixes samples.
-            draws.is_interleaved = True
-            found = _Comparison(runner, loss, samples, draws)
-            other = found.fault()
-            fault = other if other is None or _names_no_mean(fault) else fault
-        if fault is not None:
-            found.check_repeats()
+
+    def __init__(self, runner: GradientRunner, loss: object, split: SplitSamples) -> None:
+        if split.parts is None:
+            raise UncheckedError(
+                "the collate function draws at random, and what it returns cannot be cut along dimension 0"
+            )
+        self._runner, self._loss, self._split, self._parts = runner, loss, split, split.parts
+        self._draws = SameDraws(split.samples)
+
+    def fault(self) -> str | None:
+        """Return the fault of the loss that makes the parts differ from the whole; None if it has none."""
+        draws = self._draws
+        with ExitStack() as stack:
+            is_random = self._draws_at_random()
+            if is_random:
+                stack.enter_context(NoDropout())
+                stack.enter_context(draws)
+            fault = self._find_fault()
+            if fault is not None and draws.is_flat:
+                # The wrong order of rows looks like a loss that mixes samples.
+                draws.is_interleaved = True
+                other = self._find_fault()
+                fault = other if other is None or _names_no_mean(fault) else fault
+            if fault is not None:
+                self._check_repeats()
         if fault is not None and is_random and draws.doubts:
             raise UncheckedError(
                 f"the forward pass draws at random over the micro-batch ({', '.join(sorted(draws.doubts))})"
             )
-    return fault
+        return fault
 
+    def _draws_at_random(self) -> bool:
+        """Check whether two seeds give the whole batch two gradients."""
+        found = []
+        for seed in (SEED, SEED + 1):
+            seed_everything(seed)
+            found.append(self._runner.run(self._split.whole, self._split.samples).elements)
+        return self._differ(*found)
 
-def _draws_at_random(runner: GradientRunner, samples: SplitSamples) -> bool:
-    """Check whether two seeds give a batch two gradients."""
-    seed_everything(SEED)
-    one = runner.run(samples.whole, samples.samples)
-    seed_everything(SEED + 1)
-    return _differ(one, runner.run(samples.whole, samples.samples), runner.tolerance)
-
-
-def _differ(one: SampleGradient, other: SampleGradient, tolerance: float) -> bool:
-    """Check whether two gradients of the same samples differ; those that are not finite do not."""
-    return float((one.elements - other.elements).norm()) > tolerance * float(one.elements.norm())
-
-
-class _Comparison:
-    """A whole batch, run with its draws recorded, to compare parts with.
-
-    Raises:
-        UncheckedError: its gradient is zero or not finite.
-    """
-
-    def __init__(self, runner: GradientRunner, loss: object, samples: SplitSamples, draws: SameDraws) -> None:
-        self._runner = runner
-        self._loss = loss
-        self._samples = samples
-        self._draws = draws
-        draws.record()
-        self._whole = runner.run(samples.whole, samples.samples)
-        draws.end()
-        length = float(self._whole.elements.norm())
-        if not 0.0 < length < float("inf"):
-            kind = "zero" if length == 0.0 else "not finite"
-            raise UncheckedError(f"the gradient of {samples.samples} samples is {kind}")
-
-    def check_repeats(self) -> None:
-        """Run the whole batch again, and raise if its gradient is another one now."""
-        samples = self._samples.samples
-        again = self._run(0, self._samples.whole, samples)
-        if _differ(self._whole, again, self._runner.tolerance):
+    def _check_repeats(self) -> None:
+        """Raise if the whole batch has another gradient now."""
+        samples = self._split.samples
+        if self._differ(self._whole.elements, self._run(Part(self._split.whole, samples, 0)).elements):
             raise UncheckedError(
                 f"the gradients of two passes over the same {samples} samples differ although their "
                 "random numbers are the same: the model or the loss keeps state between passes, through "
                 "which micro-batches see each other, or draws from a generator of its own"
             )
 
-    def fault(self) -> str | None:
-        """Return the fault that the parts show; None if they agree with the whole."""
-        samples = self._samples
-        assert samples.parts is not None
-        fault = self._fault_in(samples.parts)
-        if fault is None or samples.collated is None or samples.cut is None:
-            return fault
-        if self._fault_in(samples.cut) is not None:
+    def _find_fault(self) -> str | None:
+        """Run the whole batch, with its draws recorded, and then its parts."""
+        split = self._split
+        self._draws.record()
+        self._whole = self._runner.run(split.whole, split.samples)
+        self._draws.end()
+        length = float(self._whole.elements.norm())
+        if not 0.0 < length < float("inf"):
+            kind = "zero" if length == 0.0 else "not finite"
+            raise UncheckedError(f"the gradient of {split.samples} samples is {kind}")
+        find = self._fault_in_rows if isinstance(self._loss, WholeBatchLoss) else self._fault_in_means
+        fault = find(self._parts)
+        if fault is None or split.collated is None or split.cut is None or find(split.cut) is not None:
             return fault
         return (
             f"{fault.partition(': ')[0]}: a sample is collated differently beside other samples (padding, or "
@@ -288,15 +272,10 @@ class _Comparison:
             "with a mask, and return Loss(total, count) if collate counts items"
         )
 
-    def _fault_in(self, parts: Parts) -> str | None:
-        return (
-            self._cached_fault(parts) if isinstance(self._loss, WholeBatchLoss) else self._part_fault(parts)
-        )
-
-    def _cached_fault(self, parts: Parts) -> str | None:
+    def _fault_in_rows(self, parts: list[Part]) -> str | None:
         """Return the fault that the two passes over the parts of a `WholeBatchLoss` show."""
         cached = self._runner.run_cached(_Placed(self._runner, parts, self._draws), self._whole.samples)
-        error = self._error(cached.elements)
+        error = self._error(cached)
         if error <= self._runner.tolerance:
             return None
         return (
@@ -305,10 +284,10 @@ class _Comparison:
             "what depends on several samples to WholeBatchLoss(loss=…)"
         )
 
-    def _part_fault(self, parts: Parts) -> str | None:
+    def _fault_in_means(self, parts: list[Part]) -> str | None:
         """Return the fault that the gradients of parts show, each of which ran alone."""
         whole, tolerance = self._whole, self._runner.tolerance
-        found = [self._run(first, *part) for first, part in _with_places(parts)]
+        found = [self._run(part) for part in parts]
         total = sum(part.weight for part in found)
         if whole.count is not None and abs(whole.count - total) > tolerance * abs(total):
             return (
@@ -327,15 +306,17 @@ class _Comparison:
         error = self._error(columns @ exact)
         if error <= tolerance:
             return None
-        weights = _fitted(columns, whole.elements)
+        # By singular values: the default driver returns zeros if a part has no gradient, as one without
+        # targets.
+        weights = torch.linalg.lstsq(columns, whole.elements[:, None], driver="gelsd").solution[:, 0]
         is_mean = self._error(columns @ weights) <= tolerance
         cause = _other_mean(whole, weights.tolist()) if is_mean else self._mixed()
         return f"the gradient of {whole.samples} samples at once and in parts differs by {error:.1%}: {cause}"
 
     def _mixed(self) -> str:
         """Name the likely cause if no weights of the parts give the whole."""
-        self._draws.replay(0, self._samples.samples)
-        if is_separable(self._runner, self._samples.whole, self._samples.samples):
+        self._draws.replay(0, self._split.samples)
+        if _is_separable(self._runner, self._split.whole, self._split.samples):
             return (
                 f"{SEVERAL}, each over something else than samples (boxes, class weights, tokens): divide "
                 "all of its terms by one count, and return Loss(total, count)"
@@ -346,10 +327,10 @@ class _Comparison:
             "a target batch that fits in one micro-batch"
         )
 
-    def _run(self, first: int, batch: Collated, size: int) -> SampleGradient:
+    def _run(self, part: Part) -> SampleGradient:
         """Run some samples with the draws that were recorded for them."""
-        self._draws.replay(first, size)
-        found = self._runner.run(batch, size)
+        self._draws.replay(part.first, part.size)
+        found = self._runner.run(part.batch, part.size)
         self._draws.end()
         return found
 
@@ -357,36 +338,23 @@ class _Comparison:
         """Return the relative distance from the gradient of the whole."""
         return float((elements - self._whole.elements).norm() / self._whole.elements.norm())
 
-
-def _fitted(columns: Tensor, whole: Tensor) -> Tensor:
-    """Return the weights with which the columns come closest to the whole."""
-    # By singular values: the default driver returns zeros if a part has no gradient, as one without targets.
-    weights: Tensor = torch.linalg.lstsq(columns, whole[:, None], driver="gelsd").solution[:, 0]
-    return weights
+    def _differ(self, one: Tensor, other: Tensor) -> bool:
+        """Check whether two gradients of the same samples differ; those that are not finite do not."""
+        return float((one - other).norm()) > self._runner.tolerance * float(one.norm())
 
 
 class _Placed:
     """Parts on the device for the two passes of a `WholeBatchLoss`, each with its draws."""
 
-    def __init__(self, runner: GradientRunner, parts: Parts, draws: SameDraws) -> None:
-        self._runner = runner
-        self._parts = parts
-        self._draws = draws
+    def __init__(self, runner: GradientRunner, parts: Sequence[Part], draws: SameDraws) -> None:
+        self._runner, self._parts, self._draws = runner, parts, draws
 
     def __iter__(self) -> Iterator[tuple[Collated, int]]:
         """Yield each part with its samples; afterwards the draws are those of the whole batch."""
-        for first, (batch, size) in _with_places(self._parts):
-            self._draws.replay(first, size)
-            yield self._runner.placed(batch), size
-        self._draws.place(0, sum(size for _, size in self._parts))
-
-
-def _with_places(parts: Parts) -> Iterator[tuple[int, tuple[Collated, int]]]:
-    """Yield each part with the place of its first sample in the whole."""
-    first = 0
-    for part in parts:
-        yield first, part
-        first += part[1]
+        for part in self._parts:
+            self._draws.replay(part.first, part.size)
+            yield self._runner.placed(part.batch), part.size
+        self._draws.place(0, sum(part.size for part in self._parts))
 
 
 def _other_mean(whole: SampleGradient, weights: list[float]) -> str:
@@ -404,14 +372,12 @@ def _other_mean(whole: SampleGradient, weights: list[float]) -> str:
     )
 
 
-def is_separable(runner: GradientRunner, batch: Collated, samples: int) -> bool:
+def _is_separable(runner: GradientRunner, batch: Collated, samples: int) -> bool:
     """Check that the loss treats what the model returns for each sample alone, but for constant factors.
 
-    The outputs of the second half of the samples are changed; the gradients of the first half must not.
-
-    Returns:
-        False also if it cannot be told: the loss does not call the model itself, or the model returns
-        something else than one row per sample.
+    The outputs of the second half of the samples are changed; the gradients of the first half must not. False
+    also if it cannot be told: the loss does not call the model itself, or the model returns something else
+    than one row per sample.
     """
     state = torch.get_rng_state()
     found = []

@@ -94,48 +94,41 @@ def open_runner(setup: Setup, meter: Meter, kind: PassType) -> Iterator[Gradient
         meter: counts the copies and the batches.
         kind: of the passes.
     """
-    device = setup.device.torch_device
-    others = held_modules(setup.workload.loss, setup.model)
-    state = PassState({"": setup.model, **others})
+    held = held_modules(setup.workload.loss, setup.model)
+    models = [setup.model, *held.values()]
+    state = PassState({"": setup.model, **held})
     with ExitStack() as stack:
         stack.callback(state.put_back)
-        model = stack.enter_context(temporary_weights(setup.model, device))
-        for other in others.values():
-            stack.enter_context(temporary_weights(other, device))
-        tensors = [t for one in (model, *others.values()) for t in (*one.parameters(), *one.buffers())]
+        for one in models:
+            stack.enter_context(temporary_weights(one, setup.device.torch_device))
+        tensors = [tensor for one in models for tensor in (*one.parameters(), *one.buffers())]
         for tensor in tensors:
             if kind.dtype is not None and tensor.is_floating_point():
                 tensor.data = tensor.data.to(kind.dtype)
         meter.count(tensor.data for tensor in tensors)
-        model.train(kind.train_mode)
-        for module in model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._BatchNorm):
+        setup.model.train(kind.train_mode)
+        for module in setup.model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd | _BatchNorm):
                 module.eval()
-        yield GradientRunner(setup, model, meter, kind, state)
+        yield GradientRunner(setup, meter, kind, state)
 
 
 class GradientRunner:
     """Forward and backward passes over chosen samples.
 
     Args:
-        setup: the workload and the device.
-        model: the model, on the device.
+        setup: the workload and the device; its model is on the device.
         meter: counts the batches.
         kind: of the passes.
         state: put back before each pass.
     """
 
-    def __init__(
-        self, setup: Setup, model: nn.Module, meter: Meter, kind: PassType, state: PassState
-    ) -> None:
-        self._setup = setup
-        self.model = model
-        self._meter = meter
-        self._dtype = kind.dtype
-        self._precision = kind.precision
+    def __init__(self, setup: Setup, meter: Meter, kind: PassType, state: PassState) -> None:
+        self._setup, self._meter, self._kind = setup, meter, kind
+        self.model = setup.model
         self.state = state
         self._scale = FP16_SCALE if kind.precision == "fp16" else 1.0
-        own = {p.dtype if kind.dtype is None else kind.dtype for p in model.parameters()}
+        own = {p.dtype if kind.dtype is None else kind.dtype for p in self.model.parameters()}
         is_low = kind.precision == "bf16" or (kind.dtype is None and not own.isdisjoint(LOW_PRECISION))
         # Each part rounds its gradient, to 8 significant bits in bf16 and 11 in fp16. float32 also stands for
         # models with operations in TF32; float64 for those with some in float32.
@@ -161,7 +154,7 @@ class GradientRunner:
             (mean * self._scale).backward()  # type: ignore[no-untyped-call]
         return SampleGradient(self._take_gradient(), items, samples)
 
-    def run_cached(self, micro_batches: Iterable[tuple[Collated, int]], samples: int) -> SampleGradient:
+    def run_cached(self, micro_batches: Iterable[tuple[Collated, int]], samples: int) -> Tensor:
         """Run micro-batches, as a `WholeBatchLoss` trains; they are placed, and can be iterated twice."""
         loss = self._setup.workload.loss
         assert isinstance(loss, WholeBatchLoss)
@@ -174,7 +167,7 @@ class GradientRunner:
             mark=lambda _: None,
         )
         backward_whole_batch(passes, micro_batches, samples, restore_buffers=self.state.put_back)
-        return SampleGradient(self._take_gradient(), None, samples)
+        return self._take_gradient()
 
     def loss_of(self, batch: Collated) -> Tensor | Loss:
         """Run a collated batch forward in one micro-batch."""
@@ -186,7 +179,7 @@ class GradientRunner:
 
         A loss may change its batch in place.
         """
-        dtype = self._dtype
+        dtype = self._kind.dtype
         with self._meter.uncounted():
             own = copy.deepcopy(batch)
             if dtype is not None:
@@ -196,7 +189,7 @@ class GradientRunner:
         return own
 
     def _autocast(self) -> AbstractContextManager[object]:
-        return precision_context(self._setup.device.torch_device, self._precision)
+        return precision_context(self._setup.device.torch_device, self._kind.precision)
 
     def _take_gradient(self) -> Tensor:
         """Return elements of the gradient that the backward passes left, and clear it."""
@@ -216,22 +209,21 @@ def _elements(parameter: nn.Parameter) -> Tensor:
 
 
 class _Slot(NamedTuple):
-    """A buffer or a frozen parameter in its place, with its memory from before the temporary weights."""
+    """A buffer or a frozen parameter in its place."""
 
     registry: dict[str, Any]
     name: str
     tensor: Tensor
     data: Tensor
+    """Its memory from before the temporary weights."""
     label: str
     """Words for a message; empty for statistics of BatchNorm."""
 
     def now(self) -> Tensor:
-        """Return the tensor that the module has now."""
         found: Tensor | None = self.registry.get(self.name)
         return torch.empty(0, device="cpu") if found is None else found.detach()
 
     def is_written(self) -> bool:
-        """Check whether a pass has written it."""
         now, before = self.now(), self.data
         if now.shape != before.shape:
             return True
@@ -276,9 +268,8 @@ class PassState:
 def held_modules(loss: object, model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that a loss is, or refers to, by the names of their classes; none of the model."""
     own = {id(module) for module in model.modules()}
-    parts = [loss.represent, loss.loss] if isinstance(loss, WholeBatchLoss) else [loss]
     found: list[object] = []
-    for part in parts:
+    for part in [loss.represent, loss.loss] if isinstance(loss, WholeBatchLoss) else [loss]:
         function = part.func if isinstance(part, functools.partial) else part
         found += [function, getattr(function, "__self__", None)]
         if inspect.isfunction(function):

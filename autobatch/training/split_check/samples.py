@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from autobatch.core.errors import InputError
 from autobatch.setup.setup import Setup
@@ -38,7 +38,15 @@ EXTREMES = 16
 """Cheapest and most expensive samples among the candidates, if all costs are known."""
 MIXING_SEEDS = 8
 """Seeds with which a collate function shows whether it mixes samples: it may mix some batches only."""
-Parts = list[tuple[Collated, int]]
+
+
+class Part(NamedTuple):
+    """Some samples of a batch, collated."""
+
+    batch: Collated
+    size: int
+    first: int
+    """Place of the first of them in the batch."""
 
 
 class SampleChoice:
@@ -100,19 +108,18 @@ class SampleChoice:
         self._labels |= dict(zip(ids, zip(*columns, strict=True), strict=False))
 
 
-@dataclass(frozen=True, slots=True)
-class SplitSamples:
+class SplitSamples(NamedTuple):
     """A collated batch and its parts."""
 
     whole: Collated
     samples: int
-    collated: Parts | None
+    collated: list[Part] | None
     """Parts that were collated alone; None if that would give them another content than in the whole."""
-    cut: Parts | None
+    cut: list[Part] | None
     """Parts that were cut from the whole; None if it cannot be cut."""
 
     @property
-    def parts(self) -> Parts | None:
+    def parts(self) -> list[Part] | None:
         """The parts to compare; None if there are none with the content of the whole."""
         return self.collated or self.cut
 
@@ -125,31 +132,35 @@ def collate_split(workload: Workload, samples: Sequence[Any], sizes: Sequence[in
     """
     whole = _collated(workload, samples, seed=1)
     is_same = _is_same(whole, _collated(workload, samples, seed=2))
-    bounds = _bounds(sizes)
-    parts = [(_collated(workload, samples[first:stop], seed=1), stop - first) for first, stop in bounds]
-    can_cut = _has_samples_first(whole, len(samples)) and _has_samples_first(*parts[0])
-    can_cut = can_cut and list(_plain_values(whole)) == list(_plain_values(parts[0][0]))
-    cut_parts = _cut_parts(whole, sizes) if can_cut else None
+    parts = [
+        Part(_collated(workload, samples[first : first + size], seed=1), size, first)
+        for first, size in _places(sizes)
+    ]
+    one = parts[0]
+    can_cut = _has_samples_first(whole, len(samples)) and _has_samples_first(one.batch, one.size)
+    can_cut = can_cut and list(_plain_values(whole)) == list(_plain_values(one.batch))
+    cut_parts = cut_split(whole, sizes).cut if can_cut else None
     return SplitSamples(whole, len(samples), parts if is_same else None, cut_parts)
 
 
-def join_parts(parts: Parts) -> tuple[Collated, list[int]]:
+def cut_split(whole: Collated, sizes: Sequence[int]) -> SplitSamples:
+    """Cut a collated batch into parts of the given sizes."""
+    parts = [Part(cut(whole, slice(first, first + size)), size, first) for first, size in _places(sizes)]
+    return SplitSamples(whole, sum(sizes), None, parts)
+
+
+def join_parts(parts: Sequence[tuple[Collated, int]]) -> tuple[Collated, list[int]]:
     """Concatenate collated micro-batches of one form, that of most samples.
 
     Returns:
         The batch, and the samples of each micro-batch in it; no sizes if none has its samples in dimension 0.
     """
-    forms: dict[str, Parts] = {}
+    forms: dict[str, list[tuple[Collated, int]]] = {}
     for batch, size in parts:
         if _has_samples_first(batch, size):
             forms.setdefault(repr(signature(batch)), []).append((batch, size))
     most = max(forms.values(), key=lambda own: sum(size for _, size in own), default=[])
     return concatenate([batch for batch, _ in most]) if most else None, [size for _, size in most]
-
-
-def cut_split(whole: Collated, sizes: Sequence[int]) -> SplitSamples:
-    """Cut a collated batch into parts of the given sizes."""
-    return SplitSamples(whole, sum(sizes), None, _cut_parts(whole, sizes))
 
 
 def mixes_samples(workload: Workload, samples: Sequence[Any]) -> bool:
@@ -181,17 +192,9 @@ def _collated(workload: Workload, samples: Sequence[Any], seed: int) -> Collated
     return collate_samples(shallow_copies(samples), workload.collate)
 
 
-def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first and the last but one sample of each part."""
-    found, first = [], 0
-    for size in sizes:
-        found.append((first, first + size))
-        first += size
-    return found
-
-
-def _cut_parts(whole: Collated, sizes: Sequence[int]) -> Parts:
-    return [(cut(whole, slice(first, stop)), stop - first) for first, stop in _bounds(sizes)]
+def _places(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Return the place of the first sample of each part, and its size."""
+    return zip(accumulate(sizes, initial=0), sizes, strict=False)
 
 
 def _candidates(count: int, known: dict[int, float]) -> list[int]:
