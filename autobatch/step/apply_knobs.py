@@ -59,9 +59,12 @@ def apply_forward(loss: LossFunction, model: nn.Module, knobs: Mapping[str, obje
     forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
     if knobs.get(CHECKPOINTING) == "full":
         forwards += [(block, _checkpoint_forward(block)) for block in find_blocks(model)]
-    mode = knobs.get(COMPILE, "off")
+    mode = str(knobs.get(COMPILE, "off"))
     if mode != "off":
-        forwards.append((model, _compile_forward(model, str(mode))))
+        with warnings.catch_warnings():
+            # The compiler's own imports warn.
+            warnings.simplefilter("ignore")
+            forwards.append((model, torch.compile(model.forward, mode=mode)))
     to_layout, has_graphs = bool(knobs.get(CHANNELS_LAST)), uses_graphs(knobs)
     if not forwards and not to_layout:
         return loss
@@ -105,13 +108,13 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
                     kind = (type(child), id(parent) if type(child) is nn.Sequential else 0)
                     groups[kind][id(child)] = child
     repeated = [list(group.values()) for group in groups.values() if len(group) > 1]
-    best = max(repeated, key=lambda blocks: (_count_elements(blocks), len(blocks)), default=[])
+
+    def size(blocks: list[nn.Module]) -> tuple[int, int]:
+        return sum(p.numel() for block in blocks for p in block.parameters()), len(blocks)
+
+    best = max(repeated, key=size, default=[])
     nested = {id(inner) for block in best for inner in block.modules() if inner is not block}
     return [block for block in best if id(block) not in nested]
-
-
-def _count_elements(blocks: Iterable[nn.Module]) -> int:
-    return sum(parameter.numel() for block in blocks for parameter in block.parameters())
 
 
 def _checkpoint_forward(block: nn.Module) -> Callable[..., Any]:
@@ -145,29 +148,19 @@ def _discarded_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
             norm._buffers.update(buffers)
 
 
-def _compile_forward(model: nn.Module, mode: str) -> Callable[..., Any]:
-    with warnings.catch_warnings():
-        # The compiler's own imports warn.
-        warnings.simplefilter("ignore")
-        return torch.compile(model.forward, mode=mode)
-
-
 @contextmanager
 def _replaced_forwards(forwards: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
     """Replace the forward functions of modules within the block."""
-    saved: list[tuple[nn.Module, Callable[..., Any] | None]] = [
-        (module, module.__dict__.get("forward")) for module, _ in forwards
-    ]
+    saved = [(vars(module), vars(module).get("forward")) for module, _ in forwards]
     try:
         for module, forward in forwards:
-            module.__dict__["forward"] = forward
+            vars(module)["forward"] = forward
         yield
     finally:
-        for module, own in saved:
+        for attributes, own in saved:
+            attributes["forward"] = own
             if own is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = own
+                del attributes["forward"]
 
 
 def _to_channels_last(tensor: Tensor) -> Tensor:

@@ -58,20 +58,19 @@ class WeightAverage:
 
         Weights that ranks share are overwritten, and copied before, because FSDP knows them by their memory.
         """
-        whole = [p for p in self._averages if not is_sharded(p)]
-        saved = {p: p.data for p in whole}
-        parts = [(local_part(p.detach()), local_part(a)) for p, a in self._averages.items() if is_sharded(p)]
-        copies = [weights.clone() for weights, _ in parts]
+        whole = [(p, p.data, a) for p, a in self._averages.items() if not is_sharded(p)]
+        own = [(local_part(p.detach()), local_part(a)) for p, a in self._averages.items() if is_sharded(p)]
+        parts = [(weights, weights.clone(), average) for weights, average in own]
         try:
-            for parameter in whole:
-                parameter.data = self._averages[parameter].to(parameter.dtype)
-            for weights, average in parts:
+            for parameter, _, average in whole:
+                parameter.data = average.to(parameter.dtype)
+            for weights, _, average in parts:
                 weights.copy_(average)
             yield
         finally:
-            for parameter, data in saved.items():
+            for parameter, data, _ in whole:
                 parameter.data = data
-            for (weights, _), copy in zip(parts, copies, strict=True):
+            for weights, copy, _ in parts:
                 weights.copy_(copy)
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,22 +101,18 @@ class WeightAverage:
 
 
 def load_average(average: WeightAverage | None, saved: dict[str, Any] | None) -> None:
-    """Load an average, and refuse one that does not match the options of this run.
-
-    Args:
-        average: the average of this run, None without ``--ema``.
-        saved: its state in the checkpoint, None if that run kept no average.
+    """Load the state of an average from a checkpoint; both are None for runs without ``--ema``.
 
     Raises:
         InputError: only one of the two exists, or the decays differ.
     """
-    asked = "no --ema" if average is None else f"--ema {average.decay:g}"
-    found = "used no --ema" if saved is None else f"used --ema {saved['decay']:g}"
-    if (average is None) != (saved is None) or (
-        average is not None and saved is not None and average.decay != saved["decay"]
-    ):
+    asked = None if average is None else average.decay
+    found = None if saved is None else saved["decay"]
+    if asked != found:
+        here, there = ("no --ema" if one is None else f"--ema {one:g}" for one in (asked, found))
         raise InputError(
-            f"{asked} does not match the resumed run, which {found}: give the same, or start without --resume"
+            f"{here} does not match the resumed run, which used {there}: give the same, or start without "
+            "--resume"
         )
     if average is not None and saved is not None:
         average.load_state_dict(saved)

@@ -58,11 +58,7 @@ class Gradients:
         self._has_sums = any(self._has_sum(parameter) for parameter in _parameters_of(optimizers))
 
     def summed_apart(self) -> AbstractContextManager[None]:
-        """Add 16-bit and overwritten gradients to sums of their own within the block, by hooks.
-
-        The hooks are removed at its end. Do nothing without any, or if 16-bit gradients are summed in
-        the type of the weights.
-        """
+        """Add 16-bit and overwritten gradients to sums of their own within the block, by hooks."""
         return self._hooked() if self._has_sums else nullcontext()
 
     def _has_sum(self, parameter: nn.Parameter) -> bool:
@@ -163,24 +159,20 @@ def gradient_sum_notes(model: nn.Module, dtype: GradientDtype) -> list[str]:
         return []
     elements = sum(parameter.numel() for parameter in low)
     types = " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in low}))
-    if dtype == "weights":
-        return [
-            f"{elements:,} parameters are in {types}: their gradients are summed in it, which takes "
-            f"{format_bytes(2 * elements)}, half as much as in float32, and rounds the sum after each "
-            "micro-batch, so that small ones are lost (--gradient-dtype weights)"
-        ]
-    return [
-        f"{elements:,} parameters are in {types}: their gradients are summed in float32, which takes "
-        f"{format_bytes(4 * elements)}, twice as much as in 16 bits, because 16-bit sums lose small "
-        "micro-batches (--gradient-dtype weights sums them in 16 bits)"
-    ]
+    how = (
+        f"in it, which takes {format_bytes(2 * elements)}, half as much as in float32, and rounds the sum "
+        "after each micro-batch, so that small ones are lost (--gradient-dtype weights)"
+        if dtype == "weights"
+        else f"in float32, which takes {format_bytes(4 * elements)}, twice as much as in 16 bits, because "
+        "16-bit sums lose small micro-batches (--gradient-dtype weights sums them in 16 bits)"
+    )
+    return [f"{elements:,} parameters are in {types}: their gradients are summed {how}"]
 
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor | float:
     """Return the 2-norm of all gradients together, which is finite only if every element is.
 
-    Returns:
-        A 0-d tensor, or a number if nothing has to wait for it.
+    It is a 0-d tensor, or a number if nothing has to wait for it.
     """
     low: list[Tensor] = []
     others: list[Tensor] = []
@@ -201,13 +193,7 @@ def norm_of(gradients: Sequence[Tensor]) -> Tensor | float:
 
 
 def exchange_buffer(parameters: Sequence[nn.Parameter], device: torch.device, *, world: int) -> Tensor:
-    """Return the buffer in which ranks sum their gradients: all of them, or as many as it may hold.
-
-    Args:
-        parameters: the trained parameters.
-        device: their device.
-        world: number of ranks, which send numbers along.
-    """
+    """Return the buffer in which ranks sum their gradients: all of them, or as many as it may hold."""
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
     elements = min(sum(p.numel() for p in parameters), EXCHANGE_BYTES // dtype.itemsize)
     return torch.zeros(elements + len(parameters) + RANK_CELLS * world, dtype=dtype, device=device)

@@ -41,11 +41,9 @@ def build_optimizers(workload: Workload, model: nn.Module, learning_rate: float)
 
 
 def argument_of(workload: Workload, model: nn.Module) -> Any:
-    """Return what the optimizer function takes first, which the name of its argument tells.
+    """Return what the optimizer function takes first, by the name of its argument.
 
-    Returns:
-        The model for ``model`` or ``module``, pairs of name and parameter for ``named_parameters`` or
-        ``named_params``, and the parameters for any other name.
+    That is the model, pairs of name and parameter, or the parameters for any other name.
     """
     try:
         name = next(iter(inspect.signature(workload.optimizer).parameters), "")

@@ -96,8 +96,7 @@ class BufferSnapshot:
         self._watched: list[tuple[Tensor, _Mark, object]] = []
         self._changing: set[object] = set()
         """Keys of large buffers and of frozen parameters that a batch has changed."""
-        self._knows_frozen = False
-        """True after the first batch."""
+        self._is_first = True
 
     def take(self) -> None:
         """Take a snapshot of the buffers and of the frozen parameters."""
@@ -105,15 +104,13 @@ class BufferSnapshot:
         self._entries = [(module, dict(module._buffers)) for module in self._modules]
         for number, (_, entries) in enumerate(self._entries):
             for name, buffer in entries.items():
-                if buffer is None:
-                    continue
                 # A version counter misses writes: BatchNorm kernels update statistics without raising it.
-                if buffer.numel() <= self._largest:
+                if buffer is not None and buffer.numel() <= self._largest:
                     self._copy(buffer)
-                else:
+                elif buffer is not None:
                     self._watch(buffer, (number, name))
         for number, parameter in enumerate(self._frozen):
-            if not self._knows_frozen and parameter.numel() <= self._largest:
+            if self._is_first and parameter.numel() <= self._largest:
                 self._copy(parameter)
             self._watch(parameter, number)
 
@@ -127,7 +124,7 @@ class BufferSnapshot:
 
     def commit(self) -> None:
         """Keep what was written, drop the snapshot, and remember what the batch changed."""
-        self._knows_frozen = self._knows_frozen or bool(self._entries or self._watched)
+        self._is_first = self._is_first and not (self._entries or self._watched)
         self._changing |= {key for tensor, mark, key in self._watched if mark.differs(tensor)}
         self._entries, self._copies, self._watched = [], [], []
 

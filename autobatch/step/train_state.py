@@ -72,13 +72,13 @@ class TrainState:
     """The model if ranks share it; None if this process has a whole one."""
 
     def call(self, function: Callable[[nn.Module, Collated], T], batch: Collated) -> T:
-        """Call a function of the model and a micro-batch; all ranks that share the model call it together."""
+        """Call a function of the model and a micro-batch; see `SharedModel.run`."""
         return function(self.model, batch) if self.shared is None else self.shared.run(function, batch)
 
     def begin_step(
         self, micro_batches: Iterable[tuple[Collated, int]], count: int
     ) -> Iterable[tuple[Collated, int]]:
-        """Return the micro-batches of a step as a model has to see them, ``count`` of them."""
+        """Return the micro-batches of a step as a model has to see them; see `SharedModel.begin_step`."""
         return micro_batches if self.shared is None else self.shared.begin_step(micro_batches, count)
 
     @contextmanager
@@ -126,14 +126,9 @@ def build_train_state(
     *,
     learning_rate: float | None = None,
 ) -> TrainState:
-    """Build the optimizers, the loss scale and the weight average of a model.
+    """Build the optimizers, the loss scale and the weight average of a model that is on its device already.
 
-    Args:
-        workload: source of the loss and the optimizer.
-        model: the model, already on ``device``.
-        device: the device that trains.
-        settings: of its steps.
-        learning_rate: passed to ``Workload(optimizer=…)``; None for the workload's own.
+    Without a learning rate, it is the workload's own.
 
     Raises:
         InputError: ``Workload(optimizer=…)`` returns no optimizer, or one that trains nothing in this

@@ -36,7 +36,7 @@ from autobatch.step.loss import (
 )
 from autobatch.step.tensors import is_readable
 from autobatch.step.train_state import TrainState, precision_context
-from autobatch.step.whole_batch import Passes, backward_whole_batch
+from autobatch.step.whole_batch import WholeBatchPasses
 from autobatch.workload.contract import Collated, WholeBatchLoss
 from autobatch.workload.user_code import mark_user_error, user_code
 
@@ -244,22 +244,17 @@ def _accumulate_whole(
     places: Sequence[Sequence[int]] | None,
 ) -> None:
     scaler = train_state.scaler
-    passes = Passes(
+    passes = WholeBatchPasses(
         loss=loss,
         model=train_state.model,
         autocast=lambda: precision_context(train_state.device, train_state.precision),
         scale=at_least_32_bits if scaler is None else lambda one: scaler.scale(at_least_32_bits(one)),
+        restore_buffers=lambda: train_state.buffers.restore(keep=True),
         mark=mark,
         exchange=train_state.rows,
         forget=train_state.gradients.clear,
     )
-    value = backward_whole_batch(
-        passes,
-        micro_batches,
-        totals.samples,
-        places=places,
-        restore_buffers=lambda: train_state.buffers.restore(keep=True),
-    )
+    value = passes.run(micro_batches, totals.samples, places)
     check_has_value(value)
     # Of several ranks, each knows the loss, and one counts it.
     counts = train_state.rows is None or train_state.rows.counts_loss

@@ -33,10 +33,7 @@ from autobatch.workload.user_code import user_code
 def batch_samples(target: int | None, micro_batch: int, count: int) -> int:
     """Return the samples that ``count`` micro-batches of an attempt represent.
 
-    Args:
-        target: the target batch, if the loss sees all of it; None if it is unknown or does not matter.
-        micro_batch: samples of each micro-batch.
-        count: micro-batches of the attempt.
+    A loss that sees all samples of a batch is given the ``target``, None if it does not or if it is unknown.
     """
     return micro_batch * count if target is None else max(target, micro_batch)
 
@@ -121,30 +118,89 @@ class RowExchange(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passes:
-    """The passes over one batch; see `backward_whole_batch`."""
+class WholeBatchPasses:
+    """The passes over a batch whose loss sees all of its samples."""
 
     loss: WholeBatchLoss
-    """The loss in its two parts."""
     model: nn.Module
-    """The model that trains."""
     autocast: Callable[[], AbstractContextManager[object]]
     """Returns the context of forward passes."""
     scale: Callable[[Tensor], Tensor]
     """Returns the tensor to run the backward pass from, given the loss."""
-    mark: Callable[[str], None]
+    restore_buffers: Callable[[], object]
+    """Restores the buffers to the start of the batch."""
+    mark: Callable[[str], None] = lambda _: None
     """Called with each phase."""
     exchange: RowExchange | None = None
     """Fills in the rows of the other ranks; None if this process represents all samples."""
     forget: Callable[[], object] = lambda: None
     """Frees the gradients so far, which another rank counts."""
 
-    def run_forward(self, batch: Collated) -> Tensor:
-        """Run a micro-batch that is the whole batch forward; return the loss, with its graph."""
-        with self.autocast(), user_code("loss"):
-            return _checked(self.loss(self.model, batch))
+    def run(
+        self,
+        micro_batches: Iterable[tuple[Collated, int]],
+        samples: int,
+        places: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """Add the gradient of the loss of a batch to the trained parameters.
 
-    def run_backward(self, value: Tensor) -> Tensor:
+        Args:
+            micro_batches: each micro-batch with its number of samples, for two iterations (`nested.Twice`).
+            samples: samples of the whole batch. One micro-batch of that size needs one pass. If all
+                micro-batches together are fewer (in an attempt), rows are repeated, so that the loss sees
+                that many.
+            places: place in the batch of each sample of each micro-batch; None for samples in order.
+
+        Returns:
+            The loss, before any loss scale.
+
+        Raises:
+            InputError: a part of the loss returns something invalid.
+        """
+        rows, states, used = Rows(samples), deque[RandomState](), deque[Sequence[int]]()
+        first = 0
+        # No enumerate and no zip, which hold a micro-batch until the next one is there.
+        for batch, size in micro_batches:
+            states.append(capture_random_state())
+            self.mark("forward")
+            if size >= samples and self.exchange is None:
+                with self.autocast(), user_code("loss"):
+                    value = _checked(self.loss(self.model, batch))
+                del batch
+                self.mark("backward")
+                return self._run_backward(value)
+            # An attempt may exceed its batch.
+            start = min(first, samples - size)
+            used.append(range(start, start + size) if places is None else places[len(used)])
+            with self.autocast(), user_code("loss"):
+                rows.put(used[-1], self.loss.represent(self.model, batch))
+            first += size
+            # Free this micro-batch first: this frame lives while the next one is placed.
+            del batch
+        if self.exchange is None:
+            rows.fill(first)
+        else:
+            self.exchange.gather(rows)
+        value = self._run_loss(rows)
+        after = capture_random_state()
+        self.restore_buffers()
+        self._run_again(rows, micro_batches, states, used)
+        restore_random_state(after)
+        return value
+
+    def _run_loss(self, rows: Rows) -> Tensor:
+        """Run the loss over all rows forward and backward, and keep their gradients; return the loss."""
+        self.mark("loss")
+        with self.autocast(), user_code("loss"):
+            value = _checked(self.loss.loss(self.model, rows.leaves()))
+        value = self._run_backward(value)
+        rows.keep_gradients()
+        if self.exchange is not None and not self.exchange.counts_loss:
+            # Every rank has computed the gradient of what only the loss uses.
+            self.forget()
+        return value
+
+    def _run_backward(self, value: Tensor) -> Tensor:
         """Run the backward pass of a loss; return its value."""
         with user_code("the backward pass of its loss"):
             # A loss may return a constant if its batch counts nothing.
@@ -152,27 +208,14 @@ class Passes:
                 self.scale(value).backward()  # type: ignore[no-untyped-call]
         return value.detach()
 
-    def run_loss(self, rows: Rows) -> Tensor:
-        """Run the loss over all rows forward and backward, and keep their gradients; return the loss."""
-        self.mark("loss")
-        with self.autocast(), user_code("loss"):
-            value = _checked(self.loss.loss(self.model, rows.leaves()))
-        value = self.run_backward(value)
-        rows.keep_gradients()
-        if self.exchange is not None and not self.exchange.counts_loss:
-            # Every rank has computed the gradient of what only the loss uses.
-            self.forget()
-        return value
-
-    def run_again(
+    def _run_again(
         self,
         rows: Rows,
         micro_batches: Iterable[tuple[Collated, int]],
         states: deque[RandomState],
-        places: Sequence[Sequence[int]],
+        places: deque[Sequence[int]],
     ) -> None:
         """Run every micro-batch forward again, from its random state, and backward from its rows."""
-        left = deque(places)
         for batch, _ in micro_batches:
             restore_random_state(states.popleft())
             self.mark("forward")
@@ -182,64 +225,9 @@ class Passes:
             del batch
             self.mark("backward")
             with user_code("the backward pass of its loss"):
-                rows.run_backward(left.popleft(), found)
+                rows.run_backward(places.popleft(), found)
             del found
         assert not states, "the micro-batches allow only one iteration"
-
-
-def backward_whole_batch(
-    passes: Passes,
-    micro_batches: Iterable[tuple[Collated, int]],
-    samples: int,
-    *,
-    places: Sequence[Sequence[int]] | None = None,
-    restore_buffers: Callable[[], object],
-) -> Tensor:
-    """Add the gradient of the loss of a batch to the trained parameters.
-
-    Args:
-        passes: over the loss and the model.
-        micro_batches: each micro-batch with its number of samples, for two iterations (`nested.Twice`).
-        samples: samples of the whole batch. One micro-batch of that size needs one pass. If all micro-batches
-            together are fewer (in an attempt), rows are repeated, so that the loss sees that many.
-        places: place in the batch of each sample of each micro-batch; None for samples in order.
-        restore_buffers: restores the buffers to the start of the batch.
-
-    Returns:
-        The loss, before any loss scale.
-
-    Raises:
-        InputError: a part of the loss returns something invalid.
-    """
-    rows, states, used = Rows(samples), deque[RandomState](), list[Sequence[int]]()
-    first = 0
-    # No enumerate and no zip, which hold a micro-batch until the next one is there.
-    for batch, size in micro_batches:
-        states.append(capture_random_state())
-        passes.mark("forward")
-        if size >= samples and passes.exchange is None:
-            value = passes.run_forward(batch)
-            del batch
-            passes.mark("backward")
-            return passes.run_backward(value)
-        with passes.autocast(), user_code("loss"):
-            # An attempt may exceed its batch.
-            start = min(first, samples - size)
-            used.append(range(start, start + size) if places is None else places[len(used)])
-            rows.put(used[-1], passes.loss.represent(passes.model, batch))
-        first += size
-        # Free this micro-batch first: this frame lives while the next one is placed.
-        del batch
-    if passes.exchange is None:
-        rows.fill(first)
-    else:
-        passes.exchange.gather(rows)
-    value = passes.run_loss(rows)
-    after = capture_random_state()
-    restore_buffers()
-    passes.run_again(rows, micro_batches, states, used)
-    restore_random_state(after)
-    return value
 
 
 def _index(places: Sequence[int], like: Tensor) -> slice | Tensor:

@@ -30,7 +30,7 @@ from autobatch.setup.setup import Setup
 from autobatch.step.gradients import LOW_PRECISION
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import precision_context
-from autobatch.step.whole_batch import Passes, backward_whole_batch
+from autobatch.step.whole_batch import WholeBatchPasses
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
 from autobatch.workload.nested import map_tensors, tensors_of, to_device
 from autobatch.workload.rng import seed_everything, seed_torch
@@ -159,14 +159,14 @@ class GradientRunner:
         loss = self._setup.workload.loss
         assert isinstance(loss, WholeBatchLoss)
         self.state.put_back()
-        passes = Passes(
+        passes = WholeBatchPasses(
             loss=loss,
             model=self.model,
             autocast=self._autocast,
             scale=lambda value: value * self._scale,
-            mark=lambda _: None,
+            restore_buffers=self.state.put_back,
         )
-        backward_whole_batch(passes, micro_batches, samples, restore_buffers=self.state.put_back)
+        passes.run(micro_batches, samples)
         return self._take_gradient()
 
     def loss_of(self, batch: Collated) -> Tensor | Loss:
