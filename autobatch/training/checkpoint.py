@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -73,27 +74,26 @@ def save_checkpoint(
         DoesNotFitError: the host memory of a rank does not suffice.
         InputError: the state holds what no file can hold.
     """
-    ranks = ranks or Ranks()
-    packed = pack(state)
-    temporary = Path(ranks.once(lambda: str(_begin(folder, step))))
-    shards = _write_shards(temporary, packed, ranks)
+    ranks, packed = ranks or Ranks(), pack(state)
+    temporary = folder / f"step-{step:08d}.tmp-{os.getpid()}"
+
+    def begin() -> str:
+        with _as_checkpoint_error(temporary):
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+        return str(temporary)
 
     def publish() -> str:
-        path = _publish(temporary, packed, facts, shards)
+        with _as_checkpoint_error(temporary):
+            files = {**write_state(temporary, packed), **shards}
+            write_manifest(temporary / MANIFEST, {"step": step, "files": files, "facts": dict(facts)})
+            path = _publish(temporary)
         _prune(path, keep_last=keep_last, protected=protected)
         return str(path)
 
+    shards = _write_shards(Path(ranks.once(begin)), packed, ranks)
     return Path(ranks.once(publish))
-
-
-def _begin(folder: Path, step: int) -> Path:
-    """Make the folder that becomes a checkpoint when it is published."""
-    temporary = folder / f"step-{step:08d}.tmp-{os.getpid()}"
-    with _as_checkpoint_error(temporary):
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-    return temporary
 
 
 def _write_shards(temporary: Path, packed: Packed, ranks: Ranks) -> Mapping[str, Mapping[str, Any]]:
@@ -112,20 +112,18 @@ def _write_shards(temporary: Path, packed: Packed, ranks: Ranks) -> Mapping[str,
         raise
 
 
-def _publish(
-    temporary: Path, packed: Packed, facts: Mapping[str, Any], shards: Mapping[str, Mapping[str, Any]]
-) -> Path:
-    """Write the state and the manifest, and give the folder its name."""
-    folder, target = temporary.parent, temporary.with_suffix("")
-    with _as_checkpoint_error(temporary):
-        files = {**write_state(temporary, packed), **shards}
-        write_manifest(temporary / MANIFEST, {"step": _number(target), "files": files, "facts": dict(facts)})
-        _sync_directory(temporary)
-        if target.exists():
-            # A resumed run reached the same step: keep the old checkpoint until the new one is published.
-            target.rename(_trash(target) if is_valid(target) else _damaged(target))
-        temporary.rename(target)
-        _sync_directory(folder)
+def _publish(temporary: Path) -> Path:
+    """Give a folder that is complete the name of a checkpoint."""
+    target = temporary.with_suffix("")
+    _sync_directory(temporary)
+    if target.exists():
+        # A resumed run reached the same step: keep the old checkpoint until the new one is published.
+        damaged = (target.with_name(f"{target.name}.damaged-{number}") for number in itertools.count(1))
+        target.rename(
+            _trash(target) if is_valid(target) else next(path for path in damaged if not path.exists())
+        )
+    temporary.rename(target)
+    _sync_directory(temporary.parent)
     shutil.rmtree(_trash(target), ignore_errors=True)
     return target
 
@@ -173,11 +171,6 @@ def _prune(newest: Path, *, keep_last: int, protected: Path | None) -> None:
     """Delete the oldest checkpoints over ``keep_last``, each by one rename, so that none is ever incomplete.
 
     Damaged checkpoints are neither counted nor deleted. Neither are later steps, which the run passed over.
-
-    Args:
-        newest: the checkpoint that was just published.
-        keep_last: checkpoints to keep.
-        protected: see `save_checkpoint`.
     """
     known = [path for path in list_checkpoints(newest.parent) if _number(path) <= _number(newest)]
     for path in [path for path in known if is_valid(path, sums=False)][:-keep_last]:
@@ -207,13 +200,6 @@ def _number(path: Path) -> int:
 
 def _trash(path: Path) -> Path:
     return path.with_name(f"{path.name}.trash-{os.getpid()}")
-
-
-def _damaged(path: Path) -> Path:
-    number = 1
-    while path.with_name(f"{path.name}.damaged-{number}").exists():
-        number += 1
-    return path.with_name(f"{path.name}.damaged-{number}")
 
 
 class _File(msgspec.Struct):
@@ -347,13 +333,13 @@ def load_newest(folder: Path, check: Check = lambda *_: None, ranks: Ranks | Non
     ranks = ranks or Ranks()
     passed_over: list[str] = []
     for name in ranks.once(lambda: [path.name for path in reversed(list_checkpoints(folder))]):
-        found, reason = None, None
+        reason = ""
         try:
             found = load_checkpoint(folder / name, check, part=(ranks.rank, ranks.world))
         except CheckpointError as error:
             reason = str(error)
-        reasons = [one for one in ranks.gather(reason) if one is not None]
-        if found is not None and not reasons:
+        reasons = [one for one in ranks.gather(reason) if one]
+        if not reasons:
             return found._replace(passed_over=passed_over)
         passed_over.append(reasons[0])
     if passed_over:

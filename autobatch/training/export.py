@@ -37,10 +37,10 @@ def export_weights(train_state: TrainState, folder: Path, engine: Engine | None 
         CheckpointError: a file cannot be written.
     """
     engine = engine or Engine()
-    _export_on_first(train_state.model, folder / WEIGHTS, engine)
+    _export(train_state.model, folder / WEIGHTS, engine)
     if train_state.average is not None:
         with train_state.averaged():
-            _export_on_first(train_state.model, folder / AVERAGED_WEIGHTS, engine)
+            _export(train_state.model, folder / AVERAGED_WEIGHTS, engine)
 
 
 def whole_model(built: nn.Module, trained: nn.Module, folder: Path) -> nn.Module:
@@ -56,11 +56,9 @@ def whole_model(built: nn.Module, trained: nn.Module, folder: Path) -> nn.Module
     values = load_file(folder / WEIGHTS)
     values = {**{name: buffer.cpu() for name, buffer in trained.named_buffers()}, **values}
     names: dict[Tensor, list[str]] = {}
-    for name, tensor in [
-        *built.named_parameters(remove_duplicate=False),
-        *built.named_buffers(remove_duplicate=False),
-    ]:
-        names.setdefault(tensor, []).append(name)
+    for named in (built.named_parameters, built.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            names.setdefault(tensor, []).append(name)
     for tensor, places in names.items():
         # Of tied tensors the file has one.
         value = next(values[one] for one in places if one in values)
@@ -78,12 +76,18 @@ def check_exportable(model: nn.Module) -> None:
         InputError: a tensor cannot be written; the message names it.
     """
     for name, value in model.state_dict().items():
-        reason = _not_exportable(value)
-        if reason is not None:
-            raise InputError(
-                f"the weights could not be exported after training: {name} is {reason}, which safetensors "
-                "cannot hold. Keep it in another type, or out of the state dict (persistent=False)"
-            )
+        if not isinstance(value, Tensor):
+            reason = kind_of(value)
+        elif value.layout is not torch.strided:
+            reason = f"a tensor in the layout {str(value.layout).removeprefix('torch.')}"
+        elif not can_be_written(value.dtype):
+            reason = f"of type {str(value.dtype).removeprefix('torch.')}"
+        else:
+            continue
+        raise InputError(
+            f"the weights could not be exported after training: {name} is {reason}, which safetensors cannot "
+            "hold. Keep it in another type, or out of the state dict (persistent=False)"
+        )
 
 
 def examine_weights(session: Session) -> None:
@@ -91,58 +95,47 @@ def examine_weights(session: Session) -> None:
     check_exportable(session.setup.model)
 
 
-def _not_exportable(value: object) -> str | None:
-    """Return what makes a value of a state dict one that safetensors cannot hold; None if it can."""
-    if not isinstance(value, Tensor):
-        return kind_of(value)
-    if value.layout is not torch.strided:
-        return f"a tensor in the layout {str(value.layout).removeprefix('torch.')}"
-    if not can_be_written(value.dtype):
-        return f"of type {str(value.dtype).removeprefix('torch.')}"
-    return None
-
-
-def _export_on_first(model: nn.Module, path: Path, engine: Engine) -> None:
+def _export(model: nn.Module, path: Path, engine: Engine) -> None:
     """Write one file on rank 0, with whole tensors."""
     if engine.mesh is None:
-        engine.ranks.once(lambda: _export(model.state_dict(), path))
-        return
-    # Only here: one process needs no torch.distributed.
-    from autobatch.distributed.sharding.state import gather_weights
+        weights: Mapping[str, Tensor] = model.state_dict()
+    else:
+        # Only here: one process needs no torch.distributed.
+        from autobatch.distributed.sharding.state import gather_weights
 
-    weights = gather_weights(model, keep=engine.ranks.rank == 0)
-    engine.ranks.once(lambda: _export(weights, path))
+        weights = gather_weights(model, keep=engine.ranks.rank == 0)
+    engine.ranks.once(lambda: _write(weights, path))
 
 
-def _export(weights: Mapping[str, Any], path: Path) -> None:
+def _write(weights: Mapping[str, Tensor], path: Path) -> None:
     """Write one file atomically; tied parameters are stored once."""
     from safetensors.torch import save_model
 
+    # It refuses a tensor that is a part of a larger one, such as a slice or an expanded buffer.
+    whole = {name: one if _is_whole(one) else one.clone() for name, one in weights.items()}
+    # It asks the model for nothing else.
+    model: Any = SimpleNamespace(state_dict=lambda: whole)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
         temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode & 0o777
-        # It refuses a tensor that is a part of a larger one, such as a slice or an expanded buffer.
-        weights = {name: value if _is_whole(value) else value.clone() for name, value in weights.items()}
-        # It asks the model for nothing else.
-        model: Any = SimpleNamespace(state_dict=lambda: dict(weights))
         save_model(model, str(temporary), metadata=dict(METADATA))
         _sort_metadata(temporary)
         temporary.chmod(mode)  # safetensors makes it readable for its owner only
         temporary.replace(path)
     except Exception as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
-            raise CheckpointError(
-                f"the weights could not be written to {path}: {error}. The checkpoints hold them too"
-            ) from error
-        raise
+        if not (isinstance(error, OSError) or type(error).__name__ == "SafetensorError"):
+            raise
+        raise CheckpointError(
+            f"the weights could not be written to {path}: {error}. The checkpoints hold them too"
+        ) from error
 
 
 def _is_whole(tensor: Tensor) -> bool:
     """Return whether a tensor has all bytes of its storage."""
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    return tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _sort_metadata(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,12 +71,8 @@ def folder_of(asked: str | None, name: str, *, resume: bool) -> Path:
             )
         return known[-1]
     stamp = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%d-%H%M%S")
-    out = runs / stamp
-    number = 1
-    while os.path.lexists(out):
-        number += 1
-        out = runs / f"{stamp}-{number}"
-    return out
+    names = itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2)))
+    return next(runs / name for name in names if not os.path.lexists(runs / name))
 
 
 @contextlib.contextmanager
@@ -89,7 +86,14 @@ def claim_folder(out: Path) -> Iterator[None]:
         InputError: it is not writable.
     """
     made = [path for path in (out, *out.absolute().parents) if not os.path.lexists(path)]
-    _make(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"the run's folder {out} cannot be made ({error.strerror}): give another --out"
+        ) from None
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise InputError(f"the run's folder {out} is not writable: give another --out")
     try:
         with _locked(out):
             yield
@@ -109,26 +113,12 @@ def move_earlier_run(out: Path) -> str | None:
     old = [path for path in (out / name for name in names) if os.path.lexists(path)]
     if not old:
         return None
-    number = 1
-    while (out / f"previous-{number}").exists():
-        number += 1
-    folder = out / f"previous-{number}"
-    folder.mkdir(parents=True)
+    numbered = (out / f"previous-{number}" for number in itertools.count(1))
+    folder = next(path for path in numbered if not path.exists())
+    folder.mkdir()
     for path in old:
         path.rename(folder / path.name)
     return str(folder)
-
-
-def _make(out: Path) -> None:
-    """Make the folder of a run, and check that it is writable."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"the run's folder {out} cannot be made ({error.strerror}): give another --out"
-        ) from None
-    if not os.access(out, os.W_OK | os.X_OK):
-        raise InputError(f"the run's folder {out} is not writable: give another --out")
 
 
 @contextlib.contextmanager
@@ -140,21 +130,25 @@ def _locked(folder: Path) -> Iterator[None]:
         return
     import fcntl
 
-    descriptor = os.open(folder, os.O_RDONLY)
-    _LOCKS.add(descriptor)
+    held = [os.open(folder, os.O_RDONLY)]
+
+    def release() -> None:
+        while held:
+            os.close(held.pop())
+
+    # A forked child would hold the lock after this process was killed. It closes its copy.
+    os.register_at_fork(after_in_child=release)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _held(folder) from None
-        except OSError:  # some network file systems have no such locks
-            pass
+        fcntl.flock(held[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        release()
+        raise _taken(folder) from None
+    except OSError:  # some network file systems have no such locks
+        pass
+    try:
         yield
     finally:
-        # A forked child has closed its copy already; the number may now be another file's.
-        if descriptor in _LOCKS:
-            _LOCKS.remove(descriptor)
-            os.close(descriptor)
+        release()
 
 
 @contextlib.contextmanager
@@ -170,28 +164,13 @@ def locked_by_file(folder: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        raise _held(folder) from None
+        raise _taken(folder) from None
     try:
         yield
     finally:
         lock.release()
-        with contextlib.suppress(OSError):
-            (folder / LOCK).unlink()
+        (folder / LOCK).unlink(missing_ok=True)
 
 
-def _held(folder: Path) -> FolderTakenError:
+def _taken(folder: Path) -> FolderTakenError:
     return FolderTakenError(f"another run is writing to {folder}: wait until it ends, or give another --out")
-
-
-_LOCKS: set[int] = set()
-"""Descriptors of the folders that this process holds."""
-
-
-def _close_inherited_locks() -> None:
-    """Close the locks of the parent in a forked child, which would hold them after the parent was killed."""
-    while _LOCKS:
-        os.close(_LOCKS.pop())
-
-
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_close_inherited_locks)
