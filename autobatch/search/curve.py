@@ -220,7 +220,7 @@ def find_limits_by_size(process: SetupProcess, found: Probe, cap: int, progress:
         cap: the largest micro-batch to try.
         progress: receives notes.
     """
-    if not process.info.size_quartiles or found.stopped_by is not None:
+    if process.info.largest_sample is None or found.stopped_by is not None:
         return found
     progress.doing("computing the limits of smaller samples")
     try:

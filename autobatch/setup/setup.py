@@ -109,8 +109,6 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     """What the libraries of the GPU take; None on a CPU."""
     may_spill: bool = False
     """True if the driver may move memory to the host where an allocation should fail."""
-    size_quartiles: list[float] = []
-    """Quartiles of the samples' sizes; empty if all sizes are equal."""
     largest_sample: tuple[int, float] | None = None
     """Index and size of the largest sample; None if all sizes are equal."""
     size_unit: Literal["tokens"] | None = None
@@ -252,7 +250,6 @@ def describe_setup(setup: Setup) -> SetupInfo:
         compute_capability=setup.device.compute_capability,
         libraries=setup.device.libraries,
         may_spill=setup.device.may_spill,
-        size_quartiles=setup.worst_case.size_quartiles(),
         largest_sample=setup.worst_case.largest(),
         data=data,
         size_unit=size_unit,

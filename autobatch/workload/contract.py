@@ -92,12 +92,13 @@ class Loading:
     """Called in each process with its number; None for nothing."""
 
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, str | None] = {
     "model": "model=lambda: …, which builds the model",
     "loss": "loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])",
     "optimizer": "optimizer=lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate)",
+    **dict.fromkeys(("collate", "schedule", "metrics", "size_of")),
 }
-"""Fields that must be functions, and an example of each."""
+"""Fields that must be functions, and an example of each; None if it may be left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,86 +181,80 @@ class Workload:
             InputError: a field is invalid; the message names it.
         """
         self._check_functions()
-        self._check_data()
+        self._check_data("train_data", self.train_data)
+        if self.validation_data is not None:
+            self._check_data("validation_data", self.validation_data)
         if not _is_number(self.learning_rate) or not 0 < self.learning_rate < math.inf:
             raise InputError(
                 f"Workload(learning_rate=…) must be a finite number over 0, found {self.learning_rate!r}"
             )
         if self.base_batch is not None and not (_is_number(self.base_batch, int) and self.base_batch >= 1):
             raise InputError(f"Workload(base_batch=…) must be 1 or more, or None, found {self.base_batch!r}")
-        if not isinstance(self.name, str) or self.name in ("", ".", "..") or not _is_plain(self.name):
+        # A name is no path, is short, and has no characters that a terminal would obey.
+        is_plain = isinstance(self.name, str) and self.name.isprintable() and not set(self.name) & set("/\\")
+        if not is_plain or self.name in ("", ".", "..") or len(self.name.encode()) > LONGEST_NAME:
             raise InputError(f"Workload(name=…) must be text that can name a folder, found {self.name!r}")
 
     def _check_functions(self) -> None:
-        for name, remedy in _FUNCTIONS.items():
-            if not callable(getattr(self, name)):
-                raise InputError(
-                    f"Workload({name}=…) must be a function, found {kind_of(getattr(self, name))}: "
-                    f"write {remedy}"
-                )
+        for name, example in _FUNCTIONS.items():
+            value = getattr(self, name)
+            if not callable(value) and (example or value is not None):
+                expected = "a function" if example else "a function or None"
+                advice = f": write {example}" if example else ""
+                raise InputError(f"Workload({name}=…) must be {expected}, found {kind_of(value)}{advice}")
         if _is_plain_loss(self.loss):
+            name = getattr(self.loss, "__name__", type(self.loss).__name__)
             raise InputError(
-                f"Workload(loss=…) is called as loss(model, batch), but {name_of(self.loss)} takes outputs "
-                f"and targets: write {_FUNCTIONS['loss']}"
+                f"Workload(loss=…) is called as loss(model, batch), but {name} takes outputs and targets: "
+                f"write {_FUNCTIONS['loss']}"
             )
-        if _is_module(self.model):
+        if _is_instance(self.model, "torch.nn", "Module"):
             raise InputError(
                 f"Workload(model=…) must be a function that builds the model, found {kind_of(self.model)} "
                 "that is already built: write model=lambda: …, so that every probe starts with a new model"
             )
-        for name in ("collate", "schedule", "metrics", "size_of"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise InputError(f"Workload({name}=…) must be a function or None, found {kind_of(value)}")
         if self.sampler is not None and not hasattr(self.sampler, "__iter__"):
             raise InputError(
                 "Workload(sampler=…) must draw the indices of an epoch when it is iterated, found "
                 f"{kind_of(self.sampler)}"
             )
 
-    def _check_stream(self, data: Any) -> None:
-        if self.sampler is not None:
+    def _check_data(self, name: str, data: Any) -> None:
+        if is_loader(data):
             raise InputError(
-                f"Workload(sampler=…) needs data with an index, found {kind_of(data)}, a stream: leave it "
-                "out, and let the stream yield its samples in that order"
+                f"Workload({name}=…) must be the data, found a DataLoader: write "
+                "Workload.from_loader(loader, model=…, loss=…, …), which takes its data, collate "
+                f"function, sampler and workers, or give {name}=loader.dataset and collate=loader.collate_fn"
             )
-        if hasattr(data, "__next__"):
+        if name == "train_data" and is_stream(data):
+            if self.sampler is not None:
+                raise InputError(
+                    f"Workload(sampler=…) needs data with an index, found {kind_of(data)}, a stream: leave "
+                    "it out, and let the stream yield its samples in that order"
+                )
+            if hasattr(data, "__next__"):
+                raise InputError(
+                    f"Workload(train_data=…) is {kind_of(data)}, which can be read only once, and a probe "
+                    "reads the first samples too: give the function that makes it, without calling it"
+                )
+        elif not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
             raise InputError(
-                f"Workload(train_data=…) is {kind_of(data)}, which can be read only once, and a probe reads "
-                "the first samples too: give the function that makes it, without calling it"
+                f"Workload({name}=…) must have __getitem__ and __len__ (map-style), found {kind_of(data)}"
             )
-
-    def _check_data(self) -> None:
-        for name in ("train_data", "validation_data"):
-            data = getattr(self, name)
-            if data is None and name == "validation_data":
-                continue
-            if is_loader(data):
-                raise InputError(
-                    f"Workload({name}=…) must be the data, found a DataLoader: write "
-                    "Workload.from_loader(loader, model=…, loss=…, …), which takes its data, collate "
-                    f"function, sampler and workers, or give {name}=loader.dataset and "
-                    "collate=loader.collate_fn"
-                )
-            if name == "train_data" and is_stream(data):
-                self._check_stream(data)
-                continue
-            if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-                raise InputError(
-                    f"Workload({name}=…) must have __getitem__ and __len__ (map-style), found {kind_of(data)}"
-                )
-            if not len(data):
-                raise InputError(f"Workload({name}=…) has 0 samples: at least 1 is needed")
+        elif not len(data):
+            raise InputError(f"Workload({name}=…) has 0 samples: at least 1 is needed")
 
 
 def is_stream(data: object) -> bool:
     """Check for data that are read in their own order, without importing torch."""
-    torch_data = sys.modules.get("torch.utils.data")
-    if torch_data is not None and isinstance(data, torch_data.IterableDataset):
+    if _is_instance(data, "torch.utils.data", "IterableDataset"):
         return True
-    if hasattr(data, "__getitem__"):
-        return False
-    return hasattr(data, "__iter__") or inspect.isroutine(data)
+    return not hasattr(data, "__getitem__") and (hasattr(data, "__iter__") or inspect.isroutine(data))
+
+
+def is_loader(value: object) -> TypeGuard[DataLoader[Any]]:
+    """Check for a ``DataLoader`` without importing torch."""
+    return _is_instance(value, "torch.utils.data", "DataLoader")
 
 
 def kind_of(value: object) -> str:
@@ -270,38 +265,21 @@ def kind_of(value: object) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-def name_of(value: object) -> str:
-    """Return the name of a function, or the type of another value."""
-    return str(getattr(value, "__name__", None) or type(value).__name__)
-
-
-def is_loader(value: object) -> TypeGuard[DataLoader[Any]]:
-    """Check for a ``DataLoader`` without importing torch: if nothing did, there is none."""
-    data = sys.modules.get("torch.utils.data")
-    return data is not None and isinstance(value, data.DataLoader)
-
-
-def _is_plain(name: str) -> bool:
-    """Check that a name is no path, is short, and has no characters that a terminal would obey."""
-    return name.isprintable() and not set(name) & set("/\\") and len(name.encode()) <= LONGEST_NAME
-
-
 def _is_number(value: object, kind: type | UnionType = int | float) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
+def _is_instance(value: object, module: str, name: str) -> bool:
+    """Check for an instance of a class of torch; if nothing has imported its module, there is none."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(value, getattr(loaded, name))
+
+
 def _is_plain_loss(value: object) -> bool:
     """Check for a loss of torch, which knows no model: ``cross_entropy`` or ``CrossEntropyLoss()``."""
-    places = (getattr(value, "__module__", None), type(value).__module__)
-    return not {"torch.nn.functional", "torch.nn.modules.loss"}.isdisjoint(places) or (
-        getattr(value, "__module__", None) in {"torch", "torch._C._nn"}
-    )
-
-
-def _is_module(value: object) -> bool:
-    """Check for a ``torch.nn.Module`` without importing torch: if nothing did, there is no module."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.nn.Module)
+    module = getattr(value, "__module__", None)
+    of_python = {"torch.nn.functional", "torch.nn.modules.loss"}
+    return module in {*of_python, "torch", "torch._C._nn"} or type(value).__module__ in of_python
 
 
 def parts_of(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -314,7 +292,7 @@ def parts_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
     if not isinstance(loader, DataLoader):
         raise InputError(
-            f"Workload.from_loader takes a torch DataLoader, found {type(loader).__name__}: give its data as "
+            f"Workload.from_loader takes a torch DataLoader, found {kind_of(loader)}: give its data as "
             "Workload(train_data=…)"
         )
     if loader.batch_sampler is None and loader.batch_size is None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import cached_property
-from itertools import islice
-from typing import Any, Literal, Self
+from itertools import cycle, islice
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,7 +65,7 @@ def fetch(data: Any, ids: Sequence[int], *, name: str = "train_data") -> list[An
     """
     many = getattr(data, "__getitems__", None)
     if many is None:
-        return [read_sample(data, index, name) for index in ids]
+        return [_read_sample(data, index, name) for index in ids]
     try:
         return list(many(list(ids)))
     except (Exception, SystemExit) as error:
@@ -74,8 +74,7 @@ def fetch(data: Any, ids: Sequence[int], *, name: str = "train_data") -> list[An
         raise
 
 
-def read_sample(data: Any, index: int, name: str = "train_data") -> Any:
-    """Read one sample of map-style data. An error of the data is marked with the sample's index."""
+def _read_sample(data: Any, index: int, name: str = "train_data") -> Any:
     with user_code(f"{name}[{index}]"):
         return data[index]
 
@@ -145,25 +144,46 @@ class WorstCaseSampler:
         self, workload: Workload, *, seed: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._workload = workload
+        self._data: Any = workload.train_data
         self._seed = seed
         self._clock = clock
-        self._notes: list[str] = []
 
     @cached_property
     def _costs(self) -> dict[int, float]:
         """Cost of each sample by its index. Read once, without a trace in the caller's generators."""
         with preserved_random_state():
             seed_everything(self._seed)
-            return self._read()
+            return self._scan()
 
     @cached_property
     def _order(self) -> list[int]:
         return sorted(self._costs, key=lambda index: (-self._costs[index], index))
 
+    def _scan(self) -> dict[int, float]:
+        """Read some samples spread over the data, then all within the time limit."""
+        start = self._clock()
+        count = len(self._data)
+        costs: dict[int, float] = {}
+        for indices in (range(0, count, max(1, count // FIRST_LOOK))[:FIRST_LOOK], range(count)):
+            differ = len(set(costs.values())) > 1 or (costs and self._workload.size_of is not None)
+            seconds = LONG_SCAN_SECONDS if differ else SCAN_SECONDS
+            for index in indices:
+                if costs and self._clock() - start > seconds:
+                    break
+                if index not in costs:
+                    costs[index] = self.read_size(index)
+        return costs
+
     @property
     def notes(self) -> list[str]:
         """Remarks on the scan, one per line."""
-        return self._notes if self._costs else []
+        read, count = len(self._costs), len(self._data)
+        if read == count:
+            return []
+        return [
+            f"the sizes of only {read:,} of {count:,} samples could be read in time: give "
+            "Workload(size_of=…) so that all are read faster"
+        ]
 
     @property
     def known_costs(self) -> dict[int, float]:
@@ -172,13 +192,17 @@ class WorstCaseSampler:
 
     def sizes(self) -> NDArray[np.float64] | None:
         """Return the cost of each sample by its index; None if the time limit left some unread."""
-        costs = self._costs
-        count = len(self._workload.train_data)  # type: ignore[arg-type]
+        costs, count = self._costs, len(self._data)
         return np.fromiter((costs[i] for i in range(count)), float, count) if len(costs) == count else None
 
     def take_sizes(self, sizes: NDArray[np.float64]) -> None:
         """Take the costs that another sampler of the same data has read."""
         self._costs = dict(enumerate(sizes.tolist()))
+
+    def largest(self) -> tuple[int, float] | None:
+        """Return the index and the cost of the most expensive sample; None if all costs are equal."""
+        first, last = self._order[0], self._order[-1]
+        return None if self._costs[first] == self._costs[last] else (first, self._costs[first])
 
     def check_collate(self) -> None:
         """Collate the most expensive sample with the cheapest, as training will.
@@ -188,70 +212,25 @@ class WorstCaseSampler:
         Raises:
             InputError: they cannot be collated.
         """
-        if self._costs[self._order[0]] != self._costs[self._order[-1]]:
+        if self.largest() is not None:
             load_micro_batch(self._workload, [self._order[0], self._order[-1]])
-
-    def limited_to(self, cost: float) -> Self:
-        """Return a sampler of the samples that cost at most this much, without reading sizes again."""
-        costs = self._costs
-        limited = copy.copy(self)
-        limited._order = [index for index in self._order if costs[index] <= cost]
-        return limited
-
-    def largest(self) -> tuple[int, float] | None:
-        """Return the index and the cost of the most expensive sample; None if all costs are equal."""
-        first, last = self._order[0], self._order[-1]
-        return None if self._costs[first] == self._costs[last] else (first, self._costs[first])
 
     def size_unit(self) -> Literal["tokens"] | None:
         """Return ``tokens`` if the cost of a sample is the length of a sequence of whole numbers in it."""
         for index in (self._order[0], self._order[len(self._order) // 2], self._order[-1]):
-            sample = read_sample(self._workload.train_data, index)
+            sample = _read_sample(self._data, index)
             sequences = (t for t in tensors_of(sample) if t.dim() == 1 and not t.is_floating_point())
             if self._costs[index] not in {float(len(one)) for one in sequences}:
                 return None
         return "tokens"
 
-    def size_quartiles(self) -> list[float]:
-        """Return the quartiles of the samples' costs in ascending order; empty if all costs are equal."""
-        costs = sorted(self._costs.values())
-        quartiles = sorted({costs[max(0, math.ceil(len(costs) * part / 4) - 1)] for part in (1, 2, 3, 4)})
-        return quartiles if len(quartiles) > 1 else []
-
     def batch(self, size: int) -> Collated:
         """Collate the ``size`` most expensive samples; repeat them if the data has fewer."""
-        count = len(self._order)
-        return load_micro_batch(self._workload, [self._order[i % count] for i in range(size)])
+        return load_micro_batch(self._workload, list(islice(cycle(self._order), size)))
 
     def read_size(self, index: int) -> float:
         """Read the cost of one sample."""
-        sample = read_sample(self._workload.train_data, index)
-        return size_of_sample(sample, self._workload.size_of, index)
-
-    def _read(self) -> dict[int, float]:
-        count = len(self._workload.train_data)  # type: ignore[arg-type]
-        start = self._clock()
-        costs: dict[int, float] = {}
-
-        def read(indices: Iterable[int], seconds: float) -> bool:
-            """Read the costs of samples within the time limit; return whether all were read."""
-            for index in indices:
-                if costs and self._clock() - start > seconds:
-                    return False
-                if index not in costs:
-                    costs[index] = self.read_size(index)
-            return True
-
-        stride = max(1, count // FIRST_LOOK)
-        read(islice(range(0, count, stride), FIRST_LOOK), SCAN_SECONDS)
-        differ = len(set(costs.values())) > 1 or self._workload.size_of is not None
-        seconds = LONG_SCAN_SECONDS if differ else SCAN_SECONDS
-        if not read(range(count), seconds):
-            self._notes.append(
-                f"the sizes of {len(costs):,} of {count:,} samples were read within {seconds:.0f} s: "
-                "give Workload(size_of=…) so that all are read faster"
-            )
-        return costs
+        return size_of_sample(_read_sample(self._data, index), self._workload.size_of, index)
 
 
 def size_of_sample(sample: Any, size_of: Callable[[Any], float] | None, index: int) -> float:

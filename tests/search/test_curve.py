@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Subset
 
 from autobatch import Probe, Progress, Workload
 from autobatch.core.largest import halving, largest
@@ -22,6 +23,7 @@ from autobatch.setup.attempt import Outcome, attempt
 from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import Setup, open_setup
 from autobatch.setup.trace import setting_of
+from autobatch.workload.data import WorstCaseSampler
 from tests.support.probes import Sequences as OfLengths
 from tests.support.probes import pad, work
 from tests.support.ragged import Sequences, ragged_workload, simulated_setup, wide_model
@@ -33,7 +35,8 @@ WORKLOAD = ragged_workload(model=wide_model, train_data=Sequences(samples=240, l
 def attempt_at(setup: Setup, micro_batch: int, size: float | None) -> Outcome:
     """Make an attempt on the costliest samples of at most a size; None for no limit."""
     if size is not None:
-        setup = replace(setup, worst_case=setup.worst_case.limited_to(size))
+        small = Subset(setup.workload.train_data, np.flatnonzero(setup.worst_case.sizes() <= size).tolist())
+        setup = replace(setup, worst_case=WorstCaseSampler(replace(setup.workload, train_data=small)))
     return attempt(setup, micro_batch)
 
 
@@ -135,5 +138,5 @@ def test_an_interrupt_leaves_out_the_curve(tmp_path: Path, monkeypatch: pytest.M
 
 def test_samples_of_one_size_have_no_limits_by_size(tmp_path: Path) -> None:
     setup, found = probe_by_size([16], tmp_path)
-    assert setup.worst_case.size_quartiles() == []
+    assert setup.worst_case.largest() is None
     assert found.lengths == []

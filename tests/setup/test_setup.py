@@ -32,7 +32,7 @@ from autobatch.setup.setup import (
 )
 from autobatch.workload.demo import MEMORY_BUDGET
 from autobatch.workload.reference import find_workload
-from tests.support.probes import WIDTH, RandomVectors, Sequences, amsgrad, classify, mlp, pad, vectors, work
+from tests.support.probes import WIDTH, RandomVectors, amsgrad, classify, mlp, vectors, work
 from tests.support.training import INFO_NCE, make_workload
 from tests.support.untouched import fingerprint, with_gradients
 
@@ -165,14 +165,6 @@ def test_a_description_makes_the_allocator_of_the_device(expandable: bool) -> No
     assert (host.samples, host.base_batch, host.precision, host.allocator) == (600, 32, "fp32", None)
     assert isinstance(new_allocator(host), CountingAllocator)
     assert (new_allocator(host).limit, new_allocator(host, capped=False).limit) == (2**20, None)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "quartiles"), [([1, 2, 3, 4], [1, 2, 3, 4]), ([5, 5, 5, 9], [5, 9]), ([3], [])]
-)
-def test_a_description_has_the_quartiles_of_different_sizes(lengths: list[int], quartiles: list[int]) -> None:
-    made = work(train_data=Sequences(lengths), collate=pad, size_of=lambda sample: len(sample[0]))
-    assert describe_setup(opened(made)).size_quartiles == quartiles
 
 
 def test_a_configuration_changes_the_precision_the_knobs_and_the_segments() -> None:

@@ -179,7 +179,7 @@ def test_other_samplers_are_kept(sampler: Any) -> None:
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        ([1, 2], "takes a torch DataLoader, found list: give its data as Workload"),
+        ([1, 2], "takes a torch DataLoader, found a list: give its data as Workload"),
         (DataLoader(DATA, batch_size=None), "has batch_size=None, so its items may be batches already"),
     ],
 )

@@ -35,7 +35,7 @@ def test_known_costs_find_extremes_that_no_candidate_would_be() -> None:
     data = [torch.zeros(1 if index == 5_000 else 2) for index in range(6_000)]
     workload = make_workload(train_data=data, collate=default_collate, size_of=len)
     setup = make_setup(workload)
-    setup.worst_case.size_quartiles()
+    setup.worst_case.sizes()
     assert SampleChoice(setup).ids(2)[0] == 5_000
 
 
