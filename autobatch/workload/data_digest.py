@@ -8,8 +8,8 @@ and the last reading differ, the values are random by nature, and nothing is cla
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from autobatch.device.host import cpu_name
 from autobatch.workload.data import fetch
 from autobatch.workload.rng import preserved_generators, preserved_random_state, seed_everything
 
+AddBytes: TypeAlias = Callable[[bytes], None]
 LOOKED_AT = 5
 """Samples that are read: the first, the last, and some between."""
 DEEPEST = 8
@@ -93,62 +94,45 @@ def check_same_data(found: Sequence[DataDigest | None], whose: Sequence[str]) ->
 
 
 def _read(data: Any, seed: int) -> tuple[str, str]:
-    """Return the digests of some samples that are read with seeded generators."""
+    """Return the digests of some samples that are read with seeded generators: exact, and computed."""
     exact, computed = hashlib.sha256(), hashlib.sha256()
     last = len(data) - 1
     places = sorted({last * part // (LOOKED_AT - 1) for part in range(LOOKED_AT)})
     with preserved_random_state(), preserved_generators(data):
         seed_everything(seed)
         samples = fetch(data, places)
-    for is_computed, content in _parts([*_indices(data), *samples]):
-        (computed if is_computed else exact).update(content)
+    while isinstance(data, torch.utils.data.Subset):
+        samples.append(np.asarray(data.indices))
+        data = data.dataset
+    for sample in samples:
+        _add(sample, exact.update, computed.update)
     return exact.hexdigest()[:16], computed.hexdigest()[:16]
 
 
-def _indices(data: Any) -> Iterator[Any]:
-    """Yield the indices of a subset, and those of the subset that it is of."""
-    while isinstance(data, torch.utils.data.Subset):
-        yield np.asarray(data.indices)
-        data = data.dataset
-
-
-def _parts(value: Any, depth: int = 0) -> Iterator[tuple[bool, bytes]]:
-    """Yield the content of a sample: whether a machine may round it otherwise, and its bytes."""
-    yield False, type(value).__name__.encode()
+def _add(value: Any, exact: AddBytes, computed: AddBytes, depth: int = 0) -> None:
+    """Add the content of a sample to the digest of what is the same on every machine, or to the other one."""
+    exact(type(value).__name__.encode())
     if isinstance(value, Tensor):
-        yield from _tensor_parts(value)
+        exact(f"{tuple(value.shape)}{value.dtype}".encode())
+        if value.layout is torch.strided and not value.is_meta:
+            is_rounded = value.dtype.is_floating_point or value.dtype.is_complex
+            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            (computed if is_rounded or value.element_size() == 1 else exact)(content)
     elif isinstance(value, np.ndarray) and value.dtype != object:
-        yield False, f"{value.shape}{value.dtype}".encode()
-        yield _is_computed(value.dtype.kind, value.itemsize), np.ascontiguousarray(value).tobytes()
-    elif isinstance(value, bytes | str):
-        yield False, value if isinstance(value, bytes) else value.encode(errors="surrogatepass")
-    elif value is None or isinstance(value, bool | int | float | complex | np.generic):
-        yield isinstance(value, float | complex | np.inexact), repr(value).encode()
-    elif depth == DEEPEST:
-        return
-    elif isinstance(value, Mapping):
-        for name in value:
-            yield from _parts([name, value[name]], depth + 1)
+        exact(f"{value.shape}{value.dtype}".encode())
+        is_rounded = value.dtype.kind in "fc" or value.itemsize == 1
+        (computed if is_rounded else exact)(np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, float | complex | np.inexact):
+        computed(repr(value).encode())
+    elif value is None or isinstance(value, str | bytes | int | np.generic):
+        exact(repr(value).encode())
     elif isinstance(value, Set):
-        yield False, repr(sorted(map(repr, value))).encode()
-    elif isinstance(value, list | tuple | np.ndarray):
-        for one in value:
-            yield from _parts(one, depth + 1)
-    elif callable(getattr(value, "tobytes", None)):  # an image
-        yield True, value.tobytes()
-    elif hasattr(value, "__dict__"):
-        yield from _parts(vars(value), depth + 1)
-
-
-def _tensor_parts(value: Tensor) -> Iterator[tuple[bool, bytes]]:
-    yield False, f"{tuple(value.shape)}{value.dtype}".encode()
-    if value.layout is not torch.strided or value.is_meta:
-        return
-    plain = value.detach().cpu().contiguous().reshape(-1)
-    kind = "f" if value.dtype.is_floating_point or value.dtype.is_complex else "i"
-    yield _is_computed(kind, value.element_size()), plain.view(torch.uint8).numpy().tobytes()
-
-
-def _is_computed(kind: str, item_bytes: int) -> bool:
-    """Return whether values may be decoded or computed: floating-point numbers, and the bytes of an image."""
-    return kind in "fc" or (kind in "iu" and item_bytes == 1)
+        exact(repr(sorted(map(repr, value))).encode())
+    elif depth < DEEPEST:
+        if isinstance(value, Mapping | list | tuple | np.ndarray):
+            for one in value.items() if isinstance(value, Mapping) else value:
+                _add(one, exact, computed, depth + 1)
+        elif callable(getattr(value, "tobytes", None)):  # an image
+            computed(value.tobytes())
+        elif hasattr(value, "__dict__"):
+            _add(vars(value), exact, computed, depth + 1)

@@ -50,20 +50,15 @@ def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
     A tensor with gaps, such as ``ids[:, :-1]``, it would first copy to ordinary memory, even if it is pinned
     (``copy_requires_temporaries`` in aten/src/ATen/native/cuda/Copy.cu).
     """
-    is_copied = device.type == "cuda" and tensor.device.type == "cpu" and tensor.layout is torch.strided
-    has_gaps = is_copied and not _is_dense(tensor)
-    if not is_copied or (tensor.is_pinned() and not has_gaps):
+    if device.type != "cuda" or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return tensor
+    is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    if is_dense and tensor.is_pinned():
         return tensor
     try:
-        return (tensor.contiguous() if has_gaps else tensor).pin_memory()
+        return (tensor if is_dense else tensor.contiguous()).pin_memory()
     except RuntimeError:
         return tensor
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor lie side by side, in any order of its dimensions."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.is_contiguous() or span == tensor.numel()
 
 
 def _object_to_device(other: Any, device: torch.device) -> Any:
@@ -242,15 +237,13 @@ class HeldMicroBatches:
 
     def __init__(self, placed: Iterable[tuple[Collated, int]]) -> None:
         self._placed = iter(placed)
-        self._held: tuple[Collated, int] | None = None
 
     def __iter__(self) -> Iterator[tuple[Collated, int]]:
         return self
 
     def __next__(self) -> tuple[Collated, int]:
-        found = next(self._placed)
-        self._held = found
-        return found
+        self._held = next(self._placed)
+        return self._held
 
 
 class Twice:
@@ -264,14 +257,14 @@ class Twice:
     def __init__(
         self, fetched: Iterable[tuple[Collated, int]], place: Callable[[Collated], Collated]
     ) -> None:
-        self._fetched: Iterable[tuple[Collated, int]] | None = fetched
+        self._fetched = iter(fetched)
         self._place = place
         self._kept: list[tuple[Collated, int]] = []
 
     def __iter__(self) -> Iterator[tuple[Collated, int]]:
         """Yield micro-batches on the device: fetch and keep them the first time, then use the kept ones."""
-        fetched, self._fetched = self._fetched, None
-        for batch, size in self._kept if fetched is None else fetched:
-            if fetched is not None:
-                self._kept.append((batch, size))
+        for batch, size in self._kept:
+            yield self._place(batch), size
+        for batch, size in self._fetched:
+            self._kept.append((batch, size))
             yield self._place(batch), size

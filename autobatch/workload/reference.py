@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 DEMO = "autobatch.workload.demo:workload"
+_NO_MODULE = "there is no module {!r} to import from {}"
 
 
 def find_workload(workload: object, seed: int = 0) -> Workload:
@@ -42,45 +43,21 @@ def find_workload(workload: object, seed: int = 0) -> Workload:
     if isinstance(workload, Workload):
         return workload
     if workload is None or isinstance(workload, str):
-        return load_workload(workload or DEMO, seed)
+        return _load(workload or DEMO, seed)
     if not callable(workload):
         raise InputError(
             "the workload must be an autobatch.Workload, a function that returns one, or a reference, found "
             f"{kind_of(workload)}"
         )
     name = getattr(workload, "__name__", type(workload).__name__)
-    made = _call(workload, seed, f"function {name}")
-    if not isinstance(made, Workload):
-        raise InputError(f"{name} returned {kind_of(made)}, not an autobatch.Workload")
-    return made
+    return _call(workload, seed, f"function {name}", name)
 
 
-def _call(make: Callable[[], Any], seed: int, part: str) -> Any:
-    """Call the user's function with seeded generators, whose states are restored afterwards."""
-    with _seeded(seed), user_code(part):
-        return make()
+def _load(reference: str, seed: int) -> Workload:
+    """Import the module of a reference, and call its function.
 
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed all generators within the block, and restore them afterwards."""
-    # Only here: the import of torch takes seconds, and a reference is checked before.
-    from autobatch.workload.rng import preserved_random_state, seed_everything
-
-    with preserved_random_state():
-        seed_everything(seed)
-        yield
-
-
-def load_workload(reference: str, seed: int = 0) -> Workload:
-    """Import and call the function of a reference ``path/to/file.py:function`` or ``module:function``.
-
-    The function may be left out if there is only one that can be meant. The working directory is importable,
-    as for ``python -m``. A workload without a name takes the name of its function; that of its file if the
-    function is called ``workload``.
-
-    Raises:
-        InputError: the file, module or function does not exist, or the function returns no `Workload`.
+    A workload without a name takes the name of its function; that of its file if the function is called
+    ``workload``.
     """
     place, function = check_reference(reference)
     with _seeded(seed):
@@ -96,15 +73,33 @@ def load_workload(reference: str, seed: int = 0) -> Workload:
         return make
     if not callable(make):
         raise InputError(f"{reference} is {kind_of(make)}, not a function or an autobatch.Workload")
-    workload = _call(make, seed, f"function {function} in {place}")
-    if not isinstance(workload, Workload):
-        raise InputError(f"{reference} returned {kind_of(workload)}, not an autobatch.Workload")
+    workload = _call(make, seed, f"function {function} in {place}", reference)
     if workload.name != Workload.name:
         return workload
     # Two workloads of one file need two names, or they would share a cached limit; and so do the functions
     # of two files, which are often called the same.
-    name = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
-    return replace(workload, name=name if function == Workload.name else function)
+    stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
+    return replace(workload, name=stem if function == Workload.name else function)
+
+
+def _call(make: Callable[[], Any], seed: int, part: str, name: str) -> Workload:
+    """Call the user's function with seeded generators, and check that it returns a `Workload`."""
+    with _seeded(seed), user_code(part):
+        made = make()
+    if not isinstance(made, Workload):
+        raise InputError(f"{name} returned {kind_of(made)}, not an autobatch.Workload")
+    return made
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed all generators within the block, and restore them afterwards."""
+    # Only here: the import of torch takes seconds, and a reference is checked before.
+    from autobatch.workload.rng import preserved_random_state, seed_everything
+
+    with preserved_random_state():
+        seed_everything(seed)
+        yield
 
 
 def check_reference(reference: str) -> tuple[str, str]:
@@ -132,12 +127,8 @@ def check_reference(reference: str) -> tuple[str, str]:
     _make_importable(Path.cwd())
     package = place.partition(".")[0]
     if package not in sys.modules and importlib.util.find_spec(package) is None:
-        raise _no_module(place)
+        raise InputError(_NO_MODULE.format(place, Path.cwd()))
     return place, function
-
-
-def _no_module(name: str) -> InputError:
-    return InputError(f"there is no module {name!r} to import from {Path.cwd()}")
 
 
 def _only_workload_of(module: Any, place: str) -> str:
@@ -167,7 +158,7 @@ def _only_workload_of(module: Any, place: str) -> str:
 def _states_workload(value: object) -> bool:
     """Return whether a function is annotated to return a `Workload`, as a class or as text."""
     stated = getattr(value, "__annotations__", {}).get("return")
-    return stated is Workload or (isinstance(stated, str) and stated.rpartition(".")[2] == "Workload")
+    return str(getattr(stated, "__name__", stated)).rpartition(".")[2] == Workload.__name__
 
 
 def _functions_of(module: Any) -> list[str]:
@@ -190,7 +181,7 @@ def _load_module(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        raise _no_module(name) from None
+        raise InputError(_NO_MODULE.format(name, Path.cwd())) from None
 
 
 def _load_file(path: Path) -> Any:

@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 from autobatch import InputError, Workload
-from autobatch.workload.reference import check_reference, find_workload, load_workload, shared_model_notes
+from autobatch.workload.reference import check_reference, find_workload, shared_model_notes
 from autobatch.workload.user_code import describe, failed_part, user_frame
 from tests.support.training import make_workload
 
@@ -39,17 +39,17 @@ def test_a_module_and_a_file_are_found(tmp_path: Path) -> None:
     (tmp_path / "mine_mod.py").write_text(MAKES)
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "mine_file.py").write_text(MAKES + "made = make()\n")
-    assert isinstance(load_workload("mine_mod:make"), Workload)
-    assert load_workload("mine_mod:make").name == "make"
-    assert isinstance(load_workload("sub/mine_file.py:make"), Workload)
-    assert load_workload(f"{tmp_path}/sub/mine_file.py:made") is sys.modules["mine_file"].made
+    assert isinstance(find_workload("mine_mod:make"), Workload)
+    assert find_workload("mine_mod:make").name == "make"
+    assert isinstance(find_workload("sub/mine_file.py:make"), Workload)
+    assert find_workload(f"{tmp_path}/sub/mine_file.py:made") is sys.modules["mine_file"].made
     assert str(tmp_path / "sub") in sys.path
 
 
 def test_a_file_never_takes_the_name_of_another_module(tmp_path: Path) -> None:
     before = sys.modules["json"] if "json" in sys.modules else __import__("json")
     (tmp_path / "json.py").write_text(MAKES)
-    assert isinstance(load_workload("json.py:make"), Workload)
+    assert isinstance(find_workload("json.py:make"), Workload)
     assert sys.modules["json"] is before
 
 
@@ -76,7 +76,7 @@ def test_a_file_never_takes_the_name_of_another_module(tmp_path: Path) -> None:
 def test_a_reference_to_nothing_names_what_was_searched(reference: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "found_mod.py").write_text(MAKES + "number = 3\ndef nothing(): pass\n")
     with pytest.raises(InputError, match=message):
-        load_workload(reference)
+        find_workload(reference)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_an_error_of_the_users_code_names_its_line(
 ) -> None:
     (tmp_path / "broken_mod.py").write_text(content)
     with pytest.raises(kind) as found:
-        load_workload(reference)
+        find_workload(reference)
     assert user_frame(found.value) == f"{tmp_path / 'broken_mod.py'}:{line}"
     assert failed_part(found.value) is not None
     assert describe(found.value).endswith(f"broken_mod.py:{line})")
@@ -107,7 +107,7 @@ def test_an_error_in_a_parent_package_is_not_a_missing_module(tmp_path: Path) ->
     (tmp_path / "broken_pack" / "__init__.py").write_text("import nowhere_at_all\n")
     (tmp_path / "broken_pack" / "train.py").write_text(MAKES)
     with pytest.raises(ModuleNotFoundError, match="nowhere_at_all") as found:
-        load_workload("broken_pack.train:make")
+        find_workload("broken_pack.train:make")
     assert user_frame(found.value) == f"{tmp_path / 'broken_pack' / '__init__.py'}:1"
 
 
@@ -121,15 +121,15 @@ def test_an_error_in_a_parent_package_is_not_a_missing_module(tmp_path: Path) ->
 )
 def test_a_file_alone_is_enough_if_one_function_can_be_meant(content: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "lone_file.py").write_text(content)
-    found = load_workload("lone_file.py")
+    found = find_workload("lone_file.py")
     assert found.name == name
-    assert load_workload("lone_file").name == name
+    assert find_workload("lone_file").name == name
 
 
 def test_workloads_of_two_files_have_two_names(tmp_path: Path) -> None:
     for name in ("cats_file", "dogs_file"):
         (tmp_path / f"{name}.py").write_text(MAKES.replace("make", "workload"))
-    names = {load_workload(f"{name}.py:workload").name for name in ("cats_file", "dogs_file")}
+    names = {find_workload(f"{name}.py:workload").name for name in ("cats_file", "dogs_file")}
     assert names == {"cats_file", "dogs_file"}
 
 
@@ -138,7 +138,7 @@ def test_several_functions_that_could_be_meant_are_named(tmp_path: Path) -> None
     both += "def two() -> Workload: return one()\n"
     (tmp_path / "two_file.py").write_text(both)
     with pytest.raises(InputError, match=r"two_file\.py names no workload, and it has one, two"):
-        load_workload("two_file.py")
+        find_workload("two_file.py")
 
 
 def test_a_reference_is_checked_without_running_code(tmp_path: Path) -> None:
