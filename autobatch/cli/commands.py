@@ -146,8 +146,9 @@ def _compare(words: list[str]) -> Answer:
     """Run ``autobatch compare RUN RUN …``: show runs side by side, and write a page with their losses."""
     if len(words) < LEAST_COMPARED:
         raise InputError(f"compare takes the folders of two or more runs, found {len(words)}")
-    from autobatch.report.compare import comparison_table, write_comparison
+    from autobatch.report.page import write_comparison
     from autobatch.report.result import find_run, load_run
+    from autobatch.report.tables import comparison_table
 
     folders = [find_run(Path(word)) for word in words]
     if len({folder.resolve() for folder in folders}) < LEAST_COMPARED:

@@ -22,6 +22,7 @@ from autobatch.core.records import (
     Probe,
     RunRecord,
     SizeCut,
+    StepRecord,
     Training,
     Trial,
     Tuning,
@@ -31,7 +32,7 @@ from autobatch.report.words import (
     count,
     decimal,
     knobs_in_words,
-    metric_in_words,
+    metrics_in_words,
     moment,
     percent,
     plural,
@@ -76,12 +77,9 @@ def facts_of(run: RunRecord, *, out: Path | None = None, report: Path | None = N
         found += _tuning_facts(run.tuning, run.plan, run.training)
     if run.training is not None:
         found += _training_facts(run.training)
-    if out is not None and run.training is not None:
-        found.append(Fact("files", "saved in", str(out), "main"))
-    if report is not None:
-        found.append(Fact("files", "report", str(report), "path"))
-    if run.command:
-        found.append(Fact("files", "run again", run.command))
+        found.append(Fact("files", "saved in", str(out or ""), "main"))
+    found.append(Fact("files", "report", str(report or ""), "path"))
+    found.append(Fact("files", "run again", run.command or ""))
     return [fact for fact in found if fact.text]
 
 
@@ -158,27 +156,21 @@ def _limit_of(plan: Plan, probe: Probe | None) -> str:
 def _memory_tile(run: RunRecord) -> Tile:
     """Return the peak of the training, else that of the probe, which may be of another configuration."""
     budget = format_bytes(run.device.budget_bytes)
-    peak = None if run.training is None else _peak_of(run.training)
-    if peak is not None:
-        return Tile("Peak memory", format_bytes(peak), f"of {budget}, while training")
-    ran = [one for one in (run.probe.attempts if run.probe else []) if one.fits and held_bytes(one)]
-    if not ran:
+    if run.training is not None and peak_bytes(run.training):
+        return Tile("Peak memory", format_bytes(peak_bytes(run.training)), f"of {budget}, while training")
+    ran = [(peak_bytes(one) or 0, one) for one in (run.probe.attempts if run.probe else []) if one.fits]
+    peak, largest = max(ran, key=lambda pair: pair[0], default=(0, None))
+    if run.probe is None or largest is None or not peak:
         return Tile("Budget", budget, run.device.name)
-    largest = max(ran, key=lambda one: held_bytes(one) or 0)
-    precision = run.probe.precision if run.probe else None
-    what = ", ".join(filter(None, (plural(largest.micro_batch, "sample"), precision)))
-    return Tile("Peak in the probe", format_bytes(held_bytes(largest)), f"of {budget}, {what}")
+    what = ", ".join(filter(None, (plural(largest.micro_batch, "sample"), run.probe.precision)))
+    return Tile("Peak in the probe", format_bytes(peak), f"of {budget}, {what}")
 
 
-def held_bytes(attempt: Attempt) -> int | None:
+def peak_bytes(ran: Attempt | Training | StepRecord) -> int | None:
     """Return the peak that counts against the budget: reserved bytes, or allocated bytes if none are."""
-    if attempt.peak_reserved_bytes is None:
-        return attempt.peak_allocated_bytes
-    return attempt.peak_reserved_bytes
-
-
-def _peak_of(training: Training) -> int | None:
-    return training.peak_reserved_bytes or training.peak_allocated_bytes
+    if ran.peak_reserved_bytes is None:
+        return ran.peak_allocated_bytes
+    return ran.peak_reserved_bytes
 
 
 # Device
@@ -499,9 +491,8 @@ def describe_reached(training: Training) -> str:
     """Describe what the training reached: the held-out figures, else the loss."""
     if not training.validation:
         return f"training {_loss(training)}"
-    figures = sorted(training.validation.items(), key=lambda item: item[0] == "loss")
     whose = " of the averaged weights" if training.ema is not None else ""
-    return "held-out " + ", ".join(metric_in_words(name, value) for name, value in figures) + whose
+    return f"held-out {', '.join(metrics_in_words(training.validation))}{whose}"
 
 
 def describe_training(training: Training, *, with_loss: bool = True) -> str:

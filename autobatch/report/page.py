@@ -1,54 +1,45 @@
-"""The report page: one self-contained HTML file, without network access or other files.
+"""The results as HTML: the report of a run, runs side by side, and the output of a notebook.
 
-A section shows the facts of one stage, its charts and its remarks. `templates/page.html.j2` lays them out.
+A page is one file that loads nothing. A section of it shows the facts of one stage, its charts and its
+remarks; `templates/` lays them out.
+
+A notebook chooses its own theme, so text and background are inherited there, and charts have colours that
+are readable on light and dark. A fragment for it has no style sheet and no script, because notebooks strip
+them from untrusted output. Its ids are unique, because a notebook shows many fragments on one page.
 """
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from autobatch.core.files import write_atomic
-from autobatch.core.records import RunRecord
-from autobatch.report.charts.curves import training_figure
-from autobatch.report.charts.drawing import Mark, Picture, Table
-from autobatch.report.charts.memory import memory_curve_figure, memory_figure
-from autobatch.report.charts.split import plan_figure
-from autobatch.report.charts.trials import comparison_figure, trials_figure
-from autobatch.report.facts import Fact, Part, Tile, facts_of, headline, tiles_of
-from autobatch.report.theme import style_sheet
-from autobatch.report.words import moment
+from autobatch.core.records import Estimate, RunRecord
+from autobatch.report.charts import (
+    comparison_figure,
+    losses_figure,
+    memory_curve_figure,
+    memory_figure,
+    plan_figure,
+    times_figure,
+    training_figure,
+    trials_figure,
+)
+from autobatch.report.drawing import PALETTE, Picture
+from autobatch.report.facts import Fact, facts_of, headline, tiles_of
+from autobatch.report.tables import Table, comparison_table, gpu_table
+from autobatch.report.words import moment, plural
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
-PHASES = {
-    "forward": "series-1",
-    "backward": "series-2",
-    "data": "series-3",
-    "step": "series-5",
-    "checkpoint": "series-6",
-    "validation": "series-7",
-    "other": "series-4",
-}
-"""Colours of the phases of a training."""
 _LONG = 24
 """Length in characters above which a cell counts as a sentence and gets a minimum width."""
 _NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?%?( [KMGT]?i?B)?")
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One bar of several parts, and its legend."""
-
-    title: str
-    marks: list[Mark]
-    sizes: list[float]
 
 
 @dataclass(frozen=True)
@@ -58,24 +49,31 @@ class Section:
     slug: str
     title: str
     facts: Sequence[Fact] = ()
-    pictures: Sequence[Picture] = ()
-    bar: Bar | None = None
+    drawn: Sequence[Picture | None] = ()
+    """Charts; None for one that has nothing to show."""
     tables: Sequence[Table] = ()
     folded: Sequence[Table] = ()
     """Tables that are shown at a click."""
     notes: Sequence[str] = ()
     command: str = ""
 
+    @property
+    def pictures(self) -> list[Picture]:
+        """The charts that have anything to show."""
+        return [picture for picture in self.drawn if picture is not None]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to show."""
+        return not (self.facts or self.pictures or self.tables or self.folded or self.notes or self.command)
+
 
 def write_report(path: Path, run: RunRecord) -> Path:
-    """Write the report of a run to one HTML file, atomically.
+    """Write the report of a run to one HTML file, atomically, and return its path.
 
     Args:
         path: the file to write; missing directories are created.
         run: the records of the run.
-
-    Returns:
-        ``path``.
 
     Raises:
         OSError: the file cannot be written.
@@ -86,7 +84,7 @@ def write_report(path: Path, run: RunRecord) -> Path:
 def render(run: RunRecord) -> str:
     """Build the page. The same records always give the same text."""
     name = run.title or "autobatch"
-    return page_of(
+    return _page(
         f"{name}: autobatch report",
         sections_of(run),
         eyebrow="autobatch report" + (f", {moment(run.created)}" if run.created else ""),
@@ -96,127 +94,144 @@ def render(run: RunRecord) -> str:
     )
 
 
-def page_of(
-    title: str,
-    sections: Sequence[Section],
-    *,
-    eyebrow: str,
-    heading: str,
-    verdict: str = "",
-    tiles: Sequence[Tile] = (),
-) -> str:
-    """Build a page in the style of the report."""
-    return templates().get_template("page.html.j2").render(
-        title=title,
-        sections=sections,
-        eyebrow=eyebrow,
-        heading=heading,
-        verdict=verdict,
-        tiles=tiles,
-        style=style_sheet() + _file("page.css"),
-        copy=_file("copy.js"),
-    )  # fmt: skip
-
-
 def sections_of(run: RunRecord) -> list[Section]:
     """Return the sections that have anything to show, in reading order."""
-    facts, training, tuning = facts_of(run), run.training, run.tuning
-
-    def part(name: Part) -> list[Fact]:
-        return [fact for fact in facts if fact.part == name]
-
-    search = None if run.probe is None else memory_figure(run.device, run.probe, run.predicted)
-    curve = None if run.memory_curve is None else memory_curve_figure(run.memory_curve)
-    plan = None if run.plan is None or run.plan.size_cut is not None else plan_figure(run.plan)
-    trials = [] if tuning is None else tuning.history
-    compared = None if tuning is None else comparison_figure(tuning.comparisons)
-    rates = None if tuning is None else tuning.learning_rate
-    curves = training_figure(run.metrics, run.checkpoints)
+    plan, probe, tuning, training = run.plan, run.probe, run.tuning, run.training
+    facts = facts_of(run)
+    stages = {"fits": "What fits", "plan": "Plan", "tuning": "Tuning", "training": "Training"}
+    pictures: dict[str, list[Picture | None]] = {
+        "fits": [
+            memory_figure(run.device, probe, run.predicted) if probe else None,
+            memory_curve_figure(run.memory_curve, run.device.budget_bytes) if run.memory_curve else None,
+        ],
+        "plan": [plan_figure(plan) if plan and plan.size_cut is None else None],
+        "tuning": [comparison_figure(tuning.comparisons), trials_figure(tuning.history)] if tuning else [],
+        "training": [
+            training_figure(run.metrics, run.checkpoints),
+            times_figure(training.phase_seconds) if training else None,
+        ],
+    }
+    notes = {
+        "tuning": tuning.learning_rate.notes if tuning and tuning.learning_rate else [],
+        "training": training.notes if training else [],
+        "device": run.device.notes,
+    }
     around = [
         Fact("files", *one) for one in (*sorted(run.versions.items()), *sorted(run.surroundings.items()))
     ]
-    found = [
-        Section("fits", "What fits", part("fits"), drawn(search, curve)),
-        Section("plan", "Plan", part("plan"), drawn(plan)),
-        Section(
-            "tuning",
-            "Tuning",
-            part("tuning"),
-            drawn(compared, trials_figure(trials)),
-            notes=[] if rates is None else rates.notes,
-        ),
-        Section(
-            "training",
-            "Training",
-            part("training"),
-            drawn(curves),
-            bar=None if training is None else _times(training.phase_seconds),
-            notes=[] if training is None else training.notes,
-        ),
-        Section("device", "Device and budget", part("device"), notes=run.device.notes),
-        Section(
-            "repeat",
-            "Repeat this run",
-            around,
-            folded=_options(run),
-            notes=run.notes,
-            command=run.command or "",
-        ),
-    ]
-    return [one for one in found if one.facts or one.pictures or one.folded or one.notes or one.command]
-
-
-def drawn(*pictures: Picture | None) -> list[Picture]:
-    """Return the pictures that have anything to show."""
-    return [picture for picture in pictures if picture is not None]
-
-
-def _times(phase_seconds: dict[str, float]) -> Bar | None:
-    """Return where the time of the training went."""
-    whole = sum(phase_seconds.values())
-    shares = {name: seconds / whole for name, seconds in phase_seconds.items() if seconds} if whole else {}
-    if not shares:
-        return None
-    marks = [
-        Mark(role=PHASES.get(name, "rule"), label=f"{name} {100 * share:.0f} %", shape="block")
-        for name, share in shares.items()
-    ]
-    return Bar("Where the time went", marks, [round(share, 4) for share in shares.values()])
-
-
-def _options(run: RunRecord) -> list[Table]:
     rows = [[name, "" if value is None else str(value)] for name, value in sorted(run.options.items())]
-    return [Table(caption="Every option of this run", head=["Option", "Value"], rows=rows)] if rows else []
+    options = [Table("Every option of this run", ["Option", "Value"], rows)] if rows else []
+    sections = [
+        Section(
+            part,
+            title,
+            [fact for fact in facts if fact.part == part],
+            pictures.get(part, []),
+            notes=notes.get(part, []),
+        )
+        for part, title in (stages | {"device": "Device and budget"}).items()
+    ]
+    sections.append(
+        Section(
+            "repeat", "Repeat this run", around, folded=options, notes=run.notes, command=run.command or ""
+        )
+    )
+    return [section for section in sections if not section.is_empty]
 
 
-@functools.cache
-def templates() -> Environment:
-    """Return the templates of the page and of the notebook. All text is escaped."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+def write_comparison(path: Path, runs: Sequence[RunRecord], names: Sequence[str]) -> Path:
+    """Write the page of runs side by side, atomically, and return its path.
 
-    found = Environment(
+    Args:
+        path: the file to write.
+        runs: the runs.
+        names: what they are called, for example their folders.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    compared = Section("runs", "Runs", tables=[comparison_table(runs, names)])
+    losses = Section("losses", "Training loss", drawn=[losses_figure(runs, names)])
+    title = "Runs side by side"
+    page = _page(f"autobatch: {title}", [compared, losses], eyebrow="autobatch", heading=title)
+    return write_atomic(path, page.encode())
+
+
+def run_html(run: RunRecord, *, report: Path | None = None) -> str:
+    """Return the HTML that a notebook shows for a probe, a plan or a whole run.
+
+    Args:
+        run: the records.
+        report: the report page of the run; None if it was not written.
+    """
+    pictures = [picture for section in sections_of(run) for picture in section.pictures]
+    return _fragment(headline(run), facts=facts_of(run, report=report), pictures=pictures)
+
+
+def estimates_html(estimates: Sequence[Estimate], notes: Sequence[str]) -> str:
+    """Return the HTML that a notebook shows for an estimate: one row per GPU."""
+    fitting = sum(one.fits for one in estimates)
+    words = f"Predicted to fit on {fitting} of {plural(len(estimates), 'GPU')}. No GPU was used."
+    return _fragment(words, tables=[gpu_table(estimates)], notes=notes)
+
+
+def _page(title: str, sections: Sequence[Section], **head: object) -> str:
+    """Build a page in the style of the report."""
+    return _filled("page.html.j2", title=title, sections=sections, style=_style_sheet(), **head)
+
+
+def _fragment(
+    words: str,
+    *,
+    facts: Sequence[Fact] = (),
+    pictures: Sequence[Picture] = (),
+    tables: Sequence[Table] = (),
+    notes: Sequence[str] = (),
+) -> str:
+    """Build a fragment: colours as they are, the wide drawings only, and ids of its own."""
+    html = _filled(
+        "notebook.html.j2", headline=words, facts=facts, pictures=pictures, tables=tables, notes=notes
+    )
+    # matplotlib's style sheet would apply to the whole notebook. Inherited styles apply to the chart alone.
+    html = re.sub(r'<svg class="narrow".*?</svg>|<style[^>]*>.*?</style>', "", html, flags=re.DOTALL)
+    html = html.replace('<svg class="wide"', '<svg style="stroke-linejoin:round;stroke-linecap:butt"')
+    html = re.sub(r"var\(--sans, ([^)]*)\)", r"\1", html)
+    html = re.sub(r"var\(--([\w-]+), #[0-9a-f]{6}\)", lambda found: PALETTE[found[1]].either, html)
+    name = "autobatch-" + hashlib.sha256(html.encode()).hexdigest()[:12]
+    return re.sub(r'(\bid="|aria-describedby="|href="#|url\(#)', rf"\g<1>{name}-", html)
+
+
+def _filled(name: str, **values: object) -> str:
+    """Fill a template. All text is escaped."""
+    templates = Environment(
         loader=PackageLoader("autobatch.report"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    found.filters |= {"unbroken": _unbroken, "cell_kind": _cell_kind}
-    return found
+    templates.filters |= {"unbroken": _unbroken, "cell_kind": _cell_kind}
+    return templates.get_template(name).render(values)
 
 
-def _unbroken(text: str) -> Any:
+def _unbroken(text: str) -> Markup:
     """Keep each option such as ``--steps`` in one line: a ``--`` alone at a line end misleads."""
-    from markupsafe import Markup, escape
-
-    words = [Markup('<span class="unbroken">{}</span>').format(one) if "--" in one else escape(one)
-             for one in text.split(" ")]  # fmt: skip
-    return Markup(" ").join(words)
+    span = Markup('<span class="unbroken">{}</span>')
+    return Markup(" ").join(span.format(word) if "--" in word else escape(word) for word in text.split(" "))
 
 
 def _cell_kind(text: str) -> str:
     return "number" if _NUMBER.fullmatch(text) else "long" if len(text) > _LONG else ""
 
 
-def _file(name: str) -> str:
-    return (resources.files(__package__) / "templates" / name).read_text(encoding="utf-8")
+def _style_sheet() -> str:
+    """Return the CSS. The system's theme chooses the colours, unless the page sets ``data-theme``."""
+    light = "".join(f"--{role}:{colors.light};" for role, colors in PALETTE.items())
+    dark = "".join(f"--{role}:{colors.dark};" for role, colors in PALETTE.items())
+    rest = (resources.files(__package__) / "templates" / "page.css").read_text(encoding="utf-8")
+    return (
+        f":root{{color-scheme:light dark;{light}}}\n"
+        f"@media (prefers-color-scheme:dark){{:root:not([data-theme=light]){{{dark}}}}}\n"
+        f":root[data-theme=dark]{{color-scheme:dark;{dark}}}\n"
+        f":root[data-theme=light]{{color-scheme:light}}\n{rest}"
+    )

@@ -28,9 +28,37 @@ from autobatch.report.words import plural
 RESULT = "result.json"
 """File with the records of a run, in its folder."""
 NOT_IN_JSON = ("model", "metrics", "notes")
+HEAD: dict[str, Any] = {"schema": SCHEMA, "autobatch": __version__}
+"""Beginning of every object that ``--json`` prints."""
 
 
-class Result(RunRecord, frozen=True, kw_only=True):
+class Shown:
+    """A result as a terminal, a REPL and a notebook show it."""
+
+    def _run(self) -> RunRecord:
+        """Return what is known, as records of a run."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """Return the summary that a terminal shows."""
+        run = self._run()
+        return text_of(run, out=run.out if isinstance(run, Result) else None)
+
+    def __repr__(self) -> str:
+        first = " ".join(str(self).partition("\n")[0].split())
+        return f"<{type(self).__name__}: {first}>"
+
+    def _repr_html_(self) -> str:
+        # Imported here: matplotlib takes half a second, and only a notebook needs it.
+        from autobatch.report.page import run_html
+
+        run = self._run()
+        if isinstance(run, Result):
+            return run_html(msgspec.structs.replace(run, metrics=_metrics_of(run)), report=run.report)
+        return run_html(run)
+
+
+class Result(Shown, RunRecord, frozen=True, kw_only=True):
     """The records of a run. A part that did not run is ``None``."""
 
     profile: Path | None = None
@@ -47,29 +75,18 @@ class Result(RunRecord, frozen=True, kw_only=True):
         Args:
             parts: names of the parts to print; all parts if none are given.
         """
-        head: dict[str, Any] = {"schema": SCHEMA, "autobatch": __version__}
         names = parts or tuple(name for name in self.__struct_fields__ if name not in NOT_IN_JSON)
         values = {name: getattr(self, name) for name in names}
-        return head | {
+        return HEAD | {
             name: str(value) if isinstance(value, Path) else msgspec.to_builtins(value)
             for name, value in values.items()
         }
 
-    def __str__(self) -> str:
-        """Return the summary that a terminal shows."""
-        return text_of(self, out=self.out)
-
-    def __repr__(self) -> str:
-        return f"<Result: {_short(str(self))}>"
-
-    def _repr_html_(self) -> str:
-        # Imported here: matplotlib takes half a second, and only a notebook needs it.
-        from autobatch.report.notebook import run_html
-
-        return run_html(msgspec.structs.replace(self, metrics=_metrics_of(self)), report=self.report)
+    def _run(self) -> RunRecord:
+        return self
 
 
-class ProbeResult(Probe, frozen=True, kw_only=True):
+class ProbeResult(Shown, Probe, frozen=True, kw_only=True):
     """A probe and the device that it ran on."""
 
     device: DeviceRecord
@@ -79,24 +96,11 @@ class ProbeResult(Probe, frozen=True, kw_only=True):
         """The probe, under its name in the JSON."""
         return self
 
-    def __str__(self) -> str:
-        """Return how many samples fit, and the evidence."""
-        return text_of(self._run)
-
-    def __repr__(self) -> str:
-        return f"<ProbeResult: {_short(str(self))}>"
-
-    def _repr_html_(self) -> str:
-        from autobatch.report.notebook import run_html
-
-        return run_html(self._run)
-
-    @property
     def _run(self) -> RunRecord:
         return RunRecord(device=self.device, probe=self)
 
 
-class PlanResult(Plan, frozen=True, kw_only=True):
+class PlanResult(Shown, Plan, frozen=True, kw_only=True):
     """A plan, with the device and the probe that it is based on."""
 
     device: DeviceRecord
@@ -109,24 +113,11 @@ class PlanResult(Plan, frozen=True, kw_only=True):
         """The plan, under its name in the JSON."""
         return self
 
-    def __str__(self) -> str:
-        """Return how many samples fit, and the split of the batch."""
-        return text_of(self._run)
-
-    def __repr__(self) -> str:
-        return f"<PlanResult: {_short(str(self))}>"
-
-    def _repr_html_(self) -> str:
-        from autobatch.report.notebook import run_html
-
-        return run_html(self._run)
-
-    @property
     def _run(self) -> RunRecord:
         return RunRecord(device=self.device, probe=self.probe, plan=self)
 
 
-class Estimates(Record, frozen=True, kw_only=True):
+class Estimates(Shown, Record, frozen=True, kw_only=True):
     """Predictions for one workload, one per GPU."""
 
     estimates: list[Estimate]
@@ -136,24 +127,16 @@ class Estimates(Record, frozen=True, kw_only=True):
 
     def to_json(self, *_: str) -> dict[str, Any]:
         """Return the object that ``--json`` prints."""
-        return {"schema": SCHEMA, "autobatch": __version__, **msgspec.to_builtins(self)}
+        return {**HEAD, **msgspec.to_builtins(self)}
 
     def __str__(self) -> str:
         """Return one line for each GPU, and the notes."""
         return "\n".join([*map(describe_estimate, self.estimates), *self.notes])
 
-    def __repr__(self) -> str:
-        return f"<Estimates: {_short(str(self))}>"
-
     def _repr_html_(self) -> str:
-        from autobatch.report.notebook import estimates_html
+        from autobatch.report.page import estimates_html
 
         return estimates_html(self.estimates, self.notes)
-
-
-def _short(text: str) -> str:
-    """Return the first line of a summary."""
-    return " ".join(text.partition("\n")[0].split())
 
 
 def find_run(folder: Path) -> Path:
@@ -165,7 +148,8 @@ def find_run(folder: Path) -> Path:
     try:
         if (folder / RESULT).exists():
             return folder
-        found = [path for path in folder.glob(f"**/{RESULT}") if not _is_moved(path.parent)]
+        # A later run in the same folder moves the earlier one aside.
+        found = [path for path in folder.glob(f"**/{RESULT}") if not path.parent.name.startswith("previous-")]
         newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
     except OSError as error:
         raise InputError(f"cannot look for a run in {folder}: {error.strerror or error}") from error
@@ -177,20 +161,12 @@ def find_run(folder: Path) -> Path:
     return newest.parent
 
 
-def _is_moved(folder: Path) -> bool:
-    """Return whether a run was moved aside by a later one in the same folder."""
-    return folder.name.startswith("previous-")
-
-
 def load_run(folder: Path) -> RunRecord:
     """Read the folder of a run.
 
     Args:
-        folder: contains ``result.json`` and, after training, ``metrics.jsonl``.
-
-    Returns:
-        The data of the report. Parts that did not run are ``None`` or empty. Unreadable rows of metrics (such
-        as the last row of a killed run) are left out, and a note states their number.
+        folder: contains ``result.json`` and, after training, ``metrics.jsonl``. Unreadable rows of metrics,
+            such as the last row of a killed run, are left out, and a note states their number.
 
     Raises:
         InputError: ``result.json`` is missing, or is not the result of a run.
@@ -201,25 +177,19 @@ def load_run(folder: Path) -> RunRecord:
     except InputError as error:
         raise InputError(f"{error}. Give the folder of a run, which has {path.name}") from error
     metrics, unreadable = _read_rows(folder / "metrics.jsonl")
-    if not isinstance(found, dict):
-        raise _not_a_run(path, f"expected a JSON object, found {type(found).__name__}")
-    fields = {name: value for name, value in found.items() if name in RunRecord.__struct_fields__}
-    fields.setdefault("title", folder.resolve().name)
-    fields.setdefault("versions", {"autobatch": found["autobatch"]} if "autobatch" in found else {})
-    fields["metrics"] = metrics
-    present = {name: value for name, value in fields.items() if value is not None}
     try:
-        run = msgspec.convert(present, RunRecord)
+        if not isinstance(found, dict):
+            raise msgspec.ValidationError(f"expected a JSON object, found {type(found).__name__}")
+        versions = {"autobatch": found["autobatch"]} if "autobatch" in found else {}
+        fields = {"title": folder.resolve().name, "versions": versions} | found | {"metrics": metrics}
+        run = msgspec.convert({name: one for name, one in fields.items() if one is not None}, RunRecord)
     except UNREADABLE as error:
-        raise _not_a_run(path, error_text(error)) from error
+        reason = error_text(error)
+        raise InputError(f"{path} is not the result of a run: {reason}. Give the folder of a run") from error
     if not unreadable:
         return run
     left_out = f"left out {plural(unreadable, 'unreadable line')} of metrics.jsonl"
     return msgspec.structs.replace(run, notes=[*run.notes, left_out])
-
-
-def _not_a_run(path: Path, reason: object) -> InputError:
-    return InputError(f"{path} is not the result of a run: {reason}. Give the folder of a run")
 
 
 def _read_rows(path: Path) -> tuple[list[StepRecord], int]:

@@ -6,10 +6,11 @@ What fits, the plan and what was reached are printed once, at the end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TextIO
 
+import rich.progress as bars
 from rich.console import Console
 from rich.panel import Panel
 from rich.style import Style
@@ -20,19 +21,14 @@ from autobatch.core.progress import Progress
 from autobatch.core.text import LONGEST_VALUE, encodable, printable
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
-from autobatch.report.estimate_table import (
-    gpu_table,
-    memory_table,
-    rank_table,
-    remedy_lines,
-    size_lines,
-)
-from autobatch.report.facts import Fact, describe_trial, device_facts, final_facts
-from autobatch.report.live import LiveLine
-from autobatch.report.words import knobs_in_words, metric_in_words, ratio_in_words
+from autobatch.report import tables
+from autobatch.report.facts import Fact, describe_trial, device_facts, final_facts, peak_bytes
+from autobatch.report.words import knobs_in_words, metrics_in_words, plural, ratio_in_words
 
 if TYPE_CHECKING:
-    from autobatch.core.records import Attempt, DeviceRecord, StepRecord, Trial
+    from rich.console import RenderableType
+
+    from autobatch.core.records import Attempt, DeviceRecord, Estimate, StepRecord, Trial
     from autobatch.report.result import Estimates, Result
 
 
@@ -44,6 +40,13 @@ NARROW = 70
 """Columns below which a frame would wrap."""
 LABEL = 11
 """Columns of the label of a fact."""
+FIXED_COLUMNS = 30
+"""Columns of the training line besides its figures and its bar."""
+ACT_COLUMNS = 15
+"""Columns of the line of an act besides its text: the spinner and the time."""
+REFRESHES = 6
+"""Refreshes per second; each takes a millisecond from what is measured."""
+WIDEST_BAR, NARROWEST_BAR = 30, 8
 
 
 class Terminal(Progress):
@@ -109,11 +112,10 @@ class Terminal(Progress):
 
     def attempted(self, attempt: Attempt) -> None:
         """Print a micro-batch that ran."""
-        peak = attempt.peak_reserved_bytes or attempt.peak_allocated_bytes
         verdict = "fits" if attempt.fits else "does not fit"
+        peak = format_bytes(peak_bytes(attempt))
         self._say(
-            f"probe   {attempt.micro_batch:>7,}  {verdict:<12}  peak {format_bytes(peak):>9}"
-            f"  {attempt.seconds:6.2f} s"
+            f"probe   {attempt.micro_batch:>7,}  {verdict:<12}  peak {peak:>9}  {attempt.seconds:6.2f} s"
         )
 
     def measured(self, trial: Trial, of: int, changes: Mapping[str, object]) -> None:
@@ -157,7 +159,7 @@ class Terminal(Progress):
             rate = "" if step.samples_per_s is None else f"  {step.samples_per_s:,.0f} samples/s"
             self._say(f"step    {step.step:>6,}/{of:,}  loss {loss}{rate}")
         if step.validation:
-            held_out = ", ".join(metric_in_words(*one) for one in step.validation.items())
+            held_out = ", ".join(metrics_in_words(step.validation))
             self._say(f"step    {step.step:>6,}/{of:,}  held-out {held_out}")
 
     def finish(self, result: Result) -> None:
@@ -171,40 +173,53 @@ class Terminal(Progress):
         self._end()
         for line in estimates.notes:
             self.note(line)
-        table = gpu_table(estimates)
-        # A table wider than the terminal is better than figures that are cut off.
-        needed = self._console.measure(table, options=self._console.options.update(max_width=WIDEST)).maximum
-        wide = Console(
-            file=self._console.file,
-            width=max(self._console.width, needed),
-            highlight=False,
-            markup=False,
-            emoji=False,
-        )
-        wide.print(table)
+        self._print_table(tables.gpu_table(estimates.estimates))
         if estimates.over_ranks:
-            self._console.print("\nlargest micro-batch of a rank:")
-            wide.print(rank_table(estimates))
-        if len(estimates.estimates) != 1:
-            self._print_advice(estimates)
+            of_ranks = tables.rank_table(estimates.over_ranks)
+            self._console.print(f"\n{of_ranks.caption}:")
+            self._print_table(of_ranks)
+        if len(estimates.estimates) == 1:
+            one = estimates.estimates[0]
+            self._console.print()
+            self._console.print(self._grid(tables.memory_table(one), wraps=True))
+            self._print_remedies(one, "")
+            self._print_lines(tables.size_lines(one))
             return
-        one = estimates.estimates[0]
-        self._console.print()
-        self._console.print(memory_table(one))
-        if one.remedies:
-            self._console.print("\npredicted micro-batch with a change:")
-        for text in remedy_lines(one):
-            self._console.print(Text(self._shown(text)), soft_wrap=True)
-        for text in size_lines(one):
-            self._console.print(Text(self._shown(text)), soft_wrap=True)
-
-    def _print_advice(self, estimates: Estimates) -> None:
-        """Print what would let a GPU fit, of those that do not."""
         for one in estimates.estimates:
-            if one.remedies and not one.fits:
-                self._console.print(f"\npredicted micro-batch on {printable(one.profile)} with a change:")
-                for text in remedy_lines(one):
-                    self._console.print(Text(self._shown(text)), soft_wrap=True)
+            if not one.fits:
+                self._print_remedies(one, f" on {printable(one.profile)}")
+
+    def _print_remedies(self, one: Estimate, where: str) -> None:
+        if one.remedies:
+            self._console.print(f"\npredicted micro-batch{where} with a change:")
+        self._print_lines(tables.remedy_lines(one))
+
+    def _print_lines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._console.print(Text(self._shown(line)), soft_wrap=True)
+
+    def _print_table(self, table: tables.Table) -> None:
+        """Print a table. One that is wider than the terminal is better than figures that are cut off."""
+        grid = self._grid(table)
+        widest = self._console.options.update(max_width=WIDEST)
+        needed = self._console.measure(grid, options=widest).maximum
+        width, self._console.width = self._console.width, max(self._console.width, needed)
+        self._console.print(grid)
+        self._console.width = width
+
+    def _grid(self, table: tables.Table, *, wraps: bool = False) -> Table:
+        grid = Table(box=None, pad_edge=False)
+        for number, name in enumerate(table.head):
+            is_first = number == 0
+            grid.add_column(
+                self._shown(name),
+                justify="left" if is_first else "right",
+                no_wrap=not (is_first and wraps),
+                overflow="fold",
+            )
+        for row in table.rows:
+            grid.add_row(*map(self._shown, row))
+        return grid
 
     def _print_fact(self, fact: Fact) -> None:
         """Print a fact; a long text continues below its beginning, and a path is a link."""
@@ -235,3 +250,118 @@ class Terminal(Progress):
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+class LiveLine:
+    """The line at the bottom of a terminal; what is printed appears above it.
+
+    Args:
+        console: the terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._encoding = console.encoding
+        is_utf = console.encoding.lower().startswith("utf")
+        self._bar = bars.Progress(
+            bars.SpinnerColumn("dots" if is_utf else "line", style="cyan"),
+            bars.TextColumn("{task.description}", markup=False),
+            _OnlyWithTotal(bars.BarColumn(bar_width=_bar_width(console.width))),
+            _OnlyWithTotal(bars.MofNCompleteColumn()),
+            bars.TextColumn("{task.fields[facts]}", markup=False, style="dim"),
+            _Time(),
+            console=console,
+            transient=True,
+            refresh_per_second=REFRESHES,
+        )
+        self._task = self._bar.add_task("", total=None, facts="")
+        self._held_out = ""
+        self._saved = ""
+
+    def start(self) -> None:
+        """Show the line."""
+        self._bar.start()
+
+    def stop(self) -> None:
+        """Remove the line."""
+        self._bar.stop()
+
+    def act(self, text: str, facts: str = "") -> None:
+        """Show what happens from now on, and for how long."""
+        task = self._bar.tasks[0]
+        if task.total is not None:  # the bar of the training stays, and only its name changes
+            self._bar.update(self._task, description=self._shown(text), refresh=True)
+            return
+        room = self._console.width - ACT_COLUMNS
+        text, facts = self._shown(text)[:room], self._shown(facts)
+        if len(text) + len(facts) > room:
+            facts = ""
+        self._bar.reset(self._task, total=None, description=text, facts=facts)
+        self._bar.refresh()  # even an act that ends at once has been on the screen
+
+    def save(self, step: int) -> None:
+        """Keep the step of the last checkpoint, to show it."""
+        self._saved = f"saved {step:,}"
+
+    def train(self, step: StepRecord, of: int) -> None:
+        """Show a training step."""
+        if step.validation:
+            self._held_out = f"held-out {metrics_in_words(step.validation)[0]}"
+        if self._bar.tasks[0].total is None:
+            self._bar.reset(self._task, total=of, completed=step.step - 1)
+        self._bar.update(
+            self._task, completed=step.step, description="training", facts=self._shown(self._facts(step))
+        )
+
+    def _facts(self, step: StepRecord) -> str:
+        """Return as many figures of a step as the line has room for, the most important first."""
+        peak = peak_bytes(step)
+        figures = [
+            "" if step.loss is None else f"loss {step.loss:.4f}",
+            "" if step.samples_per_s is None else f"{step.samples_per_s:,.0f} samples/s",
+            plural(step.oom_recoveries, "recovery", "recoveries") if step.oom_recoveries else "",
+            "" if peak is None else format_bytes(peak),
+            self._held_out,
+            self._saved,
+        ]
+        room = self._console.width - FIXED_COLUMNS - _bar_width(self._console.width)
+        text = ""
+        for figure in filter(None, figures):
+            longer = f"{text} · {figure}" if text else figure
+            if text and len(longer) > room:
+                break
+            text = longer
+        return text
+
+    def _shown(self, text: str) -> str:
+        return encodable(printable(text), self._encoding)
+
+
+class _OnlyWithTotal(bars.ProgressColumn):
+    """A column that is empty for an act whose length is unknown."""
+
+    def __init__(self, column: bars.ProgressColumn) -> None:
+        super().__init__()
+        self._column = column
+
+    def render(self, task: bars.Task) -> RenderableType:
+        """Return the cell of a task."""
+        return Text("") if task.total is None else self._column(task)
+
+
+class _Time(bars.ProgressColumn):
+    """The time that remains, or the time since an act of unknown length began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._elapsed, self._remaining = bars.TimeElapsedColumn(), bars.TimeRemainingColumn(compact=True)
+
+    def render(self, task: bars.Task) -> RenderableType:
+        """Return the cell of a task."""
+        if task.total is None:
+            return self._elapsed.render(task)
+        return self._remaining.render(task) + Text(" left", style="dim")
+
+
+def _bar_width(columns: int) -> int:
+    return max(NARROWEST_BAR, min(WIDEST_BAR, columns // 5))

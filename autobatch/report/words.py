@@ -48,6 +48,12 @@ def metric_in_words(name: str, value: float | None) -> str:
     return f"{name} {100 * value:.2f} %" if is_share else f"{name} {decimal(value)}"
 
 
+def metrics_in_words(validation: Mapping[str, float | None]) -> list[str]:
+    """Write the held-out figures, the loss after the others."""
+    figures = sorted(validation.items(), key=lambda item: item[0] == "loss")
+    return [metric_in_words(name, value) for name, value in figures]
+
+
 def knobs_in_words(values: Mapping[str, object]) -> str:
     """Write the values of knobs: ``bf16, channels-last, micro-batch halved``."""
     return ", ".join(_KNOBS.get(name, _any_knob)(name, value) for name, value in values.items())

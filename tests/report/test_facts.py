@@ -24,6 +24,7 @@ from autobatch.core.records import (
     Tuning,
 )
 from autobatch.planning import make_plan
+from autobatch.report import words
 from autobatch.report.facts import (
     describe_estimate,
     describe_trial,
@@ -195,13 +196,27 @@ def test_a_gain_pays_back_after_the_steps_that_save_the_time_of_the_search() -> 
 
 
 @pytest.mark.parametrize(
-    ("trial", "words"),
+    ("trial", "said"),
     [
         ({"samples_per_s": 1234.5, "relative": 1.25}, "bf16: 1,234 samples/s (25 % faster)"),
         ({"samples_per_s": 1234.5, "relative": 0.98}, "bf16: 1,234 samples/s (2 % slower)"),
         ({"samples_per_s": None, "feasible": False, "note": "too large"}, "bf16: left out, too large"),
     ],
 )
-def test_a_trial_names_what_differs_from_the_default(trial: dict[str, Any], words: str) -> None:
-    assert describe_trial(Trial(number=1, **trial), {"precision": "bf16"}) == words
+def test_a_trial_names_what_differs_from_the_default(trial: dict[str, Any], said: str) -> None:
+    assert describe_trial(Trial(number=1, **trial), {"precision": "bf16"}) == said
     assert describe_trial(Trial(number=0, samples_per_s=10.0), {}) == "default: 10 samples/s"
+
+
+def test_numbers_and_choices_in_words() -> None:
+    numbers = (None, 0, 0.00012345, 1234.5, 123456.7, 2)
+    assert [*map(words.decimal, numbers)] == ["unknown", "0", "0.0001234", "1,234", "123,457", "2"]
+    assert [words.plural(n, "recovery", "recoveries") for n in (0, 1)] == ["0 recoveries", "1 recovery"]
+    assert [words.percent(share) for share in (0.314, -0.02, -0.001)] == ["31 %", "-2 %", "0 %"]
+    ratios = [words.ratio_in_words(ratio) for ratio in (1.31, 0.98, 1.001)]
+    assert ratios == ["31 % faster", "2 % slower", "as fast"]
+    held_out = {"loss": None, "accuracy": 0.9722, "f1": 0.1017}
+    assert words.metrics_in_words(held_out) == ["accuracy 97.22 %", "f1 0.1017", "loss not finite"]
+    chosen = {"precision": "bf16", "channels_last": True, "micro_batch_shift": 1, "loader_workers": 1}
+    assert words.knobs_in_words(chosen) == "bf16, channels-last, micro-batch halved, 1 loader worker"
+    assert words.knobs_in_words({"compile": "off", "pin_memory": False}) == "not compiled, no pin-memory"

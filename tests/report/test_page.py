@@ -1,16 +1,23 @@
-"""The report page: parsed with the standard library, and measured in a browser."""
+"""Results as HTML: pages and notebook output, parsed with the standard library and measured in a browser."""
 
+from __future__ import annotations
+
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from autobatch import Estimates, Result
 from autobatch.core.records import MemoryHolder
 from autobatch.report.facts import facts_of, headline, tiles_of
-from autobatch.report.page import render, write_report
-from tests.support.page_checker import CHROMIUM, check, measure
-from tests.support.sample_run import a_device, a_run
+from autobatch.report.page import render, write_comparison, write_report
+from autobatch.report.result import PlanResult, ProbeResult
+from autobatch.report.tables import comparison_table
+from tests.support.page_checker import CHROMIUM, Page, check, measure
+from tests.support.sample_run import a_device, a_probe, a_run, an_estimate
 
 HOSTILE = "<script>alert(1)</script> \" ' &amp; ${x} $$ %s"
 PARTS = ["fits", "plan", "tuning", "training", "device", "repeat"]
@@ -23,12 +30,11 @@ def rendered_once():
 
 def test_the_whole_page_is_sound(full):
     page = check(full)
-    assert len(page.all("h3")) == 1, "the time of the training"
     assert [section["id"] for section in page.all("section")] == PARTS
     figures = [figure["id"] for figure in page.all("figure")]
     assert figures == [
         f"figure-{slug}"
-        for slug in ("memory", "memory-over-time", "plan", "comparison", "trials", "training")
+        for slug in ("memory", "memory-over-time", "plan", "comparison", "trials", "training", "times")
     ]
     assert len(page.all("svg")) == 2 * len(figures), "each is drawn wide and narrow"
     assert len(page.all("details")) == len(figures), "each has its data"
@@ -88,13 +94,6 @@ def test_user_text_is_escaped():
     assert page.text.count("<script>alert(1)</script>") >= 8
 
 
-@pytest.mark.usefixtures("no_pictures")
-def test_a_cpu_run_with_few_figures():
-    device = a_device(kind="cpu", holders=[], notes=[], other_processes_bytes=None)
-    page = check(render(a_run(device=device, probe=None, tuning=None, training=None, metrics=[])))
-    assert "others" not in page.text
-
-
 def test_the_page_is_written_atomically(tmp_path, full):
     path = write_report(tmp_path / "runs" / "one" / "report.html", a_run())
     assert path.read_text(encoding="utf-8") == full
@@ -104,13 +103,113 @@ def test_the_page_is_written_atomically(tmp_path, full):
 def test_a_report_needs_no_torch(tmp_path):
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import autobatch.report.page, autobatch.report.result\n"
+        "from autobatch.core.records import DeviceRecord\n"
+        "from autobatch.report.result import Result\n"
+        "device = DeviceRecord(kind='cpu', name='a', total_bytes=1, budget_bytes=1, budget_source='')\n"
+        "assert '<table>' in Result(device=device)._repr_html_()\n"
         "import autobatch.device.profiles\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
     )
     subprocess.run(
         [sys.executable, "-c", code], check=True, cwd=tmp_path, env={"PYTHONPATH": ":".join(sys.path)}
     )
+
+
+def fields(record) -> dict:
+    return {name: getattr(record, name) for name in record.__struct_fields__}
+
+
+def a_result(**changes) -> Result:
+    names = "device", "probe", "plan", "tuning", "training", "checkpoints"
+    parts = {name: getattr(a_run(), name) for name in names}
+    return Result(**(parts | {"created": "2026-11-21T14:05:00+00:00"} | changes))
+
+
+def shown(record) -> Page:
+    """Return the parsed notebook output, after the checks that hold for every fragment."""
+    html = record._repr_html_()
+    page = Page(html)
+    ids = [found["id"] for found in page.all(*{tag for tag, _, _ in page.elements}) if "id" in found]
+    assert len(ids) == len(set(ids))
+    assert all(re.match(r"autobatch-[0-9a-f]{12}-", one) for one in ids)
+    targets = re.findall(r'url\(#([^)]+)\)|(?:href="#|aria-describedby=")([^"]+)', html)
+    assert {one or other for one, other in targets} <= set(ids)
+    assert not page.all("style", "script", "link", "iframe", "img", "html", "body")
+    assert "var(--" not in html
+    assert len(html.encode()) < 300_000
+    return page
+
+
+def test_a_notebook_shows_each_kind_of_result() -> None:
+    page = shown(ProbeResult(**fields(a_probe()), device=a_device()))
+    assert page.text.startswith("93 samples at a time in 6.00 GiB on NVIDIA GeForce RTX 4090; 94 ran and do")
+    assert len(page.all("svg")) == 1
+    assert "Every size that ran, in order" in page.text
+    page = shown(PlanResult(**fields(a_run().plan), device=a_device(), probe=a_probe()))
+    assert "batch 1,024 in 12 micro-batches (4 × 86, 8 × 85)" in page.text
+    assert len(page.all("svg")) == 2
+    assert shown(Result(device=a_device())).text.startswith("The memory budget is 6.00 GiB")
+
+
+@pytest.mark.parametrize("left", ["its run", "nothing", "another run", "no result"])
+def test_a_result_is_shown_with_the_curves_of_its_run_if_that_is_still_there(
+    tmp_path: Path, left: str
+) -> None:
+    result = a_result(out=tmp_path / "run")
+    written = {"its run": result, "another run": a_result(created="2027-01-01T00:00:00+00:00")}
+    if left != "nothing":
+        result.out.mkdir()
+        content = written[left].to_json() if left in written else []
+        (result.out / "result.json").write_bytes(msgspec.json.encode(content))
+        lines = [msgspec.json.encode(record) for record in a_run().metrics]
+        (result.out / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    page = shown(result)
+    for words in ("Held-out accuracy 93.12 %.", "15 % faster", "step-120.pt"):
+        assert words in page.text
+    has_curves = left == "its run"
+    assert len(page.all("svg")) == 5 + has_curves
+    assert ("Optimizer steps: 50 of 120" in page.text) == has_curves
+
+
+def test_a_notebook_shows_estimates_with_one_row_per_gpu() -> None:
+    none = an_estimate(profile="old", fits=False, micro_batch=0, plan=None, peak_reserved_bytes=None)
+    exact = an_estimate(profile="new", micro_batch_low=90, micro_batch_high=90)
+    page = shown(Estimates(estimates=[an_estimate(), none, exact], notes=["a note"]))
+    assert page.text.startswith("Predicted to fit on 2 of 3 GPUs. No GPU was used.")
+    for words in ("86 to 93", "does not fit", "a note"):
+        assert words in page.text
+    assert len(page.all("tr")) == 4
+
+
+def test_two_fragments_can_share_a_page_and_user_text_is_escaped() -> None:
+    one, other = (Result(device=a_device(name=name), probe=a_probe())._repr_html_() for name in "ab")
+    ids = [set(re.findall(r'\bid="([^"]+)"', html)) for html in (one, other)]
+    assert not ids[0] & ids[1]
+    assert one == Result(device=a_device(name="a"), probe=a_probe())._repr_html_()
+    assert "<script" not in Result(device=a_device(name=HOSTILE), probe=a_probe())._repr_html_()
+
+
+def test_runs_side_by_side(tmp_path: Path) -> None:
+    one, bare = a_run(), a_run(training=None, plan=None, metrics=[])
+    better = msgspec.structs.replace(
+        one.training, validation={"accuracy": 0.95, "f1": 0.5}, peak_reserved_bytes=3 << 30
+    )
+    other = a_run(training=better, versions={"torch": "2.12.0"})
+    rows = {row[0]: row[1:] for row in comparison_table([one, other], ["runs/a", "runs/b"]).rows}
+    assert rows["held-out accuracy"] == ["93.12 %", "95.00 %"]
+    assert rows["held-out f1"] == ["", "0.5"]
+    assert rows["split"] == ["12 micro-batches (4 × 86, 8 × 85)"] * 2
+    assert rows["peak memory"] == ["", "3.00 GiB"]
+    assert rows["torch"] == ["2.13.0+cu130", "2.12.0"]
+    assert "tuned" not in rows, "no run has it"
+    page = write_comparison(tmp_path / "compare.html", [one, bare], ["<b>a</b>", "b"]).read_text("utf-8")
+    assert "<script" not in page
+    assert "<b>a</b>" not in page
+    assert page.count("<figure ") == 1
+    assert "&lt;b&gt;a&lt;/b&gt;</text>" in page
+    without = write_comparison(tmp_path / "compare.html", [bare], ["x"]).read_text("utf-8")
+    assert "<figure " not in without
+    assert "held-out accuracy" not in without
 
 
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
@@ -125,7 +224,7 @@ def test_the_page_at_a_width_in_a_theme(tmp_path, width, theme):
     seen, complaints = measure(tmp_path, page, width=width)
     assert complaints == []
     assert seen["overflow"] == 0, "the page scrolls sideways"
-    assert (seen["wide"], seen["narrow"]) == ((0, 6) if width == 360 else (6, 0))
+    assert (seen["wide"], seen["narrow"]) == ((0, 7) if width == 360 else (7, 0))
     assert seen["escaping"] == [], "words run out of their picture"
     assert seen["cut"] == [], "columns of a table are out of sight"
     assert seen["split"] == [], "options break across lines"

@@ -1,18 +1,19 @@
-"""The terminal: the lines of each event, and what stays if it is quiet."""
+"""The terminal: the lines of each event, what stays if it is quiet, and the live line."""
 
 from __future__ import annotations
 
 import inspect
 import io
+import re
 from typing import Any
 
 import msgspec
 import pytest
 
 from autobatch import Estimates, Progress, Result
-from autobatch.core.records import MemoryHolder, Trial
+from autobatch.core.records import MemoryHolder, RankEstimate, Trial
 from autobatch.report.facts import final_facts
-from autobatch.report.terminal import PLAIN_LINES, Terminal
+from autobatch.report.terminal import Terminal
 from tests.support.sample_run import a_device, a_probe, a_run, a_step, an_estimate
 
 SILENT = ("doing", "saved", "probed", "planned", "tuned")
@@ -32,7 +33,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], str]] = {
         (TRIAL, 8, {"compile": "default"}),
         "trial   2/8  compiled: 1,234 samples/s (23 % faster)",
     ),
-    "tried_rate": ((1, 10, 0.004, 1.25, None), "rate    1/10  0.004  loss 1.25"),
+    "tried_rate": ((1, 10, 0.004, None, "diverged"), "rate    1/10  0.004  left out, diverged"),
     "stepped": ((a_step(12), 120), "step        12/120  loss 1."),
 }
 
@@ -67,18 +68,12 @@ def test_what_fits_the_plan_and_the_choice_of_the_tuner_are_printed_once_at_the_
         assert stream.getvalue().count(f"{fact.label:<11}{fact.text}\n") == 1
 
 
-def test_trials_that_failed_are_left_out_with_their_reason() -> None:
-    failed = Trial(number=0, samples_per_s=None, feasible=False, note="too large")
-    assert "default: left out, too large" in shown("measured", failed, 8, {})
-    assert "left out, diverged" in shown("tried_rate", 1, 8, 0.1, None, "diverged")
-
-
 def test_a_run_without_a_terminal_prints_few_steps_and_every_incident() -> None:
     stream = io.StringIO()
     with Terminal(stream) as terminal:
         for step in range(1, 121):
             terminal.stepped(a_step(step, recovered=None, loss=None), 120)
-    assert stream.getvalue().count("step ") == PLAIN_LINES
+    assert stream.getvalue().count("step ") == 10
     assert "repeated at micro-batch 64: CUDA out of memory" in shown("stepped", a_step(41), 120)
     assert "skipped, the loss or the gradient is not finite" in shown(
         "stepped", a_step(7, applied=False), 120
@@ -132,13 +127,88 @@ def test_the_name_of_another_process_is_shown_and_never_obeyed(
     assert len(shown) < 5000
 
 
-def test_foreign_names_of_an_estimate_and_a_result_are_shown_as_they_read() -> None:
+def test_an_estimate_is_shown_whole_on_a_narrow_terminal_with_foreign_names_as_they_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
     one = msgspec.structs.replace(
         an_estimate(), memory={"activations": 1}, modules={HOSTILE: 1 << 30}, profile=HOSTILE
     )
-    stream = io.StringIO()
-    with Terminal(stream) as terminal:
-        terminal.estimated(Estimates(estimates=[one], notes=[HOSTILE]))
-        terminal.finish(Result(device=a_device(), command=f"autobatch fit {HOSTILE}"))
-    assert stream.getvalue().count(HARMLESS) == 4
-    assert "\x1b" not in stream.getvalue()
+    for kind in (io.StringIO, ATerminal):
+        stream = kind()
+        with Terminal(stream) as terminal:
+            ranks = [
+                RankEstimate(
+                    profile="a100", world_size=8, parallel="shard", budget_bytes=1, micro_batch=64,
+                    peak_reserved_bytes=1,
+                )
+            ]  # fmt: skip
+            terminal.estimated(Estimates(estimates=[one], notes=[HOSTILE], over_ranks=ranks))
+            terminal.finish(Result(device=a_device(), command=f"autobatch fit {HOSTILE}"))
+        shown = stream.getvalue()
+        assert "\x1b[2J" not in shown
+        rows = [line.split() for line in shown.splitlines()]
+        assert ["22.0", "GiB", "90", "86", "to", "93", "21.0", "GiB", "bf16", "12"] in [
+            row[-10:] for row in rows
+        ]
+        assert ["8", "64"] in rows
+        assert any(HARMLESS in line and "22.0 GiB" in line for line in shown.splitlines())
+
+
+def last_line(width: int, *events: tuple[str, Any], encoding: str = "utf-8") -> str:
+    """Return the live line of a terminal after some events."""
+
+    class Encoded(ATerminal):
+        @property
+        def encoding(self) -> str:  # type: ignore[override]
+            return encoding
+
+    stream = Encoded()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("COLUMNS", str(width))
+        patched.setenv("TERM", "xterm")
+        patched.setenv("NO_COLOR", "1")
+        with Terminal(stream) as terminal:
+            for event, arguments in events:
+                getattr(terminal, event)(*arguments)
+            terminal.doing(events[-1][1][0] if events[-1][0] == "doing" else "training")
+            text = stream.getvalue()
+    return re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", text).replace("\r", "\n").rstrip().splitlines()[-1]
+
+
+A_STEP = a_step(40, samples_per_s=1824.0, oom_recoveries=0, validation={"loss": 0.5, "accuracy": 0.91})
+STEPS = (("saved", (40,)), ("stepped", (A_STEP, 120)), ("stepped", (a_step(50, samples_per_s=1824.0), 120)))
+
+
+@pytest.mark.parametrize(
+    ("width", "figures"),
+    [
+        (60, ["loss"]),
+        (80, ["loss", "1,824 samples/s"]),
+        (120, ["loss", "1,824 samples/s", "1 recovery", "GiB"]),
+        (200, ["loss", "samples/s", "1 recovery", "GiB", "held-out accuracy 91.00 %", "saved 40"]),
+    ],
+)
+def test_the_bar_of_the_training_shows_what_there_is_room_for(width: int, figures: list[str]) -> None:
+    text = last_line(width, *STEPS)
+    for figure in ["training", "50/120", *figures]:
+        assert figure in text
+    assert len(text) <= width
+
+
+def test_the_line_shows_the_act_the_best_trial_and_the_time_since_it_began() -> None:
+    events = (("measured", (TRIAL, 8, {"compile": "default"})), ("doing", ("trial 3 of 8",)))
+    text = last_line(80, *events)
+    assert "trial 3 of 8 best so far 23 % faster: compiled" in " ".join(text.split())
+    assert text.endswith("0:00:00")
+    long = ("doing", ("comparing the best 3 with the default, round 2 of at most 8",))
+    text = last_line(60, events[0], long)
+    assert "comparing the best 3 with the default" in text
+    assert "best so far" not in text, "the figures go first"
+    assert text.endswith("0:00:00")
+    assert "50/120" in last_line(100, *STEPS, ("doing", ("saving a checkpoint",))), "the bar stays"
+    text = last_line(80, ("doing", ("running 342 × 3 samples …",)), encoding="ascii")
+    assert text.isascii()
+    assert "running 342 x 3 samples ..." in text

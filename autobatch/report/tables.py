@@ -1,0 +1,136 @@
+"""Tables of text that set results side by side: GPUs of an estimate, memory of a step, runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from autobatch.core.records import Estimate, Plan, RankEstimate, RunRecord, Training
+from autobatch.core.units import format_bytes
+from autobatch.report.facts import describe_split, peak_bytes
+from autobatch.report.words import count, decimal, knobs_in_words, metric_in_words, moment
+
+TOP_MODULES = 5
+"""Modules that an explanation names, those with the most activations."""
+
+
+class Table(NamedTuple):
+    """A table of text; the first column names the row."""
+
+    caption: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+def gpu_table(estimates: Sequence[Estimate]) -> Table:
+    """Return a row for each GPU. Columns that are empty for all GPUs are left out."""
+    cells: dict[str, Callable[[Estimate], str]] = {
+        "GPU": lambda one: one.profile,
+        "budget": lambda one: format_bytes(one.budget_bytes),
+        "micro-batch": lambda one: count(one.micro_batch) if one.fits else "does not fit",
+        "interval": _interval,
+        "reserved": lambda one: format_bytes(one.peak_reserved_bytes),
+        "precision": lambda one: one.precision,
+        "steps": lambda one: "" if one.plan is None else count(one.plan.accumulation_steps),
+    }
+    columns = {name: [cell(one) for one in estimates] for name, cell in cells.items()}
+    shown = {name: column for name, column in columns.items() if any(column)}
+    return Table("What is predicted to fit", list(shown), list(map(list, zip(*shown.values(), strict=True))))
+
+
+def _interval(one: Estimate) -> str:
+    """Return the interval of the limit; empty if it is a single size."""
+    low, high = one.micro_batch_low, one.micro_batch_high
+    return "" if low == high else f"{count(low)} to {count(high)}"
+
+
+def rank_table(cells: Sequence[RankEstimate]) -> Table:
+    """Return the largest micro-batch of a rank: a row for each number of ranks, a column for each GPU."""
+    gpus = list(dict.fromkeys(cell.profile for cell in cells))
+    found = {(cell.world_size, cell.profile): cell.micro_batch for cell in cells}
+    rows = [
+        [count(world), *(count(found[world, gpu]) if found.get((world, gpu)) else "–" for gpu in gpus)]
+        for world in dict.fromkeys(cell.world_size for cell in cells)
+    ]
+    return Table("largest micro-batch of a rank", ["ranks", *gpus], rows)
+
+
+def memory_table(one: Estimate) -> Table:
+    """Return what uses the memory of one GPU at the peak."""
+    total = max(1, sum(one.memory.values()))
+    sizes: list[tuple[str, int]] = []
+    for kind, size in one.memory.items():
+        sizes.append((kind, size))
+        if kind == "activations":
+            sizes += [(f"  {name}", own) for name, own in list(one.modules.items())[:TOP_MODULES]]
+    caption = f"memory at the peak of micro-batch {max(1, one.micro_batch):,}, phase {one.phase}"
+    rows = [[name, format_bytes(size), f"{size / total:.0%}"] for name, size in sizes if size]
+    return Table(caption, [caption, "bytes", "share"], rows)
+
+
+def size_lines(one: Estimate) -> Iterator[str]:
+    """Yield what fits of each size of sample, and what a split by size would save."""
+    if len(one.lengths) > 1:
+        tokens = "tokens" if one.size_unit else "size"
+        yield f"predicted micro-batch by {tokens} of the longest sample in it:"
+        # Of sizes with one limit, the largest says it all.
+        for limit in {each.micro_batch: each for each in one.lengths}.values():
+            total = f"{limit.padded_size:,.0f} {one.size_unit} per micro-batch" if one.size_unit else ""
+            yield f"  {limit.micro_batch:>7,}  up to {limit.size:g}  {total}".rstrip()
+    cut = one.size_cut
+    if cut is not None and cut.padding is not None and cut.padding_by_count is not None:
+        yield (
+            f"a split by size would compute {cut.padding:.2f} elements for each real one, a split by count "
+            f"{cut.padding_by_count:.2f} (in {cut.steps:.1f} and {cut.steps_by_count:.0f} micro-batches)"
+        )
+
+
+def remedy_lines(one: Estimate) -> Iterator[str]:
+    """Yield what would let more fit on one GPU."""
+    for remedy in one.remedies or ():
+        figure = count(remedy.micro_batch) if remedy.micro_batch else "does not fit"
+        yield f"  {figure:>7}  {remedy.advice} (peak {format_bytes(remedy.peak_bytes)})"
+
+
+def comparison_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table:
+    """Build a table with a row for each figure and a column for each run, without figures that none has.
+
+    Args:
+        runs: the runs.
+        names: what they are called, for example their folders.
+    """
+
+    def planned(cell: Callable[[Plan], str]) -> list[str]:
+        return ["" if run.plan is None else cell(run.plan) for run in runs]
+
+    def trained(cell: Callable[[Training], str]) -> list[str]:
+        return ["" if run.training is None else cell(run.training) for run in runs]
+
+    metrics = dict.fromkeys(name for run in runs if run.training for name in run.training.validation)
+    versions = sorted({name for run in runs for name in run.versions})
+    columns = {
+        "device": [run.device.name for run in runs],
+        "budget": [format_bytes(run.device.budget_bytes) for run in runs],
+        "batch": planned(lambda plan: count(plan.target_batch)),
+        "split": planned(describe_split),
+        "precision": planned(lambda plan: plan.precision),
+        "tuned": planned(lambda plan: knobs_in_words(plan.knobs)),
+        "learning rate": planned(lambda plan: f"{plan.learning_rate:.3g}"),
+        **{f"held-out {name}": trained(lambda one, name=name: _held_out(one, name)) for name in metrics},  # type: ignore[misc]
+        "training loss": trained(lambda one: decimal(one.final_loss)),
+        "steps": trained(lambda one: count(one.optimizer_steps)),
+        "samples/s": trained(lambda one: decimal(one.samples_per_s)),
+        "time, s": trained(lambda one: decimal(one.seconds, 3)),
+        "peak memory": trained(lambda one: format_bytes(peak_bytes(one)) if peak_bytes(one) else ""),
+        "recoveries": trained(lambda one: count(one.oom_recoveries)),
+        **{name: [run.versions.get(name, "") for run in runs] for name in versions},
+        "date": [moment(run.created) if run.created else "" for run in runs],
+    }
+    rows = [[label, *values] for label, values in columns.items() if any(values)]
+    return Table("What each run planned and reached", ["", *names], rows)
+
+
+def _held_out(training: Training, name: str) -> str:
+    if name not in training.validation:
+        return ""
+    return metric_in_words(name, training.validation[name]).removeprefix(f"{name} ")

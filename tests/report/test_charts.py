@@ -1,0 +1,273 @@
+"""The charts: what they say in words, their data, and what holds for every drawing."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import matplotlib as mpl
+import msgspec
+import pytest
+
+from autobatch import Plan
+from autobatch.core.records import Attempt, MemoryCurve, RankPlan, Trial
+from autobatch.core.units import GiB, MiB
+from autobatch.planning import make_plan
+from autobatch.report import charts, drawing
+from autobatch.report.drawing import Picture
+from autobatch.report.page import sections_of
+from tests.support.sample_run import a_device, a_memory_curve, a_probe, a_run, a_step, some_trials
+
+
+def all_pictures() -> list[Picture]:
+    return [picture for section in sections_of(a_run()) for picture in section.pictures]
+
+
+@pytest.fixture(scope="module", name="pictures")
+def drawn_once() -> dict[str, Picture]:
+    return {picture.slug: picture for picture in all_pictures()}
+
+
+def drawn(picture: Picture | None) -> Picture:
+    assert picture is not None
+    return picture
+
+
+def described(picture: Picture | None) -> str:
+    return re.findall(r"<desc [^>]*>([^<]*)<", drawn(picture).svg)[0]
+
+
+def trained(*records: Any) -> Picture:
+    return drawn(charts.training_figure(records))
+
+
+def planned(target: int, limit: int, ranks: int = 1) -> Plan:
+    return make_plan(target_batch=target, micro_batch_limit=limit, learning_rate=0.1, world_size=ranks)
+
+
+def test_every_drawing_has_colours_of_the_palette_and_is_drawn_wide_and_narrow(
+    pictures: dict[str, Picture],
+) -> None:
+    for picture in pictures.values():
+        bare = re.sub(r"var\(--[\w-]+, #[0-9a-f]{6}\)", "", picture.svg)
+        assert not re.search(r"(fill|stroke)[:=] ?\"?#(?!ffffff)[0-9a-f]{6}", bare), picture.slug
+        assert set(re.findall(r"var\(--([\w-]+)", picture.svg)) <= drawing.PALETTE.keys() | {"sans"}
+        assert re.findall(r'<svg class="(\w+)" viewBox="0 0 (\d+)', picture.svg) == [
+            ("wide", "720"),
+            ("narrow", "328"),
+        ]
+        assert picture.svg.count("<title>") == picture.svg.count("<desc id=") == 2
+        assert "</text>" in picture.svg, "text stays text"
+    ids = [found for one in pictures.values() for found in re.findall(r'\bid="([^"]+)"', one.svg)]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_same_data_give_the_same_pictures_whatever_style_the_user_has(
+    pictures: dict[str, Picture],
+) -> None:
+    with mpl.rc_context({"font.size": 40, "axes.facecolor": "red", "svg.fonttype": "path"}):
+        assert all_pictures() == list(pictures.values())
+        assert mpl.rcParams["font.size"] == 40, "and it is restored"
+
+
+def test_what_is_drawn_is_in_words_and_in_the_legend(pictures: dict[str, Picture]) -> None:
+    said = {
+        "memory": ["4 sizes fitted, 2 did not. The result is 93. The budget is 6.00 GiB.",
+                   "budget 6.00 GiB<", ">ran and fits<", ">result, 93<",
+                   ">did not fit (its peak is unknown)<", ">predicted<"],
+        "memory-over-time": ["The peak is 4.98 GiB.", ">activations<", ">optimizer state<"],
+        "plan": ["1,024 samples in 12 micro-batches of at most 86 on 1 rank.", ">86<"],
+        "comparison": ["compiled  15 % faster<", ">chosen<"],
+        "trials": ["12 trials measured, 1 infeasible. The study was continued 1 time.",
+                   "speed ÷ speed of the default<", ">continued later<", ">infeasible<"],
+        "training": ["loss, learning rate, samples/s over 120 optimizer steps, with 1 recovery and 3 check",
+                     ">recovery from out of memory<", ">checkpoint<"],
+        "times": ["backward 48 %, forward 31 %", ">step 9 %<"],
+    }  # fmt: skip
+    assert pictures.keys() == said.keys()
+    for slug, texts in said.items():
+        for text in texts:
+            assert pictures[slug].svg.count(text) >= 2, text
+
+
+def test_nothing_to_draw_gives_no_picture() -> None:
+    assert charts.training_figure([]) is None
+    assert charts.trials_figure(some_trials()[:1]) is None, "one trial says nothing"
+    assert charts.comparison_figure([]) is None
+    assert charts.times_figure({"forward": 0.0}) is None
+    assert charts.memory_figure(a_device(), msgspec.structs.replace(a_probe(), attempts=[])) is None
+    assert charts.memory_curve_figure(MemoryCurve(positions=[], categories={}), 1) is None
+
+
+def test_the_table_of_a_search_has_every_size_that_ran() -> None:
+    rows = drawn(charts.memory_figure(a_device(), a_probe())).table.rows
+    assert [row[0] for row in rows] == ["1", "8", "64", "93", "94", "97"]
+    assert [row[1] for row in rows] == 4 * ["fits"] + 2 * ["does not fit"]
+    assert rows[-1][-1] == "CUDA out of memory. Tried to allocate 512.00 MiB in backward"
+
+
+def test_unknown_peaks_and_nothing_that_fits() -> None:
+    def attempt(size: int, allocated: int | None = None, *, fits: bool = True) -> Attempt:
+        return Attempt(
+            micro_batch=size, fits=fits, peak_allocated_bytes=allocated, peak_reserved_bytes=None, seconds=0.1
+        )
+
+    attempts = [attempt(1), attempt(2, MiB), attempt(3, fits=False)]
+    probe = msgspec.structs.replace(a_probe(), attempts=attempts)
+    picture = drawn(charts.memory_figure(a_device(), probe))
+    assert "peak allocated memory, GiB</text>" in picture.svg
+    assert [row[2] for row in picture.table.rows] == ["unknown", "1.00 MiB", "unknown"]
+    failed = msgspec.structs.replace(probe, attempts=2 * attempts[2:])
+    assert "ran and fits" not in drawn(charts.memory_figure(a_device(), failed)).svg
+
+
+def test_memory_over_a_step_is_stacked_with_cached_memory_in_grey() -> None:
+    curve = MemoryCurve(positions=[0.0, 1.0], categories={"parameters": [GiB, GiB], "cached": [0, 2 * GiB]})
+    picture = drawn(charts.memory_curve_figure(curve, 3 * GiB))
+    assert picture.note == "The peak is 3.00 GiB."
+    assert re.search(r"fill: var\(--rule", picture.svg)
+    assert ">budget<" in picture.svg
+    assert ">budget<" not in drawn(charts.memory_curve_figure(a_memory_curve(), 60 * GiB)).svg, "far above"
+    empty = MemoryCurve(positions=[0.0], categories={"parameters": [0]})
+    assert drawn(charts.memory_curve_figure(empty, GiB)).table.rows == [["0", "0 B"]]
+
+
+@pytest.mark.parametrize(
+    ("target", "limit", "ranks", "rows"),
+    [
+        (1, 1, 1, [["0", "1", "1 × 1"]]),
+        (1024, 93, 1, [["0", "1,024", "4 × 86, 8 × 85"]]),
+        (7, 2, 2, [["0", "4", "2 × 2"], ["1", "3", "1 × 2, 1 × 1"]]),
+    ],
+)
+def test_the_plan_shows_the_share_of_each_rank(
+    target: int, limit: int, ranks: int, rows: list[list[str]]
+) -> None:
+    assert charts.plan_figure(planned(target, limit, ranks)).table.rows == rows
+
+
+def test_many_ranks_many_micro_batches_and_unlike_ranks() -> None:
+    wide = charts.plan_figure(planned(4096, 8, 64))
+    assert len(wide.table.rows) == 8
+    assert wide.note == "The first 8 of 64 ranks are shown."
+    long = charts.plan_figure(planned(10_000, 1))
+    assert len(long.svg) < 25_000
+    assert "all micro-batches (too many to draw one by one)" in long.svg
+    ranks = [
+        RankPlan(rank=n, host="a", device="b", kind=n, limit=9, samples=sum(own), micro_batches=own)
+        for n, own in enumerate(([9], [3, 2], []))
+    ]
+    unlike = charts.plan_figure(
+        msgspec.structs.replace(planned(14, 9), world_size=3, ranks=ranks, micro_batches=[9])
+    )
+    assert unlike.table.rows == [["0", "9", "1 × 9"], ["1", "5", "1 × 3, 1 × 2"], ["2", "0", ""]]
+    assert "rank 2</text>" in unlike.svg
+
+
+def test_trials_count_from_one_and_infeasible_ones_have_no_speed() -> None:
+    infeasible = Trial(number=0, samples_per_s=None, feasible=False, note="no")
+    rows = [["1", "", "", "no", "no"]] * 2
+    assert drawn(charts.trials_figure([infeasible] * 2)).table.rows == rows
+    numbers = [row[0] for row in drawn(charts.trials_figure(some_trials())).table.rows]
+    assert numbers == [str(number) for number in range(1, 14)]
+    absolute = [msgspec.structs.replace(one, relative=None, started=None) for one in some_trials()]
+    assert "samples/s</text>" in drawn(charts.trials_figure(absolute)).svg
+
+
+def test_configurations_are_compared_with_the_default_by_ratio_and_interval() -> None:
+    comparisons = a_run().tuning.comparisons
+    assert drawn(charts.comparison_figure(comparisons)).table.rows == [
+        ["compiled, workers 3", "1.160", "1.090 to 1.230", "4", ""],
+        ["compiled", "1.152", "1.110 to 1.200", "4", "yes"],
+        ["channels-last", "0.990", "unknown", "1", ""],
+    ]
+    odd = msgspec.structs.replace(comparisons[0], changes={"precision": "$x^2$ <b> 学習率"})
+    svg = drawn(charts.comparison_figure([odd])).svg
+    assert "$x^2$ &lt;b&gt; 学習率" in svg, "dollars and distant alphabets are no formulas"
+
+
+def test_long_runs_are_thinned_but_keep_their_spikes() -> None:
+    flat = trained(*(a_step(step, loss=1.0) for step in range(1, 20_001)))
+    spiky = trained(*(a_step(step, loss=9.0 if step == 7777 else 1.0) for step in range(1, 20_001)))
+    assert len(spiky.svg) < 200_000
+    assert [spiky.table.rows[at][0] for at in (0, -1)] == ["1", "20,000"]
+    assert len(spiky.table.rows) == 50
+    # The spike is in the curve: its axis goes up to it.
+    assert ">8</text>" in spiky.svg
+    assert ">8</text>" not in flat.svg
+
+
+def test_steps_that_ran_again_count_once_and_gaps_have_no_speed() -> None:
+    rows = trained(
+        a_step(1, loss=5.0), a_step(2), a_step(1, loss=4.0), a_step(5, applied=False, loss=None)
+    ).table.rows
+    assert [row[0] for row in rows] == ["1", "2", "5"]
+    assert rows[0][1] == "4"
+    assert rows[1][3] != ""
+    assert rows[2][1:4:2] == ["", ""]
+    assert rows[2][-1] == "no optimizer step was taken"
+
+
+def test_the_speed_of_a_step_counts_its_own_samples() -> None:
+    rows = trained(a_step(1, samples=1000, seconds=2.0), a_step(2, samples=1600, seconds=3.0)).table.rows
+    assert [row[3] for row in rows] == ["500", "200"]
+
+
+def test_held_out_figures_are_curves_and_one_step_is_a_point() -> None:
+    assert trained(a_step(1)).svg.count("<use") >= 6, "three curves, wide and narrow"
+    validated = trained(a_step(1, validation={"f1": 0.5}), a_step(2, validation={"f1": None}))
+    assert described(validated).startswith("loss, learning rate, samples/s, held-out f1 over 2")
+
+
+def test_a_long_noisy_curve_has_a_smoothed_line_over_it() -> None:
+    assert charts.smoothed([1.0] * 1000) == pytest.approx([1.0] * 1000)
+    noisy = [1.0 + (-1) ** at for at in range(1000)]
+    assert all(abs(value - 1.0) < 0.1 for value in charts.smoothed(noisy)[20:-20])
+    few, many = (trained(*(a_step(step) for step in range(1, steps))) for steps in (100, 1000))
+    assert "running mean" in many.svg
+    assert "running mean" not in few.svg
+
+
+@pytest.mark.parametrize("loss", [1e308, -1.7e308])
+@pytest.mark.parametrize("steps", [1, 50])
+def test_a_figure_that_cannot_be_drawn_is_left_out_with_a_note(loss: float, steps: int) -> None:
+    picture = trained(*(a_step(step, loss=loss) for step in range(1, steps + 1)))
+    assert picture.svg.startswith("<p>The figure of Training is left out, it cannot be drawn (")
+    assert len(picture.table.rows) == steps
+
+
+def test_the_reason_of_a_figure_that_is_left_out_is_escaped_and_cut(pictures: dict[str, Picture]) -> None:
+    def paint(*_: object) -> None:
+        raise RuntimeError("<script>\x1b" + "x" * 100_000)
+
+    table = pictures["memory"].table
+    note = drawing.draw("slug", "<b>", "description", paint, table, heights=(100, 100)).svg
+    assert "The figure of &lt;b&gt; is left out" in note
+    assert "&lt;script&gt;\\x1b" in note
+    assert len(note) < 1000
+
+
+def luminance(value: str) -> float:
+    """Return the relative luminance of a colour (WCAG 2.2)."""
+    parts = [int(value[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_colours_are_readable_by_the_contrast_of_wcag() -> None:
+    assert round(contrast("#000000", "#ffffff"), 9) == 21
+    paper, on_accent = drawing.PALETTE["paper"], drawing.PALETTE["on-accent"]
+    for role in ("ink", "muted", "accent", "bad", "warn"):
+        colors = drawing.PALETTE[role]
+        assert contrast(colors.light, paper.light) >= 4.5, role
+        assert contrast(colors.dark, paper.dark) >= 4.5, role
+    for one, other in zip(drawing.PALETTE["accent"], on_accent, strict=True):
+        assert contrast(one, other) >= 4.5
+    for role in drawing.PALETTE.keys() - {"paper", "surface", "ink", "rule", "on-accent"}:
+        for page in ("#ffffff", "#1e1e1e", "#111111"):
+            assert contrast(drawing.PALETTE[role].either, page) >= 3, (role, page)
