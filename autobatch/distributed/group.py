@@ -77,6 +77,17 @@ class Group(Ranks):
             dist.broadcast_object_list(sent, 0, group=self._messages)
         return value if self.rank == 0 else sent[0]  # type: ignore[return-value]
 
+    def send(self, content: bytes) -> bytes:
+        """See `Ranks.send`."""
+        with self.waiting("receive the samples of rank 0"):
+            size = torch.tensor(len(content), device="cpu")
+            dist.broadcast(size, 0, group=self._messages)
+            sent = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+            if self.rank == 0:
+                sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+            dist.broadcast(sent, 0, group=self._messages)
+        return sent.numpy().tobytes()
+
     def agree(self, flag: bool) -> bool:
         """See `Ranks.agree`."""
         vote = torch.tensor([int(flag)], device="cpu")

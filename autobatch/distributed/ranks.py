@@ -59,6 +59,10 @@ class Ranks:
         """Return the value of rank 0 on every rank; the others call it with anything."""
         return value
 
+    def send(self, content: bytes) -> bytes:
+        """Return the bytes of rank 0 on every rank, without a pickle around them."""
+        return content
+
     def agree(self, flag: bool) -> bool:
         """Return whether any rank gave True."""
         return flag

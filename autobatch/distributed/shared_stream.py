@@ -1,18 +1,22 @@
 """A stream that rank 0 reads for all ranks, so that they train on the samples of one process.
 
 Each batch is sent whole. A batch that runs again in other shares, or is split by size, needs no further
-message.
+message. What a rank receives is read as tensors and plain values: no message can make it run code.
 """
 
 from __future__ import annotations
 
+import _codecs
 import hashlib
 import io
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from autobatch.core.errors import InputError
 from autobatch.distributed.ranks import Ranks
 from autobatch.workload.nested import map_tensors
 from autobatch.workload.streams import StreamView
@@ -35,11 +39,9 @@ class SharedStream(StreamView):
         """Send the samples of a batch from rank 0 to all; all ranks call it."""
         super().begin_batch(first, stop)
         own = b"" if self._ranks.rank else pack(self.__getitems__(range(first, stop)))
-        content = self._ranks.broadcast(own)
+        content = self._ranks.send(own)
         if self._ranks.rank:
-            # Samples are any objects of the user's, which come from rank 0 of this run.
-            samples = torch.load(io.BytesIO(content), weights_only=False)
-            self._held = dict(zip(range(first, stop), samples, strict=True))
+            self._held = dict(zip(range(first, stop), unpack(content), strict=True))
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         """See `StreamView.load_state_dict`."""
@@ -62,10 +64,35 @@ def split_note(first_sample: Any, ranks: Ranks) -> str | None:
 
 
 def pack(samples: Any) -> bytes:
-    """Return samples as bytes that `torch.load` reads, without the memory that a tensor is a part of."""
+    """Return samples as bytes for `unpack`, without the memory that a tensor is a part of.
+
+    Raises:
+        InputError: they hold something else than tensors, arrays and plain values.
+    """
     file = io.BytesIO()
     torch.save(map_tensors(samples, _compact), file)
+    file.seek(0)
+    with safe_globals(_numpy_globals()):
+        foreign = sorted(get_unsafe_globals_in_checkpoint(file))
+    if foreign:
+        raise InputError(
+            "rank 0 sends the samples of a stream to the other ranks as tensors, NumPy arrays, numbers, text "
+            f"and bytes in dicts, lists and tuples, found {foreign[0]}: convert it where the stream yields it"
+        )
     return file.getvalue()
+
+
+def unpack(content: bytes) -> Any:
+    """Return samples from their bytes."""
+    with safe_globals(_numpy_globals()):
+        return torch.load(io.BytesIO(content), weights_only=True)
+
+
+def _numpy_globals() -> list[Any]:
+    """Return the functions and classes that make arrays, beside those that torch allows by itself."""
+    kinds = [type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"]
+    makers = [np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
+    return [np.ndarray, np.dtype, _codecs.encode, *makers, *dict.fromkeys(kinds)]
 
 
 def _compact(tensor: Tensor) -> Tensor:

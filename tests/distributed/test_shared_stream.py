@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import io
+import fractions
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 import autobatch
-from autobatch.distributed.shared_stream import pack, split_note
+from autobatch import InputError
+from autobatch.distributed.shared_stream import pack, split_note, unpack
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.training import apart, fingerprint, make_workload, points, weights
@@ -121,9 +123,20 @@ def test_a_stream_that_is_split_by_rank_is_named(server: RankServer) -> None:
     ids=str,
 )
 def test_a_tensor_is_sent_whole_and_without_the_memory_around_it(tensor: Tensor) -> None:
-    (found,) = torch.load(io.BytesIO(pack([{"x": tensor, "y": "text"}])), weights_only=False)
+    (found,) = unpack(pack([{"x": tensor, "y": "text"}]))
     assert found["y"] == "text"
     assert found["x"].dtype == tensor.dtype
     assert torch.equal(found["x"], tensor)
     row = torch.zeros(1000, 1000)[3]
     assert len(pack(row)) < 2 * row.nbytes
+
+
+def test_samples_are_sent_as_plain_values_only() -> None:
+    pixels = np.arange(6, dtype=np.uint8).reshape(2, 3)[:, ::2]
+    sample = (pixels, np.float32(0.5), np.array(["a"]), b"1", None)
+    array, *others = unpack(pack(sample))
+    assert np.array_equal(array, pixels)
+    assert array.dtype == np.uint8
+    assert others == [*sample[1:]]
+    with pytest.raises(InputError, match=r"as tensors.*, found fractions\.Fraction: convert it where"):
+        pack([{"x": fractions.Fraction(1, 3)}])
