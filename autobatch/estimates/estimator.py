@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from autobatch.core.errors import AutobatchError, DoesNotFitError
 from autobatch.core.options import Options
-from autobatch.core.records import Estimate, Parallel, Plan, RankEstimate, Remedy, SizeCut
+from autobatch.core.records import Estimate, LengthLimit, Parallel, Plan, RankEstimate, Remedy, SizeCut
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
 from autobatch.device.allocator.trace import replay
@@ -46,7 +46,7 @@ from autobatch.footprint.suggestions import find_suggestions, in_words
 from autobatch.footprint.tracing.apart import run_apart, run_in_copies
 from autobatch.planning import make_plan
 from autobatch.report.result import Estimates
-from autobatch.search.curve import CurvePoint, curve_of, lengths_of, trace_sizes
+from autobatch.search.curve import curve_of, trace_sizes
 from autobatch.search.hazards import hazard_in_model, is_padded
 from autobatch.search.plan_split import with_expectations
 from autobatch.setup.setup import check_loss_of_ranks
@@ -292,20 +292,20 @@ class Estimator:
         size, count = gpu.libraries.workspaces or (0, 0)
         allocator = partial(gpu_allocator, one.budget_bytes - size * count)
         cap = self.gpus.cap
-        points = curve_of(program, sizes, allocator, limit=one.micro_batch, cap=cap)
+        lengths = curve_of(program, sizes, allocator, limit=one.micro_batch, cap=cap)
         is_cut = hazard_in_model(self.traces.model) is None and is_padded(self.traces.workload, sizes)
         return msgspec.structs.replace(
             one,
-            lengths=lengths_of(points, cap),
+            lengths=lengths,
             size_unit=self.traces.worst_case.size_unit(),
-            size_cut=self._size_cut(points, sizes, one.plan) if is_cut and one.plan else None,
+            size_cut=self._size_cut(lengths, sizes, one.plan) if is_cut and one.plan else None,
         )
 
-    def _size_cut(self, points: Sequence[CurvePoint], sizes: NDArray[np.float64], plan: Plan) -> SizeCut:
+    def _size_cut(self, lengths: Sequence[LengthLimit], sizes: NDArray[np.float64], plan: Plan) -> SizeCut:
         """Return the split by size of a plan; only a run would show whether padding changes a result."""
         cut = SizeCut(
-            sizes=[point.size for point in points],
-            micro_batches=[min(point.micro_batch, plan.target_batch) for point in points],
+            sizes=[one.size for one in lengths],
+            micro_batches=[min(one.micro_batch, plan.target_batch) for one in lengths],
             limits_by="replay",
             digest=digest_of(sizes),
         )

@@ -70,13 +70,11 @@ def run_attempt(process: SetupProcess, micro_batch: int) -> Outcome:
     except ChildCrashed as crash:
         if not crash.out_of_memory:
             raise
-    else:
-        if outcome.is_context_lost:
-            process.restart()
-        return outcome
-    process.restart()
-    reason = "the host ran out of memory and ended the child process"
-    return Outcome(_unmeasured(micro_batch, reason, time.perf_counter() - start), None)
+        reason = "the host ran out of memory and ended the child process"
+        outcome = _unmeasured(micro_batch, reason, time.perf_counter() - start)
+    if outcome.is_context_lost:
+        process.restart()
+    return outcome
 
 
 class Attempts:
@@ -97,27 +95,22 @@ class Attempts:
         self.stopped_by: str | None = None
         """`LOST` once no further size can run; None otherwise."""
 
-    def run(self, size: int) -> Outcome:
+    def run(self, size: int, *, may_fail: bool = False) -> Outcome:
         """Make an attempt.
 
-        Raises:
-            InputError: the workload raised.
-            ChildCrashed: the child crashed or hung.
-        """
-        outcome = self._run(size)
-        self._progress.attempted(outcome.attempt)
-        return outcome
-
-    def run_or_fail(self, size: int) -> Outcome:
-        """Make an attempt, in which an error above a size that fits is an outcome.
+        Args:
+            size: the micro-batch.
+            may_fail: an error above a size that fits is an outcome.
 
         Raises:
             InputError: the workload is invalid.
-            Exception: whatever the workload raises at fewer samples than fit.
+            ChildCrashed: the child crashed or hung.
+            Exception: whatever else the workload raises.
         """
-        outcome = self._run_or_fail(size)
-        if outcome.attempt.is_below_budget:
-            outcome = self._run_or_fail(size)
+        run = self._run_or_fail if may_fail else self._run
+        outcome = run(size)
+        if may_fail and outcome.attempt.is_below_budget:
+            outcome = run(size)
         self._progress.attempted(outcome.attempt)
         return outcome
 
@@ -133,10 +126,8 @@ class Attempts:
         try:
             return self._run(size)
         except Exception as error:
-            may_depend_on_size = not isinstance(error, AutobatchError) or isinstance(
-                error, UserCodeError | ChildCrashed
-            )
-            if size <= self._largest or not may_depend_on_size:
+            is_of_this_size = isinstance(error, UserCodeError | ChildCrashed)
+            if size <= self._largest or (isinstance(error, AutobatchError) and not is_of_this_size):
                 raise
             failure = error
         # Outside of the except block, so that nothing holds the tensors of the failed attempt.
@@ -146,8 +137,9 @@ class Attempts:
                 self._process.restart()
             else:
                 self.stopped_by = LOST
-        failed = _unmeasured(size, error_text(failure, first_line=True), 0.0)
-        return Outcome(msgspec.structs.replace(failed, is_error=True), None, error=failure)
+        outcome = _unmeasured(size, error_text(failure, first_line=True), 0.0)
+        failed = msgspec.structs.replace(outcome.attempt, is_error=True)
+        return outcome._replace(attempt=failed, error=failure, is_context_lost=False)
 
     def _without_spill(self, outcome: Outcome) -> Outcome:
         """Reject a size that runs several times slower per sample: some drivers spill to the host's memory.
@@ -199,7 +191,7 @@ def nothing_fits(
     # The memory of a loss over the whole batch depends on the target batch, not on the micro-batch.
     smaller = ", a smaller target batch" if last.phase == "loss" else ""
     shorter = ", samples cut shorter or left out" if largest is not None else ""
-    changes = ask_or_none(process, "looking for what helps", _remedies) or []
+    changes = ask_or_none(process, "looking for what helps", _remedies, step) or []
     parts.append(f"What helps: a larger --memory-budget{smaller}{shorter}{in_words(changes)}")
     return DoesNotFitError(". ".join(parts))
 
@@ -213,8 +205,9 @@ def step_snapshot(process: SetupProcess, micro_batch: int, knobs: Mapping[str, V
     return ask_or_none(process, "recording the memory of a few steps", _snapshot, micro_batch, dict(knobs))
 
 
-def _unmeasured(size: int, reason: str, seconds: float) -> Attempt:
-    return Attempt(
+def _unmeasured(size: int, reason: str, seconds: float) -> Outcome:
+    """Return an attempt whose process has ended."""
+    failed = Attempt(
         micro_batch=size,
         fits=False,
         peak_allocated_bytes=None,
@@ -222,14 +215,15 @@ def _unmeasured(size: int, reason: str, seconds: float) -> Attempt:
         seconds=seconds,
         reason=reason,
     )
+    return Outcome(failed, None, is_context_lost=True)
 
 
 def _attempt(session: Session, micro_batch: int) -> Outcome:
     return attempt(session.setup, micro_batch)
 
 
-def _remedies(session: Session) -> list[Remedy]:
-    return remedies_of(session.setup, session.find(Footprint))
+def _remedies(session: Session, step: Footprint | None) -> list[Remedy]:
+    return remedies_of(session.setup, step)
 
 
 def _snapshot(session: Session, micro_batch: int, knobs: dict[str, Value]) -> bytes | None:

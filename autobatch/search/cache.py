@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 
@@ -61,25 +61,6 @@ class CachedLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """ISO date on which it was found."""
 
 
-class StaleLimit(NamedTuple):
-    """A saved limit of the same workload under another key."""
-
-    limit: CachedLimit
-    changed: list[str]
-    """Names of the fields that differ."""
-    has_close_budget: bool
-    """True if only the budget differs, by at most `CLOSE_BUDGETS`."""
-
-    @property
-    def is_other_question(self) -> bool:
-        """True if options alone explain every change."""
-        return set(self.changed) <= ASKED_FOR
-
-    def __str__(self) -> str:
-        """Return for example ``the limit saved on 2026-11-20 is stale: model, torch changed``."""
-        return f"the limit saved on {self.limit.date} is stale: {', '.join(self.changed)} changed"
-
-
 def store(limit: CachedLimit, home: Path) -> Path:
     """Save a limit atomically in place of an earlier one of the same key, and return its path.
 
@@ -90,61 +71,59 @@ def store(limit: CachedLimit, home: Path) -> Path:
     return save_or_explain(entry_path(limit.key, home), content + b"\n")
 
 
-def lookup(key: Mapping[str, KeyValue], home: Path) -> CachedLimit | StaleLimit | None:
+def lookup(
+    key: Mapping[str, KeyValue], home: Path, *, may_vary: bool = False
+) -> tuple[CachedLimit | None, str | None]:
     """Look up the limit of a key.
 
     Args:
         key: everything that changes the answer, by name.
         home: the data directory.
+        may_vary: the budget follows free memory, so that the limit of a close one is taken too.
 
     Returns:
-        The limit of exactly this key; else the limit of the same ``workload`` that differs in the fewest
-        fields (the newest of those) as a `StaleLimit`; else None.
+        The limit, None if there is none; and if it is stale, the names of the fields that have changed since,
+        in words. Of several stale ones, that counts in which the fewest have, and of those the newest.
     """
     exact = _read(entry_path(key, home))
-    if exact is not None and _known(exact.key) == _known(key):
-        return exact
+    if exact is not None and not _changed(exact, key):
+        return exact, None
     if key.get("workload") is None:
-        return None
+        return None, None
+    limits = filter(None, map(_read, sorted((home / "profiles").glob("*/limits/*.json"))))
     relatives = [
-        _compared(limit, key)
-        for limit in _read_all(home)
-        if limit.key.get("workload") == key["workload"] and _known(limit.key) != _known(key)
+        (limit, changed)
+        for limit in limits
+        if limit.key.get("workload") == key["workload"] and (changed := _changed(limit, key))
     ]
-    newest_first = sorted(relatives, key=lambda stale: stale.limit.date, reverse=True)
-    return min(newest_first, key=lambda stale: len(stale.changed), default=None)
+    relatives.sort(key=lambda pair: pair[0].date, reverse=True)
+    stale, changed = min(relatives, key=lambda pair: len(pair[1]), default=(None, []))
+    if stale is None:
+        return None, None
+    if may_vary and changed == ["budget_bytes"] and _has_close_budget(stale, key):
+        return stale, None
+    if set(changed) <= ASKED_FOR:
+        return None, None
+    return None, f"the limit saved on {stale.date} is stale: {', '.join(changed)} changed"
 
 
 def entry_path(key: Mapping[str, KeyValue], home: Path) -> Path:
     """Return the file of a key's limit."""
-    canonical = msgspec.json.encode(_known(key), order="deterministic")
+    # Fields that are unknown count as absent.
+    known = {field: value for field, value in key.items() if value is not None}
+    canonical = msgspec.json.encode(known, order="deterministic")
     folder = profile_folder(str(key.get("device")), user_dir=home)
     return folder / "limits" / f"{hashlib.sha256(canonical).hexdigest()}.json"
 
 
-def _known(key: Mapping[str, KeyValue]) -> dict[str, KeyValue]:
-    """Leave out the fields that are unknown: they count as absent."""
-    return {field: value for field, value in key.items() if value is not None}
+def _changed(limit: CachedLimit, key: Mapping[str, KeyValue]) -> list[str]:
+    """Return the names of the fields in which the key of a limit differs."""
+    return sorted(name for name in limit.key.keys() | key.keys() if limit.key.get(name) != key.get(name))
 
 
-def _compared(limit: CachedLimit, key: Mapping[str, KeyValue]) -> StaleLimit:
-    changed = sorted(name for name in limit.key.keys() | key.keys() if limit.key.get(name) != key.get(name))
+def _has_close_budget(limit: CachedLimit, key: Mapping[str, KeyValue]) -> bool:
     old, new = limit.key.get("budget_bytes"), key.get("budget_bytes")
-    is_close = isinstance(old, int) and isinstance(new, int) and abs(new - old) <= CLOSE_BUDGETS * new
-    return StaleLimit(limit, changed, is_close and changed == ["budget_bytes"])
-
-
-def _read_all(home: Path) -> Iterator[CachedLimit]:
-    folder = home / "profiles"
-    try:
-        files = sorted(folder.glob("*/limits/*.json"))
-    except OSError as error:
-        _LOG.warning("%s", printable(f"the saved limits under {folder} are ignored: {error}"))
-        return
-    for file in files:
-        limit = _read(file)
-        if limit is not None:
-            yield limit
+    return isinstance(old, int) and isinstance(new, int) and abs(new - old) <= CLOSE_BUDGETS * new
 
 
 def _read(file: Path) -> CachedLimit | None:
@@ -154,13 +133,12 @@ def _read(file: Path) -> CachedLimit | None:
     try:
         limit = msgspec.convert(read_json(file), CachedLimit)
     except (InputError, *UNREADABLE) as error:
-        _LOG.warning("%s", printable(f"the saved limit {file} is ignored: {error}"))
-        return None
-    if limit.schema == SCHEMA:
-        return limit
-    _LOG.warning(
-        "the saved limit %s is ignored: schema %s, this autobatch reads %s", file, limit.schema, SCHEMA
-    )
+        reason = str(error)
+    else:
+        if limit.schema == SCHEMA:
+            return limit
+        reason = f"schema {limit.schema}, this autobatch reads {SCHEMA}"
+    _LOG.warning("%s", printable(f"the saved limit {file} is ignored: {reason}"))
     return None
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,7 +16,7 @@ from autobatch.core.errors import AutobatchError
 from autobatch.core.knobs import PRECISION, memory_signature
 from autobatch.core.largest import largest, near
 from autobatch.core.progress import Progress
-from autobatch.core.records import LengthLimit, Plan, Probe
+from autobatch.core.records import LengthLimit, Plan, Probe, UpperBoundBy
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.footprint.program import Untraceable
 from autobatch.footprint.size_program import TRACED_STEPS, Shape, SizeProgram, fit_size_program
@@ -44,27 +43,12 @@ LEAST_SIZES = 4
 """Different sizes that determine a parabola and check it."""
 
 
-class CurvePoint(NamedTuple):
-    """Largest micro-batch of samples up to a size."""
-
-    size: float
-    micro_batch: int
-
-
-def processor_seconds() -> float:
-    """Return the seconds that processors worked for this process and for its children that have ended."""
-    return sum(os.times()[:4])
-
-
-def trace_sizes(
-    setting: Setting, sizes: Sizes, *, clock: Callable[[], float] = processor_seconds
-) -> SizeProgram:
+def trace_sizes(setting: Setting, sizes: Sizes) -> SizeProgram:
     """Trace a step at shapes that determine its program over micro-batch and size.
 
     Args:
         setting: what to trace.
         sizes: size of each sample, by its index.
-        clock: returns seconds of the processor, which other processes do not change.
 
     Raises:
         Untraceable: the step follows no such program, has too few sizes, or takes too long to trace.
@@ -72,11 +56,11 @@ def trace_sizes(
     """
     samples = _spread(sizes)
     plan = [(m, index) for index in samples[:3] for m in (2, 3)] + [(5, samples[3])]
-    # The first trace also imports what the others use, so the second one is timed.
+    # The first trace also imports what the others use, so the second one is timed, in seconds of processors.
     found = _record(setting, plan[:1])
-    start = clock()
+    start = sum(os.times()[:4])
     found += _record(setting, plan[1:2])
-    expected = (clock() - start) * len(plan)
+    expected = (sum(os.times()[:4]) - start) * len(plan)
     if expected > SECONDS:
         raise Untraceable(f"tracing the sizes of the samples would take {expected:.0f} s")
     found += _record(setting, plan[2:])
@@ -133,7 +117,7 @@ def curve_of(
     *,
     limit: int | None,
     cap: int,
-) -> list[CurvePoint]:
+) -> list[LengthLimit]:
     """Return the largest micro-batch for samples up to several sizes, in ascending order of size.
 
     Args:
@@ -144,7 +128,7 @@ def curve_of(
         cap: the largest micro-batch to try.
     """
     knots = np.unique(np.quantile(sizes, np.linspace(0, 1, KNOTS + 1)[1:], method="higher"))
-    found: list[CurvePoint] = []
+    found: list[LengthLimit] = []
     least, larger = limit or 1, float(knots[-1])
     for size in knots[::-1].tolist():
 
@@ -158,7 +142,9 @@ def curve_of(
             likely = near(int(least * larger / size) if size > 0 else cap)
             least = largest(fits, least, max(cap, least) + 1, likely)
         larger = size
-        found.append(CurvePoint(float(size), min(least, cap)))
+        own = min(least, cap)
+        by: UpperBoundBy = "cap" if own == cap else "replay"
+        found.append(LengthLimit(size=size, micro_batch=own, upper_bound_by=by, padded_size=size * own))
     return found[::-1]
 
 
@@ -224,31 +210,17 @@ def find_limits_by_size(process: SetupProcess, found: Probe, cap: int, progress:
         return found
     progress.doing("computing the limits of smaller samples")
     try:
-        points = ask_or_none(process, "a curve over size", _find_curve, found.micro_batch, cap)
+        lengths = ask_or_none(process, "a curve over size", _find_curve, found.micro_batch, cap)
     except KeyboardInterrupt:
         progress.note("interrupted: left out the micro-batches of smaller samples")
         return found
-    if not points:
+    if not lengths:
         return found
-    lengths = lengths_of(points, cap)
     lengths[-1] = msgspec.structs.replace(lengths[-1], upper_bound_by=found.upper_bound_by)
     return msgspec.structs.replace(found, lengths=lengths, size_unit=process.info.size_unit)
 
 
-def lengths_of(points: Sequence[CurvePoint], cap: int) -> list[LengthLimit]:
-    """Return the record of each point of a curve."""
-    return [
-        LengthLimit(
-            size=size,
-            micro_batch=own,
-            upper_bound_by="cap" if own == cap else "replay",
-            padded_size=size * own,
-        )
-        for size, own in points
-    ]
-
-
-def _find_curve(session: Session, limit: int, cap: int) -> list[CurvePoint]:
+def _find_curve(session: Session, limit: int, cap: int) -> list[LengthLimit]:
     """Return the curve up to a limit that ran; empty if the step is no exact program."""
     sizes, program = session.setup.worst_case.sizes(), program_of(session)
     if sizes is None or program is None or not program.is_exact:

@@ -29,7 +29,7 @@ from autobatch.footprint.largest import Fitting
 from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.planning import micro_batches
 from autobatch.search.attempts import Attempts, ask_or_none, nothing_fits, run_attempt
-from autobatch.search.cache import CachedLimit, StaleLimit, entry_path, find_trace, lookup, save_trace, store
+from autobatch.search.cache import CachedLimit, entry_path, find_trace, lookup, save_trace, store
 from autobatch.search.curve import find_limits_by_size
 from autobatch.search.real_batches import survive_real_batches
 from autobatch.search.replay import replay_on
@@ -37,7 +37,7 @@ from autobatch.search.search import MULTIPLES, Found, first_size, search
 from autobatch.setup import trace as traced_setup
 from autobatch.setup.attempt import ATTEMPT_STEPS, Outcome
 from autobatch.setup.session import Session, SetupProcess
-from autobatch.setup.setup import SetupInfo, new_allocator
+from autobatch.setup.setup import new_allocator
 from autobatch.workload.user_code import describe
 
 SUSPECT = 3
@@ -49,7 +49,7 @@ AMPLE_ROOM = 0.8
 
 
 class Limit(NamedTuple):
-    """The answer of a probe, with its file and footprint for later stages."""
+    """The answer of a probe, and what later stages take from it."""
 
     probe: Probe
     file: Path | None = None
@@ -84,7 +84,7 @@ def find_limit(
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
     _open(process, progress)
-    probing = _Probing(process, options, caps_of(process.info, options, share), home, progress)
+    probing = _Probing(process, options, share, home, progress)
     confirmed = probing.confirm()
     limit = confirmed or probing.search(clock)
     limit = limit._replace(probe=_with_others(limit.probe, process, progress))
@@ -174,40 +174,20 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, progress: P
     return limit._replace(probe=probe, planned=asked if ooms else largest)
 
 
-def caps_of(info: SetupInfo, options: Options, share: int | None = None) -> dict[LimitedBy, int]:
-    """Return the caps of the micro-batch besides memory, in samples, by their name.
-
-    Args:
-        info: the setup.
-        options: options of the run.
-        share: samples of a batch that one rank takes; None for all of the batch, if there is one.
-    """
-    caps: dict[LimitedBy, int] = {}
-    batch = options.batch.target_batch if share is None else share
-    if batch is not None:
-        caps["target_batch"] = batch
-    if options.search.max_micro_batch is not None:
-        caps["max_micro_batch"] = options.search.max_micro_batch
-    caps["dataset"] = info.samples
-    return caps
-
-
 class _Probing:
     """One probe, with its surroundings."""
 
     def __init__(
-        self,
-        process: SetupProcess,
-        options: Options,
-        caps: dict[LimitedBy, int],
-        home: Path,
-        progress: Progress,
+        self, process: SetupProcess, options: Options, share: int | None, home: Path, progress: Progress
     ) -> None:
         self._process = process
         self._options = options
-        self.caps = caps
-        self.cap = min(caps.values())
-        """The largest micro-batch to try."""
+        batch = options.batch.target_batch if share is None else share
+        limits = (batch, options.search.max_micro_batch, process.info.samples)
+        names: tuple[LimitedBy, ...] = ("target_batch", "max_micro_batch", "dataset")
+        self._caps = {name: limit for name, limit in zip(names, limits, strict=True) if limit is not None}
+        """The limits of the micro-batch besides memory, in samples."""
+        self.cap = min(self._caps.values())
         self._home = home
         self._progress = progress
         self._attempts = Attempts(process, progress)
@@ -219,7 +199,10 @@ class _Probing:
             None if there is none, or if it answers another question, no longer fits, or is too small. Too
             small means that more fits, which a run of it alone does not show.
         """
-        cached = self._look_up()
+        may_vary = self._options.device.memory_budget is None
+        cached, stale = lookup(self._process.info.key, self._home, may_vary=may_vary)
+        if stale is not None:
+            self._progress.note(f"{stale}: probing again")
         if cached is None:
             return None
         asked = self._options.multiple
@@ -267,7 +250,7 @@ class _Probing:
         tried: dict[int, Outcome] = {}
 
         def run(size: int) -> Outcome:
-            tried[size] = attempts.run_or_fail(size)
+            tried[size] = attempts.run(size, may_fail=True)
             return tried[size]
 
         limit_s = options.search.time_limit or math.inf
@@ -276,7 +259,7 @@ class _Probing:
             found = search(
                 run,
                 cap=self.cap,
-                replay=replay_on(info, step, lambda: _other_order(process)),
+                replay=replay_on(info, step, self._other_order),
                 first=first_size(info.compute_capability),
                 multiple=options.multiple,
                 multiples=sorted({*MULTIPLES, world} - {1}),
@@ -339,18 +322,7 @@ class _Probing:
 
     def _limited_by(self, micro_batch: int) -> LimitedBy:
         """Return what limits an answer: the first cap that it reaches, else memory."""
-        return next((name for name, cap in self.caps.items() if cap == micro_batch == self.cap), "memory")
-
-    def _look_up(self) -> CachedLimit | None:
-        """Return the saved limit of this key; note the changed fields if there is only a stale one."""
-        cached = lookup(self._process.info.key, self._home)
-        if not isinstance(cached, StaleLimit):
-            return cached
-        if cached.has_close_budget and self._options.device.memory_budget is None:
-            return cached.limit
-        if not cached.is_other_question:
-            self._progress.note(f"{cached}: probing again")
-        return None
+        return next((name for name, cap in self._caps.items() if cap == micro_batch == self.cap), "memory")
 
     def _is_too_small(
         self, cached: CachedLimit, outcome: Outcome, step: Footprint | None, multiple: int
@@ -359,13 +331,14 @@ class _Probing:
 
         The budget is the smaller of now and then, because close budgets count as the same.
         """
-        process, ran, fits = self._process, outcome.attempt, None
-        then, device = cached.key.get("budget_bytes"), process.info.device
-        budget = min(then, device.budget_bytes) if isinstance(then, int) else device.budget_bytes
+        info, ran, fits = self._process.info, outcome.attempt, None
+        then, budget = cached.key.get("budget_bytes"), info.device.budget_bytes
+        budget = min(then, budget) if isinstance(then, int) else budget
         if step is not None:
-            device = msgspec.structs.replace(device, budget_bytes=budget)
-            info = msgspec.structs.replace(process.info, device=device)
-            replay = replay_on(info, step, lambda: _other_order(process))
+            info = msgspec.structs.replace(
+                info, device=msgspec.structs.replace(info.device, budget_bytes=budget)
+            )
+            replay = replay_on(info, step, self._other_order)
             replay.learn(outcome)
             fits = replay.says_fits(ran.micro_batch + multiple)
             if fits:
@@ -386,8 +359,11 @@ class _Probing:
             return None
         return traced
 
+    def _other_order(self) -> Program | None:
+        return ask_or_none(self._process, "tracing the step", _trace_other_order)
+
     def _note_next(self, found: Found) -> None:
-        """Say why the next size does not run, if not for want of memory, and which sizes run."""
+        """Say why the next size does not run if that is not the budget, and which sizes run."""
         above = next((one for one in found.attempts if one.micro_batch == found.next_size), None)
         if found.multiple > 1 and self._options.multiple is None:
             failed = next(one for one in found.attempts if one.is_error)
@@ -414,22 +390,19 @@ def variation_of(trace: Trace | None) -> float | None:
     Returns:
         None if they do not differ, if no events are known, or if the events have no phases.
     """
-    allocated = [] if trace is None else _allocated(trace)
-    if len(allocated) != sum(ATTEMPT_STEPS):
+    if trace is None:
         return None
-    _, first, second = ATTEMPT_STEPS
-    pairs = zip(allocated[-first - second : -second], allocated[-second:], strict=True)
-    return max(max(pair) / max(min(pair), 1) - 1 for pair in pairs) or None
-
-
-def _allocated(trace: Trace) -> list[int]:
-    """Return the bytes that each micro-batch allocates, in its forward and backward pass."""
     starts = [position for position, phase in trace.marks if phase == "forward"]
+    if len(starts) != sum(ATTEMPT_STEPS):
+        return None
     ends = [position for position, phase in trace.marks if phase in ("forward", "optimizer")]
-    return [
+    allocated = [
         sum(size for _, size in trace.events[start : min(end for end in ends if end > start)] if size != FREE)
         for start in starts
     ]
+    _, first, second = ATTEMPT_STEPS
+    pairs = zip(allocated[-first - second : -second], allocated[-second:], strict=True)
+    return max(max(pair) / max(min(pair), 1) - 1 for pair in pairs) or None
 
 
 def _open(process: SetupProcess, progress: Progress) -> None:
@@ -453,17 +426,12 @@ def _with_others(found: Probe, process: SetupProcess, progress: Progress) -> Pro
     return msgspec.structs.replace(found, other_processes_bytes=after)
 
 
-def _other_order(process: SetupProcess) -> Program | None:
-    return ask_or_none(process, "tracing the step", _trace_other_order)
-
-
 def _trace(session: Session) -> Footprint | str | None:
     """Return the step, the reason if its trace would take too long, or None if it cannot be traced."""
     try:
-        step = traced_setup.trace_footprint(session.setup, says_why=True)
+        return traced_setup.trace_footprint(session.setup, says_why=True)
     except TooLong as error:
         return str(error)
-    return None if step is None else session.keep(step)
 
 
 def _trace_other_order(session: Session) -> Program | None:

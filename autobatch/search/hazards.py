@@ -8,7 +8,7 @@ split by size makes the error systematic.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -30,8 +30,8 @@ from autobatch.workload.nested import tensors_of, to_device
 from autobatch.workload.rng import preserved_random_state, seed_everything
 
 Sizes = NDArray[np.float64]
-Run = Callable[[Callable[[nn.Module, Collated], Any], Collated], Any]
-"""Runs a function of the model and of a micro-batch."""
+Run = Callable[[Callable[[nn.Module, Collated], Any], Sequence[Any], int], Any]
+"""Runs a function of the model and of a micro-batch of samples, with a seed."""
 CHECKED = 32
 """Samples whose sizes are compared with the numbers in their collated batches."""
 LEAST_CORRELATION = 0.5
@@ -68,27 +68,19 @@ def find_obstacle(setup: Setup) -> Obstacle | None:
         )
     if float(sizes.min()) == float(sizes.max()):
         return Obstacle("all samples have one size")
-    # Cheap ones first.
-    checks = (_in_model, _in_data, _in_collate, _in_padding)
+    hazard = hazard_in_model(setup.model)
+    if hazard is not None:
+        return Obstacle(hazard, is_hazard=True)
+    if hasattr(setup.model, "_orig_mod") or setup.knobs.get(COMPILE, "off") != "off":
+        return Obstacle("a compiled model compiles anew for most micro-batches of other shapes")
     with preserved_random_state():
-        return next(filter(None, (check(setup, sizes) for check in checks)), None)
+        return _in_data(setup, sizes) or _in_collate(setup, sizes) or _in_padding(setup, sizes)
 
 
 def hazard_in_model(model: nn.Module) -> str | None:
     """Return why a layer forbids a split by size; None if none does."""
     if any(isinstance(module, _BatchNorm) for module in model.modules()):
         return "BatchNorm computes its statistics over a micro-batch, and those of samples of one size differ"
-    return None
-
-
-def _in_model(setup: Setup, _: Sizes) -> Obstacle | None:
-    """Check for layers and compilers that a split by size disturbs."""
-    hazard = hazard_in_model(setup.model)
-    if hazard is not None:
-        return Obstacle(hazard, is_hazard=True)
-    is_compiled = hasattr(setup.model, "_orig_mod") or setup.knobs.get(COMPILE, "off") != "off"
-    if is_compiled:
-        return Obstacle("a compiled model compiles anew for most micro-batches of other shapes")
     return None
 
 
@@ -184,18 +176,18 @@ def _rank_correlation(one: NDArray[np.float64], other: NDArray[np.int64]) -> flo
 def _in_padding(setup: Setup, sizes: Sizes) -> Obstacle | None:
     """Compare the loss of a short sample alone with its loss beside the longest one."""
     short, longest = _short_and_longest(sizes)
-    loss = setup.workload.loss
-    what, difference = "loss", None
+    is_whole = isinstance(setup.workload.loss, WholeBatchLoss)
+    difference = None
     try:
-        if isinstance(loss, WholeBatchLoss):
-            what, difference = "row", _row_beside(setup, loss, short, longest)
-        else:
-            difference = _change_beside(setup, short, longest)
+        # Read once: the data may mask or augment a sample anew each time.
+        samples = fetch(setup.workload.train_data, [short, longest])
+        difference = _change_of_row(setup, samples) if is_whole else _change_of_loss(setup, samples)
     except Exception as error:  # other stages report what the workload raises
         if classify(error) is Verdict.NONE:
             return None
     if difference is None or difference <= TOLERANCE:
         return None
+    what = "row" if is_whole else "loss"
     change = f"the {what} of sample {short} changes by {difference:.1%} beside sample {longest}"
     if not _is_padded_beside(setup.workload, short, longest):
         return Obstacle(
@@ -203,9 +195,9 @@ def _in_padding(setup: Setup, sizes: Sizes) -> Obstacle | None:
             "over something else than samples",
             is_hazard=True,
         )
+    counted = "" if is_whole else ", and return Loss(total, count) if the loss is a mean over tokens"
     return Obstacle(
-        f"{change}, so it depends on its padding: let the model ignore padding with a mask"
-        + (", and return Loss(total, count) if the loss is a mean over tokens" if what == "loss" else ""),
+        f"{change}, so it depends on its padding: let the model ignore padding with a mask{counted}",
         is_hazard=True,
     )
 
@@ -216,18 +208,24 @@ def _is_padded_beside(workload: Workload, short: int, longest: int) -> bool:
         [tuple(tensor.shape[1:]) for tensor in tensors_of(load_micro_batch(workload, ids))]
         for ids in ([short], [short, longest])
     )
-    return any(one != other for one, other in zip(alone, both, strict=False)) and len(alone) == len(both)
+    return len(alone) == len(both) and alone != both
 
 
-def _change_beside(setup: Setup, short: int, longest: int) -> float | None:
+def _change_of_loss(setup: Setup, samples: Sequence[Any]) -> float | None:
     """Return the share by which a sample's loss changes beside another; None if the loss draws at random."""
-    # Read once: the data may mask or augment a sample anew each time.
-    samples = fetch(setup.workload.train_data, [short, longest])
+    short, longest = ([one] for one in samples)
     with _evaluated(setup) as run:
-        alone, other = (_total(setup, run, [one], 1) for one in samples)
-        if [alone, other] != [_total(setup, run, [one], 2) for one in samples]:
+
+        def total(chosen: Sequence[Any], seed: int = 1) -> tuple[float, float]:
+            loss = run(setup.workload.loss, chosen, seed)
+            if isinstance(loss, Loss):
+                return float(loss.total), float(loss.count)
+            return float(loss) * len(chosen), float(len(chosen))
+
+        alone, other = total(short), total(longest)
+        if (alone, other) != (total(short, 2), total(longest, 2)):
             return None
-        both = _total(setup, run, samples, 1)
+        both = total(samples)
     if not alone[0]:
         return None
     excess = abs(both[0] - alone[0] - other[0]) - ROUNDING * abs(other[0])
@@ -235,20 +233,18 @@ def _change_beside(setup: Setup, short: int, longest: int) -> float | None:
     return max(excess / abs(alone[0]), counted / alone[1] if alone[1] else 0.0)
 
 
-def _row_beside(setup: Setup, loss: WholeBatchLoss, short: int, longest: int) -> float | None:
+def _change_of_row(setup: Setup, samples: Sequence[Any]) -> float | None:
     """Return the share by which a sample's row changes beside another; None if rows are drawn at random.
 
     Rows of another form beside it are a change by 100 %: a batch could not be put together from them.
     """
-    samples = fetch(setup.workload.train_data, [short, longest])
-
-    def row(chosen: list[Any], seed: int) -> list[torch.Tensor]:
-        seed_everything(seed)
-        found = run(loss.represent, _placed(setup, chosen))
-        return [one[0].double() for one in tensors_of(found)]
-
+    assert isinstance(setup.workload.loss, WholeBatchLoss)
+    represent = setup.workload.loss.represent
     with _evaluated(setup) as run:
-        alone, again, beside = row(samples[:1], 1), row(samples[:1], 2), row(samples, 1)
+        alone, again, beside = (
+            [one[0].double() for one in tensors_of(run(represent, chosen, seed))]
+            for chosen, seed in ((samples[:1], 1), (samples[:1], 2), (samples, 1))
+        )
     if any(not torch.equal(one, other) for one, other in zip(alone, again, strict=True)):
         return None
     if [one.shape for one in alone] != [one.shape for one in beside]:
@@ -262,29 +258,24 @@ def _row_beside(setup: Setup, loss: WholeBatchLoss, short: int, longest: int) ->
 @contextmanager
 def _evaluated(setup: Setup) -> Iterator[Run]:
     """Return a function that runs another one on the model, on temporary weights and without gradients."""
+    device = setup.device.torch_device
+
+    def seeded(call: Callable[..., Any]) -> Run:
+        def run(function: Callable[[nn.Module, Collated], Any], samples: Sequence[Any], seed: int) -> Any:
+            seed_everything(seed)
+            collated = collate_samples(shallow_copies(samples), setup.workload.collate)
+            return call(function, to_device(collated, device))
+
+        return run
+
     with setup.device.training() as meter, torch.no_grad():
         if setup.sharding is not None:
             # In float32, because rounding is no effect of the padding.
             with on_copies(replace(setup, precision="fp32"), meter) as train_state:
                 train_state.model.eval()
-                yield train_state.call
+                yield seeded(train_state.call)
             return
-        with temporary_weights(setup.model, setup.device.torch_device) as model:
+        with temporary_weights(setup.model, device) as model:
             meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
             model.eval()
-            yield lambda function, batch: function(model, batch)
-
-
-def _placed(setup: Setup, samples: list[Any]) -> Collated:
-    """Collate samples, on the device."""
-    collated = collate_samples(shallow_copies(samples), setup.workload.collate)
-    return to_device(collated, setup.device.torch_device)
-
-
-def _total(setup: Setup, run: Run, samples: list[Any], seed: int) -> tuple[float, float]:
-    """Return the sum of the loss over some samples, and the count that it is a sum over."""
-    seed_everything(seed)
-    loss = run(setup.workload.loss, _placed(setup, samples))
-    if isinstance(loss, Loss):
-        return float(loss.total), float(loss.count)
-    return float(loss) * len(samples), float(len(samples))
+            yield seeded(lambda function, batch: function(model, batch))

@@ -14,7 +14,7 @@ from autobatch.distributed.rank_plan import agree_on_cut
 from autobatch.distributed.ranks import Ranks
 from autobatch.report.facts import describe_run_order
 from autobatch.search.attempts import ask_or_none
-from autobatch.search.curve import CurvePoint, configured, curve_of, is_of_probe
+from autobatch.search.curve import configured, curve_of, is_of_probe
 from autobatch.search.hazards import Obstacle, find_obstacle
 from autobatch.search.real_batches import RunBatches, first_batches, plan_in_order, run_batches
 from autobatch.setup.session import Session, SetupProcess
@@ -177,14 +177,15 @@ def _choose(session: Session, plan: Plan, asked: str, *, limit: int, cap: int, s
 def _largest_cut(batches: RunBatches, limit: int, cap: int) -> SizeCut | None:
     """Return a cut whose limits the batches of the run survive, in a replay and in one run."""
     sizes, program, joins = batches.sizes, batches.program, batches.joins
-    points = [CurvePoint(float(sizes.max()), min(limit, cap))]
+    knots, limits = [float(sizes.max())], [min(limit, cap)]
     if program is not None:
         # Samples that are joined are not all of the largest size, so no run has shown that limit.
         ran = None if joins else limit
-        points = curve_of(program, sizes, batches.setup.device.new_allocator, limit=ran, cap=cap)
+        curve = curve_of(program, sizes, batches.setup.device.new_allocator, limit=ran, cap=cap)
+        knots, limits = [one.size for one in curve], [one.micro_batch for one in curve]
     cut = SizeCut(
-        sizes=[point.size for point in points],
-        micro_batches=[point.micro_batch for point in points],
+        sizes=knots,
+        micro_batches=limits,
         limits_by="longest" if program is None else "replay",
         digest=digest_of(sizes),
         by_size_of=batches.setup.workload.size_of is not None,
@@ -199,7 +200,7 @@ def _largest_cut(batches: RunBatches, limit: int, cap: int) -> SizeCut | None:
             continue
         if program is None:
             return lower
-        if batches.run_first(split, split.largest, count=1) is None:
+        if batches.run_first(split, split.largest, count=1):
             return msgspec.structs.replace(lower, replayed_batches=count)
     return None
 

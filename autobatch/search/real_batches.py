@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -60,17 +59,6 @@ HEAVIEST_PARTS = 4
 """Heaviest micro-batches of such a batch."""
 
 
-class Survivor(NamedTuple):
-    """The largest micro-batch that real batches survive."""
-
-    micro_batch: int
-    batches: int
-    """Batches that were looked at."""
-    by: Literal["replay", "run"]
-    is_exact: bool = True
-    """False if the replay bounds some allocations from above."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunBatches:
     """The batches of a run, for replays and for runs."""
@@ -95,9 +83,9 @@ class RunBatches:
         Returns:
             The number of batches; None if one does not fit.
         """
-        if self.program is None:
-            return None if self.run_first(split, micro_batch, RUN) else RUN
-        return self.replay(split, micro_batch, self.first(REPLAYED))
+        if self.program is not None:
+            return self.replay(split, micro_batch, self.first(REPLAYED))
+        return RUN if self.run_first(split, micro_batch, RUN) else None
 
     def replay(
         self,
@@ -107,34 +95,28 @@ class RunBatches:
         *,
         most_events: int = MOST_EVENTS,
     ) -> int | None:
-        """Replay batches in an empty allocator with the budget as its limit.
-
-        Returns:
-            The number of batches that were replayed; None if one does not fit.
-        """
+        """Replay batches in an empty allocator; as `replay_batches`."""
         assert self.program is not None
-        shapes = ([self._shape(part) for part in split.parts(batch, micro_batch)] for batch in batches)
+        # Joined samples have the memory of as many of their mean size, if no block grows faster.
+        is_padded = not (self.joins and self.program.is_linear)
+        shapes = (
+            [
+                Shape(len(part.ids), size_of_part(self.sizes[part.ids], is_padded=is_padded))
+                for part in split.parts(batch, micro_batch)
+            ]
+            for batch in batches
+        )
         allocator = self.setup.device.new_allocator()
         return replay_batches(self.program, shapes, allocator, most_events=most_events)
 
-    def run(self, batches: Iterable[Sequence[MicroBatchIds]]) -> str | None:
-        """Run batches, given as their micro-batches, within the budget, on copies of the weights.
-
-        Returns:
-            The out-of-memory error of a batch that does not fit; None if all fit.
-        """
+    def run(self, batches: Iterable[Sequence[MicroBatchIds]]) -> bool:
+        """Return whether batches, given as micro-batches, run within the budget, on copies of the weights."""
         chosen = (batch_of(self.setup.workload, parts) for parts in batches)
-        failure = rehearse(self.setup, chosen, within_budget=True).failure
-        return None if failure is None else failure.reason
+        return rehearse(self.setup, chosen, within_budget=True).failure is None
 
-    def run_first(self, split: Split, micro_batch: int, count: int) -> str | None:
-        """Run the first batches; see `run`."""
+    def run_first(self, split: Split, micro_batch: int, count: int) -> bool:
+        """Return whether the first batches run within the budget."""
         return self.run(split.parts(batch, micro_batch) for batch in self.first(count))
-
-    def _shape(self, part: MicroBatchIds) -> Shape:
-        # Joined samples have the memory of as many of their mean size, if no block grows faster.
-        by_mean = self.joins and self.program is not None and self.program.is_linear
-        return Shape(len(part.ids), size_of_part(self.sizes[part.ids], is_padded=not by_mean))
 
 
 def survive_real_batches(
@@ -163,36 +145,31 @@ def survive_real_batches(
         return msgspec.structs.replace(probe, stopped_by="interrupt")
     if found is None:
         return probe
-    record = RealBatches(
-        batches=found.batches,
-        by=found.by,
-        micro_batch_alone=probe.micro_batch,
-        is_exact=found.is_exact,
-    )
+    micro_batch, record = found
+    checked = msgspec.structs.replace(probe, real_batches=record)
     # A plan depends on the micro-batch only through the number of its steps.
-    sizes = (found.micro_batch, probe.micro_batch)
+    sizes = (micro_batch, probe.micro_batch)
     plans = sizes if target is None else [math.ceil(target / one) for one in sizes]
     if plans[0] == plans[1]:
-        return msgspec.structs.replace(probe, real_batches=record)
-    outcome = run_attempt(process, found.micro_batch)
-    progress.attempted(outcome.attempt)
-    if not outcome.attempt.fits:
+        return checked
+    attempt = run_attempt(process, micro_batch).attempt
+    progress.attempted(attempt)
+    if not attempt.fits:
         return probe
     progress.note(
         f"a micro-batch of {probe.micro_batch} fits on the most expensive samples alone, but samples of many "
-        f"sizes fragment the memory: {found.micro_batch} survives {found.batches} batches of the run, "
-        f"{'replayed' if found.by == 'replay' else 'run'}"
+        f"sizes fragment the memory: {micro_batch} survives {record.batches} batches of the run, "
+        f"{'replayed' if record.by == 'replay' else 'run'}"
     )
+    attempts = [*probe.attempts, attempt]
     return msgspec.structs.replace(
-        probe,
-        micro_batch=found.micro_batch,
-        upper_bound_by=record.by,
-        attempts=[*probe.attempts, outcome.attempt],
-        real_batches=record,
+        checked, micro_batch=micro_batch, upper_bound_by=record.by, attempts=attempts
     )
 
 
-def find_survivor(session: Session, limit: int, target: int | None, seed: int) -> Survivor | None:
+def find_survivor(
+    session: Session, limit: int, target: int | None, seed: int
+) -> tuple[int, RealBatches] | None:
     """Return the largest micro-batch up to a limit that the first batches of a run survive.
 
     Args:
@@ -202,12 +179,13 @@ def find_survivor(session: Session, limit: int, target: int | None, seed: int) -
         seed: of the order of the data.
 
     Returns:
-        None if real batches need not be tried: samples of one size, or an allocator without a cache. Also
-        None if sizes are unknown, or if no candidate survives.
+        The micro-batch with its evidence. None if real batches need not be tried, because samples have one
+        size or the allocator has no cache; also if sizes are unknown, or if no candidate survives.
     """
-    batches = _batches_of(session, first_batches(session.setup, target or 1, seed))
-    if batches is None or session.setup.device.allocator_config is None:
+    setup = session.setup
+    if setup.device.allocator_config is None or not _may_decide(setup):
         return None
+    batches = run_batches(session, first_batches(setup, target or 1, seed))
     program = batches.program
     candidates = _smaller(limit, target)
     for micro_batch in candidates if program else candidates[:MOST_RUNS]:
@@ -216,8 +194,11 @@ def find_survivor(session: Session, limit: int, target: int | None, seed: int) -
         one = replace(batches, sampler=replace(batches.sampler, target_batch=samples))
         count = one.survived(Split(), micro_batch)
         if count is not None:
-            return Survivor(
-                micro_batch, count, "replay" if program else "run", not program or program.is_exact
+            return micro_batch, RealBatches(
+                batches=count,
+                by="replay" if program else "run",
+                micro_batch_alone=limit,
+                is_exact=program is None or program.is_exact,
             )
     return None
 
@@ -235,12 +216,18 @@ def plan_in_order(session: Session, plan: Plan, run: GlobalBatchSampler, cap: in
         None if there is none: samples that are padded, or whose size does not decide on their memory, or an
         order that is not known.
     """
-    batches = _batches_of(session, run, plan)
     # A sampler of the user's may draw another order next time.
-    if batches is None or not batches.joins or session.setup.workload.sampler is not None:
+    if not _may_decide(session.setup) or session.setup.workload.sampler is not None:
         return None
-    if batches.program is None and largest_deviation(batches.setup.workload, batches.sizes) > MOST_DEVIATION:
+    batches = run_batches(session, run, plan)
+    if not batches.joins:
         return None
+    program = batches.program
+    # Where the order decides, only exact bytes do.
+    if program is None or not (program.is_exact and program.is_linear):
+        if largest_deviation(batches.setup.workload, batches.sizes) > MOST_DEVIATION:
+            return None
+        batches = replace(batches, program=None)
     limits = _larger(plan.micro_batch, plan.target_batch, cap)
     if not limits or not 0 < run.total * run.target_batch <= MOST_SAMPLES:
         return None
@@ -285,18 +272,11 @@ def run_batches(session: Session, sampler: GlobalBatchSampler, plan: Plan | None
     return RunBatches(setup=setup, sizes=sizes, sampler=sampler, program=program, joins=joins)
 
 
-def _batches_of(session: Session, sampler: GlobalBatchSampler, plan: Plan | None = None) -> RunBatches | None:
-    """Return the batches of a run; None if their samples have one size, or the loss sees a whole batch."""
-    sizes = session.setup.worst_case.sizes()
-    if sizes is None or sizes.min() == sizes.max():
-        return None
-    if isinstance(session.setup.workload.loss, WholeBatchLoss):
-        return None
-    batches = run_batches(session, sampler, plan)
-    # Where the order decides, only exact bytes do.
-    program = batches.program
-    is_exact = program is not None and program.is_exact and program.is_linear
-    return batches if plan is None or is_exact else replace(batches, program=None)
+def _may_decide(setup: Setup) -> bool:
+    """Return whether the sizes of samples are known, differ, and decide on the memory of a micro-batch."""
+    sizes = setup.worst_case.sizes()
+    is_whole = isinstance(setup.workload.loss, WholeBatchLoss)
+    return sizes is not None and bool(sizes.min() < sizes.max()) and not is_whole
 
 
 def _survives(batches: RunBatches, limit: int, heaviest: Mapping[int, Sequence[int]]) -> bool:
@@ -309,22 +289,19 @@ def _survives(batches: RunBatches, limit: int, heaviest: Mapping[int, Sequence[i
     """
     split, program = Split(), batches.program
     heavy = [next(batches.sampler.batches(number)) for number in heaviest[limit]]
-    before: list[Sequence[MicroBatchIds]] = []
+    ran: list[Sequence[MicroBatchIds]] = []
     if program is None:
-        before = [split.parts(one, limit) for one in batches.first(RUN)]
+        ran = [split.parts(one, limit) for one in batches.first(RUN)]
     else:
         a_batch = len(program.later.events) * math.ceil(batches.sampler.target_batch / limit)
         first = batches.first(min(REPLAYED, max(1, MOST_EVENTS // max(1, a_batch))))
         found = batches.replay(split, limit, chain(heavy, first, heavy), most_events=10 * MOST_EVENTS)
         if found is None:
             return False
-    heaviest_parts = [_heaviest_parts(batches, one, limit) for one in heavy[:HEAVIEST_RUN]]
-    return batches.run([*before, *heaviest_parts]) is None
-
-
-def _heaviest_parts(batches: RunBatches, batch: GlobalBatch, limit: int) -> list[MicroBatchIds]:
-    parts = Split().parts(batch, limit)
-    return sorted(parts, key=lambda part: -float(np.sum(batches.sizes[part.ids])))[:HEAVIEST_PARTS]
+    for one in heavy[:HEAVIEST_RUN]:
+        parts = sorted(split.parts(one, limit), key=lambda part: -float(np.sum(batches.sizes[part.ids])))
+        ran.append(parts[:HEAVIEST_PARTS])
+    return batches.run(ran)
 
 
 def _smaller(limit: int, target: int | None) -> list[int]:

@@ -13,7 +13,6 @@ import pytest
 from torch import Tensor, nn
 
 from autobatch import AutobatchError, InputError, Progress
-from autobatch.core.records import Attempt
 from autobatch.core.units import KiB, MiB
 from autobatch.device.oom import loses_context
 from autobatch.search.attempts import LOST, Attempts, ask_or_none, nothing_fits, run_attempt
@@ -55,8 +54,8 @@ def failing(error: Exception, first: int = 0) -> Callable[[int], Outcome]:
     """Return a machine with a limit of 990 whose sizes from the first on fail with an error."""
     machine = machine_of(lambda m: 9 * m + 100, lambda m: m)
 
-    def run(size: int = 0) -> Outcome:
-        if size >= first:
+    def run(size: int | None) -> Outcome:
+        if size is None or size >= first:
             raise error
         return machine.run(size)
 
@@ -65,7 +64,12 @@ def failing(error: Exception, first: int = 0) -> Callable[[int], Outcome]:
 
 def found_in(process: Process) -> Found:
     attempts = Attempts(process, Progress())
-    return search(attempts.run_or_fail, cap=10_000, replay=replay_of(), stopped=lambda: attempts.stopped_by)
+    return search(
+        lambda size: attempts.run(size, may_fail=True),
+        cap=10_000,
+        replay=replay_of(),
+        stopped=lambda: attempts.stopped_by,
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,7 @@ def found_in(process: Process) -> Found:
 )
 def test_what_can_be_done_without_is_none_if_it_fails(error: Exception, restarts: int) -> None:
     process = Process(failing(error))
-    assert ask_or_none(process, "tracing the step", lambda session: 1) is None
+    assert ask_or_none(process, "tracing the step", lambda session, size: size, 7) is None
     assert process.restarts == restarts
 
 
@@ -82,14 +86,6 @@ def test_a_child_whose_driver_ran_out_of_memory_is_replaced(is_lost: bool) -> No
     process = Process(lambda size: outcome_of(size, False, None)._replace(is_context_lost=is_lost))
     assert not run_attempt(process, 3).attempt.fits
     assert process.restarts == is_lost
-
-
-@pytest.mark.parametrize("error", [CRASHED, InputError("the workload's loss raised")])
-def test_another_failure_of_a_single_attempt_is_raised(error: AutobatchError) -> None:
-    process = Process(failing(error))
-    with pytest.raises(type(error), match=re.escape(str(error))):
-        run_attempt(process, 7)
-    assert process.restarts == 0
 
 
 def test_a_search_continues_below_a_size_that_killed_its_child() -> None:
@@ -112,13 +108,10 @@ def test_an_error_above_a_size_that_fits_bounds_the_search(error: Exception, res
     assert process.restarts == (len(failed) if restarts else 0)
 
 
-def test_memory_still_bounds_a_search_below_the_errors() -> None:
+def test_memory_still_bounds_a_search_below_the_errors_and_an_error_before_any_size_fits_is_raised() -> None:
     found = found_in(Process(failing(LAUNCH, 2000)))
     assert (found.micro_batch, found.upper_bound_by) == (990, "replay")
     assert not any(one.is_error for one in found.attempts)
-
-
-def test_an_error_before_any_size_fits_is_raised() -> None:
     with pytest.raises(RuntimeError, match="invalid configuration"):
         found_in(Process(failing(LAUNCH, 1)))
 
@@ -142,8 +135,8 @@ def test_a_refusal_that_the_budget_did_not_cause_is_repeated_once() -> None:
         return Outcome(refused, None) if refusals[size] >= 0 else outcome
 
     attempts = Attempts(Process(run), Progress())
-    assert attempts.run_or_fail(300).attempt.fits
-    found = attempts.run_or_fail(700).attempt
+    assert attempts.run(300, may_fail=True).attempt.fits
+    found = attempts.run(700, may_fail=True).attempt
     assert (found.fits, found.is_below_budget) == (False, True)
     assert machine.asked == [300, 300, 700, 700]
 
@@ -194,11 +187,6 @@ def test_a_probe_names_the_error_and_keeps_its_answer() -> None:
 # The error if nothing fits.
 
 
-def failed(**fields: Any) -> Attempt:
-    figures = {"peak_allocated_bytes": None, "peak_reserved_bytes": None, "seconds": 0.0}
-    return Attempt(**{"micro_batch": 1, "fits": False, "reason": "R.", **figures, **fields})
-
-
 def test_the_error_of_a_probe_names_the_memory_and_what_helps_in_one_line() -> None:
     made = setup(deep_transformer(), budget=200 * KiB)
     tried = [run_attempt(ThisProcess(made), size).attempt for size in (2, 1)]
@@ -208,32 +196,33 @@ def test_the_error_of_a_probe_names_the_memory_and_what_helps_in_one_line() -> N
         assert words in text
     changes = re.findall(r"a micro-batch of ([\d,]+) is predicted to fit", text)
     assert all(int(size.replace(",", "")) >= 1 for size in changes)
-    assert "\n" not in text
-    assert ".." not in text
+    assert not re.search(r"\n|\.\.", text)
 
 
 @pytest.mark.parametrize(
-    ("attempt", "single_error", "text"),
+    ("phase", "single_error", "text"),
     [
-        (failed(phase="forward"), None, "R (in the forward). What helps: a larger --memory-budget"),
+        ("forward", None, "out of memory (in the forward). What helps: a larger --memory-budget"),
         (
-            failed(phase="loss"),
+            "loss",
             None,
-            "R (in the loss). What helps: a larger --memory-budget, a smaller target batch",
+            "out of memory (in the loss). What helps: a larger --memory-budget, a smaller target batch",
         ),
         (
-            failed(),
+            None,
             "ValueError: one",
-            "R. A micro-batch of 1 cannot run: ValueError: one. What helps: a larger --memory-budget",
+            "out of memory. A micro-batch of 1 cannot run: ValueError: one. What helps: a larger "
+            "--memory-budget",
         ),
     ],
 )
 def test_the_error_of_a_probe_needs_neither_a_trace_nor_a_child(
-    attempt: Attempt, single_error: str | None, text: str
+    phase: str | None, single_error: str | None, text: str
 ) -> None:
     made = replace(setup(WORKLOADS["perceptron"]()), device=CpuAsGpu(memory_budget=64 * MiB))
     process = Process(failing(CRASHED))
     process.info = ThisProcess(made).info
+    attempt = msgspec.structs.replace(outcome_of(1, False, None).attempt, phase=phase)
     found = nothing_fits([attempt], process, None, single_error=single_error)
     assert str(found) == f"a micro-batch of 1 does not fit in the budget of 64.0 MiB: {text}"
     assert process.restarts == 1

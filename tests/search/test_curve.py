@@ -1,4 +1,4 @@
-"""Curves of the largest micro-batch over size, against attempts; and what is not traced."""
+"""Limits of smaller samples, against attempts; and what has none."""
 
 from __future__ import annotations
 
@@ -12,89 +12,29 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
-from autobatch import Probe, Progress, Workload
-from autobatch.core.largest import halving, largest
+from autobatch import Probe, Workload
 from autobatch.core.options import Options
-from autobatch.footprint.program import Untraceable
 from autobatch.search import curve
-from autobatch.search.curve import curve_of, trace_sizes
-from autobatch.search.find_limit import find_limit
-from autobatch.setup.attempt import Outcome, attempt
-from autobatch.setup.session import ThisProcess
+from autobatch.setup.attempt import attempt
 from autobatch.setup.setup import Setup, open_setup
-from autobatch.setup.trace import setting_of
 from autobatch.workload.data import WorstCaseSampler
+from tests.support.probes import Listener, limit_of, pad, work
 from tests.support.probes import Sequences as OfLengths
-from tests.support.probes import pad, work
 from tests.support.ragged import Sequences, ragged_workload, simulated_setup, wide_model
 from tests.support.training import make_setup
 
-WORKLOAD = ragged_workload(model=wide_model, train_data=Sequences(samples=240, longest=24))
 
-
-def attempt_at(setup: Setup, micro_batch: int, size: float | None) -> Outcome:
-    """Make an attempt on the costliest samples of at most a size; None for no limit."""
-    if size is not None:
-        small = Subset(setup.workload.train_data, np.flatnonzero(setup.worst_case.sizes() <= size).tolist())
-        setup = replace(setup, worst_case=WorstCaseSampler(replace(setup.workload, train_data=small)))
-    return attempt(setup, micro_batch)
-
-
-def test_a_curve_grows_for_smaller_samples_and_its_points_run(tmp_path: Path) -> None:
-    setup = simulated_setup(WORKLOAD, tmp_path, "20MiB")
-    sizes = setup.worst_case.sizes()
-    program = trace_sizes(setting_of(setup), sizes)
-    assert program.is_exact
-    limit = largest(lambda m: attempt_at(setup, m, None).attempt.fits, 0, 401, halving)
-    points = curve_of(program, sizes, setup.device.new_allocator, limit=limit, cap=4000)
-    assert [point.size for point in points] == sorted({point.size for point in points})
-    assert points[-1] == (24.0, limit)
-    assert all(a.micro_batch >= b.micro_batch for a, b in itertools.pairwise(points))
-    assert points[0].micro_batch > 2 * limit
-    for size, micro_batch in points[:: len(points) // 3]:
-        own = np.flatnonzero(sizes <= size)
-        if micro_batch <= len(own):
-            assert attempt_at(setup, micro_batch, size).attempt.fits
-
-
-def test_a_step_that_takes_too_long_to_trace_is_refused() -> None:
-    setup = make_setup(WORKLOAD)
-    ticks = itertools.count(step=60.0)
-    with pytest.raises(Untraceable, match="would take"):
-        trace_sizes(setting_of(setup), setup.worst_case.sizes(), clock=lambda: next(ticks))
-
-
-@pytest.mark.parametrize("longest", [4, 5, 6, 9])
-def test_few_sizes_suffice_if_one_is_left_to_check_them(longest: int) -> None:
-    setup = make_setup(ragged_workload(train_data=Sequences(longest=longest)))
-    assert trace_sizes(setting_of(setup), setup.worst_case.sizes()).is_exact
-
-
-def test_too_few_sizes_determine_no_program() -> None:
-    setup = make_setup(ragged_workload(train_data=Sequences(longest=3)))
-    with pytest.raises(Untraceable, match="only 3 different sizes"):
-        trace_sizes(setting_of(setup), setup.worst_case.sizes())
-
-
-def test_a_step_that_needs_values_is_refused() -> None:
-    def loss(model, batch):
-        return model(batch[0]).sum() * float(batch[0].numpy().sum())
-
-    setup = make_setup(WORKLOAD)
-    setting = setting_of(replace(setup, workload=ragged_workload(loss=loss)))
-    with pytest.raises(Untraceable, match="without values"):
-        trace_sizes(setting, setup.worst_case.sizes())
-
-
-# Limits of smaller samples in a probe.
-
-LENGTHS = [8, 8, 8, 16, 16, 32, 32, 64]
+def fits(setup: Setup, micro_batch: int, size: float) -> bool:
+    """Make an attempt on the costliest samples of at most a size."""
+    small = Subset(setup.workload.train_data, np.flatnonzero(setup.worst_case.sizes() <= size).tolist())
+    worst_case = WorstCaseSampler(replace(setup.workload, train_data=small))
+    return attempt(replace(setup, worst_case=worst_case), micro_batch).attempt.fits
 
 
 def of_lengths(lengths: list[int]) -> Workload:
     return work(
         lambda: nn.Linear(4, 16),
-        train_data=OfLengths(lengths, width=4),
+        train_data=OfLengths(lengths * 30, width=4),
         collate=pad,
         size_of=lambda sample: sample[0].numel(),
         loss=lambda model, batch: model(batch[0]).square().mean(),
@@ -102,29 +42,61 @@ def of_lengths(lengths: list[int]) -> Workload:
     )
 
 
-def probe_by_size(lengths: list[int], home: Path) -> tuple[Setup, Probe]:
-    options = Options().with_values(device="cpu", memory_budget="100KiB")
-    setup = open_setup(of_lengths(lengths * 30), options)
-    return setup, find_limit(ThisProcess(setup), Options(), home=home, progress=Progress()).probe
+def probe_by_size(workload: Workload, home: Path, progress: Listener | None = None) -> tuple[Setup, Probe]:
+    setup = open_setup(workload, Options().with_values(device="cpu", memory_budget="100KiB"))
+    return setup, limit_of(setup, home, progress).probe
 
 
 def test_each_quartile_of_the_sizes_has_its_own_limit(tmp_path: Path) -> None:
-    """The oracle is attempts on samples of those lengths alone."""
-    setup, found = probe_by_size(LENGTHS, tmp_path)
+    setup, found = probe_by_size(of_lengths([8, 8, 8, 16, 16, 32, 32, 64]), tmp_path)
     assert [limit.size for limit in found.lengths] == [32, 64, 128, 256]
     sizes = [limit.micro_batch for limit in found.lengths]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] == found.micro_batch
     for limit in found.lengths:
-        assert attempt_at(setup, limit.micro_batch, limit.size).attempt.fits
-        assert not attempt_at(setup, limit.micro_batch + 1, limit.size).attempt.fits
+        assert fits(setup, limit.micro_batch, limit.size)
+        assert not fits(setup, limit.micro_batch + 1, limit.size)
 
 
-def test_a_step_that_is_not_traced_has_no_limits_by_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_limits_on_a_simulated_gpu_grow_for_smaller_samples_and_run(tmp_path: Path) -> None:
+    workload = ragged_workload(model=wide_model, train_data=Sequences(samples=240, longest=24))
+    setup = simulated_setup(workload, tmp_path, "20MiB")
+    found = limit_of(setup, tmp_path).probe
+    points = [(limit.size, limit.micro_batch) for limit in found.lengths]
+    assert points[-1] == (24.0, found.micro_batch)
+    assert all(one[0] < other[0] and one[1] >= other[1] for one, other in itertools.pairwise(points))
+    assert points[0][1] > 2 * found.micro_batch
+    sizes = setup.worst_case.sizes()
+    for size, micro_batch in points[:: len(points) // 3]:
+        if micro_batch <= np.count_nonzero(sizes <= size):
+            assert fits(setup, micro_batch, size)
+
+
+@pytest.mark.parametrize("longest", [4, 5, 6, 9])
+def test_few_sizes_suffice_if_one_is_left_to_check_them(longest: int, tmp_path: Path) -> None:
+    setup = make_setup(ragged_workload(train_data=Sequences(longest=longest)))
+    assert limit_of(setup, tmp_path).probe.lengths
+
+
+def by_value(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return model(batch[0]).sum() * float(batch[0].numpy().sum())
+
+
+@pytest.mark.parametrize(
+    ("workload", "seconds"),
+    [
+        (of_lengths([8, 16, 32, 64]), -1.0),
+        (of_lengths([8, 16, 32]), 30.0),
+        (of_lengths([16]), 30.0),
+        (replace(of_lengths([8, 16, 32, 64]), loss=by_value), 30.0),
+    ],
+    ids=["too long to trace", "too few sizes", "one size", "needs values"],
+)
+def test_a_step_that_follows_no_program_of_the_size_has_no_limits_by_size(
+    workload: Workload, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(curve, "trace_setup", lambda *_: None)
-    assert probe_by_size(LENGTHS, tmp_path)[1].lengths == []
+    monkeypatch.setattr(curve, "SECONDS", seconds)
+    assert probe_by_size(workload, tmp_path)[1].lengths == []
 
 
 def test_an_interrupt_leaves_out_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,11 +104,7 @@ def test_an_interrupt_leaves_out_the_curve(tmp_path: Path, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     monkeypatch.setattr(curve, "curve_of", interrupted)
-    _, found = probe_by_size(LENGTHS, tmp_path)
-    assert found.lengths == []
-
-
-def test_samples_of_one_size_have_no_limits_by_size(tmp_path: Path) -> None:
-    setup, found = probe_by_size([16], tmp_path)
-    assert setup.worst_case.largest() is None
-    assert found.lengths == []
+    listener = Listener()
+    _, found = probe_by_size(of_lengths([8, 16, 32, 64]), tmp_path, listener)
+    assert (found.lengths, found.micro_batch > 1) == ([], True)
+    assert any("left out the micro-batches of smaller samples" in note for note in listener.notes)

@@ -8,25 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from autobatch import DoesNotFitError, Plan
+from autobatch import DoesNotFitError, Plan, Probe
 from autobatch.api.call import Call
 from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
-from autobatch.core.records import Attempt
+from autobatch.core.options import Options
 from autobatch.planning import make_plan
 from autobatch.search import curve, real_batches
-from autobatch.search.real_batches import (
-    Survivor,
-    find_survivor,
-    first_batches,
-    plan_in_order,
-    run_batches,
-    survive_real_batches,
-)
-from autobatch.setup.attempt import Outcome
+from autobatch.search.find_limit import find_limit
+from autobatch.search.real_batches import plan_in_order, survive_real_batches
 from autobatch.setup.session import Session, ThisProcess
+from autobatch.setup.setup import Setup
 from autobatch.workload.order import GlobalBatchSampler
-from autobatch.workload.split import Split
 from tests.support.probes import Listener, probe_of
 from tests.support.ragged import (
     Sequences,
@@ -39,68 +32,71 @@ from tests.support.ragged import (
 from tests.support.training import fingerprint, make_setup, tokens
 
 WORKLOAD = ragged_workload(model=wide_model, train_data=Sequences(samples=512, longest=59))
-BUDGET = "40MiB"
 STEPS = 12
 
 
-def ooms(setup, micro_batch: int, target: int) -> int:
-    return count_ooms(WORKLOAD, setup, micro_batch, target=target, steps=STEPS)
+def limit_of(setup: Setup, target: int | None, home: Path) -> tuple[Probe, Listener]:
+    """Find the limit of a batch."""
+    listener = Listener()
+    found = find_limit(ThisProcess(setup), Options(), share=target, home=home, progress=listener)
+    return found.probe, listener
 
 
 @pytest.fixture(name="short")
-def short_replays(monkeypatch) -> None:
+def short_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(real_batches, "REPLAYED", STEPS)
 
 
-@pytest.mark.parametrize("target", [200, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_traced", [True, False])
 @pytest.mark.usefixtures("short")
-def test_the_answer_is_the_largest_that_trains_without_running_out(target: int, tmp_path: Path) -> None:
-    setup = simulated_setup(WORKLOAD, tmp_path, BUDGET)
-    found = find_survivor(Session(setup), target, target, 0)
-    assert found is not None
-    assert found.by == "replay"
-    assert ooms(setup, found.micro_batch, target) == 0
-    steps = math.ceil(target / found.micro_batch)
-    larger = {math.ceil(target / count) for count in range(1, steps)} - {found.micro_batch}
+def test_the_answer_is_the_largest_that_trains_without_running_out(
+    is_traced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_traced:
+        monkeypatch.setattr(curve, "trace_setup", lambda *_: None)
+    setup, target = simulated_setup(WORKLOAD, tmp_path, "40MiB"), 128
+    before = fingerprint(setup.model)
+    found, heard = limit_of(setup, target, tmp_path)
+    assert fingerprint(setup.model) == before
+    evidence = found.real_batches
+    assert (evidence.by, evidence.batches) == (("replay", STEPS) if is_traced else ("run", real_batches.RUN))
+    assert found.upper_bound_by == evidence.by
+    assert heard.sizes == [evidence.micro_batch_alone, found.micro_batch]
+    assert f"{evidence.micro_batch_alone} fits on the most expensive samples alone" in heard.notes[-1]
+    larger = {math.ceil(target / count) for count in range(1, math.ceil(target / found.micro_batch))}
+    larger = {size for size in larger if size <= evidence.micro_batch_alone}
     assert larger
-    assert all(ooms(setup, micro_batch, target) for micro_batch in larger)
+    for size in (found.micro_batch, *larger):
+        ran_out = count_ooms(WORKLOAD, setup, size, target=target, steps=STEPS)
+        assert bool(ran_out) is (size in larger)
 
 
+@pytest.mark.parametrize("target", [200, None])
 @pytest.mark.usefixtures("short")
-def test_a_step_that_cannot_be_traced_runs_real_batches(tmp_path: Path, monkeypatch) -> None:
-    setup = simulated_setup(WORKLOAD, tmp_path, BUDGET)
-    monkeypatch.setattr(curve, "trace_setup", lambda *_: None)
-    before = fingerprint(setup.model)
-    found = find_survivor(Session(setup), 60, 96, 0)
-    assert found is not None
-    assert (found.by, found.batches) == ("run", real_batches.RUN)
-    assert ooms(setup, found.micro_batch, 96) == 0
-    assert fingerprint(setup.model) == before
-
-
-def test_a_failed_run_says_why_and_leaves_the_model_alone(tmp_path: Path) -> None:
-    setup = simulated_setup(WORKLOAD, tmp_path, "22MiB")
-    before = fingerprint(setup.model)
-    batches = run_batches(Session(setup), first_batches(setup, 512, 0))
-    assert "out of memory" in batches.run_first(Split(), 512, count=1)
-    assert batches.run_first(Split(), 4, count=1) is None
-    assert fingerprint(setup.model) == before
-
-
-def test_without_a_target_the_candidates_are_close_together(tmp_path: Path) -> None:
-    setup = simulated_setup(WORKLOAD, tmp_path, BUDGET)
-    session = Session(setup)
-    found = find_survivor(session, 96, None, 0)
-    assert found is not None
-    for larger in range(found.micro_batch + 1, min(96, found.micro_batch + 4)):
-        sampler = first_batches(session.setup, larger * real_batches.ASSUMED_STEPS, 0)
-        assert run_batches(session, sampler).survived(Split(), larger) is None
+def test_a_limit_that_real_batches_survive_stays(target: int | None, tmp_path: Path) -> None:
+    found, heard = limit_of(simulated_setup(WORKLOAD, tmp_path, "40MiB"), target, tmp_path)
+    assert heard.sizes == [found.micro_batch] == [found.real_batches.micro_batch_alone]
+    assert found.real_batches.batches == STEPS
 
 
 def test_equal_samples_and_allocators_without_a_cache_need_no_check(tmp_path: Path) -> None:
     equal = ragged_workload(train_data=tokens(), collate=None, size_of=None)
-    assert find_survivor(Session(simulated_setup(equal, tmp_path, BUDGET)), 8, 24, 0) is None
-    assert find_survivor(Session(make_setup(WORKLOAD)), 8, 24, 0) is None
+    for setup in (simulated_setup(equal, tmp_path, "40MiB"), make_setup(WORKLOAD)):
+        process = ThisProcess(setup)
+        assert survive_real_batches(process, probe_of(8), 24, 0, Listener()) == probe_of(8)
+
+
+def test_an_interrupt_keeps_the_limit_of_the_most_expensive_samples(monkeypatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(real_batches, "find_survivor", interrupted)
+    process, listener = ThisProcess(make_setup(ragged_workload())), Listener()
+    stopped = probe_of(30, stopped_by="time limit")
+    assert survive_real_batches(process, stopped, 256, 0, listener) == stopped
+    probe = survive_real_batches(process, probe_of(30), 256, 0, listener)
+    assert (probe.micro_batch, probe.stopped_by) == (30, "interrupt")
+    assert "not checked" in listener.notes[0]
 
 
 def test_a_sample_that_does_not_fit_alone_is_named_before_training(tmp_path: Path) -> None:
@@ -121,66 +117,6 @@ def test_a_sample_that_does_not_fit_alone_is_named_before_training(tmp_path: Pat
         run_command(call)
     assert caught.value.exit_code == 3
     assert "cut shorter or left out" in str(caught.value)
-
-
-# The stage that lowers a limit to one that real batches survive.
-
-
-def outcome(process, micro_batch: int, *, fits: bool = True) -> Outcome:
-    return Outcome(
-        Attempt(
-            micro_batch=micro_batch, fits=fits, peak_allocated_bytes=1, peak_reserved_bytes=1, seconds=0.0
-        ),
-        None,
-    )
-
-
-def survived(monkeypatch, found: Survivor | None, *, target: int | None = 256, fits: bool = True, **changes):
-    monkeypatch.setattr(real_batches, "find_survivor", lambda *_: found)
-    monkeypatch.setattr(real_batches, "run_attempt", lambda process, size: outcome(process, size, fits=fits))
-    listener = Listener()
-    process = ThisProcess(make_setup(ragged_workload()))
-    return survive_real_batches(process, probe_of(30, **changes), target, 0, listener), listener
-
-
-def test_a_lower_survivor_runs_once_and_becomes_the_answer(monkeypatch) -> None:
-    probe, heard = survived(monkeypatch, Survivor(18, 300, "replay"))
-    assert (probe.micro_batch, probe.upper_bound_by) == (18, "replay")
-    assert [one.micro_batch for one in probe.attempts] == [18]
-    assert (probe.real_batches.micro_batch_alone, probe.real_batches.batches) == (30, 300)
-    assert heard.sizes == [18]
-    assert "30 fits on the most expensive samples alone" in heard.notes[0]
-
-
-def test_a_plan_of_as_many_steps_keeps_the_limit(monkeypatch) -> None:
-    assert math.ceil(256 / 29) == math.ceil(256 / 30)
-    probe, heard = survived(monkeypatch, Survivor(29, 300, "replay"))
-    assert probe.micro_batch == 30
-    assert probe.real_batches.batches == 300
-    assert heard.sizes == heard.notes == []
-    assert survived(monkeypatch, Survivor(29, 300, "replay"), target=None)[0].micro_batch == 29
-
-
-@pytest.mark.parametrize("found", [None, Survivor(18, 300, "replay")])
-def test_without_a_survivor_that_runs_the_limit_stays(monkeypatch, found) -> None:
-    probe, _ = survived(monkeypatch, found, fits=False)
-    assert probe.micro_batch == 30
-
-
-def test_an_interrupted_probe_is_not_checked(monkeypatch) -> None:
-    probe, _ = survived(monkeypatch, Survivor(18, 300, "replay"), stopped_by="time limit")
-    assert (probe.micro_batch, probe.real_batches) == (30, None)
-
-
-def test_an_interrupt_keeps_the_limit_of_the_most_expensive_samples(monkeypatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(real_batches, "find_survivor", interrupted)
-    process, listener = ThisProcess(make_setup(ragged_workload())), Listener()
-    probe = survive_real_batches(process, probe_of(30), 256, 0, listener)
-    assert (probe.micro_batch, probe.stopped_by) == (30, "interrupt")
-    assert "not checked" in listener.notes[0]
 
 
 # Joined samples in the order of a run.
