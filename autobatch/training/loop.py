@@ -36,7 +36,7 @@ from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.training.batchnorm import rescaled_momentum
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.training.phase_times import OTHER, PhaseTimes
-from autobatch.training.step_errors import error_before_step, error_in_step, nonfinite_error
+from autobatch.training.step_errors import nonfinite_error, out_of_memory_error
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
 from autobatch.workload.loader import Feed
 from autobatch.workload.nested import feed, tensors_of
@@ -164,14 +164,10 @@ class Loop:
             )
 
     def _train_batch(self, batch: GlobalBatch) -> tuple[StepResult, list[MicroBatchIds], str | None]:
-        """Train a batch, again after an out-of-memory error.
-
-        Returns:
-            The result, the micro-batches, and the message of the last out-of-memory error.
-        """
+        """Train a batch, again after an out-of-memory error, and return the message of the last one too."""
         oom: OutOfMemory | None = None
         items_per_sample = self.train_state.items_per_sample
-        # Micro-batches are halved down to 1, where `error_before_step` ends the run.
+        # Micro-batches are halved down to 1, where `out_of_memory_error` ends the run.
         while True:
             parts = self.split.parts(batch, self.micro_batch)
             before = self._random_state = capture_random_state(self._random_state)
@@ -190,7 +186,7 @@ class Loop:
             runs_unchanged = is_first and oom.is_fragmented and self.is_intact
             if not runs_unchanged:
                 self.micro_batch = oom.smaller
-                end = error_before_step(self.train_state, batch.index + 1, oom)
+                end = out_of_memory_error(self.train_state, batch.index + 1, oom)
                 if end is not None:
                     self.has_failed_on_all_ranks = True
                     raise end
@@ -201,11 +197,8 @@ class Loop:
     ) -> StepResult | OutOfMemory:
         """Train a batch, or return the out-of-memory error that ended it before the optimizer step.
 
-        Args:
-            batch: the samples.
-            parts: the micro-batches.
-            is_first: whether the batch did not run before. Errors that only may be about memory count as such
-                then, if smaller micro-batches are left to try.
+        If the batch did not run before, errors that only may be about memory count as such, as long as
+        smaller micro-batches are left to try.
         """
         train_state, may_be_suspect = self.train_state, is_first and any(len(part.ids) > 1 for part in parts)
         is_whole = isinstance(train_state.loss, WholeBatchLoss)
@@ -274,11 +267,8 @@ class Loop:
             raise error
         self.times.drop()
         size, smaller = running.failed(self.split, self.micro_batch)
-        if is_step:
-            self.micro_batch = smaller
-            raise error_in_step(self.train_state, batch.index + 1, size, first_line(error)) from error
-        is_fatal, is_in_loss = verdict is Verdict.FATAL, running.is_in_loss
-        return OutOfMemory(
+        is_fatal, is_in_loss = verdict is Verdict.FATAL, running.is_in_loss and not is_step
+        oom = OutOfMemory(
             first_line(error),
             is_fatal=is_fatal,
             is_fragmented=(is_fragmented(error) or is_in_loss) and not is_fatal,
@@ -286,13 +276,15 @@ class Loop:
             smaller=self.micro_batch if is_in_loss else smaller,
             is_in_loss=is_in_loss,
         )
+        if is_step:
+            self.micro_batch = smaller
+            end = out_of_memory_error(self.train_state, batch.index + 1, oom, in_step=True)
+            assert end is not None
+            raise end from error
+        return oom
 
     def _roll_back(self, random_state: RandomState, *, is_fatal: bool) -> bool:
         """Return to the start of a batch, outside of any ``except`` block.
-
-        Args:
-            random_state: of all generators at the start of the batch.
-            is_fatal: whether the device may no longer answer.
 
         Returns:
             False if a large buffer has changed, or if a device after a fatal error no longer answers.
@@ -357,10 +349,7 @@ class Loop:
 class _Running:
     """The micro-batches of a batch as they run, none of which it holds.
 
-    Args:
-        parts: their sample ids.
-        placed: the micro-batches, each with its number of samples; iterated again for a second pass.
-        is_whole: whether a loss over the whole batch comes between two passes.
+    If ``is_whole``, a loss over the whole batch comes between two passes over them.
     """
 
     def __init__(
@@ -392,14 +381,9 @@ class _Running:
         self._passes_left = 0
 
     def failed(self, split: Split, micro_batch: int) -> tuple[int, int]:
-        """Return what ran out of memory: the micro-batch that runs, or the fullest one if none does.
+        """Return the samples of the micro-batch that ran out of memory, and the limit that halves it.
 
-        Args:
-            split: made the micro-batches.
-            micro_batch: the largest one.
-
-        Returns:
-            Its samples, and the ``micro_batch`` that halves it; both 1 for a rank without samples.
+        If none runs, it is the fullest one. Both are 1 for a rank without samples.
         """
         if not self._parts:
             return 1, 1

@@ -56,41 +56,32 @@ class NoiseEstimate(Record, frozen=True, kw_only=True):
             return ""
         top = "without an upper end" if self.high is None else f"to {_round(self.high)}"
         about = "is unknown" if self.noise_scale is None else f"is about {_round(self.noise_scale)}"
-        return (
-            f"The gradient noise scale {about} (95 %: {_round(self.low)} {top}, from {self.batches:,} "
-            f"batches). The target batch of {target_batch:,} {self._advice(target_batch, self.low)}."
-        )
-
-    def _advice(self, target_batch: int, low: float) -> str:
         high = math.inf if self.high is None else self.high
-        if target_batch * NEAR_FACTOR < low:
-            return (
+        is_near = high <= target_batch * NEAR_FACTOR and target_batch <= NEAR_FACTOR * self.low
+        advice = "may or may not be near it: the interval is too wide"
+        if target_batch * NEAR_FACTOR < self.low:
+            advice = (
                 "is much smaller: a larger one would take almost proportionally fewer optimizer steps "
                 "for nearly the same samples"
             )
-        if target_batch > NEAR_FACTOR * high:
-            return (
+        elif target_batch > NEAR_FACTOR * high:
+            advice = (
                 "is much larger: a smaller one would take far fewer samples for hardly more optimizer steps"
             )
-        is_near = high <= target_batch * NEAR_FACTOR and target_batch <= NEAR_FACTOR * low
-        if not is_near or self.noise_scale is None:
-            return "may or may not be near it: the interval is too wide"
+        elif is_near and self.noise_scale is not None:
+            advice = (
+                f"is near it: it takes about {1 + target_batch / self.noise_scale:.2g} times the samples of "
+                f"a tiny batch and {1 + self.noise_scale / target_batch:.2g} times the steps of a huge one"
+            )
         return (
-            f"is near it: it takes about {1 + target_batch / self.noise_scale:.2g} times the samples of a "
-            f"tiny batch and {1 + self.noise_scale / target_batch:.2g} times the steps of a huge one"
+            f"The gradient noise scale {about} (95 %: {_round(self.low)} {top}, from {self.batches:,} "
+            f"batches). The target batch of {target_batch:,} {advice}."
         )
 
 
 @dataclass(kw_only=True)
 class NoiseScale:
     """Measurements of the gradient noise, one pair per measured batch.
-
-    A loop feeds it with at most one extra norm per measured batch::
-
-        if noise.is_due(batch.index):  # after the first micro-batch
-            first = norm_of(gradients) * divisor / first_count / loss_scale
-        ...                            # after the step, which measures its norm anyway
-        noise.observe(first**2, first_count, result.grad_norm**2, result.count)
 
     The theory holds for plain SGD on samples drawn at random. For Adam the value is a guide.
     """
@@ -130,15 +121,10 @@ class NoiseScale:
         count = len(self._pairs)
         if count < MIN_BATCHES:
             return NoiseEstimate(batches=count)
-        gradients, traces = zip(*self._pairs, strict=True)
-        gradient, trace = math.fsum(gradients) / count, math.fsum(traces) / count
-        low, high = _interval(gradients, traces)
-        return NoiseEstimate(
-            batches=count,
-            noise_scale=max(trace, 0.0) / gradient if gradient > 0 else None,
-            low=low,
-            high=None if math.isinf(high) else high,
-        )
+        gradient, trace = (math.fsum(values) / count for values in zip(*self._pairs, strict=True))
+        low, high = _interval([*self._pairs], gradient, trace)
+        noise_scale = max(trace, 0.0) / gradient if gradient > 0 else None
+        return NoiseEstimate(batches=count, noise_scale=noise_scale, low=low, high=high)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run continues from."""
@@ -151,17 +137,15 @@ class NoiseScale:
         self._pairs = deque(pairs, maxlen=KEPT_BATCHES)
 
 
-def _interval(gradients: tuple[float, ...], traces: tuple[float, ...]) -> tuple[float, float]:
-    """Return the 95 % interval of the ratio of two means (Fieller 1954).
+def _interval(pairs: list[tuple[float, float]], g: float, s: float) -> tuple[float, float | None]:
+    """Return the 95 % interval of the ratio of the means ``s`` and ``g`` of pairs (Fieller 1954).
 
     Unlike the delta method, it has no upper end if the gradient does not differ significantly from 0.
     """
-    count = len(gradients)
-    g, s = math.fsum(gradients) / count, math.fsum(traces) / count
-    scale = _Z * _Z / (count * (count - 1))
-    gg = scale * math.fsum((gradient - g) ** 2 for gradient in gradients)
-    ss = scale * math.fsum((trace - s) ** 2 for trace in traces)
-    gs = scale * math.fsum((x - g) * (y - s) for x, y in zip(gradients, traces, strict=True))
+    scale = _Z * _Z / (len(pairs) * (len(pairs) - 1))
+    gg = scale * math.fsum((gradient - g) ** 2 for gradient, _ in pairs)
+    ss = scale * math.fsum((trace - s) ** 2 for _, trace in pairs)
+    gs = scale * math.fsum((gradient - g) * (trace - s) for gradient, trace in pairs)
     # The ratios R with (s − R g)² ≤ z² var(s − R g): a quadratic a R² − 2 b R + c ≤ 0.
     a, b, c = g * g - gg, s * g - gs, s * s - ss
     root = math.sqrt(max(b * b - a * c, 0.0))
@@ -169,8 +153,8 @@ def _interval(gradients: tuple[float, ...], traces: tuple[float, ...]) -> tuple[
         return max((b - root) / a, 0.0), max((b + root) / a, 0.0)
     # No upper end. The interval holds 0 unless the noise differs significantly from 0.
     if c <= 0 or s <= 0 or b * b <= a * c:
-        return 0.0, math.inf
-    return max((b - root) / a, (b + root) / a, 0.0), math.inf
+        return 0.0, None
+    return max((b - root) / a, (b + root) / a, 0.0), None
 
 
 def _round(value: float) -> str:

@@ -20,56 +20,44 @@ MAX_NAMED_SAMPLES = 8
 """Samples that a message names."""
 
 
-def error_before_step(train_state: TrainState, step: int, oom: OutOfMemory) -> AutobatchError | None:
+def out_of_memory_error(
+    train_state: TrainState, step: int, oom: OutOfMemory, *, in_step: bool = False
+) -> AutobatchError | None:
     """Return the error that ends a run out of memory; None if the batch can run again in smaller parts.
+
+    A restart in smaller micro-batches, down to 1, may leave more room for the optimizer step.
 
     Args:
         train_state: tells which suggestions apply.
         step: the number of the step, from 1.
         oom: the error.
+        in_step: whether the optimizer step had begun, or another rank may wait for this one.
     """
+    where, why = f"out of memory in step {step} at a micro-batch of {oom.size}", ""
+    message = oom.message.rstrip(".")
     if oom.size == 1 or oom.is_in_loss:
-        suggestions = ["a larger --memory-budget"]
-        if isinstance(train_state.loss, WholeBatchLoss):
-            suggestions.append("a smaller --target-batch")
-        if train_state.precision == "fp32":
-            suggestions.append("--precision bf16")
-        where = f"in the loss over all {oom.size} samples of a batch, whatever the micro-batch"
-        if not oom.is_in_loss:
-            suggestions.append("activation checkpointing")
-            where = "in training at a micro-batch of 1"
-        return DoesNotFitError(
-            f"out of memory {where}: {oom.message.rstrip('.')}; what would help: {', '.join(suggestions)}"
-        )
-    where = f"out of memory in step {step} at a micro-batch of {oom.size}"
-    if oom.is_fatal:
-        return RestartSmallerError(
-            f"{where}, in the driver, after which this process cannot continue: {oom.message}"
-        )
-    if not oom.is_intact:
-        return RestartSmallerError(
-            f"{where}: {oom.message.rstrip('.')}. The batch cannot run again, because the forward "
-            "pass changed a large buffer of the model"
-        )
-    return None
-
-
-def error_in_step(train_state: TrainState, step: int, micro_batch: int, message: str) -> AutobatchError:
-    """Return the error of a run that is out of memory inside the optimizer step.
-
-    A smaller micro-batch may leave more room for the step, so the run is restarted in smaller ones down to 1.
-    """
-    where = f"out of memory in step {step} at a micro-batch of {micro_batch}"
-    if micro_batch > 1 and train_state.shared is not None:
-        return RestartSmallerError(f"{where}, for which the other ranks of the sharded model wait: {message}")
-    where += ", inside the optimizer step"
-    if micro_batch > 1:
-        return RestartSmallerError(f"{where}, which may have moved part of the weights: {message}")
-    average = "" if train_state.average is None else ", no --ema"
-    return DoesNotFitError(
-        f"{where}: {message.rstrip('.')}; what would help: a larger --memory-budget, a fused optimizer "
-        f"(fused=True), an optimizer with less state{average}"
-    )
+        suggestions = {"a larger --memory-budget": True}
+        if in_step:
+            where += ", inside the optimizer step"
+            suggestions |= {"a fused optimizer (fused=True)": True, "an optimizer with less state": True}
+            suggestions["no --ema"] = train_state.average is not None
+        else:
+            suggestions["a smaller --target-batch"] = isinstance(train_state.loss, WholeBatchLoss)
+            suggestions["--precision bf16"] = train_state.precision == "fp32"
+            suggestions["activation checkpointing"] = not oom.is_in_loss
+        if oom.is_in_loss:
+            where = f"out of memory in the loss over all {oom.size} samples of a batch, at any micro-batch"
+        remedies = ", ".join(remedy for remedy, applies in suggestions.items() if applies)
+        return DoesNotFitError(f"{where}: {message}; what would help: {remedies}")
+    if in_step and train_state.shared is not None:
+        why = "for which the other ranks of the sharded model wait"
+    elif in_step:
+        why = "inside the optimizer step, which may have moved part of the weights"
+    elif oom.is_fatal:
+        why = "in the driver, after which this process cannot continue"
+    elif not oom.is_intact:
+        why = "where the batch cannot run again, because the forward pass changed a large buffer of the model"
+    return RestartSmallerError(f"{where}, {why}: {message}") if why else None
 
 
 def nonfinite_error(

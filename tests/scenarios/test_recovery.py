@@ -168,7 +168,7 @@ def test_a_loss_over_the_whole_batch_that_never_fits_ends_the_run() -> None:
     loop = make_loop(failing, target_batch=5, micro_batch=2, steps=1)
     with pytest.raises(
         DoesNotFitError,
-        match=r"in the loss over all 5 samples of a batch, whatever.*smaller --target-batch",
+        match=r"in the loss over all 5 samples of a batch, at any.*smaller --target-batch",
     ):
         list(loop.run())
     assert len(sizes) == 2

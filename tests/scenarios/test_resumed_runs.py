@@ -78,7 +78,7 @@ def test_a_run_that_is_always_out_of_memory_in_the_optimizer_ends_at_a_micro_bat
     tmp_path: Path,
 ) -> None:
     def start(*, fails: bool) -> None:
-        loop = open_loop(plain(), target_batch=8, micro_batch=4)
+        loop = open_loop(plain(), target_batch=8, micro_batch=4, ema=0.9)
         folder = tmp_path / "checkpoints"
         resumed = load_newest(folder) if folder.exists() else None
         if resumed is not None:
@@ -97,7 +97,8 @@ def test_a_run_that_is_always_out_of_memory_in_the_optimizer_ends_at_a_micro_bat
             start(fails=number > 0)
         codes.append(caught.value.exit_code)
     assert codes == [77, 77, 3]
-    assert "what would help: a larger --memory-budget" in str(caught.value)
+    assert "what would help: a larger --memory-budget, a fused optimizer" in str(caught.value)
+    assert "no --ema" in str(caught.value)
     assert load_newest(tmp_path / "checkpoints").state["counters"]["batches_seen"] == 2
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,8 @@ from torch import nn
 
 from autobatch import NonFiniteError, Progress, RestartSmallerError
 from autobatch.device.cpu import CpuDevice
-from autobatch.distributed.engine import OutOfMemory
 from autobatch.training.checkpoint import available_host_memory
 from autobatch.training.run import train
-from autobatch.training.step_errors import error_before_step, error_in_step, find_nonfinite_sample
 from tests.support.faults import Fault, Watching, plain
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
@@ -24,10 +21,8 @@ from tests.support.runs import ActingAfter, open_loop, resume, rows, settings
 from tests.support.training import (
     INFO_NCE,
     Rows,
-    fingerprint,
     make_loop,
     make_workload,
-    mean_loss,
     network,
     points,
     weights,
@@ -67,44 +62,6 @@ def test_the_graphs_of_a_batch_that_ran_out_of_memory_are_freed(monkeypatch: pyt
         with fault:
             next(loop.run())
     assert resets == ["reset"]
-
-
-PLAIN = make_loop(make_workload()).train_state
-FULL = OutOfMemory("full.", is_fatal=False)
-BROKEN = OutOfMemory("broken", is_fatal=True)
-
-
-@pytest.mark.parametrize(
-    ("micro_batch", "oom", "is_intact", "code", "message"),
-    [
-        (2, BROKEN, True, 77, "in step 3 at a micro-batch of 2, in the driver.*: broken"),
-        (2, FULL, False, 77, "micro-batch of 2: full.*a large buffer"),
-        (1, FULL, True, 3, "micro-batch of 1: full; what would help: a larger --memory-budget, --precision"),
-        (1, BROKEN, False, 3, "micro-batch of 1: broken; what would help"),
-    ],
-)
-def test_a_batch_that_cannot_run_again_ends_the_run(micro_batch, oom, is_intact, code, message) -> None:
-    error = error_before_step(PLAIN, 3, oom._replace(size=micro_batch, is_intact=is_intact))
-    assert error is not None
-    assert error.exit_code == code
-    with pytest.raises(type(error), match=message):
-        raise error
-
-
-def test_only_remedies_that_apply_are_named() -> None:
-    whole = make_loop(make_workload(loss=INFO_NCE), ema=0.9).train_state
-    for train_state, expected in ((PLAIN, False), (whole, True)):
-        before = str(error_before_step(train_state, 1, FULL._replace(size=1)))
-        assert ("a smaller --target-batch" in before) == expected
-        assert ("no --ema" in str(error_in_step(train_state, 1, 1, "full."))) == expected
-
-
-@pytest.mark.parametrize(("micro_batch", "code"), [(4, 77), (2, 77), (1, 3)])
-def test_a_failure_inside_the_optimizer_step_is_restarted_smaller_down_to_1(micro_batch, code) -> None:
-    error = error_in_step(PLAIN, 5, micro_batch, "full.")
-    assert error.exit_code == code
-    assert f"step 5 at a micro-batch of {micro_batch}, inside the optimizer step" in str(error)
-    assert ("what would help: a larger --memory-budget, a fused optimizer" in str(error)) == (code == 3)
 
 
 def test_the_available_memory_is_unknown_if_it_cannot_be_read_for_lack_of_memory(monkeypatch) -> None:
@@ -198,39 +155,14 @@ def test_for_a_loss_over_the_whole_batch_the_sample_with_a_non_finite_row_is_nam
         next(loop.run())
 
 
-@pytest.mark.parametrize("sizes", [[24], [5] * 4 + [4], [1] * 24])
-@pytest.mark.parametrize("bad", [0, 11, 23])
-def test_one_of_several_bad_samples_is_found_in_any_split(sizes: list[int], bad: int) -> None:
-    """The other one is sample 23."""
-    workload = make_workload(
-        model=lambda: network(torch.float32), train_data=spoiled({bad: math.nan, 23: math.nan})
-    )
-    train_state = make_loop(workload).train_state
-    parts = [list(range(24))[stop - size : stop] for stop, size in zip(accumulate(sizes), sizes, strict=True)]
-    assert find_nonfinite_sample(workload, train_state, parts) == bad
-
-
-def test_the_search_changes_neither_the_model_nor_the_random_state() -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.BatchNorm1d(5), network(torch.float32), nn.Dropout(0.5))
-
-    workload = make_workload(model=build, train_data=spoiled({3: math.nan}))
-    train_state = make_loop(workload).train_state
-    train_state.model.train()
-    before, random_state = fingerprint(train_state.model), torch.get_rng_state()
-    find_nonfinite_sample(workload, train_state, [list(range(12)), list(range(12, 24))])
-    assert fingerprint(train_state.model) == before
-    assert torch.equal(torch.get_rng_state(), random_state)
-
-
-def test_without_a_bad_sample_or_with_an_error_none_is_found() -> None:
-    def failing(model, batch):
-        raise RuntimeError
-
-    for loss in (mean_loss, failing):
-        workload = make_workload(loss=loss)
-        train_state = make_loop(workload).train_state
-        assert find_nonfinite_sample(workload, train_state, [[4, 2]]) is None
+@pytest.mark.parametrize("micro_batch", [24, 5, 1])
+@pytest.mark.parametrize("place", [0, 11, 23])
+def test_the_first_of_several_bad_samples_is_found_in_any_split(micro_batch: int, place: int) -> None:
+    ids = next(make_loop(make_workload(), steps=1).sampler.batches()).ids
+    data = spoiled({ids[place]: math.nan, ids[23]: math.nan}, torch.float64)
+    loop = make_loop(make_workload(train_data=data), micro_batch=micro_batch, steps=1)
+    with pytest.raises(NonFiniteError, match=f"sample {ids[place]} alone gives a non-finite loss"):
+        next(loop.run())
 
 
 def error_of_rank(place: int) -> tuple[int, str]:
