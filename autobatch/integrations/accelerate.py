@@ -33,6 +33,7 @@ from autobatch.integrations.library_plan import (
     Float32Outputs,
     LibraryLoop,
     LibraryPlan,
+    batch_size,
     check_resizable,
     drops_last,
     on_host,
@@ -42,9 +43,9 @@ from autobatch.integrations.library_plan import (
     resized,
     split_for,
 )
-from autobatch.planning import even_split
 from autobatch.workload.contract import Collated, Loss, Workload
 
+__all__ = ["arguments", "batch_size", "plan", "workload"]
 LossFunction = Callable[[Any, Collated], "Tensor | Loss"]
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
@@ -62,15 +63,6 @@ def arguments(plan: Plan) -> dict[str, Any]:
         "gradient_accumulation_steps": split_for(plan, "accelerate")[1],
         "mixed_precision": "no" if plan.precision == "fp32" else plan.precision,
     }
-
-
-def batch_size(plan: Plan) -> int:
-    """Return the ``batch_size`` for the ``DataLoader`` of one process, in samples (``split_batches`` off).
-
-    Raises:
-        InputError: the target batch does not divide equally among the ranks.
-    """
-    return even_split(plan)[0]
 
 
 def plan(
@@ -131,15 +123,12 @@ def workload(
         loss: maps ``(model, batch)`` to the loss.
         mixed: whether outputs in 16 bits are copied to float32.
     """
+    own = model
     return Workload.from_loader(
         loader,
-        model=lambda: model,
+        model=lambda: own,
         loss=lambda one, batch: loss(Float32Outputs(one) if mixed else one, batch),
-        optimizer=_rebuilder(optimizer, model),
+        optimizer=lambda model, _: rebuilt(optimizer, own, model),
         learning_rate=float(optimizer.param_groups[0]["lr"]),
-        name=type(model).__name__,
+        name=type(own).__name__,
     )
-
-
-def _rebuilder(optimizer: torch.optim.Optimizer, own: nn.Module) -> Callable[..., torch.optim.Optimizer]:
-    return lambda model, _: rebuilt(optimizer, own, model)

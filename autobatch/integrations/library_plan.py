@@ -5,14 +5,12 @@ Such a loop runs equal micro-batches. It takes the user's model, data, loss and 
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import math
 import os
 import sys
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,10 +49,6 @@ _LOADER_FIELDS = (
     "persistent_workers",
 )
 """Arguments of a loader that it keeps as attributes, besides those that make its batches."""
-MOST_ITEMS = 1000
-"""Items of a container above which it counts as data, which user code does not write."""
-DEPTH = 3
-"""Containers within each other that are copied: for example figures by name, by mode."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,22 +108,15 @@ def plan_for(
     options["split"] = "count"
     # The check is for autobatch's own sum; the notes below say what the library's sum is.
     options.setdefault("split_check", "off")
-    found, limit, shared_limit = _plan_with_ranks(
+    found, of_smallest = _plan_with_ranks(
         lambda: library.plan(workload, target_batch=target_batch, **options), loop.world_size
     )
     check_world_size(found, loop.world_size, loop.name)
-    found = msgspec.structs.replace(found, micro_batch=limit)
     size, steps = even_split(found)
-    remarks = (
-        shared_limit,
-        _rate_note(loop, found.learning_rate, workload.learning_rate),
-        even_split_note(found, min(limit, found.probe.micro_batch)),
-        _weights_note(loop, steps),
-        _last_step_note(loop, workload, found.target_batch, size, steps),
-    )
     fields = {name: getattr(found, name) for name in found.__struct_fields__}
     fields |= {"micro_batch": size, "accumulation_steps": steps, "micro_batches": [size] * steps}
-    fields["notes"] = [*found.notes, *(f"{loop.name}: {one}" for one in remarks if one is not None)]
+    remarks = [*of_smallest, *_remarks(loop, workload, found, size, steps)]
+    fields["notes"] = [*found.notes, *(f"{loop.name}: {one}" for one in remarks)]
     return LibraryPlan(**fields, library=loop.name, loader=None if loader is None else loader(size))
 
 
@@ -145,12 +132,20 @@ def split_for(plan: Plan, library: str) -> tuple[int, int]:
     return even_split(plan)
 
 
-def _plan_with_ranks(find: Callable[[], PlanResult], world_size: int) -> tuple[PlanResult, int, str | None]:
-    """Plan on this rank, and agree with the others on the smallest limit; all ranks call it.
+def batch_size(plan: Plan) -> int:
+    """Return the ``batch_size`` for the ``DataLoader`` of one process, in samples.
+
+    Raises:
+        InputError: the target batch does not divide equally among the ranks.
+    """
+    return even_split(plan)[0]
+
+
+def _plan_with_ranks(find: Callable[[], PlanResult], world_size: int) -> tuple[PlanResult, list[str]]:
+    """Plan on this rank, and take the smallest limit of all ranks; all of them call it.
 
     Returns:
-        The plan of this rank; the smallest micro-batch of all ranks; and a remark if another rank limits this
-        one, or the others could not be asked.
+        The plan, and a remark if another rank limits this one, or the others could not be asked.
 
     Raises:
         DoesNotFitError: another rank has no plan; its own message says why.
@@ -162,8 +157,7 @@ def _plan_with_ranks(find: Callable[[], PlanResult], world_size: int) -> tuple[P
 
         ranks = join_existing(world_size)
     if ranks is None:
-        found = find()
-        return found, found.micro_batch, ALONE
+        return find(), [ALONE]
     try:
         found = find()
     except Exception:
@@ -175,41 +169,39 @@ def _plan_with_ranks(find: Callable[[], PlanResult], world_size: int) -> tuple[P
     if not least:
         raise DoesNotFitError(f"rank {rank} has no plan: its own message says why")
     if least == found.micro_batch:
-        return found, least, None
-    return found, least, f"all ranks run micro-batches of at most {least}, as fit on rank {rank}"
+        return found, []
+    remark = f"all ranks run micro-batches of at most {least}, as fit on rank {rank}"
+    return msgspec.structs.replace(found, micro_batch=least), [remark]
 
 
-def _rate_note(loop: LibraryLoop, planned: float, declared: float) -> str | None:
-    """Return a remark if the optimizer keeps another learning rate than that of the plan."""
-    if loop.sets_rate or planned == declared:
-        return None
-    return f"the optimizer keeps its rate of {declared:g}: build it with plan.learning_rate, {planned:g}"
-
-
-def _weights_note(loop: LibraryLoop, steps: int) -> str | None:
-    """Return a remark on the weight of a micro-batch in the gradient; None if a step has only one."""
-    if steps == 1:
-        return None
-    if loop.averages_means:
-        return (
+def _remarks(
+    loop: LibraryLoop, workload: Workload, found: PlanResult, size: int, steps: int
+) -> Iterator[str]:
+    """Yield what the loop of a library does with a plan, where that is not what the plan says."""
+    if not loop.sets_rate and found.learning_rate != workload.learning_rate:
+        yield (
+            f"the optimizer keeps its rate of {workload.learning_rate:g}: build it with plan.learning_rate, "
+            f"{found.learning_rate:g}"
+        )
+    if (note := even_split_note(found, min(found.micro_batch, found.probe.micro_batch))) is not None:
+        yield note
+    if steps > 1 and loop.averages_means:
+        yield (
             "each micro-batch has the same weight, which is exact for a loss that is a mean over samples and "
             "not for one over tokens: autobatch.batches is exact for both"
         )
-    return (
-        "the losses of micro-batches are added up, which is exact if each is a sum divided by the "
-        f"num_items_in_batch that it is given; a loss that ignores it makes the gradient {steps} times too "
-        "long: set trainer.loss_is_scaled_for_ga = False"
-    )
-
-
-def _last_step_note(loop: LibraryLoop, workload: Workload, target: int, size: int, steps: int) -> str | None:
-    """Describe the last step of an epoch; None if it is like the others, or unknown."""
+    elif steps > 1:
+        yield (
+            "the losses of micro-batches are added up, which is exact if each is a sum divided by the "
+            f"num_items_in_batch that it is given; a loss that ignores it makes the gradient {steps} times "
+            "too long: set trainer.loss_is_scaled_for_ga = False"
+        )
     data: Any = workload.train_data
-    rest = 0 if is_stream(data) else len(data) % target
+    rest = 0 if is_stream(data) else len(data) % found.target_batch
     rest -= rest % size if loop.drop_last else 0
     if not rest:
-        return None
-    text = f"the last step of each epoch has {rest} of {target} samples"
+        return
+    text = f"the last step of each epoch has {rest} of {found.target_batch} samples"
     done = math.ceil(rest / size)
     if loop.divides_by_plan and done < steps:
         text += (
@@ -218,16 +210,11 @@ def _last_step_note(loop: LibraryLoop, workload: Workload, target: int, size: in
         )
     if loop.averages_means and rest % size and done > 1:
         text += f"; the samples of its last micro-batch weigh {size / (rest % size):.2g} times as much"
-    return f"{text}: autobatch.batches carries them into the next epoch"
+    yield f"{text}: autobatch.batches carries them into the next epoch"
 
 
 def tell_plan(plan: LibraryPlan, *, is_first: bool) -> None:
-    """Log a plan and its remarks, a line each; print them if the log of the program takes no such lines.
-
-    Args:
-        plan: the plan.
-        is_first: whether this process is the first of all, which alone prints.
-    """
+    """Log a plan and its remarks, or print them on the first rank if the program logs no such lines."""
     if not logger.isEnabledFor(logging.INFO) and is_first:
         sys.stderr.write(f"{plan}\n")
     for line in str(plan).splitlines():
@@ -235,22 +222,14 @@ def tell_plan(plan: LibraryPlan, *, is_first: bool) -> None:
 
 
 def device_option(device: torch.device) -> str:
-    """Return the option ``device`` of autobatch for a device of torch.
-
-    Raises:
-        InputError: autobatch knows no such device.
-    """
+    """Return the option ``device`` of autobatch for a device of torch; raise if there is none."""
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"autobatch probes on cpu and cuda, and the library trains on {device.type}")
     return "cpu" if device.type == "cpu" else str(device)  # a launcher makes cpu:0
 
 
 def precision_of(name: str, known: Mapping[str, str], library: str) -> Any:
-    """Return the precision of a plan for that of a library.
-
-    Raises:
-        InputError: it has none.
-    """
+    """Return the precision of a plan for that of a library; raise if there is none."""
     if name not in known:
         raise InputError(
             f"autobatch plans for the precisions {', '.join(known)} of {library}, found {name}: choose one"
@@ -313,40 +292,12 @@ def on_host(model: nn.Module) -> Iterator[None]:
         model.to(device)
 
 
-@contextmanager
-def kept_state(owner: Any) -> Iterator[None]:
-    """Restore the attributes of an object after the block, and what small containers among them hold.
-
-    Losses log their figures there: a list, a count, or lists by name. Other objects are not copied.
-    """
-    before = {name: _copied(value, DEPTH) for name, value in vars(owner).items()}
-    try:
-        yield
-    finally:
-        vars(owner).clear()
-        vars(owner).update(before)
-
-
-def _copied(value: Any, depth: int) -> Any:
-    if not isinstance(value, dict | list | set | deque) or len(value) > MOST_ITEMS or not depth:
-        return value
-    found: Any = copy.copy(value)
-    if isinstance(found, dict):
-        found.update({key: _copied(one, depth - 1) for key, one in found.items()})
-    elif isinstance(found, list):
-        found[:] = [_copied(one, depth - 1) for one in value]
-    return found
-
-
 def check_resizable(loader: Any, *, before: str) -> None:
-    """Check that a loader can be built again with another batch size.
+    """Raise if a loader cannot be built again with another batch size.
 
     Args:
         loader: the user's loader.
         before: the call of the library that replaces loaders by its own.
-
-    Raises:
-        InputError: it cannot; the message says why.
     """
     kind = type(loader)
     # torchdata's loader takes the same arguments.

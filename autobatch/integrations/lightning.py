@@ -42,6 +42,7 @@ from autobatch.core.records import Plan, Precision
 from autobatch.integrations.library_plan import (
     LibraryLoop,
     LibraryPlan,
+    batch_size,
     check_resizable,
     drops_last,
     on_host,
@@ -50,7 +51,6 @@ from autobatch.integrations.library_plan import (
     resized,
     split_for,
 )
-from autobatch.planning import even_split
 from autobatch.workload.contract import Collated, Workload, kind_of, parts_of
 from autobatch.workload.rng import preserved_random_state
 
@@ -79,15 +79,6 @@ def arguments(plan: Plan, *, max_grad_norm: float | None = None) -> dict[str, An
         "gradient_clip_val": max_grad_norm,
         "gradient_clip_algorithm": None if max_grad_norm is None else "norm",
     }
-
-
-def batch_size(plan: Plan) -> int:
-    """Return the ``batch_size`` for the ``DataLoader`` of one process, in samples.
-
-    Raises:
-        InputError: the target batch does not divide equally among the ranks.
-    """
-    return even_split(plan)[0]
 
 
 def plan(

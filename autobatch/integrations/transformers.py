@@ -16,8 +16,10 @@ Its loop is less exact than autobatch, as the notes of the plan and ``docs/libra
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -33,7 +35,6 @@ from autobatch.integrations.library_plan import (
     Float32Outputs,
     LibraryLoop,
     LibraryPlan,
-    kept_state,
     on_host,
     plan_for,
     rebuilt,
@@ -45,6 +46,12 @@ if TYPE_CHECKING:
     AutobatchCallback: Any
 
 __all__ = ["AutobatchCallback", "arguments", "plan", "workload"]
+
+
+MOST_ITEMS = 1000
+"""Items of a container above which it counts as data, which user code does not write."""
+DEPTH = 3
+"""Containers within each other that are copied: for example figures by name, by mode."""
 
 
 def arguments(plan: Plan, *, max_grad_norm: float | None = None) -> dict[str, Any]:
@@ -100,7 +107,7 @@ def plan(trainer: Any, *, target_batch: int, **options: Unpack[PlanKeywords]) ->
         drop_last=args.dataloader_drop_last,
         sets_rate=trainer.optimizer is None,
     )
-    with on_host(trainer.model), _checkpointing(trainer), kept_state(trainer):
+    with on_host(trainer.model), _checkpointing(trainer), _kept_state(trainer):
         trainer.log = lambda *_, **__: None  # of a compute_loss that logs: its probe is no training
         found = plan_for(workload(trainer), loop, target_batch, **options)
     args.per_device_train_batch_size = found.micro_batch
@@ -244,6 +251,31 @@ def _check(trainer: Any) -> None:
     ]
     if unknown:
         raise InputError(f"autobatch cannot plan for a Trainer with {' and '.join(unknown)}: turn it off")
+
+
+@contextmanager
+def _kept_state(owner: Any) -> Iterator[None]:
+    """Restore the attributes of an object after the block, and what small containers among them hold.
+
+    Losses log their figures there: a list, a count, or lists by name. Other objects are not copied.
+    """
+    before = {name: _copied(value, DEPTH) for name, value in vars(owner).items()}
+    try:
+        yield
+    finally:
+        vars(owner).clear()
+        vars(owner).update(before)
+
+
+def _copied(value: Any, depth: int) -> Any:
+    if not isinstance(value, dict | list | set | deque) or len(value) > MOST_ITEMS or not depth:
+        return value
+    found: Any = copy.copy(value)
+    if isinstance(found, dict):
+        found.update({key: _copied(one, depth - 1) for key, one in found.items()})
+    elif isinstance(found, list):
+        found[:] = [_copied(one, depth - 1) for one in value]
+    return found
 
 
 if not TYPE_CHECKING:

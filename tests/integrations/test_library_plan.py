@@ -1,10 +1,8 @@
-"""Plans in equal micro-batches, for loops of other libraries."""
+"""Plans in equal micro-batches for loops of other libraries, through the simplest adapter."""
 
 from __future__ import annotations
 
-import logging
 import os
-from collections import defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,225 +10,146 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, WeightedRandomSampler
 
 from autobatch import AutobatchError, InputError
-from autobatch.integrations.library_plan import (
-    ALONE,
-    MOST_ITEMS,
-    LibraryLoop,
-    check_resizable,
-    device_option,
-    drops_last,
-    kept_state,
-    plan_for,
-    precision_of,
-    rebuilt,
-    resized,
-    tell_plan,
-)
+from autobatch.integrations import accelerate
 from tests.support.libraries import installed
 from tests.support.rank_server import RankServer
-from tests.support.training import make_workload, points
 
-CPU = torch.device("cpu")
-
-
-def a_loop(**changes: object) -> LibraryLoop:
-    fields = {"name": "Loop", "world_size": 1, "device": CPU, "divides_by_plan": True}
-    return LibraryLoop(**fields | changes)  # type: ignore[arg-type]
+ROWS = list(torch.arange(24.0))
 
 
-def test_the_plan_is_what_the_library_runs(
-    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = {"target_batch": 20, "max_micro_batch": 7}
-    plan = plan_for(make_workload(), a_loop(), loader=lambda size: f"of {size}", **options)  # type: ignore[arg-type]
-    assert (plan.micro_batch, plan.accumulation_steps, plan.micro_batches) == (5, 4, [5] * 4)
-    assert (plan.target_batch, plan.probe.micro_batch, plan.library, plan.loader) == (20, 7, "Loop", "of 5")
-    assert [note for note in plan.notes if note.startswith("Loop: the last step of each epoch has 4 of 20")]
-    with caplog.at_level(logging.INFO, logger="autobatch"):
-        tell_plan(plan, is_first=True)
-    assert capsys.readouterr().err == ""
-    assert str(plan) == "\n".join(caplog.messages)
-    assert caplog.messages[0].startswith("Loop: ")
-    assert caplog.messages[-1].startswith("note: Loop: the last step of each epoch has 4 of 20 samples")
-    with caplog.at_level(logging.WARNING, logger="autobatch"):
-        tell_plan(plan, is_first=False)
-        tell_plan(plan, is_first=True)
-    assert capsys.readouterr().err == f"{plan}\n", "without a log the first process prints it"
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(ROWS)
 
 
-def test_a_split_that_loses_half_the_size_names_better_targets() -> None:
-    plan = plan_for(make_workload(), a_loop(), target_batch=23, max_micro_batch=8)
-    assert plan.micro_batch == 1
-    assert plan.notes[0] == (
-        "Loop: a target batch of 23 splits into equal micro-batches of 1 in 23 accumulation steps at most, "
-        "although 8 samples fit: a target batch of 21 or 24 needs fewer steps, and autobatch.batches splits "
-        "any batch"
+class OwnBatches(BatchSampler):
+    pass
+
+
+def loader_of(rows: Any = ROWS, **options: Any) -> DataLoader[Tensor]:
+    return DataLoader(rows, **{"batch_size": 2, **options})  # type: ignore[arg-type]
+
+
+def plan(loader: Any = None, target_batch: int = 24, *, world: int = 1, **options: Any) -> Any:
+    """Plan for an Accelerator; its adapter reads three attributes."""
+    device, precision = torch.device(options.pop("where", "cpu")), options.pop("mixed_precision", "no")
+    accelerator = SimpleNamespace(mixed_precision=precision, num_processes=world, device=device)
+    model = nn.Linear(1, 1)
+    found = accelerate.plan(
+        accelerator,
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loader_of() if loader is None else loader,
+        loss=lambda model, batch: model(batch[:, None]).mean(),
+        target_batch=target_batch,
+        **{"max_micro_batch": 8, **options},
     )
+    assert accelerator.gradient_accumulation_steps == found.accumulation_steps
+    return found
 
 
-def test_a_plan_for_other_ranks_is_refused() -> None:
-    with pytest.raises(InputError, match="the plan is for 1 rank, and Loop runs in 2 processes"):
-        plan_for(make_workload(), a_loop(world_size=2), target_batch=20, world_size=1)
-    plan = plan_for(make_workload(), a_loop(world_size=2), target_batch=20, max_micro_batch=7)
-    assert (plan.world_size, plan.micro_batch, plan.accumulation_steps) == (2, 5, 2)
+def test_the_plan_is_what_the_library_runs() -> None:
+    found = plan(None, 20, max_micro_batch=7)
+    assert (found.micro_batch, found.accumulation_steps, found.micro_batches) == (5, 4, [5] * 4)
+    assert (found.target_batch, found.probe.micro_batch, found.library) == (20, 7, "accelerate")
+    assert str(found).splitlines()[0].startswith("accelerate: ")
+    assert "note: accelerate: the last step of each epoch has 4 of 20 samples" in str(found)
+    assert plan(None, 23).notes[0] == (
+        "accelerate: a target batch of 23 splits into equal micro-batches of 1 in 23 accumulation steps at "
+        "most, although 8 samples fit: a target batch of 21 or 24 needs fewer steps, and autobatch.batches "
+        "splits any batch"
+    )
+    over_two = plan(None, 20, world=2, max_micro_batch=7)
+    assert (over_two.world_size, over_two.micro_batch, over_two.accumulation_steps) == (2, 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"world": 2, "world_size": 1}, "the plan is for 1 rank, and accelerate runs in 2 processes"),
+        ({"where": "mps"}, "probes on cpu and cuda, and the library trains on mps"),
+        ({"where": "cuda:1"}, "cuda:1 was asked for"),
+        (
+            {"mixed_precision": "fp8"},
+            "the precisions no, bf16, fp16 of accelerate, found fp8: choose one",
+        ),
+        (
+            {"loader": ROWS},
+            r"a torch DataLoader before accelerator\.prepare, found a list: plan first",
+        ),
+        (
+            {"loader": DataLoader(ROWS, batch_sampler=OwnBatches(range(10), 2, False))},  # type: ignore[arg-type]
+            "has an OwnBatches that makes its batches",
+        ),
+        ({"loader": DataLoader(Stream(), batch_size=None)}, "has batch_size=None, so its data make the bat"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_plan_cannot_describe_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        plan(**options)
 
 
 def test_an_optimizer_is_rebuilt_over_a_copy_by_name() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model, copy = (nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)) for _ in range(2))
     own = torch.optim.AdamW(
         [{"params": model[1].parameters(), "lr": 0.3}, {"params": model[0].parameters()}],
         lr=0.1,
         amsgrad=True,
     )
-    copy = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    made = rebuilt(own, model, copy)
+
+    def rebuilt(model: nn.Module) -> Any:
+        workload = accelerate.workload(model, own, loader_of(), loss=lambda model, batch: model(batch))
+        return workload.optimizer(copy, 0.5)  # type: ignore[call-arg, arg-type]
+
+    made = rebuilt(model)
     assert type(made) is torch.optim.AdamW
     assert [group["lr"] for group in made.param_groups] == [0.3, 0.1]
     assert made.defaults["amsgrad"] is True
     assert made.param_groups[0]["params"] == [*copy[1].parameters()]
     with pytest.raises(InputError, match="AdamW trains parameters that are not the model's"):
-        rebuilt(own, nn.Linear(1, 1), copy)
+        rebuilt(nn.Linear(1, 1))
 
 
-def test_devices_and_precisions_that_have_no_counterpart_are_refused() -> None:
-    assert device_option(torch.device("cuda", 1)) == "cuda:1"
-    assert device_option(torch.device("cpu", 0)) == "cpu", "a launcher numbers it"
-    with pytest.raises(InputError, match="probes on cpu and cuda, and the library trains on mps"):
-        device_option(torch.device("mps"))
-    assert precision_of("no", {"no": "fp32"}, "it") == "fp32"
-    with pytest.raises(InputError, match="plans for the precisions no of it, found fp8: choose one"):
-        precision_of("fp8", {"no": "fp32"}, "it")
-
-
-SHORT = (
-    "the last step of each epoch has 16 of 24 samples in 2 of 3 micro-batches and is still divided by 3, so "
-    "its gradient is 33% too small"
-)
-HEAVY = (
-    "the last step of each epoch has 18 of 24 samples; the samples of its last micro-batch "
-    "weigh 4 times as much"
-)
-TRAINER = {"divides_by_plan": False, "averages_means": False}
+SHORT = " in 2 of 3 micro-batches and is still divided by 3, so its gradient is 33% too small"
+HEAVY = "; the samples of its last micro-batch weigh 4 times as much"
 
 
 @pytest.mark.parametrize(
-    ("samples", "changes", "words"),
+    ("samples", "options", "rest", "words"),
     [
-        (48, {}, None),
-        (40, {}, SHORT),
-        (42, {}, HEAVY),
-        (42, TRAINER, "the last step of each epoch has 18 of 24 samples"),
-        (42, {"drop_last": True}, SHORT),
-        (30, {"drop_last": True}, None),
+        (48, {}, 0, ""),
+        (40, {}, 16, SHORT),
+        (42, {}, 18, HEAVY),
+        (42, {"drop_last": True}, 16, SHORT),
+        (42, {"batch_size": 1, "batch_sampler": BatchSampler(range(42), 2, True)}, 16, SHORT),
+        (30, {"drop_last": True}, 0, ""),
     ],
 )
-def test_the_last_step_of_an_epoch(samples: int, changes: dict[str, object], words: str | None) -> None:
-    workload = make_workload(train_data=points(samples))
-    plan = plan_for(workload, a_loop(**changes), target_batch=24, max_micro_batch=8)
-    found = [note for note in plan.notes if "last step" in note]
+def test_the_last_step_of_an_epoch(samples: int, options: dict[str, Any], rest: int, words: str) -> None:
+    found = plan(loader_of(list(torch.arange(float(samples))), **options))
+    text = f"accelerate: the last step of each epoch has {rest} of 24 samples{words}"
     end = ": autobatch.batches carries them into the next epoch"
-    assert found == ([] if words is None else [f"Loop: {words}{end}"])
+    assert [note for note in found.notes if "last step" in note] == ([text + end] if rest else [])
 
 
-def test_what_is_written_within_the_block_is_gone_after_it() -> None:
-    data = [0] * (MOST_ITEMS + 1)
-    model = object()
-    figures = {"train": defaultdict(list, loss=[1.0])}
-    owner = SimpleNamespace(
-        figures=figures, count=3, names={"a"}, last=deque([1], maxlen=2), data=data, model=model
-    )
-    with kept_state(owner):
-        owner.figures["train"]["loss"].append(2.0)
-        owner.figures["train"]["entropy"].append(2.0)
-        owner.figures["eval"] = {}
-        owner.count += 1
-        owner.names.add("b")
-        owner.last.append(2)
-        owner.new = 1
-    assert owner.figures == {"train": {"loss": [1.0]}}
-    assert owner.figures["train"].default_factory is list
-    assert (owner.count, owner.names, list(owner.last), owner.last.maxlen) == (3, {"a"}, [1], 2)
-    assert not hasattr(owner, "new")
-    assert owner.data is data
-    assert owner.model is model
+def test_a_loader_keeps_its_kind_its_order_and_its_end_and_a_stream_its_own() -> None:
+    loader = loader_of(sampler=[9, 7, 5, 3, 1], drop_last=True, collate_fn=torch.stack)
+    assert [batch.tolist() for batch in plan(loader, 3).loader] == [[9, 7, 5]]
+    assert [batch.tolist() for batch in loader] == [[9, 7], [5, 3]]
+    assert [batch.tolist() for batch in plan(loader_of(Stream()), 8).loader] == [
+        [*range(first, first + 8)] for first in (0, 8, 16)
+    ]
 
-
-def plan_of_rank(folder: Path, limits: list[int], is_connected: bool) -> Any:
-    """Plan as all ranks do, with limits of their own; return what the library runs, or the error."""
-    torch.set_num_threads(1)
-    os.environ["AUTOBATCH_HOME"] = str(folder / os.environ["RANK"])
-    if is_connected:
-        torch.distributed.init_process_group("gloo")
-    limit = limits[int(os.environ["RANK"])]
-    options = {"target_batch": 24, "max_micro_batch": limit or None, "progress": False}
-    if not limit:
-        options["memory_budget"] = "1KiB"
-    try:
-        found = plan_for(make_workload(), a_loop(world_size=2), **options)  # type: ignore[arg-type]
-    except AutobatchError as error:
-        return str(error)
-    finally:
-        if is_connected:
-            torch.distributed.destroy_process_group()
-    return found.micro_batch, found.accumulation_steps, [note.removeprefix("Loop: ") for note in found.notes]
-
-
-@pytest.mark.distributed
-def test_all_ranks_run_what_fits_on_the_smallest(server: RankServer, tmp_path: Path) -> None:
-    first, second = server.values(plan_of_rank, tmp_path, [7, 5], True, world=2)
-    assert first[:2] == second[:2] == (4, 3)
-    assert first[2][0] == "all ranks run micro-batches of at most 4, as fit on rank 1"
-    assert "all ranks run" not in " ".join(second[2])
-
-
-@pytest.mark.distributed
-def test_a_rank_without_a_plan_ends_the_others(server: RankServer, tmp_path: Path) -> None:
-    first, second = server.values(plan_of_rank, tmp_path, [7, 0], True, world=2)
-    assert first == "rank 1 has no plan: its own message says why"
-    assert second.startswith("a micro-batch of 1 does not fit in the budget of 1.00 KiB")
-
-
-@pytest.mark.distributed
-def test_ranks_that_are_not_connected_say_so(server: RankServer, tmp_path: Path) -> None:
-    for _, _, notes in server.values(plan_of_rank, tmp_path, [7, 7], False, world=2):
-        assert notes[0] == ALONE
-
-
-ROWS = list(range(10))
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(ROWS)
-
-
-def test_a_loader_keeps_its_data_its_order_and_its_end_and_a_stream_its_own() -> None:
-    loader = DataLoader(ROWS, batch_size=2, sampler=[9, 7, 5, 3, 1], drop_last=True, collate_fn=list)  # type: ignore[arg-type]
-    check_resizable(loader, before="prepare")
-    assert list(resized(loader, 3)) == [[9, 7, 5]]
-    assert list(loader) == [[9, 7], [5, 3]]
-    stream = DataLoader(Stream(), batch_size=2, collate_fn=list)
-    assert list(resized(stream, 4)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
-def test_a_random_sampler_and_its_generator_are_taken_along() -> None:
-    def weighted() -> DataLoader[int]:
+    def weighted() -> DataLoader[Tensor]:
         draw = torch.Generator().manual_seed(1)
-        return DataLoader(ROWS, batch_size=2, sampler=WeightedRandomSampler([1.0] * 10, 6, generator=draw))  # type: ignore[arg-type]
+        return loader_of(sampler=WeightedRandomSampler([1.0] * 10, 6, generator=draw))
 
-    assert torch.equal(torch.cat(list(resized(weighted(), 4))), torch.cat(list(weighted())))
-
-
-def test_a_batch_sampler_tells_whether_a_short_batch_is_left_out() -> None:
-    for drop_last in (True, False):
-        sampler = BatchSampler(range(10), 4, drop_last)
-        assert drops_last(DataLoader(ROWS, batch_sampler=sampler)) is drop_last  # type: ignore[arg-type]
-        assert drops_last(DataLoader(ROWS, batch_size=4, drop_last=drop_last)) is drop_last  # type: ignore[arg-type]
-    assert not drops_last(DataLoader(Stream(), batch_size=None))
+    assert torch.equal(torch.cat(list(plan(weighted(), 4).loader)), torch.cat(list(weighted())))
 
 
 @pytest.mark.filterwarnings("default")  # torchdata calls what torch is about to drop
@@ -238,22 +157,43 @@ def test_a_stateful_loader_stays_one() -> None:
     installed("torchdata")
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    loader = StatefulDataLoader(ROWS, batch_size=2, collate_fn=list)
-    check_resizable(loader, before="prepare")
-    made = resized(loader, 5)
+    made = plan(StatefulDataLoader(ROWS, batch_size=2), 8).loader
     assert isinstance(made, StatefulDataLoader)
-    assert list(made) == [ROWS[:5], ROWS[5:]]
+    assert [len(batch) for batch in made] == [8, 8, 8]
 
 
-def test_what_has_no_batch_size_is_refused_with_the_way_out() -> None:
-    class Own(BatchSampler):
-        pass
+def plan_of_rank(folder: Path, limits: list[int], is_connected: bool) -> str:
+    """Plan as all ranks do, with limits of their own; return what the library runs, or the error."""
+    torch.set_num_threads(1)
+    os.environ["AUTOBATCH_HOME"] = str(folder / os.environ["RANK"])
+    if is_connected:
+        torch.distributed.init_process_group("gloo")
+    limit = limits[int(os.environ["RANK"])]
+    options = {"max_micro_batch": limit} if limit else {"max_micro_batch": None, "memory_budget": "16B"}
+    try:
+        found = plan(world=2, **options)
+    except AutobatchError as error:
+        return str(error)
+    finally:
+        if is_connected:
+            torch.distributed.destroy_process_group()
+    return f"{found.micro_batch} × {found.accumulation_steps}, {found.notes[0]}"
 
-    refused = {
-        "must be a torch DataLoader before prepare, found a list: plan first": ROWS,
-        "has an Own that makes its batches": DataLoader(ROWS, batch_sampler=Own(range(10), 2, False)),  # type: ignore[arg-type]
-        "has batch_size=None, so its data make the batches": DataLoader(Stream(), batch_size=None),
-    }
-    for message, loader in refused.items():
-        with pytest.raises(InputError, match=message):
-            check_resizable(loader, before="prepare")
+
+ALL = "4 × 3, accelerate: all ranks run micro-batches of at most 4, as fit on rank 1"
+SAME = "4 × 3, accelerate: each micro-batch has the same weight"
+ALONE = "6 × 2, accelerate: each process has planned for itself, because they are not connected before fit"
+NONE = "rank 1 has no plan: its own message says why"
+OWN = "a micro-batch of 1 does not fit in the budget of 16 B"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("limits", "is_connected", "said"),
+    [([7, 5], True, [ALL, SAME]), ([7, 0], True, [NONE, OWN]), ([7, 7], False, [ALONE, ALONE])],
+)
+def test_all_ranks_run_what_fits_on_the_smallest(
+    server: RankServer, tmp_path: Path, limits: list[int], is_connected: bool, said: list[str]
+) -> None:
+    found = server.values(plan_of_rank, tmp_path, limits, is_connected, world=2)
+    assert all(one.startswith(words) for one, words in zip(found, said, strict=True)), found

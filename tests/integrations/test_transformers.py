@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +83,23 @@ def test_a_loss_that_logs_logs_no_probe(tmp_path: Path) -> None:
         def compute_loss(self, model: Any, inputs: Any, *more: Any, **others: Any) -> Any:
             found = super().compute_loss(model, inputs, *more, **others)
             self.log({"own": float(found)})
-            self.figures["train"].append(1.0)
-            self.calls += 1
+            self.figures["train"]["loss"].append(1.0)
+            self.last.append(2)
+            self.names.add("b")
+            self.calls, self.new = self.calls + 1, 1
             return found
 
     trainer = a_trainer(tmp_path, kind=Logging)
-    trainer.figures, trainer.calls = {"train": []}, 0
+    trainer.figures, trainer.calls = {"train": defaultdict(list, loss=[0.5])}, 0
+    trainer.last, trainer.names = deque([1], maxlen=2), {"a"}
+    trainer.rows = rows = [0] * 2000
     transformers.plan(trainer, target_batch=24, memory_budget=BUDGET)
     assert trainer.state.log_history == []
-    assert (trainer.figures, trainer.calls) == ({"train": []}, 0)
+    assert (trainer.figures, trainer.calls) == ({"train": {"loss": [0.5]}}, 0)
+    assert trainer.figures["train"].default_factory is list
+    assert (list(trainer.last), trainer.last.maxlen, trainer.names) == ([1], 2, {"a"})
+    assert trainer.rows is rows, "data are not copied"
+    assert not hasattr(trainer, "new")
     trainer.log({"own": 1.0})
     assert [one["own"] for one in trainer.state.log_history] == [1.0]
 
@@ -171,7 +180,7 @@ def test_an_optimizer_that_was_given_keeps_its_rate(tmp_path: Path) -> None:
 
 
 def test_the_callback_plans_at_the_start_of_train_and_logs_the_plan(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = a_trainer(tmp_path, max_steps=2)
     callback = transformers.AutobatchCallback(trainer, target_batch=24, memory_budget=BUDGET)
@@ -187,7 +196,12 @@ def test_the_callback_plans_at_the_start_of_train_and_logs_the_plan(
     assert trainer.args.per_device_train_batch_size == plan.micro_batch
     assert trainer.state.global_step == 2
     assert str(plan) in "\n".join(caplog.messages)
+    notes = [one for one in caplog.messages if "Trainer: the last step" in one]
+    assert notes[0].endswith("has 16 of 24 samples: autobatch.batches carries them into the next epoch")
     logged = next(one for one in trainer.state.log_history if "autobatch/micro_batch" in one)
     assert logged["autobatch/micro_batch"] == plan.micro_batch
-    trainer.train()
+    capsys.readouterr()
+    with caplog.at_level(logging.WARNING, logger="autobatch"):
+        trainer.train()
     assert callback.plan is plan
+    assert str(plan) in capsys.readouterr().err, "printed if no log shows it"
