@@ -20,8 +20,11 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import Workload, is_stream
+from autobatch.workload.loader import unchanged
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.rng import (
     RandomState,
@@ -77,8 +80,7 @@ def scanned(workload: Workload, count: int | None) -> Workload:
     count = SCAN if count is None else count
     with preserved_random_state():
         found = list(islice(_first_epoch(workload.train_data), count + 1))
-    prefix = Prefix(found[:count], is_all=len(found) <= count)
-    return replace(workload, train_data=prefix)
+    return replace(workload, train_data=Prefix(found[:count], is_all=len(found) <= count))
 
 
 def is_open_ended(data: object) -> bool:
@@ -86,9 +88,9 @@ def is_open_ended(data: object) -> bool:
     return isinstance(data, Prefix) and not data.is_all
 
 
-def stream_notes(data: object) -> list[str]:
+def stream_notes(data: Any) -> list[str]:
     """Return a remark on what a plan has seen of a stream; nothing for other data."""
-    if not isinstance(data, Prefix) or data.is_all:
+    if not is_open_ended(data):
         return []
     return [
         f"the data are a stream: this is planned from its first {len(data):,} samples (--scan N reads "
@@ -99,10 +101,9 @@ def stream_notes(data: object) -> list[str]:
 
 def known_length(stream: Any) -> int | None:
     """Return the length of a stream that has one; None if it is unknown."""
-    length = getattr(stream, "__len__", None)
     try:
-        return None if length is None else int(length())
-    except TypeError:  # torch's own way to say that the length is unknown
+        return len(stream)
+    except TypeError:  # also torch's own way to say that the length is unknown
         return None
 
 
@@ -189,9 +190,10 @@ class StreamView:
         self._position, self._epoch = state["position"], state["epoch"]
         self._in_epoch, self._reader = 0, None
         with self._drawing():
-            with user_code("train_data"):
-                continues = self._begin_epoch(state)
-            if continues:
+            if self._begin_epoch(state["own"]):
+                self._in_epoch = state["in_epoch"]
+                if state["random"] is not None:
+                    restore_random_state(random_state_of(state["random"]))
                 left_out = _REFILLED if forgets_order(self._stream) else ""
                 return f"the stream continues from its own state{left_out}"
             for _ in range(state["in_epoch"]):
@@ -205,11 +207,9 @@ class StreamView:
         """Return the next sample, of the next epoch after the end of one."""
         for _ in range(2):
             if self._reader is None:
-                with user_code("train_data"):
-                    self._begin_epoch()
+                self._begin_epoch()
             assert self._reader is not None
-            with user_code(_place(self._in_epoch)):
-                sample = next(self._reader, END)
+            sample = _next(self._reader, self._in_epoch)
             if sample is not END:
                 self._in_epoch += 1
                 return sample
@@ -219,26 +219,17 @@ class StreamView:
             "for fewer steps"
         )
 
-    def _begin_epoch(self, state: dict[str, Any] | None = None) -> bool:
-        """Begin to read the current epoch.
-
-        Args:
-            state: of `state_dict`; None to begin at the start.
-
-        Returns:
-            True if the stream continues from its own state, False if it begins at the start.
-        """
+    def _begin_epoch(self, own: Any = None) -> bool:
+        """Begin to read the current epoch; return whether the stream continued from its ``own`` state."""
         seed_generators(self._seed, IN_STREAM, self._epoch, 0)
-        self._source = self._open()
-        load = getattr(self._source, "load_state_dict", None)
-        if state is None or state["own"] is None or not callable(load):
+        with user_code("train_data"):
+            self._source = self._open()
+            load: Any = getattr(self._source, "load_state_dict", None)
+            continues = own is not None and callable(load)
+            if continues:
+                load(own)
             self._reader = iter(self._source)
-            return False
-        load(state["own"])
-        self._in_epoch, self._reader = state["in_epoch"], iter(self._source)
-        if state["random"] is not None:
-            restore_random_state(random_state_of(state["random"]))
-        return True
+        return continues
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
@@ -257,13 +248,12 @@ class StreamView:
         stream = _at_epoch(self._stream, self._epoch)
         if not self._workers:
             return stream
+        loader: Any = DataLoader
         if find_spec("torchdata") is not None:  # its loader can tell where its processes are
             loader = import_module("torchdata.stateful_dataloader").StatefulDataLoader
-        else:
-            loader = import_module("torch.utils.data").DataLoader
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of parts of torch that torchdata still calls
-            return loader(stream, batch_size=None, collate_fn=_unchanged, **self._workers)
+            return loader(stream, batch_size=None, collate_fn=unchanged, **self._workers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +290,7 @@ def forgets_order(stream: object) -> bool:
 
 
 def _first_epoch(stream: Any) -> Iterator[Any]:
-    """Yield the samples of a stream's first epoch. An error is marked with the position of its sample.
+    """Yield the samples of a stream's first epoch.
 
     Raises:
         InputError: it has no sample.
@@ -308,17 +298,18 @@ def _first_epoch(stream: Any) -> Iterator[Any]:
     with user_code("train_data"):
         reader = iter(_at_epoch(stream, 0))
     for position in itertools.count():
-        with user_code(_place(position)):
-            sample = next(reader, END)
+        sample = _next(reader, position)
         if sample is END:
-            if position == 0:
-                raise InputError("the stream of Workload(train_data=…) has 0 samples: at least 1 is needed")
-            return
+            break
         yield sample
+    if position == 0:
+        raise InputError("the stream of Workload(train_data=…) has 0 samples: at least 1 is needed")
 
 
-def _place(position: int) -> str:
-    return f"train_data at position {position}"
+def _next(reader: Iterator[Any], position: int) -> Any:
+    """Return the next sample, or `END`. An error is marked with the position of its sample."""
+    with user_code(f"train_data at position {position}"):
+        return next(reader, END)
 
 
 def _at_epoch(stream: Any, epoch: int) -> Any:
@@ -327,7 +318,3 @@ def _at_epoch(stream: Any, epoch: int) -> Any:
     if callable(set_epoch):
         set_epoch(epoch)
     return stream if hasattr(stream, "__iter__") else stream()
-
-
-def _unchanged(sample: Any) -> Any:
-    return sample
