@@ -18,11 +18,10 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pkgutil import resolve_name
-from typing import IO, TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from autobatch.core.errors import AutobatchError
 from autobatch.core.options import Options
@@ -155,15 +154,19 @@ class ChildProcess:
     def _start(self) -> None:
         """Start a process that waits for a workload; later ones are no copies."""
         context: Any = multiprocessing.get_context("fork" if self._is_copy else "spawn")
-        self._log = Output()
+        # A file without a name goes with the last process that has it open, even a killed one.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._connection, theirs = context.Pipe()
-        args = theirs, self._connection if self._is_copy else None, self._log
+        # `multiprocessing` hands over an open file only as the end of a pipe.
+        output = Connection(os.dup(self._log.fileno()))
+        args = theirs, self._connection if self._is_copy else None, output
         self._process: BaseProcess = context.Process(target=_wait_and_serve, args=args, daemon=True)
         with hold_back_signals({signal.SIGINT}, with_tracker=not self._is_copy), warnings.catch_warnings():
             # Python warns of threads, such as those of the terminal, which a copy does not have.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
         theirs.close()
+        output.close()
         self._is_started, self._is_copy = True, False
 
     def _receive(self, act: str) -> Any:
@@ -203,7 +206,10 @@ class ChildProcess:
 
     def _tail(self) -> str:
         """Return the last lines of the child's output in one line, or the place of a crash."""
-        lines = self._log.read().strip().splitlines()
+        # Not from the place where the child writes, which the processes share.
+        descriptor = self._log.fileno()
+        text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
+        lines = text.strip().splitlines()
         crash = next((n for n, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
         if crash is None:
             return " | ".join(line.strip() for line in lines[-TAIL_LINES:]) or "nothing"
@@ -225,45 +231,13 @@ def may_copy(device: str) -> bool:
     return sys.platform == "linux" and not has_gpu
 
 
-class Output:
-    """File for the output of a child.
-
-    It has no name, so that the system removes it with the last process that has it open, even a killed one.
-    """
-
-    def __init__(self, file: IO[bytes] | None = None) -> None:
-        self._file = tempfile.TemporaryFile() if file is None else file  # noqa: SIM115
-
-    @property
-    def descriptor(self) -> int:
-        """Descriptor of the open file."""
-        return self._file.fileno()
-
-    def __reduce__(self) -> tuple[Callable[[Any], Output], tuple[Any]]:
-        """Hand the open file to a process that starts, as `multiprocessing` hands over the end of a pipe."""
-        return _open_in_child, (reduction.DupFd(self.descriptor),)
-
-    def read(self) -> str:
-        """Return all that was written."""
-        # Not from the place where the child writes, which the processes share.
-        return os.pread(self.descriptor, os.fstat(self.descriptor).st_size, 0).decode(errors="replace")
-
-    def close(self) -> None:
-        """Close the file here."""
-        self._file.close()
-
-
-def _open_in_child(handed: Any) -> Output:
-    return Output(os.fdopen(handed.detach(), "wb", buffering=0))
-
-
-def _wait_and_serve(connection: Connection, of_parent: Connection | None, log: Output) -> None:
+def _wait_and_serve(connection: Connection, of_parent: Connection | None, output: Connection) -> None:
     """Run the child: import everything, wait for the workload, and serve it.
 
     Args:
         connection: the child's end of the pipe.
         of_parent: in a copy, the parent's end of the pipe, which else would never close.
-        log: receives the output.
+        output: has the descriptor of the file for the child's output.
     """
     parent = multiprocessing.parent_process()
     if parent is not None and os.getppid() == parent.pid:  # unless a server of `multiprocessing` forked it
@@ -274,4 +248,4 @@ def _wait_and_serve(connection: Connection, of_parent: Connection | None, log: O
     serve = resolve_name(SERVE)
     with suppress(EOFError, ConnectionResetError):
         reference, options, role = connection.recv()
-        serve(connection, reference, options, role, log.descriptor)
+        serve(connection, reference, options, role, output.fileno())
