@@ -26,6 +26,7 @@ from autobatch.core.units import MiB, format_bytes
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.fit import Footprint
 from autobatch.footprint.largest import Fitting
+from autobatch.footprint.predict import program_on
 from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.planning import micro_batches
 from autobatch.search.attempts import Attempts, ask_or_none, nothing_fits, run_attempt
@@ -142,7 +143,7 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, progress: P
     largest = probe.micro_batch
     if limit.footprint is None or probe.real_batches is not None or probe.stopped_by is not None:
         return limit
-    program = traced_setup.program_on(limit.footprint, process.info)
+    program = program_on(limit.footprint, process.info.libraries)
     fitting = Fitting([program], lambda: new_allocator(process.info))
     attempts: list[Attempt] = []
 

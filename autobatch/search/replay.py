@@ -22,10 +22,10 @@ from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.fit import Footprint
 from autobatch.footprint.largest import Fitting
+from autobatch.footprint.predict import program_on
 from autobatch.footprint.program import Polynomial, Program, Rule, Untraceable, interpolate
 from autobatch.setup.attempt import Outcome
 from autobatch.setup.setup import SetupInfo, new_allocator
-from autobatch.setup.trace import program_on
 
 MISS = 16
 """A first prediction that is refuted is lowered by one part in this many: traces miss little."""
@@ -51,7 +51,7 @@ def replay_on(
     is_uncertain = info.allocator is not None and info.allocator.falls is None
     return Replay(
         lambda: new_allocator(info),
-        None if step is None else program_on(step, info),
+        None if step is None else program_on(step, info.libraries),
         other_order,
         [lambda: new_allocator(info, falls=True)] if is_uncertain else [],
     )

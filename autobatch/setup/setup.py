@@ -163,17 +163,13 @@ def open_setup(
     with preserved_random_state():
         seed_everything(asked.seed)
         with memory_named("the model was built"):
-            model = (
-                build_model(workload)
-                if role.shard is None
-                else build_shared_model(
-                    workload,
-                    role.shard.modules,
-                    holds_model=role.holds_model,
-                    trains=role.trains,
-                )
-            )
-    shard = None if role.shard is None else role.shard.fitting(model)
+            model, layout = _build(workload, role)
+    sharding = None
+    if layout is not None and not role.trains:
+        # Importing FSDP takes a second, which a run without it saves.
+        from autobatch.distributed.sharding.build import sharding_alone
+
+        sharding = sharding_alone(layout, device.torch_device.type)
     return Setup(
         workload=workload,
         stream=stream,
@@ -187,16 +183,17 @@ def open_setup(
         whole_batch=whole_batch_of(workload, options.batch.target_batch),
         keeps_batches=options.search.own_loop,
         world=role.world,
-        sharding=None if shard is None or role.trains else _sharding_alone(shard, device),
-        layout=shard,
+        sharding=sharding,
+        layout=layout,
     )
 
 
-def _sharding_alone(layout: ShardLayout, device: Device) -> Sharding:
-    # Importing FSDP takes a second, which a run without it saves.
-    from autobatch.distributed.sharding.build import sharding_alone
-
-    return sharding_alone(layout, device.torch_device.type)
+def _build(workload: Workload, role: Role) -> tuple[nn.Module, ShardLayout | None]:
+    """Build the model, and find what ranks gather and reduce of it if they share it."""
+    if role.shard is None:
+        return build_model(workload), None
+    model = build_shared_model(workload, role.shard.modules, holds_model=role.holds_model, trains=role.trains)
+    return model, role.shard.fitting(model)
 
 
 def check_loss_of_ranks(workload: Workload, shard: ShardLayout | None) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from autobatch.core.errors import AutobatchError
 from autobatch.core.knobs import COMPILE
 from autobatch.core.records import MemoryCurve, PredictedPoint, Remedy
 from autobatch.device.allocator.ledger import Allocator
-from autobatch.footprint import predict
 from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.explain import memory_curve, predicted_points
 from autobatch.footprint.fit import Footprint
+from autobatch.footprint.predict import program_on
 from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.footprint.suggestions import Spending, find_suggestions
 from autobatch.footprint.tracing.trace_step import Setting
@@ -54,15 +55,10 @@ def trace_footprint(
     return None
 
 
-def program_on(step: Footprint, info: SetupInfo) -> Program:
-    """Return the program of a step on the device of a setup, with the memory of a GPU's libraries."""
-    return predict.program_on(step, info.libraries)
-
-
 def other_order(setup: Setup) -> Program | None:
     """Trace an attempt in the other order. Return None if it cannot be traced."""
     step = trace_footprint(setup, OTHER_ATTEMPT_STEPS)
-    return None if step is None else program_on(step, describe_setup(setup))
+    return None if step is None else program_on(step, setup.device.libraries)
 
 
 def remedies_of(setup: Setup, step: Footprint | None) -> list[Remedy]:
@@ -104,10 +100,7 @@ def predicted_memory(
     """
     if step is None:
         return [], None
-
-    def unlimited() -> Allocator:
-        return new_allocator(info, capped=False)
-
+    unlimited = partial(new_allocator, info, capped=False)
     try:
         curve = memory_curve(step, micro_batch, unlimited())
     except Untraceable:
