@@ -6,7 +6,6 @@ import functools
 import hashlib
 import random
 from collections.abc import Callable, Iterator
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +54,6 @@ def noisy(point: Tensor) -> Tensor:
     return point * random.uniform(0.9, 1.1) + float(np.random.normal()) / 9 + torch.rand(3) / 9
 
 
-def get_batch() -> Iterator[Tensor]:
-    """Draw windows of a text, as nanoGPT does."""
-    text = np.arange(400, dtype=np.float32) / 400
-    while True:
-        start = np.random.randint(len(text) - 3)
-        yield torch.from_numpy(text[start : start + 3].copy())
-
-
 def shuffled() -> Iterator[Tensor]:
     """Draw points out of a buffer, in which every earlier draw shows."""
     buffer = []
@@ -70,13 +61,6 @@ def shuffled() -> Iterator[Tensor]:
         buffer.append(point)
         if len(buffer) > 10:
             yield buffer.pop(random.randrange(len(buffer)))
-
-
-def mixture() -> Iterator[Tensor]:
-    """Draw from two sources, each in its own order."""
-    sources = [cycle(POINTS), cycle(-POINTS)]
-    while True:
-        yield next(random.choices(sources, [0.7, 0.3])[0])
 
 
 def sequence(model: nn.Module, batch: Tensor) -> Tensor:
@@ -140,9 +124,7 @@ def loaded(data: Callable[[], Any], **options: Any) -> Callable[[], autobatch.Wo
 KINDS: dict[str, Callable[[], autobatch.Workload]] = {
     "map-style": over(Augmented),
     "iterable": over(Stream),
-    "numpy": over(lambda: get_batch),
     "shuffle buffer": over(lambda: shuffled),
-    "mixture": over(lambda: mixture),
     "loader with workers": loaded(Augmented, shuffle=True, num_workers=2),
     "loader of a stream with workers": loaded(Stream, num_workers=1),
 }

@@ -49,10 +49,6 @@ def train(knobs: dict[str, Any], steps: int = 3, **fields: Any) -> tuple[nn.Modu
     return model, train_state, losses
 
 
-def states(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 def test_blocks_are_repeated_children_of_a_list() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
@@ -69,7 +65,7 @@ def test_recomputation_changes_neither_statistics_nor_dropout() -> None:
     plain, _, before = train({})
     recomputed, train_state, after = train({"checkpointing": "full"})
     assert after == before
-    for name, tensor in states(plain).items():
+    for name, tensor in plain.state_dict().items():
         assert torch.equal(tensor, recomputed.state_dict()[name]), name
     assert train_state.loss is not mean_loss
 
@@ -114,7 +110,7 @@ def test_channels_last_keeps_the_values() -> None:
     weights = turned[1].body[0].weight
     assert weights.is_contiguous(memory_format=torch.channels_last)
     assert after == pytest.approx(before, rel=1e-5)
-    for name, tensor in states(plain).items():
+    for name, tensor in plain.state_dict().items():
         torch.testing.assert_close(tensor, turned.state_dict()[name], rtol=1e-3, atol=1e-4)
 
 
@@ -148,22 +144,3 @@ def test_the_compiler_gets_the_forward_pass_for_a_while(monkeypatch: pytest.Monk
     assert set(modes) == {"reduce-overhead"}
     assert "forward" not in model.__dict__
     assert marks == [0, 1, 2, 3, 4, 5], "before every forward pass"
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_step_computes_the_same() -> None:
-    _, _, before = train({}, steps=1, model=lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), Flat()))
-    _, _, after = train(
-        {"compile": "default"}, steps=1, model=lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), Flat())
-    )
-    assert after == pytest.approx(before, rel=1e-4)
-
-
-class Flat(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4 * 36, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x.flatten(1))

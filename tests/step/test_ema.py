@@ -82,7 +82,7 @@ def test_a_parameter_unfrozen_later_is_averaged_from_then_on() -> None:
         average.update()
     assert average.tensors()[1].tolist() == [4.0, 4.0]
     other = WeightAverage([nn.Parameter(torch.ones(2), requires_grad=False), free], 0.5)
-    other.load_state_dict(average.state_dict())
+    load_average(other, average.state_dict())
     assert [tensor.tolist() for tensor in other.tensors()] == [[4.0, 4.0], [0.0, 0.0]]
 
 
@@ -125,9 +125,6 @@ def test_a_resumed_run_needs_the_same_average(decay, saved_decay, said: str) -> 
 
 def test_a_saved_average_is_loaded_into_the_same_parameters_only() -> None:
     saved = WeightAverage([nn.Parameter(torch.full((2,), 7.0))], 0.5).state_dict()
-    average = WeightAverage([nn.Parameter(torch.zeros(2))], 0.5)
-    load_average(average, saved)
-    assert average.tensors()[0].tolist() == [7.0, 7.0]
     load_average(None, None)
     with pytest.raises(ValueError, match=r"a parameter has shape \(3,\), its saved average \(2,\)"):
         load_average(WeightAverage([nn.Parameter(torch.zeros(3))], 0.5), saved)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from autobatch import WholeBatchLoss
 from autobatch.planning import micro_batches
-from autobatch.step.gradients import Gradients, gradient_dtype_of, gradient_sum_notes, norm_of
+from autobatch.step.gradients import Gradients, norm_of
 from autobatch.step.train_step import accumulate, finish, train_step
 from tests.support.steps import EXACT, KINDS, SAMPLES, off, split, train_state_of, whole_tokens
 from tests.support.training import (
@@ -23,26 +24,39 @@ from tests.support.training import (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_gradients_are_summed_in_float32(dtype: torch.dtype) -> None:
-    """1024 times 1/1024 is 1, but 0.25 if bf16 is summed in bf16."""
+@pytest.mark.parametrize("loss", ["mean", "whole"])
+@pytest.mark.parametrize(
+    ("dtype", "options", "expected"),
+    [
+        (torch.bfloat16, {}, 1.0),
+        (torch.float16, {}, 1.0),
+        (torch.float32, {"gradient_dtype": "weights"}, 1.0),
+        (torch.bfloat16, {"gradient_dtype": "weights"}, 0.25),
+    ],
+)
+def test_16_bit_gradients_are_summed_in_float32_unless_asked(dtype, options, expected: float, loss) -> None:
+    """1024 times 1/1024 is 1, but 0.25 if bf16 is summed in bf16, because the next one is rounded away."""
 
     class One(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.zeros((), dtype=dtype))
+            self.weight = nn.Parameter(torch.zeros(300, dtype=dtype))
 
+    def values(model: nn.Module, batch) -> torch.Tensor:
+        return model.weight.sum() * batch[0].to(dtype)
+
+    whole = WholeBatchLoss(represent=values, loss=lambda _, rows: rows.float().mean())
     workload = make_workload(
         model=One,
         train_data=Rows(torch.ones(1024)),
-        loss=lambda model, batch: (model.weight * batch[0].to(dtype)).mean() + 1.0,
+        loss=whole if loss == "whole" else lambda model, batch: values(model, batch).mean(),
         optimizer=lambda params, lr: torch.optim.SGD(params, lr=1.0),
     )
-    train_state = train_state_of(workload)
+    train_state = train_state_of(workload, **options)
     result = train_step(train_state, split(workload, [1] * 1024), 1024)
-    assert train_state.model.weight.item() == -1.0
-    assert result.loss == 1.0
-    assert train_state.model.weight._backward_hooks is None
+    assert torch.equal(train_state.model.weight, torch.full((300,), -expected, dtype=dtype))
+    # In bf16 the norm of 300 quarters would be 4.34375.
+    assert result.grad_norm == pytest.approx(expected * 300**0.5, rel=1e-6)
     assert not train_state.model.weight._post_accumulate_grad_hooks
 
 
@@ -188,39 +202,3 @@ def test_gradients_that_the_next_backward_pass_overwrites_are_summed_apart(are_o
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_one_bad_element_makes_the_norm_non_finite(bad: float) -> None:
     assert not math.isfinite(norm_of([torch.ones(3), torch.tensor([1.0, bad])]))
-
-
-def test_gradients_are_summed_in_the_type_of_the_weights_on_request() -> None:
-    """In bf16 a sum of 1/1024 stops at 1/4, because the next one is lost in rounding."""
-
-    class One(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(300, dtype=torch.bfloat16))
-
-    workload = make_workload(
-        model=One,
-        train_data=Rows(torch.ones(1024)),
-        loss=lambda model, batch: (model.weight.sum() * batch[0].to(torch.bfloat16)).mean(),
-        optimizer=lambda params, lr: torch.optim.SGD(params, lr=1.0),
-    )
-    train_state = train_state_of(workload, gradient_dtype="weights")
-    result = train_step(train_state, split(workload, [1] * 1024), 1024)
-    assert torch.equal(train_state.model.weight, torch.full((300,), -0.25, dtype=torch.bfloat16))
-    # In bf16 the norm would be 4.34375.
-    assert result.grad_norm == pytest.approx(0.25 * 300**0.5, rel=1e-6)
-
-
-def test_only_16_bit_weights_may_sum_in_their_own_type() -> None:
-    wide, narrow = nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()
-    assert gradient_dtype_of(wide, "weights") == "fp32"
-    assert [gradient_dtype_of(narrow, asked) for asked in ("auto", "fp32", "weights")] == [
-        "fp32",
-        "fp32",
-        "weights",
-    ]
-    assert gradient_sum_notes(wide, "fp32") == []
-    [fp32] = gradient_sum_notes(narrow, "fp32")
-    [weights] = gradient_sum_notes(narrow, "weights")
-    assert "takes 24 B" in fp32
-    assert "takes 12 B" in weights

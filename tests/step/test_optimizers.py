@@ -10,9 +10,9 @@ from torch import nn
 
 from autobatch import InputError
 from autobatch.step.ema import WeightAverage
-from autobatch.step.optimizers import argument_of, averaged_weights, build_optimizers, switch
+from autobatch.step.optimizers import averaged_weights, build_optimizers, switch
 from tests.support.steps import train_state_of
-from tests.support.training import INFO_NCE, make_workload, network
+from tests.support.training import make_workload, network
 
 
 class Averaging(torch.optim.SGD):
@@ -31,6 +31,10 @@ def by_model(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.get_submodule("0").parameters(), lr=lr)
 
 
+def by_module(module: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return by_model(module, lr)
+
+
 def by_name(named_parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
     groups = [{"params": [p], "weight_decay": 0.1 * (p.dim() > 1)} for _, p in named_parameters]
     return torch.optim.AdamW(groups, lr=learning_rate)
@@ -42,19 +46,13 @@ def model() -> nn.Module:
 
 def test_the_name_of_the_argument_tells_what_is_given() -> None:
     net = model()
-    (of_model,) = build_optimizers(make_workload(optimizer=by_model), net, 0.1)
-    assert [tuple(p.shape) for p in of_model.param_groups[0]["params"]] == [(3, 2), (3,)]
+    for optimizer in (by_model, by_module):
+        (of_model,) = build_optimizers(make_workload(optimizer=optimizer), net, 0.1)
+        assert [tuple(p.shape) for p in of_model.param_groups[0]["params"]] == [(3, 2), (3,)]
     (of_names,) = build_optimizers(make_workload(optimizer=by_name), net, 0.1)
     assert [group["weight_decay"] for group in of_names.param_groups] == [0.1, 0.0, 0.1, 0.0]
     plain = make_workload(optimizer=lambda params, rate: torch.optim.SGD(params, lr=rate))
     assert len(build_optimizers(plain, net, 0.1)[0].param_groups[0]["params"]) == 4
-
-
-@pytest.mark.parametrize("name", ["model", "module"])
-def test_both_names_give_the_model(name: str) -> None:
-    net = model()
-    workload = make_workload(optimizer=eval(f"lambda {name}, rate: None"))
-    assert argument_of(workload, net) is net
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:
@@ -105,17 +103,3 @@ def test_parameters_of_several_optimizers_count_once() -> None:
     assert list(map(id, train_state.parameters)) == list(map(id, train_state.model.parameters()))
     assert isinstance(train_state.average, WeightAverage)
     assert train_state.average.decay == 0.9
-
-
-def test_large_buffers_are_copied_for_a_loss_over_the_whole_batch_only() -> None:
-    class Queue(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(5, 3)
-            self.register_buffer("queue", torch.zeros(2**18 + 1))
-
-    for changes, is_restored in (({}, False), ({"loss": INFO_NCE}, True)):
-        train_state = train_state_of(make_workload(model=Queue, **changes))
-        train_state.buffers.take()
-        train_state.model.queue.add_(1)
-        assert train_state.buffers.restore() is is_restored
-        assert bool((train_state.model.queue == 0).all()) is is_restored

@@ -9,15 +9,23 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, normalize
 
-from autobatch import InputError, WholeBatchLoss, Workload
+from autobatch import InputError, WholeBatchLoss
 from autobatch.device.cpu import SilentMeter
-from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import train_step
 from autobatch.workload.nested import feed
 from autobatch.workload.rng import seed_everything
-from tests.support.steps import EXACT, SAMPLES, off, split, train_state_of
+from tests.support.steps import (
+    CLIP,
+    EXACT,
+    SAMPLES,
+    Towers,
+    clip,
+    off,
+    split,
+    train_state_of,
+    two_towers,
+)
 from tests.support.training import (
     INFO_NCE,
     features,
@@ -30,83 +38,6 @@ from tests.support.training import (
 )
 
 CPU = torch.device("cpu")
-
-
-class Towers(nn.Module):
-    """A small CLIP: two towers, a trained temperature, dropout, and a frozen part."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.image = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 4))
-        self.text = nn.Embedding(3, 4)
-        self.frozen = nn.Linear(5, 4).requires_grad_(False)
-        self.scale = nn.Parameter(torch.tensor(0.7))
-
-
-def towers(dtype: torch.dtype = torch.float64, dropout: float = 0.0):
-    return lambda: Towers(dropout).to(dtype)
-
-
-def two_towers(model, batch):
-    inputs, labels = batch
-    return {
-        "pair": (normalize(model.image(inputs)), normalize(model.text(labels))),
-        "anchor": model.frozen(inputs),
-        "labels": labels,
-    }
-
-
-def clip(model, rows) -> torch.Tensor:
-    """A symmetric loss over pairs. Labels mark the right texts, and a frozen anchor attracts."""
-    image, text = rows["pair"]
-    logits = image @ text.T * model.scale.exp()
-    same = (rows["labels"][:, None] == rows["labels"]).to(logits.dtype)
-    target = same / same.sum(1, keepdim=True)
-    pull = (image * rows["anchor"]).sum(1).mean()
-    return (cross_entropy(logits, target) + cross_entropy(logits.T, target)) / 2 + 0.1 * pull
-
-
-KINDS = {
-    "InfoNCE": {"model": network, "loss": INFO_NCE},
-    "CLIP": {"model": towers(), "loss": WholeBatchLoss(represent=two_towers, loss=clip)},
-}
-
-
-def micro_batches(workload: Workload, sizes: list[int], first: int = 0):
-    """Return micro-batches as the training loop feeds them."""
-    return feed(split(workload, sizes, first), CPU, SilentMeter(), twice=True)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", [[24], [12, 12], [7, 7, 7, 3], [1, 23], [1] * 24])
-def test_any_split_takes_the_step_of_the_whole_batch(kind: str, sizes: list[int]) -> None:
-    workload = make_workload(**KINDS[kind])
-    expected, losses = reference(workload, [range(SAMPLES)], workload.loss)
-    train_state = train_state_of(workload)
-    result = train_step(train_state, micro_batches(workload, sizes), SAMPLES)
-    assert off(train_state, workload, expected) <= EXACT
-    assert result.loss == pytest.approx(losses[0], rel=EXACT)
-    assert (result.applied, result.count, result.first_norm) == (True, SAMPLES, None)
-    assert all(p.grad is None for p in train_state.model.parameters())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_oracle_rejects_a_mean_of_means(kind: str) -> None:
-    workload = make_workload(**KINDS[kind])
-    expected, _ = reference(workload, [range(SAMPLES)], workload.loss)
-    plain = make_workload(**{**KINDS[kind], "loss": workload.loss.__call__})
-    train_state = train_state_of(plain)
-    train_step(train_state, split(plain, [12, 12]), SAMPLES)
-    assert off(train_state, plain, expected) > 1e-2
-
-
-@pytest.mark.parametrize("norm", [1e-3, 1e3])
-def test_clipping_is_that_of_the_whole_batch(norm: float) -> None:
-    workload = make_workload(**KINDS["CLIP"])
-    expected, _ = reference(workload, [range(SAMPLES)], workload.loss, clip=norm)
-    train_state = train_state_of(workload, max_grad_norm=norm)
-    train_step(train_state, micro_batches(workload, [5, 1, 18]), SAMPLES)
-    assert off(train_state, workload, expected) <= EXACT
 
 
 class Stateful(nn.Module):
@@ -146,7 +77,7 @@ def test_the_second_pass_repeats_the_first_and_leaves_no_trace() -> None:
         alone.load_state_dict(train_state.model.state_dict())
         seen.clear()
         seed_everything(1)
-        train_step(train_state, micro_batches(workload, [6] * 4), SAMPLES)
+        train_step(train_state, split(workload, [6] * 4), SAMPLES)
         draws = torch.rand(3), random.random(), np.random.rand()
         assert len(seen) == 8
         assert all(map(torch.equal, seen[:4], seen[4:]))
@@ -161,7 +92,7 @@ def test_the_second_pass_repeats_the_first_and_leaves_no_trace() -> None:
 
 def test_dropout_has_the_same_mask_in_both_passes() -> None:
     """The oracle is one pass over the whole batch with the masks that its micro-batches drew."""
-    workload = make_workload(model=towers(dropout=0.5), loss=KINDS["CLIP"]["loss"])
+    workload = make_workload(model=lambda: Towers(0.5).double(), loss=CLIP)
     sizes = [5, 12, 7]
 
     def whole(model, batch):
@@ -173,68 +104,39 @@ def test_dropout_has_the_same_mask_in_both_passes() -> None:
 
     expected, losses = reference(workload, [range(SAMPLES)], whole)
     train_state = train_state_of(workload)
-    result = train_step(train_state, micro_batches(workload, sizes), SAMPLES)
+    result = train_step(train_state, split(workload, sizes), SAMPLES)
     assert off(train_state, workload, expected) <= EXACT
     assert result.loss == pytest.approx(losses[0], rel=EXACT)
 
 
 def test_bf16_matches_one_pass_in_bf16_within_rounding() -> None:
     data = points(dtype=torch.float32)
-    workload = make_workload(model=towers(torch.float32), loss=KINDS["CLIP"]["loss"], train_data=data)
+    workload = make_workload(model=lambda: Towers().float(), loss=CLIP, train_data=data)
     one, many = train_state_of(workload, precision="bf16"), train_state_of(workload, precision="bf16")
-    whole = train_step(one, micro_batches(workload, [24]), SAMPLES)
-    parts = train_step(many, micro_batches(workload, [5, 12, 7]), SAMPLES)
+    whole = train_step(one, split(workload, [24]), SAMPLES)
+    parts = train_step(many, split(workload, [5, 12, 7]), SAMPLES)
     assert parts.loss == pytest.approx(whole.loss, rel=1e-2)
     assert off(many, workload, weights(one.model)) < 2e-2
 
 
-def test_16_bit_gradients_are_summed_in_float32() -> None:
-    class Low(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-
-        def forward(self, inputs):
-            return self.weight.expand(len(inputs), 1)
-
+@pytest.mark.parametrize(("scale", "applied"), [(4096.0, True), (2.0**60, False)])
+def test_in_fp16_the_loss_is_scaled_and_an_overflow_takes_no_step(scale: float, applied: bool) -> None:
+    # At 65536 the gradients of the rows overflow, as they do in one pass.
     workload = make_workload(
-        model=Low,
-        loss=WholeBatchLoss(represent=features, loss=lambda _, rows: rows.float().mean()),
-        train_data=points(1024),
-    )
-    train_state = train_state_of(workload)
-    result = train_step(train_state, micro_batches(workload, [1] * 1024), 1024)
-    assert result.grad_norm == 1.0
-
-
-def fp16(scale: float) -> tuple[TrainState, Workload]:
-    workload = make_workload(
-        model=lambda: network(torch.float32),
-        loss=INFO_NCE,
-        train_data=points(dtype=torch.float32),
+        model=lambda: network(torch.float32), loss=INFO_NCE, train_data=points(dtype=torch.float32)
     )
     train_state = train_state_of(workload, precision="fp16")
     train_state.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    return train_state, workload
-
-
-def test_in_fp16_the_loss_is_scaled_and_the_step_is_not() -> None:
-    # At 65536 the gradients of the rows overflow, as they do in one pass.
-    train_state, workload = fp16(4096.0)
     expected, losses = reference(workload, [range(SAMPLES)], workload.loss)
-    result = train_step(train_state, micro_batches(workload, [5, 12, 7]), SAMPLES)
-    assert result.applied
-    assert result.loss == pytest.approx(losses[0], rel=1e-2)
-    assert off(train_state, workload, expected) < 2e-2
-
-
-def test_in_fp16_an_overflow_takes_no_step_and_halves_the_scale() -> None:
-    train_state, workload = fp16(2.0**60)
     before = weights(train_state.model)
-    result = train_step(train_state, micro_batches(workload, [12, 12]), SAMPLES)
-    assert not result.applied
-    assert torch.equal(weights(train_state.model), before)
-    assert train_state.scaler.get_scale() == 2.0**59
+    result = train_step(train_state, split(workload, [5, 12, 7]), SAMPLES)
+    assert result.applied is applied
+    if applied:
+        assert result.loss == pytest.approx(losses[0], rel=1e-2)
+        assert off(train_state, workload, expected) < 2e-2
+    else:
+        assert torch.equal(weights(train_state.model), before)
+        assert train_state.scaler.get_scale() == scale / 2
 
 
 def test_rows_repeat_in_an_attempt_with_fewer_micro_batches_than_its_batch() -> None:
@@ -249,7 +151,7 @@ def test_rows_repeat_in_an_attempt_with_fewer_micro_batches_than_its_batch() -> 
         train_state = train_state_of(workload)
         (batch,) = split(workload, [size])
         rows = train_state.model(batch[0][0]).detach()
-        train_step(train_state, feed([batch] * count, CPU, SilentMeter(), twice=True), SAMPLES)
+        train_step(train_state, [batch] * count, SAMPLES)
         assert seen[-1].shape == (SAMPLES, 3)
         assert torch.equal(seen[-1].unique(dim=0), rows.unique(dim=0))
 
@@ -272,7 +174,7 @@ def test_rows_repeat_in_an_attempt_with_fewer_micro_batches_than_its_batch() -> 
 def test_an_invalid_part_is_refused_in_one_line(represent, loss, said: str) -> None:
     workload = make_workload(loss=WholeBatchLoss(represent=represent, loss=loss))
     with pytest.raises(InputError, match=said) as caught:
-        train_step(train_state_of(workload), micro_batches(workload, [12, 11]), 23)
+        train_step(train_state_of(workload), split(workload, [12, 11]), 23)
     assert "\n" not in str(caught.value)
 
 
@@ -285,8 +187,10 @@ def test_rows_of_frozen_parts_need_no_gradient() -> None:
         )
         return clip(model, rows)
 
-    workload = make_workload(model=towers(), loss=WholeBatchLoss(represent=two_towers, loss=loss))
-    train_step(train_state_of(workload), micro_batches(workload, [12, 12]), SAMPLES)
+    workload = make_workload(
+        model=lambda: Towers().double(), loss=WholeBatchLoss(represent=two_towers, loss=loss)
+    )
+    train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
     assert asked == [[True, False, False]]
 
 
@@ -312,5 +216,6 @@ def test_a_micro_batch_changed_in_place_is_unchanged_in_the_second_pass() -> Non
     workload = make_workload(loss=WholeBatchLoss(represent=represent, loss=info_nce))
     expected, _ = reference(workload, [range(SAMPLES)], workload.loss)
     train_state = train_state_of(workload)
-    train_step(train_state, micro_batches(workload, [12, 12]), SAMPLES)
+    parts = feed(split(workload, [12, 12]), CPU, SilentMeter(), twice=True)
+    train_step(train_state, parts, SAMPLES)
     assert off(train_state, workload, expected) <= EXACT

@@ -209,7 +209,7 @@ def _candidates(count: int, known: dict[int, float]) -> list[int]:
 def _integer_columns(workload: Workload, samples: list[object]) -> list[list[int]]:
     """Return the integer tensors of the collated samples that have one value per sample."""
     try:
-        batch: Collated = collate_samples(list(samples), workload.collate)
+        batch: Collated = collate_samples(shallow_copies(samples), workload.collate)
     except Exception:  # the check itself collates too, and reports it
         return []
     return [

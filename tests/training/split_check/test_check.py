@@ -16,10 +16,8 @@ from torch.utils.data import default_collate
 from autobatch import InputError, Loss, WholeBatchLoss
 from autobatch.training.split_check import check as checks
 from autobatch.training.split_check.check import check_loss_splits, examine_loss
-from autobatch.training.split_check.compare import Finding
 from autobatch.training.split_check.passes import PassType
 from autobatch.workload.order import GlobalBatchSampler
-from benchmarks.workloads import WORKLOADS
 from tests.support.kinds import RUNS, Everything
 from tests.support.split_losses import PAIRS
 from tests.support.training import (
@@ -187,30 +185,49 @@ class Noise(nn.Module):
         self.kind = kind
         self.own = torch.Generator()
         self.body = network()
+        self.layer = LAYERS[kind]() if kind in LAYERS else None
 
-    def forward(self, inputs):
-        if self.kind == "dropout":
-            inputs = functional.dropout(inputs, 0.4)
-        elif self.kind == "noise":
-            inputs = inputs + torch.randn_like(inputs)
-        elif self.kind == "dropped paths":
-            inputs = inputs * inputs.new_empty((len(inputs), 1)).bernoulli_(0.7)
-        elif self.kind == "own generator":
-            inputs = inputs + torch.rand(inputs.shape, generator=self.own, dtype=inputs.dtype)
-        elif self.kind == "one number for all":
-            inputs = inputs * torch.rand(()) + np.random.rand()
-        elif self.kind == "time before batch":
-            steps = torch.stack([inputs] * 4).flatten(0, 1)
-            inputs = (steps + torch.randn_like(steps)).view(4, -1, 5).mean(0)
-        elif self.kind == "checkpointed":
-            return checkpoint(lambda x: self.body(x + torch.rand_like(x)), inputs, use_reentrant=False)
-        return self.body(inputs)
+    def forward(self, x):
+        if self.kind == "checkpointed":
+            return checkpoint(lambda x: self.body(x + torch.rand_like(x)), x, use_reentrant=False)
+        if self.layer is None:
+            return self.body(DRAWS[self.kind](x, self.own))
+        layer = self.layer.train()  # with its own dropout
+        rows = x.expand(3, *x.shape)
+        called = layer(rows, rows, rows) if self.kind.startswith("attention") else layer(rows)
+        return self.body(x + called[0].mean(0)[:, :5])
 
 
-NOISE = ["dropout", "noise", "dropped paths", "own generator", "one number for all", "time before batch"]
+def time_before_batch(x, _):
+    steps = torch.stack([x] * 4).flatten(0, 1)
+    return (steps + torch.randn_like(steps)).view(4, -1, 5).mean(0)
 
 
-@pytest.mark.parametrize("kind", [*NOISE, "checkpointed"])
+def heads(x, _):
+    return x * torch.rand(len(x) * 4, 5).view(len(x), 4, 5).mean(1)
+
+
+DRAWS = {
+    "dropout": lambda x, _: functional.dropout(x, 0.4),
+    "noise": lambda x, _: x + torch.randn_like(x),
+    "integers": lambda x, _: x * torch.randint(1, 99, (len(x), 1)),
+    "map": lambda x, _: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    "mean": lambda x, _: torch.normal(x, torch.ones_like(x)),
+    "heads": heads,
+    "dropped paths": lambda x, _: x * x.new_empty((len(x), 1)).bernoulli_(0.7),
+    "own generator": lambda x, own: x + torch.rand(x.shape, generator=own, dtype=x.dtype),
+    "one number for all": lambda x, _: x * torch.rand(()) + np.random.rand(),
+    "time before batch": time_before_batch,
+    "samples last": lambda x, _: x + torch.rand(5, len(x)).T,
+}
+LAYERS = {
+    "attention": lambda: nn.MultiheadAttention(5, 1, dropout=0.5, dtype=torch.float64),
+    "LSTM": lambda: nn.LSTM(5, 6, 2, dropout=0.5, dtype=torch.float64),
+    "GRU": lambda: nn.GRU(5, 6, 2, dropout=0.5, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("kind", [*DRAWS, *LAYERS, "checkpointed"])
 def test_means_over_samples_pass_beside_random_draws(kind: str) -> None:
     assert check(make_workload(model=lambda: Noise(kind))) == []
     assert (
@@ -230,12 +247,6 @@ def test_runs_of_many_kinds_give_no_fault_but_for_written_state(name: str) -> No
         assert "each row from its own sample alone" in str(fault)
     else:
         assert "the forward pass writes the buffer average" in str(fault)
-
-
-@pytest.mark.parametrize("name", sorted({*WORKLOADS} - {"contrastive"}))
-def test_models_of_many_kinds_pass(name: str) -> None:
-    found = examine_loss(make_setup(WORKLOADS[name]()), 16, 3)
-    assert found == Finding()
 
 
 class Counting:
@@ -259,6 +270,10 @@ def numbers_of_numpy(model, batch):
     return mean_loss(model, (batch[0] * drawn, batch[1]))
 
 
+def one_draw_less(model, batch):
+    return mean_loss(model, batch) * (1 + torch.rand(len(batch[0]) - 1).sum())
+
+
 def noisy_and_counted(samples):
     inputs, labels = default_collate(samples)
     return inputs + torch.randn_like(inputs), labels, torch.tensor(len(samples))
@@ -274,6 +289,7 @@ def broken(model, batch):
         ({"loss": Counting()}, "keeps state between passes"),
         ({"loss": mixed_up}, r"draws at random over the micro-batch \(randperm\)"),
         ({"loss": numbers_of_numpy}, "numbers from Python or NumPy"),
+        ({"loss": one_draw_less}, r"draws at random over the micro-batch \(rand\)"),
         ({"collate": noisy_and_counted}, "cannot be cut along dimension 0"),
         ({"loss": lambda model, batch: mean_loss(model, batch) * 0.0}, "the gradient of 24 samples is zero"),
         ({"loss": broken}, "the model or the loss raised ValueError: no such thing"),
@@ -347,15 +363,61 @@ def mixup(samples):
     return share * inputs + (1 - share) * inputs[order], labels, labels[order]
 
 
-def test_samples_that_collate_mixes_at_random_are_named_in_one_note() -> None:
+def cutmix_in_some_batches(samples):
+    inputs, labels = default_collate(samples)
+    if torch.rand(()) < 0.5:
+        inputs = torch.cat([inputs[:, :2], inputs.roll(1, 0)[:, 2:]], dim=1)
+    return inputs, labels, labels
+
+
+def masked(samples):
+    inputs, labels = default_collate(samples)
+    return inputs * (torch.rand(inputs.shape) < 0.9), labels, labels
+
+
+@pytest.mark.parametrize(
+    ("collate", "mixes"), [(mixup, True), (cutmix_in_some_batches, True), (masked, False)]
+)
+def test_samples_that_collate_mixes_at_random_are_named_in_one_note(collate, mixes: bool) -> None:
     def loss(model, batch):
         scores = model(batch[0])
         return 0.6 * cross_entropy(scores, batch[1]) + 0.4 * cross_entropy(scores, batch[2])
 
-    (note,) = check(make_workload(collate=mixup, loss=loss))
-    assert "mixes samples at random (as mixup and cutmix do)" in note
-    assert "each of the 3 micro-batches" in note
-    assert check(make_workload(collate=mixup, loss=loss), micro_batch=24) == []
+    notes = check(make_workload(collate=collate, loss=loss))
+    assert len(notes) == mixes
+    assert all("mixes samples at random (as mixup and cutmix do)" in note for note in notes)
+    assert all("each of the 3 micro-batches" in note for note in notes)
+    assert check(make_workload(collate=collate, loss=loss), micro_batch=24) == []
+
+
+def test_one_odd_sample_of_many_is_compared_if_costs_are_known() -> None:
+    """Sample 5,000 of 6,000 is longer, so that a mean over all elements is not one over samples."""
+    data = [torch.ones(9 if index == 5_000 else 2, dtype=torch.float64) for index in range(6_000)]
+
+    def collate(samples):
+        return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+    def loss(model, batch):
+        return (model(batch.sum(1, keepdim=True).expand(-1, 5)).square().sum(1)).sum() / batch.sum()
+
+    setup = make_setup(make_workload(train_data=data, collate=collate, loss=loss, size_of=len))
+    assert examine_loss(setup, 8, 3).fault is None
+    setup.worst_case.size_quartiles()
+    assert "a mean over something else than samples" in str(examine_loss(setup, 8, 3).fault)
+
+
+def test_a_collate_function_may_take_entries_out_of_its_samples() -> None:
+    inputs, labels = points(24).columns
+    data = [{"x": inputs[i], "y": labels[i], "name": f"n{i}"} for i in range(24)]
+
+    def collate(samples):
+        for sample in samples:
+            sample.pop("name")
+        return default_collate(samples)
+
+    loss = lambda model, batch: cross_entropy(model(batch["x"]), batch["y"])  # noqa: E731
+    assert check(make_workload(train_data=data, collate=collate, loss=loss)) == []
+    assert all("name" in row for row in data)
 
 
 def test_a_model_may_run_in_train_mode_only() -> None:

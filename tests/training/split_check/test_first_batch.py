@@ -102,6 +102,7 @@ def test_faults_that_the_check_before_training_cannot_see_are_found(kind: str) -
 )
 def test_models_of_many_kinds_give_no_alarm(name: str, precision: Any) -> None:
     options = {"target_batch": 12, "micro_batch": 4, "steps": 1, "precision": precision}
+    assert examine_loss(make_setup(WORKLOADS[name]()), 16, 3) == Finding()
     assert trained(WORKLOADS[name](), **options)[2] == []
 
 
