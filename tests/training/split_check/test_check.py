@@ -402,7 +402,7 @@ def test_one_odd_sample_of_many_is_compared_if_costs_are_known() -> None:
 
     setup = make_setup(make_workload(train_data=data, collate=collate, loss=loss, size_of=len))
     assert examine_loss(setup, 8, 3).fault is None
-    setup.worst_case.size_quartiles()
+    setup.worst_case.sizes()
     assert "a mean over something else than samples" in str(examine_loss(setup, 8, 3).fault)
 
 
