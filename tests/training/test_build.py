@@ -59,20 +59,14 @@ def test_a_run_without_a_batch_is_refused_with_both_numbers() -> None:
         build_sampler(24, options)
 
 
-def test_an_opened_loop_trains_the_plan() -> None:
+def test_an_opened_loop_trains_the_plan_with_the_options_of_the_run() -> None:
     workload = make_workload()
-    loop, notes, trained = opened(workload)
+    loop, notes, trained = opened(workload, on_nonfinite="skip", ema=0.5, max_grad_norm=0.1)
     batches = [batch.ids for batch in loop.sampler.batches()]
-    expected, _ = reference(workload, batches, mean_loss)
+    expected, _ = reference(workload, batches, mean_loss, clip=0.1)
     assert apart(trained, expected) < 1e-12
     assert (loop.micro_batch, loop.train_state.precision, notes) == (3, "fp32", [])
-
-
-def test_options_of_the_run_reach_the_loop() -> None:
-    loop, _, _ = opened(warmup_samples=40, on_nonfinite="skip", ema=0.5, max_grad_norm=0.1)
-    assert (loop.warmup_samples, loop.on_nonfinite) == (40, "skip")
-    assert loop.train_state.max_grad_norm == 0.1
-    assert loop.train_state.average.decay == 0.5
+    assert (loop.on_nonfinite, loop.train_state.average.decay) == ("skip", 0.5)
 
 
 def test_every_optimizer_has_a_schedule_of_the_whole_run() -> None:

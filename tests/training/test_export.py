@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -180,27 +179,3 @@ def test_ranks_that_share_a_model_export_whole_weights(server: RankServer, tmp_p
         assert file.metadata()["mix_again.weight"] == "mix.weight"
         assert "mix_again.weight" not in file.keys()  # noqa: SIM118 - it is no mapping
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([WEIGHTS, AVERAGED_WEIGHTS])
-
-
-def check_shards_exportable() -> str:
-    group = open_group()
-    check_exportable(sharded_loop(group, block_workload()).train_state.model)
-    odd = sharded_loop(group, replace(block_workload(), model=OddBlocks))
-    try:
-        check_exportable(odd.train_state.model)
-    except InputError as error:
-        return str(error)
-    return ""
-
-
-class OddBlocks(Blocks):
-    """A model with a buffer that no file can hold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("odd", torch.zeros(2).to_sparse())
-
-
-@pytest.mark.distributed
-def test_a_shared_model_is_checked_too(server: RankServer) -> None:
-    assert "odd is a tensor in the layout sparse_coo" in server.values(check_shards_exportable, world=2)[1]

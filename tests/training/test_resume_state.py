@@ -14,7 +14,6 @@ import torch
 from autobatch import DoesNotFitError, InputError
 from autobatch.training.checkpoint import load_newest, save_checkpoint
 from autobatch.training.resume import capture_loop, restore_loop
-from autobatch.training.state_file import pack
 from tests.support.faults import Fault
 from tests.support.kinds import RUNS, adamw
 from tests.support.training import apart, fingerprint, make_loop, make_workload, weights
@@ -162,19 +161,3 @@ def test_any_error_of_a_users_schedule_is_refused_in_one_line() -> None:
     with pytest.raises(InputError, match=r"\(AssertionError: first") as caught:
         restore_loop(make_loop(workload), capture_loop(make_loop(workload)), same_hardware=True)
     assert "\n" not in str(caught.value)
-
-
-class Secret:
-    pass
-
-
-@pytest.mark.parametrize("make", [Secret, lambda: torch.eye(2).to_sparse_csc()], ids=["object", "layout"])
-@pytest.mark.filterwarnings("ignore:Sparse C:UserWarning")
-def test_state_that_no_checkpoint_can_hold_is_refused(make) -> None:
-    class Odd(torch.optim.lr_scheduler.StepLR):
-        def state_dict(self):
-            return {**super().state_dict(), "secret": make()}
-
-    loop = make_loop(make_workload(schedule=lambda o, steps: Odd(o, 1)))
-    with pytest.raises(InputError, match="schedules cannot be kept in a checkpoint"):
-        pack(capture_loop(loop))
