@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from autobatch.training.phase_times import PhaseTimes
 from autobatch.training.validation import sanity_check_validation
 from autobatch.workload.contract import Collated, Workload, kind_of
 from autobatch.workload.data import load_micro_batch
-from autobatch.workload.loader import AHEAD, gpu_of, open_feed, start_method
+from autobatch.workload.loader import AHEAD, Feed, gpu_of, open_feed, start_method
 from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler, Order
 from autobatch.workload.rng import seed_everything, seed_rank
@@ -94,10 +94,9 @@ def open_loop(
     plan: Plan,
     options: Options,
     sampler: GlobalBatchSampler,
-    *,
-    seeded_before: bool | None = None,
-    note: Callable[[str], None],
     ranks: Ranks | None = None,
+    *,
+    sample_seeds: bool = False,
 ) -> Iterator[Loop]:
     """Build a loop at its first batch, on the device and with its feed; close both at the end of the block.
 
@@ -106,48 +105,15 @@ def open_loop(
         plan: the plan.
         options: the options of the run.
         sampler: the batches of the run.
-        seeded_before: whether the resumed run seeded its samples one by one; None for a new run.
-        note: called with each note for the user.
         ranks: the processes that train together; None if this one trains alone.
+        sample_seeds: whether to seed every sample, even if neither the options nor the plan need it.
 
     Raises:
         InputError: a part of the workload is invalid, or raised on the first validation samples.
     """
-    ranks, device, train, workload = ranks or Ranks(), setup.device, options.train, setup.workload
-    loading, workers = workload.loading, train.workers
-    if workers is None:
-        workers = int(plan.knobs.get(LOADER_WORKERS) or loading.workers or 0)
-    prefetch = train.prefetch or int(plan.knobs.get(PREFETCH) or loading.prefetch or AHEAD)
-    # A split by size changes the order in which samples are fetched, which must not change their draws.
-    is_seeded = train.sample_seeds or workers > 0 or plan.size_cut is not None or bool(seeded_before)
-    if isinstance(sampler, StreamSampler):
-        # The data are the whole stream, and not its first samples. Its workers read it, and nothing seeds it.
-        workload = replace(workload, train_data=sampler.view)
-        if workers:
-            sampler.view.read_with(
-                num_workers=workers,
-                prefetch_factor=prefetch,
-                worker_init_fn=loading.init_worker,
-                multiprocessing_context=start_method(),
-            )
-        workers, is_seeded = 0, False
-    elif is_seeded and seeded_before is False:
-        note(
-            "the run did not seed its samples one by one before the resume, and does from here on. If the "
-            "data are augmented at random, the rest differs from the uninterrupted run: use --workers 0 to "
-            "continue as before"
-        )
+    ranks, device, train = ranks or Ranks(), setup.device, options.train
     split = split_of(setup, plan, ranks)
-    feeding = open_feed(
-        workload,
-        sampler.batches,
-        seed=options.device.seed,
-        workers=workers,
-        prefetch=prefetch,
-        sample_seeds=is_seeded,
-        gpu=gpu_of(device, plan.knobs, loading),
-        split=split,
-    )
+    workload, feeding = _feed_of(setup, plan, options, sampler, split=split, sample_seeds=sample_seeds)
     with device.training() as meter, feeding as feed:
         seed_everything(options.device.seed)
         train_state = _open_train_state(setup, plan, options, meter, ranks)
@@ -180,6 +146,49 @@ def open_loop(
             # A probe starts with an empty cache, and so does the first step.
             device.release()
         yield loop
+
+
+def _feed_of(
+    setup: Setup,
+    plan: Plan,
+    options: Options,
+    sampler: GlobalBatchSampler,
+    *,
+    split: Split,
+    sample_seeds: bool,
+) -> tuple[Workload, AbstractContextManager[Feed]]:
+    """Return the workload with all data of the run, and what opens its feed.
+
+    The loader processes are as many as asked for, else as planned, else as the workload's own loader has.
+    """
+    workload, train = setup.workload, options.train
+    loading, workers = workload.loading, train.workers
+    if workers is None:
+        workers = int(plan.knobs.get(LOADER_WORKERS) or loading.workers or 0)
+    prefetch = train.prefetch or int(plan.knobs.get(PREFETCH) or loading.prefetch or AHEAD)
+    # A split by size changes the order in which samples are fetched, which must not change their draws.
+    sample_seeds = sample_seeds or train.sample_seeds or workers > 0 or plan.size_cut is not None
+    if isinstance(sampler, StreamSampler):
+        # The data are the whole stream, and not its first samples. Its workers read it, and nothing seeds it.
+        workload = replace(workload, train_data=sampler.view)
+        if workers:
+            sampler.view.read_with(
+                num_workers=workers,
+                prefetch_factor=prefetch,
+                worker_init_fn=loading.init_worker,
+                multiprocessing_context=start_method(),
+            )
+        workers, sample_seeds = 0, False
+    return workload, open_feed(
+        workload,
+        sampler.batches,
+        seed=options.device.seed,
+        workers=workers,
+        prefetch=prefetch,
+        sample_seeds=sample_seeds,
+        gpu=gpu_of(setup.device, plan.knobs, loading),
+        split=split,
+    )
 
 
 def _open_train_state(setup: Setup, plan: Plan, options: Options, meter: Meter, ranks: Ranks) -> TrainState:

@@ -9,10 +9,9 @@ optimizer step, which may have moved part of the weights.
 
 from __future__ import annotations
 
-import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -22,26 +21,37 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autobatch.core.errors import InputError, NonFiniteError
+from autobatch.core.errors import (
+    AutobatchError,
+    DoesNotFitError,
+    InputError,
+    NonFiniteError,
+    RestartSmallerError,
+)
 from autobatch.core.records import StepRecord
 from autobatch.device.base import Device, Meter
-from autobatch.device.host import host_memory
 from autobatch.device.oom import Verdict, classify, first_line, is_fragmented
 from autobatch.distributed.engine import Engine, OutOfMemory
+from autobatch.distributed.ranks import Ranks
 from autobatch.step.apply_knobs import free_graphs
 from autobatch.step.gradients import Optimizers
 from autobatch.step.loss import StepTotals
-from autobatch.step.train_state import TrainState
+from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.training.batchnorm import rescaled_momentum
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.training.phase_times import OTHER, PhaseTimes
-from autobatch.training.step_errors import nonfinite_error, out_of_memory_error
-from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
+from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
+from autobatch.workload.data import load_micro_batch
 from autobatch.workload.loader import Feed
-from autobatch.workload.nested import feed, tensors_of
+from autobatch.workload.nested import feed, tensors_of, to_device
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
-from autobatch.workload.rng import RandomState, capture_random_state, restore_random_state
+from autobatch.workload.rng import (
+    RandomState,
+    capture_random_state,
+    preserved_random_state,
+    restore_random_state,
+)
 from autobatch.workload.split import MicroBatchIds, Split
 from autobatch.workload.user_code import user_code
 
@@ -49,12 +59,10 @@ LEAST_LOSS_SCALE = 2.0**-10
 """Loss scale below which an overflow means that the gradients themselves are not finite."""
 MAX_SKIPS_IN_A_ROW = 3
 """Consecutive steps that may be skipped because they are not finite."""
+MAX_NAMED_SAMPLES = 8
+"""Samples that a message names."""
 READING_INTERVAL = 16
 """Steps between two readings of the memory, and steps at the start that are all read."""
-COPIES = 4
-"""Copies of a kept batch on the host while it is compared with its micro-batches."""
-HOST_SHARE = 0.25
-"""Share of the available host memory that these copies may take."""
 
 
 @dataclass(kw_only=True)
@@ -89,8 +97,6 @@ class Loop:
     oom_recoveries: int = 0
     noise: NoiseScale = field(default_factory=NoiseScale)
     """Measured from the norms that accumulation gives at almost no cost."""
-    kept: KeptBatch | None = None
-    """Gets a copy of each micro-batch; None to keep none."""
     clock: Callable[[], float] = time.perf_counter
     times: PhaseTimes = field(default_factory=PhaseTimes)
     """Seconds of the phases of the steps."""
@@ -236,19 +242,11 @@ class Loop:
     def _fetch(self, batch: GlobalBatch, parts: list[MicroBatchIds]) -> Iterator[tuple[Collated, int]]:
         """Yield the micro-batches of a batch on the host, each with its number of samples, and hold none."""
         fed = self.feed.collated(batch, self.micro_batch)
-        if self.kept is not None:
-            self.kept.clear()
         for part in parts:
             if self.times.is_timing:
                 self.times.lap("data")
             # Not in a variable, because this frame lives while the micro-batch trains.
-            yield self._collated(fed, len(part.ids)), len(part.ids)
-
-    def _collated(self, fed: Iterator[Collated], size: int) -> Collated:
-        micro_batch = next(fed)
-        if self.kept is not None:
-            self.kept.add(micro_batch, size)
-        return micro_batch
+            yield next(fed), len(part.ids)
 
     def _mark(self, phase: str) -> None:
         """Begin a phase of a step that is timed."""
@@ -391,35 +389,6 @@ class _Running:
         return len(part.ids), split.halved(part, micro_batch)
 
 
-class KeptBatch:
-    """Copies of the micro-batches of a batch, as far as a share of the host memory allows."""
-
-    def __init__(self) -> None:
-        self.micro_batches: list[tuple[Collated, int]] = []
-        available = host_memory().available_bytes
-        self._most = float("inf") if available is None else HOST_SHARE * available / COPIES
-        self._bytes = 0
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return sum(size for _, size in self.micro_batches)
-
-    def clear(self) -> None:
-        """Forget all micro-batches, because the batch begins anew."""
-        self.micro_batches.clear()
-        self._bytes = 0
-
-    def add(self, batch: Collated, size: int) -> None:
-        """Keep a copy of a micro-batch, because a loss may change its own."""
-        self._bytes += sum(tensor.nbytes for tensor in tensors_of(batch))
-        if self._bytes > self._most:
-            return
-        try:
-            self.micro_batches.append((copy.deepcopy(batch), size))
-        except Exception:  # what cannot be copied is not compared
-            self._most = 0
-
-
 @contextmanager
 def scaled_learning_rate(optimizers: Optimizers, factor: float) -> Iterator[None]:
     """Multiply all learning rates by ``factor`` within the block; schedules never see it."""
@@ -457,3 +426,128 @@ def check_learning_rates(optimizers: Optimizers, step: int) -> float:
                 "Workload(schedule=…) and Workload(optimizer=…)"
             )
     return float(rates[0] or 0.0)
+
+
+def out_of_memory_error(
+    train_state: TrainState, step: int, oom: OutOfMemory, *, in_step: bool = False
+) -> AutobatchError | None:
+    """Return the error that ends a run out of memory; None if the batch can run again in smaller parts.
+
+    A restart in smaller micro-batches, down to 1, may leave more room for the optimizer step.
+
+    Args:
+        train_state: tells which suggestions apply.
+        step: the number of the step, from 1.
+        oom: the error.
+        in_step: whether the optimizer step had begun, or another rank may wait for this one.
+    """
+    where, why = f"out of memory in step {step} at a micro-batch of {oom.size}", ""
+    message = oom.message.rstrip(".")
+    if oom.size == 1 or oom.is_in_loss:
+        suggestions = {"a larger --memory-budget": True}
+        if in_step:
+            where += ", inside the optimizer step"
+            suggestions |= {"a fused optimizer (fused=True)": True, "an optimizer with less state": True}
+            suggestions["no --ema"] = train_state.average is not None
+        else:
+            suggestions["a smaller --target-batch"] = isinstance(train_state.loss, WholeBatchLoss)
+            suggestions["--precision bf16"] = train_state.precision == "fp32"
+            suggestions["activation checkpointing"] = not oom.is_in_loss
+        if oom.is_in_loss:
+            where = f"out of memory in the loss over all {oom.size} samples of a batch, at any micro-batch"
+        remedies = ", ".join(remedy for remedy, applies in suggestions.items() if applies)
+        return DoesNotFitError(f"{where}: {message}; what would help: {remedies}")
+    if in_step and train_state.shared is not None:
+        why = "for which the other ranks of the sharded model wait"
+    elif in_step:
+        why = "inside the optimizer step, which may have moved part of the weights"
+    elif oom.is_fatal:
+        why = "in the driver, after which this process cannot continue"
+    elif not oom.is_intact:
+        why = "where the batch cannot run again, because the forward pass changed a large buffer of the model"
+    return RestartSmallerError(f"{where}, {why}: {message}") if why else None
+
+
+def nonfinite_error(
+    workload: Workload,
+    train_state: TrainState,
+    micro_batches: Sequence[list[int]],
+    *,
+    ranks: Ranks,
+    step: int,
+    loss: float,
+    reason: str,
+) -> NonFiniteError:
+    """Return the error of a step that was not applied because its loss or gradient is not finite.
+
+    All ranks call it, and get the same error. Otherwise the rank that finds nothing would speak first, and
+    name its own samples.
+
+    Args:
+        workload: has the data and the loss.
+        train_state: the model, in the state in which the step failed.
+        micro_batches: the samples of each micro-batch of this rank.
+        ranks: the ranks.
+        step: the number of the step, from 1.
+        loss: of the batch.
+        reason: why the step is not skipped, in words that follow the finding; empty for none.
+    """
+    what = "gradient" if math.isfinite(loss) else f"loss ({loss})"
+    own = [index for part in micro_batches for index in part]
+    culprit = find_nonfinite_sample(workload, train_state, micro_batches)
+    found = ranks.gather((culprit, own[:MAX_NAMED_SAMPLES], len(own)))
+    culprit = next((one for one, _, _ in found if one is not None), None)
+    first = [index for _, some, _ in found for index in some][:MAX_NAMED_SAMPLES]
+    more = sum(count for _, _, count in found) - len(first)
+    named = f"samples {first}{f' and {more} more' if more else ''}"
+    if culprit is not None:
+        kind = "representation" if isinstance(train_state.loss, WholeBatchLoss) else "loss"
+        named = f"sample {culprit} alone gives a non-finite {kind} ({named})"
+    scaler = train_state.scaler
+    at = "" if scaler is None else f" at a loss scale of {scaler.get_scale():.1e}"
+    return NonFiniteError(
+        f"the {what} of step {step} is not finite{at}{reason}, so the step was not applied: "
+        f"{named}. Check these samples, the learning rate and the precision"
+    )
+
+
+def find_nonfinite_sample(
+    workload: Workload, train_state: TrainState, micro_batches: Sequence[list[int]]
+) -> int | None:
+    """Return the sample whose own loss is not finite, or its representation for a `WholeBatchLoss`.
+
+    Halves the first non-finite micro-batch until one sample is left. It runs forward passes only, and changes
+    nothing that the run depends on.
+
+    Returns:
+        None if none is found, or if the model is sharded, where all ranks would have to run the same passes.
+    """
+    if train_state.shared is not None:
+        return None
+    try:
+        with preserved_random_state(), torch.no_grad():
+            for part in micro_batches:
+                if _is_finite(workload, train_state, part):
+                    continue
+                left = part
+                while len(left) > 1:
+                    half = left[: len(left) // 2]
+                    left = left[len(half) :] if _is_finite(workload, train_state, half) else half
+                return None if _is_finite(workload, train_state, left) else left[0]
+    except Exception:  # a failed diagnosis must not hide the error that it is about
+        return None
+    return None
+
+
+def _is_finite(workload: Workload, train_state: TrainState, ids: Sequence[int]) -> bool:
+    train_state.buffers.take()
+    try:
+        batch = to_device(load_micro_batch(workload, ids), train_state.device)
+        with precision_context(train_state.device, train_state.precision):
+            if isinstance(train_state.loss, WholeBatchLoss):
+                found = tensors_of(train_state.loss.represent(train_state.model, batch))
+                return all(bool(one.isfinite().all()) for one in found)
+            loss = train_state.loss(train_state.model, batch)
+        return math.isfinite(float(loss.total if isinstance(loss, Loss) else loss))
+    finally:
+        train_state.buffers.restore()

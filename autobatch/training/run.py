@@ -71,7 +71,7 @@ class PreparedRun:
 
 
 class _OutOfMemoryFile(msgspec.Struct, kw_only=True):
-    """What a run leaves in `OOM_FILE` if memory ran out and it must start again."""
+    """Content of `OOM_FILE`, left by a run that ended out of memory and must start again."""
 
     limits: list[Annotated[int, msgspec.Meta(ge=1)]]
     """The largest micro-batch of each rank to continue with."""
@@ -113,9 +113,13 @@ def train_plan(
     first_batch = _check_split(replace(run, setup=setup), files, ranks, add_note)
     progress.doing("preparing the training")
     seeded_before = before.get("sample_seeds")
-    with open_loop(
-        setup, plan, options, sampler, seeded_before=seeded_before, note=progress.note, ranks=ranks
-    ) as loop:
+    with open_loop(setup, plan, options, sampler, ranks, sample_seeds=bool(seeded_before)) as loop:
+        if loop.feed.seeds_samples and seeded_before is False:
+            progress.note(
+                "the run did not seed its samples one by one before the resume, and does from here on. If "
+                "the data are augmented at random, the rest differs from the uninterrupted run: use "
+                "--workers 0 to continue as before"
+            )
         if resumed is not None:
             for line in restore_loop(loop, resumed.state, same_hardware=run.is_exact, folder=resumed.path):
                 progress.note(line)

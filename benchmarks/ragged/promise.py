@@ -98,7 +98,7 @@ def train(setup: Setup, plan: Plan, steps: int, seed: int, *, to_first: bool) ->
     """
     settings = options_from("fit", {"target_batch": plan.target_batch, "seed": seed, "steps": steps})
     sampler = build_sampler(len(setup.workload.train_data), settings)
-    with open_loop(setup, plan, settings, sampler, seeded_before=None, note=lambda _: None) as loop:
+    with open_loop(setup, plan, settings, sampler) as loop:
         for _ in loop.run():
             if loop.oom_recoveries and to_first:
                 break

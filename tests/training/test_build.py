@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,13 +13,14 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from autobatch import InputError
+from autobatch import InputError, Progress, fit
 from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
 from autobatch.core.units import MiB
 from autobatch.device.select import open_device
 from autobatch.planning import make_plan
 from autobatch.training import build
 from autobatch.training.build import build_sampler, open_loop
+from autobatch.training.checkpoint import load_newest
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import Loading
 from autobatch.workload.loader import AHEAD
@@ -36,21 +38,18 @@ from tests.support.training import (
 )
 
 
-def opened(
-    workload=None, *, seeded_before: bool | None = None, **options: Any
-) -> tuple[Loop, list[str], torch.Tensor]:
-    """Open a loop and train it; return it with its notes and the trained weights."""
+def opened(workload=None, **options: Any) -> tuple[Loop, torch.Tensor]:
+    """Open a loop and train it; return it with the trained weights."""
     workload = workload or make_workload()
     asked = as_options("fit", **{"target_batch": 7, "steps": 3, **options})
     plan = make_plan(target_batch=7, micro_batch_limit=3, learning_rate=workload.learning_rate)
     setup = make_setup(workload)
-    notes: list[str] = []
     sampler = build_sampler(len(workload.train_data), asked)
-    with open_loop(setup, plan, asked, sampler, seeded_before=seeded_before, note=notes.append) as loop:
+    with open_loop(setup, plan, asked, sampler) as loop:
         assert loop.batches_seen == loop.steps_applied == 0
         assert loop.train_state.model is setup.model
         list(loop.run())
-    return loop, notes, weights(setup.model)
+    return loop, weights(setup.model)
 
 
 def test_a_run_without_a_batch_is_refused_with_both_numbers() -> None:
@@ -61,11 +60,11 @@ def test_a_run_without_a_batch_is_refused_with_both_numbers() -> None:
 
 def test_an_opened_loop_trains_the_plan_with_the_options_of_the_run() -> None:
     workload = make_workload()
-    loop, notes, trained = opened(workload, on_nonfinite="skip", ema=0.5, max_grad_norm=0.1)
+    loop, trained = opened(workload, on_nonfinite="skip", ema=0.5, max_grad_norm=0.1)
     batches = [batch.ids for batch in loop.sampler.batches()]
     expected, _ = reference(workload, batches, mean_loss, clip=0.1)
     assert apart(trained, expected) < 1e-12
-    assert (loop.micro_batch, loop.train_state.precision, notes) == (3, "fp32", [])
+    assert (loop.micro_batch, loop.train_state.precision) == (3, "fp32")
     assert (loop.on_nonfinite, loop.train_state.average.decay) == ("skip", 0.5)
 
 
@@ -80,7 +79,7 @@ def test_every_optimizer_has_a_schedule_of_the_whole_run() -> None:
         params = list(params)
         return torch.optim.SGD(params[:2], lr=lr), torch.optim.SGD(params[2:], lr=lr)
 
-    loop, _, _ = opened(make_workload(optimizer=optimizers, schedule=schedule))
+    loop, _ = opened(make_workload(optimizer=optimizers, schedule=schedule))
     assert seen == [3, 3]
     assert [schedule.last_epoch for schedule in loop.schedules] == [3, 3]
 
@@ -98,22 +97,29 @@ def test_a_schedule_that_is_none_is_refused(schedule, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sample_seeds", "seeded_before", "is_seeded", "is_noted"),
-    [
-        (False, None, False, False),
-        (True, None, True, False),
-        (False, True, True, False),
-        (True, True, True, False),
-        (True, False, True, True),
-        (False, False, False, False),
-    ],
+    ("first", "then", "is_noted"), [(True, False, False), (False, True, True), (False, False, False)]
 )
 def test_samples_stay_seeded_after_a_resume_and_a_change_is_noted(
-    sample_seeds: bool, seeded_before: bool | None, is_seeded: bool, is_noted: bool
+    tmp_path: Path, first: bool, then: bool, is_noted: bool
 ) -> None:
-    loop, notes, _ = opened(sample_seeds=sample_seeds, seeded_before=seeded_before)
-    assert loop.feed.seeds_samples == is_seeded
-    assert ["use --workers 0 to continue as before" in note for note in notes] == [True] * is_noted
+    notes: list[str] = []
+
+    class Heard(Progress):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    options: dict[str, Any] = {"target_batch": 8, "trials": 0, "device": "cpu", "out": tmp_path}
+    for steps, is_asked in ((1, first), (2, then)):
+        fit(
+            make_workload(),
+            steps=steps,
+            sample_seeds=is_asked,
+            resume=steps == 2,
+            progress=Heard(),
+            **options,
+        )
+    assert any("use --workers 0 to continue as before" in note for note in notes) == is_noted
+    assert load_newest(tmp_path / "checkpoints").facts["sample_seeds"] == (first or then)
 
 
 def test_the_first_step_starts_with_an_empty_cache_as_a_probe_does() -> None:
@@ -129,7 +135,7 @@ def test_the_first_step_starts_with_an_empty_cache_as_a_probe_does() -> None:
     plan = make_plan(target_batch=7, micro_batch_limit=3, learning_rate=workload.learning_rate)
     asked = as_options("fit", target_batch=7, steps=1)
     sampler = build_sampler(64, asked)
-    with open_loop(setup, plan, asked, sampler, note=lambda _: None) as loop:
+    with open_loop(setup, plan, asked, sampler) as loop:
         stats = loop.meter.stats()
     assert stats.peak_allocated_bytes > stats.allocated_bytes
     assert stats.reserved_bytes == 2 * MiB  # the segment of small blocks, which holds the model
@@ -160,7 +166,7 @@ def test_the_user_comes_first_then_the_plan_then_the_loader(
     plan = make_plan(target_batch=8, micro_batch_limit=4, learning_rate=0.1)
     plan = msgspec.structs.replace(plan, knobs=knobs)
     sampler = build_sampler(24, asked, view=view if is_stream else None)
-    with open_loop(make_setup(workload), plan, asked, sampler, note=pytest.fail):
+    with open_loop(make_setup(workload), plan, asked, sampler):
         pass
     workers = expected[0]
     if is_stream:

@@ -8,6 +8,8 @@ nothing that the run depends on changes. If samples cannot be compared, the chec
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -17,12 +19,13 @@ from torch import Tensor
 from autobatch.core.errors import InputError
 from autobatch.core.records import StepRecord
 from autobatch.device.base import Meter
+from autobatch.device.host import host_memory
 from autobatch.planning import micro_batches, split_evenly
 from autobatch.setup.session import Session
 from autobatch.setup.setup import Setup
 from autobatch.step.train_state import TrainState
 from autobatch.training.batchnorm import batch_norm_notes, batch_norms, smallest_micro_batch
-from autobatch.training.loop import KeptBatch, Loop
+from autobatch.training.loop import Loop
 from autobatch.training.split_check.compare import Finding, compare, find_written, pass_types
 from autobatch.training.split_check.passes import PassType, open_runner
 from autobatch.training.split_check.samples import (
@@ -32,10 +35,13 @@ from autobatch.training.split_check.samples import (
     join_parts,
     mixes_samples,
 )
+from autobatch.workload.contract import Collated
 from autobatch.workload.data import COLLATE, fetch, load_micro_batch
+from autobatch.workload.loader import Feed
 from autobatch.workload.nested import cut, tensors_of
-from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state
+from autobatch.workload.split import Split
 from autobatch.workload.user_code import failed_part
 
 SplitCheck = Literal["error", "note", "off"]
@@ -50,6 +56,10 @@ SECONDS = 5.0
 """Expected time above which fewer samples are compared."""
 PASSES = 8
 """Steps that a comparison takes as long as: several passes over the samples, in float64."""
+COPIES = 4
+"""Copies of a kept batch on the host while it is compared with its micro-batches."""
+HOST_SHARE = 0.25
+"""Share of the available host memory that these copies may take."""
 ANYWAY = "To train anyway, use --split-check note"
 
 
@@ -146,6 +156,45 @@ def _compare_many(setup: Setup, ids: list[int], kind: PassType) -> Finding | Non
         return compare(setup, meter, split, [kind])[0]
 
 
+class KeptBatch(Feed):
+    """A feed that keeps copies of the newest batch, as far as a share of the host memory allows.
+
+    Args:
+        feed: makes the micro-batches.
+        split: forms them.
+    """
+
+    def __init__(self, feed: Feed, split: Split) -> None:
+        self._feed = feed
+        self._split = split
+        self.micro_batches: list[tuple[Collated, int]] = []
+        """With their numbers of samples."""
+        self._left = 0.0
+
+    @property
+    def seeds_samples(self) -> bool:
+        """See `Feed.seeds_samples`."""
+        return self._feed.seeds_samples
+
+    def collated(self, batch: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
+        """See `Feed.collated`."""
+        available = host_memory().available_bytes
+        self._left = math.inf if available is None else HOST_SHARE * available / COPIES
+        self.micro_batches.clear()
+        sizes = [len(part.ids) for part in self._split.parts(batch, micro_batch)]
+        return map(self._keep, self._feed.collated(batch, micro_batch), sizes)
+
+    def _keep(self, micro_batch: Collated, size: int) -> Collated:
+        """Keep a copy of a micro-batch, because a loss may change its own."""
+        self._left -= sum(tensor.nbytes for tensor in tensors_of(micro_batch))
+        if self._left >= 0:
+            try:
+                self.micro_batches.append((copy.deepcopy(micro_batch), size))
+            except Exception:  # what cannot be copied is not compared
+                self._left = -math.inf
+        return micro_batch
+
+
 @dataclass(frozen=True)
 class FirstBatch:
     """The first batch of a run, compared with its micro-batches before its record is out."""
@@ -167,11 +216,12 @@ class FirstBatch:
         """
         records = loop.run()
         if self.check != "off" and self.before.fault is None and not self.before.writes:
-            kept = loop.kept = KeptBatch()
+            feed = loop.feed
+            kept = loop.feed = KeptBatch(feed, loop.split)
             try:
                 record = next(records, None)
             finally:
-                loop.kept = None
+                loop.feed = feed
             if record is None:
                 return
             if record.accumulation_steps > 1:
@@ -185,7 +235,7 @@ class FirstBatch:
         finding, kind = Finding(), None
         with preserved_random_state(), loop.meter.uncounted():
             whole, sizes = join_parts(kept.micro_batches)
-            most = max(FEW_SAMPLES, int(SECONDS * len(kept) / (PASSES * max(record.seconds, 1e-9))))
+            most = max(FEW_SAMPLES, int(SECONDS * sum(sizes) / (PASSES * max(record.seconds, 1e-9))))
             while kind is None and min(sum(sizes), most) >= 2:
                 if sum(sizes) > most or len(sizes) < 2:
                     sizes = _sizes(self.setup, min(sum(sizes), most))
