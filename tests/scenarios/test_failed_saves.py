@@ -214,25 +214,24 @@ def test_a_run_may_continue_on_a_full_disk(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, STEPS + 1))
 
 
-def test_the_final_checkpoint_must_be_written(tmp_path: Path) -> None:
-    """The run can be resumed from the last checkpoint before it."""
-    with pytest.raises(CheckpointError, match=f"step {STEPS} could not be written"):
-        large_run(tmp_path, FullDisk(range(3, STEPS + 1)))
+@pytest.mark.parametrize("has_signal", [False, True])
+def test_the_last_checkpoint_must_be_written(tmp_path: Path, has_signal: bool) -> None:
+    """At the end and on a signal. The run can be resumed from the last checkpoint before."""
+
+    class Struck(FullDisk):
+        def stepped(self, step, of) -> None:
+            super().stepped(step, of)
+            if step.step == 3 and has_signal:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    last = 3 if has_signal else STEPS
+    with pytest.raises(CheckpointError, match=f"step {last} could not be written") as caught:
+        large_run(tmp_path, Struck(range(3, STEPS + 1)))
+    assert HINT in caught.value.__notes__[0]
     loop, _ = resume(tmp_path, make_workload(model=Large))
     straight = open_loop(make_workload(model=Large))
     list(straight.run())
     assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
-
-
-def test_the_checkpoint_on_a_signal_must_be_written(tmp_path: Path) -> None:
-    class Struck(FullDisk):
-        def stepped(self, step, of) -> None:
-            super().stepped(step, of)
-            if step.step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(CheckpointError, match="step 3 could not be written"):
-        large_run(tmp_path, Struck(range(3, STEPS + 1)))
 
 
 def test_a_failed_checkpoint_is_tried_again_when_the_next_is_due_by_the_clock(
@@ -254,21 +253,3 @@ def test_a_failed_checkpoint_is_tried_again_when_the_next_is_due_by_the_clock(
     assert done.failed_checkpoints == [2]
     steps = [int(path.name.removeprefix("step-")) for path in list_checkpoints(tmp_path / "checkpoints")]
     assert steps == [4, 6]
-
-
-def test_a_failing_disk_ends_the_run_with_the_earlier_checkpoint(tmp_path: Path, monkeypatch) -> None:
-    calls = iter(range(100))
-
-    def fsync(descriptor: int) -> None:
-        if next(calls) > 5:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(CheckpointError, match="No space left on device") as caught:
-        train(open_loop(), settings(tmp_path, checkpoint_every=1), Progress(), None)
-    assert HINT in caught.value.__notes__[0]
-    monkeypatch.undo()
-    loop, _ = resume(tmp_path)
-    straight = open_loop()
-    list(straight.run())
-    assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)

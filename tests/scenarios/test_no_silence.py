@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-import select
 import struct
 import termios
-import time
-from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,62 +44,39 @@ class Walk(NamedTuple):
     """The last line of the screen after each output."""
     text: str
     """All lines that stayed, and the last screen."""
-    longest: int
-    """Columns of the longest line that was written."""
 
 
-def walk(
-    command: Sequence[str],
-    *,
-    cwd: Path,
-    environ: Mapping[str, str],
-    columns: int = 80,
-    rows: int = 24,
-    timeout_s: float = 300,
-) -> Walk:
-    """Run a command in a terminal of this size, and watch its screen."""
-    pid, descriptor = pty.fork()
-    if pid == 0:  # pragma: no cover - the child
-        os.chdir(cwd)
-        os.execvpe(command[0], list(command), dict(environ))
-    fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-    screen = pyte.HistoryScreen(columns, rows, history=10_000)
-    stream = pyte.ByteStream(screen)
-    live: list[str] = []
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if not select.select([descriptor], [], [], 1.0)[0]:
-            continue
-        try:
-            content = os.read(descriptor, 1 << 16)
-        except OSError:  # the other end is closed
-            break
-        if not content:
-            break
-        stream.feed(content)
-        shown = [line.rstrip() for line in screen.display]
-        live.append(next((line for line in reversed(shown) if line), ""))
-    else:
-        os.kill(pid, 9)
-    _, status = os.waitpid(pid, 0)
-    os.close(descriptor)
-    kept = ["".join(line[column].data for column in range(columns)).rstrip() for line in screen.history.top]
-    lines = [*kept, *(line.rstrip() for line in screen.display)]
-    return Walk(os.waitstatus_to_exitcode(status), live, "\n".join(lines).rstrip(), max(map(len, lines)))
-
-
-def demo(folder: Path, columns: int, *more: object, **variables: str) -> Walk:
+def demo(folder: Path, *more: object, columns: int = 80, rows: int = 24, **variables: str) -> Walk:
+    """Run the demo in a terminal of this size, and watch its screen."""
     words = command(
         "fit", "--target-batch", 1024, "--steps", 6, "--trials", 3, "--out", folder / "run", *more
     )
     environ = environment(folder, **({"TERM": "xterm-256color"} | variables))
     del environ["COLUMNS"]  # rich takes it for the width
-    return walk(words, cwd=folder, environ=environ, columns=columns)
+    pid, descriptor = pty.fork()
+    if pid == 0:  # pragma: no cover - the child
+        os.chdir(folder)
+        os.execvpe(words[0], words, environ)
+    fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    screen = pyte.HistoryScreen(columns, rows, history=10_000)
+    stream = pyte.ByteStream(screen)
+    live: list[str] = []
+    # The end of the other side is an error here.
+    with suppress(OSError):
+        while content := os.read(descriptor, 1 << 16):
+            stream.feed(content)
+            shown = [line.rstrip() for line in screen.display]
+            live.append(next((line for line in reversed(shown) if line), ""))
+    _, status = os.waitpid(pid, 0)
+    os.close(descriptor)
+    kept = ["".join(line[column].data for column in range(columns)).rstrip() for line in screen.history.top]
+    text = "\n".join([*kept, *(line.rstrip() for line in screen.display)]).rstrip()
+    return Walk(os.waitstatus_to_exitcode(status), live, text)
 
 
 @pytest.fixture(scope="module", name="seen")
 def walked_once(tmp_path_factory: pytest.TempPathFactory) -> Walk:
-    return demo(tmp_path_factory.mktemp("demo"), 80)
+    return demo(tmp_path_factory.mktemp("demo"))
 
 
 def test_the_screen_names_what_happens_from_the_first_output_to_the_result(seen: Walk) -> None:
@@ -134,7 +109,7 @@ def test_the_result_begins_with_four_lines_before_the_details(seen: Walk) -> Non
 
 @pytest.mark.slow
 def test_a_dumb_terminal_gets_lines_and_no_control_characters(tmp_path: Path) -> None:
-    seen = demo(tmp_path, 80, "--trials", 1, TERM="dumb", PYTHONIOENCODING="ascii")
+    seen = demo(tmp_path, "--trials", 1, TERM="dumb", PYTHONIOENCODING="ascii")
     assert seen.code == 0
     assert "... importing torch" in seen.text
     assert not set("╭│╰×→…?") & set(seen.text.replace("?", "", 0)), seen.text

@@ -119,14 +119,6 @@ def test_a_recovery_in_fp16_keeps_the_loss_scale(make) -> None:
         assert loop.train_state.scaler.state_dict() == expected.train_state.scaler.state_dict()
 
 
-def test_micro_batches_are_halved_as_long_as_memory_runs_out() -> None:
-    expected = fingerprint(train(plain(), None, shrink_to=1)[0].train_state.model)
-    loop, records = train(plain(), Fault(10, 30))
-    assert fingerprint(loop.train_state.model) == expected
-    assert [record.micro_batch for record in records] == [4, 1, 1]
-    assert loop.oom_recoveries == 2
-
-
 @pytest.mark.parametrize(("fits", "ran"), [(7, [54, 27, 14, 7]), (1, [54, 27, 14, 7, 4, 2, 1])])
 def test_a_batch_goes_on_at_whatever_fits(fits: int, ran: list[int]) -> None:
     """Three errors in a row once ended the run, though far smaller micro-batches would have run."""

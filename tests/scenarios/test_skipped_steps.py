@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 from autobatch import NonFiniteError
 from tests.support.overflow import Overflow, flagged
@@ -51,12 +52,16 @@ def data(kind: int, *batches: int) -> Rows:
     return Rows(*points().columns, flags)
 
 
+def halving(optimizer: torch.optim.Optimizer, _: int) -> StepLR:
+    return StepLR(optimizer, 1, gamma=0.5)
+
+
 def open_loop(samples: Rows, *, model=None, on_nonfinite="skip", **options):
     workload = make_workload(
         train_data=samples,
         loss=flawed_loss,
         optimizer=lambda params, lr: torch.optim.AdamW(params, lr=lr),
-        schedule=lambda optimizer, steps: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        schedule=halving,
         **({} if model is None else {"model": model}),
     )
     options = {"target_batch": TARGET, "micro_batch": 2, "steps": STEPS, **options}
@@ -68,32 +73,46 @@ def normalised() -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
-@pytest.mark.parametrize("kind", [1, 2], ids=["loss", "gradient"])
-def test_a_skipped_step_changes_nothing_but_the_counters(kind: int) -> None:
-    samples = data(kind, 1)
-    samples.columns[0][order()[1][2]] = math.inf if kind == 1 else 3.0
-    loop = open_loop(samples, model=normalised, ema=0.9)
-    train_state = loop.train_state
+def fp16_loop(samples: Rows, **options):
+    """Make a loop in which an overflow of the loss scale skips a step, and halves the scale."""
+    fields = {"model": lambda: network(torch.float32), "loss": overflowing_loss, "schedule": halving}
+    workload = make_workload(train_data=samples, **fields)
+    return make_loop(workload, target_batch=8, micro_batch=2, steps=4, precision="fp16", **options)
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient", "loss scale"])
+def test_a_skipped_step_changes_nothing_but_the_counters(kind: str) -> None:
+    """The third sample of the second batch is bad."""
+    if kind == "loss scale":
+        bad = next(fp16_loop(flagged(set())).sampler.batches(1)).ids[2]
+        loop = fp16_loop(flagged({bad}), ema=0.9)
+    else:
+        samples = data(1 if kind == "loss" else 2, 1)
+        samples.columns[0][order()[1][2]] = math.inf if kind == "loss" else 3.0
+        loop = open_loop(samples, model=normalised, ema=0.9)
+    train_state, target = loop.train_state, loop.sampler.target_batch
     run = loop.run()
     next(run)
 
     def state() -> list[torch.Tensor]:
-        steps = [
-            torch.stack([s["exp_avg"].sum(), s["step"].double()])
-            for s in train_state.optimizers[0].state.values()
-        ]
-        return [weights(train_state.model), *train_state.average.tensors(), *steps]
+        of_optimizer = train_state.optimizers[0].state.values()
+        moments = [one[name].double().sum() for one in of_optimizer for name in one]
+        return [weights(train_state.model), *train_state.average.tensors(), *moments]
 
-    before = [tensor.clone() for tensor in state()]
-    schedule = loop.schedules[0].state_dict()
+    before, schedule = [tensor.clone() for tensor in state()], loop.schedules[0].state_dict()
+    scale = train_state.scaler.get_scale() if train_state.scaler else None
     record = next(run)
     assert not record.applied
-    assert (record.loss is None) == (kind == 1)
+    assert (record.loss is None) == (kind == "loss")
     assert record.grad_norm is None
     assert all(torch.equal(one, two) for one, two in zip(state(), before, strict=True))
     assert loop.schedules[0].state_dict() == schedule
-    assert (loop.batches_seen, loop.steps_applied, record.samples) == (2, 1, 2 * TARGET)
-    assert next(run).applied
+    assert (loop.batches_seen, loop.steps_applied, record.samples) == (2, 1, 2 * target)
+    after = next(run)
+    assert after.applied
+    assert after.learning_rate == record.learning_rate
+    if scale is not None:
+        assert train_state.scaler.get_scale() == scale / 2
     assert [record.applied for record in run] == [True]
     assert all(torch.isfinite(tensor).all() for tensor in state())
 
@@ -152,46 +171,6 @@ def test_a_step_whose_buffers_cannot_be_restored_is_not_skipped() -> None:
         NonFiniteError, match="cannot be skipped, because the forward pass changed a large buffer"
     ):
         next(loop.run())
-
-
-# In fp16 an overflow skips a step and halves the loss scale, and changes nothing else.
-
-
-def fp16_loop(data: Rows, **options):
-    """Make a loop of four steps of 8 samples, whose schedule halves the learning rate after each."""
-    workload = make_workload(
-        model=lambda: network(torch.float32),
-        train_data=data,
-        loss=overflowing_loss,
-        schedule=lambda optimizer, steps: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
-    )
-    return make_loop(workload, target_batch=8, micro_batch=2, steps=4, precision="fp16", **options)
-
-
-def test_an_overflow_in_micro_batch_2_of_4_skips_the_step_and_nothing_else() -> None:
-    bad = next(fp16_loop(flagged(set())).sampler.batches(1)).ids[2]
-    loop = fp16_loop(flagged({bad}), ema=0.9)
-    run = loop.run()
-    next(run)
-    scaler = loop.train_state.scaler
-    before = weights(loop.train_state.model)
-    averages = [tensor.clone() for tensor in loop.train_state.average.tensors()]
-    scale = scaler.get_scale()
-    schedule = loop.schedules[0].state_dict()
-    skipped = next(run)
-    assert not skipped.applied
-    assert skipped.grad_norm is None
-    assert math.isfinite(skipped.loss)
-    assert torch.equal(weights(loop.train_state.model), before)
-    assert all(map(torch.equal, loop.train_state.average.tensors(), averages))
-    assert scaler.get_scale() == scale / 2
-    assert loop.schedules[0].state_dict() == schedule
-    assert (loop.batches_seen, loop.steps_applied, skipped.samples) == (2, 1, 16)
-    after = next(run)
-    assert after.applied
-    assert scaler.get_scale() == scale / 2
-    assert (loop.batches_seen, loop.steps_applied) == (3, 2)
-    assert after.learning_rate == skipped.learning_rate == 0.05
 
 
 def test_gradients_that_overflow_at_every_scale_end_the_run() -> None:

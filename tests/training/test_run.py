@@ -57,52 +57,35 @@ def drawing():
     return plain(model=Drawing, train_data=Noisy(*points().columns))
 
 
-def run_until_oom(out: Path, error: Exception, *, micro_batch: int, operator: int = 60):
-    """Train until an operator of step 4 raises; return the error and the fingerprint of the state before."""
-    fault = Fault(operator, error=error)
+def run_until_oom(out: Path, error: Exception, *, micro_batch: int, after: int = 3):
+    """Train until an operator of the step after some raises; return the error."""
+    fault = Fault(60, error=error)
     loop = open_loop(drawing(), target_batch=8, micro_batch=micro_batch, meter=Watching(fault))
-
-    def arm() -> None:
-        fault.armed = True
-
+    fault.armed = after == 0
     with fault, pytest.raises((DoesNotFitError, RestartSmallerError)) as caught:
-        train(loop, settings(out), ActingAfter(3, arm), None)
-    assert fault.phases[operator] in ("forward", "loss", "backward")
+        train(loop, settings(out), ActingAfter(after, lambda: setattr(fault, "armed", True)), None)
+    assert fault.phases[60] in ("forward", "loss", "backward")
     return caught.value
 
 
 @pytest.mark.parametrize(
-    ("error", "micro_batch", "code", "then"), [(FULL, 1, 3, 1), (DRIVER, 1, 3, 1), (DRIVER, 4, 77, 2)]
+    ("error", "micro_batch", "after", "code", "then"),
+    [(FULL, 1, 3, 3, 1), (DRIVER, 1, 3, 3, 1), (DRIVER, 4, 3, 77, 2), (DRIVER, 4, 0, 77, 2)],
 )
 def test_a_run_that_ends_out_of_memory_before_the_optimizer_step_writes_the_state_before_the_batch(
-    error: Exception, micro_batch: int, code: int, then: int, tmp_path: Path
+    error: Exception, micro_batch: int, after: int, code: int, then: int, tmp_path: Path
 ) -> None:
-    caught = run_until_oom(tmp_path, error, micro_batch=micro_batch)
+    caught = run_until_oom(tmp_path, error, micro_batch=micro_batch, after=after)
     assert caught.exit_code == code
-    assert saved_steps(tmp_path) == [3]
+    assert saved_steps(tmp_path) == [after]
     assert "resume" in caught.__notes__[-1]
     assert (tmp_path / "oom.json").exists() == (code == 77)
     loop, done = resume(tmp_path, drawing(), target_batch=8, micro_batch=micro_batch)
-    assert done.micro_batch == then
-    straight = open_loop(drawing(), target_batch=8, micro_batch=micro_batch)
+    assert (done.optimizer_steps, done.micro_batch) == (STEPS, then)
+    straight = open_loop(drawing(), target_batch=8, micro_batch=micro_batch if after else then)
     for record in straight.run():
-        if record.step == 3:
+        if record.step == after:
             straight.micro_batch = then
-    assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
-
-
-def test_a_first_batch_out_of_memory_leaves_a_checkpoint_of_the_start(tmp_path: Path) -> None:
-    loop = open_loop(
-        drawing(), target_batch=8, micro_batch=4, meter=Watching(fault := Fault(60, error=DRIVER))
-    )
-    fault.armed = True
-    with fault, pytest.raises(RestartSmallerError):
-        train(loop, settings(tmp_path), Progress(), None)
-    assert saved_steps(tmp_path) == [0]
-    loop, done = resume(tmp_path, drawing(), target_batch=8, micro_batch=4)
-    assert (done.optimizer_steps, done.micro_batch) == (STEPS, 2)
-    straight = open_loop(drawing(), target_batch=8, micro_batch=2)
-    list(straight.run())
     assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
 
 
@@ -119,24 +102,21 @@ class Table(torch.nn.Module):
         return self.body(inputs)
 
 
-def test_a_state_whose_large_buffer_has_changed_is_not_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["a large buffer", "moved part of the weights"])
+def test_a_state_that_is_not_that_between_two_steps_is_not_written(where: str, tmp_path: Path) -> None:
     fault = Fault()
-    loop = open_loop(plain(model=Table), target_batch=8, micro_batch=4, meter=Watching(fault))
-    loop.train_state.model.body.register_forward_pre_hook(lambda *_: fault.at.add(fault.count + 1))
+    fields = {"model": Table} if "buffer" in where else {}
+    loop = open_loop(plain(**fields), target_batch=8, micro_batch=4, meter=Watching(fault))
+    train_state = loop.train_state
+    if fields:
+        train_state.model.body.register_forward_pre_hook(lambda *_: fault.at.add(fault.count + 1))
+    else:
+        train_state.optimizers[0].register_step_pre_hook(lambda *_: fault.at.add(fault.count + 5))
     fault.armed = True
-    with fault, pytest.raises(RestartSmallerError, match="a large buffer"):
+    with fault, pytest.raises(RestartSmallerError, match=where) as caught:
         train(loop, settings(tmp_path), Progress(), None)
     assert saved_steps(tmp_path) == []
-
-
-def test_a_state_that_the_optimizer_may_have_changed_is_not_written(tmp_path: Path) -> None:
-    fault = Fault()
-    loop = open_loop(plain(), target_batch=8, micro_batch=4, meter=Watching(fault))
-    loop.train_state.optimizers[0].register_step_pre_hook(lambda *_: fault.at.add(fault.count + 5))
-    fault.armed = True
-    with fault, pytest.raises(RestartSmallerError, match="moved part of the weights"):
-        train(loop, settings(tmp_path), Progress(), None)
-    assert saved_steps(tmp_path) == []
+    assert "start again with --max-micro-batch 2" in caught.value.__notes__[0]
 
 
 def test_a_validation_out_of_memory_leaves_a_checkpoint_of_its_step(tmp_path: Path) -> None:

@@ -74,18 +74,6 @@ def test_the_available_memory_is_unknown_if_it_cannot_be_read_for_lack_of_memory
     assert available_host_memory() == "unknown"
 
 
-def test_out_of_memory_before_the_first_checkpoint_names_the_micro_batch_to_start_with(
-    tmp_path: Path,
-) -> None:
-    fault = Fault()
-    loop = open_loop(plain(), target_batch=8, micro_batch=4, meter=Watching(fault))
-    loop.train_state.optimizers[0].register_step_pre_hook(lambda *_: fault.at.add(fault.count + 5))
-    fault.armed = True
-    with fault, pytest.raises(RestartSmallerError) as caught:
-        train(loop, settings(tmp_path), Progress(), None)
-    assert "start again with --max-micro-batch 2" in caught.value.__notes__[0]
-
-
 @pytest.mark.parametrize(
     ("left", "expected"), [('{"limits": [2]}', 2), ("broken", 3), ('{"limits": ["2"]}', 3)]
 )
