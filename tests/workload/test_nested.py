@@ -17,7 +17,6 @@ from autobatch.workload.nested import (
     concatenate,
     cut,
     feed,
-    form_of,
     map_tensors,
     samples_along,
     signature,
@@ -110,19 +109,23 @@ class Copied(torch.Tensor):
         return self
 
 
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return how copied tensors went to a GPU."""
+    monkeypatch.setattr(Copied, "log", [])
+    return Copied.log
+
+
 @pytest.mark.parametrize(("has_room", "copies"), [(True, ["pin"]), (False, [])])
-def test_tensors_go_to_a_gpu_from_pinned_memory(monkeypatch, has_room: bool, copies: list[str]) -> None:
+def test_tensors_go_to_a_gpu_from_pinned_memory(log, monkeypatch, has_room: bool, copies: list[str]) -> None:
     """From ordinary memory the host would wait until the GPU has finished the micro-batch before."""
     monkeypatch.setattr(Copied, "has_room", has_room)
-    log: list[str] = []
-    monkeypatch.setattr(Copied, "log", log)
     to_device({"x": torch.ones(2).as_subclass(Copied)}, CUDA)
-    assert log == [*copies, "cuda:0 True"]
-    log.clear()
     to_device([torch.ones(2).as_subclass(Copied)], META)
-    assert log == ["meta True"]
+    assert log == [*copies, "cuda:0 True", "meta True"]
 
 
+@pytest.mark.parametrize("is_pinned", [False, True])
 @pytest.mark.parametrize(
     ("change", "has_gaps"),
     [
@@ -133,15 +136,13 @@ def test_tensors_go_to_a_gpu_from_pinned_memory(monkeypatch, has_room: bool, cop
         (lambda x: x[:1].expand(3, 4, 5), True),
     ],
 )
-def test_gaps_are_closed_before_the_copy_even_in_pinned_memory(monkeypatch, change, has_gaps: bool) -> None:
+def test_gaps_are_closed_before_the_copy_even_in_pinned_memory(
+    log, monkeypatch, change, has_gaps: bool, is_pinned: bool
+) -> None:
     """torch would close them in ordinary memory, from which the host waits (native/cuda/Copy.cu)."""
-    log: list[str] = []
-    monkeypatch.setattr(Copied, "log", log)
-    for is_pinned in (False, True):
-        log.clear()
-        monkeypatch.setattr(Copied, "is_pinned", lambda _, is_pinned=is_pinned: is_pinned)
-        to_device(change(torch.ones(3, 4, 5)).as_subclass(Copied), CUDA)
-        assert log == [*(["copy"] * has_gaps), *(["pin"] * (has_gaps or not is_pinned)), "cuda:0 True"]
+    monkeypatch.setattr(Copied, "is_pinned", lambda _: is_pinned)
+    to_device(change(torch.ones(3, 4, 5)).as_subclass(Copied), CUDA)
+    assert log == [*(["copy"] * has_gaps), *(["pin"] * (has_gaps or not is_pinned)), "cuda:0 True"]
 
 
 class Encoding(UserDict):
@@ -151,9 +152,7 @@ class Encoding(UserDict):
         return Encoding({key: value.to(device, non_blocking=non_blocking) for key, value in self.items()})
 
 
-def test_mappings_with_a_method_to_are_pinned(monkeypatch) -> None:
-    log: list[str] = []
-    monkeypatch.setattr(Copied, "log", log)
+def test_mappings_with_a_method_to_are_pinned(log) -> None:
     batch = Encoding(ids=torch.ones(2).as_subclass(Copied))
     assert isinstance(to_device(batch, CUDA), Encoding)
     assert log == ["pin", "cuda:0 True"]
@@ -195,11 +194,6 @@ def test_the_host_does_not_wait_for_a_busy_gpu() -> None:
     moved = to_device(batch, CUDA)
     assert not torch.cuda.current_stream().query(), "the host waited for the GPU"
     assert moved[0].sum().item() == moved[1].data.sum().item() == 1 << 22
-
-
-def test_a_value_is_described_by_its_form() -> None:
-    assert form_of(torch.zeros(3, 2)) == "a tensor of shape (3, 2)"
-    assert form_of([]) == "a list"
 
 
 def test_micro_batches_are_counted_on_the_device_and_fetched_uncounted() -> None:
