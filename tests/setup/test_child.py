@@ -24,7 +24,6 @@ from autobatch.setup import child as child_module
 from autobatch.setup.child import ChildCrashed, ChildProcess, may_copy
 from autobatch.setup.session import Session, open_process
 from autobatch.setup.setup import Role
-from autobatch.workload.user_code import to_picklable
 from tests.support.commandline import SMALL
 
 SETTINGS = Options().with_values(device="cpu", memory_budget="64MiB")
@@ -184,15 +183,6 @@ def workload():
 def test_a_child_that_cannot_open_the_workload_raises_the_reason(train: Path, code: str, said: str) -> None:
     with pytest.raises(InputError, match=said), child(train, "workload", code):
         pass
-
-
-def test_errors_of_the_users_own_classes_become_user_code_errors() -> None:
-    class Theirs(InputError):
-        pass
-
-    for error in (Theirs("a"), ZeroDivisionError("b"), SystemExit(2)):
-        assert type(to_picklable(error)) is UserCodeError
-    assert type(to_picklable(InputError("c"))) is InputError
 
 
 def answer(session: Session, text: str, seconds: float = 0.0) -> str:

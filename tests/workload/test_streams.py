@@ -107,11 +107,6 @@ def test_the_first_samples_stand_for_the_stream(stream: Any) -> None:
     assert getattr(stream, "reads", 5) == (3 if is_all else 5)
 
 
-def test_data_with_an_index_stay_as_they_are() -> None:
-    workload = make_workload()
-    assert scanned(workload, 3) is workload
-
-
 def test_an_empty_stream_is_refused() -> None:
     for check in (lambda data: scanned(make_workload(train_data=data), 3), count_samples):
         with pytest.raises(InputError, match="has 0 samples: at least 1 is needed"):

@@ -14,7 +14,6 @@ from autobatch.core.errors import UserCodeError
 from autobatch.workload.user_code import (
     describe,
     failed_part,
-    mark_user_error,
     remarks_on,
     to_picklable,
     user_code,
@@ -46,9 +45,9 @@ def test_the_line_is_outside_autobatch_and_installed_packages() -> None:
 
 
 def test_an_error_is_described_in_one_line() -> None:
-    error = KeyError("first\nsecond")
-    mark_user_error(error, "loss")
-    mark_user_error(error, "model")
+    with pytest.raises(KeyError) as found, user_code("model"), user_code("loss"):
+        raise KeyError("first\nsecond")
+    error = found.value
     error.add_note("a remark")
     error.add_note("Traceback\n of somewhere")
     assert failed_part(error) == "loss"
@@ -61,31 +60,25 @@ def test_an_error_is_described_in_one_line() -> None:
     assert describe(Silent()) == "the workload raised Silent"
 
 
-def test_errors_of_autobatch_are_not_marked() -> None:
-    with pytest.raises(InputError) as found, user_code("loss"):
-        raise InputError("ours")
-    assert failed_part(found.value) is None
-
-
-def test_an_error_is_marked_and_passes() -> None:
-    with pytest.raises(ValueError, match="odd") as found, user_code("loss"):
-        raise ValueError("odd")
-    assert failed_part(found.value) == "loss"
-    with pytest.raises(SystemExit) as stopped, user_code("model"):
-        sys.exit(3)
-    assert failed_part(stopped.value) == "model"
-
-
 def test_an_error_is_carried_to_another_process_with_its_traceback() -> None:
     class Unknown(Exception):  # cannot be pickled
         pass
 
-    error = Unknown("odd")
-    mark_user_error(error, "loss")
-    carried = pickle.loads(pickle.dumps(to_picklable(error)))
+    with pytest.raises(Unknown) as found, user_code("loss"):
+        raise Unknown("odd")
+    carried = pickle.loads(pickle.dumps(to_picklable(found.value)))
     assert isinstance(carried, UserCodeError)
-    assert str(carried) == "the workload's loss raised Unknown: odd"
+    assert str(carried).startswith("the workload's loss raised Unknown: odd (")
     assert any("Unknown: odd" in note for note in carried.__notes__)
-    own = to_picklable(InputError("ours"))
-    assert type(own) is InputError
-    assert str(own) == "ours"
+
+
+def test_errors_of_autobatch_are_not_marked_and_stay_what_they_are() -> None:
+    class Theirs(InputError):
+        pass
+
+    with pytest.raises(InputError) as found, user_code("loss"):
+        raise InputError("ours")
+    assert failed_part(found.value) is None
+    assert type(to_picklable(found.value)) is InputError
+    for error in (Theirs("a"), ZeroDivisionError("b"), SystemExit(2)):
+        assert type(to_picklable(error)) is UserCodeError
