@@ -1,8 +1,7 @@
 """The contract of a device: a memory budget, a way to enforce it, and readings.
 
 A `Device` returns a `Meter` for whatever runs on it: `enforced()` for a probe, `training()` for a real run.
-All that differs between GPUs, the CPU and simulated GPUs is an answer of these two. Nothing outside this
-package depends on the kind of a device.
+Nothing outside this package depends on the kind of a device.
 """
 
 from __future__ import annotations
@@ -11,20 +10,20 @@ import copy
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 import torch
 
 from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.records import DeviceRecord
 from autobatch.core.units import MiB, format_bytes, parse_budget
-from autobatch.device.allocator.ledger import MemoryStats
+from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
+from autobatch.device.allocator.ledger import Allocator, CountingAllocator, MemoryStats
 from autobatch.device.host import compiler_missing_on_cpu
 
 if TYPE_CHECKING:
-    from autobatch.core.records import DeviceRecord, Precision
-    from autobatch.device.allocator.caching import AllocatorConfig
-    from autobatch.device.allocator.ledger import Allocator
+    from autobatch.core.records import Precision
     from autobatch.device.allocator.trace import Trace
     from autobatch.device.profiles import Libraries
 
@@ -57,8 +56,37 @@ class Meter(Protocol):
         """Return the allocation events since the session began; None if none are recorded."""
 
 
+class SilentMeter:
+    """A meter for a session in which nothing is counted."""
+
+    def count(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do nothing."""
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
+
+    def mark(self, phase: str) -> None:
+        """Do nothing."""
+
+    def stats(self) -> MemoryStats:
+        """Return None for every figure."""
+        return MemoryStats()
+
+    def trace(self) -> Trace | None:
+        """Return None: nothing was recorded."""
+        return None
+
+
 class Device(ABC):
-    """A place to train, with a memory budget. The answers here are those of operators that the CPU runs."""
+    """A place to train, with a memory budget. The answers here are those of operators that the CPU runs.
+
+    Args:
+        budget: Bytes that the allocator may hold, cached blocks included, and their source in words.
+        name: Name of the device.
+        total_bytes: Its memory.
+        notes: For the description.
+    """
 
     kind: ClassVar[str]
     """``cuda``, ``cpu`` or ``sim``: for reports and cache keys, never to decide anything."""
@@ -67,38 +95,31 @@ class Device(ABC):
     reads_pinned_memory: ClassVar[bool] = False
     """True if it copies from pinned host memory while it computes."""
 
-    def __init__(self, budget_bytes: int, budget_source: str) -> None:
-        self._budget_bytes, self._budget_source = budget_bytes, budget_source
+    torch_device = torch.device("cpu")
+    """Device of the tensors."""
+    compute_capability: tuple[int, int] | None = None
+    """Major and minor of the GPU that runs the operators; None if the CPU runs them."""
+    libraries: Libraries | None = None
+    """Memory of the libraries on the GPU that runs the operators; None if the CPU runs them."""
+    may_spill = False
+    """True if the driver may move memory to the host where an allocation should fail."""
 
-    @property
-    def budget_bytes(self) -> int:
-        """Bytes that the allocator may hold, cached blocks included."""
-        return self._budget_bytes
-
-    @property
-    def torch_device(self) -> torch.device:
-        """Device of the tensors."""
-        return torch.device("cpu")
-
-    @property
-    def compute_capability(self) -> tuple[int, int] | None:
-        """Major and minor of the GPU that runs the operators; None if the CPU runs them."""
-        return None
-
-    @property
-    def libraries(self) -> Libraries | None:
-        """Memory of the libraries on the GPU that runs the operators; None if the CPU runs them."""
-        return None
+    def __init__(
+        self, budget: tuple[int, str], *, name: str, total_bytes: int, notes: Sequence[str] = ()
+    ) -> None:
+        self.budget_bytes, self._budget_source = budget
+        self._name, self._total_bytes, self._notes = name, total_bytes, notes
 
     @property
     def allocator_config(self) -> AllocatorConfig | None:
         """Settings of its caching allocator; None if it caches nothing."""
         return None
 
-    @property
-    def may_spill(self) -> bool:
-        """True if the driver may move memory to the host where an allocation should fail."""
-        return False
+    def new_allocator(self) -> Allocator:
+        """Return an empty model of its allocator, limited to the budget, to replay events in."""
+        config = self.allocator_config
+        limit = self.budget_bytes
+        return CountingAllocator(limit) if config is None else CachingAllocator(limit, config)
 
     def native_precisions(self) -> tuple[Precision, ...]:
         """Return the precisions that it computes in without emulation, that of ``--precision auto`` first.
@@ -118,13 +139,16 @@ class Device(ABC):
         """Return what ``torch.compile`` lacks here, in words; None if nothing."""
         return compiler_missing_on_cpu()
 
-    @abstractmethod
-    def new_allocator(self) -> Allocator:
-        """Return an empty model of its allocator, limited to the budget, to replay events in."""
-
-    @abstractmethod
     def describe(self) -> DeviceRecord:
         """Read the machine anew and return name, total, budget and the other processes that hold memory."""
+        return DeviceRecord(
+            kind=self.kind,
+            name=self._name,
+            total_bytes=self._total_bytes,
+            budget_bytes=self.budget_bytes,
+            budget_source=self._budget_source,
+            notes=list(self._notes),
+        )
 
     @abstractmethod
     def enforced(self) -> AbstractContextManager[Meter]:
@@ -145,7 +169,7 @@ class Device(ABC):
     def budgeted(self, budget_bytes: int) -> Self:
         """Return the same device with the budget of a probe, or with as much of it as is free."""
         other = copy.copy(self)
-        other._budget_bytes = budget_bytes
+        other.budget_bytes = budget_bytes
         return other
 
     def refuses(self, stats: MemoryStats) -> str | None:
@@ -194,18 +218,12 @@ def resolve_budget(
     budget_bytes = min(sum(size for size, _ in available), total_bytes) - headroom_bytes
     is_least = headroom_bytes == HEADROOM_LEAST_BYTES
     headroom = f"headroom, {'the least' if is_least else f'{headroom_share:.0%} of the total'}"
-    words = _sum_in_words([*available, (-headroom_bytes, headroom)])
+    terms = [*available, (-headroom_bytes, headroom)]
+    words = "".join(f" {'-' if size < 0 else '+'} {format_bytes(abs(size))} {term}" for size, term in terms)
+    words = words.removeprefix(" + ")
     if budget_bytes <= 0:
         raise DoesNotFitError(
             f"no memory is left to train in on {owner}: {words}; "
             "end other processes that use it, or set --memory-budget, which takes no headroom off"
         )
     return budget_bytes, words
-
-
-def _sum_in_words(terms: Sequence[tuple[int, str]]) -> str:
-    text = ""
-    for size, words in terms:
-        sign = " - " if size < 0 else " + " if text else ""
-        text += f"{sign}{format_bytes(abs(size))} {words}"
-    return text

@@ -6,46 +6,18 @@ at full speed, with nothing counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-
-import torch
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from autobatch.core.errors import InputError
-from autobatch.core.records import DeviceRecord
 from autobatch.core.units import format_bytes, parse_budget
-from autobatch.device.allocator.ledger import BudgetExceeded, CountingAllocator, MemoryStats
-from autobatch.device.allocator.trace import Trace
-from autobatch.device.allocator.tracker import StorageMeter
-from autobatch.device.base import Device, Meter, resolve_budget
+from autobatch.device.allocator.ledger import BudgetExceeded
+from autobatch.device.allocator.tracker import StorageTracker
+from autobatch.device.base import Device, Meter, SilentMeter, resolve_budget
 from autobatch.device.host import HostMemory, cpu_name, host_memory
 
-_NOTHING = nullcontext()
-"""Entered for each micro-batch."""
 HEADROOM_SHARE = 0.1
 """Share of the memory that no budget takes by default: operators also use memory besides tensors."""
-
-
-class SilentMeter:
-    """A meter for a session in which nothing is counted."""
-
-    def count(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do nothing."""
-
-    def uncounted(self) -> AbstractContextManager[None]:
-        """Do nothing."""
-        return _NOTHING
-
-    def mark(self, phase: str) -> None:
-        """Do nothing."""
-
-    def stats(self) -> MemoryStats:
-        """Return None for every figure."""
-        return MemoryStats(None, None, None, None, None)
-
-    def trace(self) -> Trace | None:
-        """Return None: nothing was recorded."""
-        return None
 
 
 class CpuDevice(Device):
@@ -71,33 +43,15 @@ class CpuDevice(Device):
         memory: HostMemory | None = None,
         notes: Sequence[str] = (),
     ) -> None:
-        self._memory = host_memory() if memory is None else memory
-        super().__init__(*_budget(memory_budget, self._memory))
-        self._notes = notes
-
-    def new_allocator(self) -> CountingAllocator:
-        """Return an empty allocator limited to the budget. Freed memory goes back to the C library."""
-        return CountingAllocator(self._budget_bytes)
-
-    def describe(self) -> DeviceRecord:
-        """Return name, total and budget. Memory of other processes is missing from what is available."""
-        total = self._memory.total_bytes
-        return DeviceRecord(
-            kind=self.kind,
-            name=cpu_name(),
-            total_bytes=self._budget_bytes if total is None else total,
-            budget_bytes=self._budget_bytes,
-            budget_source=self._budget_source,
-            notes=list(self._notes),
-        )
+        memory = host_memory() if memory is None else memory
+        budget = _budget(memory_budget, memory)
+        total_bytes = budget[0] if memory.total_bytes is None else memory.total_bytes
+        super().__init__(budget, name=cpu_name(), total_bytes=total_bytes, notes=notes)
 
     @contextmanager
     def enforced(self) -> Iterator[Meter]:
         """Raise ``torch.OutOfMemoryError`` over the budget within the block."""
-        with (
-            StorageMeter(self.new_allocator(), text=refusal_text) as tracker,
-            tracker.noticing_resizes(),
-        ):
+        with StorageTracker(self.new_allocator(), text=_refusal) as tracker, tracker.noticing_resizes():
             yield tracker
 
     @contextmanager
@@ -106,8 +60,7 @@ class CpuDevice(Device):
         yield SilentMeter()
 
 
-def refusal_text(error: BudgetExceeded) -> str:
-    """Return the message of a refusal: the request, the live tensors and the budget."""
+def _refusal(error: BudgetExceeded) -> str:
     return (
         f"CPU out of memory: {format_bytes(error.attempted)} requested, {format_bytes(error.free)} free: "
         f"tensors hold {format_bytes(error.allocated)} of the memory budget of {format_bytes(error.limit)}"
@@ -116,19 +69,19 @@ def refusal_text(error: BudgetExceeded) -> str:
 
 def _budget(asked: str | int | None, memory: HostMemory) -> tuple[int, str]:
     total, available = memory.total_bytes, memory.available_bytes
-    if total is None and "%" in str(asked):
+    if asked is None and (total is None or available is None):
+        raise InputError(f"{memory.source}, so set --memory-budget to what may be used, such as 6GiB")
+    if total is not None:
+        return resolve_budget(
+            asked,
+            total_bytes=total,
+            available=[(available or 0, f"available ({memory.source})")],
+            headroom_share=HEADROOM_SHARE,
+            owner="this machine",
+        )
+    if "%" in str(asked):
         raise InputError(
             f"memory_budget={asked!r} is a share, but {memory.source}: write a size such as 6GiB"
         )
-    if total is None and asked is not None:
-        return parse_budget(asked, whole_bytes=0), f"as set: {asked}"
-    if asked is None and (total is None or available is None):
-        raise InputError(f"{memory.source}, so set --memory-budget to what may be used, such as 6GiB")
-    assert total is not None
-    return resolve_budget(
-        asked,
-        total_bytes=total,
-        available=[(available or 0, f"available ({memory.source})")],
-        headroom_share=HEADROOM_SHARE,
-        owner="this machine",
-    )
+    assert asked is not None
+    return parse_budget(asked, whole_bytes=0), f"as set: {asked}"

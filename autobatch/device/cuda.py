@@ -8,37 +8,37 @@ probe cannot hurt other processes.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
-from autobatch.core.records import DeviceRecord, MemoryHolder
+from autobatch.core.errors import InputError
+from autobatch.core.records import DeviceRecord
+from autobatch.core.units import format_bytes
 from autobatch.device import cuda_allocator, nvml
-from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
+from autobatch.device.allocator.caching import AllocatorConfig
 from autobatch.device.base import GPU_HEADROOM_SHARE, Device, resolve_budget
-from autobatch.device.cuda_allocator import CudaMeter, recorded, why_refused
+from autobatch.device.cuda_allocator import CudaMeter
 from autobatch.device.cuda_gpus import (
-    bytes_of_process,
-    context_growth,
+    growth,
+    lacking_kernels,
     open_context,
-    others_bytes,
     read_free,
     read_nvml,
-    require_counted,
-    require_gpu,
-    require_kernels,
+    require_usable,
+    used_bytes,
 )
 from autobatch.device.host import compiler_missing_on_gpu, is_wsl
 from autobatch.device.oom import lost_context_ignored
 from autobatch.device.profiles import Libraries, Processors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from autobatch.core.records import Precision
     from autobatch.device.allocator.ledger import MemoryStats
 
@@ -64,80 +64,66 @@ class CudaDevice(Device):
     kind = "cuda"
     gains_from_compile = True
     reads_pinned_memory = True
+    compute_capability: tuple[int, int]
 
     def __init__(self, *, index: int, memory_budget: str | int | None) -> None:
-        require_gpu(index)
-        require_counted(os.environ)
+        require_usable(index, os.environ)
         is_first = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call, unused-ignore]
+        gpu = torch.cuda.get_device_properties(index)
         self._index = index
+        self._uuid = str(getattr(gpu, "uuid", "")) or None
+        self._is_integrated = bool(gpu.is_integrated)
         self._expandable = False
         """True if its sessions switch the allocator to expandable segments."""
         self._held_bytes: int | None = None
         """What the process held when the session began; None outside of sessions."""
-        self._properties = torch.cuda.get_device_properties(index)
-        self._uuid = str(getattr(self._properties, "uuid", "")) or None
-        require_kernels(index, self.compute_capability)
+        self._loaded_bytes: int | None = None
+        """Taken by the kernels and libraries that the first session loaded; None before it."""
+        self.torch_device = torch.device("cuda", index)
+        self.compute_capability = (gpu.major, gpu.minor)
+        self.libraries = Libraries(
+            cuda_allocator.usual_workspaces(self.compute_capability),
+            Processors(gpu.multi_processor_count, gpu.max_threads_per_multi_processor),
+        )
+        # The driver of Windows spills, and a GPU without memory of its own shares the host's.
+        self.may_spill = sys.platform == "win32" or is_wsl() or self._is_integrated
+        lacking = lacking_kernels(index, self.compute_capability)
+        if lacking is not None:
+            raise InputError(f"{lacking}, or use --device cpu")
+
         before = read_nvml(self._uuid)
         open_context(index, before)
         after = read_nvml(self._uuid)
-        self._context_bytes = context_growth(before, after) if is_first else None
-        self._loaded_bytes: int | None = None
-        """Taken by the kernels and libraries that the first session loaded; None before it."""
-        free_bytes, source, self._notes = read_free(index, self._properties, after)
-        options = cuda_allocator.unmodelled_options(os.environ)
-        if options:
-            self._notes.append(f"{', '.join(options)} of the allocator: predictions come from peaks alone")
+        self._context_bytes = growth(used_bytes(before), used_bytes(after)) if is_first else 0
+        """Taken by the CUDA context; 0 if it was there before."""
+        free_bytes, source, notes = read_free(index, gpu, after)
+        self._unmodelled = cuda_allocator.unmodelled_options(os.environ)
+        if self._unmodelled:
+            notes.append(f"{', '.join(self._unmodelled)} of the allocator: predictions come from peaks alone")
         held_bytes = torch.cuda.memory_reserved(index)
-        cap_bytes = cuda_allocator.read_cap(index, self._properties.total_memory)
-        if cap_bytes - held_bytes < free_bytes and cap_bytes < self._properties.total_memory:
+        cap_bytes = cuda_allocator.read_cap(index, gpu.total_memory)
+        if cap_bytes - held_bytes < free_bytes and cap_bytes < gpu.total_memory:
             free_bytes, source = max(0, cap_bytes - held_bytes), "set_per_process_memory_fraction"
-        self._available_bytes = min(free_bytes + held_bytes, self._properties.total_memory)
-        budget_bytes, budget_source = resolve_budget(
+        self._available_bytes = min(free_bytes + held_bytes, gpu.total_memory)
+        budget = resolve_budget(
             memory_budget,
-            total_bytes=self._properties.total_memory,
-            available=[
-                (free_bytes, f"free ({source})"),
-                (held_bytes, "held by this process"),
-            ],
+            total_bytes=gpu.total_memory,
+            available=[(free_bytes, f"free ({source})"), (held_bytes, "held by this process")],
             headroom_share=GPU_HEADROOM_SHARE,
             owner="the GPU",
         )
-        super().__init__(budget_bytes, budget_source)
-
-    @property
-    def torch_device(self) -> torch.device:
-        """``cuda:N``."""
-        return torch.device("cuda", self._index)
-
-    @property
-    def compute_capability(self) -> tuple[int, int]:
-        """Major and minor."""
-        return self._properties.major, self._properties.minor
+        super().__init__(budget, name=gpu.name, total_bytes=gpu.total_memory, notes=notes)
 
     @property
     def allocator_config(self) -> AllocatorConfig:
         """Settings of torch's allocator in a session, in which a step that needed a retry does not fit."""
-        expandable = self._expandable or cuda_allocator.asks_for_expandable(os.environ)
+        asked = "expandable_segments:true" in cuda_allocator.allocator_options(os.environ)
         held_bytes = self._held_bytes
         if held_bytes is None:
             held_bytes = torch.cuda.memory_allocated(self._index)
         return AllocatorConfig(
-            expandable_segments=expandable, falls=None, held_bytes=held_bytes, retries=False
+            expandable_segments=asked or self._expandable, falls=None, held_bytes=held_bytes, retries=False
         )
-
-    @property
-    def libraries(self) -> Libraries:
-        """Memory of the libraries and the kernels of the GPU."""
-        gpu = self._properties
-        return Libraries(
-            cuda_allocator.usual_workspaces(self.compute_capability),
-            Processors(gpu.multi_processor_count, gpu.max_threads_per_multi_processor),
-        )
-
-    @property
-    def may_spill(self) -> bool:
-        """True on Windows, whose driver does, and if the GPU has no memory of its own."""
-        return sys.platform == "win32" or is_wsl() or bool(self._properties.is_integrated)
 
     def native_precisions(self) -> tuple[Precision, ...]:
         """Return what the tensor cores compute in: bf16 from 8.0 on, fp16 from 7.0 on."""
@@ -155,56 +141,43 @@ class CudaDevice(Device):
 
     def describe(self) -> DeviceRecord:
         """Read the driver anew and return name, total, budget and the other processes that hold memory."""
-        gpu = read_nvml(self._uuid)
-        notes = list(self._notes)
-        others = None
-        holders: list[MemoryHolder] = []
-        if isinstance(gpu, nvml.NvmlGpu) and not self._properties.is_integrated:
-            found = nvml.read_holders(gpu.uuid)
-            listed = [] if isinstance(found, nvml.NvmlAbsent) else found
-            holders = [holder for holder in listed if holder.pid != os.getpid()]
-            reserved_bytes = torch.cuda.memory_reserved(self._index)
-            own_bytes = bytes_of_process(listed, os.getpid(), least_bytes=reserved_bytes)
-            unlisted_bytes = reserved_bytes + (self._context_bytes or 0) + (self._loaded_bytes or 0)
-            others = others_bytes(gpu, held_bytes=unlisted_bytes if own_bytes is None else own_bytes)
-            if others is not None and own_bytes is None and self._context_bytes is None:
-                notes.append("memory of other processes includes the CUDA context of this process")
-        return DeviceRecord(
-            kind=self.kind,
-            name=self._properties.name,
-            total_bytes=self._properties.total_memory,
-            budget_bytes=self._budget_bytes,
-            budget_source=self._budget_source,
-            other_processes_bytes=others,
-            holders=holders,
+        record, gpu = super().describe(), read_nvml(self._uuid)
+        used = used_bytes(gpu)
+        if isinstance(gpu, nvml.NvmlAbsent) or self._is_integrated:
+            return record
+        found = nvml.read_holders(gpu.uuid)
+        listed = [] if isinstance(found, nvml.NvmlAbsent) else found
+        reserved_bytes = torch.cuda.memory_reserved(self._index)
+        own_bytes, notes = reserved_bytes + self._context_bytes + (self._loaded_bytes or 0), record.notes
+        # In a container its id may be that of another process of the host, which holds less.
+        own = [one.used_bytes or 0 for one in listed if one.pid == os.getpid()]
+        if own and own[0] >= reserved_bytes:
+            own_bytes = own[0]
+        elif used is not None and not self._context_bytes:
+            notes = [*notes, "memory of other processes includes the CUDA context of this process"]
+        return msgspec.structs.replace(
+            record,
+            other_processes_bytes=None if used is None else max(0, used - own_bytes),
+            holders=[one for one in listed if one.pid != os.getpid()],
             notes=notes,
         )
 
-    @contextlib.contextmanager
+    @contextmanager
     def enforced(self) -> Iterator[CudaMeter]:
         """Cap the allocator at the budget within the block, which starts with an empty cache."""
         # Workspaces of cuBLAS become cached blocks when they are freed, so this comes before the release.
         cuda_allocator.free_workspaces()
-        cuda_allocator.free_pinned()
         self.release()
-        is_modelled = not cuda_allocator.unmodelled_options(os.environ)
-        with (
-            self._session(),
-            recorded(self._index, is_modelled=is_modelled) as history,
-            self._libraries_counted(),
-        ):
-            yield CudaMeter(self._index, history)
+        recording = nullcontext(enter_result=False) if self._unmodelled else cuda_allocator.recorded()
+        with self._session(), recording as records, self._libraries_counted():
+            yield CudaMeter(self._index, waits=True, records=records)
         cuda_allocator.free_workspaces()
 
-    @contextlib.contextmanager
+    @contextmanager
     def training(self) -> Iterator[CudaMeter]:
         """Cap the allocator at the budget within the block, and keep its cache."""
         with self._session():
             yield CudaMeter(self._index)
-
-    def new_allocator(self) -> CachingAllocator:
-        """Return an empty model of torch's allocator, limited to the budget."""
-        return CachingAllocator(self._budget_bytes, self.allocator_config)
 
     def why_not_expandable(self) -> str | None:
         """Return why the allocator cannot switch to expandable segments while it runs; None if it can."""
@@ -222,13 +195,22 @@ class CudaDevice(Device):
         Free memory fluctuates, and an answer may need its budget to the byte. So the headroom makes up for
         what is no longer free.
         """
-        other = copy.copy(self)
-        other._budget_bytes = min(budget_bytes, max(self._budget_bytes, self._available_bytes))
-        return other
+        return super().budgeted(min(budget_bytes, max(self.budget_bytes, self._available_bytes)))
 
     def refuses(self, stats: MemoryStats) -> str | None:
-        """Return why a step that ran does not count as fitting; None if it fits."""
-        return why_refused(stats, self._budget_bytes)
+        """Return the rule that a finished step broke, in words; None if none.
+
+        After a retry, memory was found only by returning the cache to the driver. Every later step would do
+        the same, and take several times as long.
+        """
+        if stats.retries:
+            return f"the allocator freed its cache {stats.retries} times to find memory"
+        if stats.peak_reserved_bytes is not None and stats.peak_reserved_bytes > self.budget_bytes:
+            return (
+                f"the allocator held {format_bytes(stats.peak_reserved_bytes)}, over the budget of "
+                f"{format_bytes(self.budget_bytes)}"
+            )
+        return None
 
     def release(self) -> None:
         """Return cached segments to the driver; call it outside of any ``except`` block."""
@@ -240,22 +222,19 @@ class CudaDevice(Device):
         """Wait until the GPU has finished its work."""
         torch.cuda.synchronize(self._index)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _session(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.callback(setattr, self, "_held_bytes", self._held_bytes)
-            self._held_bytes = torch.cuda.memory_allocated(self._index)
-            total_bytes = self._properties.total_memory
+        before, self._held_bytes = self._held_bytes, torch.cuda.memory_allocated(self._index)
+        cap = cuda_allocator.capped(self._index, limit_bytes=self.budget_bytes, total_bytes=self._total_bytes)
+        segments = cuda_allocator.expandable_segments(self.release) if self._expandable else nullcontext()
+        try:
             # Code of the user and Triton's kernels run on the current GPU, and events record its stream.
-            stack.enter_context(torch.cuda.device(self._index))
-            stack.enter_context(
-                cuda_allocator.capped(self._index, limit_bytes=self._budget_bytes, total_bytes=total_bytes)
-            )
-            if self._expandable:
-                stack.enter_context(cuda_allocator.expandable_segments(self.release))
-            yield
+            with torch.cuda.device(self._index), cap, segments:
+                yield
+        finally:
+            self._held_bytes = before
 
-    @contextlib.contextmanager
+    @contextmanager
     def _libraries_counted(self) -> Iterator[None]:
         """Count what the first session takes outside of the allocator as memory of this process.
 
@@ -268,12 +247,9 @@ class CudaDevice(Device):
         try:
             yield
         finally:
-            after = self._bytes_outside()
-            self._loaded_bytes = 0 if before is None or after is None else max(0, after - before)
+            self._loaded_bytes = growth(before, self._bytes_outside())
 
     def _bytes_outside(self) -> int | None:
         """Return the bytes that any process holds outside of this process's allocator; None if unknown."""
-        gpu = read_nvml(self._uuid)
-        if not isinstance(gpu, nvml.NvmlGpu):
-            return None
-        return others_bytes(gpu, held_bytes=torch.cuda.memory_reserved(self._index))
+        used = used_bytes(read_nvml(self._uuid))
+        return None if used is None else used - torch.cuda.memory_reserved(self._index)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.core.records import MemoryHolder, Record
+from autobatch.core.records import Record
 from autobatch.core.units import MiB, format_bytes
 from autobatch.device import nvml
 from autobatch.device.host import host_memory
@@ -17,8 +17,8 @@ from autobatch.device.oom import first_line, is_oom
 
 NOTABLE_BYTES = 256 * MiB
 """Difference between the free memory of NVML and of the CUDA driver above which a limit explains it."""
-
-
+UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+"""Any value of it switches torch's allocator off (c10/cuda/CUDACachingAllocator.cpp)."""
 FORKED = (
     "this process was forked from one that had started CUDA, which no fork survives: start it with the "
     "method spawn of multiprocessing"
@@ -67,24 +67,6 @@ def is_forked_from_cuda() -> bool:
     return asked is not None and bool(asked())
 
 
-def require_gpu(index: int) -> None:
-    """Check that torch finds the GPU of an index.
-
-    Raises:
-        InputError: It does not.
-    """
-    if is_forked_from_cuda():
-        raise InputError(f"cuda:{index} was asked for, and {FORKED}")
-    if not torch.cuda.is_available():
-        raise InputError(
-            f"cuda:{index} was asked for, and torch {torch.__version__} finds no CUDA GPU: "
-            "run `autobatch doctor` to see why, or use --device cpu"
-        )
-    count = torch.cuda.device_count()
-    if not 0 <= index < count:
-        raise InputError(f"cuda:{index} was asked for, and torch finds {count}: cuda:0 to cuda:{count - 1}")
-
-
 def read_nvml(uuid: str | None) -> nvml.NvmlGpu | nvml.NvmlAbsent:
     """Read a GPU from NVML by torch's UUID, which lacks the prefix that tells a MIG slice from a GPU."""
     if uuid is None:
@@ -114,51 +96,37 @@ def read_free(index: int, properties: Any, gpu: nvml.NvmlGpu | nvml.NvmlAbsent) 
     return free_bytes, "the CUDA driver", [f"no figures from NVML: {reason}"]
 
 
-def context_growth(
-    before: nvml.NvmlGpu | nvml.NvmlAbsent, after: nvml.NvmlGpu | nvml.NvmlAbsent
-) -> int | None:
-    """Return the bytes that a CUDA context took between two readings; None if unknown."""
-    if isinstance(before, nvml.NvmlAbsent) or isinstance(after, nvml.NvmlAbsent):
-        return None
-    if before.free_bytes is None or after.free_bytes is None:
-        return None
-    return max(0, before.free_bytes - after.free_bytes) or None  # 0: the context was there before
+def used_bytes(gpu: nvml.NvmlGpu | nvml.NvmlAbsent) -> int | None:
+    """Return the bytes that processes hold on a GPU; None if NVML has no figures.
 
-
-def bytes_of_process(holders: Iterable[MemoryHolder], pid: int, *, least_bytes: int) -> int | None:
-    """Return the bytes that NVML lists for a process; None if it does not.
-
-    Args:
-        holders: The processes that NVML lists, by the host's process ids.
-        pid: The process. In a container its id may be that of another process on the host.
-        least_bytes: What it holds at least, which tells the two apart.
+    Its total less its free memory includes the driver's share, which is nobody's.
     """
-    listed = (one.used_bytes for one in holders if one.pid == pid and one.used_bytes is not None)
-    return next((used for used in listed if used >= least_bytes), None)
-
-
-def others_bytes(gpu: nvml.NvmlGpu, *, held_bytes: int) -> int | None:
-    """Return the bytes that other processes hold on a GPU; None if NVML has no figures.
-
-    Args:
-        gpu: The reading. Its total less its free memory includes the driver's share, which is nobody's.
-        held_bytes: Memory of this process: its allocator's segments and its context.
-    """
-    if gpu.total_bytes is None or gpu.free_bytes is None:
+    if isinstance(gpu, nvml.NvmlAbsent) or gpu.total_bytes is None or gpu.free_bytes is None:
         return None
-    return max(0, gpu.total_bytes - gpu.free_bytes - (gpu.driver_reserved_bytes or 0) - held_bytes)
+    return gpu.total_bytes - gpu.free_bytes - (gpu.driver_reserved_bytes or 0)
 
 
-UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
-"""Any value of it switches torch's allocator off (c10/cuda/CUDACachingAllocator.cpp)."""
+def growth(before: int | None, after: int | None) -> int:
+    """Return by how much bytes have grown; 0 if that is unknown."""
+    return 0 if before is None or after is None else max(0, after - before)
 
 
-def require_counted(environ: Mapping[str, str]) -> None:
-    """Check that torch's allocator counts and limits the memory of GPUs.
+def require_usable(index: int, environ: Mapping[str, str]) -> None:
+    """Check that torch finds a GPU, and that its allocator counts and limits the memory there.
 
     Raises:
-        InputError: It is switched off or replaced.
+        InputError: There is no such GPU, or the allocator is switched off or replaced.
     """
+    if is_forked_from_cuda():
+        raise InputError(f"cuda:{index} was asked for, and {FORKED}")
+    if not torch.cuda.is_available():
+        raise InputError(
+            f"cuda:{index} was asked for, and torch {torch.__version__} finds no CUDA GPU: "
+            "run `autobatch doctor` to see why, or use --device cpu"
+        )
+    count = torch.cuda.device_count()
+    if not 0 <= index < count:
+        raise InputError(f"cuda:{index} was asked for, and torch finds {count}: cuda:0 to cuda:{count - 1}")
     if UNCACHED in environ:
         raise InputError(
             f"{UNCACHED} is set, with which torch neither counts nor limits the memory of a GPU, so no "
@@ -172,21 +140,10 @@ def require_counted(environ: Mapping[str, str]) -> None:
         )
 
 
-def require_kernels(index: int, capability: tuple[int, int]) -> None:
-    """Check that torch was built with kernels for a GPU.
-
-    Raises:
-        InputError: It was not; then every kernel fails with "no kernel image is available".
-    """
-    lacking = lacking_kernels(index, capability)
-    if lacking is not None:
-        raise InputError(f"{lacking}, or use --device cpu")
-
-
 def lacking_kernels(index: int, capability: tuple[int, int]) -> str | None:
     """Return in words that torch was built without kernels for a GPU; None if it has them, or if unknown."""
     built_for = [] if torch.version.hip else torch.cuda.get_arch_list()
-    if not built_for or has_kernels(built_for, capability):
+    if not built_for or any(_runs_on(one, capability) for one in built_for):
         return None
     return (
         f"cuda:{index} has compute capability {capability[0]}.{capability[1]}, and torch {torch.__version__} "
@@ -194,33 +151,22 @@ def lacking_kernels(index: int, capability: tuple[int, int]) -> str | None:
     )
 
 
-def has_kernels(built_for: Sequence[str], capability: tuple[int, int]) -> bool:
-    """Return whether a build of torch runs on a GPU.
+def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
+    """Return whether code for an architecture, as ``torch.cuda.get_arch_list`` names it, runs on a GPU.
 
     Machine code (``sm_80``) runs on its own major capability from its minor on, code with a letter
     (``sm_90a``) nowhere else for certain, and PTX (``compute_80``) from its capability on.
-
-    Args:
-        built_for: architectures, as ``torch.cuda.get_arch_list`` has them.
-        capability: major and minor of the GPU.
     """
-    for text in built_for:
-        found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", text)
-        if found is None:
-            return True  # an architecture that is unknown here
-        code = int(found[2]), int(found[3])
-        is_later = code <= capability and not found[4]
-        if code == capability or (is_later and (found[1] == "compute" or code[0] == capability[0])):
-            return True
-    return False
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", architecture)
+    if found is None:
+        return True  # an architecture that is unknown here
+    code = int(found[2]), int(found[3])
+    is_later = code <= capability and not found[4]
+    return code == capability or (is_later and (found[1] == "compute" or code[0] == capability[0]))
 
 
 def open_context(index: int, gpu: nvml.NvmlGpu | nvml.NvmlAbsent) -> None:
-    """Create the CUDA context of a GPU in this process.
-
-    Args:
-        index: the GPU.
-        gpu: its last reading, for the message.
+    """Create the CUDA context of a GPU, with its last reading for the message.
 
     Raises:
         DoesNotFitError: The GPU has no memory for a context.

@@ -1,7 +1,4 @@
-"""Hardware profiles: the data sheet of a GPU with unit, source and date of each figure, and its TOML file.
-
-Profiles are shipped, or saved by the user.
-"""
+"""Hardware profiles: the data sheet of a GPU with unit, source and date of each figure, shipped or saved."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ import platformdirs
 from autobatch.core.errors import InputError
 from autobatch.core.files import UNREADABLE, is_file, read_toml, write_atomic
 from autobatch.core.text import LONGEST_VALUE, cut, error_text, quoted
+from autobatch.core.units import MiB
 
 PROFILE = "profile.toml"
 """File of a saved profile, in the folder that is named after it."""
@@ -47,6 +45,8 @@ class Libraries(NamedTuple):
     processors: Processors
 
 
+USUAL_CONTEXT_BYTES = 512 * MiB
+"""CUDA context of a GPU without a figure: CUDA's out-of-memory texts show between 0.1 and 0.7 GiB."""
 USUAL_PROCESSORS = Processors(108, 2048)
 """Those of an A100, for a GPU whose figures are unknown."""
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
@@ -113,9 +113,9 @@ class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.total.value
 
     @property
-    def context_bytes(self) -> int | None:
-        """Memory of the CUDA context, in bytes; None if unknown."""
-        return self.context.value if self.context else None
+    def context_bytes(self) -> int:
+        """Memory of the CUDA context, in bytes; the usual one if it is unknown."""
+        return self.context.value if self.context else USUAL_CONTEXT_BYTES
 
     @property
     def workspaces(self) -> tuple[int, int] | None:
@@ -127,17 +127,15 @@ class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     @property
     def libraries(self) -> Libraries:
         """Memory of the libraries, for the usual number of multiprocessors if theirs is unknown."""
-        count = (
-            USUAL_PROCESSORS.multiprocessors if self.multiprocessors is None else self.multiprocessors.value
-        )
+        count = self.multiprocessors.value if self.multiprocessors else USUAL_PROCESSORS.multiprocessors
         threads = _THREADS.get(self.compute_capability, USUAL_PROCESSORS.threads)
         return Libraries(self.workspaces, Processors(count, threads))
 
     @property
     def compute_capability(self) -> tuple[int, int]:
         """Major and minor compute capability."""
-        major, minor = self.capability.split(".")
-        return int(major), int(minor)
+        major, minor = map(int, self.capability.split("."))
+        return major, minor
 
 
 _UNITS: Mapping[str, str] = {
@@ -200,13 +198,12 @@ def data_home(environ: Mapping[str, str]) -> Path:
     return Path(chosen).expanduser() if chosen else Path(platformdirs.user_data_dir("autobatch"))
 
 
-def load_profile(name_or_path: str, *, user_dir: Path, package: str = "autobatch") -> HardwareProfile:
+def load_profile(name_or_path: str, *, user_dir: Path) -> HardwareProfile:
     """Load a profile: from a path, else a saved one by name, else a shipped one.
 
     Args:
         name_or_path: Path of a TOML file, or a name such as ``rtx-4090``.
         user_dir: The data directory. Saved profiles are its ``profiles/NAME/profile.toml``.
-        package: The package with the shipped profiles.
 
     Raises:
         InputError: There is no such file or name, or the file is no profile.
@@ -216,19 +213,26 @@ def load_profile(name_or_path: str, *, user_dir: Path, package: str = "autobatch
         return read_profile(path)
     if path.suffix == ".toml" or len(path.parts) > 1:
         raise InputError(f"no profile file at {cut(name_or_path, LONGEST_VALUE)}")
-    known = {**_shipped(package), **_saved(user_dir)}
+    known = {**_shipped(), **_saved(user_dir)}
     if name_or_path in known:
         return read_profile(known[name_or_path])
-    raise InputError(_unknown(name_or_path, sorted(known)))
+    asked = name_or_path.casefold().replace(" ", "-").replace("_", "-")
+    longer = [name for name in sorted(known) if name.startswith(f"{asked}-")]
+    near = longer or difflib.get_close_matches(asked, sorted(known), n=1)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    raise InputError(
+        f"no profile {quoted(name_or_path)}: {hint}known are {', '.join(sorted(known)) or 'none'}; or give "
+        "the path of a TOML file"
+    )
 
 
-def list_profiles(*, user_dir: Path, package: str = "autobatch") -> Listing:
+def list_profiles(*, user_dir: Path) -> Listing:
     """Read all profiles, sorted by name. An invalid saved profile becomes a line of `Listing.problems`.
 
     Raises:
         InputError: A shipped profile is invalid.
     """
-    found = {name: read_profile(file) for name, file in _shipped(package).items()}
+    found = {name: read_profile(file) for name, file in _shipped().items()}
     problems = []
     for name, file in _saved(user_dir).items():
         try:
@@ -248,26 +252,6 @@ def save_profile(profile: HardwareProfile, *, user_dir: Path) -> Path:
     return save_or_explain(path, format_profile(profile).encode())
 
 
-def profile_folder(device: str, *, user_dir: Path) -> Path:
-    """Return the folder in the data directory for the profile and the cached limits of a device.
-
-    Args:
-        device: Name of the device in the driver.
-        user_dir: The data directory.
-
-    Returns:
-        The folder of the saved profile that lists this name; without one, a folder named after the device.
-    """
-    for file in sorted((user_dir / "profiles").glob(f"*/{PROFILE}")):
-        try:
-            profile = read_profile(file)
-        except InputError:
-            continue
-        if _is_named(profile, device):
-            return file.parent
-    return user_dir / "profiles" / (re.sub(r"[^a-z0-9]+", "-", device.casefold()).strip("-") or "device")
-
-
 def save_or_explain(path: Path, content: bytes) -> Path:
     """Write a file of the data directory atomically, and return its path.
 
@@ -282,19 +266,19 @@ def save_or_explain(path: Path, content: bytes) -> Path:
         ) from error
 
 
-def shipped_profiles(package: str = "autobatch") -> Traversable:
-    """Return the folder of the shipped profiles: inside the package in a wheel, beside it in a checkout."""
-    root = resources.files(package)
-    inside = root / "profiles"
-    if inside.is_dir() or not isinstance(root, Path):
-        return inside
-    beside = root.parent / "profiles"
-    # Only in a checkout: a folder beside an installed package may belong to anyone.
-    return beside if (root.parent / "pyproject.toml").is_file() else inside
+def profile_folder(device: str, *, user_dir: Path) -> Path:
+    """Return the folder in the data directory for the cached limits of a device, by its driver's name.
 
-
-def _is_named(profile: HardwareProfile, device: str) -> bool:
-    return _plain(device) in {_plain(known) for known in (profile.title, *profile.device_names)}
+    It is that of the saved profile that lists this name; without one, a folder named after the device.
+    """
+    for _, file in sorted(_saved(user_dir).items()):
+        try:
+            profile = read_profile(file)
+        except InputError:
+            continue
+        if _plain(device) in map(_plain, (profile.title, *profile.device_names)):
+            return file.parent
+    return user_dir / "profiles" / (re.sub(r"[^a-z0-9]+", "-", device.casefold()).strip("-") or "device")
 
 
 def _plain(name: str) -> str:
@@ -305,20 +289,12 @@ def _saved(user_dir: Path) -> dict[str, Path]:
     return {file.parent.name: file for file in (user_dir / "profiles").glob(f"*/{PROFILE}")}
 
 
-def _shipped(package: str) -> dict[str, Traversable]:
-    return _files(shipped_profiles(package))
-
-
-def _files(folder: Path | Traversable) -> dict[str, Traversable]:
-    if not folder.is_dir():
-        return {}
-    return {file.name[:-5]: file for file in folder.iterdir() if re.fullmatch(r"[^.].*\.toml", file.name)}
-
-
-def _unknown(name: str, names: list[str]) -> str:
-    asked = name.casefold().replace(" ", "-").replace("_", "-")
-    longer = [known for known in names if known.startswith(f"{asked}-")]
-    near = longer or difflib.get_close_matches(asked, names, n=1)
-    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    known = ", ".join(names) or "none"
-    return f"no profile {quoted(name)}: {hint}known are {known}; or give the path of a TOML file"
+def _shipped() -> dict[str, Traversable]:
+    """Return the shipped files by name: inside the package in a wheel, beside it in a checkout."""
+    root = resources.files("autobatch")
+    folder = root / "profiles"
+    # Only in a checkout: a folder beside an installed package may belong to anyone.
+    if isinstance(root, Path) and not folder.is_dir() and (root.parent / "pyproject.toml").is_file():
+        folder = root.parent / "profiles"
+    files = folder.iterdir() if folder.is_dir() else ()
+    return {file.name[:-5]: file for file in files if re.fullmatch(r"[^.].*\.toml", file.name)}

@@ -12,41 +12,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import msgspec
+
 from autobatch.core.records import DeviceRecord
-from autobatch.core.units import MiB
-from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
-from autobatch.device.allocator.ledger import BudgetExceeded, cuda_oom_text
-from autobatch.device.allocator.tracker import StorageMeter
+from autobatch.core.units import GiB, KiB, MiB
+from autobatch.device.allocator.caching import AllocatorConfig
+from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
+from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.device.base import GPU_HEADROOM_SHARE, Device, Meter, resolve_budget
 from autobatch.device.profiles import HardwareProfile
 
-USUAL_CONTEXT_BYTES = 512 * MiB
-"""CUDA context of a GPU without a figure: CUDA's out-of-memory texts show between 0.1 and 0.7 GiB."""
-
-
-def simulated_budget(profile: HardwareProfile, memory_budget: str | int | None = None) -> tuple[int, str]:
-    """Return the bytes that the allocator may hold on a GPU without other processes, and the reason in words.
-
-    Raises:
-        InputError: The budget is no size, or exceeds the memory of the GPU.
-        DoesNotFitError: The GPU is smaller than its CUDA context and the headroom.
-    """
-    return resolve_budget(
-        memory_budget,
-        total_bytes=profile.total_bytes,
-        available=[(profile.total_bytes, "in total"), (-context_bytes(profile), "CUDA context")],
-        headroom_share=GPU_HEADROOM_SHARE,
-        owner=profile.title,
-    )
-
-
-def context_bytes(profile: HardwareProfile) -> int:
-    """Return the memory that the CUDA context takes on a GPU."""
-    return USUAL_CONTEXT_BYTES if profile.context_bytes is None else profile.context_bytes
-
 
 class SimulatedDevice(Device):
-    """The GPU of a hardware profile, simulated on the CPU.
+    """The GPU of a hardware profile, simulated on the CPU, without other processes.
 
     Args:
         profile: The GPU.
@@ -68,31 +46,31 @@ class SimulatedDevice(Device):
         *,
         expandable_segments: bool = False,
     ) -> None:
-        super().__init__(*simulated_budget(profile, memory_budget))
-        self._profile = profile
+        budget = resolve_budget(
+            memory_budget,
+            total_bytes=profile.total_bytes,
+            available=[(profile.total_bytes, "in total"), (-profile.context_bytes, "CUDA context")],
+            headroom_share=GPU_HEADROOM_SHARE,
+            owner=profile.title,
+        )
+        super().__init__(
+            budget,
+            name=f"{profile.title} (simulated)",
+            total_bytes=profile.total_bytes,
+            notes=["simulated: CPU tensors in a model of CUDA's caching allocator, at the speed of this CPU"],
+        )
+        self._context_bytes = profile.context_bytes
         self._config = AllocatorConfig(expandable_segments=expandable_segments)
-        self._session: CachingAllocator | None = None
+        self._session: Allocator | None = None
 
     @property
     def allocator_config(self) -> AllocatorConfig:
         """Settings of the allocator that is simulated."""
         return self._config
 
-    def new_allocator(self) -> CachingAllocator:
-        """Return an empty allocator limited to the budget."""
-        return CachingAllocator(self._budget_bytes, self._config)
-
     def describe(self) -> DeviceRecord:
         """Return name, total and budget of the GPU."""
-        return DeviceRecord(
-            kind=self.kind,
-            name=f"{self._profile.title} (simulated)",
-            total_bytes=self._profile.total_bytes,
-            budget_bytes=self._budget_bytes,
-            budget_source=self._budget_source,
-            other_processes_bytes=0,
-            notes=["simulated: CPU tensors in a model of CUDA's caching allocator, at the speed of this CPU"],
-        )
+        return msgspec.structs.replace(super().describe(), other_processes_bytes=0)
 
     @contextmanager
     def enforced(self) -> Iterator[Meter]:
@@ -126,18 +104,38 @@ class SimulatedDevice(Device):
         if self._session is not None:
             self._session.release()
 
-    def _text(self, error: BudgetExceeded) -> str:
-        profile = self._profile
-        return cuda_oom_text(error, total_bytes=profile.total_bytes, context_bytes=context_bytes(profile))
-
     @contextmanager
-    def _tracked(self, *, record: bool) -> Iterator[StorageMeter]:
+    def _tracked(self, *, record: bool) -> Iterator[StorageTracker]:
         outer, self._session = self._session, self.new_allocator()
+        tracker = StorageTracker(self._session, text=self._refusal, record=record)
         try:
-            with (
-                StorageMeter(self._session, text=self._text, record=record) as tracker,
-                tracker.noticing_resizes(),
-            ):
+            with tracker, tracker.noticing_resizes():
                 yield tracker
         finally:
             self._session = outer
+
+    def _refusal(self, error: BudgetExceeded) -> str:
+        """Return the message of CUDA's own error (``DeviceCachingAllocator::malloc``) for a refusal."""
+        total_bytes, in_use = self._total_bytes, error.reserved + self._context_bytes
+        allowed = f"{_cuda_size(error.limit)} allowed; " if error.limit < total_bytes else ""
+        return (
+            f"CUDA out of memory. Tried to allocate {_cuda_size(error.attempted)}. GPU 0 has a total"
+            f" capacity of {_cuda_size(total_bytes)} of which {_cuda_size(max(0, total_bytes - in_use))} is"
+            f" free. Including non-PyTorch memory, this process has {_cuda_size(in_use)} memory in use."
+            f" {allowed}Of the allocated memory {_cuda_size(error.allocated)} is allocated by PyTorch, and"
+            f" {_cuda_size(error.reserved - error.allocated)} is reserved by PyTorch but unallocated."
+            " If reserved but unallocated memory is large try setting"
+            " PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for"
+            " Memory Management  (https://docs.pytorch.org/docs/stable/notes/cuda.html"
+            "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
+        )
+
+
+def _cuda_size(size: int) -> str:
+    """Format a size like CUDA's ``format_size``: two decimals, the next unit only above 1024."""
+    if size <= KiB:
+        return f"{size} bytes"
+    for unit, name in ((KiB, "KiB"), (MiB, "MiB")):
+        if size <= KiB * unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size / GiB:.2f} GiB"

@@ -12,7 +12,6 @@ from autobatch.core.records import Estimate, Precision
 from autobatch.core.units import GiB, format_bytes
 from autobatch.device.base import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.profiles import HardwareProfile, list_profiles, load_profile
-from autobatch.device.simulated import context_bytes
 from autobatch.footprint.predict import gpu_allocator
 from autobatch.footprint.suggestions import NATIVE_BF16, Spending
 
@@ -99,7 +98,7 @@ class GpuChoice:
             total_bytes=gpu.total_bytes,
             available=[
                 (gpu.total_bytes, "in total"),
-                (-context_bytes(gpu), "CUDA context"),
+                (-gpu.context_bytes, "CUDA context"),
                 *([(-NCCL_BYTES, "NCCL")] if self.world > 1 else []),
             ],
             headroom_share=GPU_HEADROOM_SHARE,

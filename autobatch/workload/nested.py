@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from autobatch.core.errors import InputError
-from autobatch.device.cpu import SilentMeter
+from autobatch.device.base import SilentMeter
 from autobatch.workload.contract import Collated, kind_of
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 
 import autobatch
 from autobatch import Workload
-from autobatch.device.cpu import CpuDevice, SilentMeter
+from autobatch.device.base import SilentMeter
+from autobatch.device.cpu import CpuDevice
 from autobatch.planning import make_plan
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.loop import Loop

@@ -17,7 +17,7 @@ import torch
 
 import autobatch
 from autobatch import Workload
-from autobatch.device.allocator.tracker import StorageMeter
+from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.device.base import Device, Meter
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from autobatch.step.train_state import StepSettings, build_train_state
@@ -125,7 +125,7 @@ def meter_of(device: Device) -> AbstractContextManager[Meter]:
     expect."""
     if device.kind != "cpu":
         return device.enforced()
-    return StorageMeter(
+    return StorageTracker(
         device.new_allocator(),  # type: ignore[attr-defined]
         text=lambda error: (
             f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {error.requested} bytes."

@@ -291,4 +291,4 @@ def test_a_command_that_fails_is_a_failure_with_its_last_words(tmp_path, monkeyp
 
 
 def test_the_tests_for_a_gpu_are_found():
-    assert "tests/device/test_cuda.py" in commands.gpu_tests()
+    assert "tests/gpu/test_allocator.py" in commands.gpu_tests()

@@ -1,4 +1,4 @@
-"""The allocator's cap, to the byte, and its switch to expandable segments."""
+"""The settings of torch's allocator, and its recorded events as a trace."""
 
 from __future__ import annotations
 
@@ -9,56 +9,11 @@ import sys
 import pytest
 import torch
 
-from autobatch.core.units import GiB, MiB
-from autobatch.device.cuda_allocator import (
-    asks_for_expandable,
-    capped,
-    expandable_segments,
-    memory_fraction,
-    reason_not_expandable,
-    unmodelled_options,
-    why_not_expandable,
-    workspace_rule,
-)
+from autobatch.core.units import MiB
+from autobatch.device.allocator.trace import FREE, Trace
+from autobatch.device.cuda import CudaDevice
+from autobatch.device.cuda_allocator import allocator_options, trace_of, unmodelled_options, workspace_rule
 from tests.support.fake_cuda import FakeCuda
-
-
-@pytest.mark.parametrize("total", [8 * GiB, 15_843_721_216, 25_282_281_472, 85_174_976_512, 150_109_880_320])
-def test_fraction_allows_the_budget_and_not_a_segment_more(total: int) -> None:
-    for budget in (1, 2 * MiB, 3 * 20 * MiB, total // 3, total // 2, total - 2 * MiB, total - 1):
-        fraction = memory_fraction(budget, total)
-        assert 0 < fraction < 1
-        # What the allocator computes from it: static_cast<size_t>(fraction * double(total)).
-        assert budget <= int(fraction * float(total)) <= budget + 1
-    assert memory_fraction(total, total) == 1.0
-    assert memory_fraction(total + 1, total) == 1.0
-
-
-def test_the_cap_is_lifted_if_torch_cannot_read_the_former_one(
-    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
-    with capped(0, limit_bytes=6 * GiB, total_bytes=fake.total):
-        assert fake.allowed == 6 * GiB
-    assert fake.allowed == 24 * GiB
-
-
-def test_the_cache_is_freed_before_each_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append, raising=False)
-    with expandable_segments(lambda: calls.append("release")):
-        assert calls == ["release", "expandable_segments:True"]
-        calls.clear()
-    assert calls == ["expandable_segments:False", "release"]
-
-
-def test_a_torch_without_the_setting_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings", raising=False)
-    calls: list[str] = []
-    with expandable_segments(lambda: calls.append("release")):
-        pass
-    assert not calls
-
 
 FIRST_SET: list[tuple[dict[str, str], bool]] = [
     ({}, False),
@@ -78,7 +33,7 @@ FIRST_SET: list[tuple[dict[str, str], bool]] = [
 
 @pytest.mark.parametrize(("environ", "asks"), FIRST_SET)
 def test_the_first_variable_that_is_set_counts(environ: dict[str, str], asks: bool) -> None:
-    assert asks_for_expandable(environ) is asks
+    assert ("expandable_segments:true" in allocator_options(environ)) is asks
 
 
 @pytest.mark.slow
@@ -93,63 +48,69 @@ def test_torch_reads_the_same_variable(environ: dict[str, str], asks: bool) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "names"),
+    ("text", "count"),
     [
-        ("", []),
-        ("expandable_segments:True,pinned_use_cuda_host_register:True", []),
+        ("", 0),
+        ("expandable_segments:True,pinned_use_cuda_host_register:True", 0),
         ("max_split_size_mb : 64, Roundup_Power2_Divisions:[256:1,>:4]", 2),
         ("garbage_collection_threshold:0.8,large_segment_size_mb:40,max_non_split_rounding_mb:2", 3),
     ],
 )
-def test_options_that_make_it_another_allocator_are_named(text: str, names: list[str] | int) -> None:
+def test_options_that_make_it_another_allocator_are_named(text: str, count: int) -> None:
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        found = unmodelled_options({variable: text})
-        assert found == names if isinstance(names, list) else len(set(found)) == names
+        assert len(set(unmodelled_options({variable: text}))) == count
+
+
+ONLY_TORCHS = "only torch's own allocator has them, for CUDA on Linux"
+OTHER_CODE = "other code has changed the allocator's settings"
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("change", "said"),
     [
         ({}, None),
-        ({"settings": "expandable_segments:False"}, None),
-        ({"settings": "max_split_size_mb:20"}, "other code has changed"),
-        ({"environ": {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}}, "PYTORCH_ALLOC_CONF is set"),
-        ({"environ": {"PYTORCH_CUDA_ALLOC_CONF": "x:1"}}, "PYTORCH_CUDA_ALLOC_CONF is set"),
-        ({"platform": "win32"}, "for CUDA on Linux"),
-        ({"platform": "HIP"}, "for CUDA on Linux"),
-        ({"backend": "cudaMallocAsync"}, "only torch's own allocator"),
-        ({"is_configurable": False}, "set PYTORCH_ALLOC_CONF=expandable_segments:True"),
-    ],
-)
-def test_an_allocator_that_cannot_switch_says_why(changes: dict[str, object], said: str | None) -> None:
-    given = {"environ": {}, "platform": "linux", "backend": "native", "is_configurable": True, "settings": ""}
-    given |= changes
-    found = reason_not_expandable(given.pop("environ"), **given)  # type: ignore[arg-type]
-    assert found is None if said is None else said in str(found)
-
-
-@pytest.mark.parametrize(
-    ("snapshot", "said"),
-    [
+        ({"settings": ["expandable_segments:False"]}, None),
+        ({"settings": ["max_split_size_mb:20"]}, OTHER_CODE),
+        ({"environ": ("PYTORCH_ALLOC_CONF", "expandable_segments:False")}, "PYTORCH_ALLOC_CONF is set"),
+        ({"environ": ("PYTORCH_CUDA_ALLOC_CONF", "x:1")}, "PYTORCH_CUDA_ALLOC_CONF is set"),
+        ({"sys.platform": "win32"}, ONLY_TORCHS),
+        ({"torch.version.hip": "6.4"}, ONLY_TORCHS),
+        ({"backend": "cudaMallocAsync"}, ONLY_TORCHS),
+        ({"lacks": ["_accelerator_setAllocatorSettings"]}, "set PYTORCH_ALLOC_CONF=expandable_segments:True"),
+        # torch 2.11 tells the settings in a snapshot only.
+        ({"lacks": ["_accelerator_getAllocatorSettings"]}, None),
         (
-            {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:20"}},
-            "other code has changed",
+            {
+                "lacks": ["_accelerator_getAllocatorSettings"],
+                "snapshot": {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:20"}},
+            },
+            OTHER_CODE,
         ),
-        ({"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}}, None),
-        ({"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": ""}}, None),
-        ({}, None),
+        (
+            {
+                "lacks": ["_accelerator_getAllocatorSettings"],
+                "snapshot": {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}},
+            },
+            None,
+        ),
     ],
 )
-def test_settings_of_other_code_are_seen_in_a_snapshot_of_torch_2_11(
-    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, snapshot: dict[str, object], said: str | None
+def test_an_allocator_that_cannot_switch_says_why(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, change: dict, said: str | None
 ) -> None:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda _: None, raising=False)
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: snapshot)
-    found = why_not_expandable()
+    device = CudaDevice(index=0, memory_budget="6GiB")
+    for name, value in change.items():
+        if name == "lacks":
+            monkeypatch.delattr(torch._C, *value)
+        elif name == "environ":
+            monkeypatch.setenv(*value)
+        elif name == "settings":
+            fake.settings += value
+        elif "." in name:
+            monkeypatch.setattr(name, value)
+        else:
+            setattr(fake, name, value)
+    found = device.why_not_expandable()
     assert found is None if said is None else said in str(found)
 
 
@@ -165,3 +126,68 @@ def test_settings_of_other_code_are_seen_in_a_snapshot_of_torch_2_11(
 )
 def test_when_each_torch_takes_workspaces(version: str, environ: dict, rule: str) -> None:
     assert workspace_rule(version, environ) == rule
+
+
+def entry(action: str, address: int, size: int = 0, **more: object) -> dict[str, object]:
+    return {"action": action, "addr": address, "size": size, "stream": 0, **more}
+
+
+def test_allocations_and_completed_frees_become_events() -> None:
+    """An address that is used again is another block. Failed allocations have none (cuda/Module.cpp)."""
+    trace = trace_of(
+        [
+            entry("free_completed", 7),  # taken before the recording
+            entry("segment_alloc", 1000, 20 * MiB),
+            entry("alloc", 1000, 3 * MiB),
+            entry("alloc", 2000, 5 * MiB),
+            {"action": "oom", "device_free": 5 * MiB, "size": 64 * MiB, "stream": 0},
+            entry("free_requested", 1000),
+            entry("free_completed", 1000),
+            entry("alloc", 1000, 2 * MiB),
+            entry("snapshot", 0),
+        ]
+    )
+    assert trace.canonical().events == ((0, 3 * MiB), (1, 5 * MiB), (0, FREE), (2, 2 * MiB))
+
+
+ONE = entry("alloc", 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "is_traced"),
+    [
+        ({"device_traces": [[ONE]]}, True),
+        # Another format.
+        ({"device_traces": [[{"kind": "alloc"}]]}, False),
+        ({"device_traces": [[{"action": "alloc", "size": 8}]]}, False),
+        ({"device_traces": [[None]]}, False),
+        ({}, False),
+        # The blocks of a CUDA graph are in a pool of their own.
+        ({"device_traces": [[ONE | {"pool_id": (0, 0)}]]}, True),
+        ({"device_traces": [[ONE | {"pool_id": (0, 3)}]]}, False),
+        # torch 2.11 names the pool of segments only.
+        ({"device_traces": [[ONE]], "segments": [{"device": 0, "segment_pool_id": (0, 0)}]}, True),
+        ({"device_traces": [[ONE]], "segments": [{"device": 0, "segment_pool_id": (0, 3)}]}, False),
+        ({"device_traces": [[ONE]], "segments": [{"device": 1, "segment_pool_id": (0, 3)}]}, True),
+        # torch keeps the last entries of a recording that is too long, so a full one may lack its beginning.
+        ({"device_traces": [[ONE] * 300_000]}, False),
+    ],
+)
+def test_a_recording_that_no_replay_knows_gives_no_trace(
+    fake: FakeCuda, snapshot: dict, is_traced: bool
+) -> None:
+    fake.snapshot = snapshot
+    with CudaDevice(index=0, memory_budget="6GiB").enforced() as meter:
+        assert meter.trace() == (Trace(((0, 8),)) if is_traced else None)
+
+
+@pytest.mark.parametrize("lacks", ["", "_cuda_isHistoryEnabled"])
+def test_a_torch_that_records_for_the_user_or_not_at_all_gives_no_trace(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    fake.snapshot, fake.is_recording = {"device_traces": [[ONE]]}, True
+    if lacks:
+        monkeypatch.delattr(torch._C, lacks)
+    with CudaDevice(index=0, memory_budget="6GiB").enforced() as meter:
+        assert meter.trace() is None
+    assert fake.is_recording, "the user's recording goes on"

@@ -20,8 +20,6 @@ from autobatch import (
     NonFiniteError,
     RestartSmallerError,
 )
-from autobatch.core.units import MiB
-from autobatch.device.allocator.ledger import BudgetExceeded, cuda_oom_text
 from autobatch.device.oom import (
     Verdict,
     classify,
@@ -372,15 +370,6 @@ def test_memory_is_fragmented_if_less_was_asked_for_than_lies_idle(
     wrapped.__cause__ = torch.OutOfMemoryError(text)
     assert is_fragmented(wrapped) is expected
     assert not is_fragmented(ValueError(text))
-
-
-def test_the_simulated_text_tells_fragmentation_as_that_of_cuda() -> None:
-    for reserved, expected in ((64 * MiB, True), (41 * MiB, False)):
-        refusal = BudgetExceeded(
-            requested=1, attempted=20 * MiB, allocated=40 * MiB, reserved=reserved, limit=64 * MiB
-        )
-        error = torch.OutOfMemoryError(cuda_oom_text(refusal, total_bytes=128 * MiB))
-        assert is_fragmented(error) is expected
 
 
 def test_first_line_shows_the_link_that_ran_out_and_is_short() -> None:

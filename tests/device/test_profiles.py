@@ -1,13 +1,18 @@
-"""Profiles by name: the shipped ones, those of the user, and the one of a GPU in this machine."""
+"""Hardware profiles: the shipped ones, those of the user, and files that are invalid."""
 
-import sys
+from __future__ import annotations
+
+import tomllib
+from importlib import resources
 from pathlib import Path
 
 import pytest
 
 from autobatch import InputError
 from autobatch.core.files import write_atomic
+from autobatch.core.units import GiB, MiB
 from autobatch.device.profiles import (
+    Figure,
     data_home,
     format_profile,
     list_profiles,
@@ -15,10 +20,9 @@ from autobatch.device.profiles import (
     profile_folder,
     save_profile,
 )
-from tests.support.hardware import a_profile
+from tests.support.hardware import a_figure, a_profile
 
-REPOSITORY = Path(__file__).parents[2]
-SHIPPED = sorted((REPOSITORY / "profiles").glob("*.toml"))
+SHIPPED = sorted((Path(__file__).parents[2] / "profiles").glob("*.toml"))
 WANTED = {
     "t4", "v100-16gb", "v100-32gb", "rtx-3060-12gb", "rtx-3090", "rtx-4090", "rtx-5090", "a10", "l4", "l40s",
     "a100-40gb", "a100-80gb", "h100-80gb", "h100-pcie-80gb", "h200", "b200",
@@ -33,6 +37,23 @@ def test_every_wanted_gpu_is_shipped(tmp_path):
     assert listing.problems == ()
 
 
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_a_shipped_profile_is_whole_and_sane(file):
+    profile = load_profile(str(file), user_dir=Path("nowhere"))
+    assert profile.name == file.stem
+    assert format_profile(profile) == file.read_text(encoding="utf-8"), "not in the canonical form"
+    assert profile.compute_capability >= (7, 0)
+    assert 8 * GiB < profile.total_bytes < 256 * GiB
+    assert profile.nvml_total is None or profile.nvml_total.value > profile.total_bytes
+    assert 64 * MiB < profile.context_bytes < 2 * GiB
+    assert profile.workspaces == (32 * MiB if profile.compute_capability >= (9, 0) else 8519680, 2)
+    figures = [value for value in tomllib.loads(file.read_text()).values() if isinstance(value, dict)]
+    assert len(figures) >= 4
+    for figure in figures:
+        assert figure.keys() == {"value", "unit", "source", "date", "measured"}
+        assert figure["measured"] is False, "no shipped figure was measured by autobatch"
+
+
 def test_a_path_comes_before_a_name_and_a_saved_profile_before_a_shipped_one(tmp_path):
     assert load_profile("t4", user_dir=tmp_path).title == "NVIDIA T4"
     mine = save_profile(a_profile(name="t4"), user_dir=tmp_path)
@@ -44,88 +65,81 @@ def test_a_path_comes_before_a_name_and_a_saved_profile_before_a_shipped_one(tmp
 
 
 @pytest.mark.parametrize(
-    ("asked", "near"),
+    ("asked", "message"),
     [
-        ("rtx4090", "rtx-4090"),
-        ("RTX 4090", "rtx-4090"),
-        ("h20", "h200"),
-        ("A100_80GB", "a100-80gb"),
-        ("a100", "a100-40gb' or 'a100-80gb"),
+        ("rtx4090", r"no profile 'rtx4090': did you mean 'rtx-4090'\?.*a100-40gb, .*t4"),
+        ("RTX 4090", "'rtx-4090'"),
+        ("h20", "'h200'"),
+        ("A100_80GB", "'a100-80gb'"),
+        ("a100", "'a100-40gb' or 'a100-80gb'"),
+        ("nowhere/t4.toml", r"no profile file at nowhere/t4\.toml"),
     ],
 )
-def test_an_unknown_name_lists_the_nearest_and_all(tmp_path, asked, near):
-    with pytest.raises(InputError, match=rf"no profile '{asked}': did you mean '{near}'\?.*a100-40gb, .*t4"):
+def test_an_unknown_name_lists_the_nearest_and_all(tmp_path, asked, message):
+    with pytest.raises(InputError, match=message):
         load_profile(asked, user_dir=tmp_path)
 
 
-def test_a_missing_file_is_no_near_miss(tmp_path):
-    with pytest.raises(InputError, match=r"no profile file at nowhere/t4\.toml"):
-        load_profile("nowhere/t4.toml", user_dir=tmp_path)
+WHOLE = format_profile(a_profile())
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("schema = ", "is not TOML"),
+        ('title = "\xe9"', "is not TOML"),  # not UTF-8
         ("schema = 2\n", "schema 2: this autobatch reads 1"),
         ("schema = 1\n", "missing required field"),
-        (format_profile(a_profile()) + "[contxt]\nvalue = 1\n", "unknown field `contxt`"),
-        (format_profile(a_profile()).replace("value = 8589934592", 'value = "8 GiB"'), r"\$\.total\.value"),
-        (format_profile(a_profile()).replace("value = 8589934592", "value = 0"), r"\$\.total\.value"),
-        (format_profile(a_profile()).replace('unit = "B"', 'unit = "FLOP/s"'), "unit of total is 'FLOP/s'"),
-        (format_profile(a_profile()).replace('"8.6"', '"8"'), r"\$\.compute_capability"),
-        (format_profile(a_profile()).replace('source = "a test"\n', ""), "`source`"),
-        (format_profile(a_profile()).replace("2026-11-21", "yesterday"), r"\$\.total\.date"),
+        (WHOLE + "[contxt]\nvalue = 1\n", "unknown field `contxt`"),
+        (WHOLE.replace("value = 8589934592", 'value = "8 GiB"'), r"\$\.total\.value"),
+        (WHOLE.replace("value = 8589934592", "value = 0"), r"\$\.total\.value"),
+        (WHOLE.replace('unit = "B"', 'unit = "FLOP/s"'), "unit of total is 'FLOP/s': it must be 'B'"),
+        (WHOLE.replace('"8.6"', '"8"'), r"\$\.compute_capability"),
+        (WHOLE.replace('source = "a test"\n', ""), "`source`"),
+        (WHOLE.replace("2026-11-21", "yesterday"), r"\$\.total\.date"),
     ],
 )
 def test_a_malformed_file_is_named_with_its_field(tmp_path, text, message):
-    file = write_atomic(tmp_path / "profiles" / "bad" / "profile.toml", text.encode())
+    file = write_atomic(tmp_path / "profiles" / "bad" / "profile.toml", text.encode("latin-1"))
     with pytest.raises(InputError, match=message) as caught:
         load_profile("bad", user_dir=tmp_path)
     assert str(file) in str(caught.value)
     listing = list_profiles(user_dir=tmp_path)
     assert str(file) in listing.problems[0]
     assert {profile.name for profile in listing.profiles} >= WANTED
+    assert profile_folder("My GPU", user_dir=tmp_path) == tmp_path / "profiles" / "my-gpu"
 
 
-def test_not_utf_8_is_malformed(tmp_path):
-    file = write_atomic(tmp_path / "latin.toml", b'title = "\xe9"')
-    with pytest.raises(InputError, match="is not TOML"):
-        load_profile(str(file), user_dir=tmp_path)
-
-
-@pytest.fixture
-def fake_package(tmp_path, monkeypatch):
-    package = tmp_path / "site" / "installed_autobatch"
-    write_atomic(package / "__init__.py", b"")
-    monkeypatch.syspath_prepend(str(package.parent))
-    yield package
-    sys.modules.pop(package.name, None)
-
-
-def test_an_installed_wheel_carries_its_profiles(tmp_path, fake_package):
-    for file in SHIPPED:
-        write_atomic(fake_package / "profiles" / file.name, file.read_bytes())
-    found = list_profiles(user_dir=tmp_path, package=fake_package.name).profiles
-    assert {profile.name for profile in found} >= WANTED
-    assert load_profile("h200", user_dir=tmp_path, package=fake_package.name).name == "h200"
-
-
-def test_a_folder_beside_an_installed_package_is_ignored(tmp_path, fake_package):
-    write_atomic(fake_package.parent / "profiles" / "alien.toml", b"")
-    assert list_profiles(user_dir=tmp_path, package=fake_package.name).profiles == ()
+def test_profiles_are_shipped_in_the_package_and_not_beside_an_installed_one(tmp_path, monkeypatch):
+    package = tmp_path / "site" / "autobatch"
+    monkeypatch.setattr(resources, "files", lambda _: package)
+    write_atomic(tmp_path / "site" / "profiles" / "alien.toml", b"")
     with pytest.raises(InputError, match="known are none"):
-        load_profile("alien", user_dir=tmp_path, package=fake_package.name)
+        load_profile("alien", user_dir=tmp_path)
+    for file in SHIPPED:
+        write_atomic(package / "profiles" / file.name, file.read_bytes())
+    assert {profile.name for profile in list_profiles(user_dir=tmp_path).profiles} >= WANTED
 
 
 def test_a_saved_profile_reads_back_equal(tmp_path):
-    awkward = a_profile(title='A "GPU"\n\t\\ ü \x7f', device_names=("a,b", "c]"), context=None)
-    save_profile(awkward, user_dir=tmp_path)
+    count = Figure(value=2, unit="count", source="a test", date="2026-11-21", measured=False)
+    awkward = a_profile(
+        title='A "GPU"\n\t\\ ü \x7f',
+        device_names=("a,b", "c]"),
+        context=None,
+        cublas_workspace=a_figure(MiB),
+        cublas_workspaces=count,
+        multiprocessors=count,
+    )
+    text = save_profile(awkward, user_dir=tmp_path).read_text(encoding="utf-8")
     assert load_profile("my-gpu", user_dir=tmp_path) == awkward
     assert [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.toml")] == [
         "profiles/my-gpu/profile.toml"
     ]
-    assert "context" not in (tmp_path / "profiles" / "my-gpu" / "profile.toml").read_text()
+    assert tomllib.loads(text)["title"] == awkward.title
+    assert "context" not in text
+    assert (awkward.context_bytes, awkward.libraries) == (512 * MiB, ((MiB, 2), (2, 1536)))
+    assert (a_profile().workspaces, a_profile().libraries.processors) == (None, (108, 1536))
 
 
 def test_a_home_that_is_not_writable_is_named(tmp_path):

@@ -9,6 +9,7 @@ from autobatch import DoesNotFitError, InputError
 from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.trace import replay
 from autobatch.device.base import Device
+from autobatch.device.oom import is_fragmented
 from autobatch.device.profiles import HardwareProfile
 from autobatch.device.simulated import SimulatedDevice
 from tests.support.hardware import a_figure, a_profile
@@ -51,6 +52,7 @@ def test_segments_count_against_the_budget():
             "CUDA out of memory. Tried to allocate 50.00 MiB. GPU 0 has a total capacity of 24.00 GiB"
         )
         assert "64.00 MiB allowed" in text
+        assert not is_fragmented(caught.value)
     trace = meter.trace()
     assert replay(trace, device.new_allocator()).peak_reserved_bytes == 22 * MiB
 
@@ -71,6 +73,16 @@ def test_cached_segments_are_reused_and_freed():
     with device.enforced() as meter:
         assert meter.stats().peak_reserved_bytes == 0
     device.release()
+
+
+def test_the_text_tells_fragmentation_as_that_of_cuda():
+    device = SimulatedDevice(gpu(), 64 * MiB)
+    with device.training():
+        held = [torch.zeros(1280 * 1024, dtype=torch.uint8) for _ in range(48)]
+        del held[::2]
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.zeros(15 * MiB, dtype=torch.uint8)
+    assert is_fragmented(caught.value)
 
 
 def test_the_limit_is_on_in_training():

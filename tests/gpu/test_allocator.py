@@ -1,4 +1,4 @@
-"""Torch's allocator on a GPU against the model of it, and errors of the driver."""
+"""Torch's allocator on a GPU against the model of it, sessions on it, and errors of the driver."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.trace import replay
 from autobatch.device.cuda import CudaDevice
+from autobatch.device.oom import Verdict, classify
 from tests.support.kernels import only_stub
 
 pytestmark = pytest.mark.gpu
@@ -66,6 +68,63 @@ def test_recurrent_weights_stay_in_one_piece(recwarn: pytest.WarningsRecorder) -
         layers(torch.randn(5, 3, 32, device="cuda"))
     assert not [one for one in recwarn if "contiguous chunk" in str(one.message)]
     assert layers.weight_ih_l0.device.type == "cpu"
+
+
+def bytes_on(device: CudaDevice, size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device.torch_device)
+
+
+def test_the_whole_budget_may_be_held_and_no_more_within_a_session() -> None:
+    """Whole segments, pages of 2 or 20 MiB alike: one byte less in the cap would refuse the last of them."""
+    device = CudaDevice(index=0, memory_budget="1000MiB")
+    before = torch.cuda.get_per_process_memory_fraction(0)
+    found: BaseException | None = None
+    with device.enforced() as meter:
+        already = meter.stats().reserved_bytes or 0
+        held = [bytes_on(device, 40 * MiB) for _ in range((device.budget_bytes - already) // (40 * MiB))]
+        read = meter.stats()
+        assert 40 * MiB * len(held) <= (read.peak_reserved_bytes or 0) <= device.budget_bytes
+        assert (read.retries, device.refuses(read)) == (0, None)
+        del held
+        try:
+            bytes_on(device, 2 * GiB)
+        except torch.OutOfMemoryError as error:
+            found = error.with_traceback(None)
+    assert found is not None
+    assert classify(found) is Verdict.DEVICE
+    assert torch.cuda.get_per_process_memory_fraction(0) == before
+    free, _ = torch.cuda.mem_get_info(0)
+    if free < 3 * GiB:
+        pytest.skip(f"needs 3 GiB free on the GPU to show that the cap is gone, found {free} bytes")
+    assert bytes_on(device, 2 * GiB).numel() == 2 * GiB
+
+
+def test_a_second_session_starts_like_the_first() -> None:
+    device = CudaDevice(index=0, memory_budget="1000MiB")
+    reserved = []
+    for _ in range(2):
+        with device.enforced() as meter:
+            reserved.append(meter.stats().reserved_bytes)
+            x = torch.ones(64, 64, device=device.torch_device)
+            (x @ x).sum().item()
+            del x
+    assert reserved[1] == reserved[0]
+
+
+def test_segments_are_expandable_inside_a_session_and_fixed_outside() -> None:
+    fixed = CudaDevice(index=0, memory_budget="1000MiB")
+    reason = fixed.why_not_expandable()
+    if reason is not None:
+        pytest.skip(reason)
+    kinds = []
+    for device in (fixed, fixed.expandable(), fixed):
+        with device.enforced() as meter:
+            held = bytes_on(device, 40 * MiB)
+            segments = {one["address"]: one["is_expandable"] for one in torch.cuda.memory_snapshot()}
+            kinds.append(segments[max(address for address in segments if address <= held.data_ptr())])
+            assert (meter.stats().peak_reserved_bytes or 0) <= device.budget_bytes
+            del held
+    assert kinds == [False, True, False]
 
 
 @only_stub

@@ -13,7 +13,7 @@ import autobatch
 from autobatch import DoesNotFitError, InputError, Loss, Workload
 from autobatch.core.knobs import COMPILE_MODES
 from autobatch.core.options import Options
-from autobatch.device.allocator.tracker import StorageMeter
+from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.setup.attempt import attempt
 from autobatch.setup.setup import Setup, open_setup
 from tests.support.probes import RandomVectors, classify
@@ -222,7 +222,7 @@ def test_a_lost_context_is_asked_nothing(monkeypatch) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
     made = setup_of(work(nn.Linear(16, 4), loss=sticky), "1MiB")
-    monkeypatch.setattr(StorageMeter, "stats", sticky)
+    monkeypatch.setattr(StorageTracker, "stats", sticky)
     monkeypatch.setattr(type(made.device), "release", sticky)
     outcome = attempt(made, 3)
     assert outcome.is_context_lost

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autobatch import InputError, WholeBatchLoss
-from autobatch.device.cpu import SilentMeter
+from autobatch.device.base import SilentMeter
 from autobatch.step.train_step import train_step
 from autobatch.workload.nested import feed
 from autobatch.workload.rng import seed_everything

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from autobatch.core.records import MemoryHolder
 from autobatch.core.units import GiB
 from autobatch.device import nvml
 from autobatch.device.nvml import NvmlAbsent, NvmlGpu
@@ -31,11 +34,16 @@ def gpu_reading(
 
 
 class FakeCuda:
-    """One GPU of 24 GiB. The test sets what its allocator did."""
+    """One GPU of 24 GiB. The test sets what its allocator did, and what NVML says."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.nvml: Callable[[str], NvmlGpu | NvmlAbsent] = lambda uuid: (
+            gpu_reading() if uuid == "GPU-a1" else NvmlAbsent(reason="no GPU of that name here")
+        )
+        self.holders: list[MemoryHolder] = []
         self.initialized = False
+        self.waits = 0
         self.total = 24 * GiB
         self.allowed = self.total
         self.integrated = 0
@@ -44,9 +52,14 @@ class FakeCuda:
         self.current = 7
         self.lost = ""
         """Error of every call that reaches the GPU, once its context is lost."""
+        self.refused = ""
+        """Error of the first call, which creates the context."""
         self.capability = (8, 9)
         self.backend = "native"
         self.architectures = ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120"]
+        self.settings: list[str] = []
+        self.is_recording = False
+        self.snapshot: dict[str, Any] = {}
         self.figures = {
             "allocated_bytes.all.current": 1,
             "allocated_bytes.all.peak": 3,
@@ -54,6 +67,35 @@ class FakeCuda:
             "reserved_bytes.all.peak": 4 * GiB,
             "num_alloc_retries": 7,
         }
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let torch and NVML answer for this GPU."""
+        for name in vars(FakeCuda):
+            if not name.startswith("_") and name != "install":
+                monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda *_: self.snapshot)
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self._record)
+        private = {
+            "_host_emptyCache": lambda: self.calls.append("unpin"),
+            "_cuda_clearCublasWorkspaces": lambda: self.calls.append("clear"),
+            "_cuda_isHistoryEnabled": lambda: self.is_recording,
+            "_accelerator_setAllocatorSettings": self.settings.append,
+            "_accelerator_getAllocatorSettings": lambda: self.settings[-1] if self.settings else "",
+        }
+        for name, function in private.items():
+            monkeypatch.setattr(torch._C, name, function, raising=False)
+        monkeypatch.setattr("sys.platform", "linux")
+        monkeypatch.setattr(nvml, "read_holders", lambda uuid: self.holders)
+        monkeypatch.setattr(nvml, "read_gpu", self._read_nvml)
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            monkeypatch.delenv(name, raising=False)
+
+    def _read_nvml(self, *uuids: str) -> NvmlGpu | NvmlAbsent:
+        found = [self.nvml(uuid) for uuid in uuids]
+        return next((one for one in found if isinstance(one, NvmlGpu)), found[-1])
+
+    def _record(self, *, enabled: str | None, **_: object) -> None:
+        self.is_recording = enabled is not None
 
     def is_available(self) -> bool:
         return True
@@ -79,6 +121,8 @@ class FakeCuda:
             uuid="a1",
             major=major,
             minor=minor,
+            multi_processor_count=58,
+            max_threads_per_multi_processor=1536,
         )
 
     @contextmanager
@@ -88,7 +132,10 @@ class FakeCuda:
         self.current = before
 
     def synchronize(self, index: int) -> None:
+        if self.refused:
+            raise torch.AcceleratorError(self.refused)
         self.initialized = True
+        self.waits += 1
 
     def memory_allocated(self, index: int) -> int:
         return self.held
@@ -112,22 +159,13 @@ class FakeCuda:
     def set_per_process_memory_fraction(self, fraction: float, index: int) -> None:
         assert isinstance(fraction, float)
         self._reach()
+        # As the allocator computes it: static_cast<size_t>(fraction * double(total)).
         self.allowed = int(fraction * float(self.total))
         self.calls.append(f"allow {self.allowed}")
-
-    def _reach(self) -> None:
-        if self.lost:
-            raise RuntimeError(self.lost)
 
     def get_per_process_memory_fraction(self, index: int) -> float:
         return self.allowed / self.total
 
-
-def answer_nvml(monkeypatch: pytest.MonkeyPatch, read: Callable[[str], NvmlGpu | NvmlAbsent]) -> None:
-    """Let NVML answer for each UUID, of which the first that exists counts."""
-
-    def first(*uuids: str) -> NvmlGpu | NvmlAbsent:
-        found = [read(uuid) for uuid in uuids]
-        return next((one for one in found if isinstance(one, NvmlGpu)), found[-1])
-
-    monkeypatch.setattr(nvml, "read_gpu", first)
+    def _reach(self) -> None:
+        if self.lost:
+            raise RuntimeError(self.lost)

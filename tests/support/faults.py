@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch.device.allocator.ledger import MemoryStats
-from autobatch.device.base import Device, Meter
-from autobatch.device.cpu import CpuDevice, SilentMeter
+from autobatch.device.base import Device, Meter, SilentMeter
+from autobatch.device.cpu import CpuDevice
 from tests.support.training import INFO_NCE, Rows, make_loop, make_workload, points
 
 FAULTY_STEP = 1

@@ -22,9 +22,9 @@ SLICE_2 = "MIG-dddd4444-0000-0000-0000-000000000000"
 CHILD = """
 import msgspec, sys
 from autobatch.device import nvml
-answer = eval(sys.argv[1], vars(nvml))
+answers = [eval(question, vars(nvml)) for question in sys.argv[1:]]
 assert "torch" not in sys.modules
-print(msgspec.json.encode([type(answer).__name__, answer]).decode())
+print(msgspec.json.encode([[type(one).__name__, one] for one in answers]).decode())
 """
 
 
@@ -38,19 +38,13 @@ def build_driver(folder: Path) -> None:
     subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source], check=True)
 
 
-def ask(question: str, *, said: str = "", **environ: str | Path) -> tuple[str, Any]:
-    """Evaluate an expression of `autobatch.device.nvml` in a child; return its type and its JSON.
+def ask(*questions: str, said: str = "", **environ: str | Path) -> list[tuple[str, Any]]:
+    """Evaluate expressions of `autobatch.device.nvml` in a child; return their types and their JSON.
 
     ``said`` is what the child must write to its error stream.
     """
     env = {**os.environ, "LD_LIBRARY_PATH": "", **{name: str(value) for name, value in environ.items()}}
-    command = [sys.executable, "-W", "error", "-c", CHILD, question]
+    command = [sys.executable, "-W", "error", "-c", CHILD, *questions]
     child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert (child.returncode, child.stderr) == (0, said)
-    kind, answer = json.loads(child.stdout)
-    return kind, answer
-
-
-def read(driver: Path, mode: str, question: str = "read_gpus()") -> tuple[str, Any]:
-    """Ask in a child that finds the stand-in in a folder, in one of its modes."""
-    return ask(question, LD_LIBRARY_PATH=driver, STUB_MODE=mode)
+    return [(kind, answer) for kind, answer in json.loads(child.stdout)]

@@ -15,7 +15,7 @@ from autobatch import Workload
 from autobatch.core.records import Precision, ShardSync
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Trace, replay
-from autobatch.device.allocator.tracker import StorageMeter
+from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.distributed.sharding.build import fake_ranks
 from autobatch.distributed.sharding.model import Sharding
 from autobatch.footprint.tracing.trace_step import Setting, record
@@ -48,7 +48,7 @@ def run_real(workload: Workload, case: Case) -> Trace:
     worst_case = WorstCaseSampler(workload)
     arranged = sharding(model, case.precision)
     _wait_for_gloo(arranged._root)
-    meter = StorageMeter(CountingAllocator())
+    meter = StorageTracker(CountingAllocator())
     with meter, meter.noticing_resizes():
         meter.mark("setup")
         meter.count([*model.parameters(), *model.buffers()])

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 from autobatch import Loss, WholeBatchLoss, Workload
 from autobatch.core.records import Precision
-from autobatch.device.base import Device, Meter
-from autobatch.device.cpu import CpuDevice, SilentMeter
+from autobatch.device.base import Device, Meter, SilentMeter
+from autobatch.device.cpu import CpuDevice
 from autobatch.setup.setup import Setup
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.loop import Loop

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from autobatch import InputError, Loss, NonFiniteError
 from autobatch.device.allocator.ledger import MemoryStats
-from autobatch.device.cpu import SilentMeter
+from autobatch.device.base import SilentMeter
 from autobatch.training.loop import READING_INTERVAL
 from tests.support.training import (
     INFO_NCE,

@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from autobatch import InputError
-from autobatch.device.cpu import SilentMeter
+from autobatch.device.base import SilentMeter
 from autobatch.workload.nested import (
     concatenate,
     cut,

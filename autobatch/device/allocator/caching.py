@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from autobatch.core.units import MiB
-from autobatch.device.allocator.ledger import BudgetExceeded
+from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +168,7 @@ _ADDRESS_SPACE_BYTES = 1 << 47
 """Largest size of an expandable segment. CUDA uses 9/8 of the GPU's memory, which the cap never reaches."""
 
 
-class CachingAllocator:
+class CachingAllocator(Allocator):
     """CUDA's caching allocator on one stream; the module lists what is modelled.
 
     ``limit`` caps the bytes of segments, as ``per_process_memory_fraction`` does. Expandable segments differ
@@ -176,11 +176,8 @@ class CachingAllocator:
     """
 
     def __init__(self, limit: int | None = None, config: AllocatorConfig | None = None) -> None:
-        config = AllocatorConfig() if config is None else config
-        self.limit = limit
-        self.config = config
-        self.allocated_bytes = 0
-        self.peak_allocated_bytes = 0
+        super().__init__(limit)
+        self.config = config = AllocatorConfig() if config is None else config
         self.reserved_bytes: int = 0
         self.peak_reserved_bytes: int = 0
         self.retries: int = 0
@@ -246,11 +243,6 @@ class CachingAllocator:
                 elif block.previous is None and block.next is None:
                     pool.remove(block)
                     self.reserved_bytes -= block.size
-
-    def reset_peak(self) -> None:
-        """Reset the peaks to what is held now."""
-        self.peak_allocated_bytes = self.allocated_bytes
-        self.peak_reserved_bytes = self.reserved_bytes
 
     def _grow(self, pool: Pool, rounded: int) -> Block | None:
         """Make a block of new memory, in no list (``alloc_block``); None if the cap forbids it."""

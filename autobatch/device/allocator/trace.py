@@ -1,7 +1,4 @@
-"""The allocations of a session in order, and their replay in an allocator.
-
-A meter records a `Trace`, or a `autobatch.footprint.program.Program` makes one. `replay` runs it.
-"""
+"""The allocations of a session in order, and their replay in an allocator."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ FREE = -1
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The allocations and frees of a session, in order."""
+    """The allocations and frees of a session, in order, as a meter records or a program predicts them."""
 
     events: tuple[tuple[int, int], ...]
     """``(block, bytes)`` for an allocation, ``(block, FREE)`` for a free. A freed number may be reused."""
@@ -82,12 +79,11 @@ class Trace:
 
 
 class Repetition(NamedTuple):
-    """The events that a part of a trace adds when it runs once more."""
+    """What a part of a trace adds when it runs once more: its events, marks and number of blocks."""
 
     events: tuple[tuple[int, int], ...]
     marks: tuple[tuple[int, str], ...]
     blocks: int
-    """Number of blocks that it takes."""
 
 
 def repetition(trace: Trace, since: int, first_mark: int) -> Repetition | None:
@@ -133,7 +129,7 @@ def _live(events: tuple[tuple[int, int], ...]) -> set[int]:
 
 
 class Replay(NamedTuple):
-    """The outcome of a replay. Sizes are bytes; None if the allocator has no such figure."""
+    """The outcome of a replay, up to the first refusal. Sizes are bytes; None if nothing is cached."""
 
     fits: bool
     allocated_bytes: int
@@ -141,20 +137,16 @@ class Replay(NamedTuple):
     reserved_bytes: int | None
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
-    retries: int | None
     peak_at: int
     """Index of the event after which most bytes were allocated."""
     peak_phase: str | None
-    failed_at: int | None = None
-    """Index of the refused event; None if all fit."""
-    refusal: BudgetExceeded | None = None
 
 
 def replay(trace: Trace, allocator: Allocator) -> Replay:
     """Run a trace through an allocator, up to the first refusal."""
     handles: dict[int, Any] = {}
     malloc, free = allocator.malloc, allocator.free
-    peak, peak_at, failed_at, refusal = -1, 0, None, None
+    peak, peak_at, fits = -1, 0, True
     for index, (block, size) in enumerate(trace.events):
         if size == FREE:
             if block in handles:
@@ -162,20 +154,17 @@ def replay(trace: Trace, allocator: Allocator) -> Replay:
             continue
         try:
             handles[block] = malloc(size)
-        except BudgetExceeded as error:
-            failed_at, refusal = index, error
+        except BudgetExceeded:
+            fits = False
             break
         if allocator.allocated_bytes > peak:
             peak, peak_at = allocator.allocated_bytes, index
     return Replay(
-        fits=refusal is None,
+        fits=fits,
         allocated_bytes=allocator.allocated_bytes,
         reserved_bytes=allocator.reserved_bytes,
         peak_allocated_bytes=allocator.peak_allocated_bytes,
         peak_reserved_bytes=allocator.peak_reserved_bytes,
-        retries=allocator.retries,
         peak_at=peak_at,
         peak_phase=trace.phase_at(peak_at),
-        failed_at=failed_at,
-        refusal=refusal,
     )

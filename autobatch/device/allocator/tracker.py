@@ -3,6 +3,10 @@
 It sees every operator, forward and backward, in setup, checkpoint recompute and optimizer. Views and in-place
 operators add nothing. It works on fake tensors as well.
 
+A storage is counted when it is first seen, and freed when it dies. Its Python object lives exactly as long as
+the storage (PyObject preservation, c10/core/StorageImpl.h), so a weak reference shows its end. The idea is
+from torch/distributed/_tools/mem_tracker.py.
+
 Known limitations: memory that never becomes a tensor storage (scratch space of operators, NumPy arrays, the
 interpreter) is not counted. A storage that Python code resizes is noticed at the next operator on it, or at
 the next mark.
@@ -10,8 +14,9 @@ the next mark.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -21,8 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch.device.allocator.ledger import Allocator, BudgetExceeded, MemoryStats
 from autobatch.device.allocator.output_size import output_bytes
-from autobatch.device.allocator.storage_table import StorageTable
-from autobatch.device.allocator.trace import Trace
+from autobatch.device.allocator.trace import FREE, Trace
+
+EMPTY = -1
+"""Number of the block of a storage without bytes."""
 
 
 class _Kind(Enum):
@@ -73,6 +80,225 @@ _MADE_UNSEEN = "aten::lift_fresh"
 """An alias by its schema, but of a storage that no operator made (``torch.tensor``)."""
 
 
+class Watch(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a counted storage, with its block and its handle in the allocator."""
+
+    __slots__ = ("block", "handle", "key", "size")
+
+    key: int
+    size: int
+    handle: Any
+    block: int
+
+
+class StorageTable:
+    """Live storages by address with the memory that an allocator gave them, and the events so far.
+
+    Args:
+        allocator: Allocator that the storages are counted in.
+        text: Returns the error message for a refusal.
+        record: Whether to keep the events.
+        storage_device: Type of the device whose storages count; ``meta`` for fake tensors, None for all.
+        on_new: Called with the number of each block that is taken.
+
+    Every method that counts raises ``torch.OutOfMemoryError`` if the allocator refuses.
+    """
+
+    def __init__(
+        self,
+        allocator: Allocator,
+        *,
+        text: Callable[[BudgetExceeded], str] = str,
+        record: bool = True,
+        storage_device: str | None = "cpu",
+        on_new: Callable[[int], None] | None = None,
+    ) -> None:
+        self.allocator = allocator
+        self.events: list[tuple[int, int]] = []
+        self._text = text
+        self._storage_device = storage_device
+        self._record = record
+        self._on_new = on_new
+        self._live: dict[int, Watch] = {}
+        self._blocks = 0
+        self._undecided: tuple[Watch, weakref.ref[torch.UntypedStorage]] | None = None
+        """A summand and a sum of gradients that may take over its block; None if there is none."""
+
+    def blocks_of(self, tensor: Tensor) -> Iterator[int]:
+        """Yield the numbers of the blocks that a tensor holds: several if it wraps others, none uncounted."""
+        for storage in _storages_of(tensor):
+            watch = self._live.get(storage._cdata)
+            if watch is not None and watch.block != EMPTY:
+                yield watch.block
+
+    @contextmanager
+    def held(self, size: int, *, is_numbered: bool = False) -> Iterator[int]:
+        """Hold bytes within the block, as an operator does, and return their number.
+
+        With ``is_numbered`` they have a number although they are none, because their size differs elsewhere.
+        """
+        handle = self._allocate(size)
+        block = self._new_block(size, is_numbered=is_numbered)
+        try:
+            yield block
+        finally:
+            self.allocator.free(handle)
+            if self._record and block != EMPTY:
+                self.events.append((block, FREE))
+
+    def settle(self) -> None:
+        """Count a sum of gradients whose summand is still alive, so that it takes over no block."""
+        if self._undecided is not None:
+            storage = self._undecided[1]()
+            self._undecided = None
+            if storage is not None:
+                self._count_storage(storage)
+
+    def _count_tensor(self, tensor: Tensor) -> None:
+        if type(tensor) is Tensor and tensor.layout is torch.strided:
+            self._count_storage(tensor.untyped_storage())
+            return
+        for storage in _storages_of(tensor):
+            self._count_storage(storage)
+
+    def _count_storage(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage, unless it is counted already with its size."""
+        key = storage._cdata
+        known = self._live.get(key)
+        size = storage.nbytes()
+        if known is not None:
+            if known.size != size:
+                self._resize(known, size)
+        elif self._storage_device is None or storage.device.type == self._storage_device:
+            handle = self._allocate(size)
+            self._watch(storage, key, size, handle, self._new_block(size))
+
+    def _recount_tensor(self, tensor: Tensor) -> None:
+        """Count the new size of a counted storage that an operator resized in place.
+
+        An operator that changes a sparse tensor in place gives it new parts, which are counted.
+        """
+        for part in _parts(tensor):
+            self._count_tensor(part)
+        if self._watch_of(tensor) is not None:
+            self._recount_storage(tensor.untyped_storage())
+
+    def _recount_storage(self, storage: torch.UntypedStorage) -> None:
+        watch = self._live.get(storage._cdata)
+        if watch is not None and watch.size != storage.nbytes():
+            self._resize(watch, storage.nbytes())
+
+    def _recount_all(self) -> None:
+        for watch in list(self._live.values()):
+            storage = watch()
+            if storage is not None:
+                self._recount_storage(storage)
+
+    def _watch_of(self, tensor: Tensor) -> Watch | None:
+        try:
+            return self._live.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            return None
+
+    def _allocate(self, size: int) -> Any:
+        try:
+            return self.allocator.malloc(size)
+        except BudgetExceeded as error:
+            text = self._text(error)
+        # Raised here, the error has no context whose traceback would keep frames and tensors alive.
+        raise torch.OutOfMemoryError(text)
+
+    def _defer(self, summand: Tensor, out: Tensor) -> bool:
+        """Let ``out`` take over the block of ``summand`` if that dies before the next `settle`."""
+        watch = self._watch_of(summand)
+        storage = out.untyped_storage()
+        if watch is None or watch.size != storage.nbytes():
+            return False
+        self._undecided = (watch, weakref.ref(storage))
+        return True
+
+    def _take_over(self, summand: Watch) -> bool:
+        """Give the block of a dead summand to the sum, if it is that of the sum which is undecided."""
+        if self._undecided is None or self._undecided[0] is not summand:
+            return False
+        storage = self._undecided[1]()
+        self._undecided = None
+        if storage is None:
+            return False
+        self._watch(storage, storage._cdata, summand.size, summand.handle, summand.block)
+        return True
+
+    def _watch(self, storage: torch.UntypedStorage, key: int, size: int, handle: Any, block: int) -> None:
+        watch = Watch(storage, self._on_death)
+        watch.key, watch.size, watch.handle, watch.block = key, size, handle, block
+        self._live[key] = watch
+
+    def _new_block(self, size: int, *, is_numbered: bool = False) -> int:
+        """Number a block. An empty block takes no memory and gets no number, so numbers follow the events."""
+        if not size and not is_numbered:
+            return EMPTY
+        block = self._blocks
+        self._blocks += 1
+        if self._record:
+            self.events.append((block, size))
+        if self._on_new is not None:
+            self._on_new(block)
+        return block
+
+    def _resize(self, watch: Watch, size: int) -> None:
+        """Count a new size: like torch, take the new block before freeing the old one."""
+        handle = self._allocate(size)
+        block = self._new_block(size)
+        self._give_back(watch)
+        watch.handle, watch.size, watch.block = handle, size, block
+
+    def _on_death(self, watch: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(watch, Watch)
+        if self._live.get(watch.key) is watch:
+            del self._live[watch.key]
+            if not self._take_over(watch):
+                self._give_back(watch)
+
+    def _give_back(self, watch: Watch) -> None:
+        self.allocator.free(watch.handle)
+        if self._record and watch.size:
+            self.events.append((watch.block, FREE))
+
+    def _forget(self) -> None:
+        """Drop all entries, which also breaks the reference cycle through the callbacks."""
+        self._live.clear()
+        self._undecided = None
+
+
+def _storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages of a tensor: those of its parts if it is sparse or wraps others."""
+    flatten = None if type(tensor) is Tensor else getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        for name in flatten()[0]:
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):  # a part of a DTensor is its mesh
+                yield from _storages_of(part)
+        return
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        for part in _parts(tensor):
+            yield from _storages_of(part)
+        return
+    yield storage
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the parts of a tensor without a storage; none of an opaque tensor."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
+
+
 def _skip_frames(function: Callable[..., Any]) -> bool:
     """Keep ``torch.compile`` from compiling a function and what it calls; False if torch has no such rule."""
     try:
@@ -84,15 +310,10 @@ def _skip_frames(function: Callable[..., Any]) -> bool:
     return True
 
 
-class StorageTracker(TorchDispatchMode):
-    """A dispatch mode that counts storages, and enforces the allocator's limit on them.
+class StorageTracker(StorageTable, TorchDispatchMode):
+    """A dispatch mode that counts storages, and enforces the allocator's limit on them: a meter.
 
-    Args:
-        allocator: Allocator that the storages are counted in.
-        text: Returns the error message for a refusal.
-        record: Whether to keep the events for `trace`.
-        storage_device: Type of the device whose storages count; ``meta`` for fake tensors, None for all.
-        on_new: Called with the number of each block that is taken.
+    Its arguments are those of `StorageTable`.
     """
 
     supports_higher_order_operators = True
@@ -105,22 +326,10 @@ class StorageTracker(TorchDispatchMode):
         """
         return not _skip_frames(cls.__torch_dispatch__)
 
-    def __init__(
-        self,
-        allocator: Allocator,
-        *,
-        text: Callable[[BudgetExceeded], str] = str,
-        record: bool = True,
-        storage_device: str | None = "cpu",
-        on_new: Callable[[int], None] | None = None,
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._book = StorageTable(
-            allocator, text=text, storage_device=storage_device, record=record, on_new=on_new
-        )
-        self.allocator = allocator
-        self._record = record
-        self._checks_first = allocator.limit is not None and storage_device == "cpu"
+    def __init__(self, allocator: Allocator, **options: Any) -> None:
+        StorageTable.__init__(self, allocator, **options)
+        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        self._checks_first = allocator.limit is not None and self._storage_device == "cpu"
         self._kinds: dict[int, tuple[_Kind, Any]] = {}
         """Kinds by the identity of operators, whose own hash takes longer than the rest of a look-up."""
         self._marks: list[tuple[int, str]] = []
@@ -129,16 +338,12 @@ class StorageTracker(TorchDispatchMode):
     def __exit__(self, *error: object) -> None:
         """Leave the mode, and stop watching live storages."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._book.forget()
+        self._forget()
 
     def count(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that were made elsewhere, unless they are counted already.
-
-        Raises:
-            torch.OutOfMemoryError: They do not fit.
-        """
+        """Count tensors that were made elsewhere, unless they are counted already."""
         for tensor in tensors:
-            self._book.count(tensor)
+            self._count_tensor(tensor)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -150,26 +355,18 @@ class StorageTracker(TorchDispatchMode):
             self._aside = before
 
     def mark(self, phase: str) -> None:
-        """Record that a phase begins, and count storages that were resized without any operator.
+        """Record that a phase begins, and count storages that were resized without any operator."""
+        self.settle()
+        self._recount_all()
+        self._marks.append((len(self.events), phase))
 
-        Raises:
-            torch.OutOfMemoryError: One of them no longer fits.
-        """
-        self._book.settle()
-        self._book.check_all()
-        self._marks.append((len(self._book.events), phase))
-
-    def settle(self) -> None:
-        """Count the output that the last operator left undecided; see `_takes_over`."""
-        self._book.settle()
+    def stats(self) -> MemoryStats:
+        """Read the allocator."""
+        return self.allocator.stats()
 
     def trace(self) -> Trace | None:
         """Return the events so far; None if they are not recorded."""
-        return Trace(tuple(self._book.events), tuple(self._marks)) if self._record else None
-
-    def blocks_of(self, tensor: Tensor) -> Iterator[int]:
-        """Yield the numbers of the blocks that a tensor holds; none if it is not counted."""
-        yield from self._book.blocks_of(tensor)
+        return Trace(tuple(self.events), tuple(self._marks)) if self._record else None
 
     @contextmanager
     def noticing_resizes(self) -> Iterator[None]:
@@ -190,30 +387,9 @@ class StorageTracker(TorchDispatchMode):
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage that was resized without an operator.
-
-        Raises:
-            torch.OutOfMemoryError: It no longer fits.
-        """
+        """Count a storage that was resized without an operator."""
         if not self._aside:
-            self._book.check_storage(storage)
-
-    @property
-    def position(self) -> int:
-        """Number of events so far."""
-        return len(self._book.events)
-
-    def held(self, size: int, *, is_numbered: bool = False) -> AbstractContextManager[int]:
-        """Count memory that an operator holds within the block, and return its number.
-
-        Args:
-            size: In bytes.
-            is_numbered: Whether it has a number although it is empty.
-
-        Raises:
-            torch.OutOfMemoryError: It does not fit.
-        """
-        return self._book.held(size, is_numbered=is_numbered)
+            self._recount_storage(storage)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -228,8 +404,8 @@ class StorageTracker(TorchDispatchMode):
             return func(*args, **kwargs)
         if types and has_wrappers(types):
             return NotImplemented
-        if self._book.undecided is not None:
-            self._book.settle()
+        if self._undecided is not None:
+            self.settle()
         known = self._kinds.get(id(func))
         if known is None:
             known = self._kinds[id(func)] = (_kind_of(func), func)
@@ -252,7 +428,8 @@ class StorageTracker(TorchDispatchMode):
 
     def _note(self, out: Any, kind: _Kind) -> str | None:
         """Count the outputs. Return a refusal as text, so that no frame of its traceback keeps them alive."""
-        note = self._book.check if kind is _Kind.IN_PLACE or kind is _UPDATE else self._book.count
+        changes = kind is _Kind.IN_PLACE or kind is _UPDATE
+        note = self._recount_tensor if changes else self._count_tensor
         try:
             if isinstance(out, Tensor):
                 note(out)
@@ -270,7 +447,7 @@ class StorageTracker(TorchDispatchMode):
         room = (allocator.limit or 0) - allocator.allocated_bytes
         needed = output_bytes(func, args, kwargs, threshold=room)
         if needed > room:
-            allocator.free(self._book.allocate(needed))
+            allocator.free(self._allocate(needed))
 
     def _takes_over(self, args: tuple[Any, ...], out: Any) -> bool:
         """Return whether a sum of two gradients is counted later.
@@ -283,7 +460,7 @@ class StorageTracker(TorchDispatchMode):
             isinstance(args[0], Tensor)
             and isinstance(out, Tensor)
             and out.layout is torch.strided
-            and self._book.defer(args[0], out)
+            and self._defer(args[0], out)
         )
 
 
@@ -306,18 +483,3 @@ def _kind_of(func: Any) -> _Kind:
     if any(each.alias_info.is_write for each in schema.returns):
         return _Kind.IN_PLACE
     return _Kind.VIEW
-
-
-class StorageMeter(StorageTracker):  # type: ignore[no-untyped-call]
-    """A `autobatch.device.base.Meter` that counts storages and enforces the allocator's limit on them."""
-
-    def stats(self) -> MemoryStats:
-        """Read the allocator."""
-        allocator = self.allocator
-        return MemoryStats(
-            allocated_bytes=allocator.allocated_bytes,
-            reserved_bytes=allocator.reserved_bytes,
-            peak_allocated_bytes=allocator.peak_allocated_bytes,
-            peak_reserved_bytes=allocator.peak_reserved_bytes,
-            retries=allocator.retries,
-        )

@@ -133,7 +133,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
 
     def bookmark(self) -> tuple[int, int]:
         """Return the number of events and of marks so far."""
-        return self.position, len(self._marks)
+        return len(self.events), len(self._marks)
 
     def repeat(self, since: tuple[int, int]) -> bool:
         """Record everything since a `bookmark` once more without running it.
@@ -222,7 +222,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         if func in _PRODUCTS:
             is_backward = torch._C._current_graph_task_id() >= 0
             is_fused = func is aten.addmm.default and adds_bias_in_product(*args[:3], **(kwargs or {}))
-            self._products.append(Product(self.position, is_backward, is_fused))
+            self._products.append(Product(len(self.events), is_backward, is_fused))
         if func is _RECURRENT:
             out = (*out[:3], self._workspace(args))
         if func is _CHECK:

@@ -12,7 +12,7 @@ from autobatch.core.units import KiB, MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
-from autobatch.device.allocator.tracker import StorageMeter, StorageTracker
+from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.footprint.program import Program
 
 F32 = 4
@@ -21,11 +21,11 @@ F32 = 4
 pytestmark = pytest.mark.usefixtures("no_garbage_collection")
 
 
-def tracker(limit: int | None = None, **options) -> StorageMeter:
-    return StorageMeter(CountingAllocator(limit), **options)
+def tracker(limit: int | None = None, **options) -> StorageTracker:
+    return StorageTracker(CountingAllocator(limit), **options)
 
 
-def held(meter: StorageMeter) -> int:
+def held(meter: StorageTracker) -> int:
     return meter.stats().allocated_bytes
 
 
@@ -296,7 +296,7 @@ class Step:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
         self.recompute = recompute
 
-    def __call__(self, meter: StorageMeter, batch: int) -> None:
+    def __call__(self, meter: StorageTracker, batch: int) -> None:
         meter.mark("forward")
         x = torch.ones(batch, 64)
         x = checkpoint(self.model, x, use_reentrant=False) if self.recompute else self.model(x)
@@ -324,7 +324,7 @@ def test_errors_from_every_phase_leave_the_count_at_the_baseline(recompute, cach
     phases = []
     for share in range(1, 15):
         limit = peak * share // 12 + (4 * MiB if caching else 0)
-        with StorageMeter(CachingAllocator(limit) if caching else CountingAllocator(limit)) as meter:
+        with StorageTracker(CachingAllocator(limit) if caching else CountingAllocator(limit)) as meter:
             meter.count(step.tensors())
             base = held(meter)
             phase = None
@@ -388,7 +388,7 @@ def test_the_mode_changes_no_result():
         step = Step()
         with tracker() if counted else torch.enable_grad() as meter:
             for _ in range(3):
-                step(meter if counted else StorageMeter(CountingAllocator()), 16)
+                step(meter if counted else StorageTracker(CountingAllocator()), 16)
         results.append([p.detach().clone() for p in step.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -424,14 +424,14 @@ def test_after_the_session_nothing_is_watched():
         meter.mark("setup")
     del x
     assert meter.trace().events == ((0, 400),)
-    assert StorageMeter(CountingAllocator(), record=False).trace() is None
+    assert StorageTracker(CountingAllocator(), record=False).trace() is None
 
 
 def test_a_compiled_model_under_the_tracker_compiles_nothing() -> None:
     """torch leaves the model alone under a mode. It compiled the tracker instead, for seconds."""
     model = torch.compile(nn.Linear(4, 4), backend="eager")
     torch._dynamo.utils.counters.clear()
-    with StorageMeter(CountingAllocator(None)) as meter:
+    with StorageTracker(CountingAllocator(None)) as meter:
         for size in (2, 3):
             model(torch.ones(size, 4)).sum().backward()
         assert meter.stats().peak_allocated_bytes > 0

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from autobatch import InputError, Workload
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
-from autobatch.device.allocator.tracker import StorageMeter
+from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.distributed.sharding import model as sharding_model
 from autobatch.distributed.sharding.build import fake_ranks, sharding_alone
 from autobatch.distributed.sharding.layout import ShardLayout
@@ -171,7 +171,7 @@ def alone(name: str, case: Case, world: int) -> tuple[int, float]:
     setup = replace(
         make_setup(WORKLOADS[name]()), precision=case.precision, sharding=sharding_alone(layout, "cpu")
     )
-    meter = StorageMeter(CountingAllocator())
+    meter = StorageTracker(CountingAllocator())
     with meter, meter.noticing_resizes(), on_copies(setup, meter) as train_state:
         for count in case.steps:
             batches = ((setup.worst_case.batch(case.micro_batch), case.micro_batch) for _ in range(count))

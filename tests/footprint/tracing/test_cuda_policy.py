@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.tracker import StorageMeter
+from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.footprint.tracing import cuda_policy as policy
 from autobatch.footprint.tracing.cuda_policy import cuda_policy, missing_parts, prefer_foreach
 
@@ -144,7 +144,7 @@ def test_a_part_that_torch_lacks_is_named(monkeypatch):
 def test_rms_norm_keeps_its_input_and_a_number_per_row() -> None:
     x = torch.randn(6, 10, requires_grad=True)
     weight = torch.ones(10, requires_grad=True)
-    with cuda_policy((8, 0)), StorageMeter(CountingAllocator()) as meter:
+    with cuda_policy((8, 0)), StorageTracker(CountingAllocator()) as meter:
         out = F.rms_norm(x, (10,), weight)
         assert meter.allocator.allocated_bytes - out.untyped_storage().nbytes() == 6 * 4
         out.sum().backward()
