@@ -57,7 +57,7 @@ def test_segments_count_against_the_budget():
     assert replay(trace, device.new_allocator()).peak_reserved_bytes == 22 * MiB
 
 
-def test_cached_segments_are_reused_and_freed():
+def test_cached_segments_are_reused_and_freed_in_training_whose_limit_is_on():
     device = SimulatedDevice(gpu(), 64 * MiB)
     with device.training() as meter:
         for _ in range(3):
@@ -70,6 +70,8 @@ def test_cached_segments_are_reused_and_freed():
         device.release()
         assert meter.stats().reserved_bytes == 0
         assert meter.trace() is None
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.zeros(65 * MiB, dtype=torch.uint8)
     with device.enforced() as meter:
         assert meter.stats().peak_reserved_bytes == 0
     device.release()
@@ -85,20 +87,15 @@ def test_the_text_tells_fragmentation_as_that_of_cuda():
     assert is_fragmented(caught.value)
 
 
-def test_the_limit_is_on_in_training():
-    device = SimulatedDevice(gpu(), 64 * MiB)
-    with device.training(), pytest.raises(torch.OutOfMemoryError):
-        torch.zeros(65 * MiB, dtype=torch.uint8)
-
-
 def test_expandable_segments_reserve_less():
+    fixed = SimulatedDevice(gpu(), 128 * MiB)
     reserved = []
-    for expandable in (False, True):
-        device = SimulatedDevice(gpu(), 128 * MiB, expandable_segments=expandable)
+    for device in (fixed, fixed.expandable()):
         with device.enforced() as meter:
             torch.zeros(40 * MiB, dtype=torch.uint8)
             torch.zeros(42 * MiB, dtype=torch.uint8)
             reserved.append(meter.stats().peak_reserved_bytes)
+        assert (device.why_not_expandable() is None) is (device is fixed)
     assert reserved == [82 * MiB, 60 * MiB]
 
 
@@ -106,11 +103,6 @@ def test_the_record_of_the_device():
     device = SimulatedDevice(gpu(), "1GiB")
     record = device.describe()
     assert (record.kind, record.name) == ("sim", "Made-up 9000 (simulated)")
-    assert (record.total_bytes, record.budget_bytes) == (24 * GiB, GiB)
-    assert (device.kind, device.torch_device) == ("sim", torch.device("cpu"))
-
-
-def test_a_simulated_gpu_offers_no_compiler():
-    assert SimulatedDevice(gpu()).compiler_missing() == (
-        "torch compiles nothing while the memory of a simulated GPU is counted"
-    )
+    assert (record.total_bytes, record.budget_bytes, record.other_processes_bytes) == (24 * GiB, GiB, 0)
+    assert device.torch_device == torch.device("cpu")
+    assert device.compiler_missing() is not None
