@@ -289,15 +289,12 @@ def nearest_even_targets(target_batch: int, world_size: int, limit: int) -> list
     return [above] if below is None else [below, above]
 
 
-def even_split_note(
-    plan: Plan, limit: int | None = None, *, instead: str = "autobatch.batches splits any batch"
-) -> str | None:
+def even_split_note(plan: Plan, limit: int | None = None) -> str | None:
     """Return a remark if equal micro-batches are at most half of what fits; None if they are not.
 
     Args:
         plan: the plan.
         limit: the largest micro-batch that fits, in samples; None for that of the plan.
-        instead: what takes this target batch in fewer steps.
     """
     limit = plan.micro_batch if limit is None else limit
     size, steps = even_split(plan)
@@ -308,7 +305,7 @@ def even_split_note(
     return (
         f"a target batch of {plan.target_batch} splits into equal micro-batches of {size} in {steps} "
         f"accumulation steps at most, although {limit} samples fit: a target batch of {near} needs fewer "
-        f"steps, and {instead}"
+        "steps, and autobatch.batches splits any batch"
     )
 
 

@@ -59,18 +59,16 @@ demo.
   autobatch COMMAND --help-all    every option
   autobatch --version
 """
-RUNNING = ("fit", "plan", "probe", "tune", "estimate")
-OTHER = ("profiles", "doctor", "report", "compare")
 OVER_RANKS = ("fit", "plan", "probe", "tune")
 """Commands that several processes may run."""
+RUNNING = (*OVER_RANKS, "estimate")
+OTHER = ("profiles", "doctor", "report", "compare")
 PARTS: dict[str, tuple[str, ...]] = {
-    "fit": (),
     "plan": ("device", "probe", "plan", "profile", "report"),
     "probe": ("device", "probe"),
     "tune": ("device", "probe", "plan", "tuning", "profile", "report"),
-    "estimate": (),
 }
-"""Parts of the JSON of a command; empty for all."""
+"""Parts of the JSON of a command; other commands print all of them."""
 COMMON_CODES = (2, 3, 130, 143)
 """Exit codes of failures that every rank has before the ranks meet: rank 0 alone reports them."""
 
@@ -116,7 +114,7 @@ def run(arguments: list[str]) -> int:
 
 def _guarded(name: str, arguments: list[str]) -> int:
     """Run a command; turn an exception into one line, an exit code and, if it is unexpected, a log."""
-    from autobatch.distributed.launch import open_ranks, refuse_ranks
+    from autobatch.distributed.launch import open_ranks, refuse_ranks, start_ranks
     from autobatch.distributed.ranks import Ranks, read_launch
 
     log = RunLog(shlex.join(["autobatch", name, *arguments]))
@@ -127,7 +125,11 @@ def _guarded(name: str, arguments: list[str]) -> int:
             refuse_ranks(os.environ, name)
             ranks = Ranks()
         if name in OTHER:
-            return _run_other(name, arguments)
+            from autobatch.cli.commands import answer
+
+            text = answer(name, arguments)
+            # JSON escapes control characters by its own rules.
+            return _write(text if "--json" in arguments else printable_lines(text))
         from autobatch.cli.parser import parse
 
         try:
@@ -138,7 +140,10 @@ def _guarded(name: str, arguments: list[str]) -> int:
         count = options.ranks.ranks if name in OVER_RANKS else None
         with raise_on_termination():
             if count is not None and count > 1 and read_launch(os.environ) is None:
-                return _start_ranks([name, *arguments], count)
+                ended = start_ranks([name, *arguments], count)
+                if ended.line is not None:
+                    print_error(ended.line)
+                return ended.code
             if name == "plan" and "RANK" not in os.environ:
                 ranks = Ranks()  # WORLD_SIZE alone asks for a plan for another launcher
             ranks = ranks or open_ranks(os.environ)
@@ -194,7 +199,7 @@ def run_workload(command: Command) -> int:
     if as_json:
         import msgspec
 
-        return _write(msgspec.json.encode(result.to_json(*PARTS[command.name])).decode())
+        return _write(msgspec.json.encode(result.to_json(*PARTS.get(command.name, ()))).decode())
     return 0 if stream.failure is None else undelivered_code(stream.failure)
 
 
@@ -232,24 +237,6 @@ def _result_of(command: Command, stream: SafeStream) -> Result | Estimates:
         result = run(command.call(progress=terminal, child=child))
         terminal.finish(result)
     return result
-
-
-def _start_ranks(words: list[str], count: int) -> int:
-    """Run a command in several ranks; rank 0 prints, and this process reports a rank that a signal ended."""
-    from autobatch.distributed.launch import start_ranks
-
-    ended = start_ranks(words, count)
-    if ended.line is not None:
-        print_error(ended.line)
-    return ended.code
-
-
-def _run_other(name: str, arguments: list[str]) -> int:
-    from autobatch.cli.commands import answer
-
-    text = answer(name, arguments)
-    # JSON escapes control characters by its own rules.
-    return _write(text if "--json" in arguments else printable_lines(text))
 
 
 def _write(text: str) -> int:

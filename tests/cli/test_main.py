@@ -167,4 +167,3 @@ def test_json_is_all_of_standard_output_and_a_wrong_reference_is_refused_before_
     assert "t4" in err
     assert cli.run(["estimate", "nowhere.py"]) == 2
     assert "there is no file nowhere.py" in capsys.readouterr().err
-    assert set(cli.PARTS) == set(cli.RUNNING)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,8 @@ from typing import Any
 import pytest
 
 from autobatch import InputError
-from autobatch.cli.output import RunLog, SafeStream, Terminated, describe_failure, reserve_stdout
+from autobatch.cli.main import run
+from autobatch.cli.output import SafeStream, Terminated, describe_failure
 from tests.support.commandline import SMALL
 
 PARTS: dict[str, str] = {
@@ -38,7 +37,7 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "schedule=lambda *_: None",
-        "Workload(schedule=…) must return a schedule of torch.optim, found nothing (None)",
+        "Workload(schedule=…) must return a schedule of torch.optim",
     ),
     ("loss=lambda model, batch: model(batch[0])", "must return a 0-d tensor or a Loss, found a tensor of"),
     ("loss=lambda model, batch: 3.0", "must return a 0-d tensor or a Loss, found a float"),
@@ -86,14 +85,9 @@ def test_an_error_in_the_workload_names_its_part_and_its_line(part: str, tmp_pat
     with pytest.raises(OSError, match="mine") as found:
         small_fit(tmp_path, PARTS[part])
     report = describe_failure(found.value)
-    number = (
-        (tmp_path / "train.py")
-        .read_text()[: (tmp_path / "train.py").read_text().index("  # here")]
-        .count("\n")
-    )
-    place = f"{tmp_path / 'train.py'}:{number + 1}"
-    whose = "train_data[0]" if part == "data" else part
-    assert report.line == f"the workload's {whose} raised OSError: [Errno 5] mine ({place})"
+    line = (tmp_path / "train.py").read_text().partition("  # here")[0].count("\n") + 1
+    place = f"{tmp_path / 'train.py'}:{line}"
+    assert report.line == f"the workload's {part} raised OSError: [Errno 5] mine ({place})"
     assert (report.exit_code, report.is_logged) == (2, True)
 
 
@@ -106,6 +100,11 @@ def test_an_invalid_workload_is_one_line(fields: str, said: str, tmp_path: Path)
     assert said in report.line
     assert report.exit_code == 2
     assert "\n" not in report.line
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
 
 
 @pytest.mark.parametrize(
@@ -123,6 +122,12 @@ def test_an_invalid_workload_is_one_line(fields: str, said: str, tmp_path: Path)
             3,
             "out of memory where nothing smaller can be tried: ",
         ),
+        (InputError("\x1b[31mred\x9b2J" + "x" * 100_000), 2, r"\x1b[31mred\x9b2J"),
+        (RuntimeError("\x1b]0;title\x07"), 1, r"unexpected RuntimeError: \x1b]0;title\x07; this is a bug"),
+        (RuntimeError("x" * 100_000), 1, "unexpected RuntimeError: xxx"),
+        (Silent(), 1, "unexpected Silent: ; this is a bug in autobatch, please report it"),
+        (OSError(28, "No space left\x1b[31m", "a\nb\x1b"), 1, r"a b\x1b: No space left\x1b[31m"),
+        (SystemExit("\x1b" + "x" * 100_000), 2, "the workload called sys.exit('"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -130,7 +135,9 @@ def test_every_failure_has_its_message_and_exit_code(error: BaseException, code:
     report = describe_failure(error)
     assert report.exit_code == code
     assert report.line.startswith(said)
-    assert report.is_logged == (code < 100)
+    assert report.is_logged == (code < 100 and not isinstance(error, InputError))
+    assert report.line.isprintable()
+    assert len(report.line) <= 2000
 
 
 def test_an_interruption_names_what_it_left_behind(tmp_path: Path) -> None:
@@ -140,62 +147,29 @@ def test_an_interruption_names_what_it_left_behind(tmp_path: Path) -> None:
     assert kept.line == f"interrupted; earlier checkpoints are intact: {tmp_path / 'checkpoints'}"
 
 
-def test_the_log_is_in_the_folder_of_the_run_or_the_data_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("a_path_of_its_own")
+def test_the_log_of_a_failure_is_in_the_data_directory_if_it_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "broken.py").write_text("def workload():\n    raise ValueError('mine')\n")
+    words = ["estimate", str(tmp_path / "broken.py"), "--profile", "t4"]
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "home"))
-    log = RunLog("autobatch fit")
-    at_home = log.write(ValueError("first"))
-    assert at_home is not None
-    assert at_home.parent == tmp_path / "home" / "logs"
-    assert "autobatch fit" in at_home.read_text()
-    assert "ValueError: first" in at_home.read_text()
-    log.enter(tmp_path / "run")
-    for text in ("second", "third"):
-        assert log.write(ValueError(text)) == tmp_path / "run" / "run.log"
-    assert (tmp_path / "run" / "run.log").read_text().count("ValueError: ") == 2
-    (tmp_path / "file").write_text("")
-    log.enter(tmp_path / "file")
-    found = log.write(ValueError("fourth"))
-    assert found is not None
-    assert found.parent == at_home.parent
+    assert run(words) == 2
+    (log,) = (tmp_path / "home" / "logs").iterdir()
+    assert capsys.readouterr().err.endswith(f"; full traceback: {log}\n")
+    assert "ValueError: mine" in log.read_text()
+    assert log.read_text().splitlines()[0].endswith(f"autobatch estimate {words[1]} --profile t4")
+    (tmp_path / "file").touch()
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "file"))
-    assert log.write(ValueError("fifth")) is None
-
-
-class Silent(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (InputError("\x1b[31mred\x9b2J"), r"\x1b[31mred\x9b2J"),
-        (InputError("x" * 100_000), "xxx … xxx"),
-        (RuntimeError("\x1b]0;title\x07"), r"unexpected RuntimeError: \x1b]0;title\x07; this is a bug"),
-        (RuntimeError("x" * 100_000), "; this is a bug in autobatch, please report it"),
-        (Silent(), "unexpected Silent: ; this is a bug"),
-        (OSError(28, "No space left\x1b[31m", "a\nb\x1b"), r"a b\x1b: No space left\x1b[31m"),
-        (SystemExit("\x1b" + "x" * 100_000), "the workload called sys.exit('"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_message_is_one_short_line_without_control_characters(error: BaseException, said: str) -> None:
-    line = describe_failure(error).line
-    assert said in line
-    assert line.isprintable()
-    assert len(line) <= 2000
+    assert run(words) == 2
+    assert capsys.readouterr().err.endswith("; for the traceback add --verbose\n")
 
 
 class Breaking(io.StringIO):
-    """A stream that fails from the second write on."""
+    """A stream that fails from the second write on, or at a flush."""
 
     encoding = "utf-8"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.writes = 0
+    writes = 0
 
     def write(self, text: str) -> int:
         self.writes += 1
@@ -203,52 +177,20 @@ class Breaking(io.StringIO):
             raise BrokenPipeError(32, "Broken pipe")
         return super().write(text)
 
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
 
-def test_text_after_a_failure_is_dropped_and_the_failure_is_kept() -> None:
+
+def test_text_after_a_failure_is_dropped_and_the_first_failure_is_kept() -> None:
     inner = Breaking()
     stream = SafeStream(inner)
     assert [stream.write(text) for text in ("one", "two", "three")] == [3, 3, 5]
     stream.flush()
-    assert inner.getvalue() == "one"
-    assert inner.writes == 2, "nothing is tried after the failure"
+    assert (inner.getvalue(), inner.writes) == ("one", 2), "nothing is tried after the failure"
     assert isinstance(stream.failure, BrokenPipeError)
-
-
-def test_a_flush_that_fails_is_kept_too_and_all_else_is_that_of_the_stream(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fails() -> None:
-        raise OSError(28, "No space left on device")
-
-    inner = Breaking()
-    stream = SafeStream(inner)
-    monkeypatch.setattr(inner, "flush", fails)
-    stream.flush()
-    assert stream.failure is not None
-    assert stream.failure.errno == 28
-    assert stream.write("dropped") == 7
-    assert inner.getvalue() == ""
-    assert (stream.isatty(), stream.encoding) == (False, "utf-8")
-
-
-MIXED = """
-import os, subprocess
-from autobatch.cli.output import reserve_stdout
-with reserve_stdout():
-    print("python", flush=True)
-    os.write(1, b"system\\n")
-    subprocess.run(["echo", "child"], check=True)
-print("after")
-"""
-
-
-def test_all_output_goes_to_standard_error_within_the_block() -> None:
-    done = subprocess.run([sys.executable, "-c", MIXED], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("after\n", "python\nsystem\nchild\n")
-
-
-def test_captured_output_is_redirected_as_well(capsys: pytest.CaptureFixture[str]) -> None:
-    with contextlib.redirect_stdout(io.StringIO()) as captured, reserve_stdout():
-        sys.stdout.write("text")
-    assert captured.getvalue() == ""
-    assert capsys.readouterr().err == "text"
+    full = SafeStream(Breaking())
+    full.flush()
+    assert full.failure is not None
+    assert full.failure.errno == 28
+    assert full.write("dropped") == 7
+    assert (full.isatty(), full.encoding) == (False, "utf-8")

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autobatch import InputError
-from autobatch.core.check_options import options_from
-from autobatch.core.knobs import (
-    KNOBS,
-    TuningContext,
-    applicable,
-    defaults,
-    memory_signature,
-    numeric_signature,
-    parse_knobs,
-)
+from autobatch.core.knobs import TuningContext, applicable, memory_signature, numeric_signature
 
 GPU = TuningContext(
     precisions=("bf16", "fp32"),
@@ -41,30 +31,26 @@ BARE = TuningContext(
 )
 
 
-def test_every_knob_has_an_effect_and_a_default() -> None:
-    axes, notes = applicable(GPU, [knob.name for knob in KNOBS])
-    assert [axis.name for axis in axes] == [knob.name for knob in KNOBS]
-    assert not notes
-    assert all(knob.effect and knob.why_not(BARE) for knob in KNOBS)
-    assert defaults(axes) == {
-        "micro_batch_shift": 0,
-        "precision": "bf16",
-        "checkpointing": "none",
-        "compile": "off",
-        "channels_last": False,
-        "optimizer": "default",
-        "loader_workers": 0,
-        "prefetch": 2,
-        "pin_memory": True,
-        "expandable_segments": False,
-    }
+DEFAULTS = {
+    "micro_batch_shift": 0,
+    "precision": "bf16",
+    "checkpointing": "none",
+    "compile": "off",
+    "channels_last": False,
+    "optimizer": "default",
+    "loader_workers": 0,
+    "prefetch": 2,
+    "pin_memory": True,
+    "expandable_segments": False,
+}
 
 
-def test_no_knob_applies_without_a_choice() -> None:
+def test_every_knob_begins_with_its_default_and_none_applies_without_a_choice() -> None:
+    axes, notes = applicable(GPU, list(DEFAULTS))
+    assert ({axis.name: axis.choices[0] for axis in axes}, notes) == (DEFAULTS, [])
     assert applicable(BARE) == ([], [])
-    axes, notes = applicable(BARE, [knob.name for knob in KNOBS])
-    assert not axes
-    assert len(notes) == len(KNOBS)
+    axes, notes = applicable(BARE, list(DEFAULTS))
+    assert (axes, len(notes)) == ([], len(DEFAULTS))
     assert "compile is not tuned: no compiler" in notes
 
 
@@ -88,10 +74,9 @@ def test_the_micro_batch_is_halved_down_to_one_sample_and_no_further(
 
 
 def test_knobs_that_change_memory_and_knobs_that_change_numbers() -> None:
-    values = defaults(applicable(GPU)[0])
-    assert set(memory_signature(values)) == set(values) - {"micro_batch_shift", "loader_workers"}
-    elsewhere = {"micro_batch_shift", "loader_workers", "expandable_segments"}
-    assert set(numeric_signature(values)) == set(values) - elsewhere
+    feed = {"micro_batch_shift", "loader_workers", "prefetch", "pin_memory"}
+    assert set(memory_signature(DEFAULTS)) == set(DEFAULTS) - feed
+    assert set(numeric_signature(DEFAULTS)) == set(DEFAULTS) - feed - {"expandable_segments"}
 
 
 @pytest.mark.parametrize(("cores", "choices"), [(1, []), (2, [0, 2]), (7, [0, 2, 4]), (96, [0, 2, 4, 8, 16])])
@@ -115,21 +100,3 @@ def test_the_feed_of_workers_is_tuned_only_by_name_and_with_workers() -> None:
     assert [axis.name for axis in applicable(GPU, names)[0]] == names
     assert [axis.name for axis in applicable(GPU._replace(reads_pinned_memory=False), names)[0]] == names[:1]
     assert applicable(BARE, names)[0] == []
-
-
-def test_names_may_have_hyphens_and_spaces() -> None:
-    assert parse_knobs("precision, channels-last,precision") == ["precision", "channels_last"]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("precison", "there is no knob 'precison'; did you mean precision"),
-        ("", "there is no knob ''; there are: micro_batch_shift, precision"),
-    ],
-)
-def test_unknown_names_are_refused(text: str, said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        parse_knobs(text)
-    with pytest.raises(InputError, match=r"^knobs: "):
-        options_from("tune", {"target_batch": 4, "knobs": text})

@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from autobatch.core.signals import STOPPING, handle_signals, hold_back_signals, stop_on_signals
+from autobatch.core.signals import hold_back_signals, stop_on_signals
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def ending_of(body: Callable[[], None]) -> int:
@@ -37,12 +39,15 @@ def test_the_same_signal_within_a_moment_is_the_same_request() -> None:
 
 
 def test_a_second_signal_does_at_once_what_it_does_outside_of_training() -> None:
-    # A shell lets what it starts in the background ignore SIGINT.
-    with handle_signals([signal.SIGINT], signal.default_int_handler), stop_on_signals() as request:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert request.signal_number == signal.SIGTERM
-        with pytest.raises(KeyboardInterrupt):
+    def body() -> None:
+        # A shell lets what it starts in the background ignore SIGINT.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        with stop_on_signals() as request:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert request.signal_number == signal.SIGTERM
             os.kill(os.getpid(), signal.SIGINT)
+
+    assert ending_of(body) == signal.SIGINT
 
 
 @pytest.mark.parametrize("number", STOPPING)
