@@ -19,11 +19,10 @@ from autobatch.estimates.estimator import estimate_limits
 from autobatch.footprint.fit import footprint
 from autobatch.footprint.tracing.trace_step import record
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
-from autobatch.setup.setup import describe_setup, open_setup
+from autobatch.setup.setup import open_setup
 from tests.support.options import as_options
 from tests.support.probes import WIDTH, probed, vectors, work
 from tests.support.step_workloads import WORKLOADS, setting, setup
-from tests.support.trials import trial_setup
 
 WIDE = 512
 
@@ -46,27 +45,6 @@ LOSS = WholeBatchLoss(represent=represent, loss=info_nce)
 
 def contrastive(**fields: Any) -> Workload:
     return work(wide, **{"loss": LOSS, **fields})
-
-
-def counted(seen: list[int]) -> WholeBatchLoss:
-    """Writes down how many rows the loss sees."""
-
-    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-        seen.append(len(rows))
-        return info_nce(model, rows)
-
-    return replace(LOSS, loss=loss)
-
-
-@pytest.mark.parametrize(
-    ("whole_batch", "micro_batch", "expected"),
-    [(20, 3, [20] * 3), (20, 15, [20] * 3), (20, 20, [20] * 3), (None, 3, [3, 6, 6])],
-)
-def test_the_loss_of_an_attempt_sees_as_many_rows_as_that_of_the_training(whole_batch, micro_batch, expected):
-    seen: list[int] = []
-    made = replace(trial_setup(loss=counted(seen)), whole_batch=whole_batch)
-    assert attempt(made, micro_batch).attempt.fits
-    assert seen == expected
 
 
 @pytest.mark.parametrize("whole_batch", [None, 30])
@@ -110,11 +88,6 @@ def test_what_fitted_is_remembered_by_target_batch() -> None:
     assert plan_of(contrastive(), 100, 800 * KiB).probe.source == "search"
     assert plan_of(contrastive(), 100, 800 * KiB).probe.source.startswith("saved")
     assert plan_of(contrastive(), 128, 800 * KiB).probe.source == "search"
-
-
-def key(workload: Workload, **options: Any) -> dict[str, Any]:
-    asked = {"device": "cpu", "memory_budget": "1MiB", "target_batch": 64} | options
-    return describe_setup(open_setup(workload, Options().with_values(**asked))).key
 
 
 def test_without_a_target_batch_a_note_says_what_was_taken_for_it() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +53,7 @@ def test_the_answer_is_close_to_the_best_and_compared_with_the_default(seed: int
     # A change that gains nothing is left out, so the best runs again without each of its changes.
     best = max(found.history, key=lambda one: one.relative or 0.0).parameters
     assert all(best | {name: value} in measure.asked for name, value in DEFAULT.items())
-
-
-def test_the_same_seed_gives_the_same_answer() -> None:
-    one, other = (search(trials=5, seed=3).tuning for _ in range(2))
-    assert (one.best, one.comparisons) == (other.best, other.comparisons)
-    assert [trial.parameters for trial in one.history] == [trial.parameters for trial in other.history]
+    assert search(trials=14, seed=seed).tuning.comparisons == found.comparisons, "of the same seed"
 
 
 def test_a_small_space_is_tried_completely() -> None:
@@ -143,22 +137,6 @@ def test_the_search_takes_at_most_half_of_the_time_that_the_run_takes(run_sample
     stopped = [note for note in found.notes if "cannot pay back" in note]
     assert [f"stopped tuning after {trials} of 4 trials" in note for note in stopped] == [True] * (trials < 4)
     assert (found.seconds, found.sampler_seconds) == (now[0], 0.0)
-
-
-def test_two_searches_of_one_machine_choose_alike() -> None:
-    """Only the precision matters; the other knobs gain nothing, and the noise is 2 %."""
-    chosen = []
-    for seed in range(5):
-        draw = random.Random(seed)
-
-        def measure(values: Configuration, draw: random.Random = draw) -> Measurement:
-            gain = 0.4 * (values["precision"] == "bf16") - 0.3 * (values["checkpointing"] == "full")
-            gain -= 0.3 * int(values["micro_batch_shift"] or 0)
-            return Measurement(1000 * math.exp(gain + draw.gauss(0, 0.02)), 64)
-
-        best = search(measure, trials=10, seed=seed).tuning.best
-        chosen.append({name for name, value in best.items() if value != DEFAULT[name]})
-    assert chosen.count({"precision"}) >= 4, chosen
 
 
 def test_the_default_is_measured_first_and_again_every_few_trials() -> None:

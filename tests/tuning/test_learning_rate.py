@@ -7,18 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from optuna.trial import TrialState
 from torch import nn
 
-from autobatch.core.options import Options
-from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.planning import make_plan
-from autobatch.setup.session import open_process
-from autobatch.tuning.learning_rate import REACH, LrTrialResult, LrTrialSpec, ShortRuns, result_of
-from tests.support.commandline import SMALL
+from autobatch.tuning.learning_rate import REACH, LrTrialResult, result_of
 from tests.support.short_runs import (
     STEPS,
     Curves,
@@ -31,7 +25,6 @@ from tests.support.short_runs import (
     stored_trials,
     task_of,
 )
-from tests.support.trials import setup_of, signed, simulated_gpu
 from tests.support.untouched import fingerprint, with_gradients
 
 
@@ -199,40 +192,3 @@ def test_the_figure_is_the_mean_over_the_counted_items_of_the_last_quarter() -> 
     uncounted = [(math.nan, 0.0), (5.0, 2.0), *steps[:4], (math.nan, 0.0), (1.0, 1.0)]
     assert result_of(0.1, uncounted) == LrTrialResult(0.1, 1.0, 5.0, None)
     assert result_of(0.1, steps[:3], "gone") == LrTrialResult(0.1, None, 8.0, "gone")
-
-
-@pytest.mark.parametrize("expandable", [False, True])
-def test_short_runs_use_the_expandable_segments_of_the_plan(
-    tmp_path: Path, allocators: list[CachingAllocator], expandable: bool
-) -> None:
-    made = setup_of(signed(set()), simulated_gpu(tmp_path, "1GiB"))
-    knobs = {"expandable_segments": True} if expandable else {}
-    plan = make_plan(target_batch=8, micro_batch_limit=4, learning_rate=0.1)
-    task = LrTrialSpec(msgspec.structs.replace(plan, knobs=knobs), steps=4)
-    assert run_in(made, task).failure is None
-    assert {one.config.expandable_segments for one in allocators} == {expandable}
-
-
-CRASHES = """
-import ctypes
-def crashing(params, learning_rate):
-    if learning_rate > 0.015:
-        ctypes.string_at(0)
-    return torch.optim.SGD(params, lr=learning_rate)
-def workload():
-    return small(optimizer=crashing)
-"""
-
-
-@pytest.mark.usefixtures("warm_children")
-def test_a_run_that_crashes_its_process_is_infeasible_and_the_next_one_runs(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(f"{SMALL}\n{CRASHES}\n")
-    task = LrTrialSpec(make_plan(target_batch=32, micro_batch_limit=8, learning_rate=0.01), steps=4)
-    settings = Options().with_values(device="cpu", memory_budget="64MiB")
-    with open_process(f"{path}:workload", settings, isolated=True) as child:
-        runs = ShortRuns(child, task)
-        first = runs(0.01, 0)
-        assert (first.failure, first.rate) == (None, 0.01)
-        assert "(SIGSEGV)" in (runs(0.02, 0).failure or "")
-        assert runs(0.01, 0) == first

@@ -14,12 +14,12 @@ from torch import nn
 import autobatch
 from autobatch.core.knobs import LOADER_WORKERS, applicable
 from autobatch.core.options import Options
-from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.host import usable_cores
-from autobatch.planning import micro_batches
+from autobatch.planning import make_plan, micro_batches
 from autobatch.setup.attempt import attempt
 from autobatch.setup.session import ThisProcess, open_process
 from autobatch.setup.setup import with_knobs
+from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns
 from autobatch.tuning.trial import TrialResults, Trials
 from autobatch.workload.rng import capture_random_state
 from tests.support.commandline import SMALL
@@ -204,13 +204,17 @@ def crashing(model, batch):
     if torch.is_autocast_enabled("cpu"):
         ctypes.string_at(0)
     return loss(model, batch)
+def crashing_too(params, learning_rate):
+    if learning_rate == 1e6:
+        ctypes.string_at(0)
+    return torch.optim.SGD(params, lr=learning_rate)
 def workload():
-    return small(train_data=Random(), loss=crashing)
+    return small(train_data=Random(), loss=crashing, optimizer=crashing_too)
 """
 
 
 @pytest.mark.usefixtures("warm_children")
-def test_a_child_runs_trials_with_workers_and_one_that_crashes_it_is_infeasible(tmp_path: Path) -> None:
+def test_a_child_runs_trials_and_short_runs_and_one_that_crashes_it_is_infeasible(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(f"{SMALL}\n{CRASHES}\n")
     defaults = {**LOADING, "precision": "fp32"}
@@ -219,8 +223,12 @@ def test_a_child_runs_trials_with_workers_and_one_that_crashes_it_is_infeasible(
     with open_process(f"{path}:workload", settings, isolated=True) as child:
         crashed = Trials(child, task).measure({**defaults, "precision": "bf16"})
         found = Trials(child, task).measure({**defaults, "loader_workers": 2})
+        plan = make_plan(target_batch=32, micro_batch_limit=8, learning_rate=0.01)
+        runs = ShortRuns(child, LrTrialSpec(plan, steps=4))
+        rates = [runs(rate, 0).failure or "" for rate in (0.01, 1e6, 0.01)]
     assert "(SIGSEGV)" in (crashed.failure or "")
     assert found.failure is None
+    assert ["(SIGSEGV)" in one for one in rates] == [False, True, False]
 
 
 # Limits.
@@ -253,7 +261,7 @@ def test_a_configuration_that_never_fits_is_infeasible() -> None:
 
 
 @pytest.mark.program
-def test_expandable_segments_have_their_own_limit(tmp_path: Path, allocators: list[CachingAllocator]) -> None:
+def test_expandable_segments_have_their_own_limit(tmp_path: Path) -> None:
     """The oracle is attempts on a GPU whose segments are expandable from the start."""
     workload = signed(set(), model=deep_layers)
     device = simulated_gpu(tmp_path, "60MiB")
@@ -266,9 +274,7 @@ def test_expandable_segments_have_their_own_limit(tmp_path: Path, allocators: li
     assert limit != autobatch.probe(workload, device="sim:rtx-4090", memory_budget="60MiB").micro_batch
     assert trials.confirm(values).feasible
     assert device.new_allocator().config.expandable_segments is False
-    allocators.clear()
     assert trials.measure(values).micro_batch == micro_batches(4096, limit)[0]
-    assert {one.config.expandable_segments for one in allocators} == {True}
 
 
 # Losses.
