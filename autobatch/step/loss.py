@@ -57,13 +57,9 @@ class WeightedLoss(NamedTuple):
 def normalize_loss(
     train_state: TrainState, totals: StepTotals, loss: Tensor | Loss, size: int
 ) -> WeightedLoss:
-    """Return the part of a micro-batch in the loss of its batch: ``total ÷ D``.
+    """Return the part of a micro-batch of ``size`` samples in the loss of its batch: ``total ÷ D``.
 
-    Args:
-        train_state: the model and its optimizer.
-        totals: sums over the micro-batches before; the count of this one is added.
-        loss: return value of the workload's loss.
-        size: samples of the micro-batch.
+    The ``totals`` are those of the micro-batches before; the count of this one is added.
 
     Raises:
         InputError: ``loss`` is no loss, or of another kind than that of the micro-batch before, or its count
@@ -86,7 +82,11 @@ def normalize_loss(
         if totals.count is None:
             totals.count = 0.0
             totals.divisor = divisor_of(_items_per_sample(train_state, count, size), totals.samples)
-        _add_count(totals, count)
+        if isinstance(count, Tensor):
+            count = count.detach().double()
+            least = totals.least_count
+            totals.least_count = torch.minimum(least, count) if isinstance(least, Tensor) else count
+        totals.count = totals.count + count
         return WeightedLoss(at_least_32_bits(total), 1 / totals.divisor)
     if isinstance(loss, Tensor) and loss.dim() == 0:
         check_has_value(loss)
@@ -117,15 +117,6 @@ def divisor_of(items_per_sample: float | None, samples: int) -> float:
     return _power_of_two((items_per_sample or 1.0) * samples)
 
 
-def _add_count(totals: StepTotals, count: float | Tensor) -> None:
-    if isinstance(count, Tensor):
-        count = count.detach().double()
-        least = totals.least_count
-        totals.least_count = torch.minimum(least, count) if isinstance(least, Tensor) else count
-    assert totals.count is not None
-    totals.count = totals.count + count
-
-
 def invalid_count(count: float, of: str) -> InputError:
     """Build the error of a count that is no number of items."""
     return InputError(
@@ -146,16 +137,14 @@ def check_has_value(loss: Tensor) -> None:
         InputError: it is a tensor of an earlier trace, or was computed from one.
     """
     # By its name, because the import of the class takes a second.
-    if type(loss).__name__ == "FakeTensor" and not _is_tracing():
+    if type(loss).__name__ != "FakeTensor":
+        return
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
         raise InputError(
             "the workload's loss is a tensor without a value (a FakeTensor): code of the workload has kept "
             "a tensor that it built while the memory of a step was traced, for example in an lru_cache. "
             "Build it before autobatch is called, or in the model as a buffer"
         )
-
-
-def _is_tracing() -> bool:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _items_per_sample(train_state: TrainState, count: float | Tensor, size: int) -> float:

@@ -42,7 +42,11 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
         )
     saved = [(t, t.data, t.grad, t.requires_grad) for t in tensors]
     modules = [
-        (module, _attributes(module), [(known, dict(known)) for known in _registries(module)])
+        (
+            module,
+            _attributes(module),
+            [(known, dict(known)) for known in (module._parameters, module._buffers, module._modules)],
+        )
         for module in model.modules()
     ]
     generators = [
@@ -187,7 +191,3 @@ def _refill(registry: MutableMapping[str, Any], entries: dict[str, Any]) -> None
     for name, entry in entries.items():
         if isinstance(entry, Tensor) and not isinstance(entry, nn.Parameter):
             registry[name] = entry
-
-
-def _registries(module: nn.Module) -> tuple[MutableMapping[str, Any], ...]:
-    return module._parameters, module._buffers, module._modules

@@ -180,14 +180,8 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     themselves; a loss scale is a power of two, so this changes no result. Schedules, counters and records
     follow in `autobatch.training`.
 
-    Args:
-        train_state: the model and its optimizer, with the gradients of the batch.
-        totals: the result of `accumulate`.
-        mark: called with each phase.
-
-    Returns:
-        The loss of the batch. Without a loss scale, weights move only if the loss and all gradients are
-        finite. If none moved, the buffers can still be restored to the start of the batch.
+    Without a loss scale, weights move only if the loss and all gradients are finite. If none moved, the
+    buffers can still be restored to the start of the batch.
 
     Raises:
         InputError: the loss does not depend on the trained parameters, or the counts of its `Loss` do not sum
@@ -214,7 +208,9 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     if any(steps):
         # An overflowed gradient is not stepped with, so it does not clip the others.
         norm = math.hypot(*(v for v, step in zip(values, steps, strict=True) if step)) * factor / scale
-        coefficient = factor * _clip_coefficient(norm, train_state.max_grad_norm)
+        # The clip of torch/nn/utils/clip_grad.py.
+        most = train_state.max_grad_norm
+        coefficient = factor if most is None else factor * min(1.0, most / (norm + 1e-6))
         if coefficient != 1.0:
             torch._foreach_mul_([g for own in gradients for g in own], coefficient)
     # Not held any longer: rounding 16-bit gradients frees their sums one by one.
@@ -279,11 +275,6 @@ def _steps_to_take(
     if items > 0 and (train_state.scaler is not None or (all(finite) and math.isfinite(loss))):
         return finite
     return (False,) * len(finite)
-
-
-def _clip_coefficient(norm: float, max_norm: float | None) -> float:
-    """Return the factor that clips a gradient of this norm to ``max_norm`` (torch/nn/utils/clip_grad.py)."""
-    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
 def _take_steps(train_state: TrainState, has_gradient: list[bool], *, moved: bool) -> None:

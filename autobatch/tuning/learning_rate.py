@@ -208,10 +208,9 @@ def decide(pairs: Sequence[LrComparison]) -> bool:
 
 
 def gain_over(default: LrTrialResult, other: LrTrialResult) -> float:
-    """Return the share of the loss reduction that a learning rate gains over the default.
+    """Return the share of the loss reduction that a learning rate gains over the default, -1 at least.
 
-    Returns:
-        1 if only the default does not train; -1 if the other does not, and never less.
+    It is 1 if only the default does not train, and -1 if the other does not.
     """
     if other.failure is not None or other.loss is None or other.first is None or other.loss >= other.first:
         return -1.0

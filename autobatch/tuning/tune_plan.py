@@ -75,12 +75,6 @@ class PlanTuner:
         """Learning rates to try."""
         return self.options.tune.lr_trials if self.options.tune.tune_lr else 0
 
-    @property
-    def loader_workers(self) -> int | None:
-        """Loader workers that were asked for; None if none were."""
-        asked = self.options.train.workers
-        return self.process.info.workers if asked is None else asked
-
     def tune(self, plan: Plan, limit: int) -> tuple[Plan, Tuning]:
         """Find the fastest configuration of a plan, and put it into the plan.
 
@@ -92,12 +86,9 @@ class PlanTuner:
             InputError: the storage is not usable, or the study was made for something else.
             AutobatchError: the workload does not run with every knob at its default.
         """
-        limit = limit_of_rank(self.ranks, plan) if plan.ranks else limit
-        samples = max(1, share_of_rank(self.ranks, plan, sum(plan.micro_batches)))
-        task = self._trial_spec(samples, limit, plan.multiple)
+        task = self._trial_spec(plan, limit_of_rank(self.ranks, plan) if plan.ranks else limit)
         found, default = self.ranks.once(lambda: self._find_fastest(task))
-        task = replace(task, defaults=default)
-        chosen, tuning = self._with_choice(plan, found, task)
+        chosen, tuning = self._with_choice(plan, found, replace(task, defaults=default))
         for line in tuning.notes:
             self.progress.note(line)
         self.progress.tuned(tuning)
@@ -201,25 +192,30 @@ class PlanTuner:
         made_for = self._purpose()
         if any(axis.name == COMPILE for axis in axes):
             made_for["planned_steps"] = self.planned_steps
-        if self.loader_workers is not None:
-            made_for["workers"] = self.loader_workers
+        if self._workers() is not None:
+            made_for["workers"] = self._workers()
         return self._location(made_for, [made_for, axes])
 
-    def _trial_spec(self, samples: int, limit: int, multiple: int) -> TrialSpec:
-        """Return the settings of trials with this many samples per step, under a limit on the micro-batch."""
+    def _trial_spec(self, plan: Plan, limit: int) -> TrialSpec:
+        """Return the settings of the trials of a plan, under a limit on the micro-batch of this rank."""
         options, info = self.options, self.process.info
         caps = (options.target_batch, options.search.max_micro_batch, info.samples)
         return TrialSpec(
             limit=limit,
-            multiple=multiple,
+            multiple=plan.multiple,
             cap=min(cap for cap in caps if cap is not None),
-            samples=samples,
+            samples=max(1, share_of_rank(self.ranks, plan, sum(plan.micro_batches))),
             planned_steps=self.planned_steps,
             seconds=TRIAL_SECONDS,
             is_precision_open=options.device.precision == "auto",
-            workers=self.loader_workers,
+            workers=self._workers(),
             prefetch=info.prefetch if options.train.prefetch is None else options.train.prefetch,
         )
+
+    def _workers(self) -> int | None:
+        """Return the loader workers that were asked for; None if none were."""
+        asked = self.options.train.workers
+        return self.process.info.workers if asked is None else asked
 
     def _planned(self, plan: Plan, chosen: Plan) -> Plan:
         """Report the chosen plan if it is another one."""
