@@ -133,10 +133,7 @@ class BufferSnapshot:
         self._entries, self._copies, self._watched = [], [], []
 
     def restore(self, *, keep: bool = False) -> bool:
-        """Restore the buffers from their copies.
-
-        Args:
-            keep: keep the snapshot, so that it can be restored once more.
+        """Restore the buffers from their copies; ``keep`` the snapshot, so that it can be restored once more.
 
         Returns:
             False if a buffer or a frozen parameter without a copy has changed.
@@ -159,8 +156,7 @@ class BufferSnapshot:
 class _Mark:
     """The version and the storage of a tensor: a write raises the one, and a new ``data`` replaces the other.
 
-    The storage is held, so that no other tensor can take its place in memory. Its data pointer is not asked
-    for, which a traced tensor does not have.
+    The storage is held, so that no other tensor can take its place. A traced tensor has no data pointer.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -95,8 +95,7 @@ def accumulate(
             iterates over them twice (`autobatch.workload.nested.Twice`).
         samples: samples of the whole batch, over all ranks.
         mark: called with each phase.
-        places: place in the batch of each sample of each micro-batch, for a `WholeBatchLoss`; None for
-            samples in order.
+        places: see `WholeBatchPasses.run`.
         measure_first: also measure the norm of the gradient after the first micro-batch, unless the loss sees
             the whole batch.
     """

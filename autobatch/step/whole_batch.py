@@ -39,11 +39,7 @@ def batch_samples(target: int | None, micro_batch: int, count: int) -> int:
 
 
 class Rows:
-    """The representations of a batch, one row per sample, filled by micro-batch; later their gradients.
-
-    Args:
-        samples: number of rows.
-    """
+    """The representations of a batch, one row per sample, filled by micro-batch; later their gradients."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples

@@ -111,12 +111,8 @@ def compare(
 ) -> Comparison:
     """Measure configurations and the default in turn, until it is clear which ones are faster.
 
-    Args:
-        measure: runs a configuration.
-        default: kept unless another is faster.
-        others: the candidates.
-        is_expired: asked once enough rounds for an answer were run.
-        on_round: called before each round with its number and the number of configurations in it.
+    ``is_expired`` is asked once enough rounds for an answer were run, and ``on_round`` is called before each
+    round with its number and the number of configurations in it.
     """
     contenders = [Contender(dict(values)) for values in others]
     defaults: list[Measurement] = []

@@ -276,13 +276,7 @@ def result_of(rate: float, steps: Sequence[tuple[float, float]], failure: str | 
 
 
 def short_run(session: Session, task: LrTrialSpec, rate: float, seed: int) -> LrTrialResult:
-    """Train a few steps on temporary weights.
-
-    Args:
-        session: has the model and the data.
-        task: what to train.
-        rate: the learning rate.
-        seed: of the order of the data and of the model's random numbers.
+    """Train a few steps on temporary weights; the seed draws the batches and the model's random numbers.
 
     Raises:
         Exception: whatever the workload raises at the default learning rate, except out of memory.

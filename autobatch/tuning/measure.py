@@ -101,11 +101,7 @@ def time_steps(setup: Setup, sizes: list[int], seconds: float, *, prefetch: int 
 
 
 def _rehearsed(setup: Setup, batches: Iterator[Batch]) -> list[Step]:
-    """Rehearse batches at full speed, and return the steps.
-
-    Raises:
-        Infeasible: they run out of memory.
-    """
+    """Rehearse batches at full speed, and return the steps."""
     found = rehearse(setup, batches)
     if found.failure is not None:
         raise Infeasible(found.failure.reason)
@@ -125,14 +121,9 @@ def _batch(setup: Setup, collated: Iterator[Collated], size: int, count: int) ->
 
 
 def fetch_share(setup: Setup, size: int) -> float:
-    """Return the share of a micro-batch's time that fetching and collating it takes.
+    """Return the share of the time of a micro-batch of this size that fetching and collating it takes.
 
-    Args:
-        setup: the model and the data.
-        size: samples of a micro-batch.
-
-    Returns:
-        0 if the share is negligible, or unknown because memory runs out.
+    It is 0 if it is negligible, or unknown because memory runs out.
     """
     draw = torch.Generator().manual_seed(0)
     fetching = []
@@ -157,12 +148,8 @@ class LossCheck:
     Compiled code draws other random numbers in the forward pass than the model does. So the tolerance is at
     least twice the distance of two runs of the reference with different seeds.
 
-    Args:
-        setup: the model and the data.
-        micro_batch: the largest that fits, in samples.
-
     Raises:
-        Infeasible: the reference runs out of memory.
+        Infeasible: the reference, or the configuration, runs out of memory.
     """
 
     def __init__(self, setup: Setup, micro_batch: int) -> None:
@@ -173,12 +160,7 @@ class LossCheck:
         self._tolerance = max(TOLERANCE, 2 * noise)
 
     def over(self, setup: Setup) -> float:
-        """Return by how much the relative distance to the reference exceeds the tolerance; at most 1.
-
-        Raises:
-            Infeasible: the configuration runs out of memory.
-            Exception: whatever running the configuration raises.
-        """
+        """Return by how much the relative distance to the reference exceeds the tolerance; at most 1."""
         if not all(map(math.isfinite, self._losses)):
             # Nothing can be compared with a reference that does not train.
             return -TOLERANCE

@@ -108,12 +108,9 @@ def examine(session: Session, micro_batch: int, steps: int) -> Finding:
 
 
 def examine_loss(setup: Setup, micro_batch: int, steps: int) -> Finding:
-    """Examine what splitting a batch changes, and leave the model and the generators unchanged.
+    """Examine what splitting a batch into ``steps`` micro-batches changes; no state is changed.
 
-    Args:
-        setup: the workload and its model.
-        micro_batch: samples that fit in memory.
-        steps: micro-batches of a step of the run.
+    As many samples are compared as memory and time allow, of which ``micro_batch`` fit.
     """
     with preserved_random_state():
         choice = SampleChoice(setup)

@@ -108,12 +108,6 @@ def compare(
 ) -> tuple[Finding, PassType | None]:
     """Compare a batch with its parts, in the first type of pass that the workload runs in.
 
-    Args:
-        setup: the workload and its model, which runs on temporary weights.
-        meter: counts the copies.
-        split: the whole batch and its parts.
-        kinds: the types of passes to try.
-
     Returns:
         The finding, and the type of pass; None if the workload raised in all, or memory ran out.
     """
@@ -138,11 +132,7 @@ def compare(
 def find_written(setup: Setup, meter: Meter, split: SplitSamples, micro_batches: int) -> Finding:
     """Find what a forward pass in train mode writes, and whether later micro-batches of a step read it.
 
-    Args:
-        setup: the workload and its model, which runs on temporary weights.
-        meter: counts the copies.
-        split: of which the first two parts run.
-        micro_batches: of a step of the run, for the message.
+    The first two parts run. The micro-batches of a step are named in the message.
     """
     if split.parts is None or len(split.parts) < 2 or isinstance(setup.workload.loss, WholeBatchLoss):
         return Finding()  # a WholeBatchLoss puts everything back between its passes
@@ -194,11 +184,6 @@ def _names_no_mean(fault: str) -> bool:
 
 class _Comparison:
     """A whole batch beside its parts, with the same draws.
-
-    Args:
-        runner: runs the passes.
-        loss: of the workload.
-        split: the batch and its parts.
 
     Raises:
         UncheckedError: the two cannot be compared; `fault` raises it too.

@@ -87,12 +87,8 @@ class PassType(NamedTuple):
 def open_runner(setup: Setup, meter: Meter, kind: PassType) -> Iterator[GradientRunner]:
     """Run passes on temporary weights within the block, and leave no trace of them.
 
-    In train mode dropout and BatchNorm stay in eval mode, because they make every pass differ.
-
-    Args:
-        setup: the workload, its model and the device.
-        meter: counts the copies and the batches.
-        kind: of the passes.
+    In train mode dropout and BatchNorm stay in eval mode, because they make every pass differ. The meter
+    counts the copies and the batches.
     """
     held = held_modules(setup.workload.loss, setup.model)
     models = [setup.model, *held.values()]
@@ -114,14 +110,7 @@ def open_runner(setup: Setup, meter: Meter, kind: PassType) -> Iterator[Gradient
 
 
 class GradientRunner:
-    """Forward and backward passes over chosen samples.
-
-    Args:
-        setup: the workload and the device; its model is on the device.
-        meter: counts the batches.
-        kind: of the passes.
-        state: put back before each pass.
-    """
+    """Forward and backward passes over chosen samples, each from the same state of a model on the device."""
 
     def __init__(self, setup: Setup, meter: Meter, kind: PassType, state: PassState) -> None:
         self._setup, self._meter, self._kind = setup, meter, kind
@@ -138,10 +127,7 @@ class GradientRunner:
     def run(self, batch: Collated, samples: int, *, from_start: bool = True) -> SampleGradient:
         """Run a collated batch of this many samples forward and backward in one micro-batch.
 
-        Args:
-            batch: on the host.
-            samples: their number.
-            from_start: put back what earlier passes wrote; if False, this one sees it.
+        The batch is on the host. With ``from_start``, what earlier passes wrote is put back before.
         """
         if from_start:
             self.state.put_back()
@@ -234,11 +220,9 @@ class _Slot(NamedTuple):
 
 
 class PassState:
-    """The buffers and frozen parameters of some modules.
+    """The buffers and frozen parameters of some modules, given before they get temporary weights.
 
-    Args:
-        modules: by the name that a message calls them, empty for the model. They are given as they are before
-            they get temporary weights.
+    Each module has the name that a message calls it, which is empty for the model.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -316,11 +300,7 @@ class NoDropout(TorchFunctionMode):
 
 
 class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that records the draws of a pass over a whole batch, and gives each part its rows of them.
-
-    Args:
-        samples: of the whole batch.
-    """
+    """A mode that records the draws of a pass over a whole batch, and gives each part its rows of them."""
 
     def __init__(self, samples: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -50,11 +50,7 @@ class Part(NamedTuple):
 
 
 class SampleChoice:
-    """Candidates of the training data, with their costs and their labels.
-
-    Args:
-        setup: has the data, and the costs of the samples if they are known.
-    """
+    """Candidates of the training data, with their costs and their labels."""
 
     def __init__(self, setup: Setup) -> None:
         self._workload = setup.workload
@@ -166,11 +162,8 @@ def join_parts(parts: Sequence[tuple[Collated, int]]) -> tuple[Collated, list[in
 def mixes_samples(workload: Workload, samples: Sequence[Any]) -> bool:
     """Check whether a collate function draws at random and puts several samples into one (mixup, cutmix).
 
-    With the same draws, the row of a sample must not change if another sample takes the place of the last.
-
-    Args:
-        workload: has the collate function.
-        samples: at least 3.
+    With the same draws, the row of a sample must not change if another sample takes the place of the last. It
+    takes 3 samples to tell.
     """
     if workload.collate is None or len(samples) < 3:
         return False
