@@ -3,7 +3,8 @@
 A checkpoint is a folder ``step-N``. It is written as ``step-N.tmp-PID``: every file is flushed to the disk,
 and the manifest comes last, with their sizes and SHA-256 sums and a sum of its own. Then the folder is
 renamed and its parent flushed, so a folder called ``step-N`` is complete. Later damage is detected on
-reading: the checkpoint is named and passed over, never deleted. Nothing in a file is executed.
+reading: the checkpoint is named and passed over, never deleted. Nothing in a file is executed. An error of
+memory that runs out while one is read is raised as it is, because it says nothing about the file.
 
     step-N.tmp-PID ──► step-N ──► step-N.trash-PID ──► deleted       (more than ``keep_last``)
                           └─────► step-N.damaged-K                   (the run reaches the same step again)
@@ -231,7 +232,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: it is missing, changed, incomplete, or has another format.
-        Exception: memory ran out, which says nothing about the file; see `autobatch.device.oom`.
     """
     try:
         content = (path / MANIFEST).read_bytes()
@@ -266,7 +266,6 @@ def check_files(
 
     Raises:
         CheckpointError: a file differs; names it and the fault.
-        Exception: memory ran out, which says nothing about the file; see `autobatch.device.oom`.
     """
     rank, world = part
     for number, (name, expected) in enumerate(sorted(manifest["files"].items())):
@@ -328,7 +327,6 @@ def load_newest(folder: Path, check: Check = lambda *_: None, ranks: Ranks | Non
 
     Raises:
         InputError: every checkpoint is damaged.
-        Exception: memory ran out, which does not make a checkpoint damaged; see `autobatch.device.oom`.
     """
     ranks = ranks or Ranks()
     passed_over: list[str] = []
@@ -351,16 +349,10 @@ def load_newest(folder: Path, check: Check = lambda *_: None, ranks: Ranks | Non
 
 
 def load_checkpoint(path: Path, check: Check = lambda *_: None, *, part: tuple[int, int] = (0, 1)) -> Loaded:
-    """Load a checkpoint.
-
-    Args:
-        path: its folder.
-        check: see `load_newest`.
-        part: see `check_files`.
+    """Load the checkpoint ``path``; for ``check`` see `load_newest`, for ``part`` `check_files`.
 
     Raises:
         CheckpointError: it is damaged; names the fault.
-        Exception: memory ran out; see `load_newest`.
     """
     manifest = read_manifest(path)
     check_files(path, manifest, part=part)

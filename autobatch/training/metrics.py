@@ -69,7 +69,7 @@ class Metrics:
         clock: returns seconds.
 
     Raises:
-        CheckpointError: the file cannot be opened.
+        CheckpointError: the file cannot be opened, or written by any method.
     """
 
     def __init__(
@@ -92,11 +92,7 @@ class Metrics:
             self._file = None if path is None else path.open("ab", buffering=0)
 
     def step(self, record: StepRecord) -> None:
-        """Add the record of a batch.
-
-        Raises:
-            CheckpointError: the file cannot be written.
-        """
+        """Add the record of a batch."""
         if self._sinks:
             self._each("step", record)
         self._encoder.encode_into(record, self._lines, -1)
@@ -107,11 +103,7 @@ class Metrics:
             self.flush()
 
     def flush(self) -> None:
-        """Hand all lines to the system, as before each checkpoint.
-
-        Raises:
-            CheckpointError: the file cannot be written.
-        """
+        """Hand all lines to the system, as before each checkpoint."""
         # Lines that cannot be written are dropped, because writing them would fail again on closing.
         rest, self._lines = memoryview(self._lines), bytearray()
         with self._naming_the_file():

@@ -11,8 +11,7 @@ tiny batch and twice the steps of a huge one (McCandlish et al. 2018, arXiv:1812
 equation 2.11).
 
 After the first micro-batch the accumulated gradient is its own, so its norm costs one pass over the
-gradients. `NoiseScale.is_due` chooses the steps that measure it. Nothing is read from the device before the
-end of the step.
+gradients. Nothing is read from the device before the end of the step.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class ShardedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the whole tensor."""
+        """Bytes of the whole tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -178,14 +178,7 @@ def can_be_written(dtype: torch.dtype) -> bool:
 
 
 def write_state(folder: Path, packed: Packed) -> dict[str, dict[str, Any]]:
-    """Write a state without its sharded tensors, and flush it to the disk.
-
-    Returns:
-        Size in bytes and SHA-256 of each file by name, as the manifest lists them.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write a state without its sharded tensors, and return what `write_file` returns by name of the file."""
     from safetensors.torch import save
 
     files = {STATE: write_file(folder / STATE, json.dumps(packed.value, indent=1).encode())}
