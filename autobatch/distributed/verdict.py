@@ -20,6 +20,8 @@ FINAL_CODES = (2, 3)
 """Exit codes that a restart cannot change."""
 _OF_COLLECTIVES = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer")
 """The texts of failed collectives."""
+_PLACE_OF_SOURCE = re.compile(r"^\[[^\]]*\] ?")
+"""The file of torch at the front of them."""
 
 
 class RankLost(AutobatchError, RuntimeError):  # noqa: N818 - named like ProcessLookupError
@@ -99,7 +101,8 @@ def check_earlier_starts(store: Store, restart: int) -> None:
 
 def rank_lost(act: str, error: Exception) -> RankLost:
     """Return the error of a collective in the user's words."""
-    text = (str(error).splitlines() or [""])[0]
+    text = (str(error).splitlines() or [""])[0].partition(" This is typically")[0]
+    text = _PLACE_OF_SOURCE.sub("", text).rstrip(".")
     return RankLost(
         f"a rank ended or cannot be reached, so this one could not {act} ({text}): its own log or "
         "the launcher's summary has the cause"
