@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autobatch
-from autobatch import DoesNotFitError, InputError, Loss, Workload
+from autobatch import InputError, Loss, Workload
 from autobatch.core.knobs import COMPILE_MODES
 from autobatch.core.options import Options
 from autobatch.device.allocator.tracker import StorageTracker
@@ -101,14 +101,6 @@ def test_forty_out_of_memory_errors_leave_nothing_behind(kind: str) -> None:
     assert live_tensors() <= count
 
 
-def test_nothing_changes_when_nothing_fits() -> None:
-    live = with_gradients(with_batch_norm())
-    before = fingerprint(live)
-    with pytest.raises(DoesNotFitError):
-        autobatch.probe(work(live), device="cpu", memory_budget="10KiB")
-    assert fingerprint(live) == before
-
-
 class Broken(torch.autograd.Function):
     @staticmethod
     def forward(context, x: Tensor) -> Tensor:
@@ -174,19 +166,15 @@ def test_the_optimizer_state_is_counted_although_the_costliest_samples_count_not
     ("loss", "message"),
     [
         (lambda m, b: classify(m, b) * float("nan"), "loss is nan"),
-        (lambda m, b: classify(m, b) * float("inf"), "loss is inf"),
         (lambda m, b: (m(b[0]) * 0).sum().sqrt(), "gradient is nan"),
         (lambda m, b: m(b[0]).sum(dim=1), r"0-d tensor or a Loss, found a tensor of shape \(2,\)"),
-        (lambda m, b: 3.0, "0-d tensor or a Loss, found a float"),
         (lambda m, b: classify(m, b).detach(), "no gradient"),
     ],
-    ids=["nan", "inf", "gradient", "vector", "number", "detached"],
+    ids=["nan", "gradient", "vector", "detached"],
 )
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_invalid_loss_is_an_input_error(loss, message: str, precision: str) -> None:
-    setup = setup_of(work(with_batch_norm(), loss=loss), precision=precision)
+def test_an_invalid_loss_is_an_input_error(loss, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        attempt(setup, 2)
+        attempt(setup_of(work(with_batch_norm(), loss=loss)), 2)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.cpu import CpuDevice
 from autobatch.distributed.sharding.layout import ShardLayout
-from autobatch.setup.model import build_model, check_whole
+from autobatch.setup.model import check_whole
 from autobatch.setup.setup import (
     Role,
     Setup,
@@ -27,7 +27,6 @@ from autobatch.setup.setup import (
     new_allocator,
     open_setup,
     placement_notes,
-    stand_in_optimizers,
     with_knobs,
 )
 from autobatch.workload.demo import MEMORY_BUDGET
@@ -71,10 +70,9 @@ def test_the_seed_decides_the_weights() -> None:
     assert not torch.equal(one, other)
 
 
-@pytest.mark.parametrize("made", [None, nn.Linear, torch.zeros(3)])
-def test_a_model_function_that_returns_no_module_is_an_error(made) -> None:
-    with pytest.raises(InputError, match=r"Workload\(model=…\) returned"):
-        build_model(work(lambda: made))
+def test_a_model_function_that_returns_no_module_is_an_error() -> None:
+    with pytest.raises(InputError, match=r"Workload\(model=…\) returned a type, not"):
+        opened(work(lambda: nn.Linear))
 
 
 def test_a_model_that_is_too_large_for_one_rank_is_known_without_its_memory() -> None:
@@ -101,6 +99,10 @@ def frozen() -> nn.Module:
     return model
 
 
+def needing_the_model(parameters, learning_rate: float) -> torch.optim.Optimizer:
+    raise KeyError("head")
+
+
 def other_loss(model: nn.Module, batch) -> torch.Tensor:
     return classify(model, batch)
 
@@ -113,6 +115,7 @@ def other_loss(model: nn.Module, batch) -> torch.Tensor:
         ("model", work(lambda: Renamed(*mlp())), {}),
         ("model", work(lambda: mlp().double()), {}),
         ("optimizer", work(optimizer=amsgrad), {}),
+        ("optimizer", work(optimizer=needing_the_model), {}),
         ("optimizer", work(optimizer=lambda p, lr: torch.optim.AdamW(p, lr=lr, foreach=False)), {}),
         ("samples", work(train_data=vectors(width=WIDTH + 1)), {}),
         ("samples", work(train_data=TensorDataset(torch.zeros(9, WIDTH), torch.zeros(9))), {}),
@@ -139,28 +142,20 @@ def test_the_key_does_not_depend_on_what_leaves_the_limit_unchanged() -> None:
     assert key_of(work(train_data=vectors(700))) == before
 
 
-def test_an_optimizer_that_needs_the_model_has_no_stand_in() -> None:
-    def failing(_: object, __: float) -> torch.optim.Optimizer:
-        raise KeyError("head")
-
-    assert [type(one) for one in stand_in_optimizers(work())] == [torch.optim.AdamW]
-    assert stand_in_optimizers(work(optimizer=failing)) == []
-
-
 # The description.
 
 
-@pytest.mark.parametrize("expandable", [False, True])
-def test_a_description_makes_the_allocator_of_the_device(expandable: bool) -> None:
+def test_a_description_makes_the_allocator_of_the_device() -> None:
     setup = opened(device="sim:t4", memory_budget="64MiB")
-    device = setup.device.expandable() if expandable else setup.device
-    info = describe_setup(replace(setup, device=device))
-    made = new_allocator(info)
+    info = describe_setup(setup)
+    made, expandable = new_allocator(info), new_allocator(info, expandable=True)
     assert isinstance(made, CachingAllocator)
-    assert (made.limit, made.config) == (64 * 2**20, AllocatorConfig(expandable_segments=expandable))
+    assert (made.limit, made.config) == (64 * 2**20, AllocatorConfig())
+    assert expandable.config == AllocatorConfig(expandable_segments=True)
+    assert new_allocator(describe_setup(replace(setup, device=setup.device.expandable()))).config == (
+        expandable.config
+    )
     assert new_allocator(info, capped=False).limit is None
-    assert new_allocator(info, expandable=True).config.expandable_segments
-    assert (info.compute_capability, info.may_spill) == (None, False)
     host = describe_setup(opened(work(base_batch=32)))
     assert (host.samples, host.base_batch, host.precision, host.allocator) == (600, 32, "fp32", None)
     assert isinstance(new_allocator(host), CountingAllocator)
