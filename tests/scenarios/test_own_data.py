@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,23 +51,28 @@ def weights_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+def by_hand(batches: Iterable[Any], seed: int = 0) -> torch.Tensor:
+    """Train on batches by hand, and return the weights."""
+    torch.manual_seed(seed)
+    model = build()
+    optimizer = sgd(model.parameters(), 0.05)
+    for batch in batches:
+        optimizer.zero_grad()
+        squares(model, batch).backward()
+        optimizer.step()
+    return weights_of(model)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_batches_are_those_of_the_sampler(tmp_path: Path, workers: int) -> None:
     workload = weighted(1.0, 9.0, workers=workers)
     result = autobatch.fit(workload, steps=5, out=tmp_path / "run", max_micro_batch=4, seed=3, **OPTIONS)
     order = SamplerOrder(workload.sampler or (), SAMPLES, 3)
     drawn = [*order(0), *order(1)]
-    torch.manual_seed(3)
-    model = build()
-    optimizer = sgd(model.parameters(), 0.05)
-    for step in range(5):
-        ids = drawn[6 * step : 6 * step + 6]
-        optimizer.zero_grad()
-        squares(model, [tensor[ids] for tensor in DATA.tensors]).backward()
-        optimizer.step()
+    expected = by_hand((DATA[drawn[6 * step : 6 * step + 6]] for step in range(5)), seed=3)
     assert result.plan is not None
     assert result.plan.accumulation_steps == 2
-    assert torch.allclose(weights_of(result.model), weights_of(model), rtol=1e-12)
+    assert torch.allclose(weights_of(result.model), expected, rtol=1e-12)
 
 
 def test_a_resumed_run_goes_on_with_the_same_samples(tmp_path: Path) -> None:
@@ -174,17 +179,12 @@ def workload(stream: Any, **fields: Any) -> autobatch.Workload:
     )
 
 
-def by_hand(steps: int, last: int = 6) -> Tensor:
-    torch.manual_seed(0)
-    model = build()
-    optimizer = sgd(model.parameters(), 0.05)
+def rows(steps: int, last: int = 6) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of a stream that begins anew at its end; the last one may be short."""
     for step in range(steps):
         size = last if step == steps - 1 else 6
-        rows = torch.stack([POINTS[(6 * step + place) % len(POINTS)] for place in range(size)])
-        optimizer.zero_grad()
-        squares(model, (rows[:, :3], rows[:, 3])).backward()
-        optimizer.step()
-    return weights_of(model)
+        batch = torch.stack([POINTS[(6 * step + place) % len(POINTS)] for place in range(size)])
+        yield batch[:, :3], batch[:, 3]
 
 
 @pytest.mark.parametrize("endless", [False, True])
@@ -194,7 +194,7 @@ def test_steps_need_no_end_of_the_stream(tmp_path: Path, endless: bool) -> None:
     )
     assert result.training is not None
     assert (result.training.optimizer_steps, result.training.samples) == (5, 30)
-    assert torch.allclose(weights_of(result.model), by_hand(5), rtol=1e-12)
+    assert torch.allclose(weights_of(result.model), by_hand(rows(5)), rtol=1e-12)
 
 
 def test_epochs_end_with_the_stream_and_the_last_batch_is_weighted_exactly(
@@ -207,7 +207,7 @@ def test_epochs_end_with_the_stream_and_the_last_batch_is_weighted_exactly(
     assert "so the stream is read once to its end: give --steps if it has no end" in caplog.text
     assert result.training is not None
     assert (result.training.optimizer_steps, result.training.samples) == (7, 40)
-    assert torch.allclose(weights_of(result.model), by_hand(7, last=4), rtol=1e-12)
+    assert torch.allclose(weights_of(result.model), by_hand(rows(7, last=4)), rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -225,5 +225,5 @@ def test_a_resumed_run_has_the_same_weights_and_says_how_it_found_its_place(
     with caplog.at_level(logging.INFO, logger="autobatch"):
         parts = autobatch.fit(workload(kind()), steps=6, out=tmp_path / "parts", resume=True, **OPTIONS)
     assert torch.equal(weights_of(parts.model), weights_of(whole.model))
-    assert torch.allclose(weights_of(whole.model), by_hand(6), rtol=1e-12)
+    assert torch.allclose(weights_of(whole.model), by_hand(rows(6)), rtol=1e-12)
     assert words in "\n".join(caplog.messages)
