@@ -16,10 +16,11 @@ many samples of their mean size, so it may be larger than its largest sample wou
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import heapq
 import math
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -28,17 +29,13 @@ from numpy.typing import NDArray
 
 from autobatch.core.records import SizeCut
 from autobatch.planning import FIXED_SHARE, cut_by_area, fewest_joined, micro_batches, split_over_ranks
-from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, Integers
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 
 Sizes = NDArray[np.float64]
 MEASURED_SHARE = 16
 """One in this many samples of a batch, drawn at random, begins a batch whose noise is measured."""
-
-
 HEAVIEST = 8
 """Batches that are kept for each split, the heaviest ones."""
-BLOCK_SAMPLES = 2**18
-"""Samples that are summed at once."""
 
 
 class MicroBatchIds(NamedTuple):
@@ -201,7 +198,7 @@ class SizeSplit(Split):
         else:
             hands = _dealt(order, split_over_ranks(len(order), limits))
             concatenated = [
-                _cut_at(hand, fewest_joined(own[hand], partial(self.limits_at, micro_batch=limit)))
+                _cut_at(hand, fewest_joined(own[hand], functools.partial(self.limits_at, micro_batch=limit)))
                 for hand, limit in zip(hands, limits, strict=True)
             ]
         dealt = self._deal(groups, own, limits)
@@ -270,31 +267,13 @@ def heaviest_batches(
     Returns:
         For each limit, the numbers of its batches, the heaviest first.
     """
-    best = {limit: (np.zeros(0), np.zeros(0, np.int64)) for limit in limits}
-    for numbers, ids in _blocks(sampler):
-        count = ids.shape[1]
-        sums = np.zeros((len(ids), count + 1))
-        np.cumsum(sizes[ids], axis=1, out=sums[:, 1:])
-        for limit in limits:
-            ends = np.cumsum([0, *micro_batches(count, limit)])
-            heaviest = np.diff(sums[:, ends], axis=1).max(axis=1)
-            totals = np.concatenate([best[limit][0], heaviest])
-            places = np.concatenate([best[limit][1], numbers])
-            order = np.argsort(-totals, kind="stable")[:kept]
-            best[limit] = totals[order], places[order]
-    return {limit: places.tolist() for limit, (_, places) in best.items()}
-
-
-def _blocks(sampler: GlobalBatchSampler) -> Iterator[tuple[Integers, Integers]]:
-    """Yield the numbers of consecutive batches with equally many samples, and these, one row per batch."""
-    numbers: list[int] = []
-    rows: list[list[int]] = []
+    best: dict[int, list[tuple[float, int]]] = {limit: [] for limit in limits}
+    starts_of = functools.cache(lambda *key: np.cumsum([0, *micro_batches(*key)[:-1]]))
     for batch in sampler.batches():
-        is_full = len(rows) * len(batch.ids) >= BLOCK_SAMPLES
-        if rows and (is_full or len(batch.ids) != len(rows[0])):
-            yield np.array(numbers), np.array(rows)
-            numbers, rows = [], []
-        numbers.append(batch.index)
-        rows.append(batch.ids)
-    if rows:
-        yield np.array(numbers), np.array(rows)
+        own = sizes[batch.ids]
+        for limit, heap in best.items():
+            heaviest = float(np.add.reduceat(own, starts_of(len(own), limit)).max())
+            heapq.heappush(heap, (heaviest, -batch.index))
+            if len(heap) > kept:
+                heapq.heappop(heap)
+    return {limit: [-number for _, number in sorted(heap, reverse=True)] for limit, heap in best.items()}
