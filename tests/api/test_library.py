@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import autobatch
-from autobatch import InputError, Progress, Result
+from autobatch import InputError, Result
 from autobatch.api import library
-from autobatch.core.options import COMMANDS
-from autobatch.core.progress import Broadcast
 from tests.support.options import all_changed, as_options, required
 from tests.support.probes import Listener, work
 from tests.support.sample_run import a_device, a_probe, a_run
+
+COMMANDS = ("fit", "plan", "probe", "tune", "estimate")
 
 
 @pytest.fixture
@@ -105,18 +105,3 @@ def test_a_listener_of_the_user_hears_everything_and_the_log_too(caplog: pytest.
     assert repr(found).startswith("<ProbeResult: fits 2 samples at a time")
     with pytest.raises(InputError, match=r'progress must be "auto", True, False or an autobatch.Progress'):
         autobatch.probe(progress=print)  # type: ignore[arg-type]
-
-
-def test_every_event_is_broadcast() -> None:
-    events = [name for name, one in vars(Progress).items() if callable(one) and not name.startswith("_")]
-    heard: list[tuple[int, str]] = []
-
-    class Noting(Progress):
-        def __init__(self, number: int) -> None:
-            for event in events:
-                setattr(self, event, lambda *_, event=event: heard.append((number, event)))
-
-    both = Broadcast([Noting(0), Noting(1)])
-    for event in events:
-        getattr(both, event)(None)
-    assert heard == [(number, event) for event in events for number in (0, 1)]

@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 
 import autobatch
 from autobatch import AutobatchError, InputError
-from autobatch.core.records import Attempt
 from autobatch.core.units import MiB
 from tests.support.probes import WIDTH, Listener, mlp, work
 from tests.support.ragged import CONTRASTIVE, pad, ragged_workload
@@ -63,7 +62,7 @@ def test_a_probe_and_a_plan_have_the_fields_of_their_records_and_the_device() ->
 class Interrupting(Listener):
     """A listener that interrupts the search after its second attempt."""
 
-    def attempted(self, attempt: Attempt) -> None:
+    def attempted(self, attempt: Any) -> None:
         super().attempted(attempt)
         if len(self.sizes) == 2:
             raise KeyboardInterrupt

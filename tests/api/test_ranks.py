@@ -20,8 +20,6 @@ from autobatch.api.call import Call
 from autobatch.api.prepare import layout_to_resume
 from autobatch.api.ranks import agree_on_options, claim_of_ranks, continue_after_restart
 from autobatch.distributed.ranks import Ranks
-from autobatch.distributed.sharding.layout import ShardLayout
-from autobatch.training.run_folder import CHECKPOINTS, claim_folder
 from tests.support.options import as_options
 from tests.support.rank_server import RankServer
 from tests.support.sample_run import a_run
@@ -79,7 +77,7 @@ def test_a_restart_continues_in_its_folder(tmp_path: Path) -> None:
     ranks.restart, ranks.earlier_out = 1, tmp_path
     train = continue_after_restart(call(ranks)).options.train
     assert (train.out, train.resume) == (str(tmp_path), False)
-    (tmp_path / CHECKPOINTS / "step-00000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert continue_after_restart(call(ranks)).options.train.resume
 
 
@@ -97,12 +95,15 @@ def test_a_resume_keeps_the_layout_unless_another_is_asked_for() -> None:
     plan = a_run().plan
     assert plan is not None
     shared = msgspec.structs.replace(plan, parallel="shard", shard_sync="once", world_size=3)
-    two, kept = Two(), ShardLayout(world=2, sync="once")
-    assert layout_to_resume(call(two), shared) == kept
-    assert layout_to_resume(call(two, parallel="replicate"), shared) is None
-    assert layout_to_resume(call(), shared) is None
-    assert layout_to_resume(call(two), plan) is None
-    assert layout_to_resume(call(two, parallel="shard"), plan) == ShardLayout(world=2)
+    two = Two()
+    kept = layout_to_resume(call(two), shared)
+    assert kept is not None
+    assert (kept.world, kept.sync) == (2, "once")
+    asked = layout_to_resume(call(two, parallel="shard"), plan)
+    assert asked is not None
+    assert (asked.world, asked.sync) == (2, "each")
+    for other, before in ((call(two, parallel="replicate"), shared), (call(), shared), (call(two), plan)):
+        assert layout_to_resume(other, before) is None
 
 
 def wide() -> nn.Module:
@@ -148,7 +149,8 @@ def test_auto_shares_a_model_only_if_it_does_not_fit_whole(server: RankServer, t
 def test_a_new_folder_that_a_run_of_the_same_second_took_is_left_to_it(tmp_path: Path) -> None:
     taken, free = tmp_path / "20261123-103648", tmp_path / "20261123-103648-2"
     names = iter([taken, free])
-    with claim_folder(taken), ExitStack() as lock:
+    with ExitStack() as first, ExitStack() as lock:
+        assert claim_of_ranks(call(), lambda: taken, first) == taken
         assert claim_of_ranks(call(), lambda: next(names), lock) == free
         with pytest.raises(InputError, match="another run is writing to"), ExitStack() as other:
             claim_of_ranks(call(), lambda: taken, other)

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from autobatch import InputError
-from autobatch.core.knobs import CHECKPOINTING
 from autobatch.estimates import traces as tracing
 from autobatch.estimates.traces import ALONE, Layout, Traces, arranged, on_meta
 from autobatch.footprint.depth import deep_footprint
@@ -35,7 +34,7 @@ def test_a_step_and_its_changes_are_traced_once(monkeypatch):
     monkeypatch.setattr(tracing, "deep_footprint", trace)
     traces = traces_of()
     traces.prepare(NEW, [ALONE], changed=ALONE)
-    assert made == [{}, {CHECKPOINTING: "full"}]
+    assert made == [{}, {"checkpointing": "full"}]
     setting = traces.setting(NEW, change="checkpointing")
     changed = traces.tracer(ALONE, NEW)("checkpointing", setting)
     assert changed.program == deep_footprint(setting).step.program

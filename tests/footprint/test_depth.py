@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.knobs import CHECKPOINTING, OPTIMIZER
 from autobatch.distributed.sharding.build import fake_ranks
 from autobatch.distributed.sharding.model import Sharding
 from autobatch.footprint.depth import cut_to, deep_footprint, like_layers
@@ -42,8 +41,8 @@ def test_a_few_layers_give_the_trace_of_all():
 @pytest.mark.parametrize(
     "knobs",
     [
-        {OPTIMIZER: "fused"},
-        pytest.param({CHECKPOINTING: "full"}, marks=pytest.mark.slow),
+        {"optimizer": "fused"},
+        pytest.param({"checkpointing": "full"}, marks=pytest.mark.slow),
         pytest.param({}, marks=pytest.mark.slow),
     ],
 )

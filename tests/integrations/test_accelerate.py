@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from autobatch.integrations import accelerate
+from autobatch import integrations
 from tests.support.custom_loops import small_plan
 from tests.support.libraries import installed
 from tests.support.training import apart, make_workload, mean_loss, reference, weights
+
+accelerate = integrations.accelerate
 
 
 @pytest.fixture(autouse=True)

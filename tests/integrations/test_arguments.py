@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
-from autobatch import InputError
-from autobatch.integrations import accelerate, lightning, transformers
+from autobatch import InputError, integrations
 from autobatch.planning import make_plan
 from tests.support.custom_loops import small_plan
 from tests.support.libraries import imports_library, installed
+
+accelerate = integrations.accelerate
+lightning = integrations.lightning
+transformers = integrations.transformers
 
 ADAPTERS = [
     (transformers, "TrainingArguments", "the Trainer"),

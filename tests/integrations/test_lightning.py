@@ -12,12 +12,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from autobatch import InputError
-from autobatch.integrations import lightning
+from autobatch import InputError, integrations
 from tests.support.custom_loops import small_plan
 from tests.support.libraries import installed
 from tests.support.trainers import gradient_of, pad, weights_of
 from tests.support.training import apart, make_workload, mean_loss, reference, weights
+
+lightning = integrations.lightning
 
 
 def test_the_library_takes_the_step_of_the_arguments(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch import InputError, Loss
-from autobatch.integrations import transformers
+from autobatch import InputError, Loss, integrations
 from tests.support.libraries import installed
 from tests.support.trainers import BUDGET, Texts, gpt2, gradient_of, mean_over_words, pad, weights_of
+
+transformers = integrations.transformers
 
 
 def a_trainer(folder: Path, model: nn.Module | None = None, *, kind: Any = None, **options: Any) -> Any:

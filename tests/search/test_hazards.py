@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from autobatch import Loss, WholeBatchLoss
-from autobatch.core.knobs import COMPILE
 from autobatch.search.hazards import find_obstacle, is_padded
 from tests.support.ragged import CONTRASTIVE, Sequences, joined_workload, pad, ragged_workload, sequence_loss
 from tests.support.training import (
@@ -139,7 +138,7 @@ def test_padding_is_not_blamed_where_nothing_is_padded() -> None:
 
 def test_a_compiled_model_is_split_by_count() -> None:
     setup = make_setup(ragged_workload())
-    found = find_obstacle(replace(setup, knobs={COMPILE: "default"}))
+    found = find_obstacle(replace(setup, knobs={"compile": "default"}))
     assert found is not None
     assert "compile" in found.reason
 

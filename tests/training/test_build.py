@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from autobatch import InputError, Progress, fit
-from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
 from autobatch.core.units import MiB
 from autobatch.device.select import open_device
 from autobatch.planning import make_plan
@@ -145,9 +144,9 @@ def test_the_first_step_starts_with_an_empty_cache_as_a_probe_does() -> None:
     ("knobs", "of_loader", "given", "expected"),
     [
         ({}, {"workers": 1, "prefetch": 5}, {}, (1, 5)),
-        ({LOADER_WORKERS: 2, PREFETCH: 4}, {"workers": 3, "prefetch": 5}, {}, (2, 4)),
-        ({LOADER_WORKERS: 2, PREFETCH: 4}, {}, {"workers": 1, "prefetch": 1}, (1, 1)),
-        ({LOADER_WORKERS: 2}, {"workers": 3}, {"workers": 0}, (0, AHEAD)),
+        ({"loader_workers": 2, "prefetch": 4}, {"workers": 3, "prefetch": 5}, {}, (2, 4)),
+        ({"loader_workers": 2, "prefetch": 4}, {}, {"workers": 1, "prefetch": 1}, (1, 1)),
+        ({"loader_workers": 2}, {"workers": 3}, {"workers": 0}, (0, AHEAD)),
     ],
 )
 @pytest.mark.parametrize("is_stream", [False, True])

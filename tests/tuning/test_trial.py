@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autobatch
-from autobatch.core.knobs import LOADER_WORKERS, applicable
+from autobatch.core.knobs import applicable
 from autobatch.core.options import Options
 from autobatch.device.host import usable_cores
 from autobatch.planning import make_plan, micro_batches
@@ -175,7 +175,7 @@ def test_workers_that_are_tuned_or_asked_for_feed_a_trial() -> None:
     trials = loading_trials(signed(seen), workers=1)
     assert trials.measure({"micro_batch_shift": 1}).feasible
     assert len(seen - {os.getpid()}) == 1
-    _, notes = applicable(context_of(trials.process.setup, workers=1), [LOADER_WORKERS])
+    _, notes = applicable(context_of(trials.process.setup, workers=1), ["loader_workers"])
     assert notes == ["loader_workers is not tuned: the number of workers is given"]
 
 

@@ -26,7 +26,6 @@ import pytest
 import torch
 
 from autobatch import AutobatchError, DoesNotFitError, InputError
-from autobatch.core.knobs import PIN_MEMORY
 from autobatch.workload import loader
 from autobatch.workload.contract import Loading
 from autobatch.workload.loader import (
@@ -363,10 +362,10 @@ def test_a_slow_worker_is_waited_for_over_many_polls(monkeypatch) -> None:
     ("reads", "knobs", "of_loader", "is_gpu"),
     [
         (True, {}, True, True),
-        (True, {PIN_MEMORY: False}, True, False),
+        (True, {"pin_memory": False}, True, False),
         (True, {}, False, False),
-        (True, {PIN_MEMORY: True}, False, True),
-        (False, {PIN_MEMORY: True}, True, False),
+        (True, {"pin_memory": True}, False, True),
+        (False, {"pin_memory": True}, True, False),
     ],
 )
 def test_memory_is_pinned_for_a_gpu_unless_the_knob_or_the_loader_forbids_it(
