@@ -14,36 +14,57 @@ import datetime
 import platform
 import shlex
 import subprocess
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import nn
 
 from autobatch.api.call import Call
-from autobatch.api.prepare import prepare
-from autobatch.api.ranks import agree_on_options, continue_after_restart
-from autobatch.api.stages import OpenSetup, finish_plan, search_and_plan
+from autobatch.api.ranks import agree_on_options, check_data_of_ranks, claim_of_ranks, continue_after_restart
+from autobatch.api.stages import OPENING, OpenSetup, finish_plan, layout_of_call, search_and_plan
 from autobatch.core.files import write_atomic
 from autobatch.core.progress import Broadcast, Progress
+from autobatch.core.records import Plan, RunRecord
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.device.host import usable_cores
 from autobatch.device.nvml import driver_version
+from autobatch.distributed.rank_plan import layout_of
 from autobatch.distributed.ranks import SignsOfLife
+from autobatch.distributed.sharding.layout import ShardLayout
+from autobatch.distributed.shared_stream import open_stream, split_note
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.report.result import Estimates, Result, load_run
-from autobatch.training.checkpoint import list_checkpoints
-from autobatch.training.export import whole_model
-from autobatch.training.run import train_plan
-from autobatch.training.run_folder import CHECKPOINTS, REPORT, RESULT, RunFiles
+from autobatch.search.plan_split import read_sizes
+from autobatch.setup.session import ThisProcess
+from autobatch.setup.setup import KeyValue, Role, Setup, data_of_setup, open_setup
+from autobatch.training.build import build_sampler, count_stream, depends_on_end, stream_length
+from autobatch.training.checkpoint import Loaded, list_checkpoints
+from autobatch.training.export import examine_weights, whole_model
+from autobatch.training.resume import (
+    changes_since_checkpoint,
+    check_same_data_order,
+    load_plan,
+    load_run_state,
+)
+from autobatch.training.run import PreparedRun, train_plan
+from autobatch.training.run_folder import CHECKPOINTS, REPORT, RESULT, RunFiles, folder_of, move_earlier_run
 from autobatch.workload import demo
+from autobatch.workload.contract import Workload
+from autobatch.workload.data_digest import DataDigest, check_same_data
+from autobatch.workload.order import GlobalBatchSampler, epoch_of
 from autobatch.workload.reference import find_workload, shared_model_notes
+from autobatch.workload.streams import ENDLESS, count_samples
 
 GIT_SECONDS = 5.0
 """Time after which Git counts as absent, for example on a slow network file system."""
+BEFORE_TRAINING = ("device", "probe", "tuning", "title", "predicted", "memory_curve")
+"""Records of the parts before the training, which every checkpoint keeps for a resume."""
 
 
 def run(call: Call) -> Result:
@@ -109,6 +130,235 @@ def fit(call: Call) -> Result:
             surroundings=_surroundings(),
         )
         return _write_result(result, out, call.progress) if ranks.rank == 0 else result
+
+
+class ReadyRun(NamedTuple):
+    """A run that is ready to be trained, and its folder."""
+
+    result: Result
+    """Records of the parts before the training."""
+    run: PreparedRun
+    out: Path
+
+
+def prepare(call: Call, lock: ExitStack) -> ReadyRun:
+    """Take the stored plan of a run to resume, else search, plan and tune.
+
+    Args:
+        call: of this rank.
+        lock: keeps the folder of the run locked.
+    """
+    if not call.options.train.resume:
+        return _prepare_new(call, lock)
+    stored = _open_stored(call, lock)
+    return _plan_again(call, stored) if stored.changes else _continue(call, stored)
+
+
+def _prepare_new(call: Call, lock: ExitStack) -> ReadyRun:
+    """Search, plan and tune for a new run in one process, and open the setup that trains."""
+    options, ranks = call.options, call.ranks
+    with ExitStack() as opened:
+        setup = OpenSetup(call, opened)
+        samples = _epoch_samples(call, setup)
+        batches = build_sampler(samples, options)
+        name = setup.info.name
+        out = claim_of_ranks(call, lambda: folder_of(options.train.out, name, resume=False), lock)
+        if setup.info.layout is None:
+            # Weights that cannot be exported must fail before minutes are spent on a probe.
+            setup.process.call("the check of the weights", examine_weights)
+        found = search_and_plan(call, setup)
+        # A run that the launcher has started again has no earlier one.
+        earlier = ranks.once(lambda: move_earlier_run(out)) if ranks.restart == 0 else None
+        if earlier is not None:
+            call.progress.note(f"moved the earlier run of {out} to {earlier}")
+        result = finish_plan(call, setup, found, batches)
+        assert result.plan is not None
+        process, info, sizes = setup.process, setup.info, None
+        if result.plan.size_cut is not None:
+            # Sent, so that the process that trains need not read them again.
+            sizes = process.call("reading the sizes of the samples", read_sizes)
+    # A child has ended by now, and its memory is free for the training.
+    if isinstance(process, ThisProcess) and info.layout is None:
+        trained = process.setup
+    else:
+        trained = _open_to_train(call, find_workload(call.workload, options.device.seed), info.layout)
+        check_same_data([info.data, data_of_setup(trained)], ["the probe", "the process that trains"])
+    if sizes is not None:
+        trained.worst_case.take_sizes(sizes)
+    sampler = _sampler_of(call, trained, samples)
+    return _ready(result, trained, sampler, out, key=info.key, data=info.data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredRun:
+    """A run to resume, with the setup that it continues in."""
+
+    checkpoint: Loaded
+    plan: Plan
+    setup: Setup
+    sampler: GlobalBatchSampler
+    data: DataDigest | None
+    out: Path
+    changes: list[str]
+    """What rules out the stored plan, in the user's words; empty if the run continues with it."""
+
+    def with_records(self, result: Result) -> Result:
+        """Return a result with the records that an earlier process of the run has stored, if it has any."""
+        stored = self.checkpoint.facts.get("records", {})
+        given = {name: stored[name] for name in BEFORE_TRAINING if stored.get(name) is not None}
+        if "device" not in given:
+            return result
+        found = msgspec.convert(given, RunRecord)
+        profile = stored.get("profile")
+        return msgspec.structs.replace(
+            result,
+            profile=None if profile is None else Path(profile),
+            **{name: getattr(found, name) for name in BEFORE_TRAINING},
+        )
+
+    def ready(self, result: Result, key: Mapping[str, KeyValue], *, is_exact: bool) -> ReadyRun:
+        """Return the run that continues with the plan of a result."""
+        more = {"resumed": self.checkpoint, "is_exact": is_exact}
+        return _ready(result, self.setup, self.sampler, self.out, key=key, data=self.data, **more)
+
+
+def _open_stored(call: Call, lock: ExitStack) -> StoredRun:
+    """Open the run to resume, and compare it with what is asked for now.
+
+    Raises:
+        InputError: there is none, or it cannot continue with these options or data.
+    """
+    options, ranks = call.options, call.ranks
+    call.progress.doing(OPENING)
+    workload = find_workload(call.workload, options.device.seed)
+    out = claim_of_ranks(call, lambda: folder_of(options.train.out, workload.name, resume=True), lock)
+    checkpoint = load_run_state(out, ranks)
+    for line in checkpoint.passed_over:
+        call.progress.note(f"skipped an invalid checkpoint: {line}")
+    plan = load_plan(checkpoint, options)
+    setup = _open_to_train(call, workload, layout_to_resume(call, plan))
+    sampler = _sampler_of(call, setup, None)
+    check_same_data_order(checkpoint, sampler, scheduled=setup.workload.schedule is not None)
+    data = data_of_setup(setup)
+    check_data_of_ranks(data, ranks, checkpoint)
+    changes = changes_since_checkpoint(checkpoint, setup, sampler, ranks, options)
+    return StoredRun(
+        checkpoint=checkpoint,
+        plan=plan,
+        setup=setup,
+        sampler=sampler,
+        data=data,
+        out=out,
+        changes=sorted({change for of_rank in ranks.gather(changes) for change in of_rank}),
+    )
+
+
+def layout_to_resume(call: Call, plan: Plan) -> ShardLayout | None:
+    """Return the layout of the shared model of a resumed run: as asked, else as before."""
+    if call.ranks.world == 1 or call.options.ranks.parallel == "replicate":
+        return None
+    if call.options.ranks.parallel == "shard":
+        return layout_of_call(call)
+    before = layout_of(plan)
+    return None if before is None else msgspec.structs.replace(before, world=call.ranks.world)
+
+
+def _continue(call: Call, stored: StoredRun) -> ReadyRun:
+    """Continue with the stored plan, on the same hardware."""
+    # Nothing is claimed of a stream, and of values that are random by nature.
+    exactly = ", bit for bit" if stored.data is not None and stored.data.is_fixed else ""
+    call.progress.note(f"resuming from {stored.checkpoint.path} on the same hardware{exactly}")
+    device = stored.setup.device.describe()
+    call.progress.opened(device)
+    call.progress.planned(stored.plan)
+    result = stored.with_records(Result(device=device, plan=stored.plan, title=stored.setup.workload.name))
+    return stored.ready(result, stored.checkpoint.facts.get("key", {}), is_exact=True)
+
+
+def _plan_again(call: Call, stored: StoredRun) -> ReadyRun:
+    """Plan a stored run again, because something has changed, at its learning rate and without tuning."""
+    call.progress.note(
+        f"resuming from {stored.checkpoint.path} with another {' and another '.join(stored.changes)}: the "
+        "batch, the learning rate and the order of the data stay, the micro-batch is planned again, and sums "
+        "differ by rounding"
+    )
+    call = call.with_options(trials=0, tune_lr=False)
+    layout = stored.setup.layout
+    if layout is not None:
+        call = call.with_options(parallel="shard", shard_sync=layout.sync, shard_modules=layout.modules)
+    elif call.ranks.world > 1:
+        call = call.with_options(parallel="replicate")
+    with ExitStack() as opened:
+        setup = OpenSetup(call, opened)
+        found = search_and_plan(call, setup)
+        # The order of the user's own sampler does not travel to a child.
+        result = finish_plan(call, setup, found, replace(stored.sampler, order=None))
+        key = setup.info.key
+    assert result.plan is not None
+    rate = [name for name in Plan.__struct_fields__ if name.startswith("learning_rate")]
+    tuning = stored.with_records(result).tuning
+    if tuning is not None and tuning.trials:
+        note = "the run went on with another plan, without the choices that were made before"
+        tuning = msgspec.structs.replace(tuning, notes=[*tuning.notes, note])
+    plan = msgspec.structs.replace(result.plan, **{name: getattr(stored.plan, name) for name in rate})
+    return stored.ready(msgspec.structs.replace(result, plan=plan, tuning=tuning), key, is_exact=False)
+
+
+def _ready(
+    result: Result,
+    setup: Setup,
+    sampler: GlobalBatchSampler,
+    out: Path,
+    *,
+    key: Mapping[str, KeyValue],
+    data: DataDigest | None,
+    **resumed: Any,
+) -> ReadyRun:
+    """Return a run that trains with the budget of its probe, which its key has."""
+    assert result.plan is not None
+    budget_bytes = key.get("budget_bytes")
+    if budget_bytes is not None:
+        setup = replace(setup, device=setup.device.budgeted(int(budget_bytes)))
+    facts = {"records": result.to_json(*BEFORE_TRAINING, "profile"), "data": msgspec.to_builtins(data)}
+    run = PreparedRun(setup=setup, plan=result.plan, sampler=sampler, key=key, facts=facts, **resumed)
+    return ReadyRun(result, run, out)
+
+
+def _open_to_train(call: Call, workload: Workload, shard: ShardLayout | None) -> Setup:
+    """Open the setup for the training; rank 0 holds a model that ranks share."""
+    call.progress.doing(OPENING)
+    role = Role(world=call.ranks.world, shard=shard, holds_model=call.ranks.rank == 0, trains=True)
+    return open_setup(workload, call.options, role, environ=call.environ, is_demo=call.workload is None)
+
+
+def _epoch_samples(call: Call, setup: OpenSetup) -> int:
+    """Return the samples of an epoch. A stream is counted only if the run depends on its end."""
+    if setup.info.epoch_samples is not None:
+        return setup.info.epoch_samples
+    if not depends_on_end(call.options):
+        return ENDLESS
+    known = call.ranks.once(lambda: setup.process.call("the length of the stream", stream_length))
+    if known is not None:
+        return known
+    call.progress.note(
+        "--epochs or --last-batch needs the number of samples, so the stream is read once to its end: give "
+        "--steps if it has no end"
+    )
+    return call.ranks.once(lambda: setup.process.call("counting the samples", count_stream))
+
+
+def _sampler_of(call: Call, setup: Setup, samples: int | None) -> GlobalBatchSampler:
+    """Return the batches of the run; ``samples`` of an epoch of a stream are None if not counted yet."""
+    options, ranks, stream = call.options, call.ranks, setup.stream
+    if stream is None:
+        samples, order = epoch_of(setup.workload, options.device.seed)
+        return build_sampler(samples, options, order)
+    if samples is None:
+        samples = ranks.once(lambda: count_samples(stream)) if depends_on_end(options) else ENDLESS
+    note = split_note(setup.workload.train_data[0], ranks)  # type: ignore[index]
+    if note is not None:
+        call.progress.note(note)
+    return build_sampler(samples, options, view=open_stream(stream, ranks, options.device.seed))
 
 
 def _repeat_command(command: str, *, resumes: bool) -> str:

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from autobatch.cli.output import write_line
 from autobatch.core.errors import InputError
 from autobatch.core.records import SCHEMA
-from autobatch.core.text import error_text, quoted
+from autobatch.core.text import error_text, printable_lines, quoted
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
 from autobatch.device.profiles import (
@@ -69,21 +70,23 @@ Show the devices, the memory and who holds it, versions, and what is missing."""
 """Help of each command."""
 
 
-def answer(name: str, arguments: list[str]) -> str:
-    """Run a command and return what it prints.
+def run_command(name: str, arguments: list[str]) -> int:
+    """Run a command, print its answer, and return the exit code.
 
     Raises:
         InputError: a word is wrong, or the run, the profile or the GPU that it names does not exist.
     """
     if not {"-h", "--help", "--help-all"}.isdisjoint(arguments):
-        return HELP[name]
+        return write_line(HELP[name])
     options = [word for word in arguments if word.startswith("-")]
     unknown = [word for word in options if word not in ("--json", "--verbose")]
     if unknown:
         raise InputError(f"there is no option {unknown[0]}; see autobatch {name} --help")
     commands = {"profiles": _profiles, "report": _report, "compare": _compare, "doctor": _doctor}
     found = commands[name]([word for word in arguments if not word.startswith("-")])
-    return msgspec.json.encode(found.content).decode() if "--json" in options else found.text
+    if "--json" in options:  # JSON escapes control characters by its own rules
+        return write_line(msgspec.json.encode(found.content).decode())
+    return write_line(printable_lines(found.text))
 
 
 def _profiles(words: list[str]) -> Answer:

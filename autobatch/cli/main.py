@@ -21,6 +21,7 @@ from autobatch.cli.output import (
     raise_on_termination,
     reserve_stdout,
     undelivered_code,
+    write_line,
 )
 from autobatch.core.text import printable_lines, quoted
 from autobatch.core.version import __version__
@@ -125,11 +126,9 @@ def _guarded(name: str, arguments: list[str]) -> int:
             refuse_ranks(os.environ, name)
             ranks = Ranks()
         if name in OTHER:
-            from autobatch.cli.commands import answer
+            from autobatch.cli.commands import run_command
 
-            text = answer(name, arguments)
-            # JSON escapes control characters by its own rules.
-            return _write(text if "--json" in arguments else printable_lines(text))
+            return run_command(name, arguments)
         from autobatch.cli.parser import parse
 
         try:
@@ -199,7 +198,7 @@ def run_workload(command: Command) -> int:
     if as_json:
         import msgspec
 
-        return _write(msgspec.json.encode(result.to_json(*PARTS.get(command.name, ()))).decode())
+        return write_line(msgspec.json.encode(result.to_json(*PARTS.get(command.name, ()))).decode())
     return 0 if stream.failure is None else undelivered_code(stream.failure)
 
 
@@ -237,15 +236,6 @@ def _result_of(command: Command, stream: SafeStream) -> Result | Estimates:
         result = run(command.call(progress=terminal, child=child))
         terminal.finish(result)
     return result
-
-
-def _write(text: str) -> int:
-    """Write to standard output, and return the exit code."""
-    try:
-        print(text, flush=True)
-    except OSError as error:
-        return undelivered_code(error)
-    return 0
 
 
 def _report_failure(

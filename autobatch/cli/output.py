@@ -96,6 +96,16 @@ def undelivered_code(error: OSError) -> int:
     return 1
 
 
+def write_line(text: str) -> int:
+    """Write to standard output, and return the exit code."""
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except OSError as error:
+        return undelivered_code(error)
+    return 0
+
+
 class Terminated(BaseException):
     """SIGTERM or SIGUSR1 outside of training.
 

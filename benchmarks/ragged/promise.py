@@ -26,7 +26,7 @@ import msgspec
 
 from autobatch import AutobatchError, Plan
 from autobatch.api.call import Call
-from autobatch.api.prepare import prepare
+from autobatch.api.pipeline import prepare
 from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
 from autobatch.footprint.size_program import SizeProgram

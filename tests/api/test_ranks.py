@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 import autobatch
 from autobatch import InputError
 from autobatch.api.call import Call
-from autobatch.api.prepare import layout_to_resume
+from autobatch.api.pipeline import layout_to_resume
 from autobatch.api.ranks import agree_on_options, claim_of_ranks, continue_after_restart
 from autobatch.distributed.ranks import Ranks
 from tests.support.options import as_options
