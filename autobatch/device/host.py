@@ -20,6 +20,11 @@ from typing import NamedTuple
 
 LEAST_COMPILED_CAPABILITY = (7, 0)
 """The first GPUs for which Inductor has kernels (``has_triton`` in torch/utils/_triton.py)."""
+_GPU_DRIVERS = ("nvidiactl", "nvmap", "kfd", "dxg")
+"""Device files of the drivers of NVIDIA, of Tegra, of AMD and of WSL."""
+_V2 = ("memory.max", "memory.current", "inactive_file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+"""Files of a control group with its limit and its usage, and the field of what the kernel can reclaim."""
 
 
 class HostMemory(NamedTuple):
@@ -41,53 +46,28 @@ def is_wsl() -> bool:
     return "microsoft" in platform.release().lower()
 
 
-_GPU_DRIVERS = ("nvidiactl", "nvmap", "kfd", "dxg")
-"""Device files of the drivers of NVIDIA, of Tegra, of AMD and of WSL."""
-
-
 def has_gpu_driver(*, devices: Path = Path("/dev")) -> bool:
     """Return whether the driver of a GPU is loaded, without any library; False elsewhere than on Linux."""
     return any((devices / name).exists() for name in _GPU_DRIVERS)
 
 
-class _Files(NamedTuple):
-    limit: str
-    usage: str
-    reclaimable: str
-
-
-_V2 = _Files("memory.max", "memory.current", "inactive_file")
-_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
-
 def host_memory(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> HostMemory:
-    """Read the memory that this process may use.
-
-    Args:
-        proc: Mount point of procfs.
-        cgroups: Mount point of the control groups.
-    """
+    """Read the memory that this process may use, from the mount points of procfs and the control groups."""
     best = _machine(proc)
-    for folder, files in _groups(proc, cgroups):
-        limit = _number(folder / files.limit)
-        usage = _number(folder / files.usage)
+    for folder, (limit_file, usage_file, reclaimable) in _groups(proc, cgroups):
+        limit, usage = _number(folder / limit_file), _number(folder / usage_file)
         # Version 1 writes "no limit" as a number beyond any memory.
         if limit is None or usage is None or (best.total_bytes is not None and limit >= best.total_bytes):
             continue
-        available = max(0, limit - usage + _field(folder / "memory.stat", files.reclaimable))
+        available = max(0, limit - usage + _field(folder / "memory.stat", reclaimable))
         if best.available_bytes is not None:
             available = min(available, best.available_bytes)
-        best = HostMemory(limit, available, f"the control group's {files.limit}")
+        best = HostMemory(limit, available, f"the control group's {limit_file}")
     return best
 
 
 def count_oom_kills(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Count the processes that Linux killed because memory ran out: in the control group and on the machine.
-
-    Args:
-        proc: Mount point of procfs.
-        cgroups: Mount point of the control groups (version 2).
-    """
+    """Count the processes of the control group and of the machine that Linux killed for want of memory."""
     return _field(cgroups / "memory.events", "oom_kill") + _field(proc / "vmstat", "oom_kill")
 
 
@@ -102,9 +82,7 @@ def cpu_name(*, proc: Path = Path("/proc")) -> str:
 
 def compiler_missing_on_cpu() -> str | None:
     """Return what is missing for kernels of the CPU, which Inductor writes in C++; None if nothing."""
-    if not _is_found(os.environ.get("CXX"), "g++", "clang++", "c++"):
-        return "torch.compile needs a C++ compiler on the CPU"
-    return _headers_missing()
+    return _toolchain_missing("a C++ compiler on the CPU", os.environ.get("CXX"), "g++", "clang++", "c++")
 
 
 def compiler_missing_on_gpu(capability: tuple[int, int]) -> str | None:
@@ -117,9 +95,14 @@ def compiler_missing_on_gpu(capability: tuple[int, int]) -> str | None:
         return f"torch.compile needs a GPU of compute capability {needed} or later, found {found}"
     if importlib.util.find_spec("triton") is None:
         return "torch.compile needs triton on a GPU"
-    if not _is_found(os.environ.get("CC"), "gcc", "clang"):
-        return "torch.compile needs gcc or clang on a GPU"
-    return _headers_missing()
+    return _toolchain_missing("gcc or clang on a GPU", os.environ.get("CC"), "gcc", "clang")
+
+
+def _toolchain_missing(needed: str, *compilers: str | None) -> str | None:
+    if not any(name and shutil.which(name) for name in compilers):
+        return f"torch.compile needs {needed}"
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    return None if headers.exists() else f"torch.compile needs Python's headers, and {headers} is not there"
 
 
 def _machine(proc: Path) -> HostMemory:
@@ -134,7 +117,7 @@ def _machine(proc: Path) -> HostMemory:
     return HostMemory(page * pages, None if free is None else page * free, "sysconf")
 
 
-def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Files]]:
+def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
     """Yield the memory control groups of this process, its own first: a parent may have a lower limit."""
     for line in _lines(proc / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "-", "")
@@ -179,12 +162,3 @@ def _field(path: Path, name: str) -> int:
         if len(words) >= 2 and words[0] == name and words[1].isdigit():
             return int(words[1])
     return 0
-
-
-def _is_found(*programs: str | None) -> bool:
-    return any(program and shutil.which(program) for program in programs)
-
-
-def _headers_missing() -> str | None:
-    headers = Path(sysconfig.get_paths()["include"], "Python.h")
-    return None if headers.exists() else f"torch.compile needs Python's headers, and {headers} is not there"

@@ -10,14 +10,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from autobatch.core.records import MemoryHolder, Record
 from autobatch.core.text import error_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 T = TypeVar("T")
 _REASONS = {  # by NVML's error number
@@ -71,7 +68,19 @@ class NvmlAbsent(Record, frozen=True, kw_only=True):
 
 def read_gpus() -> NvmlReading | NvmlAbsent:
     """List the GPUs with their memory, or return the reason that there is no reading."""
-    return _ask(_read_gpus)
+
+    def read(nvml: Any) -> NvmlReading:
+        gpus, notes = [], []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                gpus.append(_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index)))
+            except Exception as error:
+                notes.append(f"GPU {index} does not answer: {_reason(error)}")
+        version = _optional(nvml, "nvmlSystemGetDriverVersion")
+        gpus.sort(key=lambda gpu: gpu.pci_bus_id or "")
+        return NvmlReading(driver_version=version, gpus=gpus, notes=notes)
+
+    return _ask(read)
 
 
 def read_gpu(*uuids: str) -> NvmlGpu | NvmlAbsent:
@@ -97,7 +106,24 @@ def read_holders(uuid: str) -> list[MemoryHolder] | NvmlAbsent:
 
     Process ids are the host's. In a container they match no process, so only show them.
     """
-    return _ask(lambda nvml: _holders(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)))
+
+    def read(nvml: Any) -> list[MemoryHolder]:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        compute = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        graphics = _optional(nvml, "nvmlDeviceGetGraphicsRunningProcesses", handle) or []
+        used: dict[int, int | None] = {}
+        for process in [*compute, *graphics]:
+            # A process that computes and draws is listed twice, each time with all of its memory.
+            known = [size for size in (used.get(process.pid), process.usedGpuMemory) if size is not None]
+            used[process.pid] = max(known, default=None)
+        return [
+            MemoryHolder(
+                pid=pid, name=_optional(nvml, "nvmlSystemGetProcessName", pid) or None, used_bytes=size
+            )
+            for pid, size in sorted(used.items(), key=lambda item: (-(item[1] or 0), item[0]))
+        ]
+
+    return _ask(read)
 
 
 def _ask(question: Callable[[Any], T]) -> T | NvmlAbsent:
@@ -124,19 +150,11 @@ def _bindings() -> Any:
         return NvmlAbsent(reason="nvidia-ml-py is not installed: pip install nvidia-ml-py")
     except Exception as error:  # another or a broken module of that name may raise anything
         return NvmlAbsent(reason=f"pynvml cannot be imported ({type(error).__name__}): {_REINSTALL}")
-    if hasattr(nvml, "__path__") and _is_installed("pynvml"):
+    if hasattr(nvml, "__path__") and any(importlib.metadata.distributions(name="pynvml")):
         return NvmlAbsent(reason=f"the deprecated distribution pynvml hides nvidia-ml-py: {_REINSTALL}")
     if not all(hasattr(nvml, name) for name in ("nvmlInit", "NVMLError", "NVMLLibraryMismatchError")):
         return NvmlAbsent(reason=f"the module pynvml is not the one of nvidia-ml-py: {_REINSTALL}")
     return nvml
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.distribution(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _reason(error: Exception) -> str:
@@ -156,18 +174,6 @@ def _optional(nvml: Any, function: str, *args: Any) -> Any:
         return call(*args) if call else None
     except Exception:
         return None
-
-
-def _read_gpus(nvml: Any) -> NvmlReading:
-    gpus, notes = [], []
-    for index in range(nvml.nvmlDeviceGetCount()):
-        try:
-            gpus.append(_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index)))
-        except Exception as error:
-            notes.append(f"GPU {index} does not answer: {_reason(error)}")
-    version = _optional(nvml, "nvmlSystemGetDriverVersion")
-    gpus.sort(key=lambda gpu: gpu.pci_bus_id or "")
-    return NvmlReading(driver_version=version, gpus=gpus, notes=notes)
 
 
 def _gpu(nvml: Any, handle: Any) -> NvmlGpu:
@@ -197,17 +203,3 @@ def _slices(nvml: Any, handle: Any) -> list[str]:
         piece = _optional(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, index)
         uuids.append(_optional(nvml, "nvmlDeviceGetUUID", piece) if piece is not None else None)
     return [uuid for uuid in uuids if uuid is not None]
-
-
-def _holders(nvml: Any, handle: Any) -> list[MemoryHolder]:
-    compute = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    graphics = _optional(nvml, "nvmlDeviceGetGraphicsRunningProcesses", handle) or []
-    used: dict[int, int | None] = {}
-    for process in [*compute, *graphics]:
-        # A process that computes and draws is listed twice, each time with all of its memory.
-        figures = [figure for figure in (used.get(process.pid), process.usedGpuMemory) if figure is not None]
-        used[process.pid] = max(figures, default=None)
-    return [
-        MemoryHolder(pid=pid, name=_optional(nvml, "nvmlSystemGetProcessName", pid) or None, used_bytes=size)
-        for pid, size in sorted(used.items(), key=lambda item: (-(item[1] or 0), item[0]))
-    ]

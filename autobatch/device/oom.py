@@ -13,7 +13,7 @@ import math
 import re
 import textwrap
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,71 +38,61 @@ class Verdict(enum.Enum):
     """Not about memory."""
 
 
-class _Pattern(NamedTuple):
-    verdict: Verdict
-    text: str
-    """Regular expression for the whole message: DataLoader and DataParallel put a heading before the text of
-    a worker's error."""
-
-
-_PATTERNS = (
+_PATTERNS: tuple[tuple[Verdict, str], ...] = (
     # cuDNN's attention, whose kernels are compiled and loaded past the allocator (cudnn/MHA.cpp, torch 2.15).
     # First, because the driver's own text stands before it.
-    _Pattern(Verdict.DEVICE, r"\bCUDA ran out of memory outside PyTorch's allocator\b"),
+    (Verdict.DEVICE, r"\bCUDA ran out of memory outside PyTorch's allocator\b"),
     # Pinned memory of the host, in the thread that pins what loader workers made. No context is lost.
-    _Pattern(Verdict.HOST, r"(?s)\bin pin memory thread\b.*\bCUDA error: out of memory\b"),
+    (Verdict.HOST, r"(?s)\bin pin memory thread\b.*\bCUDA error: out of memory\b"),
     # Driver level: cudaMalloc failed outside the caching allocator. AcceleratorError on recent torch.
-    _Pattern(Verdict.FATAL, r"\b(?:CUDA|HIP)(?: driver)? error: out of memory(?![ \t]*\w)"),
-    _Pattern(
-        Verdict.FATAL, r"\b(?:CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory)\b"
-    ),
+    (Verdict.FATAL, r"\b(?:CUDA|HIP)(?: driver)? error: out of memory(?![ \t]*\w)"),
+    (Verdict.FATAL, r"\b(?:CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory)\b"),
     # Level Zero, below the XPU allocator: the same for XPUs.
-    _Pattern(Verdict.FATAL, r"\bUR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY\b"),
+    (Verdict.FATAL, r"\bUR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY\b"),
     # NCCL allocates past torch's cache and poisons the communicator: nccl#1235, slime#1086, returnn#1626.
-    _Pattern(Verdict.FATAL, r"\bFailed to CUDA (?:host )?(?:m|c)?alloc\b"),
-    _Pattern(Verdict.FATAL, r"\bCuda failure (?:\d+ )?'out of memory'"),
+    (Verdict.FATAL, r"\bFailed to CUDA (?:host )?(?:m|c)?alloc\b"),
+    (Verdict.FATAL, r"\bCuda failure (?:\d+ )?'out of memory'"),
     # The caching allocators' own text, if the type was lost (workers, wrapped errors).
     # Bare, it is raised by whoever simulates one (accelerate's own tests).
-    _Pattern(Verdict.DEVICE, r"\b(?:CUDA|HIP|XPU) out of memory\.(?: Tried to allocate\b|\s*\Z)"),
-    _Pattern(Verdict.DEVICE, r"\bMPS backend out of memory\b"),
+    (Verdict.DEVICE, r"\b(?:CUDA|HIP|XPU) out of memory\.(?: Tried to allocate\b|\s*\Z)"),
+    (Verdict.DEVICE, r"\bMPS backend out of memory\b"),
     # backend:cudaMallocAsync has another text (many reports of ComfyUI).
-    _Pattern(Verdict.DEVICE, r"\bAllocation on device \d+ would exceed allowed memory\b"),
+    (Verdict.DEVICE, r"\bAllocation on device \d+ would exceed allowed memory\b"),
     # On MIG slices and Jetson the allocator's report calls NVML and fails there: pytorch#112377, #122068,
     # #185240, #197312.
-    _Pattern(Verdict.DEVICE, r"\bNVML_SUCCESS == \S.{0,80} INTERNAL ASSERT FAILED\b"),
-    _Pattern(
+    (Verdict.DEVICE, r"\bNVML_SUCCESS == \S.{0,80} INTERNAL ASSERT FAILED\b"),
+    (
         Verdict.DEVICE,
         # Handles and workspaces that libraries allocate themselves: deepmd-kit#5443, for example.
         r"\b(?:CU|HIP)(?:BLAS|SOLVER|SPARSE|DNN)_STATUS_ALLOC_FAILED\b|\b(?:CU|HIP)FFT_ALLOC_FAILED\b"
         r"|\bCUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED\b|\bmiopenStatusAllocFailed\b",
     ),
-    _Pattern(Verdict.DEVICE, r"\bTriton Error \[(?:CUDA|HIP|XPU)\]:.{0,40}\bout of memory(?![ \t]*\w)"),
+    (Verdict.DEVICE, r"\bTriton Error \[(?:CUDA|HIP|XPU)\]:.{0,40}\bout of memory(?![ \t]*\w)"),
     # alloc_cpu.cpp: the first on POSIX, the second on Windows. Then c10's and libstdc++'s plain texts.
-    _Pattern(Verdict.HOST, r"\bDefaultCPUAllocator: (?:can't allocate memory|not enough memory)\b"),
-    _Pattern(Verdict.HOST, r"\A(?:std::bad_alloc|bad allocation)\Z"),
-    _Pattern(Verdict.HOST, r"\bCUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED\b"),
-    _Pattern(Verdict.HOST, r"\bunable to mmap \d+ bytes from file .*Cannot allocate memory"),
-    _Pattern(Verdict.HOST, r"\bcan't start new thread\b"),  # CPython: no memory for another stack
+    (Verdict.HOST, r"\bDefaultCPUAllocator: (?:can't allocate memory|not enough memory)\b"),
+    (Verdict.HOST, r"\A(?:std::bad_alloc|bad allocation)\Z"),
+    (Verdict.HOST, r"\bCUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED\b"),
+    (Verdict.HOST, r"\bunable to mmap \d+ bytes from file .*Cannot allocate memory"),
+    (Verdict.HOST, r"\bcan't start new thread\b"),  # CPython: no memory for another stack
     # Handles created on a full GPU, or with a broken installation.
-    _Pattern(Verdict.SUSPECT, r"\b(?:CUBLAS|HIPBLAS|CUDNN)_STATUS_NOT_INITIALIZED\b"),
+    (Verdict.SUSPECT, r"\b(?:CUBLAS|HIPBLAS|CUDNN)_STATUS_NOT_INITIALIZED\b"),
     # No plan fits in the remaining memory, or none exists for this shape: pytorch#108645.
-    _Pattern(Verdict.SUSPECT, r"\bCUDNN_STATUS_(?:NOT_SUPPORTED|INTERNAL_ERROR)\b"),
+    (Verdict.SUSPECT, r"\bCUDNN_STATUS_(?:NOT_SUPPORTED|INTERNAL_ERROR)\b"),
     # No memory to load or launch a kernel, or a real bug: pytorch#17774.
-    _Pattern(
-        Verdict.SUSPECT, r"\bCUDNN_STATUS_(?:EXECUTION_FAILED(?:_CUDA_DRIVER)?|SUBLIBRARY_LOADING_FAILED)\b"
-    ),
+    (Verdict.SUSPECT, r"\bCUDNN_STATUS_(?:EXECUTION_FAILED(?:_CUDA_DRIVER)?|SUBLIBRARY_LOADING_FAILED)\b"),
     # The same of cuDNN's attention, which torch 2.11 tells by the expression that is false (cudnn/MHA.cpp).
-    _Pattern(Verdict.SUSPECT, r"\bmha_graph(?:\.|->)execute\(|\bcuDNN SDPA execution failed\b"),
-    _Pattern(Verdict.SUSPECT, r"\bunable to find an engine to execute this computation\b"),
+    (Verdict.SUSPECT, r"\bmha_graph(?:\.|->)execute\(|\bcuDNN SDPA execution failed\b"),
+    (Verdict.SUSPECT, r"\bunable to find an engine to execute this computation\b"),
     # oneDNN under an address-space limit. "… primitive descriptor" is an unsupported shape.
-    _Pattern(Verdict.SUSPECT, r"\bcould not create a primitive\b(?! descriptor)"),
+    (Verdict.SUSPECT, r"\bcould not create a primitive\b(?! descriptor)"),
     # An error that Python raises within TorchScript loses its text, also that of a budget which is counted.
-    _Pattern(Verdict.SUSPECT, r"(?s)\bfailed in the TorchScript interpreter\b.*\nRuntimeError:\s*\Z"),
+    (Verdict.SUSPECT, r"(?s)\bfailed in the TorchScript interpreter\b.*\nRuntimeError:\s*\Z"),
     # SIGKILL is the kernel's OOM killer or a kill -9, SIGBUS a full /dev/shm or a broken file: the text does
     # not show which. Other signals (segmentation fault, abort) are bugs.
-    _Pattern(Verdict.SUSPECT, r"\bDataLoader worker \(pid \d+\) is killed by signal: (?:Killed|Bus error)"),
+    (Verdict.SUSPECT, r"\bDataLoader worker \(pid \d+\) is killed by signal: (?:Killed|Bus error)"),
 )
-
+"""Regular expressions for whole messages: DataLoader and DataParallel put a heading before the text of a
+worker's error. The first that is found counts."""
 
 # After these the context is unusable, whatever else is in the chain (CUDA Runtime API: "the process must be
 # terminated and relaunched"). A launch times out on GPUs that also draw a display.
@@ -114,10 +104,8 @@ _DEAD_CONTEXT = re.compile(
     r"|tensor memory not completely freed)"
 )
 
-
 # Expandable segments of torch 2.15: every smaller size fails alike. The usual error only mentions the case.
 _NO_ADDRESSES = re.compile(r"\bThis is virtual-address-space \(VSZ\) exhaustion\b")
-
 
 # CUDACachingAllocator.cpp, torch 2.13; older releases print the same sizes.
 _SIZE = r"(?P<size>[0-9.]+) (?P<unit>bytes|[KMGT]iB)"
@@ -126,10 +114,9 @@ _REQUESTED_OF_CPU = re.compile(rf"{_SIZE} requested")
 _IDLE = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
-
 # The first of these in a chain counts.
 _BY_WEIGHT = (Verdict.FATAL, Verdict.DEVICE, Verdict.HOST, Verdict.SUSPECT)
-_COMPILED = tuple((row.verdict, re.compile(row.text)) for row in _PATTERNS)
+_COMPILED = tuple((verdict, re.compile(text)) for verdict, text in _PATTERNS)
 _WINDOWS_COMMIT_LIMIT = 1455  # ERROR_COMMITMENT_LIMIT: "The paging file is too small"
 _LINE_WIDTH = 240
 
@@ -182,8 +169,6 @@ def memory_named(doing: str) -> Iterator[None]:
     """
     try:
         yield
-    except AutobatchError:
-        raise
     except Exception as error:
         if not is_oom(error):
             raise

@@ -77,12 +77,12 @@ def device_of_rank(spec: str, *, local_rank: int, local_world: int, gpus: int) -
 
     Args:
         spec: ``auto``, ``cuda``, ``cuda:N``, ``cpu`` or ``sim:PROFILE``.
-        local_rank: place among the ranks of this host.
-        local_world: ranks of this host.
+        local_rank: Place among the ranks of this host.
+        local_world: Ranks of this host.
         gpus: GPUs that the process sees.
 
     Raises:
-        InputError: several ranks would share a GPU.
+        InputError: Several ranks would share a GPU.
     """
     kind, _, index = spec.partition(":")
     if kind not in ("auto", "cuda") or (kind == "auto" and not gpus):

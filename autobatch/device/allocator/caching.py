@@ -21,11 +21,7 @@ from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorConfig:
-    """Settings of the caching allocator, with torch's defaults.
-
-    The names are constants of c10/core/AllocatorConfig.h (torch 2.13). Off by default and not modelled:
-    ``max_split_size_mb``, ``roundup_power2_divisions``, ``garbage_collection_threshold``.
-    """
+    """Settings of the caching allocator, with torch's defaults: constants of c10/core/AllocatorConfig.h."""
 
     expandable_segments: bool = False
     """One growing segment per pool instead of many fixed ones (``expandable_segments:True``)."""
@@ -65,11 +61,8 @@ class Block:
     __slots__ = ("address", "held", "mapped", "next", "pool", "previous", "size")
 
     def __init__(self, pool: Pool, address: int, size: int, *, mapped: bool = True) -> None:
-        self.pool = pool
-        self.address = address
-        self.size = size
-        self.held = False
-        self.mapped = mapped
+        self.pool, self.address, self.size = pool, address, size
+        self.mapped, self.held = mapped, False
         self.previous: Block | None = None
         self.next: Block | None = None
 
@@ -142,9 +135,9 @@ class Pool:
         return free.pop(at)[2]
 
     def lowest_with_room(self, size: int) -> Block | None:
-        """Return the lowest run of free and unmapped blocks of at least ``size`` bytes.
+        """Return the lowest run of free and unmapped blocks of at least so many bytes, or None.
 
-        The model of ``find_expandable_block``; None if there is no such run.
+        The model of ``find_expandable_block``.
         """
         for _, unmapped in self.unmapped:
             before = unmapped.previous

@@ -31,13 +31,8 @@ class Workspaces:
     def parts_of(self, args: tuple[Any, ...]) -> tuple[int, ...]:
         """Return the bytes of the parts of a workspace of an ``aten::mkldnn_rnn_layer``, before rounding.
 
-        If this oneDNN has another layout, the only part bounds all of them, at most `PARTS` pages too many.
-
-        Args:
-            args: arguments of the call. Tensors may be fakes. The input is (time steps, samples, features).
-
-        Returns:
-            No parts for a layer in evaluation, which has no workspace.
+        If this oneDNN has another layout, the only part bounds all of them, at most `PARTS` pages too many. A
+        layer in evaluation has no workspace. Tensors may be fakes.
         """
         steps, samples, features = args[0].shape
         hidden, is_trained = args[10], args[15]

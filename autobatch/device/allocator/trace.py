@@ -102,8 +102,7 @@ def repetition(trace: Trace, since: int, first_mark: int) -> Repetition | None:
         None if the part does not leave what it found.
     """
     sizes = {block: size for block, size in trace.events if size != FREE}
-    found = _live(trace.events[:since])
-    left = _live(trace.events)
+    found, left = _live(trace.events[:since]), _live(trace.events)
     gone, come = sorted(found - left), sorted(left - found)
     if [sizes[block] for block in gone] != [sizes[block] for block in come]:
         return None

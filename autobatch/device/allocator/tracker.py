@@ -28,6 +28,7 @@ from autobatch.device.allocator.ledger import Allocator, BudgetExceeded, MemoryS
 from autobatch.device.allocator.output_size import output_bytes
 from autobatch.device.allocator.trace import FREE, Trace
 
+aten = torch.ops.aten
 EMPTY = -1
 """Number of the block of a storage without bytes."""
 
@@ -47,32 +48,31 @@ class _Kind(Enum):
 _VIEW, _NEW, _UPDATE, _SUM = _Kind.VIEW, _Kind.NEW, _Kind.UPDATE, _Kind.SUM
 _STRIDED = torch.strided
 UPDATES = frozenset(
-    getattr(getattr(torch.ops.aten, name), overload)
-    for name, overload in (
-        ("add_", "Tensor"),
-        ("add_", "Scalar"),
-        ("sub_", "Tensor"),
-        ("mul_", "Tensor"),
-        ("mul_", "Scalar"),
-        ("div_", "Tensor"),
-        ("lerp_", "Scalar"),
-        ("lerp_", "Tensor"),
-        ("addcmul_", "default"),
-        ("addcdiv_", "default"),
-        ("copy_", "default"),
-        ("zero_", "default"),
-        ("fill_", "Scalar"),
-    )
+    {
+        aten.add_.Tensor,
+        aten.add_.Scalar,
+        aten.sub_.Tensor,
+        aten.mul_.Tensor,
+        aten.mul_.Scalar,
+        aten.div_.Tensor,
+        aten.lerp_.Scalar,
+        aten.lerp_.Tensor,
+        aten.addcmul_.default,
+        aten.addcdiv_.default,
+        aten.copy_.default,
+        aten.zero_.default,
+        aten.fill_.Scalar,
+    }
 )
 """Operators that change the values of a tensor in place, and never its storage: most of an optimizer step."""
 _SUMS = frozenset(
     {
-        ("aten::add", "Tensor"),
-        ("aten::scatter", "src"),
-        ("aten::scatter", "value"),
-        ("aten::scatter_add", ""),
-        ("aten::index_add", ""),
-        ("aten::index_put", ""),
+        aten.add.Tensor,
+        aten.scatter.src,
+        aten.scatter.value,
+        aten.scatter_add.default,
+        aten.index_add.default,
+        aten.index_put.default,
     }
 )
 """Operators with which autograd adds to a gradient in place, and out of place under any mode."""
@@ -208,8 +208,15 @@ class StorageTable:
         # Raised here, the error has no context whose traceback would keep frames and tensors alive.
         raise torch.OutOfMemoryError(text)
 
-    def _defer(self, summand: Tensor, out: Tensor) -> bool:
-        """Let ``out`` take over the block of ``summand`` if that dies before the next `settle`."""
+    def _defer(self, summand: Any, out: Any) -> bool:
+        """Return whether a sum of two gradients is counted later, when it is known what block it has.
+
+        Autograd adds gradients in place, but out of place under any dispatch mode (``isTensorSubclassLike``
+        in torch/csrc/autograd/functions/accumulate_grad.h and input_buffer.cpp). The count must be that
+        without a mode, so the sum takes over the block of the summand if that dies before the next `settle`.
+        """
+        if not isinstance(summand, Tensor) or not isinstance(out, Tensor) or out.layout is not _STRIDED:
+            return False
         watch = self._watch_of(summand)
         storage = out.untyped_storage()
         if watch is None or watch.size != storage.nbytes():
@@ -263,11 +270,6 @@ class StorageTable:
         self.allocator.free(watch.handle)
         if self._record and watch.size:
             self.events.append((watch.block, FREE))
-
-    def _forget(self) -> None:
-        """Drop all entries, which also breaks the reference cycle through the callbacks."""
-        self._live.clear()
-        self._undecided = None
 
 
 def _storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
@@ -336,9 +338,10 @@ class StorageTracker(StorageTable, TorchDispatchMode):
         self._aside = False
 
     def __exit__(self, *error: object) -> None:
-        """Leave the mode, and stop watching live storages."""
+        """Leave the mode, and stop watching live storages, whose callbacks make reference cycles."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._forget()
+        self._live.clear()
+        self._undecided = None
 
     def count(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that were made elsewhere, unless they are counted already."""
@@ -417,7 +420,7 @@ class StorageTracker(StorageTable, TorchDispatchMode):
         if (kind is _NEW or kind is _SUM) and self._checks_first and not is_sum:
             self._refuse_early(func, args, kwargs)
         out = func(*args, **kwargs)
-        if is_sum and self._takes_over(args, out):
+        if is_sum and self._defer(args[0], out):
             return out
         refusal = self._note(out, kind)
         if refusal is not None:
@@ -449,20 +452,6 @@ class StorageTracker(StorageTable, TorchDispatchMode):
         if needed > room:
             allocator.free(self._allocate(needed))
 
-    def _takes_over(self, args: tuple[Any, ...], out: Any) -> bool:
-        """Return whether a sum of two gradients is counted later.
-
-        Autograd adds gradients in place, but out of place under any dispatch mode (``isTensorSubclassLike``
-        in torch/csrc/autograd/functions/accumulate_grad.h and input_buffer.cpp). The count must be that
-        without a mode, so the sum takes over the block of the summand if that dies with the addition.
-        """
-        return (
-            isinstance(args[0], Tensor)
-            and isinstance(out, Tensor)
-            and out.layout is torch.strided
-            and self._defer(args[0], out)
-        )
-
 
 def has_wrappers(types: Any) -> bool:
     """Check for a tensor that wraps others and runs its operators on them, such as one sharded over ranks.
@@ -479,7 +468,7 @@ def _kind_of(func: Any) -> _Kind:
     if func in UPDATES:
         return _Kind.UPDATE
     if any(each.alias_info is None for each in schema.returns):
-        return _Kind.SUM if (schema.name, schema.overload_name) in _SUMS else _Kind.NEW
+        return _Kind.SUM if func in _SUMS else _Kind.NEW
     if any(each.alias_info.is_write for each in schema.returns):
         return _Kind.IN_PLACE
     return _Kind.VIEW
