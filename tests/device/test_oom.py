@@ -96,96 +96,84 @@ BY_TYPE = [
     (Verdict.NONE, OSError(errno.ENOSPC, "No space left on device")),
     (Verdict.NONE, OSError("out of memory")),
 ]
-BY_TEXT = [
-    (Verdict.FATAL, "CUDA error: out of memory"),
-    (Verdict.FATAL, "CUDA error: out of memory" + HINT),
-    (Verdict.FATAL, "CUDA driver error: out of memory"),
-    (
-        Verdict.FATAL,
+BY_TEXT = {
+    Verdict.FATAL: (
+        "CUDA error: out of memory",
+        "CUDA error: out of memory" + HINT,
+        "CUDA driver error: out of memory",
         "Search for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/cuda/cuda-runtime-api",
+        "cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY",
+        "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+        NCCL + "Failed to CUDA calloc 4194304 bytes",
+        NCCL + "Cuda failure 2 'out of memory'",
     ),
-    (Verdict.FATAL, "cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY"),
-    (Verdict.FATAL, "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
-    (Verdict.FATAL, NCCL + "Failed to CUDA calloc 4194304 bytes"),
-    (Verdict.FATAL, NCCL + "Cuda failure 2 'out of memory'"),
-    (
-        Verdict.HOST,
+    Verdict.DEVICE: (
+        CUDA_TEXT,
+        WORKER + "torch.OutOfMemoryError: " + CUDA_TEXT,
+        "CUDA out of memory.",
+        "XPU out of memory.\n",
+        "XPU out of memory. Tried to allocate 20.00 MiB",
+        "MPS backend out of memory (MPS allocated: 17.72 GB, other allocations: 384.00 KB)",
+        "Allocation on device 0 would exceed allowed memory. (out of memory)",
+        "NVML_SUCCESS == r " + ASSERT,
+        "NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() " + ASSERT,
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "cuFFT error: CUFFT_ALLOC_FAILED",
+        "Triton Error [CUDA]: out of memory",
+        "Triton Error [HIP]:  Code: 2, Message: out of memory",
+        CUDNN_ATTENTION + "err 2 != CUDA_SUCCESS :: shimCuLaunchKernelEx" + OUTSIDE,
+        CUDNN_ATTENTION + "CUDA_ERROR_OUT_OF_MEMORY" + OUTSIDE,
+    ),
+    Verdict.HOST: (
         "Caught AcceleratorError in pin memory thread for device 0.\nOriginal Traceback (most recent call "
         "last):\ntorch.AcceleratorError: CUDA error: out of memory\n",
-    ),
-    (Verdict.DEVICE, CUDA_TEXT),
-    (Verdict.DEVICE, WORKER + "torch.OutOfMemoryError: " + CUDA_TEXT),
-    (Verdict.DEVICE, "CUDA out of memory."),
-    (Verdict.DEVICE, "XPU out of memory.\n"),
-    (Verdict.NONE, "CUDA out of memory. is what I would call it"),
-    (Verdict.DEVICE, "XPU out of memory. Tried to allocate 20.00 MiB"),
-    (Verdict.DEVICE, "MPS backend out of memory (MPS allocated: 17.72 GB, other allocations: 384.00 KB)"),
-    (Verdict.DEVICE, "Allocation on device 0 would exceed allowed memory. (out of memory)"),
-    (Verdict.DEVICE, "NVML_SUCCESS == r " + ASSERT),
-    (Verdict.DEVICE, "NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() " + ASSERT),
-    (Verdict.DEVICE, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    (Verdict.DEVICE, "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
-    (Verdict.DEVICE, "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
-    (Verdict.DEVICE, "cuFFT error: CUFFT_ALLOC_FAILED"),
-    (Verdict.DEVICE, "Triton Error [CUDA]: out of memory"),
-    (Verdict.DEVICE, "Triton Error [HIP]:  Code: 2, Message: out of memory"),
-    (
-        Verdict.HOST,
         "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
         "to allocate 268435456 bytes. Error code 12 (Cannot allocate memory)",
-    ),
-    (
-        Verdict.HOST,
         "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried",
+        "std::bad_alloc",
+        "can't start new thread",
+        "unable to mmap 4096 bytes from file </torch_1_2>: Cannot allocate memory (12)",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
     ),
-    (Verdict.HOST, "std::bad_alloc"),
-    (Verdict.HOST, "can't start new thread"),
-    (Verdict.HOST, "unable to mmap 4096 bytes from file </torch_1_2>: Cannot allocate memory (12)"),
-    (Verdict.HOST, "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
-    (Verdict.SUSPECT, "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
-    (Verdict.SUSPECT, "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a …"),
-    (Verdict.SUSPECT, "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
-    (Verdict.SUSPECT, "GET was unable to find an engine to execute this computation"),
-    (Verdict.SUSPECT, "could not create a primitive"),
-    (Verdict.SUSPECT, IN_TORCHSCRIPT + "RuntimeError: \n"),
-    (Verdict.NONE, IN_TORCHSCRIPT + "RuntimeError: The size of tensor a (3) must match the size of b (4)\n"),
-    (Verdict.SUSPECT, KILLED + "Killed. "),
-    (
-        Verdict.SUSPECT,
+    Verdict.SUSPECT: (
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a …",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+        "GET was unable to find an engine to execute this computation",
+        "could not create a primitive",
+        IN_TORCHSCRIPT + "RuntimeError: \n",
+        KILLED + "Killed. ",
         KILLED + "Bus error. It is possible that dataloader's workers are out of shared memory.",
-    ),
-    (Verdict.SUSPECT, "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
-    (Verdict.SUSPECT, "cuDNN error: CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"),
-    (
-        Verdict.SUSPECT,
+        "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+        "cuDNN error: CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED",
         "Expected mha_graph.execute(handle, variant_pack, workspace_ptr.get()).is_good() to be true, but got "
         "false.  (Could this error message be improved?  If so, please report an enhancement request to "
         "PyTorch.)",
+        CUDNN_ATTENTION + "CUDNN_STATUS_BAD_PARAM",
     ),
-    (Verdict.SUSPECT, CUDNN_ATTENTION + "CUDNN_STATUS_BAD_PARAM"),
-    (Verdict.DEVICE, CUDNN_ATTENTION + "err 2 != CUDA_SUCCESS :: shimCuLaunchKernelEx" + OUTSIDE),
-    (Verdict.DEVICE, CUDNN_ATTENTION + "CUDA_ERROR_OUT_OF_MEMORY" + OUTSIDE),
-    # Near misses.
-    (Verdict.NONE, ""),
-    (Verdict.NONE, "Expected mha_graph.validate().is_good() to be true, but got false."),
-    (Verdict.NONE, "out of memory slots in the pool"),
-    (Verdict.NONE, "CUDA error: out of memory slots"),
-    (Verdict.NONE, "my CUDA out of memory handler is missing"),
-    (Verdict.NONE, "CUDA error: an illegal memory access was encountered" + HINT),
-    (Verdict.NONE, "CUDA error: device-side assert triggered" + HINT),
-    (Verdict.NONE, "CUDA error: invalid configuration argument" + HINT),
-    (Verdict.NONE, "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
-    (
-        Verdict.NONE,
+    Verdict.NONE: (
+        "CUDA out of memory. is what I would call it",
+        IN_TORCHSCRIPT + "RuntimeError: The size of tensor a (3) must match the size of b (4)\n",
+        "",
+        "Expected mha_graph.validate().is_good() to be true, but got false.",
+        "out of memory slots in the pool",
+        "CUDA error: out of memory slots",
+        "my CUDA out of memory handler is missing",
+        "CUDA error: an illegal memory access was encountered" + HINT,
+        "CUDA error: device-side assert triggered" + HINT,
+        "CUDA error: invalid configuration argument" + HINT,
+        "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`",
         "Expected canUse32BitIndexMath(input) && canUse32BitIndexMath(output) to be true, but got false",
+        "could not create a primitive descriptor for a matmul primitive",
+        "r == 0 " + ASSERT,
+        NCCL + "Cuda failure 1 'invalid argument'",
+        "Triton Error [CUDA]: device kernel image is invalid",
+        KILLED + "Segmentation fault. ",
+        "DataLoader worker (pid(s) 4711) exited unexpectedly",
     ),
-    (Verdict.NONE, "could not create a primitive descriptor for a matmul primitive"),
-    (Verdict.NONE, "r == 0 " + ASSERT),
-    (Verdict.NONE, NCCL + "Cuda failure 1 'invalid argument'"),
-    (Verdict.NONE, "Triton Error [CUDA]: device kernel image is invalid"),
-    (Verdict.NONE, KILLED + "Segmentation fault. "),
-    (Verdict.NONE, "DataLoader worker (pid(s) 4711) exited unexpectedly"),
-]
+}
 
 
 def chained(*errors: BaseException, by: str = "__cause__") -> BaseException:
@@ -204,7 +192,9 @@ def test_type_decides(verdict: Verdict, error: BaseException) -> None:
     assert classify(error) is verdict
 
 
-@pytest.mark.parametrize(("verdict", "text"), BY_TEXT, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("verdict", "text"), [(verdict, text) for verdict, texts in BY_TEXT.items() for text in texts]
+)
 def test_text_decides_on_runtime_errors_and_on_no_user_type(verdict: Verdict, text: str) -> None:
     assert classify(RuntimeError(text)) is verdict
     assert classify(torch.AcceleratorError(text)) is verdict

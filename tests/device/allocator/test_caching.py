@@ -190,22 +190,6 @@ def test_first_block_and_segment(size, block, segment):
     assert (allocator.allocated_bytes, allocator.reserved_bytes) == (block, segment)
 
 
-def test_nothing_is_held_for_no_bytes():
-    allocator = CachingAllocator()
-    allocator.free(allocator.malloc(0))
-    assert (allocator.allocated_bytes, allocator.reserved_bytes, allocator.peak_reserved_bytes) == (0, 0, 0)
-
-
-def test_best_fit_takes_the_smallest_then_the_lowest():
-    allocator = CachingAllocator()
-    a, _, c, _, e, _ = [allocator.malloc(n * MiB) for n in (3, 2, 2, 2, 2, 2)]  # one 20 MiB segment
-    for block in (e, a, c):
-        allocator.free(block)
-    assert allocator.malloc(2 * MiB).address == c.address
-    assert allocator.malloc(2 * MiB).address == e.address
-    assert allocator.malloc(2 * MiB).address == a.address
-
-
 def test_cached_segments_are_freed_before_the_error():
     allocator = CachingAllocator(40 * MiB)
     first = allocator.malloc(30 * MiB)
@@ -221,16 +205,6 @@ def test_cached_segments_are_freed_before_the_error():
     assert allocator.retries == 2
 
 
-def test_a_split_segment_is_freed_only_as_a_whole():
-    allocator = CachingAllocator(40 * MiB)
-    keep = allocator.malloc(2 * MiB)
-    allocator.free(allocator.malloc(15 * MiB))
-    with pytest.raises(BudgetExceeded):
-        allocator.malloc(22 * MiB)
-    allocator.free(keep)
-    assert allocator.malloc(22 * MiB).size == 22 * MiB
-
-
 def test_expandable_segments_map_whole_pages_and_unmap_them():
     allocator = CachingAllocator(100 * MiB, AllocatorConfig(expandable_segments=True))
     first = allocator.malloc(11 * MiB)  # one 20 MiB page, split
@@ -242,17 +216,6 @@ def test_expandable_segments_map_whole_pages_and_unmap_them():
     assert (allocator.allocated_bytes, allocator.reserved_bytes) == (11 * MiB, 20 * MiB)
     tiny = allocator.malloc(1)  # the small pool has pages of 2 MiB
     assert (tiny.size, allocator.reserved_bytes) == (512, 22 * MiB)
-
-
-def test_expandable_segments_do_not_strand_a_gap():
-    """The same requests need 60 MiB in one growing segment, and 82 MiB in segments that cannot grow."""
-    reserved = []
-    for expandable in (False, True):
-        allocator = CachingAllocator(None, AllocatorConfig(expandable_segments=expandable))
-        allocator.free(allocator.malloc(40 * MiB))
-        allocator.malloc(42 * MiB)
-        reserved.append(allocator.peak_reserved_bytes)
-    assert reserved == [82 * MiB, 60 * MiB]
 
 
 def test_without_retries_a_full_cache_is_an_error():

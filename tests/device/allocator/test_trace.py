@@ -42,11 +42,6 @@ def test_the_canonical_form_replays_alike(seed, length):
     assert plain.canonical() == plain
 
 
-def test_the_phase_of_an_event_is_the_last_mark_before_it():
-    trace = Trace(((0, 8), (0, FREE), (1, 8)), ((1, "backward"), (2, "optimizer")))
-    assert [trace.phase_at(index) for index in range(3)] == [None, "backward", "optimizer"]
-
-
 STEADY = Trace(
     # State, the first batch; then a step: work, its end, the next batch in place of the first.
     ((0, 100), (1, 30), (2, 50), (2, FREE), (1, FREE), (3, 30)),
@@ -71,17 +66,6 @@ def test_a_step_that_leaves_something_else_does_not_repeat(last):
     assert repetition(trace, since=2, first_mark=1) is None
 
 
-def test_a_replay_reports_its_peak_and_where_it_ended():
-    trace = Trace(
-        ((0, 10), (1, 20), (0, FREE), (2, 15), (3, 90), (9, FREE)), ((0, "forward"), (3, "backward"))
-    )
-    found = replay(trace, CountingAllocator())
-    assert (found.fits, found.peak_allocated_bytes, found.allocated_bytes) == (True, 125, 125)
-    assert (found.peak_at, found.peak_phase) == (4, "backward")
-    refused = replay(trace, CountingAllocator(40))
-    assert (refused.fits, refused.peak_allocated_bytes, refused.peak_at) == (False, 35, 3)
-
-
 def test_replay_names_the_phase_of_the_peak():
     events = ((0, 100), (1, 50), (1, FREE), (2, 70), (3, 10))
     one = Trace(events, ((0, "setup"), (1, "forward"), (3, "backward"), (4, "optimizer")))
@@ -92,25 +76,34 @@ def test_replay_names_the_phase_of_the_peak():
     assert (cut.fits, cut.peak_at, cut.peak_phase) == (False, 1, "forward")
 
 
-def test_frees_at_the_end_are_no_part_of_a_step():
-    marks = ((0, "forward"), (3, "end"))
-    one = Trace(((0, 5), (1, 6), (1, FREE), (0, FREE)), marks)
-    assert one.canonical() == Trace(((0, 5), (1, 6)), ((0, "forward"), (2, "end")))
-
-
-def test_frees_of_unknown_blocks_are_left_out():
-    one = Trace(((7, FREE), (8, 5), (8, FREE), (8, 6)), ((1, "forward"),))
-    assert one.canonical() == Trace(((0, 5), (0, FREE), (1, 6)), ((0, "forward"),))
-    assert replay(one, CountingAllocator()).peak_allocated_bytes == 6
-
-
-def test_a_canonical_trace_stays_the_same_object():
-    trace = Trace(((7, 100), (8, 50), (7, FREE), (9, 1)), ((0, "forward"),))
-    once = trace.canonical()
-    assert once.canonical() is once
-    assert once == Trace(((0, 100), (1, 50), (0, FREE), (2, 1)), ((0, "forward"),))
-
-
 def test_a_block_whose_number_an_empty_one_had_stays() -> None:
     trace = Trace(((7, 512), (7, FREE), (7, 0), (7, FREE), (8, 100)))
     assert trace.without_empty().events == ((0, 512), (0, FREE), (1, 100))
+
+
+@pytest.mark.parametrize(
+    ("events", "marks", "expected"),
+    [
+        # Frees at the end are no part of a step.
+        (
+            ((0, 5), (1, 6), (1, FREE), (0, FREE)),
+            ((0, "a"), (3, "end")),
+            (((0, 5), (1, 6)), ((0, "a"), (2, "end"))),
+        ),
+        # Nor are those of unknown blocks.
+        (
+            ((7, FREE), (8, 5), (8, FREE), (8, 6)),
+            ((1, "a"),),
+            (((0, 5), (0, FREE), (1, 6)), ((0, "a"),)),
+        ),
+        (
+            ((7, 100), (8, 50), (7, FREE), (9, 1)),
+            ((0, "a"),),
+            (((0, 100), (1, 50), (0, FREE), (2, 1)), ((0, "a"),)),
+        ),
+    ],
+)
+def test_the_canonical_form_numbers_blocks_in_order(events, marks, expected):
+    found = Trace(events, marks).canonical()
+    assert found == Trace(*expected)
+    assert found.canonical() is found
