@@ -103,15 +103,6 @@ def test_samples_arrive_as_they_were_collated_and_are_read_one_at_a_time(workers
         assert (one["rows"].shape, one["names"], one["n"]) == ((5, 5), ["a"], None)
 
 
-def test_more_workers_than_cpus_raise_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user asked for this number; warnings are errors here."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    with pytest.warns(UserWarning, match="This DataLoader will create 2 worker processes"):
-        torch.utils.data.DataLoader(points(), num_workers=2)  # torch does warn
-    with fed_loop(make_workload(), workers=2, steps=1) as loop:
-        assert len(list(loop.run())) == 1
-
-
 # errors of the workload
 
 
@@ -184,14 +175,6 @@ def test_samples_that_cannot_be_sent_to_or_from_workers_are_known_before(
 # ends of workers
 
 
-def test_workers_start_with_the_first_batch_and_end_with_the_feed() -> None:
-    with open_feed(make_workload(), SAMPLER.batches, seed=0, workers=2) as feed:
-        assert not loader_workers()
-        next(feed.collated(next(SAMPLER.batches()), 4))
-        assert len(loader_workers()) == 2
-    assert not loader_workers()
-
-
 def test_a_micro_batch_is_left_unfinished_when_the_feed_closes() -> None:
     fetched = []
 
@@ -245,18 +228,19 @@ def test_a_worker_that_ended_is_reported_and_the_others_end(
     assert not loader_workers()
 
 
-def test_a_worker_that_ends_while_the_loop_works_is_no_error_of_the_loop() -> None:
-    with pytest.raises(LoaderWorkerCrashed, match="ended with signal SIGKILL"):
-        feed_and_kill_in_the_loss()
-    assert not loader_workers()
-
-
-def feed_and_kill_in_the_loss() -> None:
-    with open_feed(make_workload(), SAMPLER.batches, seed=0, workers=2) as feed:
-        next(feed.collated(next(SAMPLER.batches()), 4))
-        with user_code("loss"):
-            os.kill(loader_workers()[0].pid, signal.SIGKILL)
-            time.sleep(60)
+def test_a_worker_that_ends_while_the_loop_works_is_no_error_of_the_loop_and_leaves_no_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A short path, because that of a socket has a hundred characters at most.
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)
+        # The test removes the folder, before the end of the process.
+        monkeypatch.setattr(multiprocessing.util, "Finalize", lambda *_, **__: None)
+        with pytest.raises(LoaderWorkerCrashed, match="ended with signal SIGKILL"):
+            feed_and_kill_in_the_loss()
+        assert not loader_workers()
+        assert list(Path(folder).iterdir()) == [Path(multiprocessing.util.get_temp_dir())]
 
 
 def test_off_the_main_thread_a_worker_that_ended_is_noticed_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,28 +264,13 @@ def test_off_the_main_thread_a_worker_that_ended_is_noticed_too(monkeypatch: pyt
     assert found == [LoaderWorkerCrashed]
 
 
-@LINUX
-def test_a_killed_worker_leaves_no_folder_of_its_own() -> None:
-    # A short path, because that of a socket has a hundred characters at most.
-    with tempfile.TemporaryDirectory() as name:
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                feed_and_kill(name)
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def feed_and_kill(folder: str) -> None:
-    tempfile.tempdir = folder
-    multiprocessing.current_process()._config.pop("tempdir", None)
-    try:
-        feed_and_kill_in_the_loss()
-    except LoaderWorkerCrashed:
-        assert list(Path(folder).iterdir()) == [Path(multiprocessing.util.get_temp_dir())]
+def feed_and_kill_in_the_loss() -> None:
+    with open_feed(make_workload(), SAMPLER.batches, seed=0, workers=2) as feed:
+        assert not loader_workers()
+        next(feed.collated(next(SAMPLER.batches()), 4))
+        with user_code("loss"):
+            os.kill(loader_workers()[0].pid, signal.SIGKILL)
+            time.sleep(60)
 
 
 @LINUX

@@ -166,20 +166,6 @@ def test_a_resumed_view_continues_where_it_was(stream: Any, words: str) -> None:
     assert source.reads == 12 + (0 if stream is Stateful else 2)
 
 
-def test_a_stream_of_hugging_face_continues_from_its_own_state() -> None:
-    library = installed("datasets")
-    data = library.Dataset.from_dict({"x": list(range(20))}).to_iterable_dataset(num_shards=3)
-    whole = drawn(sampler_of(StreamView(data)))
-    view = StreamView(data)
-    batches = sampler_of(view).batches()
-    seen = [[view[one] for one in next(batches).ids] for _ in range(2)]
-    state = view.state_dict()
-    fresh = library.Dataset.from_dict({"x": list(range(20))}).to_iterable_dataset(num_shards=3)
-    again = sampler_of(StreamView(fresh))
-    assert again.view.load_state_dict(state) == "the stream continues from its own state"
-    assert seen + drawn(again, start=2) == whole
-
-
 def test_a_shuffle_buffer_that_a_state_leaves_out_is_told() -> None:
     """The oracle is the order itself: it never changes without a word."""
     library = installed("datasets")
