@@ -60,17 +60,17 @@ def test_the_plan_takes_over_the_chosen_configuration(monkeypatch: pytest.Monkey
     """Tuning keeps the target batch, and a second call has nothing left to try."""
     monkeypatch.setattr(tune_plan, "TRIAL_SECONDS", 0.01)
     first = autobatch.tune(
-        trial_workload(), target_batch=48, memory_budget=400_000, device="cpu", trials=3, seed=1
+        trial_workload(), target_batch=48, memory_budget=400_000, device="cpu", trials=2, seed=1
     )
     assert first.tuning is not None
     assert first.plan is not None
     assert (sum(first.plan.micro_batches), first.plan.effective_batch) == (48, 48)
-    assert first.tuning.trials == 3
+    assert first.tuning.trials == 2
     started: list[int] = []
     progress = Progress()
     monkeypatch.setattr(progress, "measured", lambda *given: started.append(given[0]), raising=False)
     options = options_from(
-        "tune", {"target_batch": 48, "memory_budget": 400_000, "device": "cpu", "trials": 3, "seed": 1}
+        "tune", {"target_batch": 48, "memory_budget": 400_000, "device": "cpu", "trials": 2, "seed": 1}
     )
     again = run_command(Call(workload=trial_workload(), options=options, progress=progress))
     assert again.tuning is not None

@@ -47,8 +47,7 @@ def contrastive(**fields: Any) -> Workload:
     return work(wide, **{"loss": LOSS, **fields})
 
 
-@pytest.mark.parametrize("whole_batch", [None, 30])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("whole_batch", "precision"), [(None, "fp32"), (30, "bf16"), (None, "fp16")])
 def test_what_is_traced_is_what_an_attempt_allocates(whole_batch: int | None, precision: Any) -> None:
     found = WORKLOADS["perceptron"]()
     made = replace(setup(replace(found, loss=LOSS), precision=precision), whole_batch=whole_batch)
