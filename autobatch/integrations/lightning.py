@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AutobatchFinder", "arguments", "batch_size", "plan", "workload"]
 
-_BATCH_HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
 _PRECISIONS: dict[Precision, str] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
@@ -118,7 +117,13 @@ def plan(
     if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm") == "norm":
         options.setdefault("max_grad_norm", float(trainer.gradient_clip_val))
     with on_host(module), _outside_of_fit(module, trainer, datamodule):
-        _check_one_optimizer(module)
+        optimizers = _configured(module)[0]
+        if len(optimizers) > 1:
+            raise InputError(
+                f"configure_optimizers returned {len(optimizers)} optimizers, and Lightning steps several "
+                "only with automatic_optimization=False: use autobatch.batches in a loop of your own, which "
+                "steps several"
+            )
         holder = _holder(module, datamodule) if given is None else None
         loader = _loader(module, datamodule) if given is None else given
         loop = LibraryLoop(
@@ -131,10 +136,15 @@ def plan(
         resize = None if given is None else partial(resized, given)
         found = plan_for(workload(module, loader), loop, target_batch, loader=resize, **options)
         if holder is not None:
-            setattr(*holder, found.micro_batch)
-            _check_size(_loader(module, datamodule), found.micro_batch)
+            holder.batch_size = found.micro_batch
+            made = _loader(module, datamodule).batch_size
+            if made != found.micro_batch:
+                raise InputError(
+                    f"train_dataloader made a loader of {made} samples, after batch_size was set to "
+                    f"{found.micro_batch}: let it read self.batch_size"
+                )
     if holder is not None:  # outside, because attributes of the module are restored
-        setattr(*holder, found.micro_batch)
+        holder.batch_size = found.micro_batch
     trainer.accumulate_grad_batches = found.accumulation_steps
     return found
 
@@ -169,23 +179,6 @@ def _loss(module: Any, batch: Any) -> Tensor:
     return found
 
 
-def _check_one_optimizer(module: Any) -> None:
-    found = _configured(module)[0]
-    if len(found) > 1:
-        raise InputError(
-            f"configure_optimizers returned {len(found)} optimizers, and Lightning steps several only with "
-            "automatic_optimization=False: use autobatch.batches in a loop of your own, which steps several"
-        )
-
-
-def _check_size(loader: DataLoader[Any], size: int) -> None:
-    if loader.batch_size != size:
-        raise InputError(
-            f"train_dataloader made a loader of {loader.batch_size} samples, after batch_size was set to "
-            f"{size}: let it read self.batch_size"
-        )
-
-
 def _loader(module: Any, datamodule: Any) -> DataLoader[Any]:
     loader = (module if datamodule is None else datamodule).train_dataloader()
     if not isinstance(loader, DataLoader):
@@ -193,7 +186,7 @@ def _loader(module: Any, datamodule: Any) -> DataLoader[Any]:
     return loader
 
 
-def _holder(module: Any, datamodule: Any) -> tuple[Any, str]:
+def _holder(module: Any, datamodule: Any) -> Any:
     """Return the object whose attribute ``batch_size`` the loader is made with.
 
     Raises:
@@ -203,7 +196,7 @@ def _holder(module: Any, datamodule: Any) -> tuple[Any, str]:
     for owner in owners:
         for holder in (owner, getattr(owner, "hparams", None)):
             if holder is not None and hasattr(holder, "batch_size"):
-                return holder, "batch_size"
+                return holder
     names = " nor ".join(type(one).__name__ for one in owners)
     raise InputError(
         f"{'neither ' if len(owners) > 1 else ''}{names} has {'an' if len(owners) > 1 else 'no'} attribute "
@@ -261,9 +254,10 @@ def _configured(module: Any) -> tuple[list[torch.optim.Optimizer], list[Any]]:
 def _transferred(module: Any, batch: Collated) -> Collated:
     """Return a batch after the hooks around its transfer to the device, which may augment it."""
     datamodule = getattr(getattr(module, "_trainer", None), "datamodule", None)
-    for hook in _BATCH_HOOKS:
-        owner = datamodule if _overrides(datamodule, hook) else module
-        batch = getattr(owner, hook)(batch, 0)
+    for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+        # The last base class defines it to do nothing.
+        has_own = sum(hook in vars(kind) for kind in type(datamodule).__mro__) > 1
+        batch = getattr(datamodule if has_own else module, hook)(batch, 0)
     return batch
 
 
@@ -320,11 +314,6 @@ def _set_up(module: Any, trainer: Any, datamodule: Any) -> None:
 
 def _one_or_all(several: list[Any]) -> Any:
     return several[0] if len(several) == 1 else several
-
-
-def _overrides(owner: Any, hook: str) -> bool:
-    """Check that a class defines a hook again, which its last base class defines to do nothing."""
-    return len([one for one in type(owner).__mro__ if hook in vars(one)]) > 1
 
 
 def _ignore(*_: Any, **__: Any) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.keywords import PlanKeywords
-from autobatch.core.records import Plan, Precision
+from autobatch.core.records import Plan
 from autobatch.integrations.library_plan import (
     Float32Outputs,
     LibraryLoop,
@@ -96,7 +96,7 @@ def plan(trainer: Any, *, target_batch: int, **options: Unpack[PlanKeywords]) ->
     """
     args = trainer.args
     _check(trainer)
-    options.setdefault("precision", _precision(args))
+    options.setdefault("precision", "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32")
     options.setdefault("max_grad_norm", args.max_grad_norm or None)
     loop = LibraryLoop(
         name="Trainer",
@@ -149,11 +149,11 @@ def _loss(trainer: Any, model: nn.Module, inputs: Any) -> Tensor | Loss:
 
 
 def _compute(trainer: Any, model: nn.Module, inputs: Any, count: Any) -> Tensor:
+    # As accelerate prepares a model: in 16 bits its outputs are copied to float32.
+    called = model if trainer.accelerator.mixed_precision == "no" else Float32Outputs(model)
     with _on_one_rank(trainer):
         # compute_loss may remove the labels from its inputs.
-        loss: Tensor = trainer.compute_loss(
-            _as_prepared(trainer, model), dict(inputs), num_items_in_batch=count
-        )
+        loss: Tensor = trainer.compute_loss(called, dict(inputs), num_items_in_batch=count)
     return loss
 
 
@@ -180,13 +180,6 @@ def _is_scaled(trainer: Any, count: Any) -> bool:
     if told is not None:
         return bool(told)
     return (trainer.model_accepts_loss_kwargs and count is not None) or trainer.compute_loss_func is not None
-
-
-def _as_prepared(trainer: Any, model: nn.Module) -> Any:
-    """Return the model as accelerate prepares it: in 16 bits its outputs are copied to float32."""
-    if trainer.accelerator.mixed_precision == "no":
-        return model
-    return Float32Outputs(model)
 
 
 def _optimizer(trainer: Any, model: nn.Module) -> Any:
@@ -230,10 +223,6 @@ def _checkpointing(trainer: Any) -> Iterator[None]:
         yield
     finally:
         getattr(model, f"{word}_checkpointing_disable")()
-
-
-def _precision(args: Any) -> Precision:
-    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
 
 
 def _check(trainer: Any) -> None:

@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autobatch import integrations
-from tests.support.custom_loops import small_plan
 from tests.support.libraries import installed
 from tests.support.training import apart, make_workload, mean_loss, reference, weights
 
@@ -33,21 +32,6 @@ def step(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any) -> Non
             accelerator.backward(mean_loss(model, batch))
             optimizer.step()
             optimizer.zero_grad()
-
-
-def test_the_library_takes_the_step_of_the_arguments() -> None:
-    """Equal micro-batches of a mean over samples: what the adapter promises, in float64."""
-    workload = make_workload()
-    expected, _ = reference(workload, [range(24)], mean_loss)
-    plan = small_plan(24, 7)
-    torch.manual_seed(0)
-    model = workload.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=plan.learning_rate)
-    accelerator = installed("accelerate").Accelerator(cpu=True, **accelerate.arguments(plan))
-    step(
-        accelerator, model, optimizer, DataLoader(workload.train_data, batch_size=accelerate.batch_size(plan))
-    )
-    assert apart(weights(model), expected) < 1e-12
 
 
 def test_a_planned_loop_takes_the_step_of_the_whole_batch() -> None:

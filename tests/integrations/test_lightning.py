@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,42 +12,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from autobatch import InputError, integrations
-from tests.support.custom_loops import small_plan
 from tests.support.libraries import installed
 from tests.support.trainers import gradient_of, pad, weights_of
-from tests.support.training import apart, make_workload, mean_loss, reference, weights
 
 lightning = integrations.lightning
-
-
-def test_the_library_takes_the_step_of_the_arguments(tmp_path: Path) -> None:
-    workload = make_workload()
-    expected, _ = reference(workload, [range(24)], mean_loss)
-    library = installed("lightning")
-    plan = small_plan(24, 7)
-    torch.manual_seed(0)
-    network = workload.model()
-
-    class Module(library.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network
-
-        def training_step(self, batch, number):  # type: ignore[no-untyped-def]
-            return mean_loss(self.network, batch)
-
-        def configure_optimizers(self):  # type: ignore[no-untyped-def]
-            return torch.optim.SGD(self.parameters(), lr=plan.learning_rate)
-
-    quiet = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
-    trainer = library.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, default_root_dir=tmp_path, **quiet,
-        **lightning.arguments(plan),
-    )  # fmt: skip
-    trainer.fit(Module(), DataLoader(workload.train_data, batch_size=lightning.batch_size(plan)))
-    assert apart(weights(network), expected) < 1e-6
 
 
 def test_a_planned_fit_takes_the_steps_of_whole_batches() -> None:
