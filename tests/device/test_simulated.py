@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from autobatch import DoesNotFitError, InputError
 from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.trace import replay
-from autobatch.device.base import Device
 from autobatch.device.oom import is_fragmented
 from autobatch.device.profiles import HardwareProfile
 from autobatch.device.simulated import SimulatedDevice
@@ -37,7 +38,7 @@ def test_an_asked_budget_is_taken_literally():
 
 
 def test_segments_count_against_the_budget():
-    device: Device = SimulatedDevice(gpu(), 64 * MiB)
+    device: Any = SimulatedDevice(gpu(), 64 * MiB)
     with device.enforced() as meter:
         small = torch.zeros(1)
         large = torch.zeros(2 * MiB // 4)

@@ -17,7 +17,6 @@ from autobatch import Workload
 from autobatch.distributed.engine import RowGather
 from autobatch.distributed.group import Group
 from autobatch.step.whole_batch import Rows
-from autobatch.workload.contract import Collated
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
@@ -97,7 +96,7 @@ def last_tokens_only() -> Any:
     return data
 
 
-def whole_tokens(model: nn.Module, batch: Collated) -> Tensor:
+def whole_tokens(model: nn.Module, batch: Any) -> Tensor:
     found = token_loss(model, batch)
     return found.total / found.count.clamp(min=1)  # no step if nothing counts, as with a gradient of zero
 

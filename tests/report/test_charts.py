@@ -14,30 +14,29 @@ from autobatch.core.records import Attempt, MemoryCurve, RankPlan, Trial
 from autobatch.core.units import GiB, MiB
 from autobatch.planning import make_plan
 from autobatch.report import charts, drawing
-from autobatch.report.drawing import Picture
 from autobatch.report.page import sections_of
 from tests.support.sample_run import a_device, a_memory_curve, a_probe, a_run, a_step, some_trials
 
 
-def all_pictures() -> list[Picture]:
+def all_pictures() -> list[Any]:
     return [picture for section in sections_of(a_run()) for picture in section.pictures]
 
 
 @pytest.fixture(scope="module", name="pictures")
-def drawn_once() -> dict[str, Picture]:
+def drawn_once() -> dict[str, Any]:
     return {picture.slug: picture for picture in all_pictures()}
 
 
-def drawn(picture: Picture | None) -> Picture:
+def drawn(picture: Any | None) -> Any:
     assert picture is not None
     return picture
 
 
-def described(picture: Picture | None) -> str:
+def described(picture: Any | None) -> str:
     return re.findall(r"<desc [^>]*>([^<]*)<", drawn(picture).svg)[0]
 
 
-def trained(*records: Any) -> Picture:
+def trained(*records: Any) -> Any:
     return drawn(charts.training_figure(records))
 
 
@@ -46,7 +45,7 @@ def planned(target: int, limit: int, ranks: int = 1) -> Plan:
 
 
 def test_every_drawing_has_colours_of_the_palette_and_is_drawn_wide_and_narrow(
-    pictures: dict[str, Picture],
+    pictures: dict[str, Any],
 ) -> None:
     for picture in pictures.values():
         bare = re.sub(r"var\(--[\w-]+, #[0-9a-f]{6}\)", "", picture.svg)
@@ -63,14 +62,14 @@ def test_every_drawing_has_colours_of_the_palette_and_is_drawn_wide_and_narrow(
 
 
 def test_the_same_data_give_the_same_pictures_whatever_style_the_user_has(
-    pictures: dict[str, Picture],
+    pictures: dict[str, Any],
 ) -> None:
     with mpl.rc_context({"font.size": 40, "axes.facecolor": "red", "svg.fonttype": "path"}):
         assert all_pictures() == list(pictures.values())
         assert mpl.rcParams["font.size"] == 40, "and it is restored"
 
 
-def test_what_is_drawn_is_in_words_and_in_the_legend(pictures: dict[str, Picture]) -> None:
+def test_what_is_drawn_is_in_words_and_in_the_legend(pictures: dict[str, Any]) -> None:
     said = {
         "memory": ["4 sizes fitted, 2 did not. The result is 93. The budget is 6.00 GiB.",
                    "budget 6.00 GiB<", ">ran and fits<", ">result, 93<",
@@ -236,7 +235,7 @@ def test_a_figure_that_cannot_be_drawn_is_left_out_with_a_note(loss: float, step
     assert len(picture.table.rows) == steps
 
 
-def test_the_reason_of_a_figure_that_is_left_out_is_escaped_and_cut(pictures: dict[str, Picture]) -> None:
+def test_the_reason_of_a_figure_that_is_left_out_is_escaped_and_cut(pictures: dict[str, Any]) -> None:
     def paint(*_: object) -> None:
         raise RuntimeError("<script>\x1b" + "x" * 100_000)
 

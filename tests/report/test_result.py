@@ -6,10 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from autobatch import Estimates, InputError, Result
+from autobatch import Estimates, InputError, Result, __version__
 from autobatch.core.files import write_atomic
-from autobatch.core.records import SCHEMA
-from autobatch.core.version import __version__
 from autobatch.report.charts import training_figure
 from autobatch.report.result import PlanResult, find_run, load_run
 from tests.support.sample_run import a_device, a_probe, a_run, a_step, an_estimate
@@ -85,7 +83,7 @@ def test_a_folder_without_a_run_is_an_error(tmp_path, content, message):
 def test_the_json_of_a_result_has_every_part_but_the_model():
     result = Result(device=a_device(), probe=a_probe(), profile=Path("limit.json"), model=object())
     found = result.to_json()
-    assert (found["schema"], found["autobatch"]) == (SCHEMA, __version__)
+    assert (found["schema"], found["autobatch"]) == (3, __version__)
     assert found["profile"] == "limit.json"
     assert found["probe"]["micro_batch"] == 93
     assert found["plan"] is None
@@ -95,7 +93,7 @@ def test_the_json_of_a_result_has_every_part_but_the_model():
 
 def test_the_json_of_estimates():
     assert Estimates(estimates=[], notes=["a note"]).to_json() == {
-        "schema": SCHEMA,
+        "schema": 3,
         "autobatch": __version__,
         "estimates": [],
         "over_ranks": [],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch import Loss
-from autobatch.step.train_state import StepSettings, TrainState, build_train_state
+from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import accumulate, finish
 from tests.support.kernels import needs_kernels
 from tests.support.training import make_workload
@@ -40,7 +40,7 @@ def counted(model: nn.Module, batch: Any) -> Loss:
     return Loss(nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum"), (batch[1] > -9).sum())
 
 
-def train_state_of(loss: Callable[..., Any], device: torch.device, precision: Any) -> TrainState:
+def train_state_of(loss: Callable[..., Any], device: torch.device, precision: Any) -> Any:
     torch.manual_seed(0)
     workload = make_workload(loss=loss)
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).to(device)

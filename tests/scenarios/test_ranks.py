@@ -19,8 +19,6 @@ from torch.nn.functional import cross_entropy, normalize
 import autobatch
 from autobatch import WholeBatchLoss
 from autobatch.training.checkpoint import load_newest
-from autobatch.training.run_folder import AVERAGED_WEIGHTS, CHECKPOINTS, WEIGHTS
-from autobatch.workload.contract import Collated
 from tests.support.faults import stateful
 from tests.support.ragged import ragged_workload
 from tests.support.rank_server import RankServer
@@ -45,7 +43,7 @@ class Towers(nn.Module):
         self.temperature = nn.Parameter(torch.tensor(1.5))
 
 
-def represent(model: Towers, batch: Collated) -> tuple[Tensor, Tensor]:
+def represent(model: Towers, batch: Any) -> tuple[Tensor, Tensor]:
     return normalize(model.one(batch[0]), dim=1), normalize(model.other(batch[0]), dim=1)
 
 
@@ -58,7 +56,7 @@ def towers(fault: str = "") -> autobatch.Workload:
     """Return a workload; memory runs out on rank 1 in that of its passes over two samples in training."""
     passes, validated = list[int](), list[int]()
 
-    def failing(model: Towers, batch: Collated) -> tuple[Tensor, Tensor]:
+    def failing(model: Towers, batch: Any) -> tuple[Tensor, Tensor]:
         if not torch.is_grad_enabled():
             validated.append(1)  # before the training, and not in a probe
         elif validated and os.environ.get("RANK") == "1" and len(batch[0]) == 2:
@@ -169,7 +167,7 @@ def test_a_resume_on_as_many_ranks_is_bit_exact(server: RankServer, tmp_path: Pa
     options = {**SAVED, "steps": 6, "target_batch": 16, "max_micro_batch": 4}
     found = server.values(fit, "random", str(tmp_path / "run"), options)
     assert found[0][0] == found[1][0]
-    newest = load_newest(tmp_path / "run" / CHECKPOINTS)
+    newest = load_newest(tmp_path / "run" / "checkpoints")
     assert newest is not None
     first, second = newest.state["random"]
     assert first["torch"] != second["torch"], "ranks draw other numbers"
@@ -183,11 +181,11 @@ def test_a_resume_on_as_many_ranks_is_bit_exact(server: RankServer, tmp_path: Pa
 def test_a_resume_of_a_sharded_model_is_bit_exact(server: RankServer, tmp_path: Path) -> None:
     options = {**SAVED, "steps": 4, "max_grad_norm": 0.2, "ema": 0.5}
     first = server.values(fit, "blocks", str(tmp_path), {**options, **SHARD})[0]
-    averages = (tmp_path / AVERAGED_WEIGHTS).read_bytes()
+    averages = (tmp_path / "model-ema.safetensors").read_bytes()
     keep_only(tmp_path, 2)
     again = server.values(fit, "blocks", str(tmp_path), {**options, "resume": True})[0]
     assert again[1] == first[1]
-    assert (tmp_path / AVERAGED_WEIGHTS).read_bytes() == averages
+    assert (tmp_path / "model-ema.safetensors").read_bytes() == averages
     assert again[2]["plan"]["parallel"] == "shard", "as before"
     assert not any(path.suffix in (".metadata", ".distcp", ".pkl") for path in tmp_path.rglob("*"))
 
@@ -211,7 +209,7 @@ def test_a_run_moves_between_ranks(server: RankServer, tmp_path: Path, name: str
         if number < 2:
             keep_only(out, 2 * number + 2)
     assert_same_weights(found, expected)
-    for file in (WEIGHTS, AVERAGED_WEIGHTS):
+    for file in ("model.safetensors", "model-ema.safetensors"):
         exported, whole = load_file(out / file), load_file(tmp_path / "alone" / file)
         assert exported.keys() == whole.keys()
         assert max(apart(exported[one], whole[one]) for one in whole) < 1e-12

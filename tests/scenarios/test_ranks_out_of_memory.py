@@ -14,7 +14,7 @@ from autobatch import AutobatchError, Progress
 from autobatch.training.checkpoint import list_checkpoints
 from autobatch.training.loop import Loop
 from autobatch.training.run import train
-from autobatch.training.run_folder import CHECKPOINTS, RunFiles
+from autobatch.training.run_folder import RunFiles
 from autobatch.workload.order import GlobalBatch
 from tests.support.faults import FAULTY_STEP, Fault, Quick, Watching, plain
 from tests.support.options import as_options
@@ -132,7 +132,7 @@ def test_all_ranks_leave_if_memory_runs_out_in_the_step(
 ) -> None:
     ended = server.run(fail_in_the_step, str(tmp_path), phase)
     assert [one.code for one in ended] == [77, 77], "\n".join(one.error for one in ended)
-    assert [path.name for path in list_checkpoints(tmp_path / CHECKPOINTS)] == ["step-00000001"]
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000001"]
     assert json.loads((tmp_path / "oom.json").read_text())["limits"] == [4, 2]
     verdict = json.loads((tmp_path / "verdict.json").read_text())
     assert (verdict["rank"], verdict["code"]) == (1, 77)

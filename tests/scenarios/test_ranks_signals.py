@@ -13,7 +13,7 @@ import torch
 from autobatch import Interrupted, Progress
 from autobatch.training.checkpoint import list_checkpoints, load_newest
 from autobatch.training.run import train
-from autobatch.training.run_folder import CHECKPOINTS, RunFiles
+from autobatch.training.run_folder import RunFiles
 from tests.support.options import as_options
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
@@ -69,7 +69,7 @@ def test_all_ranks_stop_at_one_step(
 ) -> None:
     found = server.values(stop_in_step, str(tmp_path), of_rank, in_validation)
     assert found == [(code, 3)] * 2
-    assert [path.name for path in list_checkpoints(tmp_path / CHECKPOINTS)] == ["step-00000003"]
-    newest = load_newest(tmp_path / CHECKPOINTS)
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000003"]
+    newest = load_newest(tmp_path / "checkpoints")
     assert newest is not None
     assert newest.state["counters"]["batches_seen"] == 3

@@ -16,7 +16,7 @@ from autobatch import AutobatchError, InputError, Progress
 from autobatch.core.units import KiB, MiB
 from autobatch.device.oom import loses_context
 from autobatch.search.attempts import LOST, Attempts, ask_or_none, nothing_fits, run_attempt
-from autobatch.search.search import Found, search
+from autobatch.search.search import search
 from autobatch.setup.attempt import Outcome
 from autobatch.setup.child import ChildCrashed
 from autobatch.setup.session import ThisProcess
@@ -62,7 +62,7 @@ def failing(error: Exception, first: int = 0) -> Callable[[int], Outcome]:
     return run
 
 
-def found_in(process: Process) -> Found:
+def found_in(process: Process) -> Any:
     attempts = Attempts(process, Progress())
     return search(
         lambda size: attempts.run(size, may_fail=True),

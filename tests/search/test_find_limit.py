@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ from autobatch.core.records import RealBatches
 from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory
-from autobatch.search.find_limit import Limit, find_limit, limit_of_plan
+from autobatch.search.find_limit import find_limit, limit_of_plan
 from autobatch.setup.attempt import attempt
 from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import Setup, open_setup
@@ -215,14 +216,14 @@ BATCH = 2048
 
 
 @pytest.fixture(scope="module", name="near")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Setup, Limit]:
+def opened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Setup, Any]:
     made = open_setup(
         TEST_WORKLOADS["mlp-heavy"](), Options().with_values(device="sim:t4", memory_budget="6MiB")
     )
     return made, limit_of(made, tmp_path_factory.mktemp("home"), target_batch=BATCH)
 
 
-def test_a_batch_is_split_into_more_if_its_micro_batches_do_not_fit(near: tuple[Setup, Limit]) -> None:
+def test_a_batch_is_split_into_more_if_its_micro_batches_do_not_fit(near: tuple[Setup, Any]) -> None:
     made, limit = near
     fits = {size: attempt(made, size).attempt.fits for size in (697, 683, 682, 512)}
     assert fits == {697: True, 683: False, 682: True, 512: True}
@@ -236,7 +237,7 @@ def test_a_batch_is_split_into_more_if_its_micro_batches_do_not_fit(near: tuple[
 
 
 @pytest.mark.parametrize("batch", [697, 2 * 697, 1200, 5])
-def test_micro_batches_that_fit_are_not_run(near: tuple[Setup, Limit], batch: int) -> None:
+def test_micro_batches_that_fit_are_not_run(near: tuple[Setup, Any], batch: int) -> None:
     listener = Listener()
     assert limit_of_plan(ThisProcess(near[0]), near[1], batch, listener) == near[1]
     assert near[1].planned == 697
@@ -244,7 +245,7 @@ def test_micro_batches_that_fit_are_not_run(near: tuple[Setup, Limit], batch: in
 
 
 def test_what_no_replay_knows_and_what_real_batches_have_shown_is_not_doubted(
-    near: tuple[Setup, Limit],
+    near: tuple[Setup, Any],
 ) -> None:
     made, limit = near
     real = RealBatches(batches=3, by="run", micro_batch_alone=697, is_exact=True)

@@ -10,7 +10,7 @@ from torch import nn
 
 from autobatch import Workload
 from autobatch.step.apply_knobs import apply_forward, find_blocks
-from autobatch.step.train_state import StepSettings, TrainState, build_train_state
+from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.workload.rng import seed_everything
 from tests.support.step_workloads import Residual, convolutional, images
@@ -34,7 +34,7 @@ def workload(**fields: Any) -> Workload:
     )
 
 
-def train(knobs: dict[str, Any], steps: int = 3, **fields: Any) -> tuple[nn.Module, TrainState, list[float]]:
+def train(knobs: dict[str, Any], steps: int = 3, **fields: Any) -> tuple[nn.Module, Any, list[float]]:
     """Train a few batches of two micro-batches each, everything drawn from one seed."""
     mine = workload(**fields)
     seed_everything(0)

@@ -13,7 +13,6 @@ from torch.utils.data import IterableDataset
 
 from autobatch import Loss, Plan, Workload
 from autobatch.planning import make_plan
-from autobatch.workload.contract import Collated
 from tests.support.training import (
     IGNORED,
     language_model,
@@ -35,7 +34,7 @@ def small_plan(target: int = SAMPLES, limit: int = 5, *, last_batch: str = "carr
     return msgspec.structs.replace(planned, last_batch=last_batch)
 
 
-def mean_over_tokens(model: nn.Module, batch: Collated) -> Tensor:
+def mean_over_tokens(model: nn.Module, batch: Any) -> Tensor:
     """Return the mean over all counted tokens of a whole batch."""
     ids, labels = batch
     return cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)

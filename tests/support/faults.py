@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch.device.allocator.ledger import MemoryStats
-from autobatch.device.base import Device, Meter, SilentMeter
+from autobatch.device.base import SilentMeter
 from autobatch.device.cpu import CpuDevice
 from tests.support.training import INFO_NCE, Rows, make_loop, make_workload, points
 
@@ -42,7 +43,7 @@ class Fault(TorchDispatchMode):
 class Watching:
     """Meter that passes the phase of the step to a fault, and measures as another meter does."""
 
-    def __init__(self, fault: Fault | None, inner: Meter | None = None) -> None:
+    def __init__(self, fault: Fault | None, inner: Any | None = None) -> None:
         self._fault = fault
         self._inner = inner or SilentMeter()
 
@@ -113,7 +114,7 @@ def stateful_contrastive(dtype: torch.dtype = torch.float64):
     return stateful(dtype, loss=INFO_NCE)
 
 
-def train(workload, fault: Fault | None, *, device: Device | None = None, **options):
+def train(workload, fault: Fault | None, *, device: Any | None = None, **options):
     """Train with a fault in `FAULTY_STEP`, or with ``shrink_to`` as the micro-batch from that step on."""
     device = device or Quick(memory_budget="1GiB")
     with device.training() as meter:

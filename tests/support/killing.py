@@ -28,7 +28,7 @@ from autobatch import Progress
 from autobatch.training.checkpoint import clean_leftovers, load_newest
 from autobatch.training.resume import restore_loop
 from autobatch.training.run import train
-from autobatch.training.run_folder import CHECKPOINTS, METRICS, RunFiles
+from autobatch.training.run_folder import RunFiles
 from autobatch.workload.loader import open_feed
 from tests.support.kinds import RUNS
 from tests.support.options import as_options
@@ -53,8 +53,8 @@ def child(folder: Path, workers: int | None) -> None:
     """Resume from the newest checkpoint or start; write the fingerprint of weights and averages."""
     workload, options = RUNS["augmented, averaged"]()
     loop = make_loop(workload, target_batch=7, micro_batch=3, steps=STEPS, **options)
-    clean_leftovers(folder / CHECKPOINTS)
-    resumed = load_newest(folder / CHECKPOINTS)
+    clean_leftovers(folder / "checkpoints")
+    resumed = load_newest(folder / "checkpoints")
     if resumed is not None:
         restore_loop(loop, resumed.state, same_hardware=True)
     settings = RunFiles(
@@ -86,7 +86,7 @@ def check(folder: Path) -> None:
     """Check that no acknowledged checkpoint is lost."""
     lines = (folder / "acknowledged").read_text().splitlines() if (folder / "acknowledged").exists() else []
     acknowledged = max((int(line) for line in lines), default=0)
-    found = load_newest(folder / CHECKPOINTS)
+    found = load_newest(folder / "checkpoints")
     step = 0 if found is None else found.state["counters"]["batches_seen"]
     assert step >= acknowledged, f"{step} < {acknowledged}"
     assert found is None or not found.passed_over, found.passed_over
@@ -143,8 +143,8 @@ def main(root: Path, kills: int, seed: int, *, fed: bool) -> None:
             continue
         assert status == 0
         assert (folder / "done").read_text() == expected
-        assert len((folder / METRICS).read_text().splitlines()) == STEPS
-        assert not [p for p in (folder / CHECKPOINTS).iterdir() if "tmp" in p.name or "trash" in p.name]
+        assert len((folder / "metrics.jsonl").read_text().splitlines()) == STEPS
+        assert not [p for p in (folder / "checkpoints").iterdir() if "tmp" in p.name or "trash" in p.name]
         finished += 1
         shutil.rmtree(folder)
     check_orphans()

@@ -18,7 +18,7 @@ from autobatch.api.call import Call
 from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
-from autobatch.search.find_limit import Limit, find_limit
+from autobatch.search.find_limit import find_limit
 from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import Setup
 
@@ -103,7 +103,7 @@ def probed(workload: Workload, **options) -> tuple[Result, Listener]:
     return run_command(Call(workload=workload, options=asked, progress=listener)), listener
 
 
-def limit_of(setup: Setup, home: Path, progress: Progress | None = None, **limits) -> Limit:
+def limit_of(setup: Setup, home: Path, progress: Progress | None = None, **limits) -> Any:
     """Find the largest micro-batch on a setup that is open here."""
     return find_limit(
         ThisProcess(setup), Options().with_values(**limits), home=home, progress=progress or Progress()

@@ -17,7 +17,6 @@ from autobatch.core.records import SizeCut
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.setup.setup import Setup
-from autobatch.workload.contract import Collated
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.split import SizeSplit, digest_of
 from tests.support.training import IGNORED, info_nce, language_model, make_loop, make_setup
@@ -50,13 +49,13 @@ def pad(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     )
 
 
-def sequence_loss(model: nn.Module, batch: Collated) -> Loss:
+def sequence_loss(model: nn.Module, batch: Any) -> Loss:
     ids, labels = batch
     total = cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return Loss(total, (labels != IGNORED).sum())
 
 
-def pooled_rows(model: nn.Module, batch: Collated) -> Tensor:
+def pooled_rows(model: nn.Module, batch: Any) -> Tensor:
     """Return a row per sequence: the mean over the positions that have a label, and so over no padding."""
     ids, labels = batch
     counted = (labels != IGNORED).unsqueeze(-1)
@@ -109,7 +108,7 @@ def join(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat(features), torch.cat(labels)
 
 
-def node_loss(model: nn.Module, batch: Collated) -> Loss:
+def node_loss(model: nn.Module, batch: Any) -> Loss:
     features, labels = batch
     total = cross_entropy(model(features), labels, ignore_index=IGNORED, reduction="sum")
     return Loss(total, (labels != IGNORED).sum())

@@ -12,14 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from autobatch import Workload
-from autobatch.core.records import Precision, ShardSync
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Trace, replay
 from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.distributed.sharding.build import fake_ranks
 from autobatch.distributed.sharding.model import Sharding
 from autobatch.footprint.tracing.trace_step import Setting, record
-from autobatch.step.train_state import StepSettings, TrainState, build_train_state
+from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.nested import feed
@@ -32,8 +31,8 @@ class Case(NamedTuple):
     """A way to run the steps of a workload over ranks."""
 
     micro_batch: int
-    sync: ShardSync = "each"
-    precision: Precision = "fp32"
+    sync: Any = "each"
+    precision: Any = "fp32"
     steps: Sequence[int] = (1, 2, 2)
     modules: str | None = None
 
@@ -89,7 +88,7 @@ def _wait_for_gloo(root: torch.nn.Module) -> None:
             module.set_custom_reduce_scatter(_Patient(DefaultReduceScatter()))
 
 
-def state_of(workload: Workload, model: torch.nn.Module, precision: Precision = "fp32") -> TrainState:
+def state_of(workload: Workload, model: torch.nn.Module, precision: Any = "fp32") -> Any:
     """Build the train state of a model on the CPU."""
     return build_train_state(
         workload, model, CPU, StepSettings(precision=precision), learning_rate=workload.learning_rate

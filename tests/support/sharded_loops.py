@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autobatch import Workload
-from autobatch.core.records import ShardSync
 from autobatch.distributed.engine import Shard
 from autobatch.distributed.group import Group
 from autobatch.distributed.sharding.model import Sharding
@@ -67,7 +66,7 @@ def sharded_loop(
     workload: Workload,
     limits: Sequence[int] | None = None,
     *,
-    sync: ShardSync = "each",
+    sync: Any = "each",
     **options: Any,
 ) -> Loop:
     """Build the loop of a rank that has a part of every parameter, each of a kind of its own."""

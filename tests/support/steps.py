@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
 from autobatch import Loss, WholeBatchLoss, Workload
-from autobatch.step.train_state import StepSettings, TrainState, build_train_state
+from autobatch.step.train_state import StepSettings, build_train_state
 from tests.support.training import (
     IGNORED,
     INFO_NCE,
@@ -26,14 +26,14 @@ EXACT = 1e-12
 """Relative error of a step in float64."""
 
 
-def train_state_of(workload: Workload, **options) -> TrainState:
+def train_state_of(workload: Workload, **options) -> Any:
     torch.manual_seed(0)
     rate = options.pop("learning_rate", workload.learning_rate)
     settings = StepSettings(**{"precision": "fp32", **options})
     return build_train_state(workload, workload.model(), torch.device("cpu"), settings, learning_rate=rate)
 
 
-def off(train_state: TrainState, workload: Workload, expected: torch.Tensor) -> float:
+def off(train_state: Any, workload: Workload, expected: torch.Tensor) -> float:
     """Return the error of the step, relative to the expected one (with SGD: the error of the gradient)."""
     torch.manual_seed(0)
     start = weights(workload.model())

@@ -9,8 +9,8 @@ from typing import Any
 
 import optuna
 
-from autobatch.core.knobs import Configuration, SearchAxis
-from autobatch.tuning.configuration import Budget, Measure, Measurement, StudyLocation
+from autobatch.core.knobs import SearchAxis
+from autobatch.tuning.configuration import Budget, Measurement, StudyLocation
 from autobatch.tuning.find_fastest import TuningResult, find_fastest
 
 AXES = [
@@ -30,7 +30,7 @@ def all_points(axes: list[SearchAxis]) -> list[dict[str, Any]]:
     return [dict(zip(names, one, strict=True)) for one in itertools.product(*(axis.choices for axis in axes))]
 
 
-def speed_of(values: Configuration) -> float:
+def speed_of(values: Any) -> float:
     """Return samples per second: bf16 and half the micro-batch are faster, most else is slower."""
     shift = [1.0, 1.1, 0.9, 0.7][int(values["micro_batch_shift"] or 0)]
     precision = 1.5 if values["precision"] == "bf16" else 1.0
@@ -39,31 +39,31 @@ def speed_of(values: Configuration) -> float:
     return 1000 * shift * precision * checkpointing * optimizer
 
 
-def exact(values: Configuration) -> Measurement:
+def exact(values: Any) -> Measurement:
     return Measurement(speed_of(values), 64 >> int(values["micro_batch_shift"] or 0))
 
 
 class CountingMeasure:
     """A measurement that keeps the configurations it was asked for."""
 
-    def __init__(self, measure: Callable[[Configuration], Measurement] = exact) -> None:
+    def __init__(self, measure: Callable[[Any], Measurement] = exact) -> None:
         self.measure = measure
         self.asked: list[dict[str, Any]] = []
 
-    def __call__(self, values: Configuration) -> Measurement:
+    def __call__(self, values: Any) -> Measurement:
         self.asked.append(dict(values))
         return self.measure(values)
 
 
 def search(
-    measure: Callable[[Configuration], Measurement] = exact,
+    measure: Callable[[Any], Measurement] = exact,
     axes: list[SearchAxis] = AXES,
     *,
     trials: int = 12,
     seed: int = 0,
     storage: str | None = None,
     made_for: Mapping[str, Any] = {"target_batch": 64},
-    confirm: Measure = lambda _: Measurement(0.0, 8),
+    confirm: Any = lambda _: Measurement(0.0, 8),
     expired: Callable[[], bool] = lambda: False,
     **more: Any,
 ) -> TuningResult:

@@ -12,13 +12,11 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import Dataset
 
 from autobatch import Loss, WholeBatchLoss, Workload
-from autobatch.core.records import Precision
-from autobatch.device.base import Device, Meter, SilentMeter
+from autobatch.device.base import SilentMeter
 from autobatch.device.cpu import CpuDevice
 from autobatch.setup.setup import Setup
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.loop import Loop
-from autobatch.workload.contract import Collated
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.loader import Feed, MicroBatches
 from autobatch.workload.order import GlobalBatchSampler
@@ -68,18 +66,18 @@ def language_model(dtype: torch.dtype = torch.float64) -> nn.Module:
     return nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 7)).to(dtype)
 
 
-def mean_loss(model: nn.Module, batch: Collated) -> Tensor:
+def mean_loss(model: nn.Module, batch: Any) -> Tensor:
     inputs, labels = batch
     return cross_entropy(model(inputs), labels)
 
 
-def token_loss(model: nn.Module, batch: Collated) -> Loss:
+def token_loss(model: nn.Module, batch: Any) -> Loss:
     ids, labels = batch
     total = cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return Loss(total, (labels != IGNORED).sum())
 
 
-def features(model: nn.Module, batch: Collated) -> Tensor:
+def features(model: nn.Module, batch: Any) -> Tensor:
     return model(batch[0])
 
 
@@ -92,7 +90,7 @@ def info_nce(_: nn.Module, rows: Tensor) -> Tensor:
 INFO_NCE = WholeBatchLoss(represent=features, loss=info_nce)
 
 
-def contrastive_loss(model: nn.Module, batch: Collated) -> Tensor:
+def contrastive_loss(model: nn.Module, batch: Any) -> Tensor:
     """Return the same loss in one part, which cannot be split."""
     return info_nce(model, features(model, batch))
 
@@ -120,12 +118,12 @@ def make_loop(
     steps: int | None = 3,
     epochs: int | None = None,
     seed: int = 0,
-    precision: Precision = "fp32",
+    precision: Any = "fp32",
     max_grad_norm: float | None = None,
     ema: float | None = None,
     last_batch: Any = "carry",
-    device: Device | None = None,
-    meter: Meter | None = None,
+    device: Any | None = None,
+    meter: Any | None = None,
     world: int = 1,
     knobs: dict[str, Any] | None = None,
     **fields: Any,
@@ -169,7 +167,7 @@ def make_loop(
 
 
 def make_setup(
-    workload: Workload, budget: str | int = "1GiB", *, device: Device | None = None, **fields: Any
+    workload: Workload, budget: str | int = "1GiB", *, device: Any | None = None, **fields: Any
 ) -> Setup:
     """Build what a probe opens of a workload, on the CPU unless another device is given."""
     torch.manual_seed(0)
@@ -204,7 +202,7 @@ def apart(one: Tensor, other: Tensor) -> float:
 def reference(
     workload: Workload,
     batches: Sequence[Sequence[int]],
-    whole_loss: Callable[[nn.Module, Collated], Tensor],
+    whole_loss: Callable[[nn.Module, Any], Tensor],
     *,
     seed: int = 0,
     clip: float | None = None,

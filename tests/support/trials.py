@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from autobatch import Workload
-from autobatch.core.knobs import Configuration, TuningContext
-from autobatch.device.base import Device
+from autobatch.core.knobs import TuningContext
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.setup.session import Session, ThisProcess
@@ -77,7 +76,7 @@ def trial_setup(
     return made if clock is None else replace(made, clock=clock)
 
 
-def setup_of(workload: Workload, device: Device | None = None) -> Setup:
+def setup_of(workload: Workload, device: Any | None = None) -> Setup:
     return make_setup(workload, device=device)
 
 
@@ -91,7 +90,7 @@ def make_trials(made: Setup, **fields: Any) -> Trials:
     return Trials(ThisProcess(made), task_with(**fields))
 
 
-def loading_trials(workload: Workload, device: Device | None = None, **fields: Any) -> Trials:
+def loading_trials(workload: Workload, device: Any | None = None, **fields: Any) -> Trials:
     """Return trials that choose how data is loaded."""
     return make_trials(setup_of(workload, device), **{"defaults": LOADING, **fields})
 
@@ -101,7 +100,7 @@ def context_of(made: Setup, **fields: Any) -> TuningContext:
     return look_at_workload(Session(made), task_with(**fields))
 
 
-def changed(**values: Any) -> Configuration:
+def changed(**values: Any) -> Any:
     return {**DEFAULTS, **values}
 
 

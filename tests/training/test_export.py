@@ -11,10 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
-from autobatch import CheckpointError, InputError
-from autobatch.core.version import __version__
+from autobatch import CheckpointError, InputError, __version__
 from autobatch.training.export import check_exportable, export_weights
-from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
 from tests.support.probes import Listener
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
@@ -149,9 +147,9 @@ def test_equal_weights_are_equal_files(tmp_path: Path) -> None:
     contents = set()
     for _ in range(12):
         export_weights(train_state, tmp_path)
-        contents.add((tmp_path / WEIGHTS).read_bytes())
+        contents.add((tmp_path / "model.safetensors").read_bytes())
     assert len(contents) == 1
-    with safe_open(tmp_path / WEIGHTS, framework="pt") as file:
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert file.metadata().items() > {"format": "pt", "autobatch": __version__}.items()
 
 
@@ -169,13 +167,15 @@ def test_ranks_that_share_a_model_export_whole_weights(server: RankServer, tmp_p
     loop = make_loop(block_workload(), ema=0.9)
     step_together(loop, 2)
     found = Blocks().double()
-    load_model(found, str(tmp_path / WEIGHTS))
+    load_model(found, str(tmp_path / "model.safetensors"))
     assert apart(weights(found), weights(loop.train_state.model)) <= 1e-12
-    load_model(found, str(tmp_path / AVERAGED_WEIGHTS))
+    load_model(found, str(tmp_path / "model-ema.safetensors"))
     with loop.train_state.averaged():
         assert apart(weights(found), weights(loop.train_state.model)) <= 1e-12
-    with safe_open(tmp_path / WEIGHTS, framework="pt") as file:
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert file.metadata()["format"] == "pt"
         assert file.metadata()["mix_again.weight"] == "mix.weight"
         assert "mix_again.weight" not in file.keys()  # noqa: SIM118 - it is no mapping
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([WEIGHTS, AVERAGED_WEIGHTS])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["model.safetensors", "model-ema.safetensors"]
+    )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 
-from autobatch.core.knobs import Configuration
 from autobatch.tuning.compare import LEAST_ROUNDS, compare
 from autobatch.tuning.configuration import Measurement, infeasible
 
@@ -25,9 +25,7 @@ def test_a_configuration_that_replaces_the_default_is_hardly_ever_slower(
         spread, lift = draw.choice([0.01, 0.03, 0.1, 0.3]), draw.choice([-0.1, -0.03, 0.0])
         speeds = [1.0, *(math.exp(draw.gauss(lift, spread)) for _ in range(20))]
 
-        def measure(
-            values: Configuration, draw: random.Random = draw, speeds: list[float] = speeds
-        ) -> Measurement:
+        def measure(values: Any, draw: random.Random = draw, speeds: list[float] = speeds) -> Measurement:
             hiccup = draw.uniform(0.3, 0.9) if with_hiccups and draw.random() < 0.05 else 1.0
             return Measurement(speeds[int(values["i"] or 0)] * hiccup * math.exp(draw.gauss(0, noise)), 1)
 
@@ -75,7 +73,7 @@ def test_of_equally_fast_configurations_the_one_with_the_fewest_changes_wins() -
     for seed in range(20):
         draw = random.Random(seed)
 
-        def measure(values: Configuration, draw: random.Random = draw) -> Measurement:
+        def measure(values: Any, draw: random.Random = draw) -> Measurement:
             gain = 0.5 * (values["precision"] == "bf16") + 0.005 * (values["optimizer"] == "fused")
             return Measurement(1000 * math.exp(gain + draw.gauss(0, 0.01)))
 
@@ -87,7 +85,7 @@ def test_every_ratio_has_an_interval_that_holds_the_true_one() -> None:
     for seed in range(200):
         draw = random.Random(seed)
 
-        def measure(values: Configuration, draw: random.Random = draw) -> Measurement:
+        def measure(values: Any, draw: random.Random = draw) -> Measurement:
             return Measurement((1.3 if values["i"] else 1.0) * math.exp(draw.gauss(0, 0.05)))
 
         (contender,) = compare(measure, {"i": 0}, [{"i": 1}]).contenders
@@ -100,7 +98,7 @@ def test_every_ratio_has_an_interval_that_holds_the_true_one() -> None:
 
 
 def test_a_default_that_never_runs_ends_the_comparison() -> None:
-    def measure(values: Configuration) -> Measurement:
+    def measure(values: Any) -> Measurement:
         return Measurement(9.0) if values["i"] else infeasible("crashed")
 
     found = compare(measure, {"i": 0}, [{"i": 1}])
@@ -110,7 +108,7 @@ def test_a_default_that_never_runs_ends_the_comparison() -> None:
 def test_a_configuration_that_fails_once_is_not_measured_again() -> None:
     asked = []
 
-    def measure(values: Configuration) -> Measurement:
+    def measure(values: Any) -> Measurement:
         asked.append(values["i"])
         if values["i"] == 1:
             return infeasible("crashed")

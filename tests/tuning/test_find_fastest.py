@@ -11,7 +11,7 @@ import pytest
 from optuna.samplers import GPSampler
 from optuna.trial import TrialState
 
-from autobatch.core.knobs import Configuration, SearchAxis, defaults
+from autobatch.core.knobs import SearchAxis, defaults
 from autobatch.core.records import Tuning
 from autobatch.report.facts import describe_tuning
 from autobatch.tuning.compare import MINIMUM_GAIN
@@ -32,7 +32,7 @@ DEFAULT = defaults(AXES)
 TWELVE = [SearchAxis("i", tuple(range(12)))]
 
 
-def key(values: Configuration) -> tuple[Any, ...]:
+def key(values: Any) -> tuple[Any, ...]:
     return tuple(sorted(values.items()))
 
 
@@ -64,12 +64,12 @@ def test_a_small_space_is_tried_completely() -> None:
     assert (alone.tuning.trials, alone.tuning.best, alone.micro_batch) == (1, {}, 4)
 
 
-def slower(values: Configuration) -> Measurement:
+def slower(values: Any) -> Measurement:
     changed = sum(values[name] != value for name, value in defaults(SMALL_AXES).items())
     return Measurement(1000.0 * (1 + MINIMUM_GAIN / 2 * (changed == 1)) * 0.9 ** max(0, changed - 1), 64)
 
 
-def full_at_default(values: Configuration) -> Measurement:
+def full_at_default(values: Any) -> Measurement:
     return infeasible("full") if values == defaults(SMALL_AXES) else exact(values)
 
 
@@ -118,7 +118,7 @@ def test_the_search_takes_at_most_half_of_the_time_that_the_run_takes(run_sample
     """
     now = [0.0]
 
-    def measure(values: Configuration) -> Measurement:
+    def measure(values: Any) -> Measurement:
         now[0] += 1.0
         return Measurement(100.0 + 50.0 * values["a"], 8)
 
@@ -174,7 +174,7 @@ def test_speeds_of_an_earlier_search_carry_its_date(tmp_path: Path) -> None:
     storage, axes = str(tmp_path / "s.log"), [SearchAxis("a", (0, 1))]
 
     def found(trials: int, speed: float) -> Tuning:
-        def measure(values: Configuration) -> Measurement:
+        def measure(values: Any) -> Measurement:
             return Measurement(speed / (1 + 9 * int(values["a"] or 0)), 8)
 
         return search(measure, axes, trials=trials, storage=storage).tuning
@@ -190,7 +190,7 @@ def test_speeds_of_an_earlier_search_carry_its_date(tmp_path: Path) -> None:
 
 
 def test_an_infeasible_trial_is_complete_and_never_chosen(tmp_path: Path) -> None:
-    def with_limits(values: Configuration) -> Measurement:
+    def with_limits(values: Any) -> Measurement:
         if values["precision"] == "bf16":
             return infeasible("its losses differ from the reference")
         return infeasible("out of memory") if values["checkpointing"] == "full" else exact(values)
@@ -239,7 +239,7 @@ def test_a_point_that_the_sampler_repeats_takes_over_the_known_result(tmp_path: 
 
 
 def test_an_error_of_a_trial_closes_it_and_is_raised(tmp_path: Path) -> None:
-    def broken(values: Configuration) -> Measurement:
+    def broken(values: Any) -> Measurement:
         raise TypeError("of the workload")
 
     with pytest.raises(TypeError, match="of the workload"):

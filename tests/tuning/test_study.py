@@ -11,7 +11,6 @@ import optuna
 import pytest
 
 from autobatch import InputError
-from autobatch.core.knobs import Configuration
 from autobatch.tuning.configuration import Measurement
 from autobatch.tuning.study import check_storage
 from tests.support.studies import SMALL_AXES, exact, search
@@ -96,7 +95,7 @@ def test_a_storage_that_fails_during_the_search_gives_an_error_of_one_line(
     def gone(*_: Any, **__: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    def measure(values: Configuration) -> Measurement:
+    def measure(values: Any) -> Measurement:
         monkeypatch.setattr(optuna.Study, "tell", gone)
         return exact(values)
 
