@@ -34,14 +34,13 @@ from autobatch.estimates.traces import ALONE, Layout, Traces, arranged
 from autobatch.footprint.explain import explain
 from autobatch.footprint.fit import Footprint, Unpredictable
 from autobatch.footprint.predict import (
+    Fitting,
     Prediction,
     gpu_allocator,
-    largest_on,
+    in_proportion,
     predict,
     program_on,
 )
-from autobatch.footprint.program import Program
-from autobatch.footprint.single_sizes import in_proportion
 from autobatch.footprint.suggestions import find_suggestions, in_words
 from autobatch.footprint.tracing.apart import run_apart, run_in_copies
 from autobatch.planning import make_plan
@@ -144,8 +143,8 @@ class Estimator:
             micro_batch_low=found.micro_batch_low,
             micro_batch_high=found.micro_batch_high,
             fits=found.fits,
-            peak_allocated_bytes=found.peak_allocated_bytes,
-            peak_reserved_bytes=found.peak_reserved_bytes,
+            peak_allocated_bytes=found.outcome.peak_allocated_bytes,
+            peak_reserved_bytes=found.outcome.peak_reserved_bytes,
             plan=self._plan(gpu, found.micro_batch, step.multiple) if found.fits else None,
             memory=where.by_kind,
             modules=where.by_module,
@@ -169,7 +168,7 @@ class Estimator:
         budget, _ = self.gpus.budget(gpu)
         step = self._step(gpu, layout)
         program = program_on(step, gpu.libraries)
-        size = largest_on(step, program, lambda: gpu_allocator(budget), self.gpus.cap)
+        size = Fitting([program], lambda: gpu_allocator(budget)).largest(self.gpus.cap, step.multiple)
         found = replay(program.at(max(1, size)), gpu_allocator(budget if size else None))
         return size, found.peak_reserved_bytes or found.peak_allocated_bytes
 
@@ -199,7 +198,7 @@ class Estimator:
         step = self._step(gpu, replicas)
         budget, _ = self.gpus.budget(gpu)
         program = program_on(step, gpu.libraries)
-        if largest_on(step, program, lambda: gpu_allocator(budget), step.multiple):
+        if Fitting([program], lambda: gpu_allocator(budget)).fits(step.multiple):
             return replicas, "a whole model fits on each rank, so each has its own (--parallel replicate)"
         return self.layout("shard"), "no whole model fits on a rank, so the ranks share it (--parallel shard)"
 
@@ -245,8 +244,7 @@ class Estimator:
         tried = sorted(recordings) if asked is None else [asked]
         for m in reversed(tried):
             one = recordings[m]
-            program = Program(in_proportion(m, one.trace).events, one.trace.canonical().marks)
-            step = Footprint.of(program, one)
+            step = Footprint.of(in_proportion(m, one.trace), one)
             found = of_budget(step, cap=m, micro_batch=m)
             if found.fits or asked is not None:
                 above = [other for other in tried if other > m]

@@ -25,8 +25,8 @@ from autobatch.device.oom import first_line, is_oom
 from autobatch.estimates.gpus import precision_on
 from autobatch.footprint.depth import DeepFootprint, deep_footprint, is_deep, record_few
 from autobatch.footprint.fit import Footprint, notes_on
-from autobatch.footprint.single_sizes import record_single_sizes
-from autobatch.footprint.suggestions import NATIVE_BF16, OF_THE_OPTIMIZER, Trace, changes_of
+from autobatch.footprint.predict import record_single_sizes
+from autobatch.footprint.suggestions import NATIVE_BF16, Trace, changes_of
 from autobatch.footprint.tracing.apart import run_in_copies
 from autobatch.footprint.tracing.trace_mode import Recording
 from autobatch.footprint.tracing.trace_step import Setting
@@ -133,8 +133,7 @@ class Traces:
         keys = [self._key(layout, capability) for layout in layouts]
         if changed is not None:
             names = [name for name, _, _ in changes_of(self.setting(capability))]
-            # A replay shows whether an optimizer that needs less helps, before it is traced.
-            keys += [self._key(changed, capability, name) for name in names if name not in OF_THE_OPTIMIZER]
+            keys += [self._key(changed, capability, name) for name in names]
         keys = [key for key in keys if key not in self._found]
         few = [self._key(layout, capability) for layout in like] if is_deep(self.model) else []
         jobs: list[Callable[[], DeepFootprint | Recording | None]] = []

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
-from autobatch.device.allocator.trace import FREE
+from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.fit import SIZES, Footprint, footprint, footprint_beside, record_apart
-from autobatch.footprint.program import Polynomial, Program, Rule, TooLong, Untraceable
+from autobatch.footprint.program import Program, Rule, TooLong, Untraceable
 from autobatch.footprint.tracing.trace_mode import Label, Product, Recording
 from autobatch.footprint.tracing.trace_step import Setting
 
@@ -33,14 +33,6 @@ DEPTHS = (2, 3, 4)
 """Layers that are traced. The first and the last layer may differ from the others, as FSDP gathers ahead."""
 LEAST_LAYERS = 8
 """Like layers from which on fewer of them are traced."""
-
-
-class Stack(NamedTuple):
-    """Like layers in one list of a model."""
-
-    name: str
-    """Full name of the list."""
-    layers: int
 
 
 @dataclass(frozen=True)
@@ -55,11 +47,7 @@ class DeepFootprint:
     _origins: tuple[int, ...]
     """For each event of the step, the place of the event that it repeats."""
 
-    def on(
-        self,
-        setting: Setting,
-        recording: Recording | None = None,
-    ) -> DeepFootprint:
+    def on(self, setting: Setting, recording: Recording | None = None) -> DeepFootprint:
         """Return the footprint of the same step with other sizes, for example on more ranks.
 
         Args:
@@ -70,11 +58,13 @@ class DeepFootprint:
             Unpredictable: the step cannot be traced, or follows no rule in the micro-batch.
         """
         start = time.perf_counter()
-        if recording is None:
-            recording = record_few(setting) if self.layers else record_apart((setting, SIZES[0]))[0]
-        growth = _growth(self.traced, _as_footprint(recording))
-        if growth is None:
+        found = recording or record_few(setting, self.layers)
+        before = self.traced.program.at(SIZES[0])
+        orders = [[(block, size == FREE) for block, size in one.events] for one in (before, found.trace)]
+        is_alike = orders[0] == orders[1] and before.marks == found.trace.marks
+        if not is_alike or (self.traced.labels, self.traced.products) != (found.labels, found.products):
             return deep_footprint(setting)
+        growth = [b - a for (_, a), (_, b) in zip(before.events, found.trace.events, strict=True)]
         events = tuple(
             (block, None if rule is None else rule.plus(growth[origin]))
             for (block, rule), origin in zip(self.step.program.events, self._origins, strict=True)
@@ -89,22 +79,21 @@ def is_deep(model: nn.Module) -> bool:
     return stack is not None and stack.layers >= LEAST_LAYERS
 
 
-def record_few(setting: Setting) -> Recording:
+def record_few(setting: Setting, layers: int | None = DEPTHS[1]) -> Recording:
     """Trace a step of a deep model at the depth and the size that `DeepFootprint.on` compares.
+
+    Args:
+        setting: the step.
+        layers: None for all of them.
 
     Raises:
         Unpredictable: the step cannot be traced.
     """
-    stack = like_layers(setting.model)
-    assert stack is not None
-    return record_apart((replace(setting, model=cut_to(setting.model, stack, DEPTHS[1])), SIZES[0]))[0]
+    model = setting.model if layers is None else cut_to(setting.model, layers)
+    return record_apart((replace(setting, model=model), SIZES[0]))[0]
 
 
-def deep_footprint(
-    setting: Setting,
-    *,
-    most_tensors: int | None = None,
-) -> DeepFootprint:
+def deep_footprint(setting: Setting, *, most_tensors: int | None = None) -> DeepFootprint:
     """Trace a step of a deep model by a few of its layers, and of any other model as it is.
 
     Args:
@@ -118,12 +107,20 @@ def deep_footprint(
     start = time.perf_counter()
     stack = like_layers(setting.model)
     if stack is not None and stack.layers >= LEAST_LAYERS:
-        few, middle, many = (cut_to(setting.model, stack, depth) for depth in DEPTHS)
-        _check_size(many, most_tensors)
+        few, middle, many = (replace(setting, model=cut_to(setting.model, depth)) for depth in DEPTHS)
+        _check_size(many.model, most_tensors)
         # A model may count its layers elsewhere, and then runs at its own depth only.
         with suppress(Exception):
-            found = _deepened(setting, (few, middle, many), stack.layers)
-            return replace(found, step=replace(found.step, seconds=time.perf_counter() - start))
+            traced, (shallow, deep) = footprint_beside(middle, [(few, SIZES[0]), (many, SIZES[0])])
+            events = deepen(
+                events_of(shallow.trace, shallow.labels, shallow.products),
+                events_of(traced.program.at(SIZES[0]), traced.labels, traced.products),
+                events_of(deep.trace, deep.labels, deep.products),
+                stack.layers - DEPTHS[1],
+            )
+            step = replace(footprint_of(traced, events), seconds=time.perf_counter() - start)
+            origins = tuple(event.origin for event in events if event.numbers)
+            return DeepFootprint(step, traced, DEPTHS[1], origins)
     _check_size(setting.model, most_tensors)
     step = footprint(setting)
     return DeepFootprint(step, step, None, tuple(range(len(step.program.events))))
@@ -133,6 +130,14 @@ def _check_size(model: nn.Module, most_tensors: int | None) -> None:
     tensors = sum(1 for _ in model.parameters())
     if most_tensors is not None and tensors > most_tensors:
         raise TooLong(f"the model has {tensors:,} parameter tensors, more than {most_tensors:,}")
+
+
+class Stack(NamedTuple):
+    """Like layers in one list of a model."""
+
+    name: str
+    """Full name of the list."""
+    layers: int
 
 
 def like_layers(model: nn.Module) -> Stack | None:
@@ -147,10 +152,11 @@ def like_layers(model: nn.Module) -> Stack | None:
     return None if best is None else best[1]
 
 
-def cut_to(model: nn.Module, stack: Stack, layers: int) -> nn.Module:
-    """Return a copy of a model with the first layers of a stack only; it shares the tensors."""
-    tensors = [*model.parameters(), *model.buffers()]
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+def cut_to(model: nn.Module, layers: int) -> nn.Module:
+    """Return a copy of a model with the first of its like layers only; it shares the tensors."""
+    stack = like_layers(model)
+    assert stack is not None
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     # Only the layers that stay are copied: a deep model has thousands of modules.
     deep = model.get_submodule(stack.name)
     short = deep.__class__.__new__(deep.__class__)
@@ -161,48 +167,23 @@ def cut_to(model: nn.Module, stack: Stack, layers: int) -> nn.Module:
 
 
 def _form_of(layer: nn.Module) -> tuple[object, ...]:
+    """Return what like layers share: modules with the attributes that decide what they do, and tensors.
+
+    Of a rate, such as that of dropout, it counts whether it is 0.
+    """
+    modules = (
+        (
+            type(module),
+            *(
+                (name, bool(value) if isinstance(value, float) else value)
+                for name, value in vars(module).items()
+                if not name.startswith("_") and isinstance(value, bool | str | float)
+            ),
+        )
+        for module in layer.modules()
+    )
     tensors = [*layer.named_parameters(), *layer.named_buffers()]
-    return (
-        tuple((type(module), _switches_of(module)) for module in layer.modules()),
-        tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors),
-    )
-
-
-def _switches_of(module: nn.Module) -> tuple[object, ...]:
-    """Return the attributes that decide what a module does; of a rate, such as dropout, if it is 0."""
-    values = ((name, value) for name, value in vars(module).items() if not name.startswith("_"))
-    return tuple(
-        (name, bool(value) if isinstance(value, float) else value)
-        for name, value in values
-        if isinstance(value, bool | str | float)
-    )
-
-
-def _deepened(setting: Setting, models: tuple[nn.Module, nn.Module, nn.Module], layers: int) -> DeepFootprint:
-    """Trace a model that was cut to three depths."""
-    few, middle, many = (replace(setting, model=model) for model in models)
-    step, recordings = footprint_beside(middle, [(few, SIZES[0]), (many, SIZES[0])])
-    others = [events_of(_as_footprint(one)) for one in recordings]
-    runs = deepen((others[0], events_of(step), others[1]), layers - DEPTHS[1])
-    deep, origins = footprint_of(step, runs)
-    return DeepFootprint(deep, step, DEPTHS[1], origins)
-
-
-def _growth(step: Footprint, other: Footprint) -> list[int] | None:
-    """Return by how many bytes each event of another trace is larger; None if they differ in more."""
-    pairs = list(zip(events_of(step), events_of(other), strict=False))
-    alike = all((a.key, a.numbers) == (b.key, b.numbers) for a, b in pairs)
-    if not alike or len(step.program.events) != len(other.program.events):
-        return None
-    return [b.size - a.size for a, b in pairs if a.numbers]
-
-
-def _as_footprint(recording: Recording) -> Footprint:
-    """Return the footprint of one recording, whose sizes stay as they are."""
-    events = tuple(
-        (block, None if size == FREE else Polynomial(size)) for block, size in recording.trace.events
-    )
-    return Footprint.of(Program(events, recording.trace.marks), recording)
+    return (*modules, *((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors))
 
 
 Key: TypeAlias = tuple[object, ...]
@@ -221,131 +202,120 @@ class Event(NamedTuple):
     """The block, and the numbers in the name of the module; empty between two events of a program."""
     origin: int = 0
     """Number of allocations and frees before it in its trace."""
-    rule: Rule | None = None
-    """Bytes at any micro-batch."""
+    growth: int = 0
+    """Bytes that it has more than its origin."""
 
 
-class Run(NamedTuple):
-    """Events in a row that occur several times, each time with numbers that have grown."""
-
-    events: list[Event]
-    """The events as they occur first."""
-    steps: list[tuple[int, ...]]
-    """By how much each number of each event grows from one time to the next."""
-    times: int
-
-
-class _Site(NamedTuple):
-    """A place of the shallower of two traces where the deeper one has more events."""
-
-    at: int
-    """Number of events before it."""
-    length: int
-
-
-def events_of(step: Footprint) -> list[Event]:
-    """Return the events of a footprint with its marks and products between them."""
+def events_of(trace: Trace, labels: Sequence[Label], products: Sequence[Product]) -> list[Event]:
+    """Return the events of a step at the first micro-batch, with its marks and products between them."""
     between: dict[int, list[Event]] = {}
-    for at, phase in step.program.marks:
+    for at, phase in trace.marks:
         between.setdefault(at, []).append(Event(("mark", phase)))
-    for product in step.products:
+    for product in products:
         between.setdefault(product.at, []).append(Event(("product", *product[1:])))
     found: list[Event] = []
     taken: dict[int, tuple[int, int]] = {}
     """Size of each block, and the phases before it."""
     phases = 0
-    for index, (block, rule) in enumerate(step.program.events):
+    for index, (block, size) in enumerate(trace.events):
         here = between.get(index, [])
         phases += sum(event.key[0] == "mark" for event in here)
         found += here
-        kind, module = step.labels[block]
+        kind, module = labels[block]
         name = re.sub(r"[0-9]+", "#", module)
         numbers = (block, *map(int, re.findall(r"[0-9]+", module)))
-        if rule is None:
-            size, before = taken[block]
+        if size == FREE:
+            held, before = taken[block]
             # The time that blocks were held tells those apart that are freed in a row.
-            found.append(Event(("free", kind, name, phases - before), size, numbers, index))
+            found.append(Event(("free", kind, name, phases - before), held, numbers, index))
         else:
-            size = rule.at(SIZES[0])
             taken[block] = size, phases
-            found.append(Event(("take", kind, name), size, numbers, index, rule))
-    return found + between.get(len(step.program.events), [])
+            found.append(Event(("take", kind, name), size, numbers, index))
+    return found + between.get(len(trace.events), [])
 
 
-def footprint_of(step: Footprint, runs: Sequence[Run]) -> tuple[Footprint, tuple[int, ...]]:
-    """Return the footprint of runs of events, and for each event of its program the origin.
+def footprint_of(traced: Footprint, events: Sequence[Event]) -> Footprint:
+    """Return the footprint of events that repeat those of another one.
 
     Raises:
         Untraceable: the events do not number their blocks in order, or free a block that is not live.
     """
-    events: list[tuple[int, Rule | None]] = []
-    origins: list[int] = []
+    found: list[tuple[int, Rule | None]] = []
     labels: list[Label] = []
     marks: list[tuple[int, str]] = []
     products: list[Product] = []
     live: set[int] = set()
-    for run in runs:
-        for number in range(run.times):
-            for event, steps in zip(run.events, run.steps, strict=True):
-                what = event.key[0]
-                if what == "mark":
-                    marks.append((len(events), str(event.key[1])))
-                    continue
-                if what == "product":
-                    products.append(Product(len(events), *map(bool, event.key[1:])))
-                    continue
-                block, *digits = (n + number * more for n, more in zip(event.numbers, steps, strict=True))
-                if what == "take":
-                    if block != len(labels):
-                        raise Untraceable(f"block {block} of a deeper model is taken as number {len(labels)}")
-                    live.add(block)
-                    labels.append(Label(str(event.key[1]), _name(str(event.key[2]), digits)))
-                elif block in live:
-                    live.remove(block)
-                else:
-                    raise Untraceable("a block of a deeper model is freed before it is taken, or twice")
-                events.append((block, event.rule))
-                origins.append(event.origin)
-    program = Program(tuple(events), tuple(marks))
-    deep = replace(step, program=program, labels=tuple(labels), products=tuple(products))
-    return deep, tuple(origins)
+    for event in events:
+        what, *rest = event.key
+        if what == "mark":
+            marks.append((len(found), str(rest[0])))
+            continue
+        if what == "product":
+            products.append(Product(len(found), *map(bool, rest[:2])))
+            continue
+        block, *digits = event.numbers
+        rule = traced.program.events[event.origin][1]
+        if rule is not None:
+            if block != len(labels):
+                raise Untraceable(f"block {block} of a deeper model is taken as number {len(labels)}")
+            live.add(block)
+            first, *others = str(rest[1]).split("#")
+            module = first + "".join(f"{n}{part}" for n, part in zip(digits, others, strict=True))
+            labels.append(Label(str(rest[0]), module))
+            rule = rule.plus(event.growth)
+        elif block in live:
+            live.remove(block)
+        else:
+            raise Untraceable("a block of a deeper model is freed before it is taken, or twice")
+        found.append((block, rule))
+    program = Program(tuple(found), tuple(marks))
+    return replace(traced, program=program, labels=tuple(labels), products=tuple(products))
 
 
-def _name(module: str, numbers: Sequence[int]) -> str:
-    """Return the name of a module whose numbers were replaced by ``#``."""
-    if not numbers:
-        return module
-    first, *others = module.split("#")
-    return first + "".join(f"{n}{part}" for n, part in zip(numbers, others, strict=True))
-
-
-def deepen(traces: tuple[list[Event], list[Event], list[Event]], layers: int) -> list[Run]:
+def deepen(few: list[Event], middle: list[Event], many: list[Event], layers: int) -> list[Event]:
     """Return the events of a step that has this many more layers than the second of three traces.
 
     Args:
-        traces: at successive depths; the rules of the second are used.
-        layers: layers to add to it.
+        few: of a trace; those of the other two have one and two more layers.
+        middle: origins are places in this trace.
+        many: the deepest trace.
+        layers: layers to add to the middle one.
 
     Raises:
         Untraceable: a layer does not add the same events each time.
     """
-    few, middle, many = traces
-    found: list[Run] = []
-    at = [0, 0, 0]
-    for site in [*_checked(_names_of(traces)), _Site(len(few), 0)]:
-        count = site.at - at[0]
-        if count:
-            parts = (trace[start : start + count] for trace, start in zip(traces, at, strict=True))
-            events = [_grown(a, b, c, layers) for a, b, c in zip(*parts, strict=True)]
-            found.append(Run(events, [(0,) * len(event.numbers) for event in events], 1))
-            at = [start + count for start in at]
-        if site.length:
-            chunk = middle[at[1] : at[1] + site.length]
-            first = many[at[2] : at[2] + site.length]
-            second = many[at[2] + site.length : at[2] + 2 * site.length]
-            found.append(_repeated(chunk, first, second, layers))
-            at = [at[0], at[1] + site.length, at[2] + 2 * site.length]
+    few, middle, many = _with_sizes(few, middle, many)
+    keys = [[event.key for event in trace] for trace in (few, middle, many)]
+    found: list[Event] = []
+    a = b = c = 0
+    """Events of each trace that are done."""
+    for place, length in [*_added(keys[0], keys[1]), (len(few), 0)]:
+        count = place - a
+        if keys[0][a:place] != keys[2][c : c + count]:
+            raise Untraceable("a further layer does not add the same events in the same places")
+        once = zip(few[a:place], middle[b : b + count], many[c : c + count], strict=True)
+        found += [_grown(*each, layers) for each in once]
+        a, b, c = place, b + count, c + count
+        for part in _parts(keys[1][b : b + length], keys[2][c : c + 2 * length]):
+            found += _repeated(
+                middle[b : b + part], many[c : c + part], many[c + part : c + 2 * part], layers
+            )
+            b, c = b + part, c + 2 * part
+    if c != len(many):
+        raise Untraceable("two further layers do not add twice what one adds")
     return found
+
+
+def _with_sizes(*traces: list[Event]) -> list[list[Event]]:
+    """Return the events of three traces with sizes in their keys, but for those that grow with the depth."""
+    few, middle, many = (Counter(event.size for event in events) for events in traces)
+    # A size that grows with the depth, for example that of the norms of all parameters, may be that of a
+    # layer's block at one depth. The number of blocks of that size then grows unevenly.
+    common = {size for size in few if many[size] - middle[size] == middle[size] - few[size] >= 0}
+    return [
+        [event._replace(key=(*event.key, event.size if event.size in common else None)) for event in events]
+        for events in traces
+    ]
 
 
 def _grown(few: Event, middle: Event, many: Event, layers: int) -> Event:
@@ -358,60 +328,31 @@ def _grown(few: Event, middle: Event, many: Event, layers: int) -> Event:
     growth = middle.size - few.size
     if many.size - middle.size != growth:
         raise Untraceable(f"an allocation has {few.size}, {middle.size} and {many.size} bytes")
-    rule = None if middle.rule is None else middle.rule.plus(layers * growth)
-    return middle._replace(numbers=tuple(numbers), rule=rule)
+    return middle._replace(numbers=tuple(numbers), growth=layers * growth)
 
 
-def _repeated(chunk: list[Event], first: list[Event], second: list[Event], layers: int) -> Run:
-    """Return the events of a layer, in a deeper model.
+def _repeated(chunk: list[Event], first: list[Event], second: list[Event], layers: int) -> list[Event]:
+    """Return the events of a layer, and of all that a deeper model adds to it.
 
     Args:
-        chunk: its events in the middle trace.
+        chunk: the events in the middle trace.
         first: the same in the deepest trace.
         second: those of the next layer there.
         layers: layers that the deeper model has more than the middle trace.
     """
-    events, steps = [], []
     for one, other, later in zip(chunk, first, second, strict=True):
         if not one.size == other.size == later.size:
             raise Untraceable(f"an allocation of a layer has {one.size}, {other.size} and {later.size} bytes")
-        starts = (a + layers * (b - a) for a, b in zip(one.numbers, other.numbers, strict=True))
-        events.append(one._replace(numbers=tuple(starts)))
-        steps.append(tuple(c - b for b, c in zip(other.numbers, later.numbers, strict=True)))
-    return Run(events, steps, layers + 1)
-
-
-def _names_of(traces: Sequence[list[Event]]) -> list[list[Key]]:
-    """Return the events of traces without their numbers, and without sizes that differ with the depth."""
-    few, middle, many = (Counter(event.size for event in events) for events in traces)
-    # A size that grows with the depth, for example that of the norms of all parameters, may be that of a
-    # layer's block at one depth. The number of blocks of that size then grows unevenly.
-    common = {size for size in few if many[size] - middle[size] == middle[size] - few[size] >= 0}
     return [
-        [(*event.key, event.size if event.size in common else None) for event in events] for events in traces
+        one._replace(
+            numbers=tuple(
+                a + layers * (b - a) + times * (c - b)
+                for a, b, c in zip(one.numbers, other.numbers, later.numbers, strict=True)
+            )
+        )
+        for times in range(layers + 1)
+        for one, other, later in zip(chunk, first, second, strict=True)
     ]
-
-
-def _checked(names: list[list[Key]]) -> list[_Site]:
-    """Return the places where each further layer adds events.
-
-    Raises:
-        Untraceable: the deepest trace has not twice what the middle one adds to the shallowest.
-    """
-    few, middle, many = names
-    built: list[Key] = []
-    found: list[_Site] = []
-    done = shift = 0
-    for site in _sites(few, middle):
-        start = site.at + shift
-        chunk = middle[start : start + site.length]
-        twice = many[start + shift : start + shift + 2 * site.length]
-        found += [_Site(site.at, length) for length in _parts(chunk, twice)]
-        built += few[done : site.at] + twice
-        done, shift = site.at, shift + site.length
-    if built + few[done:] != many:
-        raise Untraceable("a further layer does not add the same events in the same places")
-    return found
 
 
 def _parts(chunk: list[Key], twice: list[Key]) -> list[int]:
@@ -430,22 +371,16 @@ def _parts(chunk: list[Key], twice: list[Key]) -> list[int]:
     raise Untraceable("two further layers do not add twice what one adds")
 
 
-def _sites(few: list[Key], more: list[Key]) -> list[_Site]:
-    """Return where ``more`` has events that ``few`` lacks, phase by phase."""
-    found: list[_Site] = []
-    start = 0
-    for part, longer in zip(_phases(few), _phases(more), strict=True):
-        found += [_Site(start + site.at, site.length) for site in _inserted(part, longer)]
-        start += len(part)
+def _added(few: list[Key], more: list[Key]) -> list[tuple[int, int]]:
+    """Return places where ``more`` has events that ``few`` lacks, and how many, phase by phase."""
+    cuts = [[0, *(at for at, key in enumerate(keys) if key[0] == "mark"), len(keys)] for keys in (few, more)]
+    found: list[tuple[int, int]] = []
+    for (start, end), (begin, stop) in zip(*map(pairwise, cuts), strict=True):
+        found += [(start + at, length) for at, length in _inserted(few[start:end], more[begin:stop])]
     return found
 
 
-def _phases(events: list[Key]) -> list[list[Key]]:
-    cuts = [0, *(at for at, event in enumerate(events) if event[0] == "mark"), len(events)]
-    return [events[a:b] for a, b in pairwise(cuts)]
-
-
-def _inserted(few: list[Key], more: list[Key]) -> list[_Site]:
+def _inserted(few: list[Key], more: list[Key]) -> list[tuple[int, int]]:
     """Return runs of events to insert into ``few`` so that it becomes ``more``.
 
     Where the two part, those events are inserted after which they agree for longest.
@@ -454,7 +389,7 @@ def _inserted(few: list[Key], more: list[Key]) -> list[_Site]:
         Untraceable: ``more`` has not all events of ``few``, in their order.
     """
     extra = len(more) - len(few)
-    found: list[_Site] = []
+    found: list[tuple[int, int]] = []
     done = 0
     at = _agreement(few, 0, more, 0)
     while at < len(few):
@@ -470,11 +405,11 @@ def _inserted(few: list[Key], more: list[Key]) -> list[_Site]:
         earlier = 0
         while found and earlier < at - done and few[at - earlier - 1] == more[start + length - earlier - 1]:
             earlier += 1
-        found.append(_Site(at - earlier, length))
+        found.append((at - earlier, length))
         extra -= length
         done = at
         at += longest
-    return [*found, _Site(len(few), extra)] if extra > 0 else found
+    return [*found, (len(few), extra)] if extra > 0 else found
 
 
 def _agreement(few: list[Key], at: int, more: list[Key], start: int) -> int:

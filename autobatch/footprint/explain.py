@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from autobatch.core.records import MemoryCurve, PredictedPoint
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
-from autobatch.device.allocator.trace import FREE, Trace, replay
+from autobatch.device.allocator.trace import FREE, replay
 from autobatch.footprint.fit import Footprint
 from autobatch.footprint.program import Untraceable
 
@@ -77,21 +78,19 @@ def explain(step: Footprint, micro_batch: int) -> Explanation:
             live.pop(block, None)
         else:
             live[block] = size
-    activations = [block for block in live if step.labels[block].kind == "activations"]
-
-    def group(blocks: list[int], name: Callable[[int], str]) -> dict[str, int]:
-        totals: dict[str, int] = {}
-        for block in blocks:
-            key = name(block)
-            totals[key] = totals.get(key, 0) + live[block]
-        return dict(sorted(totals.items(), key=lambda item: -item[1]))
-
+    by_kind: Counter[str] = Counter()
+    by_module: Counter[str] = Counter()
+    for block, size in live.items():
+        kind, module = step.labels[block]
+        by_kind[kind] += size
+        if kind == "activations":
+            by_module[".".join(module.split(".")[:DEPTH]) or "(the model itself)"] += size
     return Explanation(
         micro_batch=micro_batch,
         peak_bytes=outcome.peak_allocated_bytes,
         phase=outcome.peak_phase or "setup",
-        by_kind=group(list(live), lambda block: step.labels[block].kind),
-        by_module=group(activations, lambda block: _shorten(step.labels[block].module)),
+        by_kind=dict(by_kind.most_common()),
+        by_module=dict(by_module.most_common()),
     )
 
 
@@ -107,27 +106,38 @@ def memory_curve(step: Footprint, micro_batch: int, allocator: Allocator) -> Mem
         Untraceable: the footprint is invalid at that size.
     """
     trace = step.program.at(micro_batch)
-    first = _last_step(trace)
+    # The last step follows the optimizer of the one before.
+    steps = [
+        position
+        for (_, before), (position, phase) in pairwise(trace.marks)
+        if (before, phase) == ("optimizer", "forward")
+    ]
+    first = steps[-1] if steps else 0
     live = dict.fromkeys(KINDS, 0)
-    handles: dict[int, tuple[object, int]] = {}
+    blocks: dict[int, tuple[object, int]] = {}
     rows: list[tuple[int, dict[str, int]]] = []
     for index, (block, size) in enumerate(trace.events):
         kind = step.labels[block].kind
         if size == FREE:
-            handle, held = handles.pop(block)
+            handle, held = blocks.pop(block)
             allocator.free(handle)
             live[kind] -= held
         else:
-            handles[block] = allocator.malloc(size), size
+            blocks[block] = allocator.malloc(size), size
             live[kind] += size
         if index >= first:
-            rows.append((index - first, live | _cached(allocator, sum(live.values()))))
+            cached = max(0, (allocator.reserved_bytes or 0) - sum(live.values()))
+            rows.append((index - first, {**live, CACHED: cached}))
     rows = _downsample(rows)
-    names = [name for name in rows[-1][1] if any(row[name] for _, row in rows)] if rows else []
+    marks = [(position - first, phase) for position, phase in trace.marks if position >= first]
     return MemoryCurve(
         positions=[float(position) for position, _ in rows],
-        categories={name: [row[name] for _, row in rows] for name in names},
-        phases=_phases(trace, first),
+        categories={
+            name: [row[name] for _, row in rows]
+            for name in (*KINDS, CACHED)
+            if any(row[name] for _, row in rows)
+        },
+        phases=_numbered(marks),
     )
 
 
@@ -156,34 +166,14 @@ def predicted_points(
     return points
 
 
-def _shorten(module: str) -> str:
-    return ".".join(module.split(".")[:DEPTH]) or "(the model itself)"
-
-
-def _last_step(trace: Trace) -> int:
-    """Return the index of the first event of the last step, which follows the optimizer of the one before."""
-    starts = [
-        position
-        for (_, before), (position, phase) in pairwise(trace.marks)
-        if phase == "forward" and before == "optimizer"
-    ]
-    return starts[-1] if starts else 0
-
-
-def _phases(trace: Trace, first: int) -> dict[str, float]:
-    """Return the positions where the phases of the last step begin, numbered if a phase repeats."""
-    marks = [(position - first, phase) for position, phase in trace.marks if position >= first]
+def _numbered(marks: Sequence[tuple[int, str]]) -> dict[str, float]:
+    """Return the positions where phases begin, numbered if a phase repeats."""
     names = [phase for _, phase in marks]
     found: dict[str, float] = {}
     for number, (position, phase) in enumerate(marks):
         count = names[: number + 1].count(phase)
         found[f"{phase} {count}" if names.count(phase) > 1 else phase] = float(position)
     return found
-
-
-def _cached(allocator: Allocator, live: int) -> dict[str, int]:
-    reserved = allocator.reserved_bytes
-    return {} if reserved is None else {CACHED: max(0, reserved - live)}
 
 
 def _downsample(rows: list[tuple[int, dict[str, int]]]) -> list[tuple[int, dict[str, int]]]:
@@ -194,7 +184,7 @@ def _downsample(rows: list[tuple[int, dict[str, int]]]) -> list[tuple[int, dict[
     count = MOST_POSITIONS - 2
     edges = [len(inner) * number // count for number in range(count + 1)]
     tops = [
-        max(inner[start:end], key=lambda row: sum(row[1].values()) - row[1].get(CACHED, 0))
+        max(inner[start:end], key=lambda row: sum(row[1].values()) - row[1][CACHED])
         for start, end in pairwise(edges)
     ]
     return [rows[0], *tops, rows[-1]]

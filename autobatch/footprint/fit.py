@@ -41,7 +41,6 @@ MARGIN = 0.03
 """Share of a budget by which a prediction may be too high."""
 CONVOLUTION_MARGIN = 0.1
 """The same with convolutions, because no trace shows cuDNN's scratch memory."""
-_Record = Callable[[Sequence[Callable[[], Recording]]], list[Recording]]
 
 
 class Unpredictable(AutobatchError, RuntimeError):  # noqa: N818 - describes the step, not a fault
@@ -135,7 +134,7 @@ def _fit(
     short = replace(setting, steps=setting.steps[:1])
     wanted = [(setting, sizes[0]), (setting, sizes[1]), (short, sizes[2]), *others]
     try:
-        one, two, check, *more = _record(run_in_copies, wanted)
+        one, two, check, *more = record_apart(*wanted, run=run_in_copies)
         program = _fitted(sizes, one, two)
         if program.begins_with(sizes[2], check.trace):
             return program, one, more
@@ -161,27 +160,21 @@ def _fitted(sizes: Sequence[int], *recordings: Recording) -> Program:
     return Program.fit(points, [one.derived for one in recordings])
 
 
-def record_apart(*traced: tuple[Setting, int]) -> list[Recording]:
+def record_apart(
+    *traced: tuple[Setting, int],
+    run: Callable[[Sequence[Callable[[], Recording]]], list[Recording]] = run_each_apart,
+) -> list[Recording]:
     """Trace settings at sizes, each in a process of its own, from batches that are read here."""
-    return _record(run_each_apart, traced)
-
-
-def _record(run: _Record, traced: Sequence[tuple[Setting, int]]) -> list[Recording]:
     try:
         batches = [_batch_of(*one) for one in traced]
-        _check_unpacked(batches)
-        return run([partial(recorded, *one, batch) for one, batch in zip(traced, batches, strict=True)])
     except AutobatchError:
         raise
     except Exception as error:
         raise Unpredictable(f"cannot predict: {_reason(error)}") from error
-
-
-def _check_unpacked(batches: list[Collated]) -> None:
-    """Refuse packed sequences before anything is traced: fakes of them have no lengths."""
     leaves = tree_leaves(batches, is_leaf=lambda value: isinstance(value, PackedSequence))
     if any(isinstance(leaf, PackedSequence) for leaf in leaves):
         raise Unpredictable("cannot predict: recurrent layers read the lengths of packed sequences")
+    return run([partial(recorded, *one, batch) for one, batch in zip(traced, batches, strict=True)])
 
 
 def _batch_of(setting: Setting, size: int) -> Collated:
@@ -219,19 +212,19 @@ def _reason(error: Exception) -> str:
 
 def notes_on(setting: Setting, recording: Recording) -> list[str]:
     """Return remarks on what a trace does not show, one per line."""
-    is_recurrent = any(isinstance(module, nn.RNNBase) for module in setting.model.modules())
-    notes = {
-        "convolutions: no trace shows the scratch memory of cuDNN, so the interval allows 10 % for it": (
-            recording.has_convolutions
-        ),
-        "selections by values: predicted as if they kept everything, which is their largest result": (
-            recording.has_selections
-        ),
-        "recurrent layers: no trace shows what cuDNN keeps, so the size of their gates is counted instead": (
-            is_recurrent
-        ),
-        "a compiled model: predicted as if it were not compiled, which needs more memory": (
-            hasattr(setting.model, "_orig_mod")
-        ),
-    }
-    return [note for note, applies in notes.items() if applies]
+    notes = []
+    if recording.has_convolutions:
+        notes.append(
+            "convolutions: no trace shows the scratch memory of cuDNN, so the interval allows 10 % for it"
+        )
+    if recording.has_selections:
+        notes.append(
+            "selections by values: predicted as if they kept everything, which is their largest result"
+        )
+    if any(isinstance(module, nn.RNNBase) for module in setting.model.modules()):
+        notes.append(
+            "recurrent layers: no trace shows what cuDNN keeps, so the size of their gates is counted instead"
+        )
+    if hasattr(setting.model, "_orig_mod"):
+        notes.append("a compiled model: predicted as if it were not compiled, which needs more memory")
+    return notes

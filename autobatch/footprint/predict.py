@@ -1,27 +1,138 @@
-"""Prediction of a step's memory on a GPU, and of the largest micro-batch that fits, without running it.
+"""Prediction of a step's memory, and of the largest micro-batch that fits, without running it.
 
-    Footprint ──on a GPU──► Program ──replay, search──► Prediction
+    Program ──live bytes──► bound ──replays──► m fits, and m + 1 does not
 
-A prediction for another GPU takes milliseconds.
+A prediction for another GPU takes milliseconds. A step whose memory depends on the values of its batches, for
+example on the lengths of packed sequences, follows no rule in the micro-batch. A trace that knows the values
+of a batch is exact for that batch, and a few of them end at the largest size that fits and the next one.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from autobatch.core.largest import halving, largest
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
-from autobatch.device.allocator.trace import Replay, replay
+from autobatch.device.allocator.trace import FREE, Replay, Trace, replay
 from autobatch.device.cuda_allocator import FUSED_WORKSPACE_BYTES, WorkspaceRule, workspace_rule
 from autobatch.device.profiles import Libraries
-from autobatch.footprint.fit import Footprint, Unpredictable
-from autobatch.footprint.largest import Fitting
-from autobatch.footprint.program import Program, Untraceable
+from autobatch.footprint.fit import Footprint, Unpredictable, recorded
+from autobatch.footprint.program import Polynomial, Program, Rule, Untraceable
+from autobatch.footprint.tracing.apart import run_apart
+from autobatch.footprint.tracing.trace_mode import Recording
+from autobatch.footprint.tracing.trace_step import Setting
+from autobatch.workload.rng import preserved_random_state
+
+SCANNED_EVENTS = 200_000
+"""Allocations and frees that are replayed below the bound, size after size, which takes half a second."""
+STRIDE = 32
+"""Further sizes are tried in steps of one part in this many."""
+FIRST_SIZE = 32
+"""The first single size to trace. A trace takes as long at any size, and small ones may take other steps."""
+
+
+class Fitting:
+    """The micro-batches at which all orders of a step fit in a budget: by live bytes, then by replay.
+
+    What fits need not be monotone in a caching allocator, so all sizes below the bound of the live bytes are
+    replayed until one fits, which is then the largest of all. If none does within `SCANNED_EVENTS`, the rest
+    is searched in larger steps.
+
+    Args:
+        orders: programs of the step, each with its own order of micro-batches and steps.
+        new_allocator: returns an empty allocator with the budget as its limit.
+    """
+
+    def __init__(self, orders: Sequence[Program], new_allocator: Callable[[], Allocator]) -> None:
+        self._orders = orders
+        self._new_allocator = new_allocator
+        allocator = new_allocator()
+        self._limit = allocator.limit
+        self._only_counts = isinstance(allocator, CountingAllocator)
+        self._live_peaks = [_live_peak(program.events) for program in orders]
+        self._known: dict[int, bool] = {}
+
+    def fits(self, m: int) -> bool:
+        """Return whether a micro-batch fits.
+
+        Raises:
+            Untraceable: a program is invalid at that size.
+        """
+        if m not in self._known:
+            self._known[m] = self._may_fit(m) and (
+                self._only_counts
+                or all(replay(program.at(m), self._new_allocator()).fits for program in self._orders)
+            )
+        return self._known[m]
+
+    def largest(self, cap: int, multiple: int = 1) -> int:
+        """Return a micro-batch up to ``cap`` that fits where the next one does not, 0 if none is found.
+
+        Args:
+            cap: the largest micro-batch to try.
+            multiple: try multiples of this number only.
+
+        Raises:
+            Untraceable: a program is invalid at a size that was tried.
+        """
+
+        def may_fit(count: int) -> bool:
+            return self._may_fit(count * multiple)
+
+        def fits(count: int) -> bool:
+            return self.fits(count * multiple)
+
+        most, high = cap // multiple, 1
+        while high <= most and may_fit(high):
+            high *= 2
+        bound = largest(may_fit, high // 2, min(high, most + 1), halving)
+        if self._only_counts:
+            return bound * multiple
+        events = sum(len(program.events) for program in self._orders)
+        single = max(0, bound - SCANNED_EVENTS // max(1, events))
+        size, above = bound, bound + 1
+        while size and not fits(size):
+            above = size
+            size -= 1 if size > single else max(1, size // STRIDE)
+        return largest(fits, size, above, halving) * multiple
+
+    def _may_fit(self, m: int) -> bool:
+        """Return whether the live bytes fit, without which nothing does."""
+        return self._limit is None or all(peak_at(m) <= self._limit for peak_at in self._live_peaks)
+
+
+def _live_peak(events: Sequence[tuple[int, Rule | None]]) -> Callable[[int], int]:
+    """Return a function of the micro-batch: the most bytes that are live at the same time.
+
+    Args:
+        events: of a program. Frees of unknown blocks are left out.
+    """
+    numbers: dict[Rule, int] = {}
+    held: dict[int, int] = {}
+    changes: list[int] = []
+    """The number of a rule, from 1, with the sign of what happens to a block of its size."""
+    for block, rule in events:
+        if rule is not None:
+            held[block] = numbers.setdefault(rule, len(numbers) + 1)
+            changes.append(held[block])
+        elif block in held:
+            changes.append(-held.pop(block))
+    signed = np.array(changes, dtype=np.intp)
+    places, signs = np.abs(signed), np.sign(signed)
+
+    def peak_at(m: int) -> int:
+        sizes = np.array([0, *(rule.at(m) for rule in numbers)], np.int64)
+        return int(np.cumsum(sizes[places] * signs).max(initial=0))
+
+    return peak_at
 
 
 class Prediction(NamedTuple):
@@ -37,16 +148,6 @@ class Prediction(NamedTuple):
     """True if ``micro_batch`` fits."""
     outcome: Replay
     """Replay at ``micro_batch`` (at 1 if that is 0), without a limit if it does not fit."""
-
-    @property
-    def peak_allocated_bytes(self) -> int:
-        """Peak of the bytes in live blocks."""
-        return self.outcome.peak_allocated_bytes
-
-    @property
-    def peak_reserved_bytes(self) -> int | None:
-        """Peak of the bytes that the allocator holds."""
-        return self.outcome.peak_reserved_bytes
 
 
 def predict(
@@ -71,40 +172,25 @@ def predict(
     """
     program = program_on(step, libraries)
 
-    def allocator(share: float = 1, falls: bool = False) -> CachingAllocator:
-        return gpu_allocator(int(budget_bytes * share), falls=falls)
+    def most(new_allocator: Callable[[], Allocator], cap: int) -> int:
+        return Fitting([program], new_allocator).largest(cap, step.multiple)
 
     try:
         # Each limits the next: if the live bytes alone exceed the budget, no allocator fits them.
-        high = largest_on(step, program, lambda: CountingAllocator(budget_bytes), cap)
-        best = largest_on(step, program, allocator, high)
+        high = most(partial(CountingAllocator, budget_bytes), cap)
+        best = most(partial(gpu_allocator, budget_bytes), high)
         # The driver decides where segments lie: each above those before it, or below them.
-        less = 1 - step.margin
-        low = min(largest_on(step, program, partial(allocator, less, falls), best) for falls in (False, True))
+        less = int(budget_bytes * (1 - step.margin))
+        low = min(most(partial(gpu_allocator, less, falls=falls), best) for falls in (False, True))
         asked = best if micro_batch is None else micro_batch
-        outcome = replay(program.at(max(1, asked)), allocator())
+        trace = program.at(max(1, asked))
+        outcome = replay(trace, gpu_allocator(budget_bytes))
         fits = outcome.fits and asked > 0
         if not outcome.fits:
-            outcome = replay(program.at(max(1, asked)), gpu_allocator(None))
+            outcome = replay(trace, gpu_allocator(None))
     except Untraceable as error:
         raise Unpredictable(f"cannot predict: {error}") from error
     return Prediction(asked, low, high, fits, outcome)
-
-
-def largest_on(step: Footprint, program: Program, new_allocator: Callable[[], Allocator], cap: int) -> int:
-    """Return the largest micro-batch up to ``cap`` that fits, in multiples that the step runs at; 0 for none.
-
-    Args:
-        step: the footprint.
-        program: of the step on a GPU, see `program_on`.
-        new_allocator: returns an empty allocator with the budget as its limit.
-        cap: the largest micro-batch to try.
-
-    Raises:
-        Untraceable: the program is invalid at a size that was tried.
-    """
-    unit = step.multiple
-    return unit * Fitting([program.in_units(unit)], new_allocator).largest(cap // unit)
 
 
 def gpu_allocator(limit: int | None, expandable: bool = False, *, falls: bool = False) -> CachingAllocator:
@@ -143,3 +229,73 @@ def program_on(step: Footprint, libraries: Libraries | None, *, rule: WorkspaceR
         if one.is_fused and rule == "apart":
             first.setdefault((one.is_backward, FUSED_WORKSPACE_BYTES), one.at)
     return program.with_blocks([(at, taken) for (_, taken), at in first.items()], are_freed=False)
+
+
+def record_single_sizes(
+    setting: Setting,
+    new_allocator: Callable[[], Allocator],
+    cap: int,
+    *,
+    known: Mapping[int, Recording] | None = None,
+) -> dict[int, Recording]:
+    """Trace a step at a few micro-batches, up to the largest that fits and the next, in one copy.
+
+    Args:
+        setting: what to trace.
+        new_allocator: returns an empty allocator with the budget as its limit.
+        cap: the largest micro-batch to try, at least 1.
+        known: recordings of an earlier call, which are not made again.
+
+    Raises:
+        Unpredictable: the step cannot be traced.
+    """
+    setting = replace(setting, has_values=True)
+
+    def record_at(size: int) -> Recording:
+        if known and size in known:
+            return known[size]
+        with preserved_random_state():
+            return recorded(setting, size, setting.batch_of(size))
+
+    return run_apart(lambda: close_in(record_at, new_allocator, cap))
+
+
+def close_in(
+    record_at: Callable[[int], Recording], new_allocator: Callable[[], Allocator], cap: int
+) -> dict[int, Recording]:
+    """Record sizes that close in on the largest that fits, and return the recordings by their size."""
+    found: dict[int, Recording] = {}
+
+    def fits(size: int) -> bool:
+        found[size] = record_at(size)
+        return replay(found[size].trace, new_allocator()).fits
+
+    def guess(*_: int) -> int:
+        if not found:
+            return cap if new_allocator().limit is None else FIRST_SIZE
+        last = [*found][-1]
+        return Fitting([in_proportion(last, found[last].trace)], new_allocator).largest(cap)
+
+    largest(fits, 0, cap + 1, guess)
+    return found
+
+
+def in_proportion(m: int, trace: Trace) -> Program:
+    """Return a program whose blocks grow in proportion to the micro-batch, from one trace.
+
+    Blocks of the size of one that the setup takes are constant: parameters, gradients, the optimizer's state.
+    It serves for steps whose order of allocations depends on the values of the data, as that of packed
+    sequences does.
+
+    Args:
+        m: the micro-batch of the trace.
+        trace: the events of an attempt.
+    """
+    trace = trace.canonical()
+    start = next((index for index, phase in trace.marks if phase != "setup"), 0)
+    constant = {size for _, size in trace.events[:start]}
+    rules = {
+        size: Polynomial(size) if size in constant else Polynomial(0, size, 0, m) for _, size in trace.events
+    }
+    events = tuple((block, None if size == FREE else rules[size]) for block, size in trace.events)
+    return Program(events, trace.marks)

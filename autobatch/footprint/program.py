@@ -51,10 +51,6 @@ class Polynomial(NamedTuple):
             raise Untraceable(f"an allocation would have {size} bytes at micro-batch {m}")
         return size
 
-    def in_units(self, unit: int) -> Polynomial:
-        """Return the rule over numbers of ``unit`` samples."""
-        return self._replace(slope=self.slope * unit, square=self.square * unit * unit)
-
     def plus(self, size: int) -> Polynomial:
         """Return the rule with this many more bytes."""
         return self._replace(constant=self.constant + size * self.denominator)
@@ -76,10 +72,6 @@ class Derived(msgspec.Struct, frozen=True):
     def at(self, m: int) -> int:
         """Return the size in bytes; see `Polynomial.at`."""
         return derived_bytes(self.origin, [number.at(m) for number in self.numbers], self.processors)
-
-    def in_units(self, unit: int) -> Self:
-        """Return the rule over numbers of ``unit`` samples."""
-        return msgspec.structs.replace(self, numbers=tuple(one.in_units(unit) for one in self.numbers))
 
     def plus(self, size: int) -> Self:
         """Return the rule with this many more bytes.
@@ -139,9 +131,10 @@ class Program:
         _same_structure(sizes_of, traces)
         events: list[tuple[int, Rule | None]] = []
         known: dict[tuple[int, ...], Polynomial] = {}
-        rules = {
-            block: _fit_derived(sizes_of, [one[block] for one in derived]) for block in (derived or [{}])[0]
-        }
+        rules: dict[int, Derived] = {}
+        for block, (origin, _) in (derived[0] if derived else {}).items():
+            numbers = zip(*(one[block].numbers for one in derived), strict=True)
+            rules[block] = Derived(origin, tuple(interpolate(sizes_of, each) for each in numbers))
         for column in zip(*(trace.events for trace in traces), strict=True):
             block, size = column[0]
             if size == FREE:
@@ -168,14 +161,6 @@ class Program:
         events = tuple(
             (block, on_gpu[rule] if isinstance(rule, Derived) else rule) for block, rule in self.events
         )
-        return replace(self, events=events)
-
-    def in_units(self, unit: int) -> Self:
-        """Return the program over numbers of ``unit`` samples."""
-        if unit == 1:
-            return self
-        scaled = {rule: rule.in_units(unit) for _, rule in self.events if rule is not None}
-        events = tuple((block, None if rule is None else scaled[rule]) for block, rule in self.events)
         return replace(self, events=events)
 
     def with_blocks(self, blocks: Sequence[tuple[int, int]], *, are_freed: bool) -> Self:
@@ -232,11 +217,6 @@ class Program:
             expected = Trace(expected.events)
         expected, found = expected.without_empty(), trace.without_empty()
         return (expected.events, expected.marks) == (found.events, found.marks)
-
-
-def _fit_derived(points: Sequence[int], sizes: Sequence[DerivedSize]) -> Derived:
-    columns = zip(*(one.numbers for one in sizes), strict=True)
-    return Derived(sizes[0].origin, tuple(interpolate(points, column) for column in columns))
 
 
 def _same_structure(micro_batches: Sequence[int], traces: Sequence[Trace]) -> None:

@@ -7,9 +7,9 @@ time that tracing takes.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import TypeAlias
 
 from autobatch.core.errors import AutobatchError
@@ -21,8 +21,8 @@ from autobatch.device.allocator.trace import replay
 from autobatch.device.profiles import Libraries
 from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.fit import Footprint
-from autobatch.footprint.predict import largest_on, program_on
-from autobatch.footprint.program import Polynomial, Program, Untraceable
+from autobatch.footprint.predict import Fitting, program_on
+from autobatch.footprint.program import Untraceable
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.step.gradients import low_precision_parameters
@@ -31,10 +31,9 @@ NATIVE_BF16 = (8, 0)
 """First compute capability with matrix units for bf16 (NVIDIA Ampere)."""
 Change = Callable[[Setting], Setting]
 Trace = Callable[[str, Setting], Footprint]
+Names: TypeAlias = tuple[str, ...]
 _Outcome: TypeAlias = tuple[int, int]
 """The largest micro-batch, 0 if none fits, and its peak (that of 1 if 0)."""
-OF_THE_OPTIMIZER = frozenset({"fused"})
-"""Changes that save memory only within the phase of the optimizer."""
 EXPANDABLE = "expandable_segments"
 EXPANDABLE_ADVICE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 DEAREST_FIRST = ("gradient_dtype", "bf16", "checkpointing", EXPANDABLE, "fused")
@@ -47,16 +46,28 @@ LEAST_CHANGE = 0.01
 class Spending:
     """A budget, and the sizes to spend it on."""
 
-    allocator: Callable[[bool], Allocator | None]
-    """Returns an empty allocator with the budget, with expandable segments or not; None if impossible."""
+    allocator: Callable[[bool], Allocator]
+    """Returns an empty allocator with the budget; with expandable segments if True, else as the device's."""
     unlimited: Callable[[bool], Allocator]
     """Returns the same without a limit."""
     cap: int
     """The largest micro-batch to try."""
     libraries: Libraries | None = None
     """Of the GPU; None to leave them out."""
-    expandable: bool = False
-    """True if segments are expandable already."""
+    can_expand: bool = True
+    """True if segments can be expandable, and are not yet."""
+
+    def outcome(self, step: Footprint, *, expandable: bool) -> _Outcome | None:
+        """Return what fits of a step; None if its footprint is invalid at a size that was tried."""
+        program = program_on(step, self.libraries)
+        try:
+            size = Fitting([program], partial(self.allocator, expandable)).largest(self.cap, step.multiple)
+            # If a size fits only after the cache is emptied, the peak is the one within the budget.
+            peaks = replay(program.at(max(1, size)), (self.allocator if size else self.unlimited)(expandable))
+        except Untraceable:
+            return None
+        reserved = peaks.peak_reserved_bytes
+        return size, peaks.peak_allocated_bytes if reserved is None else reserved
 
 
 def trace_change(name: str, changed: Setting) -> Footprint:
@@ -82,12 +93,13 @@ def find_suggestions(
         lower it without sufficing. A change that cannot be traced is left out.
     """
     changes: dict[str, tuple[str, Change]] = {}
-    if not spending.expandable and spending.allocator(True) is not None:
+    if spending.can_expand:
         changes[EXPANDABLE] = EXPANDABLE_ADVICE, lambda one: one
     changes |= {name: (advice, change) for name, advice, change in changes_of(setting)}
 
-    def outcome(names: Sequence[str]) -> _Outcome | None:
-        traced = [name for name in changes if name in names and name != EXPANDABLE]
+    @cache
+    def outcome(names: Names) -> _Outcome | None:
+        traced = [name for name in names if name != EXPANDABLE]
         changed = setting
         for name in traced:
             changed = changes[name][1](changed)
@@ -95,72 +107,54 @@ def find_suggestions(
             found = trace("+".join(sorted(traced)), changed) if traced else step
         except AutobatchError:
             return None
-        return _outcome(found, spending, expandable=spending.expandable or EXPANDABLE in names)
+        return spending.outcome(found, expandable=EXPANDABLE in names)
 
-    def suggestion(names: Sequence[str], then: _Outcome) -> Remedy:
+    def suggestion(names: Names, then: _Outcome) -> Remedy:
         advice = " and ".join(changes[name][0] for name in names)
         return Remedy(name="+".join(names), advice=advice, micro_batch=then[0], peak_bytes=then[1])
 
-    now = outcome([])
+    now = outcome(())
     if now is None:
         return []
-    found: dict[str, _Outcome] = {}
-    for name in changes:
-        if name in OF_THE_OPTIMIZER and not _may_help(now, step, spending):
-            continue
-        then = outcome([name])
-        if then is not None and _helps(now, then):
-            found[name] = then
-    if now[0] == 0 and not any(size for size, _ in found.values()):
-        several = _together(list(changes), found, outcome)
-        return [] if several is None else [suggestion(*several)]
-    alone = [suggestion([name], then) for name, then in found.items()]
-    return sorted(alone, key=lambda one: (-one.micro_batch, one.peak_bytes))
+    alone = {name: then for name in changes if (then := outcome((name,))) and _helps(now, then)}
+    if now[0] == 0 and not any(size for size, _ in alone.values()):
+        together = _together(tuple(changes), alone, outcome)
+        return [suggestion(*together)] if together else []
+    found = [suggestion((name,), then) for name, then in alone.items()]
+    return sorted(found, key=lambda one: (-one.micro_batch, one.peak_bytes))
 
 
 def _together(
-    names: list[str],
-    found: Mapping[str, _Outcome],
-    outcome: Callable[[Sequence[str]], _Outcome | None],
-) -> tuple[list[str], _Outcome] | None:
+    names: Names, alone: Mapping[str, _Outcome], outcome: Callable[[Names], _Outcome | None]
+) -> tuple[Names, _Outcome] | None:
     """Return the changes for a step that no single one makes fit, and their outcome; None if none helps.
 
     If the changes that lower the peak do not suffice together, all changes are tried: in a step with two
-    peaks of nearly the same height, no change alone lowers the peak. Of these, the fewest that suffice are
-    returned.
+    peaks of nearly the same height, no change alone lowers the peak.
 
     Args:
         names: all changes.
-        found: those that lower the peak, with their outcome.
+        alone: the outcome of those that lower the peak.
         outcome: returns the outcome of several changes.
     """
-    several = list(found)
-    then = outcome(several) if len(several) > 1 else None
-    if (then is None or then[0] == 0) and set(several) < set(names):
-        fewest = _fewest(names, outcome)
-        if fewest is not None:
-            return fewest
-    if not found:
+    several = tuple(alone)
+    then = outcome(several)
+    if then and then[0]:
+        return several, then
+    everything = outcome(names)
+    if everything and everything[0]:
+        for name in DEAREST_FIRST:
+            rest = tuple(one for one in names if one != name)
+            without = outcome(rest)
+            if without and without[0]:
+                names, everything = rest, without
+        return names, everything
+    if not alone:
         return None
-    best = min(found, key=lambda name: found[name][1])
-    if then is None or (then[0] == 0 and then[1] >= found[best][1]):
-        return [best], found[best]
+    best = min(alone, key=lambda name: alone[name][1])
+    if then is None or then[1] >= alone[best][1]:
+        return (best,), alone[best]
     return several, then
-
-
-def _fewest(
-    names: list[str], outcome: Callable[[Sequence[str]], _Outcome | None]
-) -> tuple[list[str], _Outcome] | None:
-    """Return the changes without those that are not needed, and their outcome; None if all do not suffice."""
-    then = outcome(names)
-    if then is None or then[0] == 0:
-        return None
-    for name in [one for one in DEAREST_FIRST if one in names]:
-        rest = [one for one in names if one != name]
-        without = outcome(rest) if len(rest) > 1 else None  # one alone was tried
-        if without is not None and without[0]:
-            names, then = rest, without
-    return names, then
 
 
 def in_words(suggestions: Sequence[Remedy] | None) -> str:
@@ -173,32 +167,6 @@ def in_words(suggestions: Sequence[Remedy] | None) -> str:
         for one in suggestions or ()
     )
     return "".join(f", {effect}" for effect in effects)
-
-
-def _may_help(now: _Outcome, step: Footprint, spending: Spending) -> bool:
-    """Return whether it would help if the optimizer took nothing beside its state, which costs no trace."""
-    bare = replace(step, program=_without_temporaries(step.program, "optimizer"))
-    then = _outcome(bare, spending, expandable=spending.expandable)
-    return then is None or _helps(now, then)
-
-
-def _without_temporaries(program: Program, phase: str) -> Program:
-    """Return a program in which blocks that are taken and freed within one phase have no bytes."""
-    starts = [at for at, _ in program.marks]
-    inside = {at for at, name in program.marks if name == phase}
-    taken: dict[int, int] = {}
-    nothing: set[int] = set()
-    for index, (block, rule) in enumerate(program.events):
-        start = starts[max(0, bisect_right(starts, index) - 1)] if starts else -1
-        if rule is not None:
-            taken[block] = start
-        elif taken.get(block) == start and start in inside:
-            nothing.add(block)
-    events = tuple(
-        (block, Polynomial(0) if rule is not None and block in nothing else rule)
-        for block, rule in program.events
-    )
-    return Program(events, program.marks)
 
 
 def changes_of(setting: Setting) -> Iterator[tuple[str, str, Change]]:
@@ -217,31 +185,6 @@ def changes_of(setting: Setting) -> Iterator[tuple[str, str, Change]]:
     if setting.capability is not None and knobs.get(OPTIMIZER) != "fused":
         advice = "a fused optimizer (fused=True)"
         yield "fused", advice, lambda one: replace(one, knobs={**one.knobs, OPTIMIZER: "fused"})
-
-
-def _outcome(step: Footprint, spending: Spending, *, expandable: bool) -> _Outcome | None:
-    """Return the largest micro-batch, 0 if none fits, and its peak (that of 1 if 0).
-
-    Returns:
-        None if the allocator cannot be so, or the footprint is invalid at a size that was tried.
-    """
-    if spending.allocator(expandable) is None:
-        return None
-
-    def allocator() -> Allocator:
-        made = spending.allocator(expandable)
-        assert made is not None
-        return made
-
-    program: Program = program_on(step, spending.libraries)
-    try:
-        size = largest_on(step, program, allocator, spending.cap)
-        # If a size fits only after the cache is emptied, the peak is the one within the budget.
-        peaks = replay(program.at(max(1, size)), allocator() if size else spending.unlimited(expandable))
-    except Untraceable:
-        return None
-    reserved = peaks.peak_reserved_bytes
-    return size, peaks.peak_allocated_bytes if reserved is None else reserved
 
 
 def _helps(now: _Outcome, then: _Outcome) -> bool:

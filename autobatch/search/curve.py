@@ -19,8 +19,7 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import LengthLimit, Plan, Probe, UpperBoundBy
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.footprint.program import Untraceable
-from autobatch.footprint.size_program import TRACED_STEPS, Shape, SizeProgram, fit_size_program
-from autobatch.footprint.size_replay import replay_batches
+from autobatch.footprint.sizes import TRACED_STEPS, Shape, SizeProgram, fit_size_program, replay_batches
 from autobatch.footprint.tracing.apart import run_each_apart
 from autobatch.footprint.tracing.trace_mode import Recording
 from autobatch.footprint.tracing.trace_step import Setting, record

@@ -25,8 +25,7 @@ from autobatch.core.records import Attempt, LimitedBy, Probe
 from autobatch.core.units import MiB, format_bytes
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.fit import Footprint
-from autobatch.footprint.largest import Fitting
-from autobatch.footprint.predict import program_on
+from autobatch.footprint.predict import Fitting, program_on
 from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.planning import micro_batches
 from autobatch.search.attempts import Attempts, ask_or_none, nothing_fits, run_attempt

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from autobatch.core.largest import halving, largest
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Probe, RealBatches, RunOrder
-from autobatch.footprint.size_program import Shape, SizeProgram
-from autobatch.footprint.size_replay import replay_batches
+from autobatch.footprint.sizes import Shape, SizeProgram, replay_batches
 from autobatch.planning import micro_batches
 from autobatch.search.attempts import ask_or_none, run_attempt
 from autobatch.search.curve import configured, program_of

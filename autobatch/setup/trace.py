@@ -9,7 +9,6 @@ from functools import partial
 from autobatch.core.errors import AutobatchError
 from autobatch.core.knobs import COMPILE
 from autobatch.core.records import MemoryCurve, PredictedPoint, Remedy
-from autobatch.device.allocator.ledger import Allocator
 from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.explain import memory_curve, predicted_points
 from autobatch.footprint.fit import Footprint
@@ -73,16 +72,11 @@ def remedies_of(setup: Setup, step: Footprint | None) -> list[Remedy]:
     """
     info = describe_setup(setup)
 
-    def allocator(expandable: bool) -> Allocator | None:
-        if expandable and info.allocator is None:
-            return None
-        return new_allocator(info, expandable=expandable)
-
     spending = Spending(
-        allocator=allocator,
-        unlimited=lambda expandable: new_allocator(info, capped=False, expandable=expandable),
+        allocator=lambda expandable: new_allocator(info, expandable=expandable or None),
+        unlimited=lambda expandable: new_allocator(info, capped=False, expandable=expandable or None),
         cap=info.samples,
-        expandable=info.allocator is not None and info.allocator.expandable_segments,
+        can_expand=info.allocator is not None and not info.allocator.expandable_segments,
         libraries=info.libraries,
     )
     setting = setting_of(setup)

@@ -29,7 +29,7 @@ from autobatch.api.call import Call
 from autobatch.api.pipeline import prepare
 from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
-from autobatch.footprint.size_program import SizeProgram
+from autobatch.footprint.sizes import SizeProgram
 from autobatch.planning import make_plan
 from autobatch.search.curve import trace_setup
 from autobatch.search.hazards import is_padded

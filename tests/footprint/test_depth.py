@@ -11,8 +11,9 @@ from torch import nn
 
 from autobatch.distributed.sharding.build import fake_ranks
 from autobatch.distributed.sharding.model import Sharding
-from autobatch.footprint.depth import cut_to, deep_footprint, like_layers
+from autobatch.footprint.depth import Event, cut_to, deep_footprint, deepen, like_layers
 from autobatch.footprint.fit import footprint
+from autobatch.footprint.program import Untraceable
 from autobatch.footprint.tracing.apart import run_apart
 from tests.support.step_workloads import Tokens, Transformer, make, setting, setup, token_loss
 
@@ -32,19 +33,12 @@ def are_equal(one: Any, other: Any) -> bool:
     )
 
 
-def test_a_few_layers_give_the_trace_of_all():
-    asked = deep_setting()
-    found = deep_footprint(asked)
-    assert found.layers == 3, "the whole model was traced"
-    assert are_equal(found.step, footprint(asked))
-
-
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"optimizer": "fused"},
+        {},
+        pytest.param({"optimizer": "fused"}, marks=pytest.mark.slow),
         pytest.param({"checkpointing": "full"}, marks=pytest.mark.slow),
-        pytest.param({}, marks=pytest.mark.slow),
     ],
 )
 def test_a_few_layers_give_the_trace_of_all_in_each_remedy(knobs):
@@ -70,12 +64,6 @@ def compare_shards(sync: str) -> list[bool]:
 @pytest.mark.parametrize("sync", ["each", "once"])
 def test_a_few_layers_give_the_trace_of_a_rank_of_many(sync):
     assert run_apart(lambda: compare_shards(sync)) == [True, True]
-
-
-@pytest.mark.slow
-def test_a_shallow_model_is_traced_as_it_is():
-    found = deep_footprint(deep_setting(layers=3))
-    assert found.layers is None
 
 
 class Counting(Transformer):
@@ -111,22 +99,65 @@ def test_a_model_that_does_not_repeat_is_traced_as_it_is(model):
     assert are_equal(found.step, footprint(asked))
 
 
-def test_like_layers_are_those_with_the_same_parameters():
-    model = Transformer(depth=4)
-    assert like_layers(model) == ("blocks", 4)
-    model.blocks.append(nn.Linear(2, 2))
-    assert like_layers(model) is None
-    assert like_layers(nn.Linear(2, 2)) is None
-
-
 @pytest.mark.parametrize("rates", [(0.0, 0.1), (0.1, 0.2)])
 def test_layers_are_alike_if_they_do_the_same(rates):
     model = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Dropout(rate)) for rate in rates)
     assert (like_layers(model) is not None) == (0.0 not in rates)
 
 
-def test_a_cut_model_shares_its_tensors():
+def test_a_model_is_cut_to_its_first_like_layers_and_shares_its_tensors():
     model = Transformer(depth=4)
-    cut = cut_to(model, like_layers(model), 2)
+    assert like_layers(model) == ("blocks", 4)
+    cut = cut_to(model, 2)
     assert (len(cut.blocks), len(model.blocks)) == (2, 4)
     assert cut.head.weight is cut.embedding.weight is model.embedding.weight
+    model.blocks.append(nn.Linear(2, 2))
+    assert like_layers(model) is None
+
+
+def layered(depth: int, uneven: int = 0) -> list[Event]:
+    """Return the events of a step: each layer takes a block, and the backward pass frees them in reverse."""
+    takes = [Event(("take", "activations", "layer.#"), 8, (block, block)) for block in range(depth)]
+    frees = [Event(("free", "activations", "layer.#", 1), 8, (n, n)) for n in reversed(range(depth))]
+    head = Event(("take", "activations", "head"), 100 + uneven * depth**2, (depth,))
+    return [*takes, Event(("mark", "backward")), head, *frees]
+
+
+def normed(depth: int) -> list[Event]:
+    """Return the events of a step that also takes a block as large as that of a layer at a depth of 4."""
+    norms = Event(("take", "temporaries", ""), 2 * depth, (depth + 1,))
+    blocks = layered(depth)
+    return [*blocks[: depth + 2], norms, *blocks[depth + 2 :]]
+
+
+@pytest.mark.parametrize("added", [0, 1, 7])
+@pytest.mark.parametrize("step", [layered, normed])
+def test_further_layers_have_the_events_of_a_deeper_step(step, added):
+    deeper = deepen(step(3), step(4), step(5), added)
+    expected = step(4 + added)
+    assert [(one.key[:-1], one.numbers) for one in deeper] == [(one.key, one.numbers) for one in expected]
+    assert [one.size + one.growth for one in deeper] == [one.size for one in expected]
+
+
+def test_sizes_that_do_not_grow_evenly_are_refused():
+    with pytest.raises(Untraceable, match="an allocation has 109, 116 and 125 bytes"):
+        deepen(layered(3, 1), layered(4, 1), layered(5, 1), 2)
+
+
+@pytest.mark.parametrize(
+    ("traces", "expected"),
+    [
+        (("abab", "ababab", "abababab"), "ababababab"),
+        (("xaabbz", "xaaabbbz", "xaaaabbbbz"), "xaaaaabbbbbz"),
+        (("ab", "abcb", "abcbcb"), "abcbcbcb"),
+        (("ab", "ba", "ab"), None),
+        (("ab", "aabb", "aabbab"), None),
+    ],
+)
+def test_further_layers_are_added_where_they_are_in_deeper_traces(traces, expected):
+    events = [[Event(("mark" if c == "m" else "take", c)) for c in trace] for trace in traces]
+    if expected is None:
+        with pytest.raises(Untraceable):
+            deepen(*events, 2)
+    else:
+        assert "".join(event.key[1] for event in deepen(*events, 2)) == expected

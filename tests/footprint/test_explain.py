@@ -84,14 +84,9 @@ def test_an_explanation_adds_up():
 
 
 def test_an_explanation_is_one_sentence():
-    found = Explanation(
-        micro_batch=4,
-        peak_bytes=6 * MiB,
-        phase="backward",
-        by_kind={"activations": 4 * MiB, "parameters": 2 * MiB, "temporaries": 0},
-        by_module={"a": 2 * MiB, "b": MiB, "c": MiB, "d": 0},
-    )
-    assert found.text() == (
+    kinds = {"activations": 4 * MiB, "parameters": 2 * MiB, "temporaries": 0}
+    modules = {"a": 2 * MiB, "b": MiB, "c": MiB, "d": 0}
+    assert Explanation(4, 6 * MiB, "backward", kinds, modules).text() == (
         "6.00 MiB at the peak in the backward: activations 4.00 MiB, parameters 2.00 MiB "
         "(most activations in `a` 2.00 MiB, `b` 1.00 MiB, `c` 1.00 MiB)"
     )

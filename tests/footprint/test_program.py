@@ -78,11 +78,6 @@ def test_traces_without_a_program_have_a_reason(points):
         Program.fit(points)
 
 
-def test_a_fit_needs_two_different_sizes():
-    with pytest.raises(ValueError, match="two or more"):
-        Program.fit([(2, trace(1)), (2, trace(1))])
-
-
 def test_no_size_is_ever_negative():
     program = Program.fit([(3, trace(10)), (4, trace(20))])
     with pytest.raises(Untraceable, match="-10 bytes at micro-batch 1"):

@@ -11,15 +11,12 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import multiprocessing.connection
-import os
 import signal
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
-from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal, TypeVar, cast
@@ -31,14 +28,11 @@ from autobatch.core.errors import AutobatchError
 from autobatch.core.signals import end_with_parent, hold_back_signals
 from autobatch.device.host import usable_cores
 
-ANSWER_SECONDS = 600.0
-"""Time after which a call counts as hung."""
 LOOK_SECONDS = 1.0
 """Time between two looks at copies that have not answered yet."""
 STUCK_SECONDS = 20.0
 """Time without any computation after which a copy counts as stuck. A trace only computes, but a copy may wait
 for a lock that another thread of this process held at the fork."""
-_TURN_BYTES = 4
 
 Answer = tuple[Literal["result", "error", "call here"], object]
 T = TypeVar("T")
@@ -56,14 +50,14 @@ def can_run_apart() -> bool:
 
 def has_left_fakes() -> bool:
     """Return whether tensors of a trace that ran in this process are still in use, for example in a cache."""
-    if not _has_fakes():
+
+    def has_fakes() -> bool:
+        return any(type(one) is FakeTensor for one in gc.get_objects())
+
+    if can_run_apart() or not has_fakes():
         return False
     gc.collect()
-    return _has_fakes()
-
-
-def _has_fakes() -> bool:
-    return not can_run_apart() and any(type(one) is FakeTensor for one in gc.get_objects())
+    return has_fakes()
 
 
 def run_apart(function: Callable[[], T]) -> T:
@@ -83,59 +77,46 @@ def run_each_apart(functions: Sequence[Callable[[], T]]) -> list[T]:
             stays. As many run at the same time as this process may use cores.
 
     Raises:
-        AutobatchError: a function raised it; or its copy crashed, or gave no answer in time.
+        AutobatchError: a function raised it, or its copy crashed.
     """
     if not can_run_apart():
         return [function() for function in functions]
-    _import_tracing()
-    return [
-        _result_of(function, answer)
-        for function, answer in zip(functions, _ask_copies(functions), strict=True)
-    ]
+    found: list[T] = []
+    for function, (kind, content) in zip(functions, _ask_copies(functions), strict=True):
+        if kind == "error":
+            raise cast(AutobatchError, content)
+        found.append(function() if kind == "call here" else cast(T, content))
+    return found
 
 
 def run_in_copies(functions: Sequence[Callable[[], T]]) -> list[T]:
     """Call functions in copies of this process, one copy per core, and return their results.
 
     A copy calls one function after another, so a later one finds what earlier ones left: the caches of torch,
-    without which a short trace takes twice as long, and those of the user's code. Each copy takes the next
-    function that none has taken, so those that take longest come first. What a function would run apart runs
-    in the same copy. A function that fails there is called again in a copy of its own; see `run_each_apart`.
+    without which a short trace takes twice as long, and those of the user's code. What a function would run
+    apart runs in the same copy. A function that fails there is called again in a copy of its own; see
+    `run_each_apart`.
     """
     if len(functions) < 2 or not can_run_apart():
         return run_each_apart(functions)
-    _import_tracing()
-    # The copies share the end of a pipe from which each reads the number of its next function.
-    turns, sink = os.pipe()
-    os.write(sink, b"".join(number.to_bytes(_TURN_BYTES) for number in range(len(functions))))
-    os.close(sink)
     count = min(usable_cores(), len(functions))
-    try:
-        answers = _ask_copies([partial(_take_turns, functions, turns)] * count, daemon=True)
-    finally:
-        os.close(turns)
-    done = [cast("list[tuple[int, T]]", content) for kind, content in answers if kind == "result"]
-    found = dict(chain.from_iterable(done))
-    return [found[number] if number in found else run_apart(one) for number, one in enumerate(functions)]
+    parts = [partial(_results_of, functions[number::count]) for number in range(count)]
+    done: dict[int, T] = {}
+    for number, (kind, content) in enumerate(_ask_copies(parts, daemon=True)):
+        if kind == "result":
+            done |= {number + at * count: one for at, one in cast("dict[int, T]", content).items()}
+    return [done[number] if number in done else run_apart(one) for number, one in enumerate(functions)]
 
 
-def _take_turns(functions: Sequence[Callable[[], T]], turns: int) -> list[tuple[int, T]]:
-    """Call functions until all are taken; return the results of those that were taken here, with numbers."""
-    found = []
-    while turn := os.read(turns, _TURN_BYTES):
-        number = int.from_bytes(turn)
-        with suppress(Exception, SystemExit):
-            found.append((number, functions[number]()))
+def _results_of(functions: Sequence[Callable[[], T]]) -> dict[int, T]:
+    """Call functions, and return the results of those that do not fail, by their place."""
+    found = {}
+    for at, function in enumerate(functions):
+        try:
+            found[at] = function()
+        except (Exception, SystemExit):  # called again alone
+            continue
     return found
-
-
-def _result_of(function: Callable[[], T], answer: Answer) -> T:
-    kind, content = answer
-    if kind == "call here":
-        return function()
-    if kind == "error":
-        raise cast(AutobatchError, content)
-    return cast(T, content)
 
 
 def _import_tracing() -> None:
@@ -152,6 +133,7 @@ def _import_tracing() -> None:
 
 def _ask_copies(functions: Sequence[Callable[[], object]], *, daemon: bool = False) -> list[Answer]:
     """Return the answers of copies in the order of their functions; a daemon runs nothing apart."""
+    _import_tracing()
     answers: dict[int, Answer] = {}
     running: dict[int, _Copy] = {}
     waiting = list(enumerate(functions))
@@ -189,9 +171,8 @@ class _Copy:
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
         theirs.close()
-        assert self._process.pid is not None
-        self._start = self._worked_at = time.monotonic()
-        self._computed = _computed(self._process.pid)
+        self._computed: list[str] | None = None
+        self._worked_at = time.monotonic()
 
     def answer(self) -> Answer | None:
         """Return the answer, None if there is none yet."""
@@ -204,16 +185,11 @@ class _Copy:
                     "the process that traced the step ended without an answer "
                     f"(exit code {self._process.exitcode})"
                 )
-        now, computed = time.monotonic(), _computed(self._process.pid or 0)
+        computed = _computed(self._process.pid)
         if computed is None or computed != self._computed:
-            self._worked_at, self._computed = now, computed
-        if now - self._worked_at >= STUCK_SECONDS:
-            return "call here", None
-        if now - self._start < ANSWER_SECONDS:
-            return None
-        return "error", AutobatchError(
-            f"the process that traced the step gave no answer in {ANSWER_SECONDS:.0f} s and was ended"
-        )
+            self._worked_at, self._computed = time.monotonic(), computed
+        is_stuck = time.monotonic() - self._worked_at >= STUCK_SECONDS
+        return ("call here", None) if is_stuck else None
 
     def end(self) -> None:
         """End the process."""
@@ -245,7 +221,7 @@ def _serve(connection: Connection, function: Callable[[], object]) -> None:
     connection.send(answer)
 
 
-def _computed(process: int) -> list[str] | None:
+def _computed(process: int | None) -> list[str] | None:
     """Return the user and system time of a process; None where the system does not tell."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text()

@@ -61,8 +61,9 @@ def kernel_of(func: Any, args: tuple[Any, ...], *, on_gpu: bool) -> Callable[...
         return _SPARSE[func]
     if func is aten._embedding_bag_backward.default and args[9]:
         return _sparse_gradient_of_bags
-    if func is aten.native_batch_norm.default and args[0].dtype in LOW_PRECISION:
-        return partial(_batch_norm, on_gpu=on_gpu)
+    low = func in _NORMS and args[0].dtype in LOW_PRECISION
+    if low and (on_gpu or (func is aten.native_batch_norm.default and args[1] is not None)):
+        return partial(_with_statistics, func, torch.float32 if on_gpu else args[1].dtype)
     found: Callable[..., Any] = (_ON_GPU if on_gpu else _ON_CPU).get(func, func)
     return found
 
@@ -107,18 +108,15 @@ def _is_sparse(value: object) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.sparse_coo
 
 
-def _copied(x: Tensor, **_: Any) -> Tensor:
-    """Copy a sparse tensor with its entries, which the meta kernel leaves out."""
-    return _with_entries(x._indices().clone(), x._values().clone(), x, x.is_coalesced())
+def _copied(x: Tensor, *, is_coalesced: bool | None = None, **_: Any) -> Tensor:
+    """Copy a sparse tensor with its entries, which the meta kernel leaves out.
 
-
-def _coalesced(x: Tensor) -> Tensor:
-    """Return a sparse tensor with room for all entries, also for those of equal rows.
-
-    The CPU takes this room and uses a part of it; CUDA takes less if rows are equal
-    (ATen/native/sparse/SparseTensor.cpp, and cuda/SparseCUDATensor.cu).
+    One that is coalesced has room for all entries, also for those of equal rows. The CPU takes this room and
+    uses a part of it; CUDA takes less if rows are equal (ATen/native/sparse/SparseTensor.cpp, and
+    cuda/SparseCUDATensor.cu).
     """
-    return _with_entries(x._indices().clone(), x._values().clone(), x, True)
+    is_coalesced = x.is_coalesced() if is_coalesced is None else is_coalesced
+    return _with_entries(x._indices().clone(), x._values().clone(), x, is_coalesced)
 
 
 def _masked(x: Tensor, mask: Tensor) -> Tensor:
@@ -145,7 +143,7 @@ def _with_entries(indices: Tensor, values: Tensor, like: Tensor, is_coalesced: b
 _SPARSE: dict[Any, Callable[..., Tensor]] = {
     aten.add_.Tensor: _added,
     aten.clone.default: _copied,
-    aten._coalesce.default: _coalesced,
+    aten._coalesce.default: partial(_copied, is_coalesced=True),
     aten.sparse_mask.default: _masked,
 }
 
@@ -174,22 +172,17 @@ def _recurrent_backward(*args: Any) -> Any:
     return (*out[:4], torch.empty_like(out[3]), *out[5:])
 
 
-def _batch_norm(x: Tensor, weight: Tensor | None, *more: Any, on_gpu: bool) -> Any:
-    """Return the statistics in the type of the weight, and on GPUs in float32; the meta kernel has that of x.
+_NORMS = (aten.native_batch_norm.default, aten.native_layer_norm.default)
 
-    See native/Normalization.cpp and native/cuda/Normalization.cu.
+
+def _with_statistics(func: Any, dtype: torch.dtype, *args: Any) -> Any:
+    """Return results of a norm with statistics of a type; meta kernels give them that of the input.
+
+    On GPUs it is float32, and on the CPU that of the weight of a batch norm (native/Normalization.cpp,
+    native/cuda/Normalization.cu and layer_norm_kernel.cu).
     """
-    out, *statistics = aten.native_batch_norm.default(x, weight, *more)
-    dtype = torch.float32 if on_gpu else x.dtype if weight is None else weight.dtype
+    out, *statistics = func(*args)
     return (out, *(torch.empty_like(one, dtype=dtype) for one in statistics))
-
-
-def _layer_norm(*args: Any) -> Any:
-    """Return the statistics in float32 for 16 bits too (native/cuda/layer_norm_kernel.cu)."""
-    out, *statistics = aten.native_layer_norm.default(*args)
-    if args[0].dtype not in LOW_PRECISION:
-        return (out, *statistics)
-    return (out, *(torch.empty_like(one, dtype=torch.float32) for one in statistics))
 
 
 def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,7 +195,6 @@ _ON_CPU: dict[Any, Callable[..., Any]] = {
     aten.mkldnn_rnn_layer_backward.default: _recurrent_backward,
 }
 _ON_GPU: dict[Any, Callable[..., Any]] = {
-    aten.native_layer_norm.default: _layer_norm,
     aten.log_sigmoid_forward.default: _log_sigmoid,
 }
 

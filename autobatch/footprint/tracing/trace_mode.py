@@ -200,8 +200,8 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
             return args[0].fake_device if func is _DEVICE else self._value_of(args[0])
         if _is_in_place_foreach(func):
             return None
-        is_update = func in UPDATES and _is_plain(args[0]) and self._known_of(args[0]) is None
-        if is_update or func.name() == _WAIT:
+        is_update = func in UPDATES and type(args[0]) is FakeTensor and args[0].layout is torch.strided
+        if (is_update and self._known_of(args[0]) is None) or func.name() == _WAIT:
             # Running an update on fakes takes half of an optimizer step.
             self.settle()
             return args[0]
@@ -355,10 +355,6 @@ def _is_in_place_foreach(func: Any) -> bool:
     """Check for an operator in place over hundreds of tensors, which allocates nothing and takes long."""
     name: str = func._schema.name
     return name.startswith("aten::_foreach_") and name.endswith("_")
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) is FakeTensor and value.layout is torch.strided
 
 
 def _on_cpu(dtype: torch.dtype) -> dict[str, Any]:
