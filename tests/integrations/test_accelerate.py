@@ -43,7 +43,14 @@ def test_a_planned_loop_takes_the_step_of_the_whole_batch() -> None:
     accelerator = installed("accelerate").Accelerator(cpu=True)
     loader = DataLoader(workload.train_data, batch_size=2, num_workers=0)
     plan = accelerate.plan(
-        accelerator, model, optimizer, loader, loss=mean_loss, target_batch=24, max_micro_batch=7
+        accelerator,
+        model,
+        optimizer,
+        loader,
+        loss=mean_loss,
+        target_batch=24,
+        max_micro_batch=7,
+        memory_budget="1GiB",
     )
     assert (plan.micro_batches, accelerator.gradient_accumulation_steps) == ([6] * 4, 4)
     assert plan.loader.batch_size == 6
@@ -69,7 +76,14 @@ def test_the_probe_copies_outputs_to_float32_as_the_library_does() -> None:
     accelerator = installed("accelerate").Accelerator(cpu=True, mixed_precision="bf16")
     loader = DataLoader(make_workload().train_data, batch_size=2)
     plan = accelerate.plan(
-        accelerator, model, optimizer, loader, loss=loss, target_batch=8, max_micro_batch=4
+        accelerator,
+        model,
+        optimizer,
+        loader,
+        loss=loss,
+        target_batch=8,
+        max_micro_batch=4,
+        memory_budget="1GiB",
     )
     assert plan.precision == "bf16"
     assert set(seen) == {torch.float32}

@@ -47,7 +47,7 @@ def plan(loader: Any = None, target_batch: int = 24, *, world: int = 1, **option
         loader_of() if loader is None else loader,
         loss=lambda model, batch: model(batch[:, None]).mean(),
         target_batch=target_batch,
-        **{"max_micro_batch": 8, **options},
+        **{"max_micro_batch": 8, "memory_budget": "1GiB", **options},
     )
     assert accelerator.gradient_accumulation_steps == found.accumulation_steps
     return found
