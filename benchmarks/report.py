@@ -1,4 +1,4 @@
-"""The hardware, versions and date of a benchmark, and the folder of the results."""
+"""What benchmarks share: clocks, the machine and the versions, tables, and the folder of the results."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import json
 import os
 import platform
 import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def surroundings(*distributions: str) -> dict[str, Any]:
     """Return hardware, versions, date and load."""
-    from importlib.metadata import PackageNotFoundError, version
-
     from autobatch.device.host import cpu_name, host_memory
 
     versions = {"python": platform.python_version()}
@@ -41,3 +43,43 @@ def save(topic: str, content: dict[str, Any], table: str) -> Path:
     path.write_text(json.dumps(content, indent=1) + "\n")
     path.with_suffix(".md").write_text(table)
     return path
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Write a table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def in_turn(
+    loops: Mapping[str, Callable[[], object]],
+    rounds: int,
+    steps: int = 1,
+    before: Callable[[], object] = lambda: None,
+) -> dict[str, dict[str, list[float]]]:
+    """Time a few steps of each loop in every round.
+
+    The order rotates, so that no loop always follows the same other one, and other load on the machine
+    affects all of them equally.
+
+    Args:
+        loops: each takes one step.
+        rounds: the number of rounds.
+        steps: steps of a loop in one round.
+        before: runs before each loop, and is not timed.
+
+    Returns:
+        By loop and clock, the seconds of a step in each round.
+    """
+    names = list(loops)
+    found: dict[str, dict[str, list[float]]] = {name: {clock: [] for clock in CLOCKS} for name in names}
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            before()
+            start = {clock: read() for clock, read in CLOCKS.items()}
+            for _ in range(steps):
+                loops[name]()
+            for clock, read in CLOCKS.items():
+                found[name][clock].append((read() - start[clock]) / steps)
+    return found

@@ -14,7 +14,7 @@ import json
 import re
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,9 +26,11 @@ NO_LAYER = frozenset({"__init__.py", "__main__.py", "py.typed"})
 LONG_FILE = 600
 """Lines above which a file counts as long."""
 TREES = ("autobatch", "tests", "benchmarks")
-MODES = re.compile(r"\b(world|world_size|shard\w*|sharing|is_shared|parallel|is_stream|streams?|layout)\b")
-"""Names of the modes in which several ranks, shared models and streams run."""
-WHOLE_BATCH = re.compile(r"\b(WholeBatchLoss|whole_batch\w*|is_whole_batch)\b")
+MODES = re.compile(
+    r"\b(world|world_size|shard\w*|sharing|is_shared|parallel|is_stream|streams?|layout"
+    r"|WholeBatchLoss|whole_batch\w*|is_whole_batch)\b"
+)
+"""Names of the modes in which several ranks, shared models, streams and losses of a whole batch run."""
 NO_CODE = frozenset(
     {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
 )
@@ -47,19 +49,19 @@ class TreeSize:
 
 @dataclass(frozen=True)
 class Structure:
-    """The figures of a source tree."""
+    """The figures of a source tree. Places are a file with a line or a name."""
 
     entries: list[str]
     """Packages and modules at the top."""
-    docstrings: int
-    clause_first: list[str]
-    """Places of docstrings that open with a clause."""
-    kind_comparisons: list[str]
-    """Places outside of ``device/`` that compare the kind of a device."""
-    options_checks: list[str]
-    """Places that examine the class of the options, or an attribute that may be missing."""
     trees: dict[str, TreeSize]
     """Size of the package, of its tests and of the benchmarks."""
+    docstrings: int
+    clause_first: list[str]
+    """Docstrings that open with a clause."""
+    kind_comparisons: list[str]
+    """Comparisons of the kind of a device outside of ``device/``."""
+    options_checks: list[str]
+    """Examinations of the class of the options, or of an attribute that may be missing."""
     internal_names: list[str]
     """Names that tests import from below the root of the package."""
     one_importer: list[str]
@@ -73,7 +75,6 @@ class Structure:
     longest_function: str
     longest_function_lines: int
     long_files: list[str]
-    lines: int
 
     @property
     def clause_first_share(self) -> float:
@@ -87,42 +88,36 @@ def read_structure(root: Path = ROOT) -> Structure:
     paths = sorted(package.rglob("*.py"))
     sources = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in paths}
     trees = {name: ast.parse(source) for name, source in sources.items()}
-    lengths = {name: len(source.splitlines()) for name, source in sources.items()}
-    docstrings = [one for name, tree in trees.items() for one in _docstrings(name, tree)]
-    functions = [
-        (node.end_lineno - node.lineno + 1, f"{name}:{node.name}")
-        for name, tree in trees.items()
-        for node in ast.walk(tree)
-        if isinstance(node, Function) and node.end_lineno is not None
-    ]
-    longest = max(functions, default=(0, ""))
+    nodes = [(name, node) for name, tree in trees.items() for node in ast.walk(tree)]
+
+    def lines_where(holds: Callable[[ast.AST], bool], without: str = "-") -> list[str]:
+        return [
+            f"{name}:{getattr(node, 'lineno', 1)}"
+            for name, node in nodes
+            if not name.startswith(without) and holds(node)
+        ]
+
+    def names_where(holds: Callable[[ast.AST], bool]) -> list[str]:
+        return [f"{name}:{node.name}" for name, node in nodes if holds(node)]  # type: ignore[attr-defined]
+
+    functions = [(node, f"{name}:{node.name}") for name, node in nodes if isinstance(node, Function)]
+    lengths = [((node.end_lineno or node.lineno) - node.lineno + 1, name) for node, name in functions]
+    longest = max(lengths, default=(0, ""))
     return Structure(
         entries=sorted(path.name for path in package.iterdir() if _is_entry(path)),
-        docstrings=len(docstrings),
-        clause_first=[place for place, text in docstrings if opens_with_clause(text)],
-        kind_comparisons=[
-            f"{name}:{node.lineno}"
-            for name, tree in trees.items()
-            if not name.startswith("autobatch/device/")
-            for node in ast.walk(tree)
-            if compares_device_kind(node)
-        ],
-        options_checks=[
-            f"{name}:{node.lineno}"
-            for name, tree in trees.items()
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and checks_options(node)
-        ],
         trees={tree: _tree_size(root / tree) for tree in TREES},
+        docstrings=sum(bool(_docstring(node)) for _, node in nodes),
+        clause_first=lines_where(_opens_with_clause),
+        kind_comparisons=lines_where(_compares_device_kind, without="autobatch/device/"),
+        options_checks=lines_where(_checks_options),
         internal_names=sorted(_internal_names(root / "tests")),
         one_importer=_imported_once(trees),
-        carriers=[place for name, tree in trees.items() for place in _carriers(name, tree)],
-        mode_branches=[place for name, tree in trees.items() for place in _mode_branches(name, tree)],
-        option_takers=[place for name, tree in trees.items() for place in _option_takers(name, tree)],
+        carriers=names_where(_has_target_batch),
+        mode_branches=lines_where(_branches_on_mode),
+        option_takers=names_where(_takes_options),
         longest_function=longest[1],
         longest_function_lines=longest[0],
-        long_files=[name for name, count in lengths.items() if count > LONG_FILE],
-        lines=sum(lengths.values()),
+        long_files=[name for name, source in sources.items() if len(source.splitlines()) > LONG_FILE],
     )
 
 
@@ -131,37 +126,56 @@ def _is_entry(path: Path) -> bool:
     return path.name not in NO_LAYER and (path.suffix == ".py" or (path / "__init__.py").is_file())
 
 
-def _docstrings(name: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield the place and the text of every docstring of a module, its classes and its functions."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | Function):
-            text = ast.get_docstring(node)
-            if text:
-                yield f"{name}:{getattr(node, 'lineno', 1)}", text
+def _docstring(node: ast.AST) -> str:
+    has_one = isinstance(node, ast.Module | ast.ClassDef | Function)
+    return (ast.get_docstring(node) or "") if has_one else ""
 
 
-def opens_with_clause(docstring: str) -> bool:
-    """Check if the first word of a docstring opens a clause."""
-    first = re.search(r"[A-Za-z]+", docstring)
+def _opens_with_clause(node: ast.AST) -> bool:
+    first = re.search(r"[A-Za-z]+", _docstring(node))
     return first is not None and first[0].lower() in CLAUSE_WORDS
 
 
-def compares_device_kind(node: ast.AST) -> bool:
+def _called(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _compares_device_kind(node: ast.AST) -> bool:
     """Check if a node compares something called ``…kind`` with the kinds of devices."""
     if not isinstance(node, ast.Compare):
         return False
     operands = [node.left, *node.comparators]
-    names = [one.attr if isinstance(one, ast.Attribute) else getattr(one, "id", "") for one in operands]
     constants = {part.value for one in operands for part in ast.walk(one) if isinstance(part, ast.Constant)}
-    return any(name.endswith("kind") for name in names) and bool(constants & DEVICE_KINDS)
+    return any(_called(one).endswith("kind") for one in operands) and bool(constants & DEVICE_KINDS)
 
 
-def checks_options(call: ast.Call) -> bool:
-    """Check if a call is ``isinstance(options, …)`` or ``getattr(options, …)``."""
-    if not (isinstance(call.func, ast.Name) and call.func.id in ("isinstance", "getattr") and call.args):
+def _checks_options(node: ast.AST) -> bool:
+    """Check if a node is ``isinstance(options, …)`` or ``getattr(options, …)``."""
+    return (
+        isinstance(node, ast.Call)
+        and _called(node.func) in ("isinstance", "getattr")
+        and bool(node.args)
+        and _called(node.args[0]) == "options"
+    )
+
+
+def _has_target_batch(node: ast.AST) -> bool:
+    return isinstance(node, ast.ClassDef) and any(
+        isinstance(one, ast.AnnAssign) and _called(one.target) == "target_batch" for one in node.body
+    )
+
+
+def _branches_on_mode(node: ast.AST) -> bool:
+    return isinstance(node, ast.If | ast.IfExp | ast.While) and bool(MODES.search(ast.unparse(node.test)))
+
+
+def _takes_options(node: ast.AST) -> bool:
+    """Check if a node is a function with a parameter whose type is called ``…Options`` or ``…Settings``."""
+    if not isinstance(node, Function):
         return False
-    first = call.args[0]
-    return (first.attr if isinstance(first, ast.Attribute) else getattr(first, "id", "")) == "options"
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    types = [ast.unparse(one.annotation) for one in arguments if one.annotation is not None]
+    return any(re.search(r"(Options|Settings|Limits)\b", one) for one in types)
 
 
 def code_lines(source: str) -> int:
@@ -183,11 +197,8 @@ def code_lines(source: str) -> int:
 
 def _tree_size(folder: Path) -> TreeSize:
     sources = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))]
-    return TreeSize(
-        len(sources),
-        sum(len(source.splitlines()) for source in sources),
-        sum(code_lines(source) for source in sources),
-    )
+    lines = sum(len(source.splitlines()) for source in sources)
+    return TreeSize(len(sources), lines, sum(map(code_lines, sources)))
 
 
 def _internal_names(tests: Path) -> set[str]:
@@ -216,67 +227,41 @@ def _imported_once(trees: dict[str, ast.Module]) -> list[str]:
     return [modules[module] for module in sorted(importers) if importers[module] == 1]
 
 
-def _carriers(name: str, tree: ast.Module) -> Iterator[str]:
-    """Yield the classes with a field ``target_batch``."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            declared = [one.target for one in node.body if isinstance(one, ast.AnnAssign)]
-            fields = [target.id for target in declared if isinstance(target, ast.Name)]
-            if "target_batch" in fields:
-                yield f"{name}:{node.name}"
-
-
-def _mode_branches(name: str, tree: ast.Module) -> Iterator[str]:
-    """Yield the places that branch on ranks, shared models, streams or losses of a whole batch."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If | ast.IfExp | ast.While):
-            condition = ast.unparse(node.test)
-            if MODES.search(condition) or WHOLE_BATCH.search(condition):
-                yield f"{name}:{node.lineno}"
-
-
-def _option_takers(name: str, tree: ast.Module) -> Iterator[str]:
-    """Yield the functions with a parameter whose type is called ``…Options`` or ``…Settings``."""
-    for node in ast.walk(tree):
-        if isinstance(node, Function):
-            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            types = [ast.unparse(one.annotation) for one in arguments if one.annotation is not None]
-            if any(re.search(r"(Options|Settings|Limits)\b", one) for one in types):
-                yield f"{name}:{node.name}"
-
-
 def report(found: Structure) -> str:
     """Return the figures as text, followed by the places behind them."""
-    clauses = len(found.clause_first)
     option_files = len({place.partition(":")[0] for place in found.option_takers})
+    clauses = f"{len(found.clause_first)} of {found.docstrings}"
+    figures = {
+        "entries at the top": f"{len(found.entries)}: {' '.join(found.entries)}",
+        "clause-first docstrings": f"{found.clause_first_share:.1%} ({clauses})",
+        "device kind compared": f"{len(found.kind_comparisons)} times outside device/",
+        "options examined": f"{len(found.options_checks)} times for their class or an attribute",
+        "imported once": f"{len(found.one_importer)} modules",
+        "internal names in tests": f"{len(found.internal_names)}",
+        "takers of options": f"{len(found.option_takers)} functions in {option_files} files",
+        "fields target_batch": f"{len(found.carriers)}: {' '.join(found.carriers)}",
+        "branches on modes": f"{len(found.mode_branches)}",
+        "longest function": f"{found.longest_function_lines} lines: {found.longest_function}",
+        f"files over {LONG_FILE} lines": f"{len(found.long_files)}: {' '.join(found.long_files)}",
+    }
+    places = {
+        "clause-first docstrings": found.clause_first,
+        "device kind compared": found.kind_comparisons,
+        "options examined": found.options_checks,
+        "modules that one other imports": found.one_importer,
+    }
     lines = [
-        *(
-            f"{tree + '/':<25}{size.lines:,} lines, {size.code_lines:,} of code, in {size.files} files"
-            for tree, size in found.trees.items()
-        ),
-        f"entries at the top       {len(found.entries)}: {' '.join(found.entries)}",
-        f"clause-first docstrings  {found.clause_first_share:.1%} ({clauses} of {found.docstrings})",
-        f"device kind compared     {len(found.kind_comparisons)} times outside device/",
-        f"options examined         {len(found.options_checks)} times for their class or an attribute",
-        f"imported once            {len(found.one_importer)} modules",
-        f"internal names in tests  {len(found.internal_names)}",
-        f"takers of options        {len(found.option_takers)} functions in {option_files} files",
-        f"fields target_batch      {len(found.carriers)}: {' '.join(found.carriers)}",
-        f"branches on modes        {len(found.mode_branches)}",
-        f"longest function         {found.longest_function_lines} lines: {found.longest_function}",
-        f"files over {LONG_FILE} lines     {len(found.long_files)}: {' '.join(found.long_files)}",
+        f"{tree + '/':<25}{size.lines:,} lines, {size.code_lines:,} of code, in {size.files} files"
+        for tree, size in found.trees.items()
     ]
-    for title, places in (
-        ("clause-first docstrings", found.clause_first),
-        ("device kind compared", found.kind_comparisons),
-        ("options examined", found.options_checks),
-        ("modules that one other imports", found.one_importer),
-    ):
-        lines += ["", f"{title}:", *(f"  {place}" for place in places)] if places else []
+    lines += [f"{label:<25}{text}" for label, text in figures.items()]
+    for title, found_at in places.items():
+        lines += ["", f"{title}:", *(f"  {place}" for place in found_at)] if found_at else []
     return "\n".join(lines)
 
 
 def main() -> None:
+    """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()

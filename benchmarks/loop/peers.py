@@ -1,61 +1,78 @@
-"""The same work by accelerate, Fabric and Lightning's Trainer; each function is as in `contenders`."""
+"""The same work by accelerate, Fabric and Lightning's Trainer.
+
+`accelerated` and `fabricated` take steps of any model, also on several ranks.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.loop.cases import ACCUMULATION, Case, Precision, Source, loss_of
-from benchmarks.loop.contenders import Work
+from benchmarks.loop.loops import ACCUMULATION, Step, Work, loss_of
 
 
-def by_accelerate(case: Case, source: Source, precision: Precision, work: Work) -> Callable[[], None]:
+def by_accelerate(work: Work) -> Step:
+    return accelerated(*work.model(), work.stream(), work.precision, work.max_grad_norm)
+
+
+def by_fabric(work: Work) -> Step:
+    from lightning.fabric import Fabric
+
+    precision: Any = "bf16-mixed" if work.precision == "bf16" else "32-true"
+    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
+    return fabricated(fabric, *work.model(), work.stream(), work.max_grad_norm)
+
+
+def accelerated(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Iterator[Any],
+    precision: str = "fp32",
+    max_grad_norm: float | None = None,
+) -> Step:
+    """Train as the documentation of accelerate shows it; with a norm, clip and read the loss of each step."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
     # accelerate keeps its precision for the whole process.
     AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = Accelerator(
-        cpu=True,
-        gradient_accumulation_steps=ACCUMULATION,
-        mixed_precision="bf16" if precision == "bf16" else "no",
-    )
-    model = case.model()
-    optimizer = work.optimizer(model.parameters())
+    mixed = "bf16" if precision == "bf16" else "no"
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION, mixed_precision=mixed)
     model, optimizer = accelerator.prepare(model, optimizer)
-    data = case.stream(source)
 
     def step() -> None:
         total = torch.zeros(())
         for _ in range(ACCUMULATION):
             with accelerator.accumulate(model):
                 loss = loss_of(model, next(data))
-                total += loss.detach() / ACCUMULATION
                 accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), work.max_grad_norm)
+                if max_grad_norm is not None:
+                    total += loss.detach() / ACCUMULATION
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-        total.item()
+        if max_grad_norm is not None:
+            total.item()
 
     return step
 
 
-def by_fabric(case: Case, source: Source, precision: Precision, work: Work) -> Callable[[], None]:
-    from lightning.fabric import Fabric
-
-    fabric = Fabric(
-        accelerator="cpu", devices=1, precision="bf16-mixed" if precision == "bf16" else "32-true"
-    )
-    model = case.model()
-    model, optimizer = fabric.setup(model, work.optimizer(model.parameters()))
-    data = case.stream(source)
+def fabricated(
+    fabric: Any,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Iterator[Any],
+    max_grad_norm: float | None = None,
+) -> Step:
+    """Train as the documentation of Fabric shows it; with a norm, clip and read the loss of each step."""
+    model, optimizer = fabric.setup(model, optimizer)
 
     def step() -> None:
         total = torch.zeros(())
@@ -63,11 +80,14 @@ def by_fabric(case: Case, source: Source, precision: Precision, work: Work) -> C
             with fabric.no_backward_sync(model, enabled=number < ACCUMULATION - 1):
                 loss = loss_of(model, next(data)) / ACCUMULATION
                 fabric.backward(loss)
-            total += loss.detach()
-        fabric.clip_gradients(model, optimizer, max_norm=work.max_grad_norm)
+            if max_grad_norm is not None:
+                total += loss.detach()
+        if max_grad_norm is not None:
+            fabric.clip_gradients(model, optimizer, max_norm=max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        total.item()
+        if max_grad_norm is not None:
+            total.item()
 
     return step
 
@@ -95,14 +115,14 @@ class Paced:
         self.is_done.acquire()
 
 
-def by_lightning(case: Case, source: Source, precision: Precision, work: Work) -> Callable[[], None]:
+def by_lightning(work: Work) -> Step:
     """Run Lightning's Trainer in a thread, one optimizer step at a time."""
     from lightning.pytorch import LightningModule, Trainer
 
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = case.model()
+            self.net = work.case.model()
             self.total = torch.zeros(())
 
         def training_step(self, batch: Any, number: int) -> Tensor:
@@ -119,19 +139,17 @@ def by_lightning(case: Case, source: Source, precision: Precision, work: Work) -
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
+    quiet = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger")
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
-        precision="bf16-mixed" if precision == "bf16" else "32-true",
+        precision="bf16-mixed" if work.precision == "bf16" else "32-true",
         accumulate_grad_batches=ACCUMULATION,
         gradient_clip_val=work.max_grad_norm,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **dict.fromkeys(quiet, False),
     )
-    paced = Paced(case.stream(source))
+    paced = Paced(work.stream())
     threading.Thread(target=trainer.fit, args=(Module(), paced), daemon=True).start()
     paced.is_done.acquire()
     return paced.step

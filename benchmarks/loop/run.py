@@ -20,7 +20,6 @@ import argparse
 import itertools
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,54 +27,53 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from benchmarks.loop.cases import ACCUMULATION, CASES, Case, Precision, Source
-from benchmarks.loop.contenders import WORKS, bare, by_batches, by_fit, by_hand, by_loader
+from benchmarks.loop.loops import (
+    ACCUMULATION,
+    CASES,
+    Step,
+    Work,
+    by_batches,
+    by_fit,
+    by_hand,
+    by_loader,
+)
 from benchmarks.loop.peers import by_accelerate, by_fabric, by_lightning
-from benchmarks.report import save, surroundings
+from benchmarks.report import CLOCKS, in_turn, markdown, save, surroundings
 
 OWN = {"fit": by_fit, "batches": by_batches, "batches of a loader": by_loader}
-LOOPS: dict[str, dict[str, Callable[..., Callable[[], None]]]] = {
-    "adam, clipped": {
-        "hand": by_hand,
-        **OWN,
-        "fabric": by_fabric,
-        "accelerate": by_accelerate,
-        "lightning": by_lightning,
-    },
-    "sgd": {"bare": bare, **OWN, "hand": by_hand},
+PEERS = {"fabric": by_fabric, "accelerate": by_accelerate, "lightning": by_lightning}
+WORKS: dict[
+    str, tuple[Callable[..., torch.optim.Optimizer], float | None, dict[str, Callable[[Work], Step]]]
+] = {
+    "adam, clipped": (
+        lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+        1.0,
+        {"hand": by_hand, **OWN, **PEERS},
+    ),
+    "sgd": (lambda parameters: torch.optim.SGD(parameters, lr=1e-3), None, {"bare": by_hand, **OWN}),
 }
-"""Loops of each work; the first is the reference."""
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+"""Optimizer, norm and loops of each work; the first loop is the reference."""
 WARM_UP_STEPS = 20
+HEAD = ("case", "micro-batches", "precision", "work", "loop", "µs a micro-batch", "CPU ratio", "wall ratio")
 
 
-def compare(
-    case: Case, source: Source, precision: Precision, work: str, rounds: int
-) -> dict[str, dict[str, Any]]:
+def compare(case: str, source: str, precision: str, work: str, rounds: int) -> dict[str, dict[str, Any]]:
     """Return for each loop its time per micro-batch, and its ratio to the reference."""
-    steps: dict[str, Callable[[], None]] = {}
-    for name, make in LOOPS[work].items():
+    optimizer, max_norm, loops = WORKS[work]
+    steps: dict[str, Step] = {}
+    for name, make in loops.items():
         torch.manual_seed(0)
         try:
-            steps[name] = make(case, source, precision, WORKS[work])
+            steps[name] = make(Work(CASES[case], source == "made", precision, optimizer, max_norm))
         except ImportError as error:
             print(f"{name} left out: {error}")
             continue
-        for _ in range(min(WARM_UP_STEPS, case.steps * 4)):
+        for _ in range(min(WARM_UP_STEPS, CASES[case].steps * 4)):
             steps[name]()
-    names = list(steps)
-    seconds: dict[str, dict[str, list[float]]] = {name: {clock: [] for clock in CLOCKS} for name in names}
-    for number in range(rounds // case.fewer):
-        # The order rotates, so that no loop always follows the same other one.
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            before = {clock: read() for clock, read in CLOCKS.items()}
-            for _ in range(case.steps):
-                steps[name]()
-            for clock, read in CLOCKS.items():
-                seconds[name][clock].append((read() - before[clock]) / case.steps / ACCUMULATION)
-    reference = seconds[names[0]]
+    seconds = in_turn(steps, rounds // CASES[case].fewer, CASES[case].steps)
+    reference = seconds[next(iter(steps))]
     return {
-        name: {clock: figures(seconds[name][clock], reference[clock]) for clock in CLOCKS} for name in names
+        name: {clock: figures(seconds[name][clock], reference[clock]) for clock in CLOCKS} for name in steps
     }
 
 
@@ -83,24 +81,24 @@ def figures(own: list[float], reference: list[float]) -> dict[str, Any]:
     """Return the median time, and the quartiles of the ratios round by round."""
     low, middle, high = statistics.quantiles([a / b for a, b in zip(own, reference, strict=True)], n=4)
     return {
-        "microseconds_a_micro_batch": round(statistics.median(own) * 1e6, 1),
+        "microseconds_a_micro_batch": round(statistics.median(own) / ACCUMULATION * 1e6, 1),
         "ratio": round(middle, 4),
         "quartiles": [round(low, 4), round(high, 4)],
     }
 
 
-def rows(results: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a table."""
-    yield "| case | micro-batches | precision | work | loop | µs a micro-batch | CPU ratio | wall ratio |"
-    yield "|---|---|---|---|---|---|---|---|"
+def rows(results: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """Yield the rows of the table."""
     for result in results:
-        about = " | ".join(result[key] for key in ("case", "source", "precision", "work"))
         for name, found in result["loops"].items():
-            low, high = found["cpu"]["quartiles"]
-            yield (
-                f"| {about} | {name} | {found['cpu']['microseconds_a_micro_batch']:.0f} | "
-                f"{found['cpu']['ratio']:.3f} [{low:.2f}, {high:.2f}] | {found['wall']['ratio']:.3f} |"
-            )
+            cpu, (low, high) = found["cpu"], found["cpu"]["quartiles"]
+            yield [
+                *(result[key] for key in ("case", "source", "precision", "work")),
+                name,
+                f"{cpu['microseconds_a_micro_batch']:.0f}",
+                f"{cpu['ratio']:.3f} [{low:.2f}, {high:.2f}]",
+                f"{found['wall']['ratio']:.3f}",
+            ]
 
 
 def main() -> None:
@@ -110,23 +108,23 @@ def main() -> None:
     parser.add_argument("--cases", default="mlp,transformer")
     parser.add_argument("--precisions", default="fp32,bf16")
     parser.add_argument("--sources", default="made,joined")
-    parser.add_argument("--works", default=";".join(LOOPS), help="separated by semicolons")
+    parser.add_argument("--works", default=";".join(WORKS), help="separated by semicolons")
     parser.add_argument("--no-save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     report = surroundings("accelerate", "lightning")
     results: list[dict[str, Any]] = []
     report |= {"rounds": options.rounds, "accumulation": ACCUMULATION, "threads": 1, "results": results}
-    keys = ("case", "source", "precision", "work")
-    cases, sources = options.cases.split(","), options.sources.split(",")
-    for about in itertools.product(cases, sources, options.precisions.split(","), options.works.split(";")):
-        loops = compare(CASES[about[0]], about[1], about[2], about[3], options.rounds)
+    asked = (options.cases, options.sources, options.precisions)
+    for about in itertools.product(*(one.split(",") for one in asked), options.works.split(";")):
+        keys = ("case", "source", "precision", "work")
+        loops = compare(*about, options.rounds)
         results.append({**dict(zip(keys, about, strict=True)), "loops": loops})
-        print("\n".join(list(rows(results[-1:]))[2:]), flush=True)
+        print(markdown(HEAD, rows(results[-1:])), flush=True)
         report["load_after"] = os.getloadavg()[0]
         if not options.no_save:
             # After each combination, because all of them take a quarter of an hour.
-            save("loop", report, "\n".join(rows(results)) + "\n")
+            save("loop", report, markdown(HEAD, rows(results)))
 
 
 if __name__ == "__main__":

@@ -13,28 +13,30 @@ import argparse
 import json
 import os
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from autobatch import Workload
 from autobatch.distributed.group import Group
+from benchmarks.loop.loops import ACCUMULATION, loss_of
+from benchmarks.loop.peers import accelerated, fabricated
+from benchmarks.report import RESULTS, in_turn
 from tests.support.rank_server import rank_server
 from tests.support.ranked import open_group, ranked_loop
 from tests.support.training import Rows, make_workload
 
-ACCUMULATION, MICRO_BATCH, WORLD = 4, 32, 2
+MICRO_BATCH, WORLD = 32, 2
 ROUNDS, STEPS = 30, 3
 BATCHES = 16
 """Batches of an epoch."""
 SAMPLES = ACCUMULATION * MICRO_BATCH * WORLD
-RESULT = Path(__file__).parents[1] / "results" / "ranks-loop_amd-epyc_2026-11-22.json"
+RESULT = RESULTS / "ranks-loop_amd-epyc_2026-11-22.json"
 
 
 def mlp() -> nn.Module:
@@ -43,16 +45,8 @@ def mlp() -> nn.Module:
 
 def transformer() -> nn.Module:
     layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
-    return nn.Sequential(
-        nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), Pool(), nn.Linear(64, 10)
-    )
-
-
-class Pool(nn.Module):
-    """Mean over the positions."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs.mean(1)
+    body = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    return nn.Sequential(body, nn.AdaptiveAvgPool2d((1, None)), nn.Flatten(), nn.Linear(64, 10))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -61,112 +55,116 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    return cross_entropy(model(batch[0]), batch[1])
+def workload_of(name: str) -> Workload:
+    """Return a model with samples for some batches."""
+    build, shape = MODELS[name]
+    return make_workload(
+        model=build,
+        train_data=Rows(torch.randn(BATCHES * SAMPLES, *shape), torch.randint(10, (BATCHES * SAMPLES,))),
+        loss=loss_of,
+        optimizer=lambda parameters, _: sgd(parameters),
+    )
 
 
-def by_hand(model: nn.Module, data: Rows, rank: int) -> Iterator[None]:
-    """Train one step after the other, as the documentation of DDP shows it."""
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+def stream(data: Rows, rank: int, count: int = ACCUMULATION) -> Iterator[Any]:
+    """Yield the collated micro-batches of a rank, the same ones for each step."""
+    own = range(rank * SAMPLES // WORLD, (rank + 1) * SAMPLES // WORLD)
+    while True:
+        for number in range(count):
+            ids = own[number * MICRO_BATCH : (number + 1) * MICRO_BATCH]
+            yield torch.utils.data.default_collate([data[index] for index in ids])
+
+
+def by_hand(model: nn.Module, data: Iterator[Any]) -> Callable[[], None]:
+    """Train as the documentation of DDP shows it."""
     ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    while True:
+    optimizer = sgd(model.parameters())
+
+    def step() -> None:
         optimizer.zero_grad()
-        for number, batch in enumerate(micro_batches(data, rank)):
+        for number in range(ACCUMULATION):
             with nullcontext() if number == ACCUMULATION - 1 else ddp.no_sync():
-                (loss(ddp, batch) / ACCUMULATION).backward()
+                (loss_of(ddp, next(data)) / ACCUMULATION).backward()
         optimizer.step()
-        yield
+
+    return step
 
 
-def with_accelerate(model: nn.Module, data: Rows, rank: int) -> Iterator[None]:
-    """Train as the documentation of accelerate shows it."""
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    while True:
-        for batch in micro_batches(data, rank):
-            with accelerator.accumulate(model):
-                accelerator.backward(loss(model, batch))
-                optimizer.step()
-                optimizer.zero_grad()
-        yield
-
-
-def with_fabric(model: nn.Module, data: Rows, rank: int) -> Iterator[None]:
-    """Train as the documentation of Lightning Fabric shows it."""
+def fabric() -> Any:
     from lightning.fabric import Fabric
 
-    fabric = Fabric(accelerator="cpu", devices=WORLD, strategy="ddp")
-    fabric.launch()
-    found = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    model, optimizer = found
-    while True:
-        for number, batch in enumerate(micro_batches(data, rank)):
-            with fabric.no_backward_sync(model, enabled=number < ACCUMULATION - 1):
-                fabric.backward(loss(model, batch) / ACCUMULATION)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield
+    found = Fabric(accelerator="cpu", devices=WORLD, strategy="ddp")
+    found.launch()
+    return found
 
 
-def micro_batches(data: Rows, rank: int, count: int = ACCUMULATION) -> Iterator[Any]:
-    """Yield the collated micro-batches of a step of a rank."""
-    own = range(rank * SAMPLES // WORLD, (rank + 1) * SAMPLES // WORLD)
-    for number in range(count):
-        ids = own[number * MICRO_BATCH : (number + 1) * MICRO_BATCH]
-        yield torch.utils.data.default_collate([data[index] for index in ids])
-
-
-def measure(name: str) -> dict[str, list[tuple[float, float]]]:
-    """Return wall and CPU seconds of each round, by loop."""
+def measure(name: str) -> dict[str, dict[str, list[float]]]:
+    """Return seconds of a step in each round, by loop and clock."""
     torch.set_num_threads(1)
     group = open_group()
-    build, shape = MODELS[name]
-    data = Rows(torch.randn(BATCHES * SAMPLES, *shape), torch.randint(10, (BATCHES * SAMPLES,)))
-    workload = make_workload(
-        model=build,
-        train_data=data,
-        loss=loss,
-        optimizer=lambda params, _: torch.optim.SGD(params, lr=0.01),
-    )
-    loops: dict[str, Iterator[Any]] = {"by hand": by_hand(build(), data, group.rank)}
-    for other, start in (("accelerate", with_accelerate), ("Fabric", with_fabric)):
-        loops[other] = start(build(), data, group.rank)
+    workload = workload_of(name)
+
+    def data() -> Iterator[Any]:
+        return stream(workload.train_data, group.rank)  # type: ignore[arg-type]
+
+    def model() -> tuple[nn.Module, torch.optim.Optimizer]:
+        made = workload.model()
+        return made, sgd(made.parameters())
+
     steps = (ROUNDS + 1) * STEPS
-    loop = ranked_loop(group, workload, [MICRO_BATCH] * WORLD, target_batch=SAMPLES, steps=steps)
-    loops["autobatch"] = loop.run()
-    return in_turn(group, loops)
+    loop = ranked_loop(group, workload, [MICRO_BATCH] * WORLD, target_batch=SAMPLES, steps=steps).run()
+    loops = {
+        "by hand": by_hand(workload.model(), data()),
+        "accelerate": accelerated(*model(), data()),
+        "Fabric": fabricated(fabric(), *model(), data()),
+        "autobatch": lambda: next(loop),
+    }
+    return on_ranks(group, loops)
 
 
-def in_turn(group: Group, loops: Mapping[str, Iterator[Any]]) -> dict[str, list[tuple[float, float]]]:
-    """Run loops on all ranks, a few steps of each in turn; return wall and CPU seconds of each round."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
-    for number in range(ROUNDS + 1):
-        for name, loop in loops.items():
-            group.agree(False)
-            wall, cpu = time.perf_counter(), time.process_time()
-            for _ in range(STEPS):
-                next(loop)
-            if number:  # the first round warms up
-                found[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+def on_ranks(group: Group, loops: Mapping[str, Callable[[], object]]) -> dict[str, dict[str, list[float]]]:
+    """Run loops on all ranks in turn, after a round that warms up."""
+
+    def meet() -> None:
+        group.agree(False)
+
+    in_turn(loops, 1, STEPS, before=meet)
+    found = in_turn(loops, ROUNDS, STEPS, before=meet)
     group.close()
     return found
 
 
+def ratios(own: Mapping[str, Sequence[float]], hand: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the medians of a loop ÷ those of one by hand, by clock."""
+    return {clock: round(statistics.median(own[clock]) / statistics.median(hand[clock]), 3) for clock in own}
+
+
+def cpu_milliseconds(loop: Mapping[str, Sequence[float]]) -> float:
+    """Return the median CPU time of a step."""
+    return round(1000 * statistics.median(loop["cpu"]), 2)
+
+
+def write(path: Path, results: Mapping[str, Any]) -> None:
+    """Write the figures with the version of torch and the load."""
+    about = {"torch": str(torch.__version__), "load": os.getloadavg()[0]}
+    path.write_text(json.dumps(about | {**results}, indent=1) + "\n")
+
+
 def main() -> None:
+    """Measure each model, print and save the figures."""
     argparse.ArgumentParser(description=str(__doc__).splitlines()[0]).parse_args()
-    results: dict[str, Any] = {"torch": str(torch.__version__), "load": os.getloadavg()[0]}
+    results: dict[str, Any] = {}
     with rank_server() as server:
         for name in MODELS:
             rounds = server.values(measure, name, world=WORLD, seconds=200)[0]
-            hand = [statistics.median(kind) for kind in zip(*rounds["by hand"], strict=True)]
-            results[name] = {"by hand, ms of CPU a step": round(1000 * hand[1] / STEPS, 2)}
-            for other in ("autobatch", "accelerate", "Fabric"):
-                wall, cpu = (statistics.median(kind) for kind in zip(*rounds[other], strict=True))
-                results[name][other] = {"wall": round(wall / hand[0], 3), "cpu": round(cpu / hand[1], 3)}
-    RESULT.write_text(json.dumps(results, indent=1) + "\n")
+            hand = rounds.pop("by hand")
+            results[name] = {"by hand, ms of CPU a step": cpu_milliseconds(hand)}
+            results[name] |= {other: ratios(own, hand) for other, own in rounds.items()}
+    write(RESULT, results)
     print(json.dumps(results, indent=1))
 
 

@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,25 +23,27 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from autobatch.core.records import ShardSync
+from benchmarks.loop.loops import ACCUMULATION, loss_of
 from benchmarks.ranks.loop import (
-    ACCUMULATION,
-    BATCHES,
     MICRO_BATCH,
     MODELS,
     ROUNDS,
-    SAMPLES,
     STEPS,
     WORLD,
-    in_turn,
-    loss,
-    micro_batches,
+    cpu_milliseconds,
+    on_ranks,
+    ratios,
+    sgd,
+    stream,
+    workload_of,
+    write,
 )
+from benchmarks.report import RESULTS
 from tests.support.rank_server import rank_server
 from tests.support.ranked import open_group
 from tests.support.sharded_loops import sharded_loop
-from tests.support.training import Rows, make_workload
 
-RESULT = Path(__file__).parents[1] / "results" / "ranks-shard-loop_amd-epyc_2026-11-22.json"
+RESULT = RESULTS / "ranks-shard-loop_amd-epyc_2026-11-22.json"
 KINDS: dict[str, tuple[ShardSync, int]] = {
     "each": ("each", ACCUMULATION),
     "once": ("once", ACCUMULATION),
@@ -62,14 +61,13 @@ SECONDS = 600.0
 
 
 def by_hand(
-    model: nn.Module, data: Rows, rank: int, kind: str, *, has_figures: bool = False, keeps_root: bool = False
-) -> Iterator[None]:
-    """Train one step after the other, as the documentation of FSDP2 shows it.
+    model: nn.Module, data: Iterator[Any], kind: str, *, has_figures: bool = False, keeps_root: bool = False
+) -> Callable[[], None]:
+    """Train as the documentation of FSDP2 shows it.
 
     Args:
         model: to shard and train.
-        data: the samples.
-        rank: of this process.
+        data: the micro-batches.
         kind: of `KINDS`.
         has_figures: also clip, and sum the loss over the ranks.
         keeps_root: keep the parameters of the root gathered until the last backward pass of a step.
@@ -78,17 +76,18 @@ def by_hand(
     for layer in getattr(model[0], "layers", ()):  # type: ignore[index]
         fully_shard(layer)
     root: Any = fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    while True:
+    optimizer = sgd(model.parameters())
+
+    def step() -> None:
         optimizer.zero_grad()
         total = torch.zeros(())
-        for number, batch in enumerate(micro_batches(data, rank, count)):
+        for number in range(count):
             is_last = number == count - 1
             root.set_is_last_backward(is_last)
             root.set_requires_gradient_sync(is_last or sync == "each")
             if keeps_root:
                 root.set_reshard_after_backward(is_last, recurse=False)
-            share = loss(model, batch) / count
+            share = loss_of(model, next(data)) / count
             share.backward()  # type: ignore[no-untyped-call]
             if has_figures:
                 total += share.detach()
@@ -97,25 +96,19 @@ def by_hand(
             dist.all_reduce(total)
             float(total)
         optimizer.step()
-        yield
+
+    return step
 
 
-def measure(name: str, kind: str) -> dict[str, list[tuple[float, float]]]:
-    """Return wall and CPU seconds of each round, by loop."""
+def measure(name: str, kind: str) -> dict[str, dict[str, list[float]]]:
+    """Return seconds of a step in each round, by loop and clock."""
     torch.set_num_threads(1)
     group = open_group()
     sync, count = KINDS[kind]
-    build, shape = MODELS[name]
-    data = Rows(torch.randn(BATCHES * SAMPLES, *shape), torch.randint(10, (BATCHES * SAMPLES,)))
-    workload = make_workload(
-        model=build,
-        train_data=data,
-        loss=loss,
-        optimizer=lambda params, _: torch.optim.SGD(params, lr=0.01),
-    )
+    workload = workload_of(name)
 
-    def ours(max_grad_norm: float | None) -> Iterator[Any]:
-        return sharded_loop(
+    def ours(max_grad_norm: float | None) -> Callable[[], object]:
+        loop = sharded_loop(
             group,
             workload,
             [MICRO_BATCH] * WORLD,
@@ -124,49 +117,42 @@ def measure(name: str, kind: str) -> dict[str, list[tuple[float, float]]]:
             steps=(ROUNDS + 1) * STEPS,
             max_grad_norm=max_grad_norm,
         ).run()
+        return lambda: next(loop)
 
-    own = data, group.rank, kind
+    def theirs(**options: bool) -> Callable[[], None]:
+        data = stream(workload.train_data, group.rank, count)  # type: ignore[arg-type]
+        return by_hand(workload.model(), data, kind, **options)
+
     plain, logged, kept = COMPARED
     loops = {
-        plain: by_hand(build(), *own),
+        plain: theirs(),
         "autobatch": ours(None),
-        logged: by_hand(build(), *own, has_figures=True),
+        logged: theirs(has_figures=True),
         "autobatch, clipped": ours(MAX_NORM),
-        kept: by_hand(build(), *own, keeps_root=True),
+        kept: theirs(keeps_root=True),
     }
-    return in_turn(group, loops)
-
-
-def compare(rounds: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, float]]:
-    """Return the CPU time of each loop by hand, and the ratios of the one beside it."""
-    found = {}
-    for reference, other in COMPARED.items():
-        hand, own = (
-            [statistics.median(kind) for kind in zip(*rounds[loop], strict=True)]
-            for loop in (reference, other)
-        )
-        found[reference] = {
-            "ms of CPU a step": round(1000 * hand[1] / STEPS, 2),
-            "wall": round(own[0] / hand[0], 3),
-            "cpu": round(own[1] / hand[1], 3),
-        }
-    return found
+    return on_ranks(group, loops)
 
 
 def main() -> None:
+    """Measure each model in each way, print and save the figures."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("names", nargs="*", help=f"of {', '.join(MODELS)}; all if none is given")
     names = parser.parse_args().names
-    results: dict[str, Any] = {"torch": str(torch.__version__), "load": os.getloadavg()[0]}
+    results: dict[str, Any] = {}
     with rank_server() as server:
         for name in names or MODELS:
             results[name] = {}
             for kind in KINDS:
                 rounds = server.values(measure, name, kind, world=WORLD, seconds=SECONDS)[0]
-                results[name][kind] = compare(rounds)
+                results[name][kind] = {
+                    hand: {"ms of CPU a step": cpu_milliseconds(rounds[hand])}
+                    | ratios(rounds[own], rounds[hand])
+                    for hand, own in COMPARED.items()
+                }
                 print(name, kind, json.dumps(results[name][kind], indent=1), flush=True)
     if not names:
-        RESULT.write_text(json.dumps(results, indent=1) + "\n")
+        write(RESULT, results)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.report import RESULTS
 from benchmarks.workloads import WORKLOADS
 from tests.support.rank_server import RankServer, rank_server
 from tests.support.sharded import Case, peak_bytes, predict, run_real
 
-RESULT = Path(__file__).parents[1] / "results" / "ranks-shard-memory_amd-epyc_2026-11-22.json"
+RESULT = RESULTS / "ranks-shard-memory_amd-epyc_2026-11-22.json"
 WORLDS = (2, 4)
 MICRO_BATCH = 3
 SECONDS = 120.0
