@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,19 @@ class Inputs(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.make(torch.Generator().manual_seed(index), index)
+
+
+class InMemory(Dataset):
+    """Samples of a dataset, or the first of them, in memory, because their creation is not measured."""
+
+    def __init__(self, data: Any, count: int | None = None) -> None:
+        self.samples = [data[index] for index in range(min(count or len(data), len(data)))]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
 
 
 def vectors(width: int, classes: int = 10) -> Inputs:
@@ -170,11 +184,11 @@ class UNet(nn.Module):
 class Lstm(nn.Module):
     """A recurrent language model."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 64, *, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 32)
-        self.body = nn.LSTM(32, 64, batch_first=True)
-        self.head = nn.Linear(64, VOCABULARY)
+        self.embed = nn.Embedding(vocabulary, 32)
+        self.body = nn.LSTM(32, width, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.body(self.embed(ids))[0])

@@ -8,9 +8,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -19,25 +18,24 @@ import autobatch
 from autobatch import Workload
 from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.device.base import Device, Meter
-from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
+from autobatch.setup.attempt import ATTEMPT_STEPS
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import tensors_of
-from benchmarks.probe.limits import Limit, bisected
+from benchmarks.probe.limits import Limit
+
+START = 4096
+"""Samples with which accelerate begins."""
 
 
-@dataclass
-class Answer:
+class Answer(NamedTuple):
     """The answer of a finder."""
 
     found: int
     runs: int
     ooms: int
     seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def by_autobatch(limit: Limit) -> Answer:
@@ -55,21 +53,7 @@ def by_autobatch(limit: Limit) -> Answer:
     return Answer(found, len(probe.attempts), probe.oom_count, time.perf_counter() - start)
 
 
-def by_hand(limit: Limit) -> Answer:
-    """Double, then bisect, with the attempts that autobatch makes."""
-    start = time.perf_counter()
-    setup = limit.setup()
-    seen: list[bool] = []
-
-    def fits(size: int) -> bool:
-        seen.append(attempt(setup, size).attempt.fits)
-        return seen[-1]
-
-    found = bisected(fits, limit.cap)
-    return Answer(found, len(seen), seen.count(False), time.perf_counter() - start)
-
-
-def by_accelerate(limit: Limit, start_size: int) -> Answer:
+def by_accelerate(limit: Limit) -> Answer:
     """Run accelerate as its documentation shows: the decorated function builds model and optimizer."""
     from accelerate.utils import find_executable_batch_size
 
@@ -78,7 +62,7 @@ def by_accelerate(limit: Limit, start_size: int) -> Answer:
     start = time.perf_counter()
 
     # A loader over fewer samples than the size would run a smaller batch.
-    @find_executable_batch_size(starting_batch_size=min(start_size, limit.cap))
+    @find_executable_batch_size(starting_batch_size=min(START, limit.cap))
     def train(batch_size: int) -> int:
         counts[0] += 1
         try:
@@ -136,10 +120,9 @@ def meter_of(device: Device) -> AbstractContextManager[Meter]:
 
 def finders(*, lightning: bool) -> dict[str, Callable[[Limit], Answer]]:
     """Return every other finder whose library is installed, by name."""
-    found: dict[str, Callable[[Limit], Answer]] = {"doubling and bisection by hand": by_hand}
+    found: dict[str, Callable[[Limit], Answer]] = {}
     if importlib.util.find_spec("accelerate"):
-        for size in (4096, 128):
-            found[f"accelerate, start {size}"] = partial(by_accelerate, start_size=size)
+        found[f"accelerate, start {START}"] = by_accelerate
     if lightning and importlib.util.find_spec("lightning"):
         from benchmarks.probe.lightning_finder import by_lightning
 

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch.utils.data import Dataset
-
 from autobatch import Workload
 from autobatch.core.options import Options
-from autobatch.device.oom import is_oom
 from autobatch.setup.attempt import attempt
 from autobatch.setup.setup import Setup, open_setup
-from autobatch.step.restore import temporary_weights
-from autobatch.step.train_state import StepSettings, build_train_state
-from autobatch.step.train_step import train_step
-from autobatch.workload.data import load_micro_batch
-from autobatch.workload.nested import tensors_of
-from autobatch.workload.rng import preserved_random_state
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import WORKLOADS, InMemory
 
 BUDGETS: dict[str, dict[str, tuple[str, str, str]]] = {
     "cpu": {
@@ -55,21 +45,6 @@ BUDGETS: dict[str, dict[str, tuple[str, str, str]]] = {
 }
 NEIGHBOURS = 8
 """Sizes on either side of an answer that also run on the simulated GPU, where memory need not be monotone."""
-LATER = 20
-"""Optimizer steps at a found size, on random samples."""
-
-
-class InMemory(Dataset):
-    """Samples in memory, because their creation is not measured."""
-
-    def __init__(self, data: Dataset) -> None:
-        self.samples = [data[index] for index in range(len(data))]  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> object:
-        return self.samples[index]
 
 
 def workload_of(name: str) -> Workload:
@@ -85,29 +60,19 @@ class Limit:
     device: str
     budget: str
     known: dict[int, bool] = field(default_factory=dict)
-    survived: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def settings(self) -> Options:
-        return Options().with_values(device=self.device, memory_budget=self.budget)
 
     @property
     def cap(self) -> int:
         return len(self.workload.train_data)  # type: ignore[arg-type]
 
     def setup(self) -> Setup:
-        return open_setup(self.workload, self.settings)
+        options = Options().with_values(device=self.device, memory_budget=self.budget)
+        return open_setup(self.workload, options)
 
     def fits(self, setup: Setup, size: int) -> bool:
         if size not in self.known:
             self.known[size] = attempt(setup, size).attempt.fits
         return self.known[size]
-
-    def later(self, setup: Setup, size: int) -> int:
-        """Return the number of optimizer steps at a size before memory runs out."""
-        if size and size not in self.survived:
-            self.survived[size] = later(setup, size)
-        return self.survived[size] if size else LATER
 
     def true(self, setup: Setup, *around: int) -> int:
         """Return the largest size that fits, by bisection and by running all sizes near the answers."""
@@ -128,41 +93,3 @@ def bisected(fits, cap: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def later(setup: Setup, size: int, steps: int = LATER) -> int:
-    """Train at a size on random samples. Return the number of optimizer steps before memory runs out."""
-    generator = torch.Generator().manual_seed(size)
-    count = len(setup.workload.train_data)  # type: ignore[arg-type]
-    done = 0
-    with (
-        preserved_random_state(),
-        setup.device.enforced() as meter,
-        temporary_weights(setup.model, torch.device("cpu")),
-    ):
-        meter.count(tensor.data for tensor in [*setup.model.parameters(), *setup.model.buffers()])
-        setup.model.train()
-        train_state = build_train_state(
-            setup.workload,
-            setup.model,
-            torch.device("cpu"),
-            StepSettings(precision=setup.precision),
-            learning_rate=setup.workload.learning_rate,
-        )
-
-        def micro_batch(_):
-            with meter.uncounted():
-                ids = torch.randint(count, (size,), generator=generator).tolist()
-                batch = load_micro_batch(setup.workload, ids)
-            meter.count(tensors_of(batch))
-            return batch, size
-
-        try:
-            for _ in range(steps):
-                # No generator: its frame would hold each micro-batch through the backward pass.
-                train_step(train_state, map(micro_batch, range(2)), 2 * size)
-                done += 1
-        except Exception as error:
-            if not is_oom(error):
-                raise
-    return done

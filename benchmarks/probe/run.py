@@ -10,7 +10,6 @@ not installed is left out.
 - Real attempts alone give the truth (doubling, then bisection). On ``sim:t4``, where memory need not be
   monotone, every size near the answers runs as well. A search that ends at the nearest boundary can be under
   1 there.
-- Over: one of 20 steps of two micro-batches on random samples ran out of memory.
 - accelerate runs the steps that autobatch runs (three optimizer steps). The decorated function builds model
   and optimizer. It starts from the whole dataset if that is smaller.
 - Lightning runs with its defaults, ``accumulate_grad_batches=2``, no logger and no checkpoints.
@@ -27,14 +26,16 @@ from typing import Any
 import torch
 
 from benchmarks.probe.finders import by_autobatch, finders
-from benchmarks.probe.limits import BUDGETS, LATER, Limit, workload_of
-from benchmarks.report import save, surroundings
+from benchmarks.probe.limits import BUDGETS, Limit, workload_of
+from benchmarks.report import markdown, save, surroundings
 
 LIGHTNING = ("mlp-heavy", "conv", "resnet-bn", "gpt", "gpt-ragged", "lstm", "contrastive")
 """Workloads for Lightning, whose trials cost a loader and two loops each."""
 HEAD = (
-    "| finder | limits | found ÷ true: worst … best, median | runs: median, most "
-    "| out-of-memory errors: median, most | over (ran out later) | seconds: median, most |"
+    "finder",
+    "limits",
+    "found ÷ true: worst … best, median",
+    *(f"{what}: median, most" for what in ("runs", "out-of-memory errors", "seconds")),
 )
 
 
@@ -54,12 +55,10 @@ def measure_limit(name: str, limit: Limit, with_others: bool) -> dict[str, Any]:
     setup = limit.setup()
     true = limit.true(setup, answer.found)
     exact = answer.found >= limit.cap or not limit.fits(setup, answer.found + 1)
-    rows = {"autobatch": answer.to_json()}
+    rows = {"autobatch": answer._asdict()}
     if with_others:
         for finder, find in finders(lightning=name in LIGHTNING).items():
-            rows[finder] = find(limit).to_json()
-    for row in rows.values():
-        row["steps_later"] = limit.later(setup, row["found"])
+            rows[finder] = find(limit)._asdict()
     print(f"{name:18} {limit.device:7} {limit.budget:>8}  true {true:5}  found {answer.found:5}", flush=True)
     return {
         "workload": name,
@@ -75,44 +74,40 @@ def table(limits: list[dict[str, Any]]) -> str:
     """Return the finders over all limits and by device, and every limit."""
     exact = sum(one["exact"] for one in limits)
     names = list(dict.fromkeys(name for one in limits for name in one["finders"]))
-    lines = [
-        f"autobatch is exact in {exact} of {len(limits)} limits: its answer ran and fits, and the next size",
-        "does not fit in a real attempt (or the answer is the cap).",
-    ]
+    text = (
+        f"autobatch is exact in {exact} of {len(limits)} limits: its answer ran and fits, and the next size\n"
+        "does not fit in a real attempt (or the answer is the cap).\n"
+    )
     for device in (None, *BUDGETS):
         chosen = [one for one in limits if device in (None, one["device"])]
-        lines += [
-            "",
-            f"## {device or 'All'}",
-            "",
-            HEAD,
-            "|---" * 7 + "|",
-            *(row(name, chosen) for name in names),
-        ]
-    lines += ["", "| workload | device | budget | true | found | runs | errors | exact |", "|---" * 8 + "|"]
+        rows = [cells for name in names if (cells := row(name, chosen))]
+        text += f"\n## {device or 'All'}\n\n{markdown(HEAD, rows)}"
+    every = []
     for one in limits:
         answer = one["finders"]["autobatch"]
-        cells = [one["workload"], one["device"], one["budget"], one["true"]]
-        cells += [answer["found"], answer["runs"], answer["ooms"], "yes" if one["exact"] else "**no**"]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join([*lines, ""])
+        about = [one[key] for key in ("workload", "device", "budget", "true")]
+        found = [answer[key] for key in ("found", "runs", "ooms")]
+        every.append([*about, *found, "yes" if one["exact"] else "**no**"])
+    head = ("workload", "device", "budget", "true", "found", "runs", "errors", "exact")
+    return f"{text}\n{markdown(head, every)}"
 
 
-def row(name: str, limits: list[dict[str, Any]]) -> str:
-    """Return the row of one finder over some limits."""
+def row(name: str, limits: list[dict[str, Any]]) -> list[str]:
+    """Return the row of one finder over some limits; empty if it ran on none."""
     # A limit under which nothing fits has no share to find.
     answers = [
         (one["true"], one["finders"][name]) for one in limits if one["true"] and name in one["finders"]
     ]
     if not answers:
-        return f"| {name} | 0 | | | | | |"
+        return []
     shares = sorted(answer["found"] / true for true, answer in answers)
-    over = sum(answer["steps_later"] < LATER for _, answer in answers)
     columns = [[answer[field] for _, answer in answers] for field in ("runs", "ooms", "seconds")]
-    cells = [name, str(len(answers)), f"{shares[0]:.3f} … {shares[-1]:.3f}, {median(shares):.3f}"]
-    cells += [f"{median(values):.3g}, {max(values):.3g}" for values in columns]
-    cells.insert(5, str(over))
-    return f"| {' | '.join(cells)} |"
+    return [
+        name,
+        str(len(answers)),
+        f"{shares[0]:.3f} … {shares[-1]:.3f}, {median(shares):.3f}",
+        *(f"{median(values):.3g}, {max(values):.3g}" for values in columns),
+    ]
 
 
 def main() -> None:

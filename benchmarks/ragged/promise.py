@@ -41,7 +41,7 @@ from autobatch.training.noise_scale import NoiseScale
 from autobatch.workload.split import SizeSplit, Split
 from benchmarks.gpu.journal import DONE, Journal, last_call
 from benchmarks.ragged.workloads import PAIRS, workload
-from benchmarks.report import save, surroundings
+from benchmarks.report import markdown, save, surroundings
 
 TARGET = 64
 SHARES = (0.2, 0.4, 0.7)
@@ -201,28 +201,18 @@ def measure(run: Run, split: str, folder: Path) -> dict[str, Any]:
 
 def text(rows: list[dict[str, Any]]) -> str:
     """Summarize the rows in a table."""
-    lines = [
-        "| device | steps | model | split asked for | runs | split by size | out-of-memory errors | "
-        "micro-batch ÷ brute force, at least |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    head = ("device", "steps", "model", "split asked for", "runs", "split by size", "out-of-memory errors")
+    lines = []
 
-    def group(row: dict[str, Any]) -> tuple[str, str, str, str]:
-        return (
-            row["device"],
-            "trained" if row["is_trained"] else "replayed",
-            row["model"],
-            row["asked"],
-        )
+    def group(row: dict[str, Any]) -> tuple[str, ...]:
+        return row["device"], "trained" if row["is_trained"] else "replayed", row["model"], row["asked"]
 
-    for name in sorted({group(row) for row in rows}):
+    for name in sorted(set(map(group, rows))):
         own = [row for row in rows if group(row) == name]
         shares = [row["micro_batch"] / row["brute_force"] for row in own if "brute_force" in row]
-        lines.append(
-            f"| {' | '.join(name)} | {len(own)} | {sum(row['split'] == 'size' for row in own)} | "
-            f"{sum(row['oom_errors'] for row in own)} | {f'{min(shares):.2f}' if shares else ''} |"
-        )
-    return "\n".join(lines) + "\n"
+        cut, errors = sum(row["split"] == "size" for row in own), sum(row["oom_errors"] for row in own)
+        lines.append([*name, len(own), cut, errors, f"{min(shares):.2f}" if shares else ""])
+    return markdown([*head, "micro-batch ÷ brute force, at least"], lines)
 
 
 def main() -> None:

@@ -2,9 +2,8 @@
 
     python -m benchmarks.ragged.speed FOLDER [--rounds 5] [--device cpu] [--lengths sft] [--splits count auto]
 
-The other splits are by count (random order, a fixed count), sorted with a fixed count, filled to a token
-limit from the longest (as frameworks for reinforcement learning do), and Hugging Face's ``group_by_length``,
-whose batches are others, so that times are compared per real token. On the CPU, seconds are those of the
+The other splits are by count (random order, a fixed count), sorted with a fixed count, and filled to a token
+limit from the longest (as frameworks for reinforcement learning do). On the CPU, seconds are those of the
 processor, which other processes disturb least. What was measured is kept in FOLDER, so that a call continues
 an earlier one. The results are saved once nothing is missing.
 """
@@ -13,8 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,7 @@ from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.split import SizeSplit
 from benchmarks.gpu.journal import DONE, Journal, last_call
 from benchmarks.ragged.workloads import VOCABULARY, Gpt, workload
-from benchmarks.report import save, surroundings
+from benchmarks.report import in_turn, markdown, save, surroundings
 from tests.support.probes import Listener
 
 TARGET = 128
@@ -46,11 +44,9 @@ LIMIT = 8
 """Micro-batch of the longest samples."""
 LONGEST = 512
 SAMPLES = 4096
-SORTED_BATCHES = 50
-"""Micro-batches that Hugging Face sorts together (``LengthGroupedSampler``)."""
 Groups = list[list[int]]
 ALL = ["log-normal", "sft", "uniform", "two-peaked", "equal"]
-SPLITS = ["count", "sorted, fixed count", "token limit", "group_by_length", "auto"]
+SPLITS = ["count", "sorted, fixed count", "token limit", "auto"]
 
 
 def in_counts(ids: list[int], limit: int) -> Groups:
@@ -75,16 +71,6 @@ def to_token_limit(ids: list[int], sizes: np.ndarray) -> Groups:
             groups.append([])
         groups[-1].append(index)
     return groups
-
-
-def grouped_by_length(sizes: np.ndarray, count: int, seed: int) -> list[Groups]:
-    """Return batches of Hugging Face's sampler: 50 micro-batches sorted together, then consecutive ones."""
-    draw = torch.Generator().manual_seed(seed)
-    ids = torch.randperm(len(sizes), generator=draw).tolist()
-    mega = SORTED_BATCHES * LIMIT
-    order = [i for at in range(0, len(ids), mega) for i in longest_first(ids[at : at + mega], sizes)]
-    starts = np.linspace(0, len(order) - TARGET, count).astype(int).tolist()
-    return [in_counts(order[at : at + TARGET], LIMIT) for at in starts]
 
 
 def setup_of(lengths: str, device: str) -> Setup:
@@ -116,7 +102,6 @@ def splits_of(setup: Setup, rounds: int) -> tuple[dict[str, list[Groups]], dict[
         "count": [in_counts(batch.ids, LIMIT) for batch in batches],
         "sorted, fixed count": [in_counts(longest_first(batch.ids, sizes), LIMIT) for batch in batches],
         "token limit": [to_token_limit(batch.ids, sizes) for batch in batches],
-        "group_by_length": grouped_by_length(sizes, count, 0),
     }
     if cut is None:
         found["auto"] = found["count"]
@@ -126,15 +111,14 @@ def splits_of(setup: Setup, rounds: int) -> tuple[dict[str, list[Groups]], dict[
     return found, {"note": listener.notes[-1], "cut": None if cut is None else cut.micro_batches}
 
 
-def measure(lengths: str, device: str, rounds: int, names: list[str] = SPLITS) -> dict[str, Any]:
+def measure(lengths: str, device: str, rounds: int, names: list[str]) -> dict[str, Any]:
     """Measure splits of a distribution, ``count`` and ``auto`` among them."""
     setup = setup_of(lengths, device)
     sizes = setup.worst_case.sizes()
     assert sizes is not None
     splits, about = splits_of(setup, rounds)
     splits = {name: found for name, found in splits.items() if name in names}
-    clock = time.process_time if device == "cpu" else time.perf_counter
-    seconds = time_splits(setup, splits, rounds, clock)
+    seconds = time_splits(setup, splits, rounds)
     figures: dict[str, Any] = {"lengths": lengths, **about, "splits": {}}
     for name, epoch in splits.items():
         batches = epoch[: rounds + 1]
@@ -142,8 +126,7 @@ def measure(lengths: str, device: str, rounds: int, names: list[str] = SPLITS) -
         real = sum(sizes[group].sum() for groups in batches for group in groups)
         figures["splits"][name] = {
             "seconds": seconds[name],
-            "ratio": per_token(seconds[name], batches, sizes)
-            / per_token(seconds["count"], splits["count"][: rounds + 1], sizes),
+            "ratio": sum(seconds[name]) / sum(seconds["count"]),
             "padded_by_real": float(padded / real),
             "micro_batches": statistics.fmean(len(groups) for groups in batches),
             "peak_bytes": peak_of(setup, costliest(epoch, sizes)),
@@ -153,29 +136,29 @@ def measure(lengths: str, device: str, rounds: int, names: list[str] = SPLITS) -
     return figures
 
 
-def per_token(seconds: list[float], batches: list[Groups], sizes: np.ndarray) -> float:
-    """Return the seconds per unit of real size, over all timed batches."""
-    return sum(seconds) / float(sum(sizes[group].sum() for groups in batches[1:] for group in groups))
-
-
-def time_splits(
-    setup: Setup, splits: dict[str, list[Groups]], rounds: int, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Time one step of each split per round, in an order that rotates; the first round warms up."""
-    seconds: dict[str, list[float]] = {name: [] for name in splits}
+def time_splits(setup: Setup, splits: dict[str, list[Groups]], rounds: int) -> dict[str, list[float]]:
+    """Time one step of each split per round; the first round warms up."""
     with setup.device.training() as meter, temporary_weights(setup.model, setup.device.torch_device):
         state = open_train_state(setup, meter)
-        for number in range(rounds + 1):
-            names = list(splits)
-            for name in names[number % len(names) :] + names[: number % len(names)]:
-                groups = splits[name][number]
-                fetched = ((load_micro_batch(setup.workload, ids), len(ids)) for ids in groups)
-                start = clock()
-                train_step(state, batches_of(setup, meter, fetched), TARGET)
+
+        def stepping(epoch: list[Groups]) -> Callable[[], None]:
+            batches = iter(epoch)
+
+            def step() -> None:
+                train_step(state, batches_of(setup, meter, fetched(setup, next(batches))), TARGET)
                 setup.device.synchronize()
-                if number:
-                    seconds[name].append(clock() - start)
-    return seconds
+
+            return step
+
+        found = in_turn({name: stepping(epoch) for name, epoch in splits.items()}, rounds + 1)
+    clock = "cpu" if setup.device.kind == "cpu" else "wall"
+    return {name: seconds[clock][1:] for name, seconds in found.items()}
+
+
+def fetched(setup: Setup, groups: Groups) -> Iterator[tuple[Any, int]]:
+    """Yield the micro-batches of a batch, each with its number of samples."""
+    for ids in groups:
+        yield load_micro_batch(setup.workload, ids), len(ids)
 
 
 def costliest(batches: list[Groups], sizes: np.ndarray) -> Groups:
@@ -192,8 +175,8 @@ def peak_of(setup: Setup, groups: Groups) -> int | None:
     ):
         state = open_train_state(wide, meter)
         for _ in range(2):
-            fetched = ((load_micro_batch(wide.workload, ids), len(ids)) for ids in groups)
-            train_step(state, batches_of(wide, meter, fetched), TARGET, mark=meter.mark)
+            batches = batches_of(wide, meter, fetched(wide, groups))
+            train_step(state, batches, TARGET, mark=meter.mark)
         return meter.stats().peak_allocated_bytes
 
 
@@ -204,8 +187,8 @@ def gradient_error(setup: Setup, groups: Groups, others: Groups) -> float:
     for split in (groups, others):
         with setup.device.training() as meter, temporary_weights(setup.model, setup.device.torch_device):
             state = open_train_state(setup, meter)
-            fetched = ((load_micro_batch(setup.workload, ids), len(ids)) for ids in split)
-            totals = accumulate(state, batches_of(setup, meter, fetched), TARGET, lambda _: None)
+            batches = batches_of(setup, meter, fetched(setup, split))
+            totals = accumulate(state, batches, TARGET, lambda _: None)
             own = [gradient for one in state.gradients.by_optimizer() for gradient in one]
             scale = totals.divisor / float(totals.count or TARGET)
             found.append(torch.cat([gradient.flatten() for gradient in own]).cpu() * scale)
@@ -216,19 +199,15 @@ def gradient_error(setup: Setup, groups: Groups, others: Groups) -> float:
 
 def text(rows: list[dict[str, Any]]) -> str:
     """Summarize the figures in a table."""
-    lines = [
-        "| lengths | split | time ÷ count | padded ÷ real | micro-batches | peak ÷ count | gradient error |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    head = ("lengths", "split", "time ÷ count", "padded ÷ real", "micro-batches", "peak ÷ count")
+    lines = []
     for row in rows:
         base = row["splits"]["count"]["peak_bytes"]
         for name, one in row["splits"].items():
+            figures = (one["ratio"], one["padded_by_real"], one["micro_batches"], one["peak_bytes"] / base)
             error = f"{row['gradient_error']:.0e}" if name == "auto" else ""
-            lines.append(
-                f"| {row['lengths']} | {name} | {one['ratio']:.2f} | {one['padded_by_real']:.2f} | "
-                f"{one['micro_batches']:.1f} | {one['peak_bytes'] / base:.2f} | {error} |"
-            )
-    return "\n".join(lines) + "\n"
+            lines.append([row["lengths"], name, *(f"{figure:.2f}" for figure in figures), error])
+    return markdown([*head, "gradient error"], lines)
 
 
 def main() -> None:

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
 
 from autobatch import Loss, Workload
-from benchmarks.workloads import Gpt
+from benchmarks.workloads import Gpt, Lstm, adamw, next_token, pad
 
 VOCABULARY = 512
 LENGTHS: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] = {
@@ -69,15 +68,6 @@ class Rings(Tokens):
         return torch.randn(nodes, 16, generator=draw), torch.randint(4, (nodes,), generator=draw)
 
 
-def pad(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Pad inputs with 0 and labels with -100."""
-    ids, labels = zip(*samples, strict=True)
-    return (
-        pad_sequence(list(ids), batch_first=True),
-        pad_sequence(list(labels), batch_first=True, padding_value=-100),
-    )
-
-
 def join(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
     """Put graphs side by side, with the neighbour of each node in its ring: nothing is padded."""
     features, labels = zip(*samples, strict=True)
@@ -88,32 +78,10 @@ def join(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(features), torch.cat(labels), torch.cat(neighbours)
 
 
-def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
-    """Sum over the tokens that are not padding."""
-    logits = model(batch[0])
-    total = functional.cross_entropy(
-        logits.flatten(0, 1), batch[1].flatten(), reduction="sum", ignore_index=-100
-    )
-    return Loss(total, (batch[1] != -100).sum())
-
-
 def node_loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Loss:
     """Sum over the nodes."""
     features, labels, neighbours = batch
     return Loss(functional.cross_entropy(model(features, neighbours), labels, reduction="sum"), len(labels))
-
-
-class Recurrent(nn.Module):
-    """A recurrent language model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 32)
-        self.body = nn.LSTM(32, 48, batch_first=True)
-        self.head = nn.Linear(48, VOCABULARY)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.body(self.embed(ids))[0])
 
 
 class OverTime(nn.Module):
@@ -150,7 +118,7 @@ class Rounds(nn.Module):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "transformer": lambda: Gpt(32, 1, vocabulary=VOCABULARY),
-    "lstm": Recurrent,
+    "lstm": lambda: Lstm(48, vocabulary=VOCABULARY),
     "convolution": OverTime,
     "graph": Rounds,
 }
@@ -172,8 +140,8 @@ def workload(model: str, lengths: str, *, count: int = 512, longest: int = 60) -
         model=MODELS[model],
         train_data=Rings(drawn) if is_graph else Tokens(drawn),
         collate=join if is_graph else pad,
-        loss=node_loss if is_graph else token_loss,
-        optimizer=lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate),
+        loss=node_loss if is_graph else next_token,
+        optimizer=adamw,
         learning_rate=1e-3,
         size_of=lambda sample: len(sample[0]),
     )

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import optuna
-from torch.utils.data import Dataset
 
 from autobatch import Progress, Workload
 from autobatch.core.knobs import Configuration, SearchAxis, applicable, defaults
@@ -32,6 +31,7 @@ from autobatch.tuning.configuration import (
 )
 from autobatch.tuning.find_fastest import find_fastest
 from autobatch.tuning.trial import Trials, TrialSpec, look_at_workload
+from benchmarks.workloads import InMemory
 
 REFINED = 6
 REFINING_ROUNDS = 8
@@ -41,19 +41,6 @@ ANCHOR_EVERY = 6
 """Configurations between two measurements of the default, so that other load affects both equally."""
 LONGEST_TRIAL_SECONDS = 0.5
 """Seconds of a trial, as in `autobatch tune`."""
-
-
-class InMemory(Dataset):
-    """The first samples of a dataset, created once so that only the model is timed."""
-
-    def __init__(self, data: Any, count: int) -> None:
-        self.samples = [data[index] for index in range(min(count, len(data)))]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.samples[index]
 
 
 class Case(NamedTuple):
