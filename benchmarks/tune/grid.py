@@ -8,11 +8,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import optuna
 
 from autobatch import Progress, Workload
 from autobatch.core.knobs import Configuration, SearchAxis, applicable, defaults
@@ -39,6 +36,8 @@ REFINING_ROUNDS = 8
 biased. The repeats last as long as a trial, so they also give the noise of a trial."""
 ANCHOR_EVERY = 6
 """Configurations between two measurements of the default, so that other load affects both equally."""
+COMPARED = 3
+"""Configurations that are measured again beside the default."""
 LONGEST_TRIAL_SECONDS = 0.5
 """Seconds of a trial, as in `autobatch tune`."""
 
@@ -146,19 +145,9 @@ def replayed(grid: Grid, seed: int) -> Measure:
     return measure
 
 
-class Search(NamedTuple):
-    """The result of a search, as shares of the best of the grid."""
-
-    found: float
-    """Speed of the configuration with the best trial."""
-    chosen: float
-    """Speed of the configuration that is chosen after the best ones are measured again."""
-    asking_seconds: float
-
-
-def by_autobatch(case: Case, grid: Grid, *, trials: int, seed: int) -> Search:
-    """Search with the tuner."""
-    result = find_fastest(
+def by_autobatch(case: Case, grid: Grid, *, trials: int, seed: int) -> float:
+    """Search with the tuner, and return the speed of its choice as a share of the best of the grid."""
+    found = find_fastest(
         replayed(grid, seed),
         lambda values: Measurement(0.0, grid.micro_batches[key_of(values)]),
         case.axes,
@@ -166,36 +155,15 @@ def by_autobatch(case: Case, grid: Grid, *, trials: int, seed: int) -> Search:
         seed=seed,
         place=StudyLocation("replay", None, {}),
     ).tuning
-    first = max((one for one in result.history if one.feasible), key=lambda one: one.samples_per_s or 0.0)
-    return Search(
-        grid.speeds[key_of(first.parameters)] / grid.best,
-        grid.speeds[key_of(result.best)] / grid.best,
-        result.sampler_seconds,
-    )
+    return grid.speeds[key_of(found.best)] / grid.best
 
 
-def by_sampler(
-    case: Case, grid: Grid, make: Callable[[int], optuna.samplers.BaseSampler], *, trials: int, seed: int
-) -> Search:
-    """Search with another sampler in Optuna's loop, also from the default, and measure its best again."""
-    measure = replayed(grid, seed)
-    figures: list[tuple[float, dict[str, Any]]] = []
-
-    def objective(trial: optuna.Trial) -> float:
-        values = {axis.name: trial.suggest_categorical(axis.name, list(axis.choices)) for axis in case.axes}
-        one = measure(values)
-        figures.append((one.samples_per_s if one.feasible else 0.0, values))
-        return figures[-1][0]
-
-    study = optuna.create_study(direction="maximize", sampler=make(seed))
-    study.enqueue_trial(defaults(case.axes))
-    study.optimize(objective, n_trials=trials)
+def by_chance(case: Case, grid: Grid, *, trials: int, seed: int) -> float:
+    """Search at random, also from the default, and measure the best again, as the tuner does."""
+    measure, draw = replayed(grid, seed), random.Random(seed)
     base = defaults(case.axes)
-    best = sorted(figures, key=lambda one: -one[0])
-    others: list[dict[str, Any]] = []
-    for _, values in best:
-        if values != base and values not in others and len(others) < 3:
-            others.append(values)
-    ranking = compare(measure, base, others).ranking
-    chosen = ranking[0].values if ranking else base
-    return Search(grid.speeds[key_of(best[0][1])] / grid.best, grid.speeds[key_of(chosen)] / grid.best, 0.0)
+    tried = [base, *draw.choices(list(all_configurations(case.axes)), k=trials - 1)]
+    speeds = {key_of(values): one.samples_per_s for values in tried if (one := measure(values)).feasible}
+    best = sorted(speeds.keys() - {key_of(base)}, key=lambda key: -speeds[key])[:COMPARED]
+    ranking = compare(measure, base, [dict(key) for key in best]).ranking
+    return grid.speeds[key_of(ranking[0].values if ranking else base)] / grid.best
