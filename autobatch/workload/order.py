@@ -226,11 +226,9 @@ class SamplerOrder:
             if callable(set_epoch):
                 set_epoch(epoch)
             found = list(islice(_flat(self._sampler), limit + 1))
-        wrong = next((one for one in found if not 0 <= one < self._count), None)
-        if len(found) > limit or not found or wrong is not None:
-            what = (
-                f"{wrong}" if wrong is not None else "no sample" if not found else f"over {limit:,} samples"
-            )
+        wrong = [str(one) for one in found if not 0 <= one < self._count]
+        if len(found) > limit or not found or wrong:
+            what = wrong[0] if wrong else "no sample" if not found else f"over {limit:,} samples"
             raise InputError(
                 f"the sampler drew {what} in epoch {epoch + 1}: it must draw indices from 0 to "
                 f"{self._count - 1:,}, and end"

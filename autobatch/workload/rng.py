@@ -43,24 +43,20 @@ def capture_random_state(last: RandomState | None = None) -> RandomState:
         last: an earlier state. Its part for NumPy is taken over if nothing was drawn since, because reading
             it takes many times as long as reading all others.
     """
-    memory = _numpy_memory()
+    generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    memory = b""
+    if isinstance(generator, np.random.MT19937):
+        memory = ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES)
     # Normal numbers are drawn in pairs: the second one may be gone without a change of the memory.
     is_same = last is not None and memory and memory == last.numpy_memory and not last.numpy[3]
+    has_cuda = torch.cuda.is_initialized() and torch.cuda.is_available()  # type: ignore[no-untyped-call]
     return RandomState(
         python=random.getstate(),
         numpy=last.numpy if last is not None and is_same else np.random.get_state(),  # type: ignore[arg-type]
         torch=torch.default_generator.get_state(),
-        cuda=torch.cuda.get_rng_state_all() if _cuda_in_use() else [],
+        cuda=torch.cuda.get_rng_state_all() if has_cuda else [],
         numpy_memory=memory,
     )
-
-
-def _numpy_memory() -> bytes:
-    """Copy the memory of NumPy's global generator; empty if it is not the default one."""
-    generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if not isinstance(generator, np.random.MT19937):
-        return b""
-    return ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES)
 
 
 def plain_random_state(state: RandomState | None = None) -> dict[str, Any]:
@@ -145,10 +141,6 @@ def preserved_random_state() -> Iterator[None]:
         yield
     finally:
         restore_random_state(state)
-
-
-def _cuda_in_use() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_available()  # type: ignore[no-untyped-call]
 
 
 def seed_generators(seed: int, batch_index: int, place: int, sample: int) -> None:
