@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -344,10 +343,14 @@ def _check_loss(call: Call, setup: OpenSetup, result: Result) -> None:
 
 def _open_tuner(call: Call, setup: OpenSetup, steps: int) -> PlanTuner:
     """Return the tuner of a plan, whose time starts now; it tries nothing of a model that ranks share."""
-    start, seconds = call.clock(), call.options.tune.timeout
-    tuner = PlanTuner(
+    start, options = call.clock(), call.options
+    seconds = options.tune.timeout
+    if setup.info.layout is not None and (options.tune.trials != 0 or options.tune.tune_lr):
+        call.progress.note("nothing is tuned, because the ranks share the model")
+        options = options.with_values(trials=0, tune_lr=False)
+    return PlanTuner(
         process=setup.process,
-        options=call.options,
+        options=options,
         planned_steps=steps,
         home=call.home,
         progress=call.progress,
@@ -355,10 +358,6 @@ def _open_tuner(call: Call, setup: OpenSetup, steps: int) -> PlanTuner:
         expired=lambda: seconds is not None and call.clock() - start > seconds,
         clock=call.clock,
     )
-    if setup.info.layout is None or not (tuner.trials or tuner.lr_trials):
-        return tuner
-    call.progress.note("nothing is tuned, because the ranks share the model")
-    return replace(tuner, options=call.options.with_values(trials=0, tune_lr=False))
 
 
 def _add_learning_rate(call: Call, tuner: PlanTuner, result: Result) -> Result:

@@ -18,7 +18,6 @@ from autobatch.core.text import error_text, printable_lines, quoted
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
 from autobatch.device.profiles import (
-    Figure,
     HardwareProfile,
     data_home,
     format_profile,
@@ -196,14 +195,6 @@ def this_gpu(name: str) -> HardwareProfile:
             "profiles save needs a CUDA GPU, and torch finds none: run it on the machine with the GPU"
         )
     properties = torch.cuda.get_device_properties(0)
-    day = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    total = Figure(
-        value=properties.total_memory,
-        unit="B",
-        source=f"torch {torch.__version__} get_device_properties",
-        date=day,
-        measured=True,
-    )
     content = {
         "schema": 1,
         "name": name,
@@ -211,10 +202,16 @@ def this_gpu(name: str) -> HardwareProfile:
         "vendor": "NVIDIA",
         "compute_capability": f"{properties.major}.{properties.minor}",
         "device_names": [properties.name],
-        "total": total,
+        "total": {
+            "value": properties.total_memory,
+            "unit": "B",
+            "source": f"torch {torch.__version__} get_device_properties",
+            "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+            "measured": True,
+        },
     }
     try:
-        return msgspec.convert(msgspec.to_builtins(content), HardwareProfile)
+        return msgspec.convert(content, HardwareProfile)
     except msgspec.ValidationError as error:
         raise InputError(f"{name!r} is not a valid profile name ({error}): write it like rtx-4090") from None
 
