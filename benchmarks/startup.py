@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.report import save, surroundings
+from benchmarks.report import markdown, save, surroundings
 
 ROUNDS = 15
 
@@ -27,31 +27,25 @@ def wall(command: list[str], *, folder: Path | None = None, home: Path | None = 
 
 
 def main() -> None:
+    """Time each process, print and save the table."""
     argparse.ArgumentParser(description=str(__doc__).splitlines()[0]).parse_args()
-    python = [sys.executable]
-    program = [*python, "-m", "autobatch"]
-    rows = []
+    program = [sys.executable, "-m", "autobatch"]
     commands = {
-        "python -c pass": [*python, "-c", "pass"],
+        "python -c pass": [sys.executable, "-c", "pass"],
         "autobatch --help": [*program, "--help"],
         "autobatch fit --help": [*program, "fit", "--help"],
     }
-    for name, command in commands.items():
-        times = [wall(command) for _ in range(ROUNDS)]
-        rows.append({"what": name, "seconds": {"least": min(times), "median": statistics.median(times)}})
+    times = {name: [wall(command) for _ in range(ROUNDS)] for name, command in commands.items()}
     fit = [*program, "fit", "--target-batch", "1024", "--quiet"]
     with tempfile.TemporaryDirectory() as folder:
-        home = Path(folder) / "home"
-        for name in () if "--without-demo" in sys.argv else ("the demo, first run", "the demo, second run"):
-            seconds = wall(fit, folder=Path(folder), home=home)
-            rows.append({"what": name, "seconds": {"least": seconds, "median": seconds}})
-    content = surroundings("optuna") | {"command": "python -m benchmarks.startup", "rows": rows}
-    table = "| whole process | least, s | median, s |\n|---|---|---|\n" + "".join(
-        f"| {row['what']} | {row['seconds']['least']:.3f} | {row['seconds']['median']:.3f} |\n"
-        for row in rows
+        for which in ("first", "second"):
+            times[f"the demo, {which} run"] = [wall(fit, folder=Path(folder), home=Path(folder) / "home")]
+    table = markdown(
+        ("whole process", "least, s", "median, s"),
+        [[name, f"{min(own):.3f}", f"{statistics.median(own):.3f}"] for name, own in times.items()],
     )
     print(table)
-    print(save("startup", content, table))
+    print(save("startup", surroundings("optuna") | {"seconds": times}, table))
 
 
 if __name__ == "__main__":

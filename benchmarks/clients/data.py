@@ -19,6 +19,8 @@ IMAGES = torch.randn(SAMPLES, 3, 32, 32, generator=DRAW)
 LABELS = torch.randint(0, 10, (SAMPLES,), generator=DRAW)
 NARROW = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+Build = Callable[[], Workload]
+"""Builds a workload; raises ImportError if a package is missing."""
 WORDS_OF = {"vocab_size": WORDS, **NARROW, **ENDS}
 
 

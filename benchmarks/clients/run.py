@@ -8,18 +8,20 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import autobatch
-from benchmarks.clients.models import Client, clients
+from benchmarks.clients import of_others, of_torch, of_transformers
+from benchmarks.clients.data import Build
+from benchmarks.report import markdown
 
 SIZE = 48
 """Samples whose memory is the budget, nearly."""
 ROOM = 1.02
 """Budget as a share of that memory."""
 DEVICES = ("cpu", "sim:t4")
-ROW = "| {} | {} | {} | {} | {} | {} | {} | {} |"
 HEAD = (
     "workload",
     "device",
@@ -32,21 +34,19 @@ HEAD = (
 )
 
 
-def measure(workload: autobatch.Workload, device: str) -> str:
-    """Probe a workload within the memory of 48 samples and 2 % more, run the next size, and return a row."""
+def measure(workload: autobatch.Workload, device: str) -> list[object]:
+    """Probe a workload within the memory of 48 samples and 2 % more, and run the next size."""
     with tempfile.TemporaryDirectory() as home:
         os.environ["AUTOBATCH_HOME"] = home
         options: dict[str, Any] = {"device": device, "precision": "fp32", "progress": False}
         one = autobatch.probe(workload, micro_batch=SIZE, **options).attempts[-1]
         budget = int(ROOM * (one.peak_reserved_bytes or one.peak_allocated_bytes or 0))
         found = autobatch.probe(workload, memory_budget=budget, **options)
-        cells = (found.micro_batch, found.predicted_micro_batch, len(found.attempts), found.oom_count)
-        after = (
-            "-"
-            if found.upper_bound_by == "cap"
-            else outcome(workload, found.micro_batch + 1, budget, options)
-        )
-    return ROW.format(workload.name, device, *cells, found.upper_bound_by, after)
+        after = "-"
+        if found.upper_bound_by != "cap":
+            after = outcome(workload, found.micro_batch + 1, budget, options)
+    runs = (len(found.attempts), found.oom_count)
+    return [found.micro_batch, found.predicted_micro_batch, *runs, found.upper_bound_by, after]
 
 
 def outcome(workload: autobatch.Workload, size: int, budget: int, options: dict[str, Any]) -> str:
@@ -58,6 +58,23 @@ def outcome(workload: autobatch.Workload, size: int, budget: int, options: dict[
     return "fits"
 
 
+def clients() -> Iterator[tuple[str, Build]]:
+    """Yield the workloads in the order of the table: their names, and functions that build them."""
+    of_others.load_torchvision()
+    for part in (of_transformers, of_torch, of_others):
+        yield from part.WORKLOADS.items()
+
+
+def row(name: str, build: Build, device: str) -> list[object]:
+    """Return the row of a workload; one whose package is missing or that does not run says so."""
+    try:
+        return [name, device, *measure(build(), device)]
+    except ImportError as error:
+        return [name, device, "not run", *"---", f"{error.name} is not installed", "-"]
+    except autobatch.AutobatchError as error:
+        return [name, device, "error", *"---", str(error).splitlines()[0][:90], "-"]
+
+
 def main() -> None:
     """Print the table, and write it to a file if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -65,27 +82,13 @@ def main() -> None:
     parser.add_argument("--only", metavar="TEXT", default="", help="workloads whose name has this text")
     parser.add_argument("--device", nargs="*", choices=DEVICES, default=DEVICES)
     given = parser.parse_args()
-    lines = [ROW.format(*HEAD), "|---" * len(HEAD) + "|"]
-    for client in clients():
-        if given.only not in client.name:
-            continue
-        for device in given.device:
-            lines.append(row(client, device))
-            print(lines[-1], flush=True)
+    rows = []
+    for name, build in clients():
+        for device in given.device if given.only in name else ():
+            rows.append(row(name, build, device))
+            print(*rows[-1], sep=" | ", flush=True)
             if given.out is not None:
-                given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def row(client: Client, device: str) -> str:
-    """Return the row of a workload; one whose package is missing or that does not run says so."""
-    try:
-        workload = client.build()
-    except ImportError as error:
-        return ROW.format(client.name, device, "not run", *"---", f"{error.name} is not installed", "-")
-    try:
-        return measure(workload, device)
-    except autobatch.AutobatchError as error:
-        return ROW.format(client.name, device, "error", *"---", str(error).splitlines()[0][:90], "-")
+                given.out.write_text(markdown(HEAD, rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

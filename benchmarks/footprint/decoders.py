@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import Dataset
 
 from autobatch import Loss, Workload
+from benchmarks.workloads import Inputs, make
 
 
 class Shape(NamedTuple):
@@ -154,27 +153,14 @@ class Vision(nn.Module):
         return self.head(self.norm(x).mean(1))
 
 
-class Samples(Dataset):
-    """Samples that a function makes from their index."""
-
-    def __init__(self, make: Callable[[int], Any], count: int) -> None:
-        self.make, self.count = make, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Any:
-        return self.make(index)
-
-
-def tokens(length: int) -> Samples:
+def tokens(length: int) -> Inputs:
     """Return sequences of tokens with their successors."""
 
-    def make(index: int) -> tuple[Tensor, Tensor]:
+    def sample(_: torch.Generator, index: int) -> tuple[Tensor, Tensor]:
         ids = torch.arange(index, index + length + 1) % 97
         return ids[:-1], ids[1:]
 
-    return Samples(make, 512)
+    return Inputs(sample, 512)
 
 
 def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
@@ -183,34 +169,20 @@ def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
     return Loss(total, batch[1].numel())
 
 
-def image_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return functional.cross_entropy(model(batch[0]), batch[1])
-
-
 def large(name: str, length: int = 2048) -> Workload:
     """Return the workload of a model by its name, with samples of a length in tokens."""
     if name == "ViT-H":
-        images = Samples(lambda index: (torch.zeros(3, 224, 224), index % 1000), 4096)
-        return _workload(name, Vision, images, image_loss)
-    return _workload(name, partial(Decoder, SHAPES[name]), tokens(length), token_loss)
+        images = Inputs(lambda _, index: (torch.zeros(3, 224, 224), torch.tensor(index % 1000)))
+        return make(name, model=Vision, train_data=images)
+    return make(name, model=partial(Decoder, SHAPES[name]), train_data=tokens(length), loss=token_loss)
 
 
 def gpt2_small() -> Workload:
     """Return GPT-2 small, for the command line."""
-    return _workload("gpt2", partial(Decoder, GPT2_SMALL), tokens(GPT2_SMALL.positions), token_loss)
+    data = tokens(GPT2_SMALL.positions)
+    return make("gpt2", model=partial(Decoder, GPT2_SMALL), train_data=data, loss=token_loss)
 
 
 def llama2_7b() -> Workload:
     """Return Llama 2 7B, for the command line."""
     return large("Llama 2 7B", 4096)
-
-
-def _workload(name: str, model: Callable[[], nn.Module], data: Dataset, loss: Callable) -> Workload:
-    return Workload(
-        name=name,
-        model=model,
-        train_data=data,
-        loss=loss,
-        optimizer=lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate),
-        learning_rate=3e-4,
-    )

@@ -22,10 +22,12 @@ import torch
 from autobatch.device.profiles import load_profile
 from autobatch.estimates.estimator import Estimator
 from benchmarks.footprint.decoders import MODELS, large
+from benchmarks.report import RESULTS, markdown
 from tests.support.options import as_options
 
-RESULT = Path(__file__).parents[1] / "results" / "footprint-ranks_amd-epyc_2026-11-22.json"
-GPUS = ("a100-40gb", "h100-80gb", "h200")
+RESULT = RESULTS / "footprint-ranks_amd-epyc_2026-11-22.json"
+GPUS = {"a100-40gb": "A100 40", "h100-80gb": "H100 80", "h200": "H200 141"}
+"""Profiles, and what the table calls them."""
 WORLDS = (1, 8, 64)
 
 
@@ -63,15 +65,18 @@ def estimate(name: str) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Write the table: a row per model, a column per number and kind of GPUs."""
-    short = {"a100-40gb": "A100 40", "h100-80gb": "H100 80", "h200": "H200 141"}
-    heads = [f"{world} × {short[gpu]}" for world in WORLDS for gpu in GPUS]
-    lines = ["| model | " + " | ".join(heads) + " | seconds |", "|---" * (len(heads) + 2) + "|"]
-    for row in rows:
-        cells = [row["micro_batch"][str(world)][gpu] or "–" for world in WORLDS for gpu in GPUS]
-        lines.append(
-            f"| {row['model']} | " + " | ".join(map(str, cells)) + f" | {row['all_cpu_seconds']:.0f} |"
-        )
-    return "\n".join(lines)
+    heads = [f"{world} × {name}" for world in WORLDS for name in GPUS.values()]
+    return markdown(
+        ("model", *heads, "seconds"),
+        [
+            (
+                row["model"],
+                *(row["micro_batch"][str(world)][gpu] or "–" for world in WORLDS for gpu in GPUS),
+                f"{row['all_cpu_seconds']:.0f}",
+            )
+            for row in rows
+        ],
+    )
 
 
 def main() -> None:

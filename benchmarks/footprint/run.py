@@ -25,7 +25,7 @@ from autobatch.footprint.fit import footprint
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from autobatch.setup.setup import open_setup
-from benchmarks.report import save, surroundings
+from benchmarks.report import markdown, save, surroundings
 from benchmarks.workloads import WORKLOADS
 
 SIZES = (7, 40, 100, 250)
@@ -77,14 +77,8 @@ def measure(name: str, precision: str) -> list[dict[str, Any]]:
 def seconds_of(arguments: str) -> tuple[float, float]:
     """Return wall and CPU seconds of the whole process of an estimate."""
     model, *more = arguments.split()
-    command = [
-        sys.executable,
-        "-m",
-        "autobatch",
-        "estimate",
-        f"benchmarks/footprint/decoders.py:{model}",
-        *more,
-    ]
+    reference = f"benchmarks/footprint/decoders.py:{model}"
+    command = [sys.executable, "-m", "autobatch", "estimate", reference, *more]
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode not in (0, DoesNotFitError.exit_code):
@@ -95,20 +89,20 @@ def seconds_of(arguments: str) -> tuple[float, float]:
 
 def table(rows: list[dict[str, Any]], seconds: dict[str, tuple[float, float]]) -> str:
     """Return the worst error of each workload, and the seconds of the estimates."""
-    cases = [(row, kind) for row in rows for kind in ("allocated", "reserved")]
-    equal = sum(row["predicted"][kind] == row["real"][kind] for row, kind in cases)
-    lines = [f"{equal} of {len(cases)} predicted peaks are equal to the byte.", ""]
-    lines += ["| workload | worst error: allocated, reserved |", "|---|---|"]
+    kinds = ("allocated", "reserved")
+    equal = sum(row["predicted"][kind] == row["real"][kind] for row in rows for kind in kinds)
+    errors = []
     for name in dict.fromkeys(row["workload"] for row in rows):
         own = [row for row in rows if row["workload"] == name]
-        worst = [
-            max((row["predicted"][kind] / row["real"][kind] - 1 for row in own), key=abs)
-            for kind in ("allocated", "reserved")
-        ]
-        lines.append(f"| {name} | {worst[0]:+.2%}, {worst[1]:+.2%} |")
-    lines += ["", "| estimate | wall, s | CPU, s |", "|---|---|---|"]
-    lines += [f"| {name} | {wall:.1f} | {cpu:.1f} |" for name, (wall, cpu) in seconds.items()]
-    return "\n".join(lines) + "\n"
+        worst = (max((r["predicted"][kind] / r["real"][kind] - 1 for r in own), key=abs) for kind in kinds)
+        errors.append([name, ", ".join(f"{error:+.2%}" for error in worst)])
+    times = [[name, f"{wall:.1f}", f"{cpu:.1f}"] for name, (wall, cpu) in seconds.items()]
+    return (
+        f"{equal} of {2 * len(rows)} predicted peaks are equal to the byte.\n\n"
+        + markdown(("workload", "worst error: allocated, reserved"), errors)
+        + "\n"
+        + markdown(("estimate", "wall, s", "CPU, s"), times)
+    )
 
 
 def main() -> None:
