@@ -18,19 +18,17 @@ from itertools import chain
 from pathlib import Path
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from autobatch.core.errors import AutobatchError, DoesNotFitError
 from autobatch.core.options import Options
-from autobatch.core.records import Estimate, LengthLimit, Parallel, Plan, RankEstimate, Remedy, SizeCut
+from autobatch.core.records import Estimate, Parallel, Plan, RankEstimate, Remedy, SizeCut
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
 from autobatch.device.allocator.trace import replay
 from autobatch.device.profiles import HardwareProfile
 from autobatch.distributed.sharding.layout import ShardLayout, sync_of
 from autobatch.estimates.gpus import GpuChoice, precision_on
-from autobatch.estimates.traces import ALONE, Layout, Traces, arranged
+from autobatch.estimates.traces import ALONE, Layout, Traces
 from autobatch.footprint.explain import explain
 from autobatch.footprint.fit import Footprint, Unpredictable
 from autobatch.footprint.predict import (
@@ -41,7 +39,7 @@ from autobatch.footprint.predict import (
     predict,
     program_on,
 )
-from autobatch.footprint.suggestions import find_suggestions, in_words
+from autobatch.footprint.suggestions import in_words
 from autobatch.footprint.tracing.apart import run_apart, run_in_copies
 from autobatch.planning import make_plan
 from autobatch.report.result import Estimates
@@ -158,47 +156,44 @@ class Estimator:
 
     def layout(self, parallel: Parallel, world: int | None = None) -> Layout:
         """Return the ranks that were asked for, or another number of them."""
-        if self.world == 1:
-            return ALONE
-        sync = sync_of(self.traces.model, self.options.ranks.shard_sync)
-        return Layout(world or self.world, parallel, sync, self.options.ranks.shard_modules)
+        if parallel == "replicate":
+            return Layout(world or self.world)
+        ranks = self.options.ranks
+        sync = sync_of(self.traces.model, ranks.shard_sync)
+        return Layout(world or self.world, parallel, sync, ranks.shard_modules)
 
-    def peak(self, gpu: HardwareProfile, layout: Layout) -> tuple[int, int]:
+    def peak(self, gpu: HardwareProfile, layout: Layout, *, cap: int | None = None) -> tuple[int, int]:
         """Return the largest micro-batch, 0 if none fits, and its peak; that of 1 if none fits."""
         budget, _ = self.gpus.budget(gpu)
         step = self._step(gpu, layout)
         program = program_on(step, gpu.libraries)
-        size = Fitting([program], lambda: gpu_allocator(budget)).largest(self.gpus.cap, step.multiple)
+        size = Fitting([program], lambda: gpu_allocator(budget)).largest(cap or self.gpus.cap, step.multiple)
         found = replay(program.at(max(1, size)), gpu_allocator(budget if size else None))
         return size, found.peak_reserved_bytes or found.peak_allocated_bytes
 
     def _prepare(self, gpu: HardwareProfile) -> None:
         """Trace at the same time what the answer for one GPU needs, those that take longest first."""
         capability = gpu.compute_capability
-        if self.world == 1:
-            self.traces.prepare(capability, [ALONE], changed=ALONE)
-            return
-        # A shared model takes longer.
-        both = [self.layout("shard")] * (not self._sees_batch) + [self.layout("replicate")]
-        if self.options.ranks.parallel == "auto":
-            self.traces.prepare(capability, both)
+        layouts = [self.layout("replicate")]
+        if self.world > 1 and not self._sees_batch:
+            layouts.insert(0, self.layout("shard"))
+        if len(layouts) > 1 and self.options.ranks.parallel == "auto":
+            self.traces.prepare(capability, layouts)
         layout, _ = self._choose(gpu)
-        first = both if layout.parallel == "replicate" else [layout]
+        first = layouts if layout.parallel == "replicate" else [layout]
         others = [self.layout(layout.parallel, world) for world in self._worlds(layout.parallel)[:-1]]
         self.traces.prepare(capability, first, changed=layout, like=others)
 
     def _choose(self, gpu: HardwareProfile) -> tuple[Layout, str | None]:
         """Return the layout that was asked for; else replicas if one sample fits, and shards if not."""
-        asked = self.options.ranks.parallel
-        if self.world == 1 or asked != "auto":
-            return self.layout("replicate" if asked == "auto" else asked), None
-        replicas = self.layout("replicate")
+        asked, replicas = self.options.ranks.parallel, self.layout("replicate")
+        if asked == "shard":
+            return self.layout("shard"), None
+        if asked == "replicate" or self.world == 1:
+            return replicas, None
         if self._sees_batch:
             return replicas, "the loss sees the whole batch, so each rank has a whole model"
-        step = self._step(gpu, replicas)
-        budget, _ = self.gpus.budget(gpu)
-        program = program_on(step, gpu.libraries)
-        if Fitting([program], lambda: gpu_allocator(budget)).fits(step.multiple):
+        if self.peak(gpu, replicas, cap=self._step(gpu, replicas).multiple)[0]:
             return replicas, "a whole model fits on each rank, so each has its own (--parallel replicate)"
         return self.layout("shard"), "no whole model fits on a rank, so the ranks share it (--parallel shard)"
 
@@ -254,15 +249,11 @@ class Estimator:
     def _remedies(self, gpu: HardwareProfile, one: Estimate) -> list[Remedy]:
         """Return what would let more fit; nothing if the step follows no rule."""
         layout = self.layout(one.parallel or "replicate")
-        capability = gpu.compute_capability
         spending = self.gpus.spending(gpu, one.budget_bytes)
         try:
-            step = self._step(gpu, layout)
+            found = self.traces.suggestions(layout, gpu.compute_capability, spending)
         except Unpredictable:
             return []
-        with arranged(layout) as how:
-            setting, trace = self.traces.setting(capability, how), self.traces.tracer(layout, capability)
-            found = find_suggestions(setting, step, spending, trace=trace)
         others = []
         if layout.parallel == "replicate":
             may_share = layout.world > 1 and not self._sees_batch
@@ -276,38 +267,33 @@ class Estimator:
         return sorted(found, key=lambda remedy: (-remedy.micro_batch, remedy.peak_bytes))
 
     def _by_size(self, gpu: HardwareProfile, one: Estimate) -> Estimate:
-        """Add what fits of smaller samples, beside the workspaces of libraries."""
-        sizes = None if is_stream(self.traces.workload.train_data) else self.traces.worst_case.sizes()
+        """Add what fits of smaller samples, beside the workspaces of libraries, and the split by size."""
+        workload, worst_case = self.traces.workload, self.traces.worst_case
+        sizes = None if is_stream(workload.train_data) else worst_case.sizes()
         if sizes is None or sizes.min() == sizes.max():
             return one
         # A size that was asked about is no limit to begin with.
         if not one.fits or self.options.search.micro_batch is not None:
             return one
         try:
-            program = trace_sizes(self.traces.setting(gpu.compute_capability), sizes)
+            with self.traces.setting(ALONE, gpu.compute_capability) as setting:
+                program = trace_sizes(setting, sizes)
         except AutobatchError:
             return one
         size, count = gpu.libraries.workspaces or (0, 0)
         allocator = partial(gpu_allocator, one.budget_bytes - size * count)
-        cap = self.gpus.cap
-        lengths = curve_of(program, sizes, allocator, limit=one.micro_batch, cap=cap)
-        is_cut = hazard_in_model(self.traces.model) is None and is_padded(self.traces.workload, sizes)
-        return msgspec.structs.replace(
-            one,
-            lengths=lengths,
-            size_unit=self.traces.worst_case.size_unit(),
-            size_cut=self._size_cut(lengths, sizes, one.plan) if is_cut and one.plan else None,
-        )
-
-    def _size_cut(self, lengths: Sequence[LengthLimit], sizes: NDArray[np.float64], plan: Plan) -> SizeCut:
-        """Return the split by size of a plan; only a run would show whether padding changes a result."""
-        cut = SizeCut(
-            sizes=[one.size for one in lengths],
-            micro_batches=[min(one.micro_batch, plan.target_batch) for one in lengths],
-            limits_by="replay",
-            digest=digest_of(sizes),
-        )
-        return with_expectations(cut, sizes, plan, self.options.device.seed)[0]
+        lengths = curve_of(program, sizes, allocator, limit=one.micro_batch, cap=self.gpus.cap)
+        cut, plan = None, one.plan
+        # Only a run would show whether padding changes a result.
+        if plan is not None and hazard_in_model(self.traces.model) is None and is_padded(workload, sizes):
+            cut = SizeCut(
+                sizes=[each.size for each in lengths],
+                micro_batches=[min(each.micro_batch, plan.target_batch) for each in lengths],
+                limits_by="replay",
+                digest=digest_of(sizes),
+            )
+            cut, _ = with_expectations(cut, sizes, plan, self.options.device.seed)
+        return msgspec.structs.replace(one, lengths=lengths, size_unit=worst_case.size_unit(), size_cut=cut)
 
     def _worlds(self, parallel: Parallel) -> list[int]:
         """Return the numbers of ranks for the table, the one that was asked for last."""
@@ -321,18 +307,19 @@ class Estimator:
         def cells(world: int) -> list[RankEstimate]:
             if world != self.world and time.perf_counter() - start > TABLE_SECONDS:
                 return []
-            return [cell(gpu, self.layout(parallel, world)) for gpu in gpus]
-
-        def cell(gpu: HardwareProfile, layout: Layout) -> RankEstimate:
-            size, peak = self.peak(gpu, layout)
-            return RankEstimate(
-                profile=gpu.name,
-                world_size=layout.world,
-                parallel=layout.parallel,
-                budget_bytes=self.gpus.budget(gpu)[0],
-                micro_batch=size,
-                peak_reserved_bytes=peak,
-            )
+            layout = self.layout(parallel, world)
+            peaks = [(gpu, *self.peak(gpu, layout)) for gpu in gpus]
+            return [
+                RankEstimate(
+                    profile=gpu.name,
+                    world_size=world,
+                    parallel=parallel,
+                    budget_bytes=self.gpus.budget(gpu)[0],
+                    micro_batch=size,
+                    peak_reserved_bytes=peak,
+                )
+                for gpu, size, peak in peaks
+            ]
 
         found = run_in_copies([partial(cells, world) for world in self._worlds(parallel)])
         return sorted(chain.from_iterable(found), key=lambda one: one.world_size)

@@ -7,8 +7,7 @@ ranks, and with each change that may help. Everything else, for example the budg
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -17,7 +16,7 @@ from torch import nn
 
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.options import Options
-from autobatch.core.records import GradientDtype, Parallel, ShardSync
+from autobatch.core.records import Parallel, Remedy, ShardSync
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.host import host_memory
@@ -26,7 +25,7 @@ from autobatch.estimates.gpus import precision_on
 from autobatch.footprint.depth import DeepFootprint, deep_footprint, is_deep, record_few
 from autobatch.footprint.fit import Footprint, notes_on
 from autobatch.footprint.predict import record_single_sizes
-from autobatch.footprint.suggestions import NATIVE_BF16, Trace, changes_of
+from autobatch.footprint.suggestions import NATIVE_BF16, Spending, changes_of, find_suggestions
 from autobatch.footprint.tracing.apart import run_in_copies
 from autobatch.footprint.tracing.trace_mode import Recording
 from autobatch.footprint.tracing.trace_step import Setting
@@ -37,7 +36,7 @@ from autobatch.workload.contract import Workload
 from autobatch.workload.data import WorstCaseSampler
 
 if TYPE_CHECKING:
-    from autobatch.distributed.sharding.model import Sharding
+    pass
 
 T = TypeVar("T")
 Capability = tuple[int, int]
@@ -55,40 +54,16 @@ class Layout(NamedTuple):
 ALONE = Layout()
 
 
-@contextmanager
-def arranged(layout: Layout) -> Iterator[tuple[Sharding | None, int]]:
-    """Return how the ranks arrange a model, and how many sum gradients in a buffer beside it.
-
-    A rank that has a part of a model is rank 0 of a group that exchanges nothing within the block.
-
-    Args:
-        layout: the ranks.
-    """
-    if layout.world == 1:
-        yield None, 1
-        return
-    # Importing FSDP takes a second, which an estimate for one GPU saves.
-    from autobatch.distributed.sharding.build import fake_ranks
-    from autobatch.distributed.sharding.model import Sharding
-
-    if layout.parallel == "replicate":
-        yield None, layout.world
-        return
-    with fake_ranks(layout.world) as mesh:
-        yield Sharding(mesh=mesh, sync=layout.sync, modules=layout.modules), 1
-
-
 class TraceKey(NamedTuple):
     """Everything in which traces of a workload differ."""
 
     layout: Layout
-    is_new: bool
-    """True for GPUs with bf16 and flash attention."""
+    capability: Capability
+    """Of the GPU that was asked about first, among those with, or without, bf16 and flash attention."""
     change: str = ""
     """Name of a change that may help; empty for none."""
 
 
-@dataclass
 class Traces:
     """Traces of a workload, each made once.
 
@@ -97,22 +72,20 @@ class Traces:
         options: of the estimate.
     """
 
-    workload: Workload
-    options: Options
-    _found: dict[TraceKey, DeepFootprint] = field(default_factory=dict)
-    _recorded: dict[TraceKey, Recording] = field(default_factory=dict)
-    _failed: dict[TraceKey, AutobatchError] = field(default_factory=dict)
-    _single: dict[TraceKey, dict[int, Recording]] = field(default_factory=dict)
-    """By size, for a step that follows no rule in the micro-batch."""
-    _capabilities: dict[bool, Capability] = field(default_factory=dict)
-    """The GPU of each kind that was asked about first."""
-
-    def __post_init__(self) -> None:
-        self.whole_batch = whole_batch_of(self.workload, self.options.batch.target_batch)
-        self.model, self.build_notes = on_meta(self.workload)
-        self.gradient_dtype: GradientDtype = gradient_dtype_of(self.model, self.options.device.gradient_dtype)
-        self.worst_case = WorstCaseSampler(self.workload)
+    def __init__(self, workload: Workload, options: Options) -> None:
+        self.workload = workload
+        self.options = options
+        self.whole_batch = whole_batch_of(workload, options.batch.target_batch)
+        self.model, self.build_notes = on_meta(workload)
+        self.gradient_dtype = gradient_dtype_of(self.model, options.device.gradient_dtype)
+        self.worst_case = WorstCaseSampler(workload)
         self.worst_case.check_collate()
+        self._found: dict[TraceKey, DeepFootprint | AutobatchError] = {}
+        """What was traced, or the error with which that failed."""
+        self._recorded: dict[TraceKey, Recording] = {}
+        self._single: dict[TraceKey, dict[int, Recording]] = {}
+        """By size, for a step that follows no rule in the micro-batch."""
+        self._capabilities: dict[bool, Capability] = {}
 
     def prepare(
         self,
@@ -132,13 +105,14 @@ class Traces:
         """
         keys = [self._key(layout, capability) for layout in layouts]
         if changed is not None:
-            names = [name for name, _, _ in changes_of(self.setting(capability))]
+            with self.setting(ALONE, capability) as setting:
+                names = [name for name, _, _ in changes_of(setting)]
             keys += [self._key(changed, capability, name) for name in names]
         keys = [key for key in keys if key not in self._found]
         few = [self._key(layout, capability) for layout in like] if is_deep(self.model) else []
         jobs: list[Callable[[], DeepFootprint | Recording | None]] = []
-        jobs += [partial(self._attempt, self._trace, key) for key in keys]
-        jobs += [partial(self._attempt, self._record_few, key) for key in few]
+        jobs += [partial(_attempted, self._trace, key) for key in keys]
+        jobs += [partial(_attempted, self._record_few, key) for key in few]
         for key, one in zip(keys + few, run_in_copies(jobs), strict=True):
             if isinstance(one, DeepFootprint):
                 self._found[key] = one
@@ -158,7 +132,17 @@ class Traces:
         """
         key = self._key(layout, capability)
         other = None if like is None else self._found.get(self._key(like, capability))
-        return self._once(key, lambda: self._trace(key, other))
+        return self._once(key, lambda: self._trace(key, other if isinstance(other, DeepFootprint) else None))
+
+    def suggestions(self, layout: Layout, capability: Capability, spending: Spending) -> list[Remedy]:
+        """Return the changes that help. A change is traced once for all GPUs that run it in the same way."""
+        step, key = self.step(layout, capability), self._key(layout, capability)
+
+        def trace(name: str, changed: Setting) -> Footprint:
+            return self._once(key._replace(change=name), lambda: deep_footprint(changed))
+
+        with self.setting(layout, capability) as setting:
+            return find_suggestions(setting, step, spending, trace=trace)
 
     def at_single_sizes(
         self, capability: Capability, new_allocator: Callable[[], Allocator], cap: int
@@ -169,42 +153,42 @@ class Traces:
             Unpredictable: the step cannot be traced.
         """
         known = self._single.setdefault(self._key(ALONE, capability), {})
-        made = record_single_sizes(self.setting(capability), new_allocator, cap, known=known)
+        with self.setting(ALONE, capability) as setting:
+            made = record_single_sizes(setting, new_allocator, cap, known=known)
         known |= made
         return made
 
-    def tracer(self, layout: Layout, capability: Capability) -> Trace:
-        """Return a function that traces a change of a step, once for all GPUs that run it in the same way.
-
-        Raises:
-            AutobatchError: from the function, if the change cannot be traced.
-        """
-        return lambda name, changed: self._once(
-            self._key(layout, capability, name), lambda: deep_footprint(changed)
-        )
-
-    def setting(
-        self, capability: Capability, how: tuple[Sharding | None, int] = (None, 1), change: str = ""
-    ) -> Setting:
-        """Return what is traced.
+    @contextmanager
+    def setting(self, layout: Layout, capability: Capability, change: str = "") -> Iterator[Setting]:
+        """Return what is traced, with the ranks within the block.
 
         Args:
+            layout: the ranks.
             capability: compute capability of the GPU.
-            how: the way in which ranks share the step, see `arranged`.
-            change: name of a change that may help.
+            change: name of a change that may help; empty for none.
         """
-        made = Setting(
-            workload=self.workload,
-            model=self.model,
-            batch_of=self.worst_case.batch,
-            precision=precision_on(capability, self.options.device.precision),
-            gradient_dtype=self.gradient_dtype,
-            capability=capability,
-            samples=self.whole_batch,
-            arrange=how[0],
-            world=how[1],
-        )
-        return next((to(made) for name, _, to in changes_of(made) if name == change), made)
+        with ExitStack() as stack:
+            arrange = None
+            if layout.parallel == "shard":
+                # Importing FSDP takes a second, which other estimates save.
+                from autobatch.distributed.sharding.build import fake_ranks
+                from autobatch.distributed.sharding.model import Sharding
+
+                # This rank is rank 0 of a group that exchanges nothing.
+                mesh = stack.enter_context(fake_ranks(layout.world))
+                arrange = Sharding(mesh=mesh, sync=layout.sync, modules=layout.modules)
+            made = Setting(
+                workload=self.workload,
+                model=self.model,
+                batch_of=self.worst_case.batch,
+                precision=precision_on(capability, self.options.device.precision),
+                gradient_dtype=self.gradient_dtype,
+                capability=capability,
+                samples=self.whole_batch,
+                arrange=arrange,
+                world=1 if arrange else layout.world,
+            )
+            yield next((to(made) for name, _, to in changes_of(made) if name == change), made)
 
     def notes(self) -> Iterator[str]:
         """Yield remarks on the workload and its traces, one per line."""
@@ -213,50 +197,46 @@ class Traces:
         yield from whole_batch_notes(self.workload, self.whole_batch)
         yield from gradient_sum_notes(self.model, self.gradient_dtype)
         for key, found in self._found.items():
-            if not key.change:
+            if not key.change and isinstance(found, DeepFootprint):
                 yield from found.step.notes
         for key, recordings in self._single.items():
             yield (
                 "the step follows no rule in the micro-batch, so it was traced at single sizes "
                 f"({', '.join(map(str, sorted(recordings)))}), with the whole numbers of real batches"
             )
-            setting = self.setting(self._capabilities[key.is_new])
-            yield from notes_on(setting, next(iter(recordings.values())))
+            with self.setting(*key) as setting:
+                yield from notes_on(setting, next(iter(recordings.values())))
 
     def _key(self, layout: Layout, capability: Capability, change: str = "") -> TraceKey:
-        is_new = capability >= NATIVE_BF16
-        self._capabilities.setdefault(is_new, capability)
-        return TraceKey(layout, is_new, change)
+        return TraceKey(layout, self._capabilities.setdefault(capability >= NATIVE_BF16, capability), change)
 
     def _once(self, key: TraceKey, trace: Callable[[], DeepFootprint]) -> Footprint:
         """Return the footprint of a key, or raise the error with which its trace failed."""
-        if key in self._failed:
-            raise self._failed[key]
         if key not in self._found:
             try:
                 self._found[key] = trace()
             except AutobatchError as error:
-                self._failed[key] = error
-                raise
-        return self._found[key].step
+                self._found[key] = error
+        found = self._found[key]
+        if isinstance(found, AutobatchError):
+            raise found
+        return found.step
 
     def _trace(self, key: TraceKey, like: DeepFootprint | None = None) -> DeepFootprint:
-        with arranged(key.layout) as how:
-            setting = self.setting(self._capabilities[key.is_new], how, key.change)
-            if like is not None:
-                return like.on(setting, self._recorded.get(key))
-            return deep_footprint(setting)
+        with self.setting(*key) as setting:
+            return deep_footprint(setting) if like is None else like.on(setting, self._recorded.get(key))
 
     def _record_few(self, key: TraceKey) -> Recording:
-        with arranged(key.layout) as how:
-            return record_few(self.setting(self._capabilities[key.is_new], how))
+        with self.setting(*key) as setting:
+            return record_few(setting)
 
-    def _attempt(self, trace: Callable[[TraceKey], T], key: TraceKey) -> T | None:
-        """Trace a step; return None if that fails, maybe only because it shares a process with others."""
-        try:
-            return trace(key)
-        except AutobatchError:
-            return None
+
+def _attempted(trace: Callable[[TraceKey], T], key: TraceKey) -> T | None:
+    """Trace a step; return None if that fails, maybe only because it shares a process with others."""
+    try:
+        return trace(key)
+    except AutobatchError:
+        return None
 
 
 def on_meta(workload: Workload) -> tuple[nn.Module, list[str]]:
@@ -275,6 +255,7 @@ def on_meta(workload: Workload) -> tuple[nn.Module, list[str]]:
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+    refused = f"the model cannot be built on the meta device ({reason})"
     try:
         model = build_model(workload)
     except Exception as error:
@@ -282,17 +263,10 @@ def on_meta(workload: Workload) -> tuple[nn.Module, list[str]]:
             raise
         full = first_line(error).rstrip(".")
     else:
-        return model, [_built_here(model, reason)]
+        size = format_bytes(sum(p.numel() * p.element_size() for p in model.parameters()))
+        return model, [f"{refused}, so it was built on the CPU, where its parameters take {size}"]
+    available = format_bytes(host_memory().available_bytes)
     raise InputError(
-        f"the model cannot be built on the meta device ({reason}), and not on the CPU either, where "
-        f"{format_bytes(host_memory().available_bytes)} are available ({full}): let its constructor read no "
-        "values of tensors, so that it is built without memory"
-    )
-
-
-def _built_here(model: nn.Module, reason: str) -> str:
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    return (
-        f"the model cannot be built on the meta device ({reason}), so it was built on the CPU, where its "
-        f"parameters take {format_bytes(size)}"
+        f"{refused}, and not on the CPU either, where {available} are available ({full}): let its "
+        "constructor read no values of tensors, so that it is built without memory"
     )

@@ -69,7 +69,7 @@ def test_every_gpu_that_does_not_fit_has_its_advice(monkeypatch):
         return [Remedy(name="smaller", advice="a smaller model", micro_batch=7, peak_bytes=limit)]
 
     monkeypatch.setattr(estimating, "run_apart", lambda function: function())
-    monkeypatch.setattr(estimating, "find_suggestions", advise)
+    monkeypatch.setattr(tracing, "find_suggestions", advise)
     monkeypatch.setattr(tracing, "deep_footprint", trace)
     names = ["t4", "l40s", "v100-16gb"]
     options = as_options("estimate", profile=names, memory_budget="0.13%", precision="fp32", micro_batch=8)

@@ -9,7 +9,7 @@ from torch import nn
 
 from autobatch import InputError
 from autobatch.estimates import traces as tracing
-from autobatch.estimates.traces import ALONE, Layout, Traces, arranged, on_meta
+from autobatch.estimates.traces import ALONE, Layout, Traces, on_meta
 from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.tracing.apart import run_apart
 from tests.support.options import as_options
@@ -35,10 +35,8 @@ def test_a_step_and_its_changes_are_traced_once(monkeypatch):
     traces = traces_of()
     traces.prepare(NEW, [ALONE], changed=ALONE)
     assert made == [{}, {"checkpointing": "full"}, {"optimizer": "fused"}]
-    setting = traces.setting(NEW, change="checkpointing")
-    changed = traces.tracer(ALONE, NEW)("checkpointing", setting)
-    assert changed.program == deep_footprint(setting).step.program
-    assert traces.step(ALONE, (9, 0)).program == deep_footprint(traces.setting(NEW)).step.program
+    with traces.setting(ALONE, NEW) as setting:
+        assert traces.step(ALONE, (9, 0)).program == deep_footprint(setting).step.program
     assert len(made) == 3
     traces.step(ALONE, (7, 5))
     assert len(made) == 4, "an older GPU runs other operators"
@@ -57,8 +55,8 @@ def on_more_ranks() -> bool:
     few, more = Layout(4, "shard"), Layout(6, "shard")
     traces.prepare(NEW, [few], like=[more])
     found = traces.step(more, NEW, like=few)
-    with arranged(more) as how:
-        return found.program == deep_footprint(traces.setting(NEW, how)).step.program
+    with traces.setting(more, NEW) as setting:
+        return found.program == deep_footprint(setting).step.program
 
 
 @pytest.mark.slow
@@ -66,31 +64,23 @@ def test_more_ranks_follow_from_fewer_as_if_they_were_traced():
     assert run_apart(on_more_ranks)
 
 
-def test_a_model_takes_no_memory_if_its_constructor_allows_that():
-    assert {parameter.device.type for parameter in on_meta(work())[0].parameters()} == {"meta"}
-
-    def reads_a_value() -> nn.Module:
-        model = mlp()
-        assert model[0].weight.sum().item() != 0
-        return model
-
-    assert {parameter.device.type for parameter in on_meta(work(reads_a_value))[0].parameters()} == {"cpu"}
+def needs_values() -> nn.Module:
+    model = mlp()
+    float(model[0].weight.sum())
+    return model
 
 
-def test_a_model_that_needs_values_is_built_on_the_cpu_with_a_note():
-    def needs_values() -> nn.Module:
-        model = mlp()
-        float(model[0].weight.sum())
-        return model
-
-    _, notes = on_meta(work(needs_values))
-    assert any("cannot be built on the meta device" in note and "on the CPU" in note for note in notes)
+def test_a_model_takes_no_memory_if_its_constructor_reads_no_values():
+    for build, device in ((mlp, "meta"), (needs_values, "cpu")):
+        model, notes = on_meta(work(build))
+        assert {parameter.device.type for parameter in model.parameters()} == {device}
+        said = ["cannot be built on the meta device" in note and "on the CPU" in note for note in notes]
+        assert said == [True] * (device == "cpu")
 
 
 def test_a_model_that_needs_values_and_more_memory_than_there_is_is_refused_in_one_line():
     def too_large() -> nn.Module:
-        model = mlp()
-        float(model[0].weight.sum())
+        model = needs_values()
         model.register_parameter("large", nn.Parameter(torch.empty(10**15)))
         return model
 
@@ -100,9 +90,8 @@ def test_a_model_that_needs_values_and_more_memory_than_there_is_is_refused_in_o
 
 
 def shares_within_the_block() -> list[bool]:
-    found = []
-    with arranged(Layout(4, "shard")) as (arrange, world):
-        found += [arrange is not None, world == 1, dist.get_world_size() == 4]
+    with traces_of().setting(Layout(4, "shard"), NEW) as setting:
+        found = [setting.arrange is not None, setting.world == 1, dist.get_world_size() == 4]
     return [*found, not dist.is_initialized()]
 
 
