@@ -56,19 +56,6 @@ def replay_on(
     )
 
 
-class _Run(NamedTuple):
-    """A run that came to its end at least in the first order of micro-batches."""
-
-    size: int
-    trace: Trace
-    """Its canonical events."""
-    outcome: Outcome
-
-    @property
-    def fits(self) -> bool:
-        return self.outcome.attempt.fits
-
-
 class Replay:
     """A prediction of what fits, by a program that runs correct.
 
@@ -92,7 +79,7 @@ class Replay:
         self._traced = program
         self._other_order = other_order
         self._orders = [] if program is None else [Bounds(program, program)]
-        self._runs: list[_Run] = []
+        self._runs: list[Outcome] = []
         """Runs that came to their end, whether they fitted or went over the budget."""
         self._allocated: dict[int, int] = {}
         """Peaks of the bytes in live blocks of the runs that fit, by size."""
@@ -114,11 +101,13 @@ class Replay:
         if ran is None:
             return
         if attempt.fits:
-            self._is_right = self._says_upper_fits(size)
+            self._is_right = False
+            with suppress(Untraceable):
+                self._is_right = self._upper[0].fits(size)
         failed_in_other = not attempt.fits and outcome.other is not None
         if attempt.phase is None or failed_in_other:
-            self._runs.append(_Run(size, ran.canonical(), outcome))
-            if not self._agrees(size, ran):
+            self._runs.append(outcome)
+            if not (self._orders and self._orders[0].upper.agrees_with(size, ran)):
                 self._correct()
             else:
                 # What was fitted to other runs is confirmed now.
@@ -140,36 +129,43 @@ class Replay:
 
     def _correct(self) -> None:
         """Build the program anew from the run that is nearest to the limit."""
-        nearest = max(self._runs, key=lambda run: run.size if run.fits else -run.size)
-        others = [run for run in self._runs if run.size != nearest.size]
-        second = nearest.outcome.other
+        nearest = max(self._runs, key=lambda run: (1 if run.attempt.fits else -1) * run.attempt.micro_batch)
+        size, failed = nearest.attempt.micro_batch, not nearest.attempt.fits
+        others = [run for run in self._runs if run.attempt.micro_batch != size]
+
+        def bounds(order: Callable[[Outcome], Trace | None]) -> Bounds:
+            events = order(nearest)
+            assert events is not None
+            ran = [(run.attempt.micro_batch, found) for run in others if (found := order(run)) is not None]
+            return bounds_of(size, events, self._traced, ran, failed=failed)
+
         self._prefixes = []
         try:
-            pairs = [(run.size, run.trace) for run in others]
-            self._orders = [
-                bounds_of(nearest.size, nearest.trace, self._traced, pairs, failed=not nearest.fits)
-            ]
-            if second is not None and nearest.outcome.attempt.phase is None:
-                pairs = [(run.size, run.outcome.other) for run in others if run.outcome.other is not None]
-                self._orders.append(
-                    bounds_of(nearest.size, second, self._traced, pairs, failed=not nearest.fits)
-                )
-            elif second is not None:
-                self._prefixes = [self._prefix(nearest.outcome, second)]
+            self._orders = [bounds(lambda run: run.trace)]
+            if nearest.other is not None and nearest.attempt.phase is None:
+                self._orders.append(bounds(lambda run: run.other))
+            elif nearest.other is not None:
+                self._prefixes = [self._prefix(nearest, nearest.other)]
         except Untraceable:
             self._orders = []
 
     def _prefix(self, outcome: Outcome, ran: Trace) -> Bounds:
-        """Return bounds from the events up to a failure."""
-        events = _with_request(ran, outcome.requested_bytes)
-        return bounds_of(outcome.attempt.micro_batch, events, self._traced, failed=True)
+        """Return bounds from the events up to a failure, followed by the request that failed."""
+        if outcome.requested_bytes is not None:
+            ran = ran.canonical()
+            block = 1 + max((block for block, _ in ran.events), default=-1)
+            ran = Trace((*ran.events, (block, outcome.requested_bytes)), ran.marks)
+        return bounds_of(outcome.attempt.micro_batch, ran, self._traced, failed=True)
 
     def _refute(self, size: int, ran: Trace, *, fits: bool) -> None:
         """Leave out the models of the allocator in which a run with known events ends otherwise."""
         programs = [one.upper for one in self._orders]
-        if not fits and not _begins(programs[0], size, ran):
-            return
         try:
+            if not fits:
+                # Its events are known if they are the first ones of the program.
+                known, events = (one.without_empty().events for one in (programs[0].at(size), ran))
+                if events != known[: len(events)]:
+                    return
             right = [new for new in self._allocators if Fitting(programs, new).fits(size) is fits]
         except Untraceable:
             return
@@ -237,40 +233,12 @@ class Replay:
     @property
     def has_run(self) -> bool:
         """True if the events of a run that fits have confirmed or corrected the program."""
-        return any(run.fits for run in self._runs)
-
-    def _says_upper_fits(self, size: int) -> bool:
-        try:
-            return self._upper[0].fits(size)
-        except Untraceable:
-            return False
-
-    def _agrees(self, size: int, trace: Trace) -> bool:
-        return bool(self._orders) and self._orders[0].upper.agrees_with(size, trace)
+        return any(run.attempt.fits for run in self._runs)
 
     def _fit(self) -> None:
         bounds = [*self._orders, *self._prefixes]
         self._lower = [Fitting([one.lower for one in bounds], new) for new in self._allocators]
         self._upper = [Fitting([one.upper for one in bounds], new) for new in self._allocators]
-
-
-def _begins(program: Program, m: int, trace: Trace) -> bool:
-    """Return whether a run that failed has the first events of a program."""
-    try:
-        traced = program.at(m).without_empty().events
-    except Untraceable:
-        return False
-    ran = trace.without_empty().events
-    return ran == traced[: len(ran)]
-
-
-def _with_request(trace: Trace, requested_bytes: int | None) -> Trace:
-    """Return the events up to a failure, followed by the request that failed."""
-    if requested_bytes is None:
-        return trace
-    ran = trace.canonical()
-    block = 1 + max((block for block, _ in ran.events), default=-1)
-    return Trace((*ran.events, (block, requested_bytes)), ran.marks)
 
 
 def bounds_of(
@@ -292,39 +260,38 @@ def bounds_of(
         failed: the run failed, so that smaller micro-batches are in question.
     """
     trace = trace.canonical()
-    alike = [(size, one) for size, one in others if _order(one) == _order(trace)][-2:]
+    order = [(block, size == FREE) for block, size in trace.events]
+    alike = [(size, one.canonical().events) for size, one in others]
+    alike = [(size, events) for size, events in alike if [(b, s == FREE) for b, s in events] == order][-2:]
     points = [*(size for size, _ in alike), m]
-    columns = list(zip(*(one.canonical().events for _, one in alike), trace.events, strict=True))
-    rules, constant = _rules_at(m, known), _constant_sizes(trace)
-    bounds: dict[tuple[int, ...], tuple[Rule | None, Rule | None]] = {}
+    columns = list(zip(*(events for _, events in alike), trace.events, strict=True))
+    constant = _constant_sizes(trace)
+    rules: dict[int, list[Rule]] = {}
+    for rule in {rule for _, rule in (known.events if known else ()) if rule is not None}:
+        rules.setdefault(rule.at(m), []).append(rule)
 
-    def grown(size: int) -> Polynomial:
-        # Smaller sizes may need it all: what a trace lacks is often a library's workspace.
-        return Polynomial(size) if failed and known else Polynomial(0, size, 0, m)
+    def growth(rule: Rule) -> int:
+        return rule.at(2 * m)
 
-    for sizes in {tuple(size for _, size in column) for column in columns}:
-        size, same = sizes[-1], rules.get(sizes[-1])
+    def bounds(sizes: tuple[int, ...]) -> tuple[Rule | None, Rule | None]:
+        size = sizes[-1]
         if size == FREE:
-            bounds[sizes] = None, None
-        elif same:
-            bounds[sizes] = min(same, key=_later(m)), max(same, key=_later(m))
-        elif size in constant:
-            bounds[sizes] = Polynomial(size), Polynomial(size)
-        else:
-            bounds[sizes] = Polynomial(size), _line(points, sizes) or grown(size)
-    found = [(column[-1][0], *bounds[tuple(size for _, size in column)]) for column in columns]
+            return None, None
+        if size in rules:
+            return min(rules[size], key=growth), max(rules[size], key=growth)
+        if size in constant:
+            return Polynomial(size), Polynomial(size)
+        # Smaller sizes may need it all: what a trace lacks is often a library's workspace.
+        grown = Polynomial(size) if failed and known else Polynomial(0, size, 0, m)
+        return Polynomial(size), _line(points, sizes) or grown
+
+    of_columns = [tuple(size for _, size in column) for column in columns]
+    of_sizes = {sizes: bounds(sizes) for sizes in set(of_columns)}
+    found = [(block, *of_sizes[sizes]) for (block, _), sizes in zip(trace.events, of_columns, strict=True)]
     return Bounds(
         Program(tuple((block, lower) for block, lower, _ in found), trace.marks),
         Program(tuple((block, upper) for block, _, upper in found), trace.marks),
     )
-
-
-def _order(trace: Trace) -> list[tuple[int, bool]]:
-    return [(block, size == FREE) for block, size in trace.canonical().events]
-
-
-def _later(m: int) -> Callable[[Rule], int]:
-    return lambda rule: rule.at(2 * m)
 
 
 def _line(points: Sequence[int], sizes: Sequence[int]) -> Polynomial | None:
@@ -341,15 +308,6 @@ def _line(points: Sequence[int], sizes: Sequence[int]) -> Polynomial | None:
         with suppress(Untraceable):
             return interpolate(points, sizes)
     return None
-
-
-def _rules_at(m: int, program: Program | None) -> dict[int, list[Rule]]:
-    """Return the rules of a program by the size that they give."""
-    rules: dict[int, list[Rule]] = {}
-    for rule in {rule for _, rule in (program.events if program else ())} - {None}:
-        assert rule is not None
-        rules.setdefault(rule.at(m), []).append(rule)
-    return rules
 
 
 def _constant_sizes(trace: Trace) -> set[int]:

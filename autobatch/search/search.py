@@ -104,7 +104,8 @@ def search(
     stopped_by = None
     try:
         if suspect is not None and multiple is None and suspect <= cap:
-            one.look_for_multiple(suspect)
+            with suppress(_MultipleFound):
+                one.fits(suspect)
         one.find(min(cap, reach))
     except _Stopped as reason:
         stopped_by = str(reason)
@@ -132,11 +133,6 @@ class _Search:
         self.low = 0
         """The largest size that ran and fits."""
         self.attempts: list[Attempt] = []
-
-    def look_for_multiple(self, suspect: int) -> None:
-        """Run a size that may show that only multiples of a number run."""
-        with suppress(_MultipleFound):
-            self._fits(suspect)
 
     def find(self, top: int) -> None:
         """Search the sizes up to ``top``, then larger ones as long as the largest of them fits."""
@@ -166,9 +162,10 @@ class _Search:
             least = 1 if low or high * unit <= FIRST_SIZE else FIRST_SIZE // unit
             return max(least, self._replay.guess(low * unit, high * unit) // unit)
 
-        largest(lambda count: self._fits(count * unit), self.low // unit, -(-highest // unit), guess)
+        largest(lambda count: self.fits(count * unit), self.low // unit, -(-highest // unit), guess)
 
-    def _fits(self, size: int) -> bool:
+    def fits(self, size: int) -> bool:
+        """Return whether a size fits, by a run unless a run has confirmed the replay that says so."""
         is_next = self._replay.has_run and size == self.low + self.multiple
         if is_next and self._replay.says_fits(size) is False:
             self._refused[size] = "replay"
@@ -182,10 +179,6 @@ class _Search:
             if size <= FIRST_SIZE and not self.low:
                 raise outcome.error
             self._refused[size] = "error"
-        elif outcome.attempt.fits:
-            self.low = max(self.low, size)
-        else:
-            self._refused[size] = "run"
         return outcome.attempt.fits
 
     def _attempt(self, size: int) -> Outcome:
@@ -193,6 +186,10 @@ class _Search:
         self.attempts.append(outcome.attempt)
         if outcome.error is None:
             self._replay.learn(outcome)
+            if outcome.attempt.fits:
+                self.low = max(self.low, size)
+            else:
+                self._refused[size] = "run"
         return outcome
 
     def _look_for_multiple(self, failed: int) -> None:
@@ -208,19 +205,11 @@ class _Search:
             if failed % multiple == 0 or any(size % multiple for size in fitting):
                 continue
             size = self._multiple_near(failed, multiple)
-            if size is None:
-                continue
-            outcome = self._attempt(size)
-            if outcome.error is not None:
-                continue
-            if outcome.attempt.fits:
-                self.low = max(self.low, size)
-            else:
-                self._refused[size] = "run"
-            self.multiple = multiple
-            self.possible_multiples = [one for one in self.possible_multiples if one > multiple]
-            self._refused = {size: by for size, by in self._refused.items() if by != "error"}
-            raise _MultipleFound
+            if size is not None and self._attempt(size).error is None:
+                self.multiple = multiple
+                self.possible_multiples = [one for one in self.possible_multiples if one > multiple]
+                self._refused = {size: by for size, by in self._refused.items() if by != "error"}
+                raise _MultipleFound
 
     def _multiple_near(self, failed: int, multiple: int) -> int | None:
         """Return a multiple near a size that failed, and of no larger number in question; None if all ran."""
