@@ -31,13 +31,7 @@ CLOSE_BUDGETS = 0.02
 
 
 def limits_over_ranks(ranks: Ranks, limit: int, device: DeviceRecord) -> list[RankLimit]:
-    """Return the limit of each rank, the least of its kind; all of them call it.
-
-    Args:
-        ranks: the ranks.
-        limit: the largest micro-batch that fits on this rank.
-        device: the device of this rank.
-    """
+    """Return the limit of each rank, the least of its kind; all of them call it with their own."""
     found = ranks.gather((ranks.host, device, limit))
     kinds = _kinds_of([device for _, device, _ in found])
     return [
@@ -53,13 +47,7 @@ def limits_over_ranks(ranks: Ranks, limit: int, device: DeviceRecord) -> list[Ra
 
 
 def spread(plan: Plan, limits: Sequence[RankLimit], layout: ShardLayout | None = None) -> Plan:
-    """Return the plan of one process, spread over all ranks.
-
-    Args:
-        plan: the plan as one process would run it.
-        limits: of all ranks.
-        layout: of a sharded model; None if each rank has a whole one.
-    """
+    """Return the plan of one process, spread over all ranks; the layout is that of a sharded model."""
     samples_of = split_over_ranks(plan.target_batch, [one.limit for one in limits], plan.multiple)
     of_ranks = [
         RankPlan(
@@ -77,15 +65,10 @@ def spread(plan: Plan, limits: Sequence[RankLimit], layout: ShardLayout | None =
         micro_batch=max(first, default=0),
         accumulation_steps=len(first),
         micro_batches=first,
-        **fields_of(layout),
+        parallel="replicate" if layout is None else "shard",
+        shard_sync=None if layout is None else layout.sync,
+        shard_modules=None if layout is None else layout.modules,
     )
-
-
-def fields_of(layout: ShardLayout | None) -> dict[str, str | None]:
-    """Return the layout of a model over ranks as the fields of a plan."""
-    if layout is None:
-        return {"parallel": "replicate", "shard_sync": None, "shard_modules": None}
-    return {"parallel": "shard", "shard_sync": layout.sync, "shard_modules": layout.modules}
 
 
 def limit_of_rank(ranks: Ranks, plan: Plan) -> int:
@@ -102,32 +85,24 @@ def share_of_rank(ranks: Ranks, plan: Plan, samples: int) -> int:
 
 
 def agree_on_cut(ranks: Ranks, cut: SizeCut | None) -> SizeCut | None:
-    """Return the cut by which all ranks split; all of them call it.
+    """Return the least limit of any rank for every size; all of them call it.
 
-    Args:
-        ranks: the ranks.
-        cut: the cut of this rank; None to split by count.
-
-    Returns:
-        For every size the least limit of any rank. None if a rank splits by count, or has other samples.
+    None if a rank splits by count, or has other samples.
     """
     cuts = [one for one in ranks.gather(cut) if one is not None]
     if len(cuts) < ranks.world or len({one.digest for one in cuts}) > 1:
         return None
     knots = sorted({size for one in cuts for size in one.sizes})
-    least = [min(_limit_at(one, size) for one in cuts) for size in knots]
+    # The limit of a cut for samples up to a size is that of its next knot.
+    least = [
+        min(one.micro_batches[min(bisect_left(one.sizes, size), len(one.sizes) - 1)] for one in cuts)
+        for size in knots
+    ]
     return msgspec.structs.replace(cuts[0], sizes=knots, micro_batches=least)
 
 
 def split_for(ranks: Ranks, plan: Plan, sizes: Sizes | None, measured_every: int | None) -> Split:
-    """Return the split of this rank.
-
-    Args:
-        ranks: the ranks.
-        plan: the plan.
-        sizes: size of each sample if the plan cuts by size.
-        measured_every: batches from one measurement of the gradient noise to the next.
-    """
+    """Return the split of this rank; the sizes of samples are needed if the plan cuts by size."""
     if plan.size_cut is None or sizes is None:
         return Split(ranks.rank, [one.limit for one in plan.ranks], plan.multiple)
     return SizeSplit(
@@ -167,15 +142,7 @@ def model_of_ranks(
 
 
 def open_engine(ranks: Ranks, plan: Plan, split: Split, train_state: TrainState, filler: Filler) -> Engine:
-    """Return the engine of a loop; all ranks call it.
-
-    Args:
-        ranks: the ranks.
-        plan: of `spread`, if several ranks run.
-        split: of `split_for`.
-        train_state: what trains.
-        filler: for ranks with fewer micro-batches than others.
-    """
+    """Return the engine of a loop, whose filler serves ranks with fewer micro-batches; all ranks call it."""
     if not isinstance(ranks, Group):
         return Engine()
     engine = Replicate if train_state.shared is None else Shard
@@ -189,11 +156,6 @@ def _kinds_of(devices: Sequence[DeviceRecord]) -> list[int]:
         alike = (kind for kind in dict.fromkeys(kinds) if _are_alike(devices[kind], device))
         kinds.append(next(alike, rank))
     return kinds
-
-
-def _limit_at(cut: SizeCut, size: float) -> int:
-    """Return the limit of a cut for samples up to a size: that of the next knot."""
-    return cut.micro_batches[min(bisect_left(cut.sizes, size), len(cut.sizes) - 1)]
 
 
 def _are_alike(one: DeviceRecord, other: DeviceRecord) -> bool:

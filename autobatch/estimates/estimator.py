@@ -59,11 +59,6 @@ TABLE_SECONDS = 15.0
 def estimate_limits(workload: Workload, options: Options, *, home: Path) -> Estimates:
     """Predict what fits, on one GPU or on each of many ranks. No GPU is touched.
 
-    Args:
-        workload: what to train.
-        options: of ``autobatch estimate``.
-        home: data directory, with saved profiles and limits.
-
     Raises:
         InputError: an option, a profile or the workload is invalid, or the model cannot be sharded.
         Unpredictable: the step cannot be traced; the message says why.
@@ -79,13 +74,7 @@ def estimate_limits(workload: Workload, options: Options, *, home: Path) -> Esti
 
 
 class Estimator:
-    """Predictions for a workload.
-
-    Args:
-        workload: what to train.
-        options: of ``autobatch estimate``.
-        home: data directory.
-    """
+    """Predictions for a workload."""
 
     def __init__(self, workload: Workload, options: Options, home: Path) -> None:
         seed_everything(options.device.seed)
@@ -221,9 +210,6 @@ class Estimator:
         """Predict a step that follows no rule in the micro-batch, from traces at single sizes.
 
         Each trace is exact for its size. Between them, the step is assumed to grow in proportion.
-
-        Raises:
-            Unpredictable: the step cannot be traced at a single size either.
         """
         asked = self.options.search.micro_batch
 

@@ -34,10 +34,6 @@ def precision_on(capability: tuple[int, int], asked: PrecisionChoice) -> Precisi
 class GpuChoice:
     """The GPUs of an estimate, their budgets, and what is tried on them.
 
-    Args:
-        options: of ``autobatch estimate``.
-        home: data directory, with saved profiles.
-
     Raises:
         InputError: the model would be shared by a single rank.
     """

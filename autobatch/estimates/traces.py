@@ -65,12 +65,7 @@ class TraceKey(NamedTuple):
 
 
 class Traces:
-    """Traces of a workload, each made once.
-
-    Args:
-        workload: what to train.
-        options: of the estimate.
-    """
+    """Traces of a workload, each made once."""
 
     def __init__(self, workload: Workload, options: Options) -> None:
         self.workload = workload
@@ -120,12 +115,7 @@ class Traces:
                 self._recorded[key] = one
 
     def step(self, layout: Layout, capability: Capability, *, like: Layout | None = None) -> Footprint:
-        """Return the footprint of a step.
-
-        Args:
-            layout: the ranks.
-            capability: compute capability of the GPU.
-            like: ranks whose step has been traced, and differs only in its sizes; None for no such ranks.
+        """Return the footprint of a step, from that of ranks like these if only sizes differ.
 
         Raises:
             AutobatchError: the step cannot be traced.
@@ -160,13 +150,7 @@ class Traces:
 
     @contextmanager
     def setting(self, layout: Layout, capability: Capability, change: str = "") -> Iterator[Setting]:
-        """Return what is traced, with the ranks within the block.
-
-        Args:
-            layout: the ranks.
-            capability: compute capability of the GPU.
-            change: name of a change that may help; empty for none.
-        """
+        """Return what is traced, with a change that may help if it is named. Ranks exist in the block."""
         with ExitStack() as stack:
             arrange = None
             if layout.parallel == "shard":

@@ -78,12 +78,7 @@ def run_attempt(process: SetupProcess, micro_batch: int) -> Outcome:
 
 
 class Attempts:
-    """Attempts of one probe.
-
-    Args:
-        process: holds the setup; a new child takes the place of one that crashed or lost its GPU context.
-        progress: receives each attempt.
-    """
+    """Attempts of one probe; a new child takes the place of one that crashed or lost its GPU context."""
 
     def __init__(self, process: SetupProcess, progress: Progress) -> None:
         self._process = process
@@ -96,17 +91,7 @@ class Attempts:
         """`LOST` once no further size can run; None otherwise."""
 
     def run(self, size: int, *, may_fail: bool = False) -> Outcome:
-        """Make an attempt.
-
-        Args:
-            size: the micro-batch.
-            may_fail: an error above a size that fits is an outcome.
-
-        Raises:
-            InputError: the workload is invalid.
-            ChildCrashed: the child crashed or hung.
-            Exception: whatever else the workload raises.
-        """
+        """Make an attempt. If it ``may_fail``, an error above a size that fits is an outcome, not raised."""
         run = self._run_or_fail if may_fail else self._run
         outcome = run(size)
         if may_fail and outcome.attempt.is_below_budget:
@@ -144,8 +129,7 @@ class Attempts:
     def _without_spill(self, outcome: Outcome) -> Outcome:
         """Reject a size that runs several times slower per sample: some drivers spill to the host's memory.
 
-        Only sizes larger than those that ran well are rejected. Smaller ones are slower per sample for what
-        comes once a step, such as a loss over the whole batch.
+        Smaller sizes than those that ran well are slower for what comes once a step, and are not rejected.
         """
         ran = outcome.attempt
         if not (self._process.info.may_spill and ran.fits and ran.step_seconds):
@@ -165,13 +149,9 @@ class Attempts:
 def nothing_fits(
     attempts: list[Attempt], process: SetupProcess, step: Footprint | None, *, single_error: str | None = None
 ) -> DoesNotFitError:
-    """Build the error that explains the memory of the smallest attempt and lists what helps.
+    """Build the error that explains the memory of the last attempt, the smallest, and lists what helps.
 
-    Args:
-        attempts: every attempt.
-        process: holds the setup.
-        step: the traced step; None if it could not be traced.
-        single_error: the error of a micro-batch of 1; None if that was out of memory too.
+    A ``single_error`` is that of a micro-batch of 1, if it was not out of memory too.
     """
     last = attempts[-1]
     parts = [
@@ -199,8 +179,7 @@ def nothing_fits(
 def step_snapshot(process: SetupProcess, micro_batch: int, knobs: Mapping[str, Value]) -> bytes | None:
     """Run the steps of an attempt, and return the content of a file for pytorch.org/memory_viz.
 
-    Returns:
-        None if the steps do not fit, or do not run on CUDA.
+    None stands for steps that do not fit, or do not run on CUDA.
     """
     return ask_or_none(process, "recording the memory of a few steps", _snapshot, micro_batch, dict(knobs))
 

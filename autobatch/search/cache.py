@@ -74,16 +74,10 @@ def store(limit: CachedLimit, home: Path) -> Path:
 def lookup(
     key: Mapping[str, KeyValue], home: Path, *, may_vary: bool = False
 ) -> tuple[CachedLimit | None, str | None]:
-    """Look up the limit of a key.
+    """Return the limit of a key; else None, and what has changed since a stale one was saved, in words.
 
-    Args:
-        key: everything that changes the answer, by name.
-        home: the data directory.
-        may_vary: the budget follows free memory, so that the limit of a close one is taken too.
-
-    Returns:
-        The limit, None if there is none; and if it is stale, the names of the fields that have changed since,
-        in words. Of several stale ones, that counts in which the fewest have, and of those the newest.
+    Of several stale ones, that counts in which the fewest fields differ, and of those the newest. If the
+    budget ``may_vary`` because it follows free memory, the limit of a close one is taken too.
     """
     exact = _read(entry_path(key, home))
     if exact is not None and not _changed(exact, key):
@@ -158,16 +152,7 @@ def save_trace(step: Footprint | None, limit: Path) -> None:
 
 
 def find_trace(limit: Path, micro_batch: int, ran: Trace | None) -> Footprint | None:
-    """Return the saved trace of a limit.
-
-    Args:
-        limit: the file of the limit.
-        micro_batch: samples of a run.
-        ran: the events of that run; None if they were not recorded.
-
-    Returns:
-        None if there is none, or if its events differ from those that ran.
-    """
+    """Return the saved trace of a limit, if its events are those that ran at a micro-batch."""
     if ran is None:
         return None
     try:

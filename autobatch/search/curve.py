@@ -45,10 +45,6 @@ LEAST_SIZES = 4
 def trace_sizes(setting: Setting, sizes: Sizes) -> SizeProgram:
     """Trace a step at shapes that determine its program over micro-batch and size.
 
-    Args:
-        setting: what to trace.
-        sizes: size of each sample, by its index.
-
     Raises:
         Untraceable: the step follows no such program, has too few sizes, or takes too long to trace.
         AutobatchError: the step cannot be traced.
@@ -119,12 +115,7 @@ def curve_of(
 ) -> list[LengthLimit]:
     """Return the largest micro-batch for samples up to several sizes, in ascending order of size.
 
-    Args:
-        program: the memory of a step.
-        sizes: size of each sample.
-        new_allocator: returns an empty allocator with the budget as its limit.
-        limit: the largest micro-batch of the largest samples, which ran; None to replay that one too.
-        cap: the largest micro-batch to try.
+    The ``limit`` is that of the largest samples, which ran; None to replay that one too.
     """
     knots = np.unique(np.quantile(sizes, np.linspace(0, 1, KNOTS + 1)[1:], method="higher"))
     found: list[LengthLimit] = []
@@ -155,14 +146,10 @@ class _TracedSizes:
 
 
 def program_of(session: Session, plan: Plan | None = None) -> SizeProgram | None:
-    """Trace a setup over the sizes of its samples.
+    """Trace a setup over the sizes of its samples, in the configuration of a plan if one is given.
 
-    Args:
-        session: the open setup, which holds the program of its own configuration.
-        plan: a plan whose configuration may differ; None for the setup as it is.
-
-    Returns:
-        None if that is not possible, or on a GPU, whose libraries take more than is traced.
+    None stands for a step that follows no such program, and for a GPU, whose libraries take more than is
+    traced.
     """
     setup = session.setup
     if plan is not None and not is_of_probe(setup, plan):
@@ -194,16 +181,9 @@ def trace_setup(setup: Setup) -> SizeProgram | None:
 
 
 def find_limits_by_size(process: SetupProcess, found: Probe, cap: int, progress: Progress) -> Probe:
-    """Add the largest micro-batch of smaller samples to a probe, if sizes differ.
+    """Add the largest micro-batch of smaller samples to a probe, if the step is an exact program of sizes.
 
-    Nothing is added if the step is no exact program of micro-batch and size. A limit on the tokens of a
-    micro-batch follows: size times micro-batch, if that product is flat.
-
-    Args:
-        process: holds the setup.
-        found: the limit of the largest samples.
-        cap: the largest micro-batch to try.
-        progress: receives notes.
+    A limit on the tokens of a micro-batch follows: size times micro-batch, if that product is flat.
     """
     if process.info.largest_sample is None or found.stopped_by is not None:
         return found

@@ -74,8 +74,8 @@ def find_limit(
     Args:
         process: holds the setup.
         options: options of the run: caps, time limit and budget.
-        share: samples of a batch that this rank takes; None if there is no plan. Without one, the limits of
-            smaller samples are added; with one, the micro-batches of its even split are checked.
+        share: samples of a batch that this rank takes, whose even split is checked too; None to add the
+            limits of smaller samples instead.
         home: data directory, in which answers are saved.
         progress: receives each attempt and the answer.
         clock: seconds.
@@ -126,17 +126,11 @@ def check_size(process: SetupProcess, micro_batch: int, *, progress: Progress) -
 
 
 def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, progress: Progress) -> Limit:
-    """Find the largest micro-batch that a plan may ask for.
+    """Find the largest micro-batch that a plan of this many samples may ask for.
 
-    The memory that a caching allocator reserves is not monotone in the micro-batch, so that the micro-batches
-    of an even split, which are a little smaller than the limit, may not fit. A replay tells which ones to
-    doubt, and a run decides. Then a split into more of them is looked at.
-
-    Args:
-        process: holds the setup.
-        limit: the answer of the probe. Sizes that real batches have shown to fit are not doubted.
-        samples: samples of a batch.
-        progress: receives the attempts and a note.
+    The micro-batches of an even split are a little smaller than the limit and may still not fit, because the
+    memory that a caching allocator reserves is not monotone in them. A replay tells which ones to doubt, and
+    a run decides. Then a split into more of them is looked at.
     """
     probe = limit.probe
     largest = probe.micro_batch
@@ -195,9 +189,8 @@ class _Probing:
     def confirm(self) -> Limit | None:
         """Run the saved limit of this key once, and look at its step.
 
-        Returns:
-            None if there is none, or if it answers another question, no longer fits, or is too small. Too
-            small means that more fits, which a run of it alone does not show.
+        None stands for no limit, or one that answers another question, no longer fits, or is too small: more
+        fits, which a run of it alone does not show.
         """
         may_vary = self._options.device.memory_budget is None
         cached, stale = lookup(self._process.info.key, self._home, may_vary=may_vary)
@@ -384,11 +377,8 @@ class _Probing:
 def variation_of(trace: Trace | None) -> float | None:
     """Return the share by which equal micro-batches of an attempt differ in what they allocate.
 
-    All micro-batches of an attempt have the same samples. Those of its later steps do the same work, so they
-    differ only if the data or the model draw at random, or depend on weights that have changed.
-
-    Returns:
-        None if they do not differ, if no events are known, or if the events have no phases.
+    Those of its later steps do the same work, so they differ only if the data or the model draw at random, or
+    depend on weights that have changed. None if they do not, or if no events with phases are known.
     """
     if trace is None:
         return None

@@ -47,22 +47,10 @@ def choose_split(
     batches: GlobalBatchSampler | None,
     progress: Progress,
 ) -> Plan:
-    """Choose how the batches of a plan are split; all ranks call it.
+    """Return a plan with the choice of how its batches are split; all ranks call it.
 
     In the known order of a run, concatenated samples may allow larger micro-batches, which a split by size
     must beat. A choice that fails leaves a split by count, and so does an interrupted one of a plan alone.
-
-    Args:
-        process: holds the setup.
-        plan: the plan.
-        probe: the limit of the micro-batch.
-        options: of the command.
-        ranks: the ranks that split each batch.
-        batches: of the run; None if they are unknown.
-        progress: receives the choice.
-
-    Returns:
-        The plan with its split.
 
     Raises:
         InputError: a split by size was asked for, and is not possible or would change results.
@@ -108,11 +96,7 @@ def choose_split(
 
 
 def _may_cut_by_size(plan: Plan, options: Options, ranks: Ranks, *, is_stream: bool) -> bool:
-    """Return whether the batches of a plan may be split by size.
-
-    Raises:
-        InputError: that was asked for, but the data are a stream, or another loop will run the plan.
-    """
+    """Return whether the batches of a plan may be split by size; refuse what was asked for in vain."""
     is_asked = options.batch.split == "size"
     if is_stream and is_asked:
         raise InputError(
@@ -134,16 +118,7 @@ def _may_cut_by_size(plan: Plan, options: Options, ranks: Ranks, *, is_stream: b
 def _choose(session: Session, plan: Plan, asked: str, *, limit: int, cap: int, seed: int) -> Choice:
     """Choose the split in the process of the setup, which stays unchanged.
 
-    Args:
-        session: the open setup.
-        plan: of this rank.
-        asked: ``auto``, ``count`` or ``size``.
-        limit: the largest micro-batch that fits, on the longest samples.
-        cap: the largest micro-batch to run on samples of any size.
-        seed: of the order of the data.
-
-    Raises:
-        InputError: a split by size was asked for, and would change results.
+    The ``limit`` is that of the longest samples, and the ``cap`` that of samples of any size.
     """
     if asked == "count":
         return None, None

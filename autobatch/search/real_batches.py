@@ -77,11 +77,7 @@ class RunBatches:
         return replace(self.sampler, steps=count, epochs=None).batches()
 
     def survived(self, split: Split, micro_batch: int) -> int | None:
-        """Replay the first batches of the run, or run a few if the step was not traced.
-
-        Returns:
-            The number of batches; None if one does not fit.
-        """
+        """Return how many first batches fit, in a replay or else in runs; None if one does not."""
         if self.program is not None:
             return self.replay(split, micro_batch, self.first(REPLAYED))
         return RUN if self.run_first(split, micro_batch, RUN) else None
@@ -121,16 +117,9 @@ class RunBatches:
 def survive_real_batches(
     process: SetupProcess, probe: Probe, target: int | None, seed: int, progress: Progress
 ) -> Probe:
-    """Check a limit against the batches of the run, and lower it to one that they survive.
+    """Check a limit against batches of ``target`` samples, and lower it to one that they survive.
 
     A lower limit runs once, so that no answer is a size that never ran.
-
-    Args:
-        process: holds the setup.
-        probe: the answer for the most expensive samples.
-        target: samples of a batch; None if unknown.
-        seed: of the order of the data.
-        progress: receives the attempt and a note.
     """
     if probe.stopped_by is not None:
         return probe
@@ -169,17 +158,10 @@ def survive_real_batches(
 def find_survivor(
     session: Session, limit: int, target: int | None, seed: int
 ) -> tuple[int, RealBatches] | None:
-    """Return the largest micro-batch up to a limit that the first batches of a run survive.
+    """Return the largest micro-batch up to a limit that the first batches of a run survive, and the evidence.
 
-    Args:
-        session: the open setup.
-        limit: the largest micro-batch that fits on the most expensive samples.
-        target: samples of a batch; None if unknown.
-        seed: of the order of the data.
-
-    Returns:
-        The micro-batch with its evidence. None if real batches need not be tried, because samples have one
-        size or the allocator has no cache; also if sizes are unknown, or if no candidate survives.
+    None if batches need not be tried, because samples have one size or the allocator has no cache; also if
+    sizes are unknown, or if no candidate survives.
     """
     setup = session.setup
     if setup.device.allocator_config is None or not _may_decide(setup):
@@ -203,17 +185,10 @@ def find_survivor(
 
 
 def plan_in_order(session: Session, plan: Plan, run: GlobalBatchSampler, cap: int) -> Plan | None:
-    """Return a plan with the largest micro-batch over its own that fits in the order of its run.
+    """Return a plan with a micro-batch up to a cap, larger than its own, that fits in the order of its run.
 
-    Args:
-        session: the open setup.
-        plan: of one rank; its micro-batch fits in any order.
-        run: the batches of the run.
-        cap: the largest micro-batch to try.
-
-    Returns:
-        None if there is none: samples that are padded, or whose size does not decide on their memory, or an
-        order that is not known.
+    None if there is none: samples that are padded, or whose size does not decide on their memory, or an order
+    that is not known.
     """
     # A sampler of the user's may draw another order next time.
     if not _may_decide(session.setup) or session.setup.workload.sampler is not None:
@@ -279,13 +254,7 @@ def _may_decide(setup: Setup) -> bool:
 
 
 def _survives(batches: RunBatches, limit: int, heaviest: Mapping[int, Sequence[int]]) -> bool:
-    """Return whether the first batches of a run fit at a micro-batch, and its heaviest before and after them.
-
-    Args:
-        batches: the batches of the run.
-        limit: the micro-batch.
-        heaviest: numbers of the heaviest batches for each micro-batch, the heaviest first.
-    """
+    """Return whether the first batches of a run fit, and its heaviest, by number, before and after them."""
     split, program = Split(), batches.program
     heavy = [next(batches.sampler.batches(number)) for number in heaviest[limit]]
     ran: list[Sequence[MicroBatchIds]] = []

@@ -40,13 +40,7 @@ class Bounds(NamedTuple):
 def replay_on(
     info: SetupInfo, step: Footprint | None, other_order: Callable[[], Program | None] = lambda: None
 ) -> Replay:
-    """Return what predicts sizes on the device of a setup from a traced step, or from runs alone.
-
-    Args:
-        info: the device and its budget.
-        step: the traced step; None if there is none.
-        other_order: traces the other order.
-    """
+    """Return what predicts sizes on the device of a setup from a traced step, or from runs alone."""
     is_uncertain = info.allocator is not None and info.allocator.falls is None
     return Replay(
         lambda: new_allocator(info),
@@ -255,8 +249,8 @@ def bounds_of(
         m: the micro-batch of the run.
         trace: its events.
         known: a program of the step that is right for most of its blocks; None if there is none.
-        others: runs at other micro-batches. A line through a block of those with the same order of events is
-            its upper bound; the line may be chance, so that it is no lower one.
+        others: runs at other micro-batches. A line through those with the same order of events is the upper
+            bound of a block; the line may be chance, so that it is no lower one.
         failed: the run failed, so that smaller micro-batches are in question.
     """
     trace = trace.canonical()

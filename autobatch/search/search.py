@@ -193,11 +193,7 @@ class _Search:
         return outcome
 
     def _look_for_multiple(self, failed: int) -> None:
-        """Run multiples of likely numbers next to a size that fails for another reason than memory.
-
-        Raises:
-            _MultipleFound: one of them runs.
-        """
+        """Run multiples of likely numbers next to a failed size, and raise `_MultipleFound` if one runs."""
         if failed == 1:  # a special case of many operators
             return
         for multiple in self.possible_multiples:

@@ -1,4 +1,4 @@
-"""Estimates: sizes, explanations, and what would help."""
+"""Estimates for one GPU: sizes, explanations, and what would help."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from torch import nn
 
 from autobatch import DoesNotFitError
-from autobatch.core.records import RankEstimate, Remedy
+from autobatch.core.records import Estimate, RankEstimate, Remedy
 from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.device.profiles import load_profile
+from autobatch.device.simulated import SimulatedDevice
 from autobatch.estimates import estimator as estimating
 from autobatch.estimates import traces as tracing
 from autobatch.estimates.estimator import Estimator, estimate_limits, nothing_fits
@@ -23,11 +26,15 @@ from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.predict import program_on
 from autobatch.footprint.tracing.apart import run_apart
 from autobatch.report.terminal import Terminal
+from autobatch.setup.attempt import attempt
 from tests.support.options import as_options
 from tests.support.probes import mlp, work
-from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, token_loss
+from tests.support.ragged import Sequences, joined_workload, ragged_workload, wide_model
+from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, setup, token_loss
+from tests.support.training import tokens
 
 NOWHERE = Path("nowhere")
+T4 = load_profile("t4", user_dir=NOWHERE)
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +90,6 @@ def test_every_gpu_that_does_not_fit_has_its_advice(monkeypatch):
     for name in ("t4", "v100-16gb"):
         assert f"predicted micro-batch on {name} with a change:" in text.getvalue()
     assert "on l40s with" not in text.getvalue()
-
-
-def test_estimates_for_several_gpus_have_no_remedies():
-    options = as_options("estimate", profile=["rtx-4090", "a100-40gb"], max_micro_batch=4)
-    found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
-    assert [one.remedies for one in found.estimates] == [None, None]
-    text = StringIO()
-    Terminal(text).estimated(found)
-    assert "share" not in text.getvalue()
 
 
 def test_the_error_names_memory_and_remedies_if_no_gpu_is_large_enough():
@@ -154,8 +152,8 @@ def test_an_estimate_needs_no_emptied_cache():
         options = as_options("estimate", profile=["t4"], memory_budget=f"{budget}MiB", precision="fp32")
         (one,) = estimate_limits(workload, options, home=NOWHERE).estimates
         assert one.fits
-        step = Traces(workload, options).step(ALONE, (7, 5))
-        program = program_on(step, load_profile("t4", user_dir=NOWHERE).libraries)
+        step = Traces(workload, options).step(ALONE, T4.compute_capability)
+        program = program_on(step, T4.libraries)
         found = replay(program.at(one.micro_batch), CachingAllocator(budget * MiB))
         assert found.fits
 
@@ -171,7 +169,7 @@ def test_a_micro_batch_is_predicted_for_models_of_any_size():
 def test_the_error_names_the_fewest_ranks_on_the_smallest_gpu_that_fit():
     workload = make(lambda: Transformer(width=32, depth=1), data=Tokens(), loss=token_loss)
     options = as_options("estimate", profile=["t4"], memory_budget="1MiB", micro_batch=1)
-    one = run_apart(lambda: Estimator(workload, options, NOWHERE).limit(load_profile("t4", user_dir=NOWHERE)))
+    one = run_apart(lambda: Estimator(workload, options, NOWHERE).limit(T4))
     cells = [
         RankEstimate(
             profile=f"gpu-{budget}",
@@ -186,3 +184,124 @@ def test_the_error_names_the_fewest_ranks_on_the_smallest_gpu_that_fit():
     text = str(nothing_fits([one], 1, cells))
     assert text.startswith("a micro-batch of 1 is predicted not to fit on t4: it takes ")
     assert text.endswith(", 4 ranks on gpu-60 (a micro-batch of 1 fits there)")
+
+
+# Which GPUs, and what bounds an estimate.
+
+
+@pytest.mark.parametrize(
+    ("device", "profile", "names", "is_noted"),
+    [
+        ("cuda:9999", "l4", ["l4"], True),
+        ("cpu", "l4", ["l4"], True),
+        ("sim:t4", "l4", ["l4"], True),
+        ("sim:l4", None, ["l4"], False),
+    ],
+)
+def test_a_profile_names_the_gpu_else_a_simulated_device_does(device, profile, names, is_noted):
+    options = as_options("estimate", device=device, **({"profile": [profile]} if profile else {}))
+    found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
+    assert [one.profile for one in found.estimates] == names
+    said = f"an estimate touches no device, so --device {device} was left out"
+    assert any(said in note for note in found.notes) is is_noted
+
+
+# Samples of many sizes.
+
+
+class UpTo(Sequences):
+    """The sequences of at most a length."""
+
+    def __getitem__(self, index: int):
+        ids, labels = super().__getitem__(index)
+        return ids[: self.cut], labels[: self.cut]
+
+
+def of_sizes(workload) -> Estimate:
+    options = as_options("estimate", profile=["t4"], memory_budget="40MiB", target_batch=96)
+    return estimate_limits(workload, options, home=NOWHERE).estimates[0]
+
+
+def test_each_size_has_the_limit_of_samples_up_to_that_size():
+    one = of_sizes(ragged_workload(model=wide_model, train_data=Sequences(samples=300, longest=60)))
+    assert one.size_unit == "tokens"
+    assert one.lengths[-1].size == 60
+    assert one.lengths[-1].micro_batch == one.micro_batch < 96
+    assert one.lengths[0].micro_batch == 96
+    middle = one.lengths[len(one.lengths) * 3 // 4]
+    shorter = UpTo(samples=300, longest=60)
+    shorter.cut = int(middle.size)
+    alone = of_sizes(ragged_workload(model=wide_model, train_data=shorter))
+    assert 0.9 * alone.micro_batch <= middle.micro_batch <= alone.micro_batch_high
+    assert one.size_cut.padding < one.size_cut.padding_by_count
+
+
+class Again(nn.Module):
+    """Give rows of tokens a dimension of their samples again."""
+
+    def forward(self, rows):
+        return rows.unsqueeze(0)
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Embedding(7, 32), nn.Flatten(0, 1), nn.BatchNorm1d(32), nn.Linear(32, 7), Again())
+
+
+def test_a_split_by_size_is_left_out_where_it_is_not_possible():
+    data = Sequences(samples=300, longest=60)
+    assert of_sizes(ragged_workload(model=normalised, train_data=data)).size_cut is None
+    assert of_sizes(joined_workload()).size_cut is None
+    equal = of_sizes(ragged_workload(model=wide_model, train_data=tokens(), collate=None, size_of=None))
+    assert (equal.lengths, equal.size_cut) == ([], None)
+
+
+# Steps that follow no rule in the micro-batch, against attempts that really run.
+
+SAMPLES = 40
+
+
+class Joined(torch.utils.data.Dataset):
+    """Samples of many lengths that are joined end to end, as graphs are."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(300 + index * index % 97, 16)
+
+
+def joined():
+    made = make(
+        lambda: nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)),
+        data=Joined(),
+        loss=lambda model, rows: model(rows).square().mean(),
+    )
+    return replace(made, collate=torch.cat, size_of=len)
+
+
+@pytest.mark.parametrize(
+    ("budget", "options", "fits"),
+    [
+        ("4MiB", {"max_micro_batch": SAMPLES}, True),
+        ("64MiB", {"micro_batch": 7}, True),
+        ("100KiB", {"max_micro_batch": SAMPLES}, False),
+    ],
+)
+def test_a_step_that_follows_no_rule_has_the_limit_of_attempts(budget, options, fits):
+    """The libraries of the GPU take no memory, as those of a simulated one."""
+    gpu = msgspec.structs.replace(T4, cublas_workspaces=None)
+    asked = as_options("estimate", profile=["t4"], precision="fp32", memory_budget=budget, **options)
+    made = Estimator(joined(), asked, NOWHERE)
+    found = made.limit(gpu)
+    assert found.fits is fits
+    assert found.peak_allocated_bytes > 0
+    assert set(found.memory) >= {"parameters", "optimizer state", "activations"}
+    assert "the step follows no rule" in "".join(made.notes([found]))
+    if "micro_batch" in options:
+        assert "single sizes (7)" in "".join(made.notes([found]))
+        return
+    device = SimulatedDevice(gpu, memory_budget=found.budget_bytes)
+    one = replace(setup(joined()), device=device, max_grad_norm=None)
+    most = max((m for m in range(1, SAMPLES + 1) if attempt(one, m).attempt.fits), default=0)
+    assert found.micro_batch == most < SAMPLES
+    assert not fits or found.micro_batch_low <= most == found.micro_batch_high
