@@ -58,6 +58,8 @@ def spread(plan: Plan, limits: Sequence[RankLimit], layout: ShardLayout | None =
         for one, samples in zip(limits, samples_of, strict=True)
     ]
     first = of_ranks[0].micro_batches
+    whole = ("replicate", None, None)
+    parallel, sync, modules = whole if layout is None else ("shard", layout.sync, layout.modules)
     return msgspec.structs.replace(
         plan,
         world_size=len(of_ranks),
@@ -65,9 +67,9 @@ def spread(plan: Plan, limits: Sequence[RankLimit], layout: ShardLayout | None =
         micro_batch=max(first, default=0),
         accumulation_steps=len(first),
         micro_batches=first,
-        parallel="replicate" if layout is None else "shard",
-        shard_sync=None if layout is None else layout.sync,
-        shard_modules=None if layout is None else layout.modules,
+        parallel=parallel,
+        shard_sync=sync,
+        shard_modules=modules,
     )
 
 

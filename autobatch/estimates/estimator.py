@@ -86,26 +86,24 @@ class Estimator:
 
     def estimates(self) -> Estimates:
         """Predict for each GPU, and for one GPU, or where nothing fits, also what would help."""
-        gpus = self.gpus.load()
-        if len(gpus) == 1:
+        gpus, found = self.gpus.load(), []
+        is_only = len(gpus) == 1
+        if is_only:
             self._prepare(gpus[0])
-        found = {gpu.name: self.limit(gpu) for gpu in gpus}
         for gpu in gpus:
-            if len(gpus) == 1 or not found[gpu.name].fits:
-                helpful = self._remedies(gpu, found[gpu.name])
-                found[gpu.name] = msgspec.structs.replace(found[gpu.name], remedies=helpful)
-        if len(gpus) == 1 and self.world == 1:
-            found = {gpus[0].name: self._by_size(gpus[0], found[gpus[0].name])}
+            one = self.limit(gpu)
+            if is_only or not one.fits:
+                one = msgspec.structs.replace(one, remedies=self._remedies(gpu, one))
+            found.append(self._by_size(gpu, one) if is_only and self.world == 1 else one)
         table: list[RankEstimate] = []
         if self.world > 1:
-            shown = gpus if len(gpus) > 1 else [gpus[0], *self.gpus.larger(gpus[0])]
-            table = self._table(shown, found[gpus[0].name].parallel or "shard")
-        estimates = list(found.values())
+            shown = [*gpus, *(self.gpus.larger(gpus[0]) if is_only else [])]
+            table = self._table(shown, found[0].parallel or "shard")
         if not self.gpus.names:
-            estimates.sort(key=_need)
-        if not any(one.fits for one in estimates):
-            raise nothing_fits(estimates, self.options.search.micro_batch or 1, table)
-        return Estimates(estimates=estimates, over_ranks=table, notes=self.notes(estimates))
+            found.sort(key=_need)
+        if not any(one.fits for one in found):
+            raise nothing_fits(found, self.options.search.micro_batch or 1, table)
+        return Estimates(estimates=found, over_ranks=table, notes=self.notes(found))
 
     def notes(self, estimates: Sequence[Estimate]) -> list[str]:
         """Return remarks on predictions and on the traces so far, one per line."""

@@ -84,7 +84,7 @@ def test_every_gpu_that_does_not_fit_has_its_advice(monkeypatch):
     assert [one.fits for one in found.estimates] == [False, True, False]
     advice = [one.remedies and one.remedies[0].peak_bytes for one in found.estimates]
     assert advice == [found.estimates[0].budget_bytes, None, found.estimates[2].budget_bytes]
-    assert traced == [None, None, 1.0], "an old and a new kind of GPU, and one change of the old"
+    assert traced == [None, 1.0, None], "an old kind of GPU with one change, and a new kind"
     text = StringIO()
     Terminal(text).estimated(found)
     for name in ("t4", "v100-16gb"):

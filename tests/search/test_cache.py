@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
-from autobatch import InputError, Progress
-from autobatch.core.files import write_atomic
 from autobatch.core.units import GiB
+from autobatch.core.version import __version__
 from autobatch.footprint.fit import footprint
-from autobatch.search import cache as kept_trace
-from autobatch.search.cache import (
-    SUFFIX,
-    CachedLimit,
-    find_trace,
-    lookup,
-    save_trace,
-    store,
-)
+from autobatch.search.cache import CachedLimit, lookup, save_trace, store
+from autobatch.setup.trace import trace_footprint
 from tests.support.probes import limit_of
 from tests.support.step_workloads import WORKLOADS, setting, setup
 
@@ -98,12 +88,6 @@ def test_a_file_under_a_wrong_name_counts_as_stale(tmp_path):
     assert lookup(a_limit().key, tmp_path) == (None, "the limit saved on 2026-11-20 is stale: torch changed")
 
 
-def test_a_data_directory_that_is_not_writable_is_named(tmp_path):
-    home = write_atomic(tmp_path / "file", b"") / "home"  # below a file, where even root cannot write
-    with pytest.raises(InputError, match=rf"{home.name}.* cannot be written: .*AUTOBATCH_HOME"):
-        store(a_limit(), home)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "changed", "is_close"),
     [
@@ -123,37 +107,31 @@ def test_a_budget_that_follows_free_memory_may_be_five_percent_off(tmp_path, old
     assert lookup(key, tmp_path) == (None, None)
 
 
-@pytest.fixture(scope="module")
-def step():
-    return footprint(setting(setup(WORKLOADS["perceptron"]())))
+def test_a_confirmed_limit_is_traced_again_only_if_its_trace_is_of_no_use(tmp_path, monkeypatch):
+    traced = []
 
+    def trace(setup, **more):
+        traced.append(setup)
+        return trace_footprint(setup, **more)
 
-def test_a_trace_is_read_as_it_was_kept(tmp_path: Path, step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "limit.json"
-    ran = step.program.at(40)
-    assert find_trace(file, 40, ran) is None
-    save_trace(step, file)
-    assert find_trace(file, 40, ran) == step
-    # What ran differs, was not recorded, or another version traced.
-    assert find_trace(file, 41, ran) is None
-    assert find_trace(file, 40, None) is None
-    monkeypatch.setattr(kept_trace, "__version__", "0.0.0")
-    assert find_trace(file, 40, ran) is None
+    monkeypatch.setattr("autobatch.setup.trace.trace_footprint", trace)
+    first = limit_of(setup(WORKLOADS["perceptron"]()), tmp_path)
+    (file,) = tmp_path.glob("profiles/*/limits/*.trace")
 
+    def traces_again() -> bool:
+        traced.clear()
+        again = limit_of(setup(WORKLOADS["perceptron"]()), tmp_path)
+        assert again.probe.source.startswith("saved")
+        assert again.footprint.program == first.footprint.program
+        return bool(traced)
 
-def test_a_damaged_file_is_traced_anew(tmp_path: Path, step: Any) -> None:
-    file = tmp_path / "limit.json"
-    file.with_suffix(SUFFIX).write_bytes(b"no trace")
-    assert find_trace(file, 40, step.program.at(40)) is None
-
-
-def test_a_confirmed_limit_traces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = limit_of(setup(WORKLOADS["perceptron"]()), tmp_path, Progress())
-
-    def no_trace(*_: object, **__: object) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr("autobatch.setup.trace.trace_footprint", no_trace)
-    again = limit_of(setup(WORKLOADS["perceptron"]()), tmp_path, Progress())
-    assert again.probe.source.startswith("saved")
-    assert again.footprint == first.footprint is not None
+    assert not traces_again()
+    # Damaged, of another step, or of another version.
+    other = footprint(setting(setup(WORKLOADS["transformer"]())))
+    damaged = [b"no trace", file.read_bytes().replace(__version__.encode(), b"0" * len(__version__))]
+    for content in damaged:
+        file.write_bytes(content)
+        assert traces_again()
+        assert not traces_again()
+    save_trace(other, file)
+    assert traces_again()
