@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autobatch.cli.output import Terminated
-from autobatch.core.records import Attempt
 from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
@@ -251,18 +250,6 @@ def test_an_interrupt_gives_the_largest_size_so_far_and_a_termination_none(after
     assert found.micro_batch == max(machine.asked, default=0)
 
 
-def test_attempts_without_figures_are_bisected() -> None:
-    asked: list[int] = []
-
-    def run(size: int) -> Outcome:
-        asked.append(size)
-        return outcome_of(size, size <= 777, None)
-
-    found = search(run, cap=100_000, replay=replay_of())
-    assert (found.micro_batch, found.upper_bound_by) == (777, "run")
-    assert len(asked) <= 22
-
-
 # Sizes that fail for another reason than memory.
 
 
@@ -274,16 +261,9 @@ def insisting(multiple: int, limit: int, *, most: int = 10**9) -> Machine:
         outcome = Machine.run(machine, size)
         if size % multiple == 0 and size <= most:
             return outcome
-        failed = Attempt(
-            micro_batch=size,
-            fits=False,
-            peak_allocated_bytes=None,
-            peak_reserved_bytes=None,
-            seconds=0.0,
-            reason="an assertion",
-            is_error=True,
-        )
-        return Outcome(failed, None, error=AssertionError(f"{size} is no multiple of {multiple}"))
+        failed = outcome_of(size, False, None)
+        attempt = msgspec.structs.replace(failed.attempt, phase=None, is_error=True)
+        return failed._replace(attempt=attempt, error=AssertionError(f"{size} is no multiple of {multiple}"))
 
     machine.run = run  # type: ignore[method-assign]
     return machine
