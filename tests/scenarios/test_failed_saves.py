@@ -118,6 +118,10 @@ def test_a_kill_between_any_two_calls_leaves_the_newest_checkpoint_valid(
         shutil.rmtree(folder)
 
 
+def out_of_memory_itself() -> None:
+    raise MemoryError
+
+
 def out_of_memory() -> Exception:
     return RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes")
 
@@ -127,11 +131,13 @@ def test_memory_that_runs_out_while_a_checkpoint_is_written_ends_the_run(
     tmp_path: Path, monkeypatch, times: int
 ) -> None:
     lose_memory(monkeypatch, tmp_path, after=2, errors=[out_of_memory() for _ in range(times)])
+    monkeypatch.setattr(checkpoint, "host_memory", out_of_memory_itself)
     with pytest.raises(
         DoesNotFitError, match=r"while the checkpoint of step 4 was .* Earlier .* intact"
     ) as caught:
         train(open_loop(), settings(tmp_path, checkpoint_every=2), Progress(), None)
     assert caught.value.exit_code == 3
+    assert "with unknown of host memory available" in str(caught.value)
     assert "--on-failed-save continue" in str(caught.value)
     # The state of the step is intact, so that a second attempt may write it.
     assert saved_steps(tmp_path) == ([2, 4] if times == 1 else [2])

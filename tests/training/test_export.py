@@ -11,11 +11,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
-from autobatch import CheckpointError, InputError, __version__
-from autobatch.training.export import check_exportable, export_weights
+from autobatch import CheckpointError, InputError, Progress, __version__, fit
+from autobatch.training.export import export_weights
+from autobatch.training.run import train
 from tests.support.probes import Listener
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
+from tests.support.runs import open_loop, settings
 from tests.support.sharded_loops import Blocks, block_workload, sharded_loop, step_together
 from tests.support.training import apart, make_loop, make_workload, weights
 
@@ -61,18 +63,30 @@ def test_weights_that_cannot_be_written_are_named_and_leave_nothing_behind(tmp_p
 
 
 class Holder(nn.Module):
-    """A model whose state dict holds the given tensors."""
+    """A model that has the given tensors too."""
 
-    def __init__(self, **tensors: Tensor) -> None:
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__()
+        self.body = nn.Linear(5, 3).double()
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.body(inputs)
+
+
+class Extra(Holder):
+    """A model whose state dict has another object."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
 
 
 WHOLE = torch.arange(8.0)
 CANNOT = {
-    "complex128": ({"a": torch.zeros(2, dtype=torch.complex128)}, "a is of type complex128"),
-    "sparse": ({"a": torch.eye(3).to_sparse()}, "a is a tensor in the layout sparse_coo"),
+    "complex128": (lambda: Holder({"a": torch.zeros(2, dtype=torch.complex128)}), "a is of type complex128"),
+    "sparse": (lambda: Holder({"a": torch.eye(3).to_sparse()}), "a is a tensor in the layout sparse_coo"),
+    "object": (lambda: Extra({}), "_extra_state is a dict, which safetensors cannot hold"),
 }
 CAN = {
     "types": {
@@ -90,56 +104,25 @@ CAN = {
 
 
 @pytest.mark.parametrize("kind", CANNOT)
-def test_weights_that_cannot_be_exported_are_known_before(kind: str, tmp_path: Path) -> None:
-    tensors, message = CANNOT[kind]
-    loop = make_loop(make_workload())
-    loop.train_state.model = Holder(**tensors)
+def test_weights_that_cannot_be_exported_are_known_before_the_first_attempt(
+    kind: str, tmp_path: Path
+) -> None:
+    model, message = CANNOT[kind]
+    heard = Listener()
+    options = {"target_batch": 6, "steps": 3, "device": "cpu", "trials": 0, "progress": heard}
     with pytest.raises(InputError, match=message):
-        check_exportable(loop.train_state.model)
-    with pytest.raises(Exception):  # noqa: B017, PT011 - safetensors raises many kinds
-        export_weights(loop.train_state, tmp_path)
+        fit(make_workload(model=model), out=tmp_path / "run", **options)
+    assert heard.sizes == []
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("kind", CAN)
 def test_weights_that_pass_the_check_are_exported(kind: str, tmp_path: Path) -> None:
-    loop = make_loop(make_workload())
-    loop.train_state.model = Holder(**CAN[kind])
-    check_exportable(loop.train_state.model)
-    export_weights(loop.train_state, tmp_path)
+    loop = open_loop(make_workload(model=lambda: Holder(CAN[kind])))
+    train(loop, settings(tmp_path), Progress(), None)
     found = load_file(tmp_path / "model.safetensors")
-    assert found
-    assert all(torch.equal(found[name], CAN[kind][name]) for name in found)
-    assert set(found) == set(CAN[kind])
-
-
-def test_a_state_dict_with_other_objects_is_refused() -> None:
-    class Extra(nn.Linear):
-        def get_extra_state(self) -> dict[str, int]:
-            return {"calls": 3}
-
-    with pytest.raises(InputError, match="_extra_state is a dict, which safetensors cannot hold"):
-        check_exportable(Extra(1, 1))
-
-
-def test_a_run_ends_before_its_first_attempt(tmp_path: Path) -> None:
-    import autobatch
-
-    class Complex(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2, dtype=torch.complex128))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.weight * x[:, :2]).abs().sum(dim=1)
-
-    workload = make_workload(model=Complex, loss=lambda model, batch: model(batch[0]).mean())
-    heard = Listener()
-    with pytest.raises(InputError, match="weight is of type complex128"):
-        autobatch.fit(
-            workload, target_batch=6, steps=3, device="cpu", trials=0, out=tmp_path / "run", progress=heard
-        )
-    assert heard.sizes == []
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert set(found) == {*CAN[kind], "body.weight", "body.bias"}
+    assert all(torch.equal(found[name], value) for name, value in CAN[kind].items())
 
 
 def test_equal_weights_are_equal_files(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from autobatch.training.noise_scale import KEPT_BATCHES, MIN_BATCHES, NoiseEstimate, NoiseScale
+from autobatch.training.noise_scale import NoiseEstimate, NoiseScale
 
 
 def of_norms(rows) -> NoiseEstimate:
@@ -38,7 +38,6 @@ def test_the_estimate_is_unbiased_over_all_possible_batches() -> None:
     for ids in itertools.product(range(3), repeat=4):
         batch = samples[list(ids)]
         rows.append((batch[0].square().sum().item(), 1, batch.mean(0).square().sum().item(), 4))
-    assert len(rows) >= MIN_BATCHES
     found = of_norms(rows)
     assert found.noise_scale == pytest.approx(trace / truth.square().sum().item(), rel=1e-12)
 
@@ -69,7 +68,7 @@ def test_gradients_of_a_model_give_the_noise_scale_of_its_data() -> None:
     truth = by_hand.mean(0)
     exact = ((by_hand - truth).square().sum(1).mean() / truth.square().sum()).item()
     rows = []
-    for _ in range(KEPT_BATCHES):
+    for _ in range(500):
         ids = torch.randint(256, (16,), generator=generator)
         (inputs[ids[:4]] @ weight - targets[ids[:4]]).square().sum().div(16).backward()
         first = (weight.grad.norm() * 16 / 4).item() ** 2
@@ -95,9 +94,9 @@ def test_a_gradient_that_the_noise_hides_has_no_upper_end() -> None:
 
 
 def test_too_few_batches_give_no_estimate() -> None:
-    rows = [(78.0, 8, 12.375, 64)] * (MIN_BATCHES - 1)
+    rows = [(78.0, 8, 12.375, 64)] * 49
     found = of_norms(rows)
-    assert found == NoiseEstimate(batches=MIN_BATCHES - 1)
+    assert found == NoiseEstimate(batches=49)
     assert found.sentence(64) == ""
 
 
@@ -139,4 +138,4 @@ def test_a_restored_state_continues_the_same_estimate() -> None:
     for one in (noise, other):
         for row in rows[350:]:
             one.observe(*row)
-    assert other.estimate() == noise.estimate() == of_norms(rows[-KEPT_BATCHES:])
+    assert other.estimate() == noise.estimate() == of_norms(rows[-500:])

@@ -12,7 +12,6 @@ from torch import nn
 
 from autobatch import NonFiniteError, Progress, RestartSmallerError
 from autobatch.device.cpu import CpuDevice
-from autobatch.training.checkpoint import available_host_memory
 from autobatch.training.run import train
 from tests.support.faults import Fault, Watching, plain
 from tests.support.rank_server import RankServer
@@ -62,16 +61,6 @@ def test_the_graphs_of_a_batch_that_ran_out_of_memory_are_freed(monkeypatch: pyt
         with fault:
             next(loop.run())
     assert resets == ["reset"]
-
-
-def test_the_available_memory_is_unknown_if_it_cannot_be_read_for_lack_of_memory(monkeypatch) -> None:
-    assert available_host_memory().endswith("iB")
-
-    def fail(*_: object, **__: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("autobatch.training.checkpoint.host_memory", fail)
-    assert available_host_memory() == "unknown"
 
 
 @pytest.mark.parametrize(
