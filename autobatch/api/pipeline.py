@@ -223,11 +223,7 @@ class StoredRun:
 
 
 def _open_stored(call: Call, lock: ExitStack) -> StoredRun:
-    """Open the run to resume, and compare it with what is asked for now.
-
-    Raises:
-        InputError: there is none, or it cannot continue with these options or data.
-    """
+    """Open the run to resume, and compare it with what is asked for now."""
     options, ranks = call.options, call.ranks
     call.progress.doing(OPENING)
     workload = find_workload(call.workload, options.device.seed)

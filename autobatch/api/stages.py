@@ -301,9 +301,6 @@ def _check_loss(call: Call, setup: OpenSetup, result: Result) -> None:
     """Check whether the loss can be split, as asked; an interrupted probe has no check.
 
     Where a note is enough, the check is an extra: if it fails, that is a note too.
-
-    Raises:
-        InputError: it cannot be split into the micro-batches of the plan, and a note is not enough.
     """
     probe, plan, asked = result.probe, result.plan, call.options.split_check
     if probe is None or probe.micro_batch < 1 or probe.stopped_by == "interrupt" or asked == "off":
@@ -378,11 +375,7 @@ def _add_learning_rate(call: Call, tuner: PlanTuner, result: Result) -> Result:
 
 
 def _write_memory_viz(call: Call, process: SetupProcess, result: Result) -> None:
-    """Write the memory of a few steps of the result to ``--memory-viz``, if it was asked for.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
+    """Write the memory of a few steps of the result to ``--memory-viz``, if it was asked for."""
     probe, plan, path = result.probe, result.plan, call.options.search.memory_viz
     if path is None or probe is None or probe.micro_batch < 1:
         return

@@ -104,11 +104,7 @@ def layered(*layers: Layer) -> Layer:
 
 
 def _read_file(path: Path) -> Layer:
-    """Read the options in a config file.
-
-    Raises:
-        InputError: it is not TOML, or an option does not exist.
-    """
+    """Read the options in a config file."""
     table: Any = read_toml(path)
     for name in ("tool", "autobatch") if path.name == "pyproject.toml" else ():
         table = table.get(name, {})
@@ -130,9 +126,6 @@ def _read_variables(environ: Mapping[str, str]) -> Layer:
     """Read the options in ``AUTOBATCH_…`` variables (``AUTOBATCH_MEMORY_BUDGET=6GiB``).
 
     An empty variable counts as not set.
-
-    Raises:
-        InputError: a variable has the prefix, but no option has its name.
     """
     names = {PREFIX + name.upper(): name for name in _all_names()}
     values: Layer = {}
@@ -182,11 +175,7 @@ def _read_words(name: str, arguments: list[str], known: Layer) -> Layer:
 
 
 def _check_place(workload: OptionValue) -> None:
-    """Check the reference of a workload.
-
-    Raises:
-        InputError: it is no text, is empty, or has bytes that the locale cannot decode.
-    """
+    """Raise if the reference of a workload is no text, or has bytes that the locale cannot decode."""
     place = workload.value
     if isinstance(place, str) and not is_text(place):
         raise InputError(

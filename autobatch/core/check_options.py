@@ -79,11 +79,7 @@ def options_from(
 
 
 def _converted(name: str, value: Any, annotation: Any) -> Any:
-    """Return a value in the type of its option.
-
-    Raises:
-        InputError: it has another type, is out of range, or is a text that no file can hold.
-    """
+    """Return a value in the type of its option."""
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     elif hasattr(value, "item"):  # a number of NumPy

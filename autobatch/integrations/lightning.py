@@ -187,11 +187,7 @@ def _loader(module: Any, datamodule: Any) -> DataLoader[Any]:
 
 
 def _holder(module: Any, datamodule: Any) -> Any:
-    """Return the object whose attribute ``batch_size`` the loader is made with.
-
-    Raises:
-        InputError: nothing has one.
-    """
+    """Return the object whose attribute ``batch_size`` the loader is made with."""
     owners = [one for one in (datamodule, module) if one is not None]
     for owner in owners:
         for holder in (owner, getattr(owner, "hparams", None)):
@@ -211,11 +207,6 @@ def _outside_of_fit(module: Any, trainer: Any, datamodule: Any = None) -> Iterat
 
     The data are prepared and the layers of ``configure_model`` are built, as ``fit`` does first. Attributes
     that this sets are restored: ``fit`` sets them again. So are the random states.
-
-    Args:
-        module: the ``LightningModule``.
-        trainer: that is going to fit it.
-        datamodule: the ``LightningDataModule``; None if there is none.
     """
     before = vars(module).copy()
     outside = _NoFit(trainer, datamodule)
@@ -234,11 +225,7 @@ def _outside_of_fit(module: Any, trainer: Any, datamodule: Any = None) -> Iterat
 
 
 def _configured(module: Any) -> tuple[list[torch.optim.Optimizer], list[Any]]:
-    """Return optimizers and schedules among the many forms that ``configure_optimizers`` may return.
-
-    Raises:
-        InputError: there is no optimizer.
-    """
+    """Return optimizers and schedules among the many forms that ``configure_optimizers`` may return."""
     found = module.configure_optimizers()
     schedules: list[Any] = []
     if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list | tuple):

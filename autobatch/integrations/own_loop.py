@@ -259,9 +259,6 @@ class Batches(Generic[CollatedT]):
         """Read all samples of this rank, in the order in which they were drawn, and cut them by size.
 
         Their random draws are those of a split by count, and no size need be known before.
-
-        Raises:
-            InputError: a size is invalid.
         """
         assert self._plan.size_cut is not None
         samples = self._source.read(own)
@@ -343,11 +340,7 @@ def batches(
 
 
 def _open_ranks(plan: Plan, train_state: TrainState, numbers: dict[str, int | None]) -> tuple[Engine, Split]:
-    """Join the ranks that a launcher has started, and return how they sum and split a batch.
-
-    Raises:
-        InputError: the ranks differ, or the plan is for another number of them.
-    """
+    """Join the ranks that a launcher has started, and return how they sum and split a batch."""
     check_world_size(plan, launched_world_size(os.environ), "autobatch.batches")
     if plan.world_size == 1:
         return Engine(), Split(limits=[plan.micro_batch], multiple=plan.multiple)
@@ -359,11 +352,7 @@ def _open_ranks(plan: Plan, train_state: TrainState, numbers: dict[str, int | No
 
 
 def _begin_exchange(train_state: TrainState, ranks: Ranks) -> None:
-    """Make the buffer in which ranks sum their gradients, before the first step.
-
-    Raises:
-        InputError: the weights of the ranks differ.
-    """
+    """Make the buffer in which ranks sum their gradients, before the first step."""
     own = [parameter.detach() for parameter in train_state.parameters]
     norm = float(norm_of([one.double() for one in own])) if own else 0.0
     found = ranks.gather((len(own), sum(one.numel() for one in own), norm))
