@@ -134,15 +134,15 @@ def memory_curve_figure(curve: MemoryCurve, budget_bytes: int) -> Picture | None
         axes.stackplot(
             curve.positions, layers, colors=colors, linewidth=0, step="post", labels=list(curve.categories)
         )
-        top = (1.25 if narrow else 1.15) * max(peak, 1) / unit
+        top = 1.25 * max(peak, 1) / unit
         axes.margins(x=0)
         axes.set_ylim(0, top)
         if budget_bytes / unit < top:
             axes.axhline(budget_bytes / unit, color=color("bad"), linestyle=(0, (5, 3)), label="budget")
         axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, integer=True))
         for number, (phase, start) in enumerate(curve.phases.items()):
-            # On a narrow page the names of short phases would overlap, so every second one is lowered.
-            drop = 13 * (number % 2) if narrow else 0
+            # The names of short phases would overlap, so every second one is lowered.
+            drop = 13 * (number % 2)
             axes.axvline(start, color=color("rule"), linewidth=1)
             axes.annotate(
                 phase, (start, 1), xycoords=axes.get_xaxis_transform(), textcoords="offset points",
