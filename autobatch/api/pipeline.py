@@ -340,7 +340,8 @@ def _epoch_samples(call: Call, setup: OpenSetup) -> int:
         "--epochs or --last-batch needs the number of samples, so the stream is read once to its end: give "
         "--steps if it has no end"
     )
-    return call.ranks.once(lambda: setup.process.call("counting the samples", count_stream))
+    with call.ranks.working("counting the samples of the stream"):
+        return call.ranks.once(lambda: setup.process.call("counting the samples", count_stream))
 
 
 def _sampler_of(call: Call, setup: Setup, samples: int | None) -> GlobalBatchSampler:
@@ -350,7 +351,8 @@ def _sampler_of(call: Call, setup: Setup, samples: int | None) -> GlobalBatchSam
         samples, order = epoch_of(setup.workload, options.device.seed)
         return build_sampler(samples, options, order)
     if samples is None:
-        samples = ranks.once(lambda: count_samples(stream)) if depends_on_end(options) else ENDLESS
+        with ranks.working("counting the samples of the stream"):
+            samples = ranks.once(lambda: count_samples(stream)) if depends_on_end(options) else ENDLESS
     note = split_note(setup.workload.train_data[0], ranks)  # type: ignore[index]
     if note is not None:
         call.progress.note(note)

@@ -63,6 +63,10 @@ class Group(Ranks):
         """See `Ranks.sign`."""
         self.activity.sign(doing)
 
+    def working(self, doing: str) -> AbstractContextManager[None]:
+        """See `Ranks.working`."""
+        return self.activity.working(doing)
+
     def gather(self, value: T) -> list[T]:
         """See `Ranks.gather`."""
         found: list[Any] = [None] * self.world

@@ -10,7 +10,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -100,6 +100,10 @@ class Ranks:
         Args:
             doing: what it does from now on, for example ``saving a checkpoint``.
         """
+
+    def working(self, doing: str) -> AbstractContextManager[None]:
+        """Do within the block what may take any time, without a `sign`."""
+        return nullcontext()
 
     def enter(self, out: Path) -> None:
         """Set the folder of the run, for `fail`."""

@@ -61,11 +61,11 @@ class Sign(NamedTuple):
     """Times that the rank has begun to wait for the others: the same for all ranks in the same wait."""
     is_waiting: bool = False
     doing: str = "starting"
-    """What the main thread does, in words that follow "it is"."""
+    """The work of the main thread, for example ``validating``."""
 
 
 class Heard(NamedTuple):
-    """What this rank has heard of another, with times of its own clock in seconds."""
+    """The newest sign of a rank, with times of the clock of this one in seconds."""
 
     sign: Sign
     beat_at: float
@@ -75,7 +75,7 @@ class Heard(NamedTuple):
 
 
 class Activity:
-    """What the main thread of a rank does; all ranks begin their waits for each other in the same order."""
+    """The work of the main thread of a rank. All ranks begin their waits for each other in the same order."""
 
     def __init__(self) -> None:
         self.limit_s = float("inf")
@@ -84,6 +84,8 @@ class Activity:
         self.ended = 0
         self.progress = 0
         self.doing = Sign().doing
+        self.is_limited_itself = False
+        """True while the work has a limit of its own, so that none of its parts needs a sign."""
         self.waits_for = ""
         """Purpose of the newest wait, in the words that follow "could not"."""
         self.since: float | None = None
@@ -93,6 +95,16 @@ class Activity:
         """Show that the main thread gets further."""
         self.doing = doing
         self.progress += 1
+
+    @contextmanager
+    def working(self, doing: str) -> Iterator[None]:
+        """Do within the block what has a limit of its own, or may take any time."""
+        self.sign(doing)
+        self.is_limited_itself = True
+        try:
+            yield
+        finally:
+            self.is_limited_itself = False
 
     @contextmanager
     def waiting(self, act: str) -> Iterator[None]:
@@ -123,7 +135,8 @@ class Activity:
         """Return the sign of life that the other ranks get; the main thread may go on meanwhile."""
         is_waiting = self.since is not None
         doing = f"waiting to {self.waits_for}" if is_waiting else self.doing
-        return Sign(beat, self.progress, self.begun, is_waiting, doing)
+        progress = self.progress + (beat if self.is_limited_itself else 0)
+        return Sign(beat, progress, self.begun, is_waiting, doing)
 
 
 class Watch:

@@ -177,12 +177,21 @@ def can_be_written(dtype: torch.dtype) -> bool:
     return True
 
 
-def write_state(folder: Path, packed: Packed) -> dict[str, dict[str, Any]]:
-    """Write a state without its sharded tensors, and return what `write_file` returns by name of the file."""
+def write_state(
+    folder: Path, packed: Packed, begin_file: Callable[[], object] = lambda: None
+) -> dict[str, dict[str, Any]]:
+    """Write a state without its sharded tensors, and return what `write_file` returns by name of the file.
+
+    Args:
+        folder: exists.
+        packed: the state.
+        begin_file: called before each file.
+    """
     from safetensors.torch import save
 
     files = {STATE: write_file(folder / STATE, json.dumps(packed.value, indent=1).encode())}
     for number, tensors in enumerate(_by_file(packed.tensors), 1):
+        begin_file()
         content = save({name: _on_host(tensor) for name, tensor in tensors.items()})
         name = f"state-{number:05d}.safetensors"
         files[name] = write_file(folder / name, content)
