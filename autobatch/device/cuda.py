@@ -149,8 +149,8 @@ class CudaDevice(Device):
         listed = [] if isinstance(found, nvml.NvmlAbsent) else found
         reserved_bytes = torch.cuda.memory_reserved(self._index)
         own_bytes, notes = reserved_bytes + self._context_bytes + (self._loaded_bytes or 0), record.notes
+        own = [one.used_bytes for one in listed if one.pid == os.getpid() and one.used_bytes is not None]
         # In a container its id may be that of another process of the host, which holds less.
-        own = [one.used_bytes or 0 for one in listed if one.pid == os.getpid()]
         if own and own[0] >= reserved_bytes:
             own_bytes = own[0]
         elif used is not None and not self._context_bytes:

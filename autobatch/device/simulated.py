@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import msgspec
@@ -72,17 +72,13 @@ class SimulatedDevice(Device):
         """Return name, total and budget of the GPU."""
         return msgspec.structs.replace(super().describe(), other_processes_bytes=0)
 
-    @contextmanager
-    def enforced(self) -> Iterator[Meter]:
+    def enforced(self) -> AbstractContextManager[Meter]:
         """Start with an empty cache, and raise ``torch.OutOfMemoryError`` over the budget in the block."""
-        with self._tracked(record=True) as tracker:
-            yield tracker
+        return self._tracked(record=True)
 
-    @contextmanager
-    def training(self) -> Iterator[Meter]:
+    def training(self) -> AbstractContextManager[Meter]:
         """Enforce the budget within the block, and record no events."""
-        with self._tracked(record=False) as tracker:
-            yield tracker
+        return self._tracked(record=False)
 
     def compiler_missing(self) -> str | None:
         """Return that nothing is compiled here: torch compiles no model under a dispatch mode."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from autobatch.core.units import MiB
-from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
+from autobatch.device.allocator.ledger import Allocator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,13 +203,7 @@ class CachingAllocator(Allocator):
             self.retries += 1
             block = self._grow(pool, rounded)
         if block is None:
-            raise BudgetExceeded(
-                requested=size,
-                attempted=self.config.segment_bytes(rounded),
-                allocated=self.allocated_bytes,
-                reserved=self.reserved_bytes,
-                limit=self.limit or 0,
-            )
+            raise self.refusal(size, self.config.segment_bytes(rounded))
         if block.size - rounded > pool.keeps_tail_bytes:
             pool.insert(block.split(rounded))
         block.held = True

@@ -63,6 +63,16 @@ class Allocator(ABC):
             self.retries,
         )
 
+    def refusal(self, requested: int, attempted: int) -> BudgetExceeded:
+        """Return the refusal of a request, for which the allocator needed as much as was attempted."""
+        return BudgetExceeded(
+            requested=requested,
+            attempted=attempted,
+            allocated=self.allocated_bytes,
+            reserved=self.reserved_bytes,
+            limit=self.limit or 0,
+        )
+
 
 class BudgetExceeded(Exception):  # noqa: N818 - callers translate it; it is no fault
     """The refusal of a request. All sizes are in bytes.
@@ -92,13 +102,7 @@ class CountingAllocator(Allocator):
         """Take ``size`` bytes; see `Allocator.malloc`."""
         allocated = self.allocated_bytes + size
         if self.limit is not None and allocated > self.limit:
-            raise BudgetExceeded(
-                requested=size,
-                attempted=size,
-                allocated=self.allocated_bytes,
-                reserved=None,
-                limit=self.limit,
-            )
+            raise self.refusal(size, size)
         self.allocated_bytes = allocated
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, allocated)
         return size

@@ -6,7 +6,7 @@ is room. Only if it does not, the operator runs on the meta device, which gives 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import zip_longest
 from math import prod
 from typing import Any
@@ -44,11 +44,8 @@ def output_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, th
         with torch.no_grad():
             out = func(*copies[0], **copies[1])
         # Some operators return a view of an argument which their schema does not declare (_unsafe_view).
-        given = {
-            tensor.untyped_storage()._cdata for tensor in tree_leaves(copies) if isinstance(tensor, Tensor)
-        }
-        made = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in _tensors(out))}
-        return sum(size for storage, size in made.items() if storage not in given)
+        given = _storages(copies)
+        return sum(size for storage, size in _storages(out).items() if storage not in given)
     except Exception:
         # The real arguments raise the same error, or only the meta kernel is missing.
         return 0
@@ -96,9 +93,7 @@ def _on_meta(values: Any) -> Any:
     return tree_map_only(torch.device, lambda _: torch.device("meta"), moved)
 
 
-def _tensors(out: Any) -> Iterator[Tensor]:
-    if isinstance(out, Tensor):
-        yield out
-    elif isinstance(out, list | tuple):
-        for each in out:
-            yield from _tensors(each)
+def _storages(tensors: Any) -> dict[int, int]:
+    """Return the bytes of the storages of a tree of tensors."""
+    storages = [one.untyped_storage() for one in tree_leaves(tensors) if isinstance(one, Tensor)]
+    return {storage._cdata: storage.nbytes() for storage in storages}
