@@ -7,6 +7,7 @@ import torch
 
 from autobatch import InputError
 from autobatch.device import nvml
+from autobatch.device.host import HostMemory
 from autobatch.device.nvml import NvmlReading
 from autobatch.device.select import device_kind, device_of_rank, gpu_uuid, open_device
 from tests.support.fake_cuda import gpu_reading
@@ -53,7 +54,9 @@ def test_a_gpu_that_torch_cannot_use_is_noted(
     assert open_device(spec, memory_budget="64MiB", environ=visible).describe().notes == []
 
 
-def test_ranks_share_the_memory_of_their_host() -> None:
+def test_ranks_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = HostMemory(64 * 2**30, 32 * 2**30, "a made-up machine")
+    monkeypatch.setattr("autobatch.device.select.host_memory", lambda: memory)
     alone = open_device("cpu", memory_budget=None, environ={})
     shared = open_device("cpu", memory_budget=None, environ={"LOCAL_WORLD_SIZE": "4"})
     assert shared.budget_bytes < alone.budget_bytes / 2

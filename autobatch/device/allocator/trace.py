@@ -79,7 +79,7 @@ class Trace:
 
 
 class Repetition(NamedTuple):
-    """What a part of a trace adds when it runs once more: its events, marks and number of blocks."""
+    """The events, marks and number of blocks that a part of a trace adds when it runs once more."""
 
     events: tuple[tuple[int, int], ...]
     marks: tuple[tuple[int, str], ...]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autobatch.device.allocator.output_size import output_bytes
+from autobatch.device.allocator.tracker import output_bytes
 
 aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ def test_no_output_over_the_threshold_is_missed(name):
 
 
 def test_with_ample_room_nothing_runs(monkeypatch):
-    monkeypatch.setattr("autobatch.device.allocator.output_size._on_meta", None)
+    monkeypatch.setattr("autobatch.device.allocator.tracker._on_meta", None)
     for func, args, kwargs in CALLS.values():
         assert output_bytes(func, args, kwargs, threshold=10**6) == 0
 
