@@ -37,6 +37,8 @@ STRIDE = 32
 """Further sizes are tried in steps of one part in this many."""
 FIRST_SIZE = 32
 """The first single size to trace. A trace takes as long at any size, and small ones may take other steps."""
+MOST_TRACES = 10
+"""Single sizes that are traced at most; three to six usually end the search."""
 
 
 class Fitting:
@@ -265,18 +267,13 @@ def close_in(
 ) -> dict[int, Recording]:
     """Record sizes that close in on the largest that fits, and return the recordings by their size."""
     found: dict[int, Recording] = {}
-
-    def fits(size: int) -> bool:
-        found[size] = record_at(size)
-        return replay(found[size].trace, new_allocator()).fits
-
-    def guess(*_: int) -> int:
-        if not found:
-            return cap if new_allocator().limit is None else FIRST_SIZE
-        last = [*found][-1]
-        return Fitting([in_proportion(last, found[last].trace)], new_allocator).largest(cap)
-
-    largest(fits, 0, cap + 1, guess)
+    low, high = 0, cap + 1
+    size = cap if new_allocator().limit is None else min(FIRST_SIZE, cap)
+    while high - low > 1 and len(found) < MOST_TRACES:
+        one = found[size] = record_at(size)
+        low, high = (size, high) if replay(one.trace, new_allocator()).fits else (low, size)
+        likely = Fitting([in_proportion(size, one.trace)], new_allocator).largest(cap)
+        size = min(max(likely, low + 1), high - 1)
     return found
 
 
