@@ -196,5 +196,5 @@ OWN = "a micro-batch of 1 does not fit in the budget of 16 B"
 def test_all_ranks_run_what_fits_on_the_smallest(
     server: RankServer, tmp_path: Path, limits: list[int], is_connected: bool, said: list[str]
 ) -> None:
-    found = server.values(plan_of_rank, tmp_path, limits, is_connected, world=2)
+    found = server.values(plan_of_rank, tmp_path, limits, is_connected, world=2, seconds=120)
     assert all(one.startswith(words) for one, words in zip(found, said, strict=True)), found
