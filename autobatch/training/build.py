@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
-from autobatch.core.options import Options
+from autobatch.core.options import Options, TrainOptions
 from autobatch.core.records import Plan
 from autobatch.device.base import Meter
 from autobatch.distributed.rank_plan import limit_of_rank, model_of_ranks, open_engine, split_for
@@ -113,10 +113,10 @@ def open_loop(
     """
     ranks, device, train = ranks or Ranks(), setup.device, options.train
     split = split_of(setup, plan, ranks)
-    workload, feeding = _feed_of(setup, plan, options, sampler, split=split, sample_seeds=sample_seeds)
+    workload, feeding = _feed_of(setup, plan, train, sampler, split=split, sample_seeds=sample_seeds)
     with device.training() as meter, feeding as feed:
         seed_everything(options.device.seed)
-        train_state = _open_train_state(setup, plan, options, meter, ranks)
+        train_state = _open_train_state(setup, plan, train, meter, ranks)
         engine = open_engine(ranks, plan, split, train_state, lambda: _filler_of(setup))
         if train_state.shared is None:
             engine.broadcast([*train_state.model.parameters(), *train_state.model.buffers()])
@@ -151,7 +151,7 @@ def open_loop(
 def _feed_of(
     setup: Setup,
     plan: Plan,
-    options: Options,
+    train: TrainOptions,
     sampler: GlobalBatchSampler,
     *,
     split: Split,
@@ -161,8 +161,8 @@ def _feed_of(
 
     The loader processes are as many as asked for, else as planned, else as the workload's own loader has.
     """
-    workload, train = setup.workload, options.train
-    loading, workers = workload.loading, train.workers
+    workload, workers = setup.workload, train.workers
+    loading = workload.loading
     if workers is None:
         workers = int(plan.knobs.get(LOADER_WORKERS) or loading.workers or 0)
     prefetch = train.prefetch or int(plan.knobs.get(PREFETCH) or loading.prefetch or AHEAD)
@@ -182,7 +182,7 @@ def _feed_of(
     return workload, open_feed(
         workload,
         sampler.batches,
-        seed=options.device.seed,
+        seed=sampler.seed,
         workers=workers,
         prefetch=prefetch,
         sample_seeds=sample_seeds,
@@ -191,7 +191,9 @@ def _feed_of(
     )
 
 
-def _open_train_state(setup: Setup, plan: Plan, options: Options, meter: Meter, ranks: Ranks) -> TrainState:
+def _open_train_state(
+    setup: Setup, plan: Plan, train: TrainOptions, meter: Meter, ranks: Ranks
+) -> TrainState:
     """Place the model on the device of this rank, and build what its steps need."""
     meter.mark("setup")
     device = setup.device.torch_device
@@ -200,8 +202,8 @@ def _open_train_state(setup: Setup, plan: Plan, options: Options, meter: Meter, 
     settings = StepSettings(
         precision=plan.precision,
         gradient_dtype=plan.gradient_dtype,
-        max_grad_norm=options.train.max_grad_norm,
-        ema=options.train.ema,
+        max_grad_norm=train.max_grad_norm,
+        ema=train.ema,
         knobs=plan.knobs,
         world=1 if shared else plan.world_size,
     )
