@@ -93,4 +93,4 @@ def test_ranks_that_share_a_model_start_again_smaller_and_go_on(tmp_path: Path) 
     assert found["training"]["optimizer_steps"] == 8
     assert found["training"]["resumed_from"].endswith("step-00000002")
     assert found["plan"]["parallel"] == "shard"
-    assert json.loads((tmp_path / "run" / "verdict.json").read_text())["code"] == 77
+    assert not (tmp_path / "run" / "verdict.json").exists(), "the newest attempt has succeeded"
