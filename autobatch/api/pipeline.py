@@ -43,7 +43,7 @@ from autobatch.report.result import Estimates, Result, load_run
 from autobatch.search.plan_split import read_sizes
 from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import KeyValue, Role, Setup, data_of_setup, open_setup
-from autobatch.training.build import build_sampler, count_stream, depends_on_end, stream_length
+from autobatch.training.build import build_sampler, count_stream, stream_length
 from autobatch.training.checkpoint import Loaded, list_checkpoints
 from autobatch.training.export import examine_weights, whole_model
 from autobatch.training.resume import (
@@ -331,7 +331,7 @@ def _epoch_samples(call: Call, setup: OpenSetup) -> int:
     """Return the samples of an epoch. A stream is counted only if the run depends on its end."""
     if setup.info.epoch_samples is not None:
         return setup.info.epoch_samples
-    if not depends_on_end(call.options):
+    if not call.options.train.depends_on_end:
         return ENDLESS
     known = call.ranks.once(lambda: setup.process.call("the length of the stream", stream_length))
     if known is not None:
@@ -352,7 +352,7 @@ def _sampler_of(call: Call, setup: Setup, samples: int | None) -> GlobalBatchSam
         return build_sampler(samples, options, order)
     if samples is None:
         with ranks.working("counting the samples of the stream"):
-            samples = ranks.once(lambda: count_samples(stream)) if depends_on_end(options) else ENDLESS
+            samples = ranks.once(lambda: count_samples(stream)) if options.train.depends_on_end else ENDLESS
     note = split_note(setup.workload.train_data[0], ranks)  # type: ignore[index]
     if note is not None:
         call.progress.note(note)

@@ -268,6 +268,11 @@ class TrainOptions(Section, frozen=True, kw_only=True):
         str | None, Option("Folder of the run. Without it: runs/NAME/DATE.", "DIR", common=True)
     ] = None
 
+    @property
+    def depends_on_end(self) -> bool:
+        """True if the run depends on the length of an epoch."""
+        return self.epochs is not None or self.last_batch != "carry"
+
 
 class TuneOptions(Section, frozen=True, kw_only=True):
     """The search for the fastest configuration and for the learning rate."""

@@ -64,7 +64,7 @@ class Section:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to show."""
+        """True if there is nothing to show."""
         return not (self.facts or self.pictures or self.tables or self.folded or self.notes or self.command)
 
 

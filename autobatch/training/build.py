@@ -73,11 +73,6 @@ def build_sampler(
     return sampler
 
 
-def depends_on_end(options: Options) -> bool:
-    """Check whether a run depends on the length of an epoch."""
-    return options.train.epochs is not None or options.train.last_batch != "carry"
-
-
 def stream_length(session: Session) -> int | None:
     """Return the length that the stream of an open setup tells; None if it tells none."""
     return known_length(session.setup.stream)
