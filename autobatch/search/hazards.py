@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.core.knobs import COMPILE
+from autobatch.core.units import format_share
 from autobatch.device.oom import Verdict, classify
 from autobatch.setup.rehearsal import on_copies
 from autobatch.setup.setup import Setup
@@ -188,7 +189,7 @@ def _in_padding(setup: Setup, sizes: Sizes) -> Obstacle | None:
     if difference is None or difference <= TOLERANCE:
         return None
     what = "row" if is_whole else "loss"
-    change = f"the {what} of sample {short} changes by {difference:.1%} beside sample {longest}"
+    change = f"the {what} of sample {short} changes by {format_share(difference)} beside sample {longest}"
     if not _is_padded_beside(setup.workload, short, longest):
         return Obstacle(
             f"{change}, though it is not padded: the loss depends on several samples at once, or is a mean "

@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 
 from autobatch.core.errors import InputError
 from autobatch.core.text import quoted
-from autobatch.workload.contract import Collated, Workload
+from autobatch.workload.contract import Collated, Workload, kind_of
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.user_code import mark_user_error, user_code
@@ -62,16 +62,27 @@ def fetch(data: Any, ids: Sequence[int], *, name: str = "train_data") -> list[An
         data: has ``__getitem__``; with ``__getitems__`` it reads many samples at once, as in torch's loader.
         ids: indices of the samples.
         name: of the data in that mark.
+
+    Raises:
+        InputError: ``__getitems__`` does not return one sample for each index.
     """
     many = getattr(data, "__getitems__", None)
     if many is None:
         return [_read_sample(data, index, name) for index in ids]
     try:
-        return list(many(list(ids)))
+        found = many(list(ids))
     except (Exception, SystemExit) as error:
         index = _failing_index(data, ids, type(error))
         mark_user_error(error, name if index is None else f"{name}[{index}]")
         raise
+    if isinstance(found, Mapping) or not hasattr(found, "__len__") or len(found) != len(ids):
+        number = f" of {len(found)}" if hasattr(found, "__len__") else ""
+        raise InputError(
+            f"{name}.__getitems__ got {len(ids)} indices and returned {kind_of(found)}{number}, which looks "
+            "like a batch that is made already: return a list with one sample for each index, and make the "
+            "batch in Workload(collate=…)"
+        )
+    return list(found)
 
 
 def _read_sample(data: Any, index: int, name: str = "train_data") -> Any:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch import InputError
-from autobatch.core.units import GiB, KiB, MiB, format_bytes, parse_budget
+from autobatch.core.units import GiB, KiB, MiB, format_bytes, format_share, parse_budget
 
 TiB = 1024 * GiB
 
@@ -88,3 +88,11 @@ def test_a_share_of_memory_is_rounded_down(percent: int, whole: int) -> None:
 def test_a_share_is_over_0_and_at_most_100_percent(text: str) -> None:
     with pytest.raises(InputError, match="more than 0% and at most 100%"):
         parse_budget(text, whole_bytes=GiB)
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0.0, "0.0%"), (0.0003, "0.03%"), (0.00000041, "4e-05%"), (0.125, "12.5%"), (2, "200.0%")],
+)
+def test_a_small_share_is_not_rounded_to_nothing(share: float, text: str) -> None:
+    assert format_share(share) == text

@@ -145,6 +145,24 @@ def test_data_that_can_fetch_many_samples_is_asked_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        ((torch.ones(4, 3), torch.zeros(4)), "a tuple of 2"),
+        ({"x": torch.ones(4, 3)}, "a dict of 1"),
+        (None, r"nothing \(None\)"),
+    ],
+)
+def test_data_that_make_their_own_batches_are_refused_in_one_line(made: Any, found: str) -> None:
+    class Batches(Slow):
+        def __getitems__(self, ids: list[int]) -> Any:
+            return made
+
+    message = f"train_data.__getitems__ got 4 indices and returned {found}, which looks like a batch"
+    with pytest.raises(InputError, match=message):
+        load_micro_batch(workload(Batches([3] * 8)), range(4))
+
+
+@pytest.mark.parametrize(
     "samples",
     [
         [torch.zeros(2), torch.zeros(3)],

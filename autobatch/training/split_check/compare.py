@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from autobatch.core.errors import InputError
+from autobatch.core.units import format_share
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.setup.setup import Setup
@@ -159,7 +160,7 @@ def _find_written(runner: GradientRunner, one: Part, other: Part, micro_batches:
     run(one)
     change = float((run(other, from_start=False) - alone).norm() / alone.norm())
     sees_samples = first.keys() != second.keys() or any(not torch.equal(first[k], second[k]) for k in first)
-    effect = f"the gradient of {other.size} samples changes by {change:.1%} after {one.size} others"
+    effect = f"the gradient of {other.size} samples changes by {format_share(change)} after {one.size} others"
     if sees_samples and change > max(STATE_TOLERANCE, runner.tolerance):
         return Finding(f"{effect}: {_state_cause(names)}", writes=names)
     remark = (
@@ -265,8 +266,8 @@ class _Comparison:
             return None
         return (
             f"the gradient of {self._whole.samples} samples at once and by their cached rows differs by "
-            f"{error:.1%}: WholeBatchLoss(represent=…) must compute each row from its own sample alone. Move "
-            "what depends on several samples to WholeBatchLoss(loss=…)"
+            f"{format_share(error)}: WholeBatchLoss(represent=…) must compute each row from its own sample "
+            "alone. Move what depends on several samples to WholeBatchLoss(loss=…)"
         )
 
     def _fault_in_means(self, parts: list[Part]) -> str | None:
@@ -296,7 +297,10 @@ class _Comparison:
         weights = torch.linalg.lstsq(columns, whole.elements[:, None], driver="gelsd").solution[:, 0]
         is_mean = self._error(columns @ weights) <= tolerance
         cause = _other_mean(whole, weights.tolist()) if is_mean else self._mixed()
-        return f"the gradient of {whole.samples} samples at once and in parts differs by {error:.1%}: {cause}"
+        effect = (
+            f"the gradient of {whole.samples} samples at once and in parts differs by {format_share(error)}"
+        )
+        return f"{effect}: {cause}"
 
     def _mixed(self) -> str:
         """Name the likely cause if no weights of the parts give the whole."""
