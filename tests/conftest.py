@@ -104,7 +104,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start children in a tenth of a second. tests/setup/test_spare.py starts them as a run does."""
+    """Start children in a tenth of a second. Some of tests/setup/test_child.py start them as a run does."""
     fork_children(monkeypatch)
 
 
