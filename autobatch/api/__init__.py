@@ -1,1 +1,1 @@
-"""The library calls and the commands that train: the stages in order."""
+"""The library calls, and the stages of each command in order."""

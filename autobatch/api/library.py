@@ -71,10 +71,10 @@ def plan(
 ) -> PlanResult:
     """Probe, then plan the batch, to train in your own loop.
 
-    Under torchrun all ranks call it, unless ``world_size`` is given: then this process plans alone.
+    A loop of your own keeps a micro-batch in a variable until the next one is there, and the plan leaves room
+    for both. Give ``own_loop=False`` for a loop that frees a micro-batch after its forward pass.
 
-    Such loops keep a micro-batch in a variable until the next one is there, so this counts on it;
-    ``own_loop=False`` counts on a loop that frees it after the forward pass.
+    Under torchrun, call it on all ranks. If ``world_size`` is given, this process plans alone.
 
     Args:
         workload: what to train, or a reference to it; None for the embedded demo.

@@ -3,9 +3,9 @@
     options ──► setup ──► footprint ──► search ──► plan ──► [tune] ──► loop ──► report
                           (traced)      (run)    (exact)   (Optuna)            (facts)
 
-With an isolated call, one child process opens the workload for the search, the trials and the short runs, and
-this process opens it once more for the training. A resume is the pipeline with a stored plan: the stages
-before the training run again only if something has changed that the plan depends on.
+`autobatch.api.stages` has the stages before the training. With an isolated call, a child process opens the
+workload for them, and this process opens it once more for the training. A resume is the pipeline with a
+stored plan: the stages before the training run again only if something has changed that the plan depends on.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def fit(call: Call) -> Result:
         training, model = train_plan(prepared, files, progress=call.progress, ranks=ranks)
         whole: nn.Module | None = model
         if prepared.plan.parallel == "shard":
-            # The command line has no use for it.
+            # The command line does not return the model.
             is_wanted = ranks.rank == 0 and not call.isolated
             whole = whole_model(prepared.setup.model, model, out) if is_wanted else None
         result = msgspec.structs.replace(
@@ -133,10 +133,9 @@ def fit(call: Call) -> Result:
 
 
 class ReadyRun(NamedTuple):
-    """A run that is ready to be trained, and its folder."""
+    """A prepared run, its folder, and the records of the parts before the training."""
 
     result: Result
-    """Records of the parts before the training."""
     run: PreparedRun
     out: Path
 
@@ -310,7 +309,7 @@ def _ready(
     data: DataDigest | None,
     **resumed: Any,
 ) -> ReadyRun:
-    """Return a run that trains with the budget of its probe, which its key has."""
+    """Return a run that trains with the budget of its probe, as stored in its key."""
     assert result.plan is not None
     budget_bytes = key.get("budget_bytes")
     if budget_bytes is not None:
@@ -345,7 +344,13 @@ def _epoch_samples(call: Call, setup: OpenSetup) -> int:
 
 
 def _sampler_of(call: Call, setup: Setup, samples: int | None) -> GlobalBatchSampler:
-    """Return the batches of the run; ``samples`` of an epoch of a stream are None if not counted yet."""
+    """Return the batches of the run.
+
+    Args:
+        call: of this rank.
+        setup: has the data.
+        samples: samples of an epoch of a stream; None if they are not counted yet.
+    """
     options, ranks, stream = call.options, call.ranks, setup.stream
     if stream is None:
         samples, order = epoch_of(setup.workload, options.device.seed)
@@ -360,7 +365,7 @@ def _sampler_of(call: Call, setup: Setup, samples: int | None) -> GlobalBatchSam
 
 
 def _repeat_command(command: str, *, resumes: bool) -> str:
-    """Return the command that runs the whole run again, without the resume that only ends it."""
+    """Return the command that repeats the whole run, without ``--resume``, which would only finish it."""
     if not resumes or not command:
         return command
     words = shlex.split(command)

@@ -1,4 +1,4 @@
-"""Agreement of the ranks of a run before they train: options, data, the folder, the model that they share."""
+"""Agreement of the ranks of a run before they train: options, data and the folder."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def joined_ranks(environ: Mapping[str, str]) -> Iterator[Ranks]:
 
 
 def agree_on_options(call: Call) -> Call:
-    """Return the call with the device of this rank, after a check that the ranks can do what was asked for.
+    """Check that the ranks can do what was asked for, and return the call with the device of this rank.
 
     Raises:
         InputError: they cannot, or ranks differ in an option or a version.
@@ -113,7 +113,7 @@ def check_data_of_ranks(data: DataDigest | None, ranks: Ranks, resumed: Loaded |
 
 
 def continue_after_restart(call: Call) -> Call:
-    """Return the call of a run that the launcher has started again: it resumes in the same folder."""
+    """Return a call that resumes in the same folder if the launcher has started the run again."""
     out = call.ranks.earlier_out if call.ranks.restart else None
     if out is None:
         return call
@@ -145,7 +145,7 @@ def claim_of_ranks(call: Call, choose: Callable[[], Path], lock: ExitStack) -> P
                 if other == out:
                     raise
                 out = other
-        # That of an earlier attempt. No rank of this one knows the folder yet, so it is not theirs.
+        # An earlier start left it: no rank of this one knows the folder yet.
         (out / VERDICT).unlink(missing_ok=True)
         return str(out)
 

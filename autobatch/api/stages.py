@@ -65,7 +65,7 @@ class OpenSetup:
 
     @property
     def process(self) -> SetupProcess:
-        """The process that holds the setup; another one after the ranks came to share the model."""
+        """The process that holds the setup; a new one once the ranks share the model."""
         if self._process is None:
             call, ranks = self._call, self._call.ranks
             call.progress.doing(OPENING)
@@ -86,7 +86,7 @@ class OpenSetup:
         return self.process.info
 
     def fitting(self, act: Callable[[], T]) -> T:
-        """Return what an act returns. If not even a micro-batch of 1 fits, share the model and act again.
+        """Call an act and return its result. If not even a micro-batch of 1 fits, share the model and repeat.
 
         Raises:
             DoesNotFitError: it does not fit, and ranks cannot share the model, or share it already.
@@ -145,7 +145,7 @@ def _probe(call: Call, setup: OpenSetup) -> Result:
         def check() -> Limit:
             return Limit(check_size(setup.process, size, progress=call.progress))
 
-        # A larger size that does not fit is no reason to share the model.
+        # If a larger size does not fit, that is no reason to share the model.
         limit = setup.fitting(check) if size == 1 else check()
     probe = limit.probe
     of_ranks = limits_over_ranks(ranks, probe.micro_batch, setup.info.device)
@@ -211,7 +211,7 @@ def _probe_and_plan(call: Call, setup: OpenSetup) -> Result:
 
 
 def _plan(call: Call, info: SetupInfo, limit: int, world_size: int, *, multiple: int) -> Plan:
-    """Plan the batch under a limit on the micro-batch, of multiples of a number."""
+    """Plan the batch in micro-batches up to ``limit`` that are multiples of ``multiple``."""
     batch = call.options.batch
     return make_plan(
         target_batch=call.options.target_batch,
@@ -227,7 +227,7 @@ def _plan(call: Call, info: SetupInfo, limit: int, world_size: int, *, multiple:
 
 
 def _report_plan(call: Call, plan: Plan, epoch_samples: int | None) -> None:
-    """Report a plan, that its batch exceeds an epoch, and that its learning rate is that of another batch."""
+    """Report a plan; note a batch larger than an epoch, or a learning rate tuned for another batch."""
     call.progress.planned(plan)
     if epoch_samples is not None and plan.target_batch > epoch_samples:
         epochs = decimal(plan.target_batch / epoch_samples, 3)
@@ -298,9 +298,9 @@ def finish_plan(
 
 
 def _check_loss(call: Call, setup: OpenSetup, result: Result) -> None:
-    """Check whether the loss can be split, as asked; an interrupted probe has no check.
+    """Check that the loss can be split, as ``--split-check`` asks; skip it after an interrupted probe.
 
-    Where a note is enough, the check is an extra: if it fails, that is a note too.
+    A check that itself fails is an error only if a split is planned and the option asks for errors.
     """
     probe, plan, asked = result.probe, result.plan, call.options.split_check
     if probe is None or probe.micro_batch < 1 or probe.stopped_by == "interrupt" or asked == "off":
@@ -339,7 +339,7 @@ def _check_loss(call: Call, setup: OpenSetup, result: Result) -> None:
 
 
 def _open_tuner(call: Call, setup: OpenSetup, steps: int) -> PlanTuner:
-    """Return the tuner of a plan, whose time starts now; it tries nothing of a model that ranks share."""
+    """Return the tuner of a plan, and start its time limit; it has no trials if ranks share the model."""
     start, options = call.clock(), call.options
     seconds = options.tune.timeout
     if setup.info.layout is not None and (options.tune.trials != 0 or options.tune.tune_lr):
@@ -358,12 +358,12 @@ def _open_tuner(call: Call, setup: OpenSetup, steps: int) -> PlanTuner:
 
 
 def _add_learning_rate(call: Call, tuner: PlanTuner, result: Result) -> Result:
-    """Put the best learning rate into a result, beside the trials if there were any."""
+    """Tune the learning rate, and add it to a result beside its trials, if it has any."""
     assert result.plan is not None
     try:
         plan, found = tuner.tune_learning_rate(result.plan)
     except KeyboardInterrupt:
-        # Other ranks may be in the middle of a run, and a training would go on.
+        # Other ranks may be in the middle of a run, and ``fit`` would train next.
         if call.ranks.world > 1 or call.options.command == "fit":
             raise
         # The result so far is complete, and the next call continues the study.
