@@ -74,8 +74,8 @@ def find_limit(
     Args:
         process: holds the setup.
         options: options of the run: caps, time limit and budget.
-        share: samples of a batch that this rank takes, whose even split is checked too; None to add the
-            limits of smaller samples instead.
+        share: samples of a batch that this rank takes, to check the micro-batches of their even split; None
+            for a probe without a plan, which adds the limits of smaller samples instead.
         home: data directory, in which answers are saved.
         progress: receives each attempt and the answer.
         clock: seconds.
@@ -89,7 +89,7 @@ def find_limit(
     limit = confirmed or probing.search(clock)
     limit = limit._replace(probe=_with_others(limit.probe, process, progress))
     progress.probed(limit.probe)
-    limit = limit if confirmed else probing.saved(limit)
+    limit = limit if confirmed else probing.save(limit)
     probe = survive_real_batches(process, limit.probe, share, options.device.seed, progress)
     if share is None:
         probe = find_limits_by_size(process, probe, probing.cap, progress)
@@ -130,7 +130,7 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, progress: P
 
     The micro-batches of an even split are a little smaller than the limit and may still not fit, because the
     memory that a caching allocator reserves is not monotone in them. A replay tells which ones to doubt, and
-    a run decides. Then a split into more of them is looked at.
+    a run decides. If one does not fit, a split into more micro-batches is checked.
     """
     probe = limit.probe
     largest = probe.micro_batch
@@ -146,7 +146,7 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, progress: P
         return attempts[-1].fits
 
     try:
-        # A replay that does not even know the limit says nothing of the sizes below.
+        # If the replay is wrong about the limit, it proves nothing about smaller sizes.
         asked = largest if fitting.fits(largest) else 0
         while asked > probe.multiple:
             sizes = set(micro_batches(samples, asked, probe.multiple)) - {largest}
@@ -169,7 +169,7 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, progress: P
 
 
 class _Probing:
-    """One probe, with its surroundings."""
+    """One probe, with its process, its options and its caps."""
 
     def __init__(
         self, process: SetupProcess, options: Options, share: int | None, home: Path, progress: Progress
@@ -187,10 +187,11 @@ class _Probing:
         self._attempts = Attempts(process, progress)
 
     def confirm(self) -> Limit | None:
-        """Run the saved limit of this key once, and look at its step.
+        """Run the saved limit of this key once, and check that no more fits.
 
-        None stands for no limit, or one that answers another question, no longer fits, or is too small: more
-        fits, which a run of it alone does not show.
+        Returns:
+            None if no limit is saved, if it was saved for other caps or multiples, if it no longer fits, or
+            if more fits.
         """
         may_vary = self._options.device.memory_budget is None
         cached, stale = lookup(self._process.info.key, self._home, may_vary=may_vary)
@@ -290,8 +291,8 @@ class _Probing:
             )
         return Limit(probe, None, step)
 
-    def saved(self, limit: Limit) -> Limit:
-        """Save the answer of a search that ran to its end, with its trace."""
+    def save(self, limit: Limit) -> Limit:
+        """Save the answer and the trace of a search that ran to its end, and return it with its file."""
         found = limit.probe
         refused_elsewhere = any(one.is_below_budget for one in found.attempts)
         if found.upper_bound_by is None or refused_elsewhere:
@@ -356,7 +357,7 @@ class _Probing:
         return ask_or_none(self._process, "tracing the step", _trace_other_order)
 
     def _note_next(self, found: Found) -> None:
-        """Say why the next size does not run if that is not the budget, and which sizes run."""
+        """Note which sizes run, and the reason that refused the next size if it is not the budget."""
         above = next((one for one in found.attempts if one.micro_batch == found.next_size), None)
         if found.multiple > 1 and self._options.multiple is None:
             failed = next(one for one in found.attempts if one.is_error)
@@ -377,8 +378,11 @@ class _Probing:
 def variation_of(trace: Trace | None) -> float | None:
     """Return the share by which equal micro-batches of an attempt differ in what they allocate.
 
-    Those of its later steps do the same work, so they differ only if the data or the model draw at random, or
-    depend on weights that have changed. None if they do not, or if no events with phases are known.
+    The micro-batches of its later steps do the same work. They differ only if the data or the model draw at
+    random, or depend on weights that have changed.
+
+    Returns:
+        None if they do not differ, or if no events with phases are known.
     """
     if trace is None:
         return None

@@ -31,8 +31,6 @@ SHARES = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """Shares of the limits that are tried until real batches fit."""
 MEASURED_EVERY = 4
 """Batches from one measurement of the noise scale to the next; see `autobatch.training.noise_scale`."""
-
-
 Choice = tuple[SizeCut | None, str | None]
 """The split, None by count, and the choice in words, None if there was none to make."""
 
@@ -49,15 +47,15 @@ def choose_split(
 ) -> Plan:
     """Return a plan with the choice of how its batches are split; all ranks call it.
 
-    In the known order of a run, concatenated samples may allow larger micro-batches, which a split by size
-    must beat. A choice that fails leaves a split by count, and so does an interrupted one of a plan alone.
+    If the order of the run is known, concatenated samples may allow larger micro-batches. A split by size
+    must beat these. The split stays by count if the choice fails, or if ``autobatch plan`` is interrupted.
 
     Raises:
         InputError: a split by size was asked for, and is not possible or would change results.
     """
     if not _may_cut_by_size(plan, options, ranks, is_stream=process.info.epoch_samples is None):
         return plan
-    # Of a batch that is cut by size, a rank takes about as many samples.
+    # A rank takes about as many samples of a batch that is split by size.
     samples = max(1, plan.ranks[ranks.rank].samples) if plan.ranks else plan.target_batch
     cap = options.search.max_micro_batch or plan.target_batch
     # Above the limit, the workload may not run for another reason than memory.
@@ -96,7 +94,7 @@ def choose_split(
 
 
 def _may_cut_by_size(plan: Plan, options: Options, ranks: Ranks, *, is_stream: bool) -> bool:
-    """Return whether the batches of a plan may be split by size; refuse what was asked for in vain."""
+    """Return whether the batches of a plan may be split by size; raise if that was asked for in vain."""
     is_asked = options.batch.split == "size"
     if is_stream and is_asked:
         raise InputError(
@@ -110,7 +108,7 @@ def _may_cut_by_size(plan: Plan, options: Options, ranks: Ranks, *, is_stream: b
             f"--split size over {plan.world_size} ranks is for autobatch fit: use --split count to plan for "
             "another loop"
         )
-    # A joint cut has the least limit of all ranks for each size, which is too low for larger GPUs.
+    # All ranks share one cut. It has the least limit of all ranks for each size: too low for larger GPUs.
     is_alike = len({one.kind for one in plan.ranks}) == 1
     return ranks.world > 1 and (is_alike or is_asked)
 
@@ -154,7 +152,7 @@ def _largest_cut(batches: RunBatches, limit: int, cap: int) -> SizeCut | None:
     sizes, program, joins = batches.sizes, batches.program, batches.joins
     knots, limits = [float(sizes.max())], [min(limit, cap)]
     if program is not None:
-        # Samples that are joined are not all of the largest size, so no run has shown that limit.
+        # Concatenated samples are not all of the largest size, so no run has shown that limit.
         ran = None if joins else limit
         curve = curve_of(program, sizes, batches.setup.device.new_allocator, limit=ran, cap=cap)
         knots, limits = [one.size for one in curve], [one.micro_batch for one in curve]

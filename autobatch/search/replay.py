@@ -1,15 +1,20 @@
-"""The replay of a step, which tells what fits and which every run confirms or corrects.
+"""Replay of a step: it predicts what fits, and every run confirms or corrects it.
 
     trace ──► program ──replay──► guess ──run──► events: equal? confirmed; else the program is built anew
 
-A run that takes other memory than was traced is the better trace. Its events are used as they are, and only
-their sizes at other micro-batches are inferred: a block that has a size of the program keeps its rule, one
-of the model's own tensors is constant, and any other one is bounded by its size from below and by growth in
-proportion to the micro-batch from above. Guesses take the upper bound, and proofs the lower one.
+If a run takes other memory than was traced, its events replace the traced ones. Only the sizes of its blocks
+at other micro-batches are inferred:
 
-A GPU's driver decides where segments lie, on which the choice among free blocks of the same size depends. So
-there may be several models of the allocator. A run with the events of the program refutes those in which it
-ends otherwise, and a proof takes all that are left.
+- A block that has a size of the program keeps its rule.
+- A block of the model's own tensors is constant.
+- Any other block has its size as the lower bound, and growth in proportion to the micro-batch as the upper
+  one.
+
+Guesses take the upper bound, and proofs the lower one.
+
+The allocator's choice among free blocks of the same size depends on the addresses of segments, which a GPU's
+driver decides. So there may be several models of the allocator. A run with the events of the program refutes
+the models in which it would end otherwise. A proof must hold in all models that are left.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from autobatch.setup.attempt import Outcome
 from autobatch.setup.setup import SetupInfo, new_allocator
 
 MISS = 16
-"""A first prediction that is refuted is lowered by one part in this many: traces miss little."""
+"""After a first failure, the next guess skips one part in this many of the sizes: traces miss little."""
 
 
 class Bounds(NamedTuple):
@@ -40,7 +45,7 @@ class Bounds(NamedTuple):
 def replay_on(
     info: SetupInfo, step: Footprint | None, other_order: Callable[[], Program | None] = lambda: None
 ) -> Replay:
-    """Return what predicts sizes on the device of a setup from a traced step, or from runs alone."""
+    """Return the replay of a traced step on the device of a setup; without a step, of runs alone."""
     is_uncertain = info.allocator is not None and info.allocator.falls is None
     return Replay(
         lambda: new_allocator(info),
@@ -51,13 +56,14 @@ def replay_on(
 
 
 class Replay:
-    """A prediction of what fits, by a program that runs correct.
+    """A prediction of what fits, by a program of the step that each run confirms or corrects.
 
     Args:
         new_allocator: makes an empty allocator with the device's budget.
         program: the traced events of an attempt; None if it was not traced.
-        other_order: traces the other order; called once a size fails in that order only.
-        other_allocators: the same for other models of the allocator, each of which may be the right one.
+        other_order: traces an attempt in the other order of its steps; called once a size fails in that order
+            only.
+        other_allocators: make empty allocators of other models, each of which may be the right one.
     """
 
     def __init__(
@@ -69,7 +75,7 @@ class Replay:
     ) -> None:
         self._new_allocator = new_allocator
         self._allocators = [new_allocator, *other_allocators]
-        """What no run has refuted, the likeliest first."""
+        """The models of the allocator that no run has refuted, the likeliest first."""
         self._traced = program
         self._other_order = other_order
         self._orders = [] if program is None else [Bounds(program, program)]
@@ -81,7 +87,7 @@ class Replay:
         self._prefixes: list[Bounds] = []
         """The events of the last failure up to it, until a run comes to its end."""
         self._is_right = True
-        """False if the last run fitted, and was not to fit."""
+        """False if the last run fitted although the replay said that it would not."""
         self._fit()
 
     def learn(self, outcome: Outcome) -> None:
@@ -183,7 +189,7 @@ class Replay:
             return by_bytes
         if high not in self._failed:
             return high - 1
-        # What is known misses what made it fail. Until a run shows that, the two sizes alone count.
+        # The program lacks the memory that made it fail. Until a run shows that, only the two sizes count.
         if high < 2 * low and low - 1 not in self._allocated:
             # The size that ran is probably the largest, which one run shows.
             return low + 1
@@ -250,7 +256,7 @@ def bounds_of(
         trace: its events.
         known: a program of the step that is right for most of its blocks; None if there is none.
         others: runs at other micro-batches. A line through those with the same order of events is the upper
-            bound of a block; the line may be chance, so that it is no lower one.
+            bound of a block. It is no lower bound, because the sizes may lie on a line by chance.
         failed: the run failed, so that smaller micro-batches are in question.
     """
     trace = trace.canonical()

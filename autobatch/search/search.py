@@ -18,7 +18,7 @@ from autobatch.search.replay import Replay
 from autobatch.setup.attempt import Outcome
 
 REACH = 2
-"""Ratio of the largest size in question to a prediction. Larger ones are in question once it fits."""
+"""Ratio of the largest size in question to a prediction. Larger sizes are in question once that one fits."""
 FIRST_SIZE = 2
 """The first size without any prediction, because 1 is a special case for many operators."""
 FIRST_SIZE_ON_GPU = 8
@@ -78,7 +78,7 @@ def search(
     The sizes in question reach to `REACH` times a prediction. With s such sizes, at most log2(s) + 3 run, and
     at most half of log2(s) + 2 do not fit; see `autobatch.core.largest.largest`. If the largest of them fits,
     larger ones are in question. Without a prediction, ``first`` runs before, and predicts in proportion to
-    the bytes that it allocates. A search for the multiple runs up to one size more for each that may be it.
+    the bytes that it allocates. To find the multiple takes at most one run more for each of ``multiples``.
 
     Args:
         run: makes an attempt, and returns the error of one that fails for another reason than memory.
@@ -86,7 +86,7 @@ def search(
         replay: predicts, and learns from each attempt.
         first: the first size without a prediction.
         multiple: the number whose multiples may run; None to find out.
-        multiples: the numbers that it may be, if a size fails for another reason than memory.
+        multiples: candidates for it, tried if a size fails for another reason than memory.
         suspect: a size that may fail for another reason than memory, and runs first to find the multiple;
             None if there is no reason to expect one.
         stopped: asked before each run once a size fits; a reason ends the search.
@@ -193,7 +193,7 @@ class _Search:
         return outcome
 
     def _look_for_multiple(self, failed: int) -> None:
-        """Run multiples of likely numbers next to a failed size, and raise `_MultipleFound` if one runs."""
+        """Run a multiple of each candidate near a failed size, and raise `_MultipleFound` if one runs."""
         if failed == 1:  # a special case of many operators
             return
         for multiple in self.possible_multiples:
@@ -208,7 +208,7 @@ class _Search:
                 raise _MultipleFound
 
     def _multiple_near(self, failed: int, multiple: int) -> int | None:
-        """Return a multiple near a size that failed, and of no larger number in question; None if all ran."""
+        """Return a multiple near a failed size, but of no larger candidate; None if all have run."""
         others = [one for one in self.possible_multiples if one > multiple]
         ran = {one.micro_batch for one in self.attempts}
         top = min([self._cap] + [size - 1 for size, by in self._refused.items() if by == "run"])
