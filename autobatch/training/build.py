@@ -37,7 +37,7 @@ from autobatch.workload.streams import StreamSampler, StreamView, count_samples,
 from autobatch.workload.user_code import user_code
 
 FILLER_SAMPLES = 2
-"""Samples of a micro-batch that counts nothing: BatchNorm needs two."""
+"""Samples of a micro-batch that adds nothing to a batch: BatchNorm needs two."""
 
 
 def build_sampler(
@@ -74,7 +74,7 @@ def build_sampler(
 
 
 def stream_length(session: Session) -> int | None:
-    """Return the length that the stream of an open setup tells; None if it tells none."""
+    """Return the length that the stream of an open setup reports; None if unknown."""
     return known_length(session.setup.stream)
 
 
@@ -138,7 +138,7 @@ def open_loop(
         )
         sanity_check_validation(workload, train_state, device=device, meter=meter)
         if device.allocator_config is not None:
-            # A probe starts with an empty cache, and so does the first step.
+            # The first step starts with an empty cache, as a probe does.
             device.release()
         yield loop
 
@@ -152,9 +152,9 @@ def _feed_of(
     split: Split,
     sample_seeds: bool,
 ) -> tuple[Workload, AbstractContextManager[Feed]]:
-    """Return the workload with all data of the run, and what opens its feed.
+    """Return the workload with all data of the run, and a context that opens its feed.
 
-    The loader processes are as many as asked for, else as planned, else as the workload's own loader has.
+    The number of loader processes is the option's, else the plan's, else that of the workload's own loader.
     """
     workload, workers = setup.workload, train.workers
     loading = workload.loading
@@ -164,7 +164,7 @@ def _feed_of(
     # A split by size changes the order in which samples are fetched, which must not change their draws.
     sample_seeds = sample_seeds or train.sample_seeds or workers > 0 or plan.size_cut is not None
     if isinstance(sampler, StreamSampler):
-        # The data are the whole stream, and not its first samples. Its workers read it, and nothing seeds it.
+        # The setup has the first samples of the stream only. The stream has its own workers, and no seeds.
         workload = replace(workload, train_data=sampler.view)
         if workers:
             sampler.view.read_with(

@@ -79,7 +79,7 @@ class Loop:
     split: Split
     """Forms the micro-batches of each batch."""
     feed: Feed
-    """Makes them."""
+    """Fetches and collates the micro-batches."""
     engine: Engine = field(default_factory=Engine)
     """The ranks that train each batch together."""
     schedules: list[torch.optim.lr_scheduler.LRScheduler] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Loop:
     rescaled_norms: list[_BatchNorm] = field(default_factory=list)
     """BatchNorms whose momentum is rescaled, so that a step counts as one update."""
     warmup_samples: int | None = None
-    """Samples over which the learning rate grows to its full value; ``None`` for no warm-up."""
+    """Samples over which the learning rate grows to its full value; None for no warm-up."""
     batches_seen: int = 0
     steps_applied: int = 0
     skipped_steps_in_a_row: int = 0
@@ -170,7 +170,11 @@ class Loop:
             )
 
     def _train_batch(self, batch: GlobalBatch) -> tuple[StepResult, list[MicroBatchIds], str | None]:
-        """Train a batch, again after an out-of-memory error, and return the message of the last one too."""
+        """Train a batch, and repeat it after an out-of-memory error.
+
+        Returns:
+            The result, the micro-batches, and the message of the last out-of-memory error, None without one.
+        """
         oom: OutOfMemory | None = None
         items_per_sample = self.train_state.items_per_sample
         # Micro-batches are halved down to 1, where `out_of_memory_error` ends the run.
@@ -203,8 +207,8 @@ class Loop:
     ) -> StepResult | OutOfMemory:
         """Train a batch, or return the out-of-memory error that ended it before the optimizer step.
 
-        If the batch did not run before, errors that only may be about memory count as such, as long as
-        smaller micro-batches are left to try.
+        In the first attempt, an error that may be about memory counts as out of memory, as long as smaller
+        micro-batches are left to try.
         """
         train_state, may_be_suspect = self.train_state, is_first and any(len(part.ids) > 1 for part in parts)
         is_whole = isinstance(train_state.loss, WholeBatchLoss)
@@ -256,7 +260,7 @@ class Loop:
     def _out_of_memory(
         self, error: Exception, batch: GlobalBatch, running: _Running, *, may_be_suspect: bool
     ) -> OutOfMemory:
-        """Return an out-of-memory error that came before the optimizer step, and raise any other error."""
+        """Return an out-of-memory error from before the optimizer step, and raise any other error."""
         verdict = classify(error)
         is_step = self.train_state.stepping
         if verdict is Verdict.NONE:
@@ -345,9 +349,9 @@ class Loop:
 
 
 class _Running:
-    """The micro-batches of a batch as they run, none of which it holds.
+    """Iterable over the micro-batches of a batch; it knows which one runs, and holds none of them.
 
-    If ``is_whole``, a loss over the whole batch comes between two passes over them.
+    If ``is_whole``, a loss over the whole batch runs between two passes over them.
     """
 
     def __init__(
@@ -381,7 +385,7 @@ class _Running:
     def failed(self, split: Split, micro_batch: int) -> tuple[int, int]:
         """Return the samples of the micro-batch that ran out of memory, and the limit that halves it.
 
-        If none runs, it is the fullest one. Both are 1 for a rank without samples.
+        If none was running, take the fullest one. Both are 1 for a rank without samples.
         """
         if not self._parts:
             return 1, 1
@@ -480,8 +484,8 @@ def nonfinite_error(
 ) -> NonFiniteError:
     """Return the error of a step that was not applied because its loss or gradient is not finite.
 
-    All ranks call it, and get the same error. Otherwise the rank that finds nothing would speak first, and
-    name its own samples.
+    All ranks call it, and get the same error. If each raised its own, a rank without a bad sample might fail
+    first and name its own samples.
 
     Args:
         workload: has the data and the loss.

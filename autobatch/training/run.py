@@ -57,13 +57,13 @@ class PreparedRun:
     """A run that is ready to be trained."""
 
     setup: Setup
-    """Has the model, which is trained in place."""
+    """The device, the data and the model, which is trained in place."""
     plan: Plan
     sampler: GlobalBatchSampler
     key: Mapping[str, Any]
     """Values that the limit depends on; stored beside every checkpoint."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the run knows beside the plan, and a resume takes over; stored beside every checkpoint."""
+    """Facts besides the plan that a resume takes over; stored beside every checkpoint."""
     resumed: Loaded | None = None
     """The checkpoint to continue from; None for a new run."""
     is_exact: bool = False
@@ -252,7 +252,7 @@ def _take_smaller_micro_batch(loop: Loop, path: Path, *, is_new: bool) -> None:
 
 
 class _Run:
-    """A loop with the folder that it writes to. All ranks make the same calls, and rank 0 writes."""
+    """A loop with the folder of its run. All ranks make the same calls, and rank 0 writes."""
 
     def __init__(self, loop: Loop, files: RunFiles, progress: Progress, resumed: Loaded | None) -> None:
         self._loop = loop
@@ -326,13 +326,13 @@ class _Run:
         return metrics
 
     def end_with(self, error: AutobatchError) -> None:
-        """Save what an error leaves, and add to it how to continue.
+        """Save the state at an error if it can be saved, and add to the error how to continue.
 
-        If memory ran out and the state is that between two steps, a checkpoint is written. For a restart, so
-        are the smaller micro-batches.
+        If memory ran out and the state is that between two steps, write a checkpoint. For a restart, write
+        the smaller micro-batches too.
         """
         loop, out = self._loop, self._files.out
-        # All ranks write a checkpoint together, so one that failed alone must not begin.
+        # All ranks write a checkpoint together, so a rank that failed alone must not begin one.
         is_alone = loop.engine.ranks.world > 1 and not loop.has_failed_on_all_ranks
         is_out_of_memory = isinstance(error, DoesNotFitError | RestartSmallerError)
         if is_out_of_memory and loop.is_intact and not is_alone:
@@ -417,8 +417,8 @@ class _Run:
                     protected=self._resumed_from,
                     ranks=ranks,
                 )
-                # From now on the checkpoint has the smaller micro-batch. No rank continues before, because it
-                # may run out of memory at once and write this file.
+                # The checkpoint has the smaller micro-batches now. No rank continues before the file is gone,
+                # because it may run out of memory at once and write a new one.
                 ranks.once(lambda: (files.out / OOM_FILE).unlink(missing_ok=True))
                 self._saved_at = loop.clock()
                 return
