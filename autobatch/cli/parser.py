@@ -104,7 +104,6 @@ def layered(*layers: Layer) -> Layer:
 
 
 def _read_file(path: Path) -> Layer:
-    """Read the options in a config file."""
     table: Any = read_toml(path)
     for name in ("tool", "autobatch") if path.name == "pyproject.toml" else ():
         table = table.get(name, {})

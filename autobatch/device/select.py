@@ -18,7 +18,7 @@ from autobatch.device.simulated import SimulatedDevice
 
 
 def device_kind(spec: str) -> str:
-    """Return the kind of device that a name stands for; ``auto`` is ``cuda`` or ``cpu``, as is found."""
+    """Return the kind of device of this name; ``auto`` is ``cuda`` if there is a GPU, else ``cpu``."""
     if spec == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return spec.partition(":")[0]
@@ -106,7 +106,7 @@ def device_of_rank(spec: str, *, local_rank: int, local_world: int, gpus: int) -
 
 
 def gpu_uuid(spec: str) -> str | None:
-    """Return the identifier of the GPU that a name stands for; None if it stands for none."""
+    """Return the identifier of the GPU of this name; None if the name has no number of a GPU."""
     kind, _, index = spec.partition(":")
     if kind != "cuda" or not index:
         return None

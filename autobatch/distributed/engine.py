@@ -1,18 +1,18 @@
 """The engine of a loop: how ranks sum a batch, and how they agree on what happens to it.
 
-A loop has one engine. `Engine` is that of one process, and hands everything back. Those of several ranks
-make the sums over all ranks out of the sums of each, so that whatever follows (checks, clipping, the step,
-counters) is the same on every rank: `Replicate` for whole models, and `Shard` for sharded ones.
+A loop has one engine. `Engine` serves one process, and changes nothing. `Replicate` serves ranks with whole
+models, and `Shard` ranks that share one. They sum over all ranks, so that everything after the sum (checks,
+clipping, the step, counters) is the same on every rank.
 
 With a whole model, every rank runs its micro-batches alone, and `autobatch.distributed.reduce` sums the batch
-after them. If memory runs out anywhere until then, nothing is in flight: all ranks drop the batch, and run it
-again.
+after them. If memory runs out on any rank before that, no message is on its way: all ranks drop the batch,
+and run it again.
 
 A loss that sees all samples (`WholeBatchLoss`) needs the representations of all ranks before the backward
-pass. Each rank writes those of its own samples into a table that is zero elsewhere. The sum of all tables has
-every one, bit for bit. Then every rank computes the loss of the whole batch, and runs the backward pass of
-its own samples from the gradients of their representations: the sum over the ranks is the gradient of one
-pass. Before that exchange, the ranks vote whether memory ran out.
+pass. Each rank writes those of its own samples into a table that is zero elsewhere. The ranks vote whether
+memory ran out, and then sum the tables: the sum has all representations, bit for bit. Every rank computes the
+loss of the whole batch, and runs the backward pass of its own samples from the gradients of their
+representations. The sum over the ranks is the gradient of one pass.
 
 With a sharded model, FSDP2 gathers parameters and reduces gradients in every micro-batch, so all ranks run as
 many of them: a rank with fewer runs some of weight 0. Gradients are summed as they are, and each rank has the

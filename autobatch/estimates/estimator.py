@@ -85,7 +85,7 @@ class Estimator:
         self._sees_batch = isinstance(workload.loss, WholeBatchLoss)
 
     def estimates(self) -> Estimates:
-        """Predict for each GPU, and for one GPU, or where nothing fits, also what would help."""
+        """Predict for each GPU; for a single GPU, or if nothing fits, also predict what would help."""
         gpus, found = self.gpus.load(), []
         is_only = len(gpus) == 1
         if is_only:

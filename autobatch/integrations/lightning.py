@@ -169,7 +169,6 @@ def workload(module: Any, loader: DataLoader[Any]) -> Workload:
 
 
 def _loss(module: Any, batch: Any) -> Tensor:
-    """Return the loss of a micro-batch."""
     takes = [_transferred(module, batch), 0][: len(inspect.signature(module.training_step).parameters)]
     found = module.training_step(*takes)
     if isinstance(found, dict):

@@ -29,7 +29,7 @@ class Colors(NamedTuple):
     dark: str
     """On a dark page."""
     either: str
-    """Where the theme is unknown: readable on white and on near-black."""
+    """The color for an unknown theme: readable on white and on near-black."""
 
 
 PALETTE: Mapping[str, Colors] = {

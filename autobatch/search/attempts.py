@@ -179,7 +179,8 @@ def nothing_fits(
 def step_snapshot(process: SetupProcess, micro_batch: int, knobs: Mapping[str, Value]) -> bytes | None:
     """Run the steps of an attempt, and return the content of a file for pytorch.org/memory_viz.
 
-    None stands for steps that do not fit, or do not run on CUDA.
+    Returns:
+        None if the steps do not fit, or do not run on CUDA.
     """
     return ask_or_none(process, "recording the memory of a few steps", _snapshot, micro_batch, dict(knobs))
 

@@ -148,8 +148,8 @@ class _TracedSizes:
 def program_of(session: Session, plan: Plan | None = None) -> SizeProgram | None:
     """Trace a setup over the sizes of its samples, in the configuration of a plan if one is given.
 
-    None stands for a step that follows no such program, and for a GPU, whose libraries take more than is
-    traced.
+    Returns:
+        None if the step follows no such program, and on a GPU, whose libraries take more than is traced.
     """
     setup = session.setup
     if plan is not None and not is_of_probe(setup, plan):

@@ -197,7 +197,7 @@ def plan_in_order(session: Session, plan: Plan, run: GlobalBatchSampler, cap: in
     if not batches.joins:
         return None
     program = batches.program
-    # Where the order decides, only exact bytes do.
+    # If the order decides what fits, only exact bytes will do.
     if program is None or not (program.is_exact and program.is_linear):
         if largest_deviation(batches.setup.workload, batches.sizes) > MOST_DEVIATION:
             return None

@@ -50,7 +50,7 @@ class Found(NamedTuple):
 
 
 def first_size(compute_capability: tuple[int, int] | None) -> int:
-    """Return the first size to run without any prediction; None stands for a CPU."""
+    """Return the first size to run without any prediction, by the compute capability; None on a CPU."""
     return FIRST_SIZE if compute_capability is None else FIRST_SIZE_ON_GPU
 
 

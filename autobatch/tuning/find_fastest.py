@@ -5,8 +5,9 @@
 The largest micro-batch is not always the fastest. The default is the first trial. It is replaced only by a
 configuration that is faster beyond the noise and has run inside the enforced budget.
 
-A machine is faster one minute than the next, and a study may go on another day. So the default is measured
-again at the start of a search that continues, and every few trials. Trials are compared by their ratio to it.
+The speed of a machine changes from minute to minute, and a study may continue on another day. So the default
+is measured again at the start of a search that continues, and every few trials. Trials are compared by their
+ratio to it.
 """
 
 from __future__ import annotations
