@@ -383,7 +383,7 @@ def _added(few: list[Key], more: list[Key]) -> list[tuple[int, int]]:
 def _inserted(few: list[Key], more: list[Key]) -> list[tuple[int, int]]:
     """Return runs of events to insert into ``few`` so that it becomes ``more``.
 
-    Where the two part, those events are inserted after which they agree for longest.
+    At each difference, insert the events after which the two agree for longest.
 
     Raises:
         Untraceable: ``more`` has not all events of ``few``, in their order.

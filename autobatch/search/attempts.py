@@ -1,4 +1,4 @@
-"""Attempts of a probe in the process that holds the setup, where a failure is an answer, too.
+"""Attempts of a probe in the process that holds the setup; a failure is an answer too.
 
 A size for which the host ends the process, or whose memory spills to the host's, does not fit. An error above
 a size that fits bounds the search. A refusal that the budget did not cause is repeated once.
@@ -58,7 +58,7 @@ def ask_or_none(
 
 
 def run_attempt(process: SetupProcess, micro_batch: int) -> Outcome:
-    """Make one attempt. A child that the host killed for want of memory is an answer.
+    """Make one attempt. If the host killed the child for want of memory, the size does not fit.
 
     Raises:
         InputError: the workload raised.
@@ -91,7 +91,7 @@ class Attempts:
         """`LOST` once no further size can run; None otherwise."""
 
     def run(self, size: int, *, may_fail: bool = False) -> Outcome:
-        """Make an attempt. If it ``may_fail``, an error above a size that fits is an outcome, not raised."""
+        """Make an attempt. With ``may_fail``, return an error above a size that fits, and do not raise."""
         run = self._run_or_fail if may_fail else self._run
         outcome = run(size)
         if may_fail and outcome.attempt.is_below_budget:

@@ -4,9 +4,9 @@ The most expensive samples bound the live memory, but micro-batches of many shap
 allocator. So hundreds of batches are replayed in its model, in the order and the split of the run. If the
 step cannot be traced, a few of them are run.
 
-Samples that are joined end to end, as graphs are, take memory by the sum of their sizes. The largest samples
-together, which a probe runs, meet in no micro-batch of most runs. If all batches of a run are known before it
-starts, its own heaviest ones decide instead, and more fits.
+Concatenated samples, for example graphs, take memory by the sum of their sizes. A probe runs the largest
+samples together, but in most runs no micro-batch has all of them. If all batches of a run are known before it
+starts, its own heaviest batches decide instead, and more fits.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from autobatch.workload.split import MicroBatchIds, Split, digest_of, heaviest_b
 
 Sizes = NDArray[np.float64]
 REPLAYED = 300
-"""Batches that are replayed."""
+"""First batches of a run that are replayed."""
 MOST_EVENTS = 2_000_000
 """Allocations and frees after which a replay ends, about 4 seconds."""
 RUN = 6
-"""Batches that are run if a step cannot be traced."""
+"""First batches of a run that are run if a step cannot be traced."""
 ASSUMED_STEPS = 4
 """Micro-batches of a batch whose size is unknown."""
 STRIDE = 100
@@ -51,7 +51,7 @@ MOST_RUNS = 8
 MOST_SAMPLES = 2**23
 """Samples of the longest run whose batches are all looked at, which takes about 3 seconds."""
 MOST_DEVIATION = 1e-3
-"""Share by which the numbers of a sample may be off a line over its size for the size to decide on them."""
+"""Largest share by which numbers of samples may be off a line over their sizes, if sizes are to decide."""
 HEAVIEST_RUN = 3
 """Heaviest batches of a run that are run."""
 HEAVIEST_PARTS = 4
@@ -70,7 +70,7 @@ class RunBatches:
     program: SizeProgram | None
     """The memory of a step over the sizes of its samples; None if it cannot be traced."""
     joins: bool
-    """True if samples are joined end to end; False if they are padded."""
+    """True if samples are concatenated; False if they are padded."""
 
     def first(self, count: int) -> Iterator[GlobalBatch]:
         """Return the first batches of the run."""
@@ -92,7 +92,7 @@ class RunBatches:
     ) -> int | None:
         """Replay batches in an empty allocator; as `replay_batches`."""
         assert self.program is not None
-        # Joined samples have the memory of as many of their mean size, if no block grows faster.
+        # Concatenated samples take the memory of as many of their mean size, if no block grows faster.
         is_padded = not (self.joins and self.program.is_linear)
         shapes = (
             [

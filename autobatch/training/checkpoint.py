@@ -323,7 +323,7 @@ def load_newest(folder: Path, check: Check = lambda *_: None, ranks: Ranks | Non
             this process trains alone.
 
     Returns:
-        The checkpoint; ``None`` if the folder has none at all.
+        The checkpoint; None if the folder has none at all.
 
     Raises:
         InputError: every checkpoint is damaged.

@@ -43,11 +43,11 @@ class NoiseEstimate(Record, frozen=True, kw_only=True):
     batches: int
     """Measured batches that the estimate uses."""
     noise_scale: float | None = None
-    """B_simple; ``None`` if unknown: too few batches, or the noise hides the gradient."""
+    """B_simple; None if unknown: too few batches, or the noise hides the gradient."""
     low: float | None = None
-    """Lower end of the 95 % interval; ``None`` if unknown."""
+    """Lower end of the 95 % interval; None if unknown."""
     high: float | None = None
-    """Upper end of the 95 % interval; ``None`` if unbounded, or if ``low`` is unknown."""
+    """Upper end of the 95 % interval; None if unbounded, or if ``low`` is unknown."""
 
     def sentence(self, target_batch: int) -> str:
         """Describe the noise scale and what it means for a target batch; empty if it is unknown."""

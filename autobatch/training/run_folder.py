@@ -53,7 +53,7 @@ def folder_of(asked: str | None, name: str, *, resume: bool) -> Path:
     """Return the folder of a run.
 
     Args:
-        asked: the folder that the user asked for; ``None`` for ``runs/NAME/DATE``.
+        asked: the folder that the user asked for; None for ``runs/NAME/DATE``.
         name: the name of the workload.
         resume: return the last of these folders that has checkpoints, not a new one.
 
@@ -107,7 +107,7 @@ def move_earlier_run(out: Path) -> str | None:
     """Move an earlier run out of the folder, so that its files neither mix with the new ones nor get lost.
 
     Returns:
-        Its new folder; ``None`` if there was no earlier run.
+        Its new folder; None if there was no earlier run.
     """
     names = (CHECKPOINTS, METRICS, WEIGHTS, AVERAGED_WEIGHTS, RESULT, REPORT)
     old = [path for path in (out / name for name in names) if os.path.lexists(path)]

@@ -1,6 +1,6 @@
 """Passes over chosen samples that can be compared: from the same state, with the same draws for a sample.
 
-Each pass begins with the buffers and frozen parameters of the first, and returns its gradient. Where passes
+Each pass begins with the buffers and frozen parameters of the first, and returns its gradient. If passes
 draw at random, functional dropout becomes the identity, and the draws over the whole batch are recorded: a
 part gets the rows of its samples. A draw whose shape does not grow with the batch is the same for all parts.
 A draw of another kind is a doubt: after it, a difference between the whole and its parts proves nothing.
@@ -64,7 +64,7 @@ class SampleGradient:
     elements: Tensor
     """Elements of the gradient, in float64 on the host."""
     count: float | None
-    """Count of the `Loss`; ``None`` if the loss is a mean over samples."""
+    """Count of the `Loss`; None if the loss is a mean over samples."""
     samples: int
 
     @property
