@@ -196,7 +196,7 @@ class _Probing:
         may_vary = self._options.device.memory_budget is None
         cached, stale = lookup(self._process.info.key, self._home, may_vary=may_vary)
         if stale is not None:
-            self._progress.note(f"{stale}: probing again")
+            self._progress.note(f"{stale}. It is probed again")
         if cached is None:
             return None
         asked = self._options.multiple
@@ -206,7 +206,9 @@ class _Probing:
             return None
         outcome = self._attempts.run(size)
         if not outcome.attempt.fits:
-            self._progress.note(f"the saved micro-batch of {size} no longer fits: probing again")
+            self._progress.note(
+                f"the saved micro-batch of {size} no longer fits, so the limit is probed again"
+            )
             return None
         self._progress.doing("checking whether more would fit")
         file = entry_path(cached.key, self._home)
@@ -215,7 +217,9 @@ class _Probing:
             step = self._trace()
             save_trace(step, file)
         if size + multiple <= self.cap and self._is_too_small(cached, outcome, step, multiple):
-            self._progress.note(f"more than the saved micro-batch of {size} seems to fit: probing again")
+            self._progress.note(
+                f"more than the saved micro-batch of {size} seems to fit, so the limit is probed again"
+            )
             return None
         probe = Probe(
             micro_batch=size,
@@ -349,7 +353,9 @@ class _Probing:
         """Trace the step. Note the reason if that would take too long."""
         traced = ask_or_none(self._process, "tracing the step", _trace)
         if isinstance(traced, str):
-            self._progress.note(f"the step was not traced, so runs alone tell what fits: {traced}")
+            self._progress.note(
+                f"the memory of a step could not be predicted ({traced}), so only test runs show what fits"
+            )
             return None
         return traced
 

@@ -39,7 +39,7 @@ def of_length(length: int) -> dict[str, object]:
     [
         ("model", {}, {"model": lambda: mlp(65)}),
         ("optimizer", {}, {"optimizer": amsgrad}),
-        ("samples", of_length(5), of_length(7)),
+        ("shape or type of the samples", of_length(5), of_length(7)),
     ],
     ids=["model", "optimizer", "length"],
 )
@@ -47,7 +47,7 @@ def test_a_changed_workload_is_probed_again_with_a_note_of_the_field(field, befo
     probed(work(**before))
     result, listener = probed(work(**after))
     assert result.probe.source == "search"
-    assert any(f"stale: {field} " in line and "probing again" in line for line in listener.notes)
+    assert any(f"not used: the {field} changed. It is probed again" in line for line in listener.notes)
 
 
 def test_another_version_of_torch_is_probed_again_with_a_note(monkeypatch) -> None:
@@ -55,7 +55,7 @@ def test_another_version_of_torch_is_probed_again_with_a_note(monkeypatch) -> No
     monkeypatch.setattr(torch, "__version__", "9.9.9")
     result, listener = probed(work())
     assert result.probe.source == "search"
-    assert any("stale: torch changed" in line for line in listener.notes)
+    assert any("not used: torch changed from" in line for line in listener.notes)
 
 
 @pytest.mark.parametrize("options", [{"memory_budget": "100KiB"}, {"precision": "bf16"}])
