@@ -309,9 +309,9 @@ def _choose(search: _Search, confirm: Measure) -> TuningResult:
     notes += _explain(tried, found, known)
     if is_stopped:
         notes.append(
-            f"stopped tuning after {len(tried)} of {search.budget.trials} trials: the run takes about "
-            f"{math.ceil(worth_seconds / PAYBACK_SHARE):,} s, so more trials cannot pay back. "
-            f"--trials {search.budget.trials} runs all of them"
+            f"tuning stopped after {len(tried)} of {search.budget.trials} trials: training takes only about "
+            f"{math.ceil(worth_seconds / PAYBACK_SHARE):,} s, and further trials would cost more time than "
+            f"they can save. To run them all, give --trials {search.budget.trials}"
         )
     if search.study.failure is not None:
         failure = search.study.failure
@@ -389,5 +389,7 @@ def _describe_remembered(tried: Sequence[Trial], budget: Budget) -> str:
     since = f" from {dates[-1][:16].replace('T', ' ')} UTC" if dates else ""
     count = f"{len(tried)} trial{'s' if len(tried) > 1 else ''}"
     rest = budget.trials - len(tried)
-    no_more = f"no other runs, because --trials asks for {budget.trials}"
-    return f"the study has {count}{since}; {f'{rest} more will run' if rest > 0 else no_more}"
+    next_ = (
+        f"At most {rest} more will run" if rest > 0 else f"None is added: --trials asks for {budget.trials}"
+    )
+    return f"an earlier run{since} left {count} of this workload, which count. {next_}"

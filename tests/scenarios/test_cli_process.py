@@ -336,4 +336,4 @@ def test_a_library_call_works_with_objects_that_cannot_be_pickled(tmp_path: Path
     assert done.returncode == 0, done.stderr
     assert "torch.Size([1, 1])" in done.stdout
     # A second run says that it goes on with the study of the first.
-    assert all(line.startswith("the study has") for line in done.stderr.splitlines())
+    assert all(line.startswith("an earlier run") for line in done.stderr.splitlines())

@@ -134,8 +134,8 @@ def test_the_search_takes_at_most_half_of_the_time_that_the_run_takes(run_sample
     assert found.trials == trials
     assert (found.best["a"] == 0) == (trials == 1)
     assert now[0] <= max(1.0, (run_samples or math.inf) / 100 / 2)
-    stopped = [note for note in found.notes if "cannot pay back" in note]
-    assert [f"stopped tuning after {trials} of 4 trials" in note for note in stopped] == [True] * (trials < 4)
+    stopped = [note for note in found.notes if "than they can save" in note]
+    assert [f"tuning stopped after {trials} of 4 trials" in note for note in stopped] == [True] * (trials < 4)
     assert (found.seconds, found.sampler_seconds) == (now[0], 0.0)
 
 
