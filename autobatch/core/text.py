@@ -74,6 +74,12 @@ def error_text(error: BaseException, *, first_line: bool = False) -> str:
     return one_line(text, limit=LONGEST_ERROR)
 
 
+def module_in_words(name: str) -> str:
+    """Write the name of a module; that of a `torch.nn.Sequential`, a number, as a place: ``model[0]``."""
+    first, dot, rest = name.partition(".")
+    return f"model[{first}]{dot}{rest}" if first.isdecimal() else name
+
+
 def is_text(text: str) -> bool:
     """Return whether a text is valid UTF-8 without NUL, so that files and JSON can hold it."""
     return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from autobatch.core.records import MemoryCurve, PredictedPoint
+from autobatch.core.text import module_in_words
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.allocator.trace import FREE, replay
@@ -54,7 +55,9 @@ class Explanation(NamedTuple):
         """Write the explanation in one line."""
         parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in self.by_kind.items() if size)
         top = [
-            f"`{name}` {format_bytes(size)}" for name, size in list(self.by_module.items())[:MODULES] if size
+            f"`{module_in_words(name)}` {format_bytes(size)}"
+            for name, size in list(self.by_module.items())[:MODULES]
+            if size
         ]
         modules = f" (most activations in {', '.join(top)})" if len(self.by_module) > 1 else ""
         return f"{format_bytes(self.peak_bytes)} at the peak in the {self.phase}: {parts}{modules}"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from autobatch.core.records import Estimate, Plan, RankEstimate, RunRecord, Training
+from autobatch.core.text import module_in_words
 from autobatch.core.units import format_bytes
 from autobatch.report.facts import describe_split, peak_bytes
 from autobatch.report.words import count, decimal, knobs_in_words, metric_in_words, moment
@@ -62,7 +63,9 @@ def memory_table(one: Estimate) -> Table:
     for kind, size in one.memory.items():
         sizes.append((kind, size))
         if kind == "activations":
-            sizes += [(f"  {name}", own) for name, own in list(one.modules.items())[:TOP_MODULES]]
+            sizes += [
+                (f"  {module_in_words(name)}", own) for name, own in list(one.modules.items())[:TOP_MODULES]
+            ]
     caption = f"memory at the peak of micro-batch {max(1, one.micro_batch):,}, phase {one.phase}"
     rows = [[name, format_bytes(size), f"{size / total:.0%}"] for name, size in sizes if size]
     return Table(caption, [caption, "bytes", "share"], rows)
@@ -80,9 +83,14 @@ def size_lines(one: Estimate) -> Iterator[str]:
     cut = one.size_cut
     if cut is not None and cut.padding is not None and cut.padding_by_count is not None:
         yield (
-            f"a split by size would compute {cut.padding:.2f} elements for each real one, a split by count "
-            f"{cut.padding_by_count:.2f} (in {cut.steps:.1f} and {cut.steps_by_count:.0f} micro-batches)"
+            f"padding: {_padding(cut.padding)} of a step in {cut.steps:.1f} micro-batches if it is split by "
+            f"size, {_padding(cut.padding_by_count)} in {cut.steps_by_count:.0f} if it is split by count"
         )
+
+
+def _padding(ratio: float) -> str:
+    """Write the ratio of padded to real elements as the share of padding."""
+    return f"{1 - 1 / max(1.0, ratio):.0%}"
 
 
 def remedy_lines(one: Estimate) -> Iterator[str]:

@@ -85,8 +85,8 @@ def test_an_explanation_adds_up():
 
 def test_an_explanation_is_one_sentence():
     kinds = {"activations": 4 * MiB, "parameters": 2 * MiB, "temporaries": 0}
-    modules = {"a": 2 * MiB, "b": MiB, "c": MiB, "d": 0}
+    modules = {"0.a": 2 * MiB, "b": MiB, "c": MiB, "d": 0}
     assert Explanation(4, 6 * MiB, "backward", kinds, modules).text() == (
         "6.00 MiB at the peak in the backward: activations 4.00 MiB, parameters 2.00 MiB "
-        "(most activations in `a` 2.00 MiB, `b` 1.00 MiB, `c` 1.00 MiB)"
+        "(most activations in `model[0].a` 2.00 MiB, `b` 1.00 MiB, `c` 1.00 MiB)"
     )
