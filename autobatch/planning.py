@@ -188,8 +188,8 @@ def rate_source(
         for one in ("linear", "sqrt")
     )
     return (
-        f"kept as declared, but it was tuned for a batch of {base_batch:,} and this one is "
-        f"{significant(target_batch / base_batch)} × as large: the linear rule gives "
+        f"kept as declared, but it was tuned for a batch of {base_batch:,}, and this one is "
+        f"{target_batch:,}: the linear rule gives "
         f"{significant(linear)}, the sqrt rule {significant(root)}, and --tune-lr measures"
     )
 

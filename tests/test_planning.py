@@ -74,7 +74,7 @@ def test_learning_rate_factors_match_golden_numbers(
         (1024, "kept as declared: it was tuned for this batch"),
         (
             256,
-            "kept as declared, but it was tuned for a batch of 256 and this one is 4 × as large: the "
+            "kept as declared, but it was tuned for a batch of 256, and this one is 1,024: the "
             "linear rule gives 0.0012, the sqrt rule 0.0006, and --tune-lr measures",
         ),
     ],

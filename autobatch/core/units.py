@@ -25,7 +25,8 @@ _PERCENT = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*%\s*")
 
 def significant(number: float, digits: int = 3) -> str:
     """Write a number with a few significant digits, a large one as a whole number: ``1.75``, ``15,600``."""
-    return f"{number:,.{digits}g}" if abs(number) < 10**digits else f"{number:,.0f}"
+    # A number that rounding carries to 10 ** digits is a large one too: 999.7 is not 1e+03.
+    return f"{number:,.{digits}g}" if abs(number) < 10**digits - 0.5 else f"{number:,.0f}"
 
 
 def parse_bytes(text: str | int) -> int:

@@ -140,10 +140,15 @@ def _choose(session: Session, plan: Plan, asked: str, *, limit: int, cap: int, s
     cut, gain = with_expectations(cut, batches.sizes, plan, seed)
     if asked == "auto" and gain < LEAST_GAIN:
         return None, f"{BY_COUNT}: by size would save {max(0.0, 1 - 1 / gain):.0%}"
-    padding = f"padded ÷ real {cut.padding_by_count:.2f} → {cut.padding:.2f}, " if cut.is_padded else ""
+    padding = (
+        f", and a padded batch has {cut.padding:.2f} times its real size in place of "
+        f"{cut.padding_by_count:.2f} times"
+        if cut.is_padded
+        else ""
+    )
     return cut, (
-        f"batches are split by the sizes of their samples: {padding}{cut.steps_by_count:.0f} → "
-        f"{cut.steps:.1f} micro-batches"
+        f"batches are split by the sizes of their samples: {cut.steps:.1f} micro-batches on average in place "
+        f"of {cut.steps_by_count:.0f}{padding}"
     )
 
 

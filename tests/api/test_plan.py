@@ -157,14 +157,14 @@ def test_a_plan_by_size_has_its_rule_and_says_what_it_saves(changes: dict[str, A
     cut = found.size_cut
     assert (found.split, cut.micro_batches[-1]) == ("size", min(found.probe.micro_batch, 24))
     assert cut.padding <= cut.padding_by_count
-    assert any("padded ÷ real" in line for line in notes)
+    assert any("times its real size" in line for line in notes)
 
 
 @pytest.mark.parametrize("options", [{"split": "count"}, {"world_size": 2}])
 def test_a_plan_by_count_and_one_for_ranks_of_another_loop_have_no_cut(options: dict[str, Any]) -> None:
     found, notes = plan(ragged_workload(), 24, **options)
     assert (found.split, found.size_cut) == ("count", None)
-    assert not any("padded ÷ real" in line for line in notes)
+    assert not any("times its real size" in line for line in notes)
 
 
 def test_a_choice_of_the_split_that_fails_leaves_a_plan_by_count(monkeypatch: pytest.MonkeyPatch) -> None:
