@@ -147,7 +147,7 @@ def _report(words: list[str]) -> Answer:
 def _compare(words: list[str]) -> Answer:
     """Run ``autobatch compare RUN RUN …``: show runs side by side, and write a page with their losses."""
     if len(words) < LEAST_COMPARED:
-        raise InputError(f"compare takes the folders of two or more runs, found {len(words)}")
+        raise InputError(f"compare takes the folders of two or more runs, found {len(words)}: give RUN RUN")
     from autobatch.report.page import write_comparison
     from autobatch.report.result import find_run, load_run
     from autobatch.report.tables import comparison_table

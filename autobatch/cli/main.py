@@ -105,10 +105,12 @@ def run(arguments: list[str]) -> int:
         return 0
     name, rest = arguments[0], arguments[1:]
     if name not in RUNNING + OTHER:
-        kind = "option" if name.startswith("-") else "command"
+        if name.startswith("-"):
+            print_error(f"there is no option {quoted(name)} before a command; see autobatch --help")
+            return 2
         near = difflib.get_close_matches(name, RUNNING + OTHER, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(RUNNING + OTHER)}"
-        print_error(f"there is no {kind} {quoted(name)}; {hint}")
+        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(RUNNING + OTHER)}"
+        print_error(f"there is no command {quoted(name)}; {hint}")
         return 2
     return _guarded(name, rest)
 

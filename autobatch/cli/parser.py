@@ -159,8 +159,15 @@ def _read_words(name: str, arguments: list[str], known: Layer) -> Layer:
         if word.startswith("-"):
             switches = [one for one, kind in types.items() if plain_type(kind) is bool]
             spellings = [*types, *(f"--no-{one.removeprefix('--')}" for one in switches)]
+            asked = word.partition("=")[0]
+            others = [one for one in SUMMARIES if asked in map(_spelled, fields_of(one))]
+            if others:
+                raise InputError(
+                    f"autobatch {name} does not take {asked}, which is an option of {' and '.join(others)}; "
+                    f"see autobatch {name} --help-all"
+                )
             see = f"see autobatch {name} --help-all"
-            raise InputError(unknown_option(word.partition("=")[0], spellings, otherwise=see))
+            raise InputError(unknown_option(asked, spellings, otherwise=see))
     if extra:
         raise InputError(
             f"give one WORKLOAD, found {quoted(found.workload)} and {quoted(extra[0])}; "

@@ -15,8 +15,8 @@ from tests.support.commandline import environment
 FIT = ("fit", "--target-batch", "8")
 REFUSED = [
     (("pla",), "there is no command 'pla'; did you mean plan?"),
-    (("conquer",), "there is no command 'conquer'; there are: fit, plan, probe, tune"),
-    (("--conquer",), "there is no option '--conquer'"),
+    (("conquer",), "there is no command 'conquer'; the commands are fit, plan, probe, tune"),
+    (("--conquer",), "there is no option '--conquer' before a command; see autobatch --help"),
     (("fit",), "--target-batch is missing: give a whole number of 1 or more"),
     (("fit", "--target-batch"), "--target-batch has no value: give a whole number of 1 or more"),
     (
@@ -34,7 +34,10 @@ REFUSED = [
     ((*FIT, "\udcc3.py"), "WORKLOAD '\\udcc3.py' is not valid in the encoding of this locale: set LC_ALL="),
     ((*FIT, "--memory-budget", "nonsense"), "--memory-budget: 'nonsense' is not a size in bytes"),
     ((*FIT, "--steps", "3", "--epochs", "2"), "--steps 3 and --epochs 2 exclude each other: give one"),
-    (("probe", "--steps", "3"), "there is no option --steps"),
+    (
+        ("probe", "--steps", "3"),
+        "autobatch probe does not take --steps, which is an option of fit; see autobatch",
+    ),
     (("profiles", "shwo"), "there is no action 'shwo' of profiles: use list, show NAME or save NAME"),
     (
         ("profiles", "show"),
