@@ -112,11 +112,10 @@ class Terminal(Progress):
 
     def attempted(self, attempt: Attempt) -> None:
         """Print a micro-batch that ran."""
-        verdict = "fits" if attempt.fits else "does not fit"
-        peak = format_bytes(peak_bytes(attempt))
-        self._say(
-            f"probe   {attempt.micro_batch:>7,}  {verdict:<12}  peak {peak:>9}  {attempt.seconds:6.2f} s"
-        )
+        verdict = "fits" if attempt.fits else "fails" if attempt.is_error else "does not fit"
+        size = peak_bytes(attempt)
+        peak = "" if size is None else f"peak {format_bytes(size):>9}"
+        self._say(f"probe   {attempt.micro_batch:>7,}  {verdict:<12}  {peak:<14}  {attempt.seconds:6.2f} s")
 
     def measured(self, trial: Trial, of: int, changes: Mapping[str, object]) -> None:
         """Print a trial of the tuner."""

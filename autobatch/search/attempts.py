@@ -162,7 +162,7 @@ def nothing_fits(
     largest = process.info.largest_sample
     if largest is not None and last.micro_batch == 1:
         index, size = largest
-        parts.append(f"It is sample {index} of the training data, whose size of {size:g} is the largest")
+        parts.append(f"It ran with sample {index} of the training data, the largest: its size is {size:g}")
     if step is not None:
         with suppress(Untraceable):
             parts.append(f"It takes {explain(step, last.micro_batch).text()}")

@@ -196,8 +196,9 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
         raise invalid_count(*((least_count, "a micro-batch") if least_count < 0 else (items, "the batch")))
     if items > 0 and not any(has_gradient):
         raise InputError(
-            "the workload's loss has no gradient: compute it from the parameters that the optimizer trains, "
-            "without detach() and torch.no_grad()"
+            "the loss gives no gradient to any parameter that the optimizer trains: build the optimizer from "
+            "the parameters of this model, and compute the loss from its output, without detach() and "
+            "torch.no_grad()"
         )
     scale = 1.0 if train_state.scaler is None or not any(has_gradient) else train_state.scaler.get_scale()
     scale = scale or math.nan  # overflow after overflow halves it down to 0, and no gradient has a norm then

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitError, InputError
 from autobatch.core.options import Options
 from autobatch.core.records import Plan
+from autobatch.core.text import error_text
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
 from autobatch.distributed.rank_plan import layout_of
@@ -58,6 +59,8 @@ from autobatch.workload.split import digest_of
 
 _Count = Annotated[int, Meta(ge=0)]
 _Positive = Annotated[int, Meta(ge=1)]
+STATE_DICT_ERROR = "Error(s) in loading state_dict for "
+"""Beginning of torch's error about a state dict; the parameters follow in further lines."""
 _BIT_EXACT_KEYS = {
     "device": "device",
     "device_kind": "kind of device",
@@ -162,7 +165,7 @@ def restore_loop(
         if is_oom(error):
             raise DoesNotFitError(_not_enough_memory(loop, state, error)) from error
         raise InputError(
-            f"the checkpoint was written with another model, optimizer or schedule ({first_line(error)}). "
+            f"the checkpoint was written with another model, optimizer or schedule ({_difference(error)}). "
             "Give the same workload, or start without --resume"
         ) from error
     for name, count in state["counters"].items():
@@ -232,6 +235,12 @@ def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
         train_state.scaler.load_state_dict(state["scaler"])
     train_state.items_per_sample = state["items_per_sample"]
     loop.noise.load_state_dict(state["noise"])
+
+
+def _difference(error: Exception) -> str:
+    """Return an error in one line; of torch's about a state dict, the parameters that do not match."""
+    line = first_line(error)
+    return error_text(error).partition(": ")[2] if line.startswith(STATE_DICT_ERROR) else line
 
 
 def _not_enough_memory(loop: Loop, state: Mapping[str, Any], error: Exception) -> str:

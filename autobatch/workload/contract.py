@@ -257,6 +257,15 @@ def is_loader(value: object) -> TypeGuard[DataLoader[Any]]:
     return _is_instance(value, "torch.utils.data", "DataLoader")
 
 
+def is_model(value: object) -> bool:
+    """Check for a ``torch.nn.Module``, or a class of them, without importing torch."""
+    loaded = sys.modules.get("torch.nn")
+    module = None if loaded is None else loaded.Module
+    return module is not None and (
+        isinstance(value, module) or (isinstance(value, type) and issubclass(value, module))
+    )
+
+
 def kind_of(value: object) -> str:
     """Describe the type of a value for a message, for example ``a list``."""
     if value is None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from autobatch.core.errors import InputError
 from autobatch.core.files import is_file
 from autobatch.core.text import LONGEST_VALUE, cut
-from autobatch.workload.contract import Workload, kind_of
+from autobatch.workload.contract import Workload, is_model, kind_of
 from autobatch.workload.user_code import user_code
 
 if TYPE_CHECKING:
@@ -44,10 +44,13 @@ def find_workload(workload: object, seed: int = 0) -> Workload:
         return workload
     if workload is None or isinstance(workload, str):
         return _load(workload or DEMO, seed)
-    if not callable(workload):
+    if not callable(workload) or is_model(workload):
+        found = kind_of(workload)
+        if is_model(workload):
+            found = "a model: give a function that builds it as Workload(model=…)"
         raise InputError(
             "the workload must be an autobatch.Workload, a function that returns one, or a reference, found "
-            f"{kind_of(workload)}"
+            f"{found}"
         )
     name = getattr(workload, "__name__", type(workload).__name__)
     return _call(workload, seed, f"function {name}", name)
@@ -150,8 +153,8 @@ def _only_workload_of(module: Any, place: str) -> str:
     several = stated or made or names
     found_words = f"it has {', '.join(several)}" if several else "it has no functions"
     raise InputError(
-        f"{place} names no workload, and {found_words}: write {place}:FUNCTION, or call the function that "
-        f"returns the Workload {Workload.name}"
+        f"{place} has no function named {Workload.name}, and {found_words}: write {place}:FUNCTION, or "
+        f"rename the function that returns the Workload to {Workload.name}"
     )
 
 

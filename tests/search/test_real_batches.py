@@ -112,7 +112,7 @@ def test_a_sample_that_does_not_fit_alone_is_named_before_training(tmp_path: Pat
     )
     call = Call(workload=workload, options=options, environ={"AUTOBATCH_HOME": str(tmp_path)})
     with pytest.raises(
-        DoesNotFitError, match="sample 17 of the training data, whose size of 40000"
+        DoesNotFitError, match="sample 17 of the training data, the largest: its size is 40000"
     ) as caught:
         run_command(call)
     assert caught.value.exit_code == 3

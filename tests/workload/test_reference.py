@@ -57,8 +57,11 @@ def test_a_file_never_takes_the_name_of_another_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("found_mod", "found_mod names no workload, and it has make, nothing: write found_mod:FUNCTION"),
-        ("two_mod", "two_mod names no workload, and it has one, two"),
+        (
+            "found_mod",
+            "found_mod has no function named workload, and it has make, nothing: write found_mod:FUNCTION",
+        ),
+        ("two_mod", "two_mod has no function named workload, and it has one, two"),
         (":make", "':make' is not a workload"),
         ("mod:", "'mod:' is not a workload"),
         ("..:make", "'..' is not a module"),

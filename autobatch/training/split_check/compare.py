@@ -77,7 +77,8 @@ class Finding(NamedTuple):
         if self.unchecked is not None:
             found.append(
                 "whether the loss can be split into micro-batches exactly could not be checked: "
-                f"{self.unchecked}. Make sure that it is a mean over samples, or return Loss(total, count)"
+                f"{self.unchecked.rstrip('.')}. Make sure that it is a mean over samples, or return "
+                "Loss(total, count)"
             )
         return [*found, *self.remarks]
 
