@@ -85,8 +85,8 @@ def check_exportable(model: nn.Module) -> None:
         else:
             continue
         raise InputError(
-            f"the weights cannot be saved at the end of a run: {name} is {reason}, which a safetensors file "
-            "cannot hold. Keep it in another type, or out of the state dict (persistent=False)"
+            f"the weights cannot be saved at the end of a run: {name} is {reason}, which safetensors cannot "
+            "hold. Keep it in another type, or out of the state dict (persistent=False)"
         )
 
 

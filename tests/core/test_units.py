@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch import InputError
-from autobatch.core.units import GiB, KiB, MiB, format_bytes, format_share, parse_budget
+from autobatch.core.units import GiB, KiB, MiB, format_bytes, format_share, parse_budget, significant
 
 TiB = 1024 * GiB
 
@@ -96,3 +96,11 @@ def test_a_share_is_over_0_and_at_most_100_percent(text: str) -> None:
 )
 def test_a_small_share_is_not_rounded_to_nothing(share: float, text: str) -> None:
     assert format_share(share) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(1.751, "1.75"), (999.4, "999"), (999.7, "1,000"), (15_600, "15,600"), (0.012345, "0.0123")],
+)
+def test_a_large_number_is_written_without_an_exponent(number: float, text: str) -> None:
+    assert significant(number) == text
