@@ -163,7 +163,7 @@ def _read_words(name: str, arguments: list[str], known: Layer) -> Layer:
             others = [one for one in SUMMARIES if asked in map(_spelled, fields_of(one))]
             if others:
                 raise InputError(
-                    f"autobatch {name} does not take {asked}, which is an option of {' and '.join(others)}; "
+                    f"{name} does not take {asked}, which is an option of {' and '.join(others)}; "
                     f"see autobatch {name} --help-all"
                 )
             see = f"see autobatch {name} --help-all"

@@ -36,7 +36,7 @@ REFUSED = [
     ((*FIT, "--steps", "3", "--epochs", "2"), "--steps 3 and --epochs 2 exclude each other: give one"),
     (
         ("probe", "--steps", "3"),
-        "autobatch probe does not take --steps, which is an option of fit; see autobatch",
+        "probe does not take --steps, which is an option of fit; see autobatch",
     ),
     (("profiles", "shwo"), "there is no action 'shwo' of profiles: use list, show NAME or save NAME"),
     (
