@@ -54,7 +54,7 @@ def test_ragged_samples_are_split_by_size_with_the_saving_in_the_note() -> None:
     cut = plan.size_cut
     assert (plan.split, cut.sizes, cut.micro_batches, cut.limits_by) == ("size", [24.0], [6], "longest")
     assert cut.padding < cut.padding_by_count
-    assert f"{cut.padding_by_count:.2f} → {cut.padding:.2f}" in note
+    assert f"{cut.padding:.2f} times its real size in place of {cut.padding_by_count:.2f} times" in note
     sizes = setup.worst_case.sizes()
     split = SizeSplit(sizes=sizes, cut=cut, measured_every=4)
     padded = real = steps = 0.0
