@@ -28,14 +28,13 @@ from autobatch.api.call import Call
 from autobatch.api.ranks import agree_on_options, check_data_of_ranks, claim_of_ranks, continue_after_restart
 from autobatch.api.stages import OPENING, OpenSetup, finish_plan, layout_of_call, search_and_plan
 from autobatch.core.files import write_atomic
-from autobatch.core.progress import Broadcast, Progress
+from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, RunRecord
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.device.host import usable_cores
 from autobatch.device.nvml import driver_version
 from autobatch.distributed.rank_plan import layout_of
-from autobatch.distributed.ranks import SignsOfLife
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.distributed.shared_stream import open_stream, split_note
 from autobatch.estimates.estimator import estimate_limits
@@ -79,7 +78,7 @@ def run(call: Call) -> Result:
     """
     call = agree_on_options(call)
     call.ranks.limit_wait(call.options.ranks.collective_timeout)
-    call = replace(call, progress=Broadcast([call.progress, SignsOfLife(call.ranks)]))
+    call = replace(call, progress=call.ranks.listener(call.progress))
     tune = call.options.tune
     if tune.storage is not None and (tune.trials != 0 or tune.tune_lr):
         # Only here: Optuna takes half a second to import.

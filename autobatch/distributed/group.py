@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 
 from autobatch.core.errors import CheckpointError, DoesNotFitError, InputError
+from autobatch.core.progress import Broadcast, Progress
 from autobatch.device.oom import is_oom
 from autobatch.device.select import device_of_rank, gpu_uuid
-from autobatch.distributed.ranks import Launch, Ranks
+from autobatch.distributed.ranks import Launch, Ranks, SignsOfLife
 from autobatch.distributed.verdict import OUT, RankLost, check_earlier_starts, rank_lost
 from autobatch.distributed.watch import Activity, Watch, ranks_in_words
 
@@ -62,6 +63,10 @@ class Group(Ranks):
     def sign(self, doing: str) -> None:
         """See `Ranks.sign`."""
         self.activity.sign(doing)
+
+    def listener(self, progress: Progress) -> Progress:
+        """See `Ranks.listener`."""
+        return Broadcast([progress, SignsOfLife(self)])
 
     def working(self, doing: str) -> AbstractContextManager[None]:
         """See `Ranks.working`."""

@@ -101,6 +101,10 @@ class Ranks:
             doing: what it does from now on, for example ``saving a checkpoint``.
         """
 
+    def listener(self, progress: Progress) -> Progress:
+        """Return a listener that passes events on, and shows the other ranks that this one gets further."""
+        return progress
+
     def working(self, doing: str) -> AbstractContextManager[None]:
         """Do within the block what may take any time, without a `sign`."""
         return nullcontext()
