@@ -289,7 +289,9 @@ class _Comparison:
                 f"is not: {_other_mean(whole, [])}"
             )
         columns = torch.stack([part.elements for part in found], dim=1)
-        exact = torch.tensor([part.weight / total for part in found], dtype=torch.float64, device="cpu")
+        # A part that counts nothing may have a total, as negatives of a focal loss have without positives.
+        shares = [(part.weight or 1.0) / (total or 1.0) for part in found]
+        exact = torch.tensor(shares, dtype=torch.float64, device="cpu")
         error = self._error(columns @ exact)
         if error <= tolerance:
             return None

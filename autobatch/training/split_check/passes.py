@@ -59,7 +59,7 @@ ELEMENTWISE = {
 
 @dataclass(frozen=True, slots=True)
 class SampleGradient:
-    """Gradient of the mean loss over some samples."""
+    """Gradient of the mean loss over some samples, or of its total if they count nothing."""
 
     elements: Tensor
     """Elements of the gradient, in float64 on the host."""

@@ -1,0 +1,284 @@
+"""Each row of the page "Is my loss exact?", with the functions of that page.
+
+The oracle of a row is the loss as its paper or torch writes it, over the whole batch, in float64.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
+
+from autobatch import InputError
+from autobatch.step.train_step import train_step
+from autobatch.training.split_check.check import check_loss_splits
+from autobatch.workload.order import GlobalBatchSampler
+from tests.support.steps import EXACT, SAMPLES, Towers, clip, off, split, train_state_of, two_towers
+from tests.support.training import (
+    IGNORED,
+    Rows,
+    language_model,
+    make_setup,
+    make_workload,
+    mean_loss,
+    network,
+    reference,
+    tokens,
+)
+
+PAGE = Path(__file__).parents[2] / "docs/loss.md"
+SPLITS = [[1, 23], [20, 3, 1], [7, 7, 7, 3]]
+DRAW = torch.Generator().manual_seed(2)
+WEIGHTS = torch.tensor([0.2, 1.0, 3.7]).double()
+OTHER_MEAN, MIXED = "a mean over something else than samples", "several samples at once"
+
+
+def functions_of_the_page() -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    for code in re.findall(
+        r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    ):
+        exec(compile(code, PAGE.name, "exec"), names)
+    return names
+
+
+WRITTEN = functions_of_the_page()
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(SAMPLES, *shape, dtype=torch.float64, generator=DRAW)
+
+
+def chosen(*shape: int, share: float) -> Tensor:
+    """Draw ones and zeros, of which the first samples have none."""
+    found = (torch.rand(SAMPLES, *shape, generator=DRAW) < share).double()
+    found[:3] = 0
+    return found
+
+
+def mlp(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
+
+
+class Distilled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = network(), network().requires_grad_(False)
+
+
+class TwoDraws(nn.Module):
+    """A network with dropout, whose draws depend on the sample and on which of two passes it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.passes = network(), 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.passes = 1 - self.passes
+        return self.body(inputs * ((inputs * 1000 + self.passes).sin() > -0.5) / 0.67)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(5, 4).double()
+        self.experts = nn.ModuleList([network() for _ in range(4)])
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        router = self.router(inputs).softmax(1)
+        return sum(router[:, [i]] * expert(inputs) for i, expert in enumerate(self.experts)), router
+
+
+def whole_tokens(model: nn.Module, batch: Any, smoothing: float = 0.0) -> Tensor:
+    scores, labels = model(batch[0]).flatten(0, 1), batch[1].flatten()
+    return cross_entropy(scores, labels, ignore_index=IGNORED, label_smoothing=smoothing)
+
+
+def whole_smoothed(model: nn.Module, batch: Any) -> Tensor:
+    return whole_tokens(model, batch, 0.1)
+
+
+def whole_weighted(model: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(model(batch[0]), batch[1], weight=WEIGHTS)
+
+
+def whole_masked(model: nn.Module, batch: Any) -> Tensor:
+    """Select the hidden patches, where the page multiplies by the mask."""
+    patches, hidden = batch
+    seen = patches.masked_fill(hidden[..., None] > 0, 0.0)
+    return F.mse_loss(model(seen)[hidden > 0], patches[hidden > 0])
+
+
+def whole_focal(model: nn.Module, batch: Any) -> Tensor:
+    """Return -Σ (1 - p)² log p ÷ positives, with p the probability of the right answer."""
+    chance = model(batch[0]).sigmoid()
+    right = torch.where(batch[1] > 0, chance, 1 - chance)
+    return -((1 - right) ** 2 * right.log()).sum() / batch[1].sum()
+
+
+def whole_speech(model: nn.Module, batch: Any) -> Tensor:
+    """Sum up the losses of one sample at a time, each divided by the length of its text."""
+    sounds, frames, texts, lengths = batch
+    losses = []
+    for row in range(len(sounds)):
+        log_probs = model(sounds[row : row + 1]).log_softmax(-1)[0, : frames[row], None]
+        text = texts[row : row + 1, : lengths[row]]
+        one = F.ctc_loss(log_probs, text, frames[row : row + 1], lengths[row : row + 1], reduction="sum")
+        losses.append(one / lengths[row])
+    return torch.stack(losses).mean()
+
+
+def divergence(one: Tensor, other: Tensor) -> Tensor:
+    return (one.softmax(1) * (one.log_softmax(1) - other.log_softmax(1))).sum(1).mean()
+
+
+def whole_distilled(model: Any, batch: Any) -> Tensor:
+    student, teacher = model.student(batch[0]), model.teacher(batch[0])
+    return cross_entropy(student, batch[1]) + 4 * divergence(teacher / 2, student / 2)
+
+
+def whole_r_drop(model: nn.Module, batch: Any) -> Tensor:
+    one, other = model(batch[0]), model(batch[0])
+    apart = (divergence(one, other) + divergence(other, one)) / 2
+    return cross_entropy(one, batch[1]) + cross_entropy(other, batch[1]) + apart
+
+
+def whole_critic(model: nn.Module, batch: Any, *, of_mean: bool = False) -> Tensor:
+    """Take the slope of one sample at a time, or wrongly that of the mean of the scores."""
+    real, fake, share = batch
+    mixed = (share * real + (1 - share) * fake).requires_grad_()
+    scores = model(mixed)
+    if of_mean:
+        slopes = list(torch.autograd.grad(scores.mean(), mixed, create_graph=True)[0])
+    else:
+        found = [torch.autograd.grad(score, mixed, create_graph=True)[0] for score in scores.flatten()]
+        slopes = [slope[row] for row, slope in enumerate(found)]
+    penalty = torch.stack([(slope.norm() - 1) ** 2 for slope in slopes]).mean()
+    return (model(fake) - model(real)).mean() + 10 * penalty
+
+
+def slope_of_the_mean(model: nn.Module, batch: Any) -> Tensor:
+    return whole_critic(model, batch, of_mean=True)
+
+
+def whole_contrast(model: nn.Module, batch: Any) -> Tensor:
+    return clip(model, two_towers(model, batch))
+
+
+def whole_balanced(model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss with the balance term of the Switch Transformer, N Σ f P."""
+    scores, router = model(batch[0])
+    shares = torch.bincount(router.argmax(1), minlength=4).double() / len(router)
+    return cross_entropy(scores, batch[1]) + 0.01 * 4 * (shares * router.mean(0)).sum()
+
+
+def sharpness_aware(model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss at the weights that a step up the gradient of these samples leads to."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    slopes = torch.autograd.grad(mean_loss(model, batch), parameters)
+    length = torch.cat([slope.flatten() for slope in slopes]).norm()
+    moved = [one + 0.3 * slope / length for one, slope in zip(parameters, slopes, strict=True)]
+    return cross_entropy(functional_call(model, dict(zip(names, moved, strict=True)), (batch[0],)), batch[1])
+
+
+def normalized() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+LENGTHS = torch.randint(1, 5, (SAMPLES,), generator=DRAW)
+SPEECH = Rows(
+    drawn(12, 3),
+    torch.randint(9, 13, (SAMPLES,), generator=DRAW),
+    torch.randint(1, 6, (SAMPLES, 4), generator=DRAW),
+    LENGTHS,
+)
+TEXT: dict[str, Any] = {"model": language_model, "train_data": tokens()}
+MASKED: dict[str, Any] = {
+    "model": lambda: mlp(6, 6),
+    "train_data": Rows(drawn(9, 6), chosen(9, share=0.6)),
+}
+ANCHORS: dict[str, Any] = {"model": lambda: mlp(6, 7), "train_data": Rows(drawn(6), chosen(7, share=0.1))}
+CRITIC: dict[str, Any] = {
+    "model": lambda: mlp(4, 1),
+    "train_data": Rows(drawn(4), drawn(4), torch.rand(SAMPLES, 1, generator=DRAW).double()),
+}
+EXACT_ROWS: dict[str, tuple[dict[str, Any], Any, Callable[..., Tensor]]] = {
+    "mean over samples": ({}, mean_loss, mean_loss),
+    "tokens with `ignore_index`": (TEXT, "token_loss", whole_tokens),
+    "label smoothing with `ignore_index`": (TEXT, "smoothed_loss", whole_smoothed),
+    "class weights": ({}, "weighted_loss", whole_weighted),
+    "masked pixels (MAE)": (MASKED, "masked_loss", whole_masked),
+    "focal loss ÷ positives": (ANCHORS, "focal_loss", whole_focal),
+    "CTC": ({"model": lambda: mlp(3, 6), "train_data": SPEECH}, "speech_loss", whole_speech),
+    "distillation": ({"model": Distilled}, "distilled_loss", whole_distilled),
+    "R-Drop": ({"model": TwoDraws}, "r_drop_loss", whole_r_drop),
+    "gradient penalty": (CRITIC, "critic_loss", whole_critic),
+    "contrastive": ({"model": lambda: Towers().double()}, None, whole_contrast),
+    "balance of experts (MoE)": ({"model": Experts}, "expert_loss", whole_balanced),
+}
+"""Fields of a workload, its loss or the name of that on the page, and the loss over the whole batch."""
+REFUSED = {
+    "tokens with `ignore_index`": (TEXT, whole_tokens, OTHER_MEAN),
+    "label smoothing with `ignore_index`": (TEXT, whole_smoothed, OTHER_MEAN),
+    "class weights": ({}, whole_weighted, OTHER_MEAN),
+    "masked pixels (MAE)": (MASKED, whole_masked, OTHER_MEAN),
+    "focal loss ÷ positives": (ANCHORS, whole_focal, OTHER_MEAN),
+    "gradient penalty": (CRITIC, slope_of_the_mean, "differs by"),
+    "contrastive": ({"model": lambda: Towers().double()}, whole_contrast, MIXED),
+    "balance of experts (MoE)": ({"model": Experts}, whole_balanced, MIXED),
+    "SAM within the loss": ({}, sharpness_aware, MIXED),
+}
+"""Fields of a workload, its loss as a plain mean, and the cause that the refusal names."""
+NOTED = {"BatchNorm": ({"model": normalized}, mean_loss, r"1 BatchNorm layer computes .* micro-batches of 8")}
+
+
+def row(name: str) -> tuple[Any, Callable[..., Tensor]]:
+    fields, loss, whole = EXACT_ROWS[name]
+    if name == "contrastive":
+        loss = WRITTEN["WholeBatchLoss"](represent=two_towers, loss=clip)
+    return make_workload(**fields, loss=WRITTEN[loss] if isinstance(loss, str) else loss), whole
+
+
+def notes_before_training(workload: Any) -> list[str]:
+    sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=SAMPLES, seed=0, steps=3)
+    return check_loss_splits(make_setup(workload), micro_batch=8, sampler=sampler)[0]
+
+
+@pytest.mark.parametrize("name", EXACT_ROWS)
+def test_a_loss_of_the_page_takes_the_step_of_the_whole_batch(name: str) -> None:
+    workload, whole = row(name)
+    expected, losses = reference(workload, [range(SAMPLES)], whole)
+    for sizes in SPLITS:
+        train_state = train_state_of(workload)
+        result = train_step(train_state, split(workload, sizes), SAMPLES)
+        assert off(train_state, workload, expected) <= EXACT, sizes
+        assert result.loss == pytest.approx(losses[0], rel=EXACT)
+    assert notes_before_training(workload) == []
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_same_loss_as_a_plain_mean_is_refused_before_training(name: str) -> None:
+    fields, loss, cause = REFUSED[name]
+    with pytest.raises(InputError, match=cause):
+        notes_before_training(make_workload(**fields, loss=loss))
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_what_is_not_exact_is_named_before_training(name: str) -> None:
+    fields, loss, note = NOTED[name]
+    (found,) = notes_before_training(make_workload(**fields, loss=loss))
+    assert re.search(note, found)
+
+
+def test_every_row_of_the_page_is_held_by_a_test() -> None:
+    rows = re.findall(r"^\| ([^|]+) \|.*\| (yes|no)[^|]*\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {name for name, exact in rows if exact == "yes"} == {*EXACT_ROWS}
+    assert {name for name, exact in rows if exact == "no"} == {*REFUSED, *NOTED} - {*EXACT_ROWS}
