@@ -1,4 +1,4 @@
-"""Time of whole processes: the help, and the first and second run of the demo in an empty directory.
+"""Time of whole processes: the help, the demo in an empty directory, and a small run to its first step.
 
 python -m benchmarks.startup
 """
@@ -17,6 +17,41 @@ from pathlib import Path
 from benchmarks.report import markdown, save, surroundings
 
 ROUNDS = 15
+FRESH = 5
+"""Runs of a small task to its first step, each with an empty data directory."""
+FIRST_STEP = "the first step of a small task"
+PLAIN = """
+import torch
+from benchmarks.startup import workload
+task = workload()
+model = task.model()
+optimizer = task.optimizer(model.parameters(), 1e-3)
+batch = torch.utils.data.default_collate([task.train_data[n] for n in range(64)])
+task.loss(model, batch).backward()
+optimizer.step()
+print("step", flush=True)
+"""
+"""A loop of torch up to its first step."""
+
+
+def workload():
+    """Build the small task: a perceptron of 64 by 64 on vectors."""
+    from benchmarks.workloads import WORKLOADS
+
+    return WORKLOADS["mlp"]()
+
+
+def to_first_step(command: list[str]) -> float:
+    """Run a command that prints its steps in an empty directory; return the seconds to the first of them."""
+    root = str(Path(__file__).parents[1])
+    with tempfile.TemporaryDirectory() as folder:
+        environ = dict(os.environ) | {"AUTOBATCH_HOME": f"{folder}/home", "PYTHONPATH": root}
+        start = time.perf_counter()
+        with subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            seconds = next(time.perf_counter() - start for line in process.stdout if line.startswith("step"))
+            process.stdout.read()
+    return seconds
 
 
 def wall(command: list[str], *, folder: Path | None = None, home: Path | None = None) -> float:
@@ -40,6 +75,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for which in ("first", "second"):
             times[f"the demo, {which} run"] = [wall(fit, folder=Path(folder), home=Path(folder) / "home")]
+    small = [*program, "fit", "benchmarks.startup:workload", "--target-batch", "64", "--steps", "1"]
+    small.insert(1, "-u")
+    kinds = {
+        "a loop of torch": [sys.executable, "-c", PLAIN],
+        **{device: [*small, "--device", device] for device in ("cpu", "sim:rtx-4090")},
+    }
+    for _ in range(FRESH):
+        for name, command in kinds.items():
+            times.setdefault(f"{FIRST_STEP}: {name}", []).append(to_first_step(command))
     table = markdown(
         ("whole process", "least, s", "median, s"),
         [[name, f"{min(own):.3f}", f"{statistics.median(own):.3f}"] for name, own in times.items()],

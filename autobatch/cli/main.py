@@ -23,6 +23,7 @@ from autobatch.cli.output import (
     undelivered_code,
     write_line,
 )
+from autobatch.core.progress import Broadcast, Stopwatch
 from autobatch.core.text import printable_lines, quoted
 from autobatch.core.version import __version__
 
@@ -120,7 +121,7 @@ def _guarded(name: str, arguments: list[str]) -> int:
     from autobatch.distributed.launch import open_ranks, refuse_ranks, start_ranks
     from autobatch.distributed.ranks import Ranks, read_launch
 
-    log = RunLog(shlex.join(["autobatch", name, *arguments]))
+    log, stopwatch = RunLog(shlex.join(["autobatch", name, *arguments])), Stopwatch()
     verbose = "--verbose" in arguments
     ranks: Ranks | None = None
     try:
@@ -151,7 +152,7 @@ def _guarded(name: str, arguments: list[str]) -> int:
             if ranks.world > 1 and count is None:
                 per_host = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world))
                 log.command = f"torchrun --nproc-per-node {per_host} -m {log.command}"
-            code = run_workload(Command(name, workload, options, log, ranks))
+            code = run_workload(Command(name, workload, options, log, ranks, stopwatch))
             ranks.close()
             return code
     except BaseException as error:
@@ -169,6 +170,8 @@ class Command(NamedTuple):
     """Learns the folder of the run."""
     ranks: Ranks
     """The processes that run the command together."""
+    stopwatch: Stopwatch
+    """Runs since the command line was read."""
 
     def call(self, **fields: Any) -> Call:
         """Return the call of the pipeline, which tries the workload in a child."""
@@ -222,22 +225,28 @@ def _result_of(command: Command, stream: SafeStream) -> Result | Estimates:
             opened.enter_context(child)
         terminal = opened.enter_context(Terminal(cast("TextIO", stream), quiet=options.output.quiet))
         terminal.begin(workload, predicts=is_estimate)
-        terminal.doing("importing torch")
+        progress = Broadcast([terminal, command.stopwatch])
+        progress.doing("importing torch")
         gc.disable()  # collections while torch makes a million objects take a fifth of its import
         from autobatch.api.pipeline import run, run_estimate
+        from autobatch.step.optimizers import import_for_optimizers
 
+        import_for_optimizers()
         gc.freeze()
         gc.enable()
+        found: Result | Estimates
         if is_estimate:
-            terminal.doing("predicting what fits")
-            estimates = run_estimate(command.call())
-            terminal.estimated(estimates)
-            return estimates
-        if child is not None and is_copy:
-            opened.enter_context(child)
-        result = run(command.call(progress=terminal, child=child))
-        terminal.finish(result)
-    return result
+            progress.doing("predicting what fits")
+            found = run_estimate(command.call())
+            terminal.estimated(found)
+        else:
+            if child is not None and is_copy:
+                opened.enter_context(child)
+            found = run(command.call(progress=progress, child=child))
+            terminal.finish(found)
+        if options.output.verbose:
+            terminal.timed(command.stopwatch.lines())
+    return found
 
 
 def _report_failure(

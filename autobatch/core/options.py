@@ -353,7 +353,7 @@ class OutputOptions(Section, frozen=True, kw_only=True):
 
     json: Annotated[bool, Option("Print one JSON object to stdout, all else to stderr.", common=True)] = False
     quiet: Annotated[bool, Option("Print the result, but no progress.")] = False
-    verbose: Annotated[bool, Option("Print the traceback of an error.")] = False
+    verbose: Annotated[bool, Option("Print how long each part took, and the traceback of an error.")] = False
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -188,6 +188,11 @@ class Terminal(Progress):
             if not one.fits:
                 self._print_remedies(one, f" on {printable(one.profile)}")
 
+    def timed(self, lines: Iterable[str]) -> None:
+        """Print how long the parts of the run took, even if quiet."""
+        self._console.print("\nhow long each part took:")
+        self._print_lines(lines)
+
     def _print_remedies(self, one: Estimate, where: str) -> None:
         if one.remedies:
             self._console.print(f"\npredicted micro-batch{where} with a change:")

@@ -9,6 +9,7 @@ A child may start before its parent imports torch, and imports it meanwhile. So 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -37,6 +38,8 @@ TAIL_LINES = 5
 """Lines of the child's output in a crash message."""
 SERVE = "autobatch.setup.session:serve"
 """What the child runs, by its name: an import would bring torch into the parent."""
+WARM_UP = "autobatch.step.optimizers:import_for_optimizers"
+"""What the child calls before it has a workload, by its name."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -220,7 +223,7 @@ class ChildProcess:
 def may_copy(device: str) -> bool:
     """Return whether a process that has only imported torch may be copied into a child.
 
-    A copy needs no import of its own, which saves 1.7 s of the processor. Elsewhere than on Linux, system
+    A copy needs no import of its own, which saves 2.5 s of the processor. Elsewhere than on Linux, system
     libraries do not survive a copy. A child that may use a GPU starts afresh, because a driver that any
     library has started before a copy does not work in it.
 
@@ -245,7 +248,11 @@ def _wait_and_serve(connection: Connection, of_parent: Connection | None, output
     if of_parent is not None:
         of_parent.close()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.disable()  # as in the parent, see `autobatch.cli.main`
     serve = resolve_name(SERVE)
+    resolve_name(WARM_UP)()
+    gc.freeze()
+    gc.enable()
     with suppress(EOFError, ConnectionResetError):
         reference, options, role = connection.recv()
         serve(connection, reference, options, role, output.fileno())

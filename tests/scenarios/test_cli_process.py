@@ -49,12 +49,23 @@ def one_line(ran: Ran, code: int) -> str:
 def test_fit_prints_one_json_object_to_stdout_and_all_else_to_stderr(tmp_path: Path, train: Path) -> None:
     train.write_text(SMALL + NOISY)
     ran = autobatch(
-        tmp_path, "fit", "train.py:loud", *FIT[2:4], "--steps", 4, "--trials", 2, *BUDGET, "--json"
+        tmp_path,
+        "fit",
+        "train.py:loud",
+        *FIT[2:4],
+        "--steps",
+        4,
+        "--trials",
+        2,
+        *BUDGET,
+        "--json",
+        "--verbose",
     )
     found = ran.json
     assert ran.code == 0
     assert "{from python" in ran.err
     assert "{from below" in ran.err
+    assert " s  to the end of the first step" in ran.err
     contract: dict[str, set[str]] = {
         "device": {"kind", "name", "total_bytes", "budget_bytes", "other_processes_bytes"},
         "probe": {"micro_batch", "limited_by", "upper_bound_by", "predicted_micro_batch", "oom_count",
