@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, normalize
 from torch.utils.data import DataLoader, TensorDataset
 
 import autobatch
 from autobatch.core.units import MiB
 from autobatch.step.optimizers import build_optimizers
+from tests.support.custom_loops import Sam
 from tests.support.python_gpu import python_gpu
 from tests.support.rank_server import RankServer
 
@@ -80,7 +81,15 @@ def reader() -> dict[str, Any]:
         )
 
     model = build_model()
+    generator, discriminator = nn.Linear(8, 4), nn.Linear(4, 1)
     return {
+        "images": dataset.tensors[0],
+        "generator": generator,
+        "discriminator": discriminator,
+        "of_generator": torch.optim.SGD(generator.parameters(), lr=0.1),
+        "of_discriminator": torch.optim.SGD(discriminator.parameters(), lr=0.1),
+        "bce": binary_cross_entropy_with_logits,
+        "sam": Sam(model.parameters(), lr=0.1),
         "autobatch": autobatch,
         "torch": torch,
         "cross_entropy": cross_entropy,
@@ -160,7 +169,7 @@ def test_the_functions_of_the_page_on_optimizers_train() -> None:
     names: dict[str, Any] = {
         "torch": torch,
         "functional_call": torch.func.functional_call,
-        "bce": torch.nn.functional.binary_cross_entropy_with_logits,
+        "bce": binary_cross_entropy_with_logits,
     }
     body, head = nn.Linear(4, 3), nn.Linear(3, 2)
     model = nn.Sequential(body, head)

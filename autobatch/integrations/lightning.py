@@ -106,7 +106,8 @@ def plan(
     if not module.automatic_optimization:
         raise InputError(
             f"{kind_of(module)} has automatic_optimization=False, so its training_step calls backward "
-            "itself: use autobatch.batches in a loop of your own"
+            "itself: use autobatch.batches in a loop of your own, with a pass over each batch for each "
+            "optimizer (docs/your-own-loop.md)"
         )
     given = None if datamodule is None or hasattr(datamodule, "train_dataloader") else datamodule
     if given is not None:
@@ -121,8 +122,8 @@ def plan(
         if len(optimizers) > 1:
             raise InputError(
                 f"configure_optimizers returned {len(optimizers)} optimizers, and Lightning steps several "
-                "only with automatic_optimization=False: use autobatch.batches in a loop of your own, which "
-                "steps several"
+                "only with automatic_optimization=False: use autobatch.batches in a loop of your own, with a "
+                "pass over each batch for each of them (docs/your-own-loop.md)"
             )
         holder = _holder(module, datamodule) if given is None else None
         loader = _loader(module, datamodule) if given is None else given

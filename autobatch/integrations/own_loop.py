@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any, Generic
 
 import numpy as np
@@ -20,12 +23,13 @@ from typing_extensions import TypeVar
 from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.core.records import GradientDtype, Plan
 from autobatch.distributed.engine import Engine, Replicate
-from autobatch.distributed.group import join_loop
+from autobatch.distributed.group import Group, join_loop
 from autobatch.distributed.ranks import Ranks
 from autobatch.integrations.data_source import Data, Piece, SampleT, Source, open_source, samples_of, split
 from autobatch.planning import check_world_size, launched_world_size
 from autobatch.step.gradients import LOW_PRECISION, Gradients, exchange_buffer, norm_of
 from autobatch.step.loss import StepTotals, normalize_loss
+from autobatch.step.optimizers import refuse_closure
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import StepResult, finish, run_backward
@@ -34,6 +38,12 @@ from autobatch.workload.contract import Collated, Loss, kind_of
 from autobatch.workload.data import size_of_sample
 from autobatch.workload.nested import form_of
 from autobatch.workload.order import GlobalBatch
+from autobatch.workload.rng import (
+    RandomState,
+    capture_random_state,
+    preserved_random_state,
+    restore_random_state,
+)
 from autobatch.workload.split import SizeSplit, Split
 
 CollatedT = TypeVar("CollatedT", default=Any)
@@ -55,13 +65,12 @@ class MicroBatch(Generic[CollatedT]):
 
 
 class Batch(Generic[CollatedT]):
-    """The samples of one optimizer step, in micro-batches."""
+    """The samples of one optimizer step, in micro-batches; or of several steps, with a pass for each."""
 
     def __init__(
         self,
-        train_state: TrainState,
-        engine: Engine,
-        micro_batches: Iterator[tuple[CollatedT, int]],
+        passes: Passes,
+        make: Callable[[], Iterator[tuple[CollatedT, int]]],
         *,
         index: int,
         samples: int,
@@ -73,25 +82,67 @@ class Batch(Generic[CollatedT]):
         """The plan's target batch, or fewer if the data ends within this batch; those of all ranks."""
         self._name = f"batch {index}"
         self._own_samples = own_samples
-        self._engine = engine
-        self._train_state = train_state
-        self._micro_batches = micro_batches
-        self._totals = StepTotals(samples=samples)
+        self._passes = passes
+        self._make = make
+        self._states: list[RandomState] = []
+        """Before each micro-batch was made for the first time."""
+        self._number = -1
+        """Number of the pass, from 0."""
+        self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        """Begin a pass over the micro-batches."""
+        self._number += 1
+        self._micro_batches = self._made()
+        self._totals = StepTotals(samples=self.samples)
         self._open: int | None = None
         """Samples of the micro-batch that waits for `backward`; None if there is none."""
+        self._is_drawn = False
+        """True if the pass has no micro-batch left."""
         self._is_stepped = False
 
     def __iter__(self) -> Iterator[MicroBatch[CollatedT]]:
-        """Yield the remaining micro-batches.
+        """Begin a pass over the micro-batches, the first or, after a step, a further one.
+
+        Each pass yields the same micro-batches. Map-style samples are read again for it, with the same random
+        draws. A pass that was left before its end continues.
 
         Raises:
-            InputError: `backward` was not called for the previous one, or the samples cannot be collated.
+            InputError: no step was taken after the pass before, `backward` was not called for the previous
+                micro-batch, or the samples cannot be collated.
         """
+        if self._is_stepped:
+            self._begin_pass()
+        elif self._is_drawn:
+            raise InputError(
+                f"the micro-batches of {self._name} were asked for again before its step was taken: call "
+                "batch.step(optimizer) after each pass over them"
+            )
+        return self._rest()
+
+    def _rest(self) -> Iterator[MicroBatch[CollatedT]]:
+        """Yield the remaining micro-batches of the pass."""
         for data, size in self._micro_batches:
             self._check_closed()
             self._open = size
             yield MicroBatch(data, size)
             del data  # this frame lives while the next micro-batch is fetched
+        self._is_drawn = True
+
+    def _made(self) -> Iterator[tuple[CollatedT, int]]:
+        """Make the micro-batches of a pass; further passes repeat the random draws of the first."""
+        made, is_first = self._make(), self._number == 0
+        for place in count():
+            if is_first:
+                self._states.append(capture_random_state(self._states[-1] if self._states else None))
+            with nullcontext() if is_first else preserved_random_state():
+                if not is_first:
+                    restore_random_state(self._states[place])
+                found = next(made, None)
+            if found is None:
+                return
+            yield found
+            del found  # as above
 
     def backward(self, loss: Tensor | Loss) -> None:
         """Add the gradient of the current micro-batch to the gradient of the batch.
@@ -113,19 +164,23 @@ class Batch(Generic[CollatedT]):
                 "batch.backward() takes the mean over the samples of the micro-batch, a 0-d tensor, or "
                 f"autobatch.Loss(total, count); found {form_of(loss)}"
             )
-        gradients = self._train_state.gradients
+        train_state, _ = self._passes.open(self._number)
+        gradients = self._passes.gradients
         if not self._totals.sizes:
             gradients.clear()
-        share = normalize_loss(self._train_state, self._totals, loss, self._open)
+        share = normalize_loss(train_state, self._totals, loss, self._open)
         with gradients.summed_apart():
-            run_backward(self._train_state, self._totals, share, self._open)
+            run_backward(train_state, self._totals, share, self._open)
         self._open = None
 
     def step(self, *optimizers: Optimizer, max_grad_norm: float | None = None) -> StepResult:
-        """Take the optimizer step of the batch and free its gradients; every rank calls it.
+        """Take the optimizer step of a pass over the batch and free its gradients; every rank calls it.
+
+        It reads the gradients of the parameters of these optimizers. All others that the pass has left, for
+        example in the discriminator while the generator trains, are freed unread.
 
         Args:
-            optimizers: those that train the parameters; without any, those given to `batches`.
+            optimizers: those that step; without any, those given to `batches`.
             max_grad_norm: the 2-norm to clip the gradient of the batch to; None for no clipping.
 
         Returns:
@@ -138,15 +193,15 @@ class Batch(Generic[CollatedT]):
             NonFiniteError: the loss or the gradient is not finite; no step was taken.
         """
         self._check_complete()
-        train_state = self._train_state
-        _set_optimizers(train_state, optimizers, len(self._totals.sizes))
+        train_state, engine = self._passes.open(self._number)
+        self._passes.choose(train_state, optimizers, len(self._totals.sizes))
         train_state.max_grad_norm = max_grad_norm
         self._is_stepped = True
-        if train_state.exchange is None and self._engine.ranks.world > 1:
-            _begin_exchange(train_state, self._engine.ranks)
+        if train_state.exchange is None and engine.ranks.world > 1:
+            _begin_exchange(train_state, engine.ranks)
         if not self._totals.sizes:
             train_state.gradients.clear()
-        self._engine.combine(train_state, self._totals)
+        engine.combine(train_state, self._totals)
         result = finish(train_state, self._totals, mark=lambda _: None)
         scaler = train_state.scaler
         if result.applied or not result.count or (scaler and scaler.get_scale() >= LEAST_LOSS_SCALE):
@@ -179,7 +234,10 @@ class Batch(Generic[CollatedT]):
 
     def _check_complete(self) -> None:
         if self._is_stepped:
-            raise InputError(f"the step of {self._name} was already taken: call batch.step() once per batch")
+            raise InputError(
+                f"the step of {self._name} was already taken: call batch.step() once per pass, after another "
+                "`for micro in batch:`"
+            )
         self._check_closed()
         done = sum(self._totals.sizes)
         if done < self._own_samples:
@@ -196,17 +254,15 @@ class Batches(Generic[CollatedT]):
         self,
         source: Source,
         plan: Plan,
-        train_state: TrainState,
+        passes: Passes,
         *,
-        engine: Engine,
         parts: Split,
         start: int,
         size_of: Callable[[Any], float] | None,
     ) -> None:
         self._source = source
         self._plan = plan
-        self._train_state = train_state
-        self._engine = engine
+        self._passes = passes
         self._split = parts
         self._start = start
         self._size_of = size_of
@@ -250,10 +306,11 @@ class Batches(Generic[CollatedT]):
         cut = self._plan.size_cut
         # Without the function that the sizes of the plan come from, the batch is split by count.
         is_cut = cut is not None and self._source.has_samples and cut.by_size_of == bool(self._size_of)
-        made = self._cut_by_size(own) if is_cut and own else self._source.micro_batches(own, sizes)
-        return Batch(
-            self._train_state, self._engine, made, index=index, samples=samples, own_samples=sum(sizes)
-        )
+        if is_cut and own:
+            make = partial(self._cut_by_size, own)
+        else:
+            make = partial(self._source.micro_batches, own, sizes)
+        return Batch(self._passes, make, index=index, samples=samples, own_samples=sum(sizes))
 
     def _cut_by_size(self, own: list[Piece]) -> Iterator[tuple[Collated, int]]:
         """Read all samples of this rank, in the order in which they were drawn, and cut them by size.
@@ -333,22 +390,21 @@ def batches(
         batched=batched,
     )
     given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-    train_state = _train_state_of(given, scaler, plan.gradient_dtype)
     numbers = {"seed": seed, "start": start, "steps": steps, "epochs": epochs}
-    engine, parts = _open_ranks(plan, train_state, {**numbers, "number of batches": source.total})
-    return Batches(source, plan, train_state, engine=engine, parts=parts, start=start, size_of=size_of)
+    ranks, parts = _open_ranks(plan, {**numbers, "number of batches": source.total})
+    passes = Passes(ranks, parts, given, scaler, plan.gradient_dtype)
+    return Batches(source, plan, passes, parts=parts, start=start, size_of=size_of)
 
 
-def _open_ranks(plan: Plan, train_state: TrainState, numbers: dict[str, int | None]) -> tuple[Engine, Split]:
-    """Join the ranks that a launcher has started, and return how they sum and split a batch."""
+def _open_ranks(plan: Plan, numbers: dict[str, int | None]) -> tuple[Group | None, Split]:
+    """Join the ranks that a launcher has started, and return them and how they split a batch."""
     check_world_size(plan, launched_world_size(os.environ), "autobatch.batches")
     if plan.world_size == 1:
-        return Engine(), Split(limits=[plan.micro_batch], multiple=plan.multiple)
+        return None, Split(limits=[plan.micro_batch], multiple=plan.multiple)
     group = join_loop()
     group.check_equal({"the target batch": plan.target_batch, **numbers})
     limits = group.gather(plan.ranks[group.rank].limit if plan.ranks else plan.micro_batch)
-    split = Split(group.rank, limits, plan.multiple)
-    return Replicate(group, split, range(group.world), train_state, _not_here), split
+    return group, Split(group.rank, limits, plan.multiple)
 
 
 def _begin_exchange(train_state: TrainState, ranks: Ranks) -> None:
@@ -375,55 +431,119 @@ def _check(plan: Plan, **numbers: int | None) -> None:
             raise InputError(f"{name} is {value}: it must be {least} or more")
 
 
-def _train_state_of(
-    optimizers: tuple[Optimizer, ...], scaler: torch.amp.GradScaler | None, dtype: GradientDtype
-) -> TrainState:
-    """Build the state that a step needs, without the model: only the user's loop sees that."""
-    no_model = nn.Module()
-    train_state = TrainState(
-        model=no_model,
-        loss=_not_here,
-        optimizers=(),
-        parameters=[],
-        device=torch.device("cpu"),
-        precision="fp32",
-        # A disabled scaler would let gradients pass that are not finite.
-        scaler=scaler if scaler is not None and scaler.is_enabled() else None,
-        max_grad_norm=None,
-        gradients=Gradients(no_model, (), dtype=dtype),
-        buffers=BufferSnapshot(no_model),
-    )
-    if optimizers:
-        _set_optimizers(train_state, optimizers, 0)
-    return train_state
-
-
 def _not_here(*_: object) -> Any:
     raise AssertionError("the forward passes run in the user's loop")
 
 
-def _set_optimizers(
-    train_state: TrainState, optimizers: tuple[Optimizer, ...], micro_batches_done: int
-) -> None:
-    """Make these optimizers the ones that the next step uses."""
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise InputError(
-                f"batch.step() takes optimizers of torch.optim, one per argument, found {kind_of(optimizer)}"
+class Passes:
+    """The passes over the batches of a run, and the optimizers whose gradients they accumulate.
+
+    The first passes over all batches share a train state, and so do the second ones: it knows the items of
+    their loss, and the places of their gradients in the exchange of the ranks.
+
+    Args:
+        ranks: those that train together; None if this process trains alone.
+        split: how they split a batch.
+        optimizers: those that are known before the first pass.
+        scaler: the loss scaler; None without one.
+        dtype: type in which the gradients of 16-bit parameters are summed.
+    """
+
+    def __init__(
+        self,
+        ranks: Group | None,
+        split: Split,
+        optimizers: tuple[Optimizer, ...],
+        scaler: torch.amp.GradScaler | None,
+        dtype: GradientDtype,
+    ) -> None:
+        self._ranks = ranks
+        self._split = split
+        # A disabled scaler would let gradients pass that are not finite.
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._opened: list[tuple[TrainState, Engine]] = []
+        self._optimizers: tuple[Optimizer, ...] = ()
+        self._has_stepped = False
+        # The model is seen by the user's loop only.
+        self.gradients = Gradients(nn.Module(), (), dtype=dtype)
+        """Those of all known optimizers."""
+        self._learn(optimizers, 0)
+
+    def open(self, number: int) -> tuple[TrainState, Engine]:
+        """Return the train state and the engine of the passes with this number, from 0."""
+        while number >= len(self._opened):
+            no_model = nn.Module()
+            train_state = TrainState(
+                model=no_model,
+                loss=_not_here,
+                optimizers=(),
+                parameters=[],
+                device=torch.device("cpu"),
+                precision="fp32",
+                scaler=self._scaler,
+                max_grad_norm=None,
+                gradients=self.gradients,
+                buffers=BufferSnapshot(no_model),
             )
-    if not (optimizers or train_state.optimizers):
-        raise InputError("batch.step() has no optimizer: give it one, or use autobatch.batches(optimizer=…)")
-    if not optimizers or optimizers == train_state.optimizers:
-        return
-    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    low = [p.dtype for p in parameters if p.requires_grad and p.dtype in LOW_PRECISION]
-    dtype = train_state.gradients.dtype
-    if low and micro_batches_done > 1 and dtype == "fp32":
-        raise InputError(
-            f"batch.step() was given parameters in {str(low[0]).removeprefix('torch.')}, whose gradients "
-            "must be summed in float32 from the first micro-batch on: use autobatch.batches(…, optimizer=…) "
-            "instead"
+            ranks, split = self._ranks, self._split
+            engine = Engine()
+            if ranks is not None:
+                engine = Replicate(ranks, split, range(ranks.world), train_state, _not_here)
+            self._opened.append((train_state, engine))
+        return self._opened[number]
+
+    def choose(
+        self, train_state: TrainState, optimizers: tuple[Optimizer, ...], micro_batches_done: int
+    ) -> None:
+        """Let these optimizers take the step of a pass, and free all gradients that they do not read."""
+        self._learn(optimizers, micro_batches_done)
+        chosen = optimizers or self._optimizers
+        if not chosen:
+            raise InputError(
+                "batch.step() has no optimizer: give it one, or use autobatch.batches(optimizer=…)"
+            )
+        self._has_stepped = True
+        train_state.gradients = (
+            self.gradients if chosen == self._optimizers else self.gradients.taken_by(chosen)
         )
-    train_state.optimizers = optimizers
-    train_state.parameters = list({id(p): p for p in parameters}.values())
-    train_state.gradients = Gradients(train_state.model, optimizers, dtype=dtype)
+        if chosen != train_state.optimizers:
+            train_state.optimizers = chosen
+            train_state.parameters = list(_parameters_of(chosen))
+
+    def _learn(self, optimizers: tuple[Optimizer, ...], micro_batches_done: int) -> None:
+        """Accumulate the gradients of further optimizers from here on."""
+        for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer):
+                raise InputError(
+                    "batch.step() takes optimizers of torch.optim, one per argument, found "
+                    f"{kind_of(optimizer)}"
+                )
+        new = tuple(one for one in optimizers if one not in self._optimizers)
+        if not new:
+            return
+        for optimizer in new:
+            refuse_closure(optimizer)
+        added, known = _parameters_of(new), _parameters_of(self._optimizers)
+        unknown = [one for one in added if one not in known]
+        if unknown and self._has_stepped:
+            raise InputError(
+                f"batch.step() was given {kind_of(new[0])} that no pass before has known, so the gradients "
+                "of its parameters may hold those of other passes: give all optimizers of the run to "
+                "autobatch.batches(…, optimizer=[first, second])"
+            )
+        low = [p.dtype for p in unknown if p.requires_grad and p.dtype in LOW_PRECISION]
+        if low and micro_batches_done > 1 and self.gradients.dtype == "fp32":
+            raise InputError(
+                f"batch.step() was given parameters in {str(low[0]).removeprefix('torch.')}, whose "
+                "gradients must be summed in float32 from the first micro-batch on: use "
+                "autobatch.batches(…, optimizer=…) instead"
+            )
+        # An optimizer that another one replaces is forgotten with its state.
+        kept = [one for one in self._optimizers if any(p not in added for p in _parameters_of((one,)))]
+        self._optimizers = (*kept, *new)
+        self.gradients = self.gradients.taken_by(self._optimizers)
+
+
+def _parameters_of(optimizers: Iterable[Optimizer]) -> dict[nn.Parameter, None]:
+    """Return the parameters that optimizers train, each once and in their order."""
+    return {p: None for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}

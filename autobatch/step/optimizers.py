@@ -32,7 +32,8 @@ def build_optimizers(workload: Workload, model: nn.Module, learning_rate: float)
     """Build the optimizers of a model, ready to train.
 
     Raises:
-        InputError: ``Workload(optimizer=…)`` returns no optimizer, or one whose step needs a closure.
+        InputError: ``Workload(optimizer=…)`` returns no optimizer, or one whose step needs a closure or comes
+            in two parts.
     """
     with user_code("optimizer"):
         made: Any = workload.optimizer(argument_of(workload, model), learning_rate)
@@ -63,14 +64,20 @@ def argument_of(workload: Workload, model: nn.Module) -> Any:
 
 
 def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer steps without a closure.
+    """Check that an optimizer steps once per batch, without a closure.
 
     Raises:
-        InputError: it needs one, for example LBFGS.
+        InputError: it needs one, for example LBFGS; or it has two steps, for example SAM.
     """
+    name = type(optimizer).__name__
+    if all(callable(getattr(optimizer, step, None)) for step in ("first_step", "second_step")):
+        raise InputError(
+            f"{name} has two steps per batch (first_step and second_step), each with a gradient of the whole "
+            "batch: train it with two passes over each batch of autobatch.batches "
+            "(docs/your-own-loop.md), or use an optimizer with one step, for example AdamW or Muon"
+        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        name = type(optimizer).__name__
         raise InputError(
             f"{name} needs a closure, which runs the loss of the whole batch again within the step, and a "
             "batch in micro-batches has no such loss: use an optimizer whose step() takes no closure, for "

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Callable
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,9 +21,14 @@ from tests.support.custom_loops import (
     EXACT,
     KINDS,
     SAMPLES,
+    Sam,
     Stream,
+    gan_data,
+    gan_parts,
     ids_by_batch,
     small_plan,
+    train_gan,
+    train_gan_on_whole_batches,
     train_in_own_loop,
 )
 from tests.support.ragged import pad, ragged_split, ragged_workload, sequence_loss
@@ -296,6 +304,126 @@ def test_a_detached_loss_is_refused() -> None:
     workload = make_workload(loss=lambda model, batch: mean_loss(model, batch).detach())
     with pytest.raises(InputError, match="no gradient"):
         train_in_own_loop(workload, autobatch.batches(points(), small_plan()))
+
+
+# several passes over a batch
+
+
+@pytest.mark.parametrize("form", ["data", "loader"])
+@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize("limit", [1, 4, 24])
+def test_two_passes_are_the_two_steps_of_a_gan(limit: int, clip: float | None, form: str) -> None:
+    data = gan_data()
+    order = list(range(SAMPLES)) * 2
+    whole = [order[at : at + 10] for at in range(0, 48, 10)]
+    source, more = (data, {"sampler": range(SAMPLES)}) if form == "data" else (DataLoader(data, 7), {})
+    found = train_gan(
+        lambda both: autobatch.batches(source, small_plan(10, limit), epochs=2, optimizer=both, **more),
+        clip=clip,
+    )
+    assert apart(found, train_gan_on_whole_batches(whole, clip=clip)) <= EXACT
+
+
+def test_a_further_pass_sees_the_same_draws_and_moves_no_generator() -> None:
+    """Samples are augmented at random when they are read."""
+
+    class Augmented(Rows):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+            return (self.columns[0][index] + torch.randn(()) + random.random() + np.random.rand(),)
+
+    def walk(passes: int) -> list[list[torch.Tensor]]:
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(0)
+        model = nn.Linear(1, 1, dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found: list[list[torch.Tensor]] = []
+        for batch in autobatch.batches(Augmented(torch.zeros(9, 1).double()), small_plan(9, 2), epochs=2):
+            for _ in range(passes):
+                found.append([])
+                for micro in batch:
+                    found[-1].append(micro.data[0])
+                    batch.backward(model(micro.data[0]).square().mean())
+                batch.step(optimizer)
+        return found
+
+    once, twice = walk(1), walk(2)
+    for first, second, alone in zip(twice[::2], twice[1::2], once, strict=True):
+        assert len(first) == 5
+        assert all(map(torch.equal, first, second))
+        assert all(map(torch.equal, first, alone))
+    assert not torch.equal(once[0][0], once[1][0])
+
+
+def test_sharpness_aware_minimization_takes_two_passes() -> None:
+    """The gradient of the second pass is taken at the weights that the first one moved."""
+
+    class Half(torch.optim.Optimizer):
+        def __init__(self, sam: Sam, step: Callable[[], None]) -> None:
+            super().__init__(sam.param_groups, {})
+            self.step = step
+
+    workload = make_workload()
+    torch.manual_seed(0)
+    model = workload.model()
+    sam = Sam(model.parameters(), lr=0.1)
+    halves = Half(sam, sam.first_step), Half(sam, sam.second_step)
+    for batch in autobatch.batches(workload.train_data, small_plan(), epochs=3):
+        for half in halves:
+            for micro in batch:
+                batch.backward(mean_loss(model, micro.data))
+            batch.step(half)
+
+    torch.manual_seed(0)
+    whole = workload.model()
+    parameters = list(whole.parameters())
+
+    def gradient() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(mean_loss(whole, workload.train_data.columns), parameters)
+
+    for _ in range(3):
+        before, first = [p.detach().clone() for p in parameters], gradient()
+        norm = torch.cat([one.flatten() for one in first]).norm()
+        for p, one in zip(parameters, first, strict=True):
+            p.data += 0.05 * one / norm
+        for p, start, one in zip(parameters, before, gradient(), strict=True):
+            p.data.copy_(start - 0.1 * one)
+    assert apart(weights(model), weights(whole)) <= EXACT
+
+
+def test_each_pass_has_its_own_check_of_finite_gradients() -> None:
+    generator, discriminator, (first, second) = gan_parts()
+    before = weights(generator)
+    batch = next(iter(autobatch.batches(gan_data(), small_plan(), optimizer=[first, second])))
+    for micro in batch:
+        batch.backward(discriminator(generator(micro.data[1])).mean())
+    assert batch.step(first).stepped == (True,)
+    for micro in batch:
+        batch.backward(discriminator(generator(micro.data[1])).mean() * math.nan)
+    with pytest.raises(NonFiniteError, match=r"the loss .* of batch 0 is not finite"):
+        batch.step(second)
+    assert torch.equal(weights(generator), before)
+
+
+def test_a_pass_is_refused_before_the_step_of_the_one_before() -> None:
+    model = network()
+    batch = first_batch()
+    for micro in batch:
+        batch.backward(mean_loss(model, micro.data))
+    with pytest.raises(InputError, match=r"batch 0 were asked for again before its step was taken"):
+        iter(batch)
+
+
+def test_an_optimizer_that_comes_late_is_refused() -> None:
+    """What it reads may hold gradients of the passes before it was known."""
+    generator, discriminator, (first, second) = gan_parts()
+    batch = next(iter(autobatch.batches(gan_data(), small_plan())))
+    for optimizer in (first, second):
+        for micro in batch:
+            batch.backward(discriminator(generator(micro.data[1])).mean())
+        if optimizer is first:
+            batch.step(first)
+    with pytest.raises(InputError, match=r"given an Adam that no pass .* optimizer=\[first, second\]"):
+        batch.step(second)
 
 
 # batches cut by size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,16 @@ from torch.utils.data import DataLoader
 import autobatch
 from autobatch import Plan
 from autobatch.workload.order import GlobalBatchSampler
-from tests.support.custom_loops import EXACT, KINDS, SAMPLES, small_plan, train_in_own_loop
+from tests.support.custom_loops import (
+    EXACT,
+    KINDS,
+    SAMPLES,
+    gan_data,
+    small_plan,
+    train_gan,
+    train_gan_on_whole_batches,
+    train_in_own_loop,
+)
 from tests.support.rank_server import RankServer
 from tests.support.training import apart, reference
 
@@ -58,6 +68,28 @@ def test_steps_equal_those_of_whole_batches(
         assert steps == 5
         assert apart(weights, expected) <= EXACT
         assert own == pytest.approx(losses, rel=EXACT)
+
+
+def gan_over_ranks(limits: list[int]) -> Tensor:
+    """Train a GAN in two passes; the last batch has fewer samples than ranks."""
+    torch.set_num_threads(1)
+    plan = msgspec.structs.replace(plan_of(int(os.environ["RANK"]), 11, limits), last_batch="flush")
+    found = train_gan(
+        lambda both: autobatch.batches(
+            gan_data(), plan, sampler=[*range(SAMPLES - 1)], epochs=2, optimizer=both
+        ),
+        clip=0.01,
+    )
+    torch.distributed.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("limits", [[3, 2], [1, 20, 3]], ids=str)
+def test_two_passes_are_the_two_steps_of_a_gan(server: RankServer, limits: list[int]) -> None:
+    whole = [[*range(11)], [*range(11, 22)], [22]] * 2
+    expected = train_gan_on_whole_batches(whole, clip=0.01)
+    for found in server.values(gan_over_ranks, limits, world=len(limits)):
+        assert apart(found, expected) <= EXACT
 
 
 def ranks_without_samples(precision: str) -> list[tuple[float, bool]]:

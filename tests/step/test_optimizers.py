@@ -11,6 +11,7 @@ from torch import nn
 from autobatch import InputError
 from autobatch.step.ema import WeightAverage
 from autobatch.step.optimizers import averaged_weights, build_optimizers, switch
+from tests.support.custom_loops import Sam
 from tests.support.steps import train_state_of
 from tests.support.training import make_workload, network
 
@@ -55,9 +56,16 @@ def test_the_name_of_the_argument_tells_what_is_given() -> None:
     assert len(build_optimizers(plain, net, 0.1)[0].param_groups[0]["params"]) == 4
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:
-    workload = make_workload(optimizer=lambda params, rate: torch.optim.LBFGS(params, lr=rate))
-    with pytest.raises(InputError, match=r"^LBFGS needs a closure, which runs the loss .* for example AdamW"):
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (torch.optim.LBFGS, r"^LBFGS needs a closure, which runs the loss .* for example AdamW"),
+        (Sam, r"^Sam has two steps per batch .* two passes over each batch of autobatch\.batches"),
+    ],
+)
+def test_an_optimizer_with_another_kind_of_step_is_refused_by_name(kind: Any, message: str) -> None:
+    workload = make_workload(optimizer=lambda params, rate: kind(params, lr=rate))
+    with pytest.raises(InputError, match=message):
         build_optimizers(workload, model(), 0.1)
 
 

@@ -8,13 +8,14 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, softplus
 from torch.utils.data import IterableDataset
 
 from autobatch import Loss, Plan, Workload
 from autobatch.planning import make_plan
 from tests.support.training import (
     IGNORED,
+    Rows,
     language_model,
     make_workload,
     mean_loss,
@@ -92,3 +93,94 @@ class Stream(IterableDataset[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(torch.arange(self.samples))
+
+
+# a GAN, whose two steps follow from two passes over each batch
+
+
+def gan_parts() -> tuple[nn.Module, nn.Module, list[torch.optim.Optimizer]]:
+    """Build a generator, a discriminator and their optimizers, alike in every call."""
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+    discriminator = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizers = [torch.optim.Adam(part.parameters(), lr=0.01) for part in (discriminator, generator)]
+    return generator, discriminator, optimizers
+
+
+def gan_data(samples: int = SAMPLES) -> Rows:
+    """Make real points, each with its noise and a weight that is 0 for some."""
+    generator = torch.Generator().manual_seed(1)
+    real, noise = (torch.randn(samples, n, dtype=torch.float64, generator=generator) for n in (5, 3))
+    return Rows(real, noise, torch.arange(samples).double() % 3)
+
+
+def discriminator_loss(judged: Tensor, fooled: Tensor) -> Tensor:
+    """Return the mean over the samples."""
+    return (softplus(-judged) + softplus(fooled)).mean()
+
+
+def train_gan(batches: Any, *, clip: float | None = None) -> Tensor:
+    """Train in the order of DCGAN; the loss of the generator is a mean over weights.
+
+    The discriminator's loss also reaches the generator, whose gradients of it must not count.
+    """
+    generator, discriminator, (of_discriminator, of_generator) = gan_parts()
+    for batch in batches([of_discriminator, of_generator]):
+        for micro in batch:
+            real, noise, _ = micro.data
+            batch.backward(discriminator_loss(discriminator(real), discriminator(generator(noise))))
+        batch.step(of_discriminator, max_grad_norm=clip)
+        for micro in batch:
+            _, noise, weight = micro.data
+            fooled = softplus(-discriminator(generator(noise)))[:, 0]
+            batch.backward(Loss((fooled * weight).sum(), weight.sum()))
+        batch.step(of_generator, max_grad_norm=clip)
+    assert all(p.grad is None for part in (generator, discriminator) for p in part.parameters())
+    return torch.cat([weights(generator), weights(discriminator)])
+
+
+def train_gan_on_whole_batches(batches: list[list[int]], *, clip: float | None = None) -> Tensor:
+    """Train in the same order without autobatch, one pass over each whole batch."""
+    generator, discriminator, optimizers = gan_parts()
+    columns = gan_data().columns
+    for ids in batches:
+        real, noise, weight = (column[ids] for column in columns)
+        for place, (part, optimizer) in enumerate(zip((discriminator, generator), optimizers, strict=True)):
+            generator.zero_grad()
+            discriminator.zero_grad()
+            fooled = discriminator(generator(noise))
+            if place == 0:
+                discriminator_loss(discriminator(real), fooled).backward()
+            else:
+                ((softplus(-fooled)[:, 0] * weight).sum() / weight.sum()).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(part.parameters(), clip)
+            optimizer.step()
+    return torch.cat([weights(generator), weights(discriminator)])
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimization (Foret et al. 2021) over SGD, with the methods that its ports have."""
+
+    def __init__(self, params: Any, *, lr: float, rho: float = 0.05) -> None:
+        super().__init__(params, {"rho": rho})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr)
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        norm = torch.stack([p.grad.norm() for p in self._trained()]).norm()
+        for p in self._trained():
+            self.state[p]["before"] = p.detach().clone()
+            p.add_(p.grad, alpha=float(self.param_groups[0]["rho"] / norm))
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for p in self._trained():
+            p.copy_(self.state[p]["before"])
+        self.base.step()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "sharpness-aware minimization requires a closure"
