@@ -19,6 +19,8 @@ from autobatch.setup.attempt import Outcome
 
 REACH = 2
 """Ratio of the largest size in question to a prediction. Larger sizes are in question once that one fits."""
+GUESSES = 2
+"""Runs that reach the largest size in question if guesses are good."""
 FIRST_SIZE = 2
 """The first size without any prediction, because 1 is a special case for many operators."""
 FIRST_SIZE_ON_GPU = 8
@@ -135,14 +137,23 @@ class _Search:
         self.attempts: list[Attempt] = []
 
     def find(self, top: int) -> None:
-        """Search the sizes up to ``top``, then larger ones as long as the largest of them fits."""
+        """Search the sizes up to ``top``, then larger ones as long as the largest of them fits.
+
+        Once guesses have crept up to a top, the next ones run first: memory that hardly grows any more would
+        take log2 of each.
+        """
+        creeps = False
         while True:
+            ran = len(self.attempts)
             try:
+                if creeps and not any(self.low < size <= top for size in self._refused):
+                    self.fits(top // self.multiple * self.multiple)
                 self._search_up_to(top)
             except _MultipleFound:
                 continue
             if self.low + self.multiple <= top or self.low + self.multiple > self._cap:
                 return
+            creeps = creeps or len(self.attempts) - ran > GUESSES
             top = min(self._cap, REACH * max(self.low, self._replay.largest(self._cap) or 0))
 
     def proof(self) -> UpperBoundBy | None:

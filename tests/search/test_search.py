@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autobatch.cli.output import Terminated
@@ -107,6 +108,48 @@ def test_monotone_memory_gives_exactly_the_limit_in_few_runs(fixed, slope, late,
     found = find(machine, cap)
     assert found.micro_batch == machine.limit(cap)
     assert len(machine.asked) <= math.log2(cap + 1) + 8
+
+
+SHAPES: dict[str, Callable[[float, float], float]] = {
+    "line": lambda m, _: m,
+    "bend": lambda m, bend: m**bend,
+    "saturation": lambda m, bend: 1 - (m + 1) ** -bend,
+    "plateaus": lambda m, bend: math.ceil(m / (1 + 40 * bend)),
+    "cliff": lambda m, bend: m > 1000 * bend,
+    "holes": lambda m, bend: m * (1 + (m % 7 == 3)),
+    "flaky": lambda m, bend: m * (0.95 + hash((bend, m)) % 1000 / 10_000),
+}
+"""Memory above its fixed part, up to a factor, by the micro-batch and a number between 0 and 3."""
+
+
+@given(
+    shape=st.sampled_from(sorted(SHAPES)),
+    bend=st.floats(0.02, 3),
+    edge=st.integers(1, 5000),
+    fixed=st.integers(0, BUDGET + 10),
+    cap=st.integers(1, 5000),
+    is_recorded=st.booleans(),
+)
+@example("saturation", 0.2, 4800, 0, 4700, False)
+@settings(max_examples=200, deadline=None)
+def test_memory_of_any_shape_gives_a_proven_limit_in_few_runs(
+    shape: str, bend: float, edge: int, fixed: int, cap: int, is_recorded: bool
+) -> None:
+    """No trace predicts. Guesses that creep up on memory that hardly grows take no run for each step."""
+    part = (BUDGET - fixed) / max(SHAPES[shape](edge, bend), 1e-9)
+
+    def memory(size: int) -> int:
+        return max(fixed + int(part * SHAPES[shape](size, bend)), fixed)
+
+    machine = Machine(memory, (lambda m: trace_of(lambda _: memory(m))(m)) if is_recorded else None)
+    found = find(machine, cap)
+    if found.upper_bound_by != "replay":
+        assert_proven(machine, found, cap)
+    assert not found.micro_batch or machine.fits(found.micro_batch)
+    assert found.micro_batch == cap or not machine.fits(found.micro_batch + 1)
+    if shape not in ("holes", "flaky"):
+        assert found.micro_batch == machine.limit(cap)
+    assert len(machine.asked) <= 3 * math.log2(cap + 1) + 8
 
 
 @given(sizes=LINES, cap=st.integers(1, 4000))
