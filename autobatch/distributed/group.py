@@ -14,9 +14,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from uuid import uuid4
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
@@ -36,6 +39,10 @@ START_S = 300.0
 ANSWER_S = 60.0
 """Seconds in which a store answers that has accepted a connection."""
 LONGEST_PAUSE_S = 0.25
+STARTS = "starts"
+"""Key of the store that counts the starts of all ranks."""
+ENDED = "ended"
+"""Key of the store that counts the starts that ended well."""
 
 T = TypeVar("T")
 
@@ -152,27 +159,22 @@ class LaunchedGroup(Group):
     Args:
         launch: the place of this process.
         store: the store of the run.
-        signs: keys of the store for the signs of life of all ranks.
-        messages: see `Group`.
-        is_owner: whether `close` ends the default process group.
+        start: of all ranks.
     """
 
-    def __init__(
-        self,
-        launch: Launch,
-        store: Store,
-        signs: Sequence[str],
-        messages: ProcessGroup | None,
-        *,
-        is_owner: bool,
-    ) -> None:
-        super().__init__(launch.rank, launch.world, messages)
+    def __init__(self, launch: Launch, store: Store, start: Start) -> None:
+        super().__init__(launch.rank, launch.world, None)
         self.host = launch.host
         self.restart = launch.restart
         self.earlier_out = Path(store.get(OUT).decode()) if store.check([OUT]) else None
+        self.limit_wait(START_S)
         self._launch = launch
-        self._is_owner = is_owner
-        self._watch = Watch(launch, store, self.activity, signs)
+        self._store = store
+        self._is_owner = not dist.is_initialized()
+        self._watch = Watch(launch, store, self.activity, [f"{one}/sign" for one in start.keys(launch.world)])
+        place = {"store": PrefixStore(start.name, store), "rank": launch.rank, "world_size": launch.world}
+        with self.waiting("join the other ranks"):
+            self._messages = _open_gloo(timeout=LAUNCHED_TIMEOUT, **place)
 
     def device(self, spec: str) -> str:
         """See `Ranks.device`."""
@@ -199,6 +201,8 @@ class LaunchedGroup(Group):
 
     def close(self) -> None:
         """See `Ranks.close`."""
+        if self.rank == 0:
+            self._store.add(ENDED, 1)
         self.agree(False)
         self._watch.close()
         if self._is_owner:
@@ -217,19 +221,13 @@ def join_launch(launch: Launch) -> LaunchedGroup:
         hosts_store = launch.rank == 0 and not launch.has_agent_store
         connected = _connect(launch, is_master=True) if hosts_store else _reach(launch)
         store = PrefixStore(f"autobatch/{launch.run_id}", connected)
-        check_earlier_starts(store, launch.restart)
-        # A process may train several times, with keys of their own.
-        number = store.add(f"opened/{launch.restart}/{launch.rank}", 1)
-        start = f"start/{launch.restart}/{number}"
-        signs = wait_for_ranks(store, f"{start}/signs", launch.rank, launch.world)
-        is_owner = not dist.is_initialized()
-        place = {"store": PrefixStore(start, store), "rank": launch.rank, "world_size": launch.world}
-        messages = _open_gloo(timeout=LAUNCHED_TIMEOUT, **place)
+        start = meet(store, launch)
+        check_earlier_starts(store, start.restart)
+        return LaunchedGroup(replace(launch, restart=start.restart), store, start)
     except (RankLost, InputError):
         raise
     except RuntimeError as error:
         raise rank_lost("join the other ranks", error) from error
-    return LaunchedGroup(launch, store, signs, messages, is_owner=is_owner)
 
 
 def join_loop() -> Group:
@@ -258,31 +256,67 @@ def join_existing(world: int) -> Group | None:
     return join_loop()
 
 
-def wait_for_ranks(store: Store, name: str, rank: int, world: int, seconds: float = START_S) -> list[str]:
+class Start(NamedTuple):
+    """A start of all ranks, as rank 0 has announced it. A process that trains several times has several."""
+
+    number: int = 0
+    """From 1; 0 before rank 0 has opened one."""
+    restart: int = 0
+    """Starts before it that did not end well."""
+    tokens: Sequence[str] = ()
+    """What each rank has written to its key: differs for every process."""
+
+    @property
+    def name(self) -> str:
+        """Front of its keys in the store."""
+        return f"start/{self.number}"
+
+    def keys(self, world: int) -> list[str]:
+        """Return a key for each of this many ranks."""
+        return [f"{self.name}/rank/{rank}" for rank in range(world)]
+
+
+def meet(store: Store, launch: Launch, seconds: float = START_S) -> Start:
     """Wait until all ranks have called this, in Python, where Ctrl-C ends it.
+
+    Each torchrun counts the restarts of its own host, and a rank of an earlier start may still write. So rank
+    0 opens a start, and announces it with the tokens of the ranks that have come to it.
 
     Args:
         store: the store of the run.
-        name: differs from one call to the next.
-        rank: this rank.
-        world: number of ranks.
+        launch: the place of this rank.
         seconds: longest wait.
-
-    Returns:
-        A key of the store for every rank, with an empty value.
 
     Raises:
         RankLost: some rank did not; it is named.
     """
-    keys = [f"{name}/{one}" for one in range(world)]
-    store.set(keys[rank], "")
-    if not _becomes_true(lambda: store.check(keys), seconds):
-        missing = [one for one, key in enumerate(keys) if not store.check([key])]
+    own, start = uuid4().hex, Start()
+
+    def have_met() -> bool:
+        nonlocal start
+        opens = launch.rank == 0 and not start.number
+        number = store.add(STARTS, int(opens))
+        if number > start.number:
+            start = Start(number, max(launch.restart, number - 1 - store.add(ENDED, 0)))
+            if opens:
+                for key in start.keys(launch.world):
+                    store.set(f"{key}/sign", "")
+            store.set(start.keys(launch.world)[launch.rank], own)
+        if launch.rank == 0 and store.check(start.keys(launch.world)):
+            tokens = [one.decode() for one in store.multi_get(start.keys(launch.world))]
+            store.set(start.name, msgspec.json.encode(start._replace(tokens=tokens)).decode())
+        if start.number and store.check([start.name]):
+            start = msgspec.json.decode(store.get(start.name), type=Start)
+        return own in start.tokens
+
+    if not _becomes_true(have_met, seconds):
+        keys = enumerate(start.keys(launch.world) if start.number else ())
+        missing = [rank for rank, key in keys if not store.check([key])]
         raise RankLost(
-            f"WORLD_SIZE is {world}, and {ranks_in_words(missing)} did not start within {seconds:g} s: start "
-            "all ranks, and look at their own logs"
+            f"WORLD_SIZE is {launch.world}, and {ranks_in_words(missing or [0])} did not start within "
+            f"{seconds:g} s: start all ranks, and look at their own logs"
         )
-    return keys
+    return start
 
 
 def check_gpus(places: list[tuple[str, str | None]]) -> None:

@@ -70,15 +70,15 @@ def publish_verdict(store: Store, launch: Launch, out: Path | None, line: str, c
     own = Verdict(
         run_id=launch.run_id, restart=launch.restart, rank=launch.rank, host=launch.host, code=code, line=line
     )
+    if out is not None and not (out / VERDICT).exists():
+        own.write(out)  # first, because the store may not answer
     first = own
     with suppress(RuntimeError):  # the store is gone
         found = store.compare_set(_key(launch.restart), "", msgspec.json.encode(own).decode())
         first = msgspec.json.decode(found, type=Verdict)
-    if first != own:
-        return first.code
-    if out is not None:
-        own.write(out)
-    return None
+        if out is not None:
+            first.write(out)
+    return None if first == own else first.code
 
 
 def read_verdict(store: Store, restart: int) -> Verdict | None:

@@ -160,9 +160,9 @@ class Watch:
         self._out: Path | None = None
         self._closed = threading.Event()
         self._signals = SignalDeadline()
-        # A client of its own: one client serves one call at a time.
-        listening = store.clone()  # type: ignore[attr-defined]
-        for name, run in (("signs of ranks", lambda: self._exchange(listening)), ("watch", self._judge)):
+        # A client of its own: one client serves one call at a time, and the main thread may be within a call.
+        self._listening = store.clone()  # type: ignore[attr-defined]
+        for name, run in (("signs of ranks", self._exchange), ("watch", self._judge)):
             threading.Thread(target=run, name=name, daemon=True).start()
 
     def enter(self, out: Path) -> None:
@@ -182,9 +182,9 @@ class Watch:
         self._closed.set()
         self._signals.close()
 
-    def _exchange(self, store: Store) -> None:
+    def _exchange(self) -> None:
         """Publish the sign of this rank and read those of all, until the store is gone."""
-        beat = 0
+        store, beat = self._listening, 0
         with suppress(RuntimeError):  # the store is gone with the process that kept it
             while not self._closed.wait(POLL_S):
                 beat += 1
@@ -206,7 +206,8 @@ class Watch:
             looked_at = now
             if self._is_store_gone:
                 if not self._closed.wait(GRACE_S):
-                    os._exit(1)
+                    line = f"the store of the run at {self._launch.address}:{self._launch.port} is gone"
+                    self._end(f"{line}: the launcher that kept it, or its host, has ended", 1)
                 return
             number = self._signals.expired(self._activity.ended)
             if self._verdict is not None and not self._closed.is_set():
@@ -259,7 +260,7 @@ class Watch:
 
     def _end(self, line: str, code: int) -> None:
         """End this process with a verdict, and print it unless another rank has failed before."""
-        # Not the store of the main thread, which may be within a call; and none that no longer answers.
+        # In a thread, because the store may no longer answer.
         published = threading.Thread(target=self._publish, args=(line, code), daemon=True)
         published.start()
         published.join(GRACE_S)
@@ -267,7 +268,7 @@ class Watch:
         os._exit(code)
 
     def _publish(self, line: str, code: int) -> None:
-        first = publish_verdict(self._store.clone(), self._launch, self._out, line, code)  # type: ignore[attr-defined]
+        first = publish_verdict(self._listening, self._launch, self._out, line, code)
         if first is not None:
             os._exit(first)
 

@@ -1,17 +1,20 @@
-"""Ranks that stop without a word: stopped processes, hosts that lose power, and links that are cut.
+"""Ranks that stop without a word or are killed, hosts that lose power, and links that are cut.
 
-    python -m benchmarks.ranks.silence --stops 50 --cuts 20 --losses 20 --seed 1 [--save]
+    python -m benchmarks.ranks.silence --stops 50 --cuts 20 --losses 20 --kills 100 --seed 1 [--save]
 
 - A stop sends SIGSTOP to one of two ranks (``--ranks 2``) at a random instant of a run that writes a
   checkpoint after every step, and resumes the run afterwards.
-- A cut lets all packets between two hosts vanish for longer than the timeout, and heals the link; torchrun
-  starts the ranks again. If its launchers do not meet within 90 s, they are started anew. Each host is a
+- A cut lets all packets between two hosts vanish for longer than the timeout, half of the time for so long
+  that torchrun takes a host for dead, and heals the link; torchrun starts the ranks again. Each host is a
   network namespace of this machine with an address of its own.
-- A loss kills all processes of the second host at once; then both hosts are started again with ``--resume``.
+- A loss kills all processes of a host at once; then both hosts are started again with ``--resume``.
+- A kill sends SIGKILL to a random rank, which torchrun starts again, or to a launcher or all processes of a
+  random host, after which both hosts are started again; a third of them come at any instant of a start.
 
-Counted are waits beyond the ``--collective-timeout`` of 5 s by more than 10 s, ends without a named cause,
-checkpoints that were published and are lost, and runs whose final weights differ from those of an undisturbed
-run in any bit. Cuts and losses need root.
+Counted are waits beyond the ``--collective-timeout`` of 5 s by more than 10 s, ends in the training without a
+named cause, checkpoints that were published and are lost, and runs whose final weights differ from those of
+an undisturbed run in any bit. All but stops need root. With ``--save``, each kind and seed is a part of the
+file of results, so a long run may be taken in pieces.
 """
 
 from __future__ import annotations
@@ -29,15 +32,20 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.ranks.kills import ROOT, WORKLOAD
-from benchmarks.report import save, surroundings
+from benchmarks.report import RESULTS, surroundings
 from tests.support.hosts import INTERFACE, TwoHosts, torchrun, two_hosts
 
 TIMEOUT_S = 5.0
 TOLERANCE_S = 10.0
-CAUSES = ("no sign of life", "lets the other ranks wait", "has not answered", "a rank ended", "got further")
-NO_FAULTS = ("disturbed", "launchers started again")
+RESULT = RESULTS / "ranks-silence_amd-epyc_2026-11-23.json"
+CAUSES = (
+    *("no sign of life", "lets the other ranks wait", "has not answered", "a rank ended", "got further"),
+    *("is gone", "C10d store has failed"),
+)
+FAULTS = ("waits too long", "without a cause", "checkpoints lost", "other exit codes", "other bits")
 FIT = (
     *("-m", "autobatch", "fit", "work.py", "--out", "run", "--target-batch", "14", "--memory-budget", "1GiB"),
     *("--max-micro-batch", "4", "--checkpoint-every", "1", "--trials", "0"),
@@ -55,8 +63,9 @@ class Runs:
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder = folder
-        self.found: Counter[str] = Counter()
-        self.longest_s = 0.0
+        self.found = Counter(dict.fromkeys(FAULTS, 0))
+        self.seen: list[dict[str, Any]] = []
+        """What was done, how long the others waited in seconds, and the load of the machine."""
         (folder / "tmp").mkdir(parents=True)  # torchrun leaves folders there
         (folder / "work.py").write_text(WORKLOAD)
         (folder / "slow").touch()
@@ -85,10 +94,11 @@ class Runs:
         """Wait until a step after this one has a checkpoint."""
         self.wait_until(lambda: self.newest > after, seconds, "no checkpoint")
 
-    def judge(self, survivors: Callable[[], bool], texts: list[Path]) -> None:
+    def judge(self, what: str, survivors: Callable[[], bool], texts: list[Path]) -> None:
         """Wait for the end of the survivors, and count what does not hold.
 
         Args:
+            what: the disturbance.
             survivors: returns whether some rank runs that nothing has disturbed.
             texts: files in which every survivor names the cause.
         """
@@ -96,12 +106,19 @@ class Runs:
         while survivors() and time.monotonic() - since < 120:
             time.sleep(0.1)
         waited_s = time.monotonic() - since
-        self.longest_s = max(self.longest_s, waited_s)
-        self.found["disturbed"] += 1
-        self.found["waits too long"] += waited_s > TIMEOUT_S + TOLERANCE_S
-        self.found["without a cause"] += sum(not _names_cause(text) for text in texts)
-        self.found["checkpoints lost"] += self.newest < self._acknowledged
+        found = {
+            "waits too long": waited_s > TIMEOUT_S + TOLERANCE_S,
+            "without a cause": sum(not _names_cause(text) for text in texts),
+            "checkpoints lost": self.newest < self._acknowledged,
+        }
         self._acknowledged = self.newest
+        self.found.update(found)
+        seen = {"what": what, "waited_s": round(waited_s, 1), "load": round(os.getloadavg()[0], 1)}
+        self.seen.append(seen)
+        print(json.dumps(seen | {name: value for name, value in found.items() if value}), flush=True)
+        for text in texts:
+            if not _names_cause(text):
+                print(text.read_text()[-3000:], flush=True)
 
     def wait_until(self, is_so: Callable[[], bool], seconds: float, failure: str) -> None:
         """Wait until something is so."""
@@ -130,7 +147,7 @@ def stop_ranks(folder: Path, number: int, steps: int, draw: random.Random) -> Ru
         time.sleep(draw.uniform(0, 1))
         stopped, other = draw.sample(_children(process.pid), 2)
         os.kill(stopped, signal.SIGSTOP)
-        runs.judge(lambda: process.poll() is None, [folder / "err"])  # noqa: B023
+        runs.judge("stop", lambda: process.poll() is None, [folder / "err"])  # noqa: B023
         if process.poll() is None:
             process.kill()
             os.kill(other, signal.SIGKILL)
@@ -143,31 +160,45 @@ def stop_ranks(folder: Path, number: int, steps: int, draw: random.Random) -> Ru
 
 
 def disturb_hosts(folder: Path, kind: str, number: int, steps: int, draw: random.Random) -> Runs:
-    """Cut the link between two hosts, or end the second one, as often as asked, and let the run end."""
+    """Disturb two hosts in one way, as often as asked, and let the run end."""
     runs = Runs(folder, steps)
     runs.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    texts = [folder / f"host{host}.err" for host in range(2)]
     with two_hosts() as hosts:
         processes = _start(hosts, runs, number)
         for _ in range(number):
-            try:
-                runs.wait_for_step(runs.newest, 90.0)
-            except TimeoutError:
-                # The launchers did not meet again by themselves: a job scheduler starts them anew.
-                runs.found["launchers started again"] += 1
-                processes = _start_again(hosts, runs, processes, number)
+            is_early = kind == "kill" and draw.random() < 1 / 3
+            if is_early:
+                time.sleep(draw.uniform(0, 12))
+            else:
                 runs.wait_for_step(runs.newest)
-            time.sleep(draw.uniform(0, 1))
-            texts = [folder / f"host{host}.err" for host in range(2)]
+                time.sleep(draw.uniform(0, 1))
             for text in texts:
                 text.write_text("")
             if kind == "cut":
                 hosts.cut()
-                runs.judge(lambda: any(hosts.ranks(host) for host in range(2)), texts)
-                time.sleep(draw.uniform(0, 3))
+                runs.judge(kind, lambda: any(hosts.ranks(host) for host in range(2)), texts)
+                time.sleep(draw.choice((draw.uniform(0, 3), draw.uniform(12, 25))))
                 hosts.heal()
+                continue
+            what, host = draw.choice(("rank", "launcher", "host")), draw.randrange(2)
+            what = "host" if kind == "loss" else what
+            if what == "rank":
+                runs.wait_until(lambda: bool(hosts.ranks(host)), 240, "no rank")  # noqa: B023
+            others = [1 - host]
+            if what == "launcher":  # the second one takes nothing with it: its host ends when it starts again
+                others = [] if host else [0, 1]
+            left = {rank for other in others for rank in hosts.ranks(other)}
+            if what == "host":
+                hosts.kill(host)
             else:
-                hosts.kill(1)
-                runs.judge(lambda: bool(hosts.ranks(0)), texts[:1])
+                os.kill(hosts.ranks(host)[0] if what == "rank" else processes[host].pid, signal.SIGKILL)
+            runs.judge(
+                f"{what} {host}{' in the start' if is_early else ''}",
+                lambda: any(left & {*hosts.ranks(other)} for other in others),  # noqa: B023
+                [] if is_early else [texts[other] for other in others],
+            )
+            if what != "rank":
                 processes = _start_again(hosts, runs, processes, number)
         (folder / "slow").unlink()
         codes = [process.wait(600) for process in processes]
@@ -205,43 +236,65 @@ def _children(pid: int) -> list[int]:
 def main() -> int:
     """Disturb the runs, print the counts, and return 1 if something did not hold."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stops", type=int, default=50)
-    parser.add_argument("--cuts", type=int, default=20)
-    parser.add_argument("--losses", type=int, default=20)
+    for option, number in (("--stops", 50), ("--cuts", 20), ("--losses", 20), ("--kills", 100)):
+        parser.add_argument(option, type=int, default=number)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--save", action="store_true", help="write the figures to benchmarks/results")
+    parser.add_argument("--save", action="store_true", help="add the figures to benchmarks/results")
     given = parser.parse_args()
-    content, draw, table = surroundings(), random.Random(given.seed), ""
-    root = Path(tempfile.mkdtemp(prefix="silence-"))
-    faulty = 0
-    try:
-        for kind, number in (("stop", given.stops), ("cut", given.cuts), ("loss", given.losses)):
-            if not number:
-                continue
-            steps = 60 * (number + 2)
-            runs = (
-                stop_ranks(root / kind, number, steps, draw)
-                if kind == "stop"
-                else disturb_hosts(root / kind, kind, number, steps, draw)
+    faults = 0
+    numbers = {"stop": given.stops, "cut": given.cuts, "loss": given.losses, "kill": given.kills}
+    for kind, number in numbers.items():
+        if number:
+            part = measure(kind, number, given.seed)
+            faults += sum(part["found"].values())
+            print(
+                json.dumps({name: part[name] for name in ("kind", "number", "found", "longest_s")}),
+                flush=True,
             )
-            whole = Runs(root / f"whole-{kind}", steps)
-            (whole.folder / "slow").unlink()
-            command = [sys.executable, *whole.fit, "--ranks", "2"]
-            subprocess.run(command, cwd=whole.folder, env=whole.environ, check=True)
-            weights = [(one.folder / "run" / "model.safetensors").read_bytes() for one in (whole, runs)]
-            runs.found["runs with other bits"] += weights[0] != weights[1]
-            counts = {**runs.found, "longest wait in s": round(runs.longest_s, 1)}
-            content[kind] = counts
-            line = f"- {kind}: " + ", ".join(f"{name} {value}" for name, value in counts.items())
-            print(line, flush=True)
-            table += line + "\n"
-            faulty += sum(value for name, value in runs.found.items() if name not in NO_FAULTS)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-    if given.save:
-        save("ranks-silence", content | {"options": vars(given)}, table)
-    print(json.dumps({"faults": faulty}))
-    return int(faulty > 0)
+            if given.save:
+                add(part)
+    print(json.dumps({"faults": faults}))
+    return int(faults > 0)
+
+
+def measure(kind: str, number: int, seed: int) -> dict[str, Any]:
+    """Disturb a run in one way, compare it with an undisturbed one, and return what was seen."""
+    root, draw, steps = Path(tempfile.mkdtemp(prefix="silence-")), random.Random(seed), 60 * (number + 2)
+    before = surroundings()
+    try:
+        if kind == "stop":
+            runs = stop_ranks(root / kind, number, steps, draw)
+        else:
+            runs = disturb_hosts(root / kind, kind, number, steps, draw)
+        whole = Runs(root / "whole", steps)
+        (whole.folder / "slow").unlink()
+        command = [sys.executable, *whole.fit, "--ranks", "2"]
+        subprocess.run(command, cwd=whole.folder, env=whole.environ, check=True)
+        weights = [(one.folder / "run" / "model.safetensors").read_bytes() for one in (whole, runs)]
+        runs.found["other bits"] += weights[0] != weights[1]
+        longest_s = max(seen["waited_s"] for seen in runs.seen)
+    except BaseException:
+        print(f"the folder of the run is {root}", file=sys.stderr)
+        raise
+    shutil.rmtree(root, ignore_errors=True)
+    part = {"kind": kind, "seed": seed, "number": number, "found": runs.found, "longest_s": longest_s}
+    return part | {"seen": runs.seen, "surroundings": before}
+
+
+def add(part: dict[str, Any]) -> None:
+    """Add a part to the file of results, in place of one of the same kind and seed."""
+    parts = json.loads(RESULT.read_text())["parts"] if RESULT.exists() else []
+    parts = [one for one in parts if (one["kind"], one["seed"]) != (part["kind"], part["seed"])] + [part]
+    content = {}
+    for kind in dict.fromkeys(one["kind"] for one in parts):
+        own = [one for one in parts if one["kind"] == kind]
+        found: Counter[str] = sum((Counter(one["found"]) for one in own), Counter())
+        content[kind] = {
+            "number": sum(one["number"] for one in own),
+            **{name: found[name] for name in FAULTS},
+            "longest_s": max(one["longest_s"] for one in own),
+        }
+    RESULT.write_text(json.dumps({**content, "parts": parts}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

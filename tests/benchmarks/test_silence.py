@@ -14,12 +14,13 @@ pytestmark = [pytest.mark.program, pytest.mark.distributed]
 
 
 def test_a_stopped_rank_is_named_in_time(tmp_path: Path) -> None:
-    found = stop_ranks(tmp_path / "stop", 1, 60, random.Random(1)).found
-    assert {name: count for name, count in found.items() if count} == {"disturbed": 1}
+    runs = stop_ranks(tmp_path / "stop", 1, 60, random.Random(1))
+    assert not any(runs.found.values())
+    assert len(runs.seen) == 1
 
 
 @pytest.mark.skipif(not can_make_hosts(), reason="hosts are network namespaces, which root may make")
 def test_hosts_whose_link_is_cut_leave_in_time_and_meet_again(tmp_path: Path) -> None:
     runs = disturb_hosts(tmp_path / "cut", "cut", 1, 120, random.Random(1))
-    assert {name: count for name, count in runs.found.items() if count} == {"disturbed": 1}
-    assert runs.newest == 120
+    assert not any(runs.found.values())
+    assert (len(runs.seen), runs.newest) == (1, 120)

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,17 @@ from autobatch.core.signals import stop_on_signals
 from autobatch.distributed import group as group_module
 from autobatch.distributed import watch
 from autobatch.distributed.group import (
+    ENDED,
     Group,
+    Start,
     check_gpus,
     join_existing,
     join_loop,
+    meet,
     reach_store,
-    wait_for_ranks,
 )
 from autobatch.distributed.launch import open_ranks, open_store
+from autobatch.distributed.ranks import Launch
 from autobatch.distributed.verdict import RankLost, Verdict
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
@@ -378,6 +383,36 @@ def test_a_store_that_starts_later_is_waited_for_and_its_error_is_raised() -> No
         reach_store(fail, "127.0.0.1", store.port)
 
 
+def launch_of(rank: int, world: int = 2, restart: int = 0) -> Launch:
+    return Launch(rank=rank, world=world, address="here", port=1, restart=restart)
+
+
+def start_of(store: HashStore, restarts: Sequence[int]) -> list[Start]:
+    with ThreadPoolExecutor(len(restarts)) as pool:
+        launches = [launch_of(rank, len(restarts), count) for rank, count in enumerate(restarts)]
+        return list(pool.map(lambda launch: meet(store, launch, 10), launches))
+
+
+def test_ranks_of_one_start_meet_though_their_launchers_count_restarts_differently() -> None:
+    store = HashStore()
+    for number, (restarts, expected) in enumerate([((0, 0), 0), ((1, 0), 1), ((1, 0), 2), ((4, 1), 4)], 1):
+        first, second = start_of(store, restarts)
+        assert first == second
+        assert (first.number, first.restart, len(set(first.tokens))) == (number, expected, 2)
+    store.add(ENDED, 4)
+    assert [one.restart for one in start_of(store, (0, 0))] == [0, 0], "a process that trains again"
+
+
+def test_a_rank_waits_for_the_next_start_if_another_process_has_its_place() -> None:
+    store = HashStore()
+    start_of(store, (0, 0))
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(meet, store, launch_of(1), 10)
+        time.sleep(0.05)
+        assert not early.done()
+        assert meet(store, launch_of(0), 10) == early.result()
+
+
 @pytest.mark.parametrize(
     ("others", "message"),
     [([2], "WORLD_SIZE is 3, and rank 1 did not start within 0 s"), ([], "and ranks 1, 2 did not start")],
@@ -385,9 +420,11 @@ def test_a_store_that_starts_later_is_waited_for_and_its_error_is_raised() -> No
 def test_ranks_that_never_start_are_named(others: list[int], message: str) -> None:
     store = HashStore()
     for rank in others:
-        store.set(f"first/{rank}", "")
+        store.set(Start(1).keys(3)[rank], "token")
     with pytest.raises(RankLost, match=message):
-        wait_for_ranks(store, "first", 0, 3, 0)
+        meet(store, launch_of(0, 3), 0)
+    with pytest.raises(RankLost, match="and rank 0 did not start"):
+        meet(HashStore(), launch_of(1, 3), 0)
 
 
 def test_ranks_never_share_a_gpu() -> None:
