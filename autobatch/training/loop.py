@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Literal
 
 import torch
@@ -39,6 +38,7 @@ from autobatch.step.loss import StepTotals
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.training.batchnorm import rescaled_momentum
+from autobatch.training.growth import MemoryWatch
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.training.phase_times import OTHER, PhaseTimes
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
@@ -61,8 +61,6 @@ MAX_SKIPS_IN_A_ROW = 3
 """Consecutive steps that may be skipped because they are not finite."""
 MAX_NAMED_SAMPLES = 8
 """Samples that a message names."""
-READING_INTERVAL = 16
-"""Steps between two readings of the memory, and steps at the start that are all read."""
 
 
 @dataclass(kw_only=True)
@@ -106,6 +104,12 @@ class Loop:
     """True if the state is that between two steps. False while a batch trains, and if it cannot be undone."""
     has_failed_on_all_ranks: bool = False
     """True if an out-of-memory error ended the run on all ranks at once, so that they can still talk."""
+    watch: MemoryWatch = field(init=False)
+    """Tells if memory grows from step to step."""
+
+    def __post_init__(self) -> None:
+        """Begin to watch the memory."""
+        self.watch = MemoryWatch(self.device.budget_bytes, self.sampler.total)
 
     @property
     def limits(self) -> list[int]:
@@ -132,8 +136,7 @@ class Loop:
         # Gradients that the model came with are not part of the first batch.
         train_state.gradients.clear()
         batches = self.sampler.batches(self.batches_seen)
-        memory = self.meter.stats()
-        for number in count(1):
+        while True:
             start = self.clock()
             batch = next(batches, None)
             if batch is None:
@@ -146,8 +149,8 @@ class Loop:
                 result, parts, oom_message = self._train_batch(batch)
             self._check(batch, parts, result)
             self._advance(batch, result)
-            if number <= READING_INTERVAL or number % READING_INTERVAL == 0 or oom_message is not None:
-                memory = self.meter.stats()
+            memory = self.meter.stats()
+            growth = self.watch.after_step(self.batches_seen, memory, self.meter.stats)
             self.times.end()
             seconds = self.clock() - start
             yield StepRecord(
@@ -167,6 +170,7 @@ class Loop:
                 peak_reserved_bytes=memory.peak_reserved_bytes,
                 oom_recoveries=self.oom_recoveries,
                 recovered=oom_message,
+                growth=growth,
             )
 
     def _train_batch(self, batch: GlobalBatch) -> tuple[StepResult, list[MicroBatchIds], str | None]:

@@ -137,7 +137,7 @@ def train_plan(
         }
         progress.doing("training: the first step")
         record = train(loop, replace(files, facts=facts), progress, resumed, first_batch)
-    return msgspec.structs.replace(record, notes=notes), loop.train_state.model
+    return msgspec.structs.replace(record, notes=[*notes, *record.notes]), loop.train_state.model
 
 
 def _check_split(
@@ -303,6 +303,8 @@ class _Run:
                 self.metrics.step(record)
             self._totals.add(record)
             self._progress.stepped(record, total)
+            if record.growth is not None:
+                self._progress.note(record.growth)
             if self._checkpoint_is_due(record.step):
                 self._progress.doing("saving a checkpoint")
                 self._save_periodic()
@@ -342,6 +344,9 @@ class _Run:
                 error.add_note(
                     f"no checkpoint of step {loop.batches_seen} could be written: {first_line(failure)}"
                 )
+        growth = loop.watch.at_end() if is_out_of_memory else None
+        if growth is not None:
+            error.add_note(growth)
         hint, has_checkpoint = self._files.resume_hint, bool(list_checkpoints(out / CHECKPOINTS))
         if isinstance(error, RestartSmallerError):
             loop.engine.lower_limit(loop.micro_batch)
@@ -458,5 +463,6 @@ class _Run:
             micro_batch=loop.split.of_longest(loop.micro_batch),
             ema=None if average is None else average.decay,
             failed_checkpoints=self._failed_steps,
+            notes=[totals.growth] if totals.growth else [],
             phase_seconds=loop.times.totals(totals.seconds),
         )

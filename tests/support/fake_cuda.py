@@ -143,8 +143,11 @@ class FakeCuda:
     def memory_reserved(self, index: int) -> int:
         return self.figures["reserved_bytes.all.current"]
 
-    def memory_stats(self, index: int) -> dict[str, int]:
-        return self.figures
+    def memory_stats_as_nested_dict(self, index: int) -> dict[str, Any]:
+        nested: dict[str, Any] = {"num_alloc_retries": self.figures["num_alloc_retries"]}
+        for kind in ("allocated_bytes", "reserved_bytes"):
+            nested[kind] = {"all": {one: self.figures[f"{kind}.all.{one}"] for one in ("current", "peak")}}
+        return nested
 
     def reset_peak_memory_stats(self, index: int) -> None:
         self.calls.append("reset")

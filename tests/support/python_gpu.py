@@ -124,7 +124,7 @@ class PythonGpu:
             "memory_allocated": lambda *_: self.used_bytes,
             "max_memory_allocated": lambda *_: self.peak_bytes,
             "memory_reserved": lambda *_: self.used_bytes,
-            "memory_stats": lambda *_: self._stats(),
+            "memory_stats_as_nested_dict": lambda *_: self._stats(),
             "reset_peak_memory_stats": lambda *_: setattr(self, "peak_bytes", self.used_bytes),
             "empty_cache": lambda: None,
             "mem_get_info": lambda *_: (self.total_bytes - self.used_bytes, self.total_bytes),
@@ -148,12 +148,9 @@ class PythonGpu:
     def _allow(self, limit_bytes: int) -> None:
         self.allowed_bytes = limit_bytes
 
-    def _stats(self) -> dict[str, int]:
-        kinds = ("allocated", "reserved")
-        found = {f"{kind}_bytes.all.current": self.used_bytes for kind in kinds}
-        return (
-            found | {f"{kind}_bytes.all.peak": self.peak_bytes for kind in kinds} | {"num_alloc_retries": 0}
-        )
+    def _stats(self) -> dict[str, Any]:
+        figures = {"all": {"current": self.used_bytes, "peak": self.peak_bytes}}
+        return {"allocated_bytes": figures, "reserved_bytes": figures, "num_alloc_retries": 0}
 
 
 def _on_the_cpu(pack: Operator) -> Operator:

@@ -12,8 +12,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from autobatch import InputError, Loss, NonFiniteError
-from autobatch.device.allocator.ledger import MemoryStats
-from autobatch.device.base import SilentMeter
 from tests.support.training import (
     INFO_NCE,
     TOKENS,
@@ -183,20 +181,3 @@ def test_warmup_grows_with_the_samples_on_top_of_the_schedule(target, steps, dec
     assert apart(weights(loop.train_state.model), weights(model)) < 1e-12
     # Schedules and checkpoints see the learning rate without the warm-up.
     assert loop.train_state.optimizers[0].param_groups[0]["lr"] == 0.1 * decay**steps
-
-
-class Numbered(SilentMeter):
-    """A meter whose readings are numbered."""
-
-    readings = 0
-
-    def stats(self) -> MemoryStats:
-        self.readings += 1
-        return MemoryStats(None, None, self.readings, None, None)
-
-
-def test_memory_is_read_in_all_first_steps_then_in_one_of_many() -> None:
-    loop = make_loop(make_workload(), steps=64, meter=Numbered())
-    read = [record.peak_allocated_bytes for record in loop.run()]
-    fresh = [step for step, one in enumerate(read, 1) if step == 1 or one != read[step - 2]]
-    assert fresh == [*range(1, 17), 32, 48, 64]

@@ -1,0 +1,127 @@
+"""Memory that grows from step to step, because something keeps tensors.
+
+What is held after a step, with the gradients freed, is the same after every step, or fluctuates: with ragged
+samples, caches, garbage and validations. The least of 1, 2, 4, … readings in a row is one block. Memory grows
+if `BLOCKS` blocks of one length rise, each above the one before. Fluctuation delays that only until the
+growth within a block exceeds it. Readings in random order rise so with a probability of 1 ÷ `BLOCKS`!.
+
+A cache that fills rises too, ever slower. So a growth is told only if, at the rate of its slower half, the
+budget is full before the run ends, and within `REACH` times the steps that were observed.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict, deque
+from collections.abc import Callable
+from itertools import count
+from typing import NamedTuple
+
+from autobatch.core.units import format_bytes
+from autobatch.device.allocator.ledger import MemoryStats
+
+BLOCKS = 16
+"""Blocks in a row that rise if memory grows."""
+REACH = 8
+"""Most steps ahead that a growth is told, in steps that it was observed."""
+CAUSE = (
+    "Usually a tensor is kept from step to step together with its graph, as by losses.append(loss): keep "
+    "loss.item() or loss.detach()"
+)
+
+
+class Reading(NamedTuple):
+    """Bytes that were held after a step."""
+
+    held_bytes: int
+    step: int
+
+
+class MemoryWatch:
+    """The memory that is held after each step of a run in this process.
+
+    Args:
+        budget_bytes: that the run may hold.
+        last_step: number of the last step of the run.
+    """
+
+    def __init__(self, budget_bytes: int, last_step: int) -> None:
+        self._budget_bytes, self._last_step = budget_bytes, last_step
+        self._asks_from = 0
+        """The first step at which a growth may be looked into."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._readings = self._newest_bytes = 0
+        self._halves: dict[int, Reading] = {}
+        """By the doublings of its length, a block that waits for its other half."""
+        self._rising: defaultdict[int, deque[Reading]] = defaultdict(lambda: deque(maxlen=BLOCKS))
+        """By the doublings of their length, the newest blocks as far as they rise."""
+
+    def after_step(self, step: int, stats: MemoryStats, read: Callable[[], MemoryStats]) -> str | None:
+        """Add a reading. Return, once, in words that memory grows and when the budget will be full.
+
+        Args:
+            step: the number of the step, from 1.
+            stats: read after it.
+            read: reads again, after garbage was collected.
+        """
+        if stats.allocated_bytes is None or stats.peak_allocated_bytes is None:
+            return None
+        self._add(Reading(stats.allocated_bytes, step))
+        rising = self._grown()
+        if rising is None or step < self._asks_from:
+            return None
+        left = (self._budget_bytes - stats.peak_allocated_bytes) / _rate(rising)
+        if step + left >= self._last_step or left > REACH * (rising[-1].step - rising[0].step):
+            return None
+        # Garbage in cycles grows until Python collects it. This takes long, so it is done at few steps.
+        gc.collect()
+        kept_bytes = read().allocated_bytes or 0
+        if 2 * kept_bytes < rising[0].held_bytes + rising[-1].held_bytes:
+            self._asks_from = 2 * step
+            self._forget()
+            return None
+        self._asks_from = self._last_step + 1
+        return (
+            f"memory grows by {_course(rising)}: if this continues, the budget of "
+            f"{format_bytes(self._budget_bytes)} is full at about step {step + round(left):,}. {CAUSE}"
+        )
+
+    def at_end(self) -> str | None:
+        """Return in words that memory has grown until it ran out; None if it has not."""
+        rising = self._grown()
+        return None if rising is None else f"memory grew by {_course(rising)}. {CAUSE}"
+
+    def _add(self, block: Reading) -> None:
+        self._readings += 1
+        self._newest_bytes = block.held_bytes
+        for doublings in count():
+            rising = self._rising[doublings]
+            if rising and block.held_bytes <= rising[-1].held_bytes:
+                rising.clear()
+            rising.append(block)
+            if self._readings >> doublings & 1:
+                self._halves[doublings] = block
+                return
+            block = min(self._halves[doublings], block)
+
+    def _grown(self) -> deque[Reading] | None:
+        """Return the longest blocks that all rise; None if there are none, or if memory has fallen since."""
+        full = (rising for rising in reversed(self._rising.values()) if len(rising) == BLOCKS)
+        return next((rising for rising in full if rising[-1].held_bytes <= self._newest_bytes), None)
+
+
+def _rate(rising: deque[Reading]) -> float:
+    """Return the bytes a step of the half that rises slower."""
+    first, middle, last = rising[0], rising[BLOCKS // 2], rising[-1]
+    halves = ((first, middle), (middle, last))
+    return min((b.held_bytes - a.held_bytes) / (b.step - a.step) for a, b in halves)
+
+
+def _course(rising: deque[Reading]) -> str:
+    first, last = rising[0], rising[-1]
+    return (
+        f"{format_bytes(round(_rate(rising)))} a step, from {format_bytes(first.held_bytes)} held after step "
+        f"{first.step:,} to {format_bytes(last.held_bytes)} after step {last.step:,}"
+    )

@@ -1,0 +1,179 @@
+"""Memory that grows from step to step is told early and once, and nothing else is."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from autobatch import DoesNotFitError, Progress, RestartSmallerError
+from autobatch.core.units import KiB, MiB
+from autobatch.device.allocator.ledger import MemoryStats
+from autobatch.device.profiles import load_profile
+from autobatch.device.simulated import SimulatedDevice
+from autobatch.training.growth import MemoryWatch
+from autobatch.training.run import train
+from tests.support.runs import rows, settings
+from tests.support.training import make_loop, make_workload, points
+
+BASE, STEP, BUDGET, STEPS = 100 * MiB, 20 * MiB, 1024 * MiB, 20_000
+"""Bytes that are held between steps, those of a step, the budget, and the steps of a run."""
+Curve = Callable[[int], float]
+"""Bytes held after a step besides `BASE`."""
+
+
+def noise(bytes_: int, seed: int = 0) -> list[float]:
+    draws = random.Random(seed)
+    return [draws.uniform(0, bytes_) for _ in range(STEPS + 1)]
+
+
+ROUGH, SMALL, LENGTHS = noise(300 * MiB), noise(2 * MiB), noise(2 * MiB, seed=1)
+SEEN = [0.0]
+for _length in LENGTHS:
+    SEEN.append(SEEN[-1] + _length)
+
+
+def listen(curve: Curve, steps: int = STEPS) -> Iterator[tuple[int, str]]:
+    """Yield what is told, and after which step; end where the budget is full."""
+    watch, peak = MemoryWatch(BUDGET, steps), 0
+    for step in range(1, steps + 1):
+        held = BASE + round(curve(step))
+        peak = max(peak, held + STEP)
+        if peak > BUDGET:
+            return
+        stats = MemoryStats(allocated_bytes=held, peak_allocated_bytes=peak)
+        told = watch.after_step(step, stats, lambda stats=stats: stats)
+        if told is not None:
+            yield step, told
+
+
+def full_at(curve: Curve) -> int:
+    """Return the first step that does not fit."""
+    return next(step for step in range(1, STEPS + 1) if BASE + round(curve(step)) + STEP > BUDGET)
+
+
+@pytest.mark.parametrize(
+    ("curve", "error"),
+    [
+        pytest.param(lambda step: step * 8 * MiB, 0.01, id="by as much each step"),
+        pytest.param(lambda step: step * 160 * KiB, 0.01, id="slowly"),
+        pytest.param(lambda step: max(0, step - 3000) * 4 * MiB, 0.1, id="from a late step on"),
+        pytest.param(lambda step: SEEN[step], 0.4, id="by ragged samples"),
+        pytest.param(lambda step: step * 160 * KiB + SMALL[step], 0.2, id="under fluctuation"),
+        pytest.param(lambda step: step // 50 * 3 * MiB, 0.2, id="in every 50th step, as in validation"),
+        pytest.param(lambda step: 64 * MiB * (step > 2) + step * MiB, 0.02, id="after a jump"),
+    ],
+)
+def test_growth_is_told_once_and_early_with_the_step_that_fills_the_budget(
+    curve: Curve, error: float
+) -> None:
+    ((step, told),) = listen(curve)
+    full = full_at(curve)
+    start = 3000 if curve(3000) == 0 else 0
+    assert step - start <= (full - start) / 4
+    (said,) = re.findall(r"full at about step ([\d,]+)", told)
+    assert int(said.replace(",", "")) - step == pytest.approx(full - step, rel=error, abs=2)
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [
+        pytest.param(lambda _: 0, id="nothing"),
+        pytest.param(lambda step: ROUGH[step], id="fluctuation by a third of the room"),
+        pytest.param(lambda step: step % 40 * 2 * MiB, id="a list that is emptied at every 40th step"),
+        pytest.param(lambda step: min(step, 500) * 160 * KiB, id="a cache that fills"),
+        pytest.param(lambda step: 100 * MiB * (1 - math.exp(-step / 300)), id="a cache by random keys"),
+        pytest.param(lambda step: 10 * MiB * math.log(step), id="ever rarer keys"),
+        pytest.param(lambda step: step * 32 * KiB, id="growth that the run outlives"),
+        pytest.param(lambda step: 90 * MiB * (step >= 30) + ROUGH[step] / 30, id="averages from a step on"),
+    ],
+)
+def test_what_does_not_fill_the_budget_is_not_told(curve: Curve) -> None:
+    assert list(listen(curve)) == []
+
+
+def test_garbage_that_python_has_not_collected_is_no_growth() -> None:
+    watch = MemoryWatch(BUDGET, STEPS)
+    collected, asked = MemoryStats(BASE, None, BASE), list[int]()
+    for step in range(1, 400):
+        held = BASE + step % 200 * 4 * MiB
+        stats = MemoryStats(held, None, held + STEP)
+
+        def collect(step: int = step) -> MemoryStats:
+            asked.append(step)
+            return collected
+
+        assert watch.after_step(step, stats, collect) is None
+    assert asked[0] <= 40
+    assert all(after >= 2 * before for before, after in pairwise(asked))
+
+
+class Hidden(nn.Module):
+    """Network that keeps its last activation, as models do for analysis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(5, 512), nn.Linear(512, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.hidden = self.inner(inputs).relu()
+        return self.outer(self.hidden)
+
+
+class Heard(Progress):
+    """Progress that keeps the notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.mark.parametrize(("steps", "ends"), [(400, True), (40, False)])
+def test_a_list_of_losses_and_activations_is_named_before_it_fills_a_simulated_gpu(
+    steps: int, ends: bool, tmp_path: Path
+) -> None:
+    kept = list[Any]()
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        inputs, labels = batch
+        found = cross_entropy(model(inputs), labels)
+        kept.append((found, model.hidden))
+        return found
+
+    workload = make_workload(
+        model=Hidden,
+        train_data=points(64, dtype=torch.float32),
+        loss=loss,
+        optimizer=lambda params, rate: torch.optim.AdamW(params, lr=rate),
+    )
+    gpu = SimulatedDevice(load_profile("rtx-4090", user_dir=tmp_path), memory_budget="16MiB")
+    heard, out = Heard(), tmp_path / "run"
+    with gpu.training() as meter:
+        loop = make_loop(workload, target_batch=64, micro_batch=32, steps=steps, device=gpu, meter=meter)
+        meter.count(one.data for one in loop.train_state.model.parameters())
+        if not ends:
+            train(loop, settings(out, target_batch=64), heard, None)
+            assert heard.notes == []
+            return
+        with pytest.raises((DoesNotFitError, RestartSmallerError)) as caught:
+            train(loop, settings(out, target_batch=64), heard, None)
+    (told,) = heard.notes
+    (line,) = [row for row in rows(out) if row["growth"]]
+    assert line["growth"] == told
+    assert line["step"] <= 16
+    assert "memory grows by 129 KiB a step" in told
+    assert "losses.append(loss)" in told
+    said = int(re.findall(r"full at about step (\d+)", told)[0])
+    assert loop.batches_seen + 1 == pytest.approx(said, rel=0.05)
+    assert any(note.startswith("memory grew by 129 KiB a step, from ") for note in caught.value.__notes__)
