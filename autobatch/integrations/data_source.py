@@ -7,18 +7,26 @@ short, and into which sizes it splits.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from autobatch.core.errors import InputError
 from autobatch.core.records import Plan
+from autobatch.distributed.ranks import Ranks
+from autobatch.distributed.watch import ranks_in_words
 from autobatch.workload.contract import Collated, MapStyle, kind_of
 from autobatch.workload.data import collate_samples, fetch
+from autobatch.workload.data_digest import check_same_data, digest_data, digest_of
 from autobatch.workload.nested import ADVICE, concatenate, cut, samples_along, signature
 from autobatch.workload.order import GlobalBatchSampler
 
+WHOLE = (
+    "Every rank reads all of the data and trains on its part of each batch, so nothing may split or shuffle "
+    "them by rank"
+)
 SampleT = TypeVar("SampleT")
 Data: TypeAlias = MapStyle[SampleT] | Dataset[SampleT] | Iterable[SampleT]
 """Input of `autobatch.batches`: map-style data, samples, or a ``DataLoader``."""
@@ -45,6 +53,7 @@ class Source(NamedTuple):
     """Makes a micro-batch, with its number of samples; several of a loader's batches that differ in form."""
     has_samples: bool
     """False for batches of a loader."""
+    is_map_style: bool = False
 
     def micro_batches(self, pieces: list[Piece], sizes: list[int]) -> Iterator[tuple[Collated, int]]:
         """Yield micro-batches of these sizes, whose sum is that of the pieces."""
@@ -114,7 +123,52 @@ def open_source(
     def collated(samples: list[Any]) -> list[tuple[Collated, int]]:
         return [(collate_samples(samples, collate, option="autobatch.batches(collate=…)"), len(samples))]
 
-    return Source(drawn, total, read, collated, has_samples=True)
+    return Source(drawn, total, read, collated, has_samples=True, is_map_style=is_map_style)
+
+
+def check_same_data_on(ranks: Ranks, data: Any, source: Source, sampler: Iterable[int] | None) -> None:
+    """Check as far as it is cheap that all ranks read the same data; all of them call it.
+
+    Raises:
+        InputError: a sampler draws a part of the data for each rank, or the data differ in length or values.
+    """
+    of_loader = getattr(data, "sampler", None) or getattr(
+        getattr(data, "batch_sampler", None), "sampler", None
+    )
+    for one in (sampler, of_loader):
+        if getattr(one, "num_replicas", 1) > 1:
+            raise InputError(f"{kind_of(one)} draws a part of the data for each rank: leave it out. {WHOLE}")
+    ranks.check_equal({"length of the data": len(data) if isinstance(data, Sized) else None})
+    if source.is_map_style:
+        check_same_data(ranks.gather(digest_data(data)), [f"rank {rank}" for rank in range(ranks.world)])
+
+
+def check_same_batch(ranks: Ranks, drawn: list[Piece]) -> None:
+    """Check that all ranks draw the same first batch; all of them call it.
+
+    Raises:
+        InputError: whole numbers, texts, shapes or indices differ. If only other values do, which may be
+            random by nature, there is a warning.
+    """
+    first, *others = ranks.gather(digest_of(drawn))
+    for rank, found in enumerate(others, start=1):
+        line = f"the first batch of rank {rank} is not that of rank 0. {WHOLE}"
+        if found[0] != first[0]:
+            raise InputError(line)
+        if found != first:
+            warnings.warn(f"{line}. If the values are random by nature, all is well", stacklevel=3)
+            return
+
+
+def check_ends(ranks: Ranks, *, has_more: bool) -> None:
+    """Check that the data of all ranks have ended, after those of one have; all of them call it.
+
+    Raises:
+        InputError: some rank has more.
+    """
+    ended = [rank for rank, more in enumerate(ranks.gather(has_more)) if not more]
+    if len(ended) < ranks.world:
+        raise InputError(f"the data of {ranks_in_words(ended)} ended before those of other ranks. {WHOLE}")
 
 
 def _yields_batches(data: Any) -> bool:

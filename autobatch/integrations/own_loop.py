@@ -22,10 +22,21 @@ from typing_extensions import TypeVar
 
 from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.core.records import GradientDtype, Plan
-from autobatch.distributed.engine import Engine, Replicate
+from autobatch.distributed.engine import Engine, OutOfMemory, Replicate
 from autobatch.distributed.group import Group, join_loop
 from autobatch.distributed.ranks import Ranks
-from autobatch.integrations.data_source import Data, Piece, SampleT, Source, open_source, samples_of, split
+from autobatch.integrations.data_source import (
+    Data,
+    Piece,
+    SampleT,
+    Source,
+    check_ends,
+    check_same_batch,
+    check_same_data_on,
+    open_source,
+    samples_of,
+    split,
+)
 from autobatch.planning import check_world_size, launched_world_size
 from autobatch.step.gradients import LOW_PRECISION, Gradients, exchange_buffer, norm_of
 from autobatch.step.loss import StepTotals, normalize_loss
@@ -201,7 +212,8 @@ class Batch(Generic[CollatedT]):
             _begin_exchange(train_state, engine.ranks)
         if not self._totals.sizes:
             train_state.gradients.clear()
-        engine.combine(train_state, self._totals)
+        if isinstance(engine.combine(train_state, self._totals), OutOfMemory):
+            check_ends(engine.ranks, has_more=True)
         result = finish(train_state, self._totals, mark=lambda _: None)
         scaler = train_state.scaler
         if result.applied or not result.count or (scaler and scaler.get_scale() >= LEAST_LOSS_SCALE):
@@ -292,9 +304,13 @@ class Batches(Generic[CollatedT]):
             )
         self._is_started = True
         for index, drawn in enumerate(self._source.batches, self._start):
+            if index == self._start and self._passes.ranks is not None:
+                check_same_batch(self._passes.ranks, drawn)
             batch = self._batch(index, drawn)
             yield batch
             batch.check_stepped()
+        if self._source.total is None:
+            self._passes.end()
 
     def _batch(self, index: int, drawn: list[Piece]) -> Batch[CollatedT]:
         """Return the batch of the samples that all ranks draw."""
@@ -392,6 +408,8 @@ def batches(
     given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     numbers = {"seed": seed, "start": start, "steps": steps, "epochs": epochs}
     ranks, parts = _open_ranks(plan, {**numbers, "number of batches": source.total})
+    if ranks is not None:
+        check_same_data_on(ranks, data, source, sampler)
     passes = Passes(ranks, parts, given, scaler, plan.gradient_dtype)
     return Batches(source, plan, passes, parts=parts, start=start, size_of=size_of)
 
@@ -442,8 +460,8 @@ class Passes:
     their loss, and the places of their gradients in the exchange of the ranks.
 
     Args:
-        ranks: those that train together; None if this process trains alone.
-        split: how they split a batch.
+        ranks: see `ranks`.
+        split: how the ranks split a batch.
         optimizers: those that are known before the first pass.
         scaler: the loss scaler; None without one.
         dtype: type in which the gradients of 16-bit parameters are summed.
@@ -457,7 +475,8 @@ class Passes:
         scaler: torch.amp.GradScaler | None,
         dtype: GradientDtype,
     ) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
+        """Those that train together; None if this process trains alone."""
         self._split = split
         # A disabled scaler would let gradients pass that are not finite.
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -485,12 +504,19 @@ class Passes:
                 gradients=self.gradients,
                 buffers=BufferSnapshot(no_model),
             )
-            ranks, split = self._ranks, self._split
+            ranks, split = self.ranks, self._split
             engine = Engine()
             if ranks is not None:
                 engine = Replicate(ranks, split, range(ranks.world), train_state, _not_here)
             self._opened.append((train_state, engine))
         return self._opened[number]
+
+    def end(self) -> None:
+        """Tell ranks that have more data, and so wait in the sum of a batch, that this one has none."""
+        train_state, engine = self.open(0)
+        if train_state.exchange is not None:
+            engine.combine(train_state, OutOfMemory(""))
+            check_ends(engine.ranks, has_more=False)
 
     def choose(
         self, train_state: TrainState, optimizers: tuple[Optimizer, ...], micro_batches_done: int

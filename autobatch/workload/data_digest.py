@@ -93,9 +93,15 @@ def check_same_data(found: Sequence[DataDigest | None], whose: Sequence[str]) ->
         raise InputError(f"the training data of {name} are not those of {whose[0]}{counts}. {CAUSES}")
 
 
-def _read(data: Any, seed: int) -> tuple[str, str]:
-    """Return the digests of some samples that are read with seeded generators: exact, and computed."""
+def digest_of(samples: Any) -> tuple[str, str]:
+    """Return the digests of samples: of what is the same on every machine, and of what is computed."""
     exact, computed = hashlib.sha256(), hashlib.sha256()
+    _add(samples, exact.update, computed.update)
+    return exact.hexdigest()[:16], computed.hexdigest()[:16]
+
+
+def _read(data: Any, seed: int) -> tuple[str, str]:
+    """Return the digests of some samples that are read with seeded generators."""
     last = len(data) - 1
     places = sorted({last * part // (LOOKED_AT - 1) for part in range(LOOKED_AT)})
     with preserved_random_state(), preserved_generators(data):
@@ -104,9 +110,7 @@ def _read(data: Any, seed: int) -> tuple[str, str]:
     while isinstance(data, torch.utils.data.Subset):
         samples.append(np.asarray(data.indices))
         data = data.dataset
-    for sample in samples:
-        _add(sample, exact.update, computed.update)
-    return exact.hexdigest()[:16], computed.hexdigest()[:16]
+    return digest_of(samples)
 
 
 def _add(value: Any, exact: AddBytes, computed: AddBytes, depth: int = 0) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import autobatch
 from autobatch import Plan
@@ -117,19 +118,40 @@ def test_a_rank_may_have_no_sample(server: RankServer, precision: str) -> None:
     assert others == [first, first]
 
 
+NUMBERED = [(torch.ones(1), index) for index in range(40)]
+"""Samples whose labels tell them apart."""
+
+
+def data_of(what: str, rank: int) -> Any:
+    """Return the data of a rank, which differ between ranks."""
+    return {
+        "seed": NUMBERED,
+        "length": NUMBERED[: 20 + 9 * rank],
+        "order": NUMBERED[:: 1 - 2 * rank],
+        "loader": DataLoader(NUMBERED[: 20 + 9 * rank], batch_size=2),
+        "sampler": DataLoader(NUMBERED, sampler=DistributedSampler(NUMBERED, 2, rank)),
+        "stream that is split": iter(NUMBERED[rank::2]),
+        "stream that ends": iter(NUMBERED[: 20 + 9 * rank]),
+        "values": iter([(torch.randn(1), 0) for _ in range(8)]),
+    }.get(what, NUMBERED)
+
+
 def unlike(what: str) -> str:
     """Return the message about ranks that differ."""
     rank = int(os.environ["RANK"])
-    torch.manual_seed(rank if what == "weights" else 0)
+    torch.manual_seed(rank if what in ("weights", "values") else 0)
+    data = data_of(what, rank)
+    if what == "values":
+        torch.manual_seed(0)
     model = nn.Linear(1, 1)
     plan = small_plan(4, 4, world_size=3 if what == "world" else 2)
     try:
-        batches = autobatch.batches(torch.ones(8, 1), plan, seed=rank if what == "seed" else 0)
-        for batch in batches:
-            for micro in batch:
-                batch.backward(model(micro.data).mean())
-            batch.step(torch.optim.SGD(model.parameters(), lr=0.1))
-    except autobatch.InputError as error:
+        with warnings.catch_warnings(action="error"):
+            for batch in autobatch.batches(data, plan, seed=rank if what == "seed" else 0):
+                for micro in batch:
+                    batch.backward(model(micro.data[0]).mean())
+                batch.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    except (autobatch.InputError, UserWarning) as error:
         return str(error)
     return ""
 
@@ -140,6 +162,13 @@ def unlike(what: str) -> str:
         ("weights", "the weights of the ranks differ before the first step"),
         ("seed", "the ranks differ in seed: rank 1 has 1, and rank 0 has 0"),
         ("world", "the plan is for 3 ranks, and autobatch.batches runs in 2 processes"),
+        ("length", "the ranks differ in number of batches: rank 1 has 8, and rank 0 has 5"),
+        ("order", "the training data of rank 1 are not those of rank 0, in values or in order"),
+        ("loader", "the ranks differ in length of the data: rank 1 has 15, and rank 0 has 10"),
+        ("sampler", "a DistributedSampler draws a part of the data for each rank: leave it out"),
+        ("stream that is split", "the first batch of rank 1 is not that of rank 0"),
+        ("stream that ends", "the data of rank 0 ended before those of other ranks"),
+        ("values", "If the values are random by nature, all is well"),
     ],
 )
 def test_ranks_that_differ_are_refused_on_all_of_them(server: RankServer, what: str, message: str) -> None:
