@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 DEEP = 20_000
+PLANTED = "\x1b]0;title\x07\x9b31m\u202e\r\n<script>alert(1)</script>"
+"""Text that changes the title and colour of a terminal, turns a line around, ends it, and runs in a page."""
 TABLES = (
     "=", "[", "a = ", "steps = ", "target-batch = 8\ntarget_batch = 8", "target_batch = 8\nsteps = '3x'",
     "tagret_batch = 8", '"\\u001b[31m" = 1', "target_batch = true", "target_batch = 8.5",

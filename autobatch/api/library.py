@@ -29,6 +29,7 @@ from autobatch.core.keywords import (
 )
 from autobatch.core.progress import Broadcast, Progress
 from autobatch.core.records import Attempt, DeviceRecord, Plan, Probe, Tuning
+from autobatch.core.text import one_line
 from autobatch.report.facts import describe_budget, describe_fits, describe_plan, describe_tuning
 from autobatch.report.result import Estimates, PlanResult, ProbeResult, Result
 from autobatch.training.metrics import Sink
@@ -203,31 +204,36 @@ class LoggedProgress(Progress):
 
     def note(self, text: str) -> None:
         """Log a remark."""
-        LOG.log(self._note_level, "%s", text)
+        self._log(self._note_level, text)
 
     def doing(self, act: str) -> None:
         """Log what happens from now on."""
-        LOG.debug("%s", act)
+        self._log(logging.DEBUG, act)
 
     def opened(self, device: DeviceRecord) -> None:
         """Log the device and its budget."""
-        LOG.info("device %s, memory budget %s", device.name, describe_budget(device))
+        self._log(logging.INFO, f"device {device.name}, memory budget {describe_budget(device)}")
 
     def attempted(self, attempt: Attempt) -> None:
         """Log a micro-batch that ran."""
-        LOG.info("%s samples %s", attempt.micro_batch, "fit" if attempt.fits else "do not fit")
+        verdict = "fit" if attempt.fits else "do not fit"
+        self._log(logging.INFO, f"{attempt.micro_batch} samples {verdict}")
 
     def probed(self, probe: Probe) -> None:
         """Log the largest micro-batch."""
-        LOG.info("fits: %s", describe_fits(probe))
+        self._log(logging.INFO, f"fits: {describe_fits(probe)}")
 
     def planned(self, plan: Plan) -> None:
         """Log the split of the batch."""
-        LOG.info("plan: %s", describe_plan(plan))
+        self._log(logging.INFO, f"plan: {describe_plan(plan)}")
 
     def tuned(self, tuning: Tuning) -> None:
         """Log the choice of the tuner."""
-        LOG.info("tuned: %s", describe_tuning(tuning))
+        self._log(logging.INFO, f"tuned: {describe_tuning(tuning)}")
+
+    @staticmethod
+    def _log(level: int, text: str) -> None:
+        LOG.log(level, "%s", one_line(text))
 
 
 @contextmanager
@@ -247,7 +253,7 @@ def listening(progress: ShowProgress) -> Iterator[Progress]:
         raise InputError(f'progress must be "auto", True, False or an autobatch.Progress, found {progress!r}')
     stream = _stream() if progress == "auto" else sys.stderr if progress else None
     if stream is None:
-        yield LoggedProgress(logging.WARNING)
+        yield Broadcast([LoggedProgress(logging.WARNING)])
         return
     from autobatch.report.terminal import Terminal
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from autobatch.cli.output import write_line
+from autobatch.cli.output import write_json, write_line
 from autobatch.core.errors import InputError
 from autobatch.core.records import SCHEMA
 from autobatch.core.text import error_text, printable_lines, quoted
@@ -83,8 +83,8 @@ def run_command(name: str, arguments: list[str]) -> int:
         raise InputError(f"there is no option {unknown[0]}; see autobatch {name} --help")
     commands = {"profiles": _profiles, "report": _report, "compare": _compare, "doctor": _doctor}
     found = commands[name]([word for word in arguments if not word.startswith("-")])
-    if "--json" in options:  # JSON escapes control characters by its own rules
-        return write_line(msgspec.json.encode(found.content).decode())
+    if "--json" in options:
+        return write_json(found.content)
     return write_line(printable_lines(found.text))
 
 

@@ -21,7 +21,7 @@ from autobatch.cli.output import (
     raise_on_termination,
     reserve_stdout,
     undelivered_code,
-    write_line,
+    write_json,
 )
 from autobatch.core.progress import Broadcast, Stopwatch
 from autobatch.core.text import printable_lines, quoted
@@ -201,9 +201,7 @@ def run_workload(command: Command) -> int:
             return 0
         result = _result_of(command, stream)
     if as_json:
-        import msgspec
-
-        return write_line(msgspec.json.encode(result.to_json(*PARTS.get(command.name, ()))).decode())
+        return write_json(result.to_json(*PARTS.get(command.name, ())))
     return 0 if stream.failure is None else undelivered_code(stream.failure)
 
 

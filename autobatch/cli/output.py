@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from autobatch.core.errors import AutobatchError, DoesNotFitError, UserCodeError
-from autobatch.core.text import encodable, error_text, one_line
+from autobatch.core.text import encodable, error_text, one_line, printable_json
 from autobatch.core.version import __version__
 
 LOG = "run.log"
@@ -104,6 +104,14 @@ def write_line(text: str) -> int:
     except OSError as error:
         return undelivered_code(error)
     return 0
+
+
+def write_json(content: object) -> int:
+    """Write an object as JSON to standard output, and return the exit code."""
+    # Only here: the help does not need it.
+    import msgspec
+
+    return write_line(printable_json(msgspec.json.encode(content).decode()))
 
 
 class Terminated(BaseException):

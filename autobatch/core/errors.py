@@ -14,12 +14,25 @@ Each message says what was asked, what was found (both numbers) and what to do.
 
 from __future__ import annotations
 
+from autobatch.core.text import printable, printable_lines
+
 
 class AutobatchError(Exception):
-    """Root of all errors that autobatch raises on purpose."""
+    """Root of all errors that autobatch raises on purpose.
+
+    A traceback of a library call prints the text and the notes, and both may quote files of anyone.
+    """
 
     exit_code: int = 1
     """Exit code of the command line."""
+
+    def __str__(self) -> str:
+        """Return the message, `printable`."""
+        return printable(super().__str__(), limit=None)
+
+    def add_note(self, note: str) -> None:
+        """Add a note, each line `printable`."""
+        super().add_note(printable_lines(note, limit=None))
 
 
 class InputError(AutobatchError, ValueError):

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from autobatch.core.text import one_line
+
 if TYPE_CHECKING:
     from autobatch.core.records import Attempt, DeviceRecord, Plan, Probe, StepRecord, Trial, Tuning
 
@@ -92,7 +94,7 @@ class Stopwatch(Progress):
 
 
 class Broadcast(Progress):
-    """Listener that passes every event on to several others.
+    """Listener that passes every event on to several others; texts in one line, which any terminal may show.
 
     Args:
         listeners: the others, in the order in which they hear of an event.
@@ -104,8 +106,9 @@ class Broadcast(Progress):
 
     @staticmethod
     def _pass_on(receivers: Sequence[Callable[..., None]], *args: Any, **fields: Any) -> None:
+        shown = [one_line(one) if isinstance(one, str) else one for one in args]
         for receive in receivers:
-            receive(*args, **fields)
+            receive(*shown, **fields)
 
 
 SILENT = Progress()

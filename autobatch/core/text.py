@@ -43,9 +43,19 @@ def printable(text: object, *, limit: int | None = LONGEST_LINE) -> str:
     return cut("".join(map(_visible, whole)), limit)
 
 
-def printable_lines(text: str) -> str:
+def printable_lines(text: str, *, limit: int | None = LONGEST_LINE) -> str:
     """Return a text of several lines with each line `printable`."""
-    return "\n".join(map(printable, text.rstrip("\n").split("\n")))
+    return "\n".join(printable(line, limit=limit) for line in text.rstrip("\n").split("\n"))
+
+
+def printable_json(text: str) -> str:
+    """Return a JSON text of the same value without control characters and invisible marks."""
+    return "".join(one if one.isprintable() else _escaped_in_json(one) for one in text)
+
+
+def _escaped_in_json(character: str) -> str:
+    """Return a character as the escapes of its UTF-16 units."""
+    return "\\u" + character.encode("utf-16-be").hex("-", 2).replace("-", "\\u")
 
 
 def one_line(text: object, *, limit: int | None = LONGEST_LINE) -> str:

@@ -75,9 +75,9 @@ class LibraryPlan(PlanResult, frozen=True, kw_only=True):
     loader: Any = None
     """The user's loader with the new batch size, if the library cannot change it."""
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         """Return the lines of a plan, and the remarks on what the library does with it."""
-        return "\n".join([f"{self.library}: {super().__str__()}", *(f"note: {one}" for one in self.notes)])
+        return "\n".join([f"{self.library}: {super()._text()}", *(f"note: {one}" for one in self.notes)])
 
 
 def plan_for(

@@ -22,6 +22,7 @@ from markupsafe import Markup, escape
 
 from autobatch.core.files import write_atomic
 from autobatch.core.records import Estimate, RunRecord
+from autobatch.core.text import printable_lines
 from autobatch.report.charts import (
     comparison_figure,
     losses_figure,
@@ -202,7 +203,7 @@ def _fragment(
 
 
 def _filled(name: str, **values: object) -> str:
-    """Fill a template. All text is escaped."""
+    """Fill a template. All text is escaped: for HTML, and for terminals, where a page may be printed."""
     templates = Environment(
         loader=PackageLoader("autobatch.report"),
         autoescape=True,
@@ -211,7 +212,7 @@ def _filled(name: str, **values: object) -> str:
         undefined=StrictUndefined,
     )
     templates.filters |= {"unbroken": _unbroken, "cell_kind": _cell_kind}
-    return templates.get_template(name).render(values)
+    return printable_lines(templates.get_template(name).render(values), limit=None)
 
 
 def _unbroken(text: str) -> Markup:

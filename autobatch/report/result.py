@@ -20,7 +20,7 @@ from autobatch.core.records import (
     RunRecord,
     StepRecord,
 )
-from autobatch.core.text import error_text
+from autobatch.core.text import error_text, printable_lines
 from autobatch.core.version import __version__
 from autobatch.report.facts import describe_estimate, text_of
 from autobatch.report.words import plural
@@ -41,6 +41,9 @@ class Shown:
 
     def __str__(self) -> str:
         """Return the summary that a terminal shows."""
+        return printable_lines(self._text())
+
+    def _text(self) -> str:
         run = self._run()
         return text_of(run, out=run.out if isinstance(run, Result) else None)
 
@@ -129,7 +132,7 @@ class Estimates(Shown, Record, frozen=True, kw_only=True):
         """Return the object that ``--json`` prints."""
         return {**HEAD, **msgspec.to_builtins(self)}
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         """Return one line for each GPU, and the notes."""
         return "\n".join([*map(describe_estimate, self.estimates), *self.notes])
 

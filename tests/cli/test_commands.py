@@ -14,6 +14,7 @@ import torch
 from autobatch.cli import main as cli
 from autobatch.core.units import GiB
 from autobatch.device.cuda_gpus import VisibleGpu
+from benchmarks.wrong_files import PLANTED
 from tests.support.sample_run import a_run, a_step
 
 Said = Callable[..., str]
@@ -67,6 +68,18 @@ def test_profiles_are_listed_with_their_memory_and_shown_as_toml_or_json(said: S
 
 
 @pytest.mark.usefixtures("no_pictures")
+def test_planted_texts_of_a_profile_are_shown_harmlessly(tmp_path: Path, said: Said) -> None:
+    text = json.dumps(PLANTED).replace("\\u001b", "\\u001B")
+    figure = f'value = 8\nunit = "B"\nsource = {text}\ndate = "2026-11-21"\nmeasured = false\n'
+    head = f'schema = 1\nname = "p"\ntitle = {text}\nvendor = {text}\ncompute_capability = "8.0"\n'
+    (tmp_path / "p.toml").write_text(f"{head}[total]\n{figure}")
+    for words in (["show", str(tmp_path / "p.toml")], ["show", str(tmp_path / "p.toml"), "--json"]):
+        out = said("profiles", *words)
+        assert "alert(1)" in out
+        assert all(line.isprintable() for line in out.rstrip("\n").split("\n"))
+    assert json.loads(out)["title"] == PLANTED
+
+
 def test_the_report_of_a_run_is_written_again(tmp_path: Path, said: Said) -> None:
     assert "there is no run in runs: give the folder of a run" in said("report", code=2)
     folder = a_folder(tmp_path / "runs" / "small" / "20261121")

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from autobatch.core.text import encodable, printable
+from autobatch import DoesNotFitError, InputError
+from autobatch.core.progress import Broadcast
+from autobatch.core.text import encodable, printable, printable_json
+from benchmarks.wrong_files import PLANTED
+from tests.support.probes import Listener
 
 
 @pytest.mark.parametrize(
@@ -24,6 +30,26 @@ from autobatch.core.text import encodable, printable
 def test_what_a_terminal_would_obey_is_escaped(text: str, shown: str) -> None:
     assert printable(text) == shown
     shown.encode()
+
+
+def test_errors_their_notes_and_remarks_show_foreign_text_harmlessly() -> None:
+    for kind in (InputError, DoesNotFitError):
+        error = kind(f"found {PLANTED}")
+        error.add_note(f"one {PLANTED}\ntwo")
+        assert str(error).isprintable()
+        assert all(line.isprintable() for line in error.__notes__[0].split("\n"))
+        assert len(error.__notes__[0].split("\n")) == 3, "the lines of a traceback stay lines"
+    listener = Listener()
+    Broadcast([listener]).note(PLANTED)
+    assert listener.notes == [" ".join(printable(PLANTED.replace("\r\n", " ")).split())]
+
+
+def test_json_means_the_same_without_control_characters() -> None:
+    value = [PLANTED, "3 × 4", "\x7f\U000e0001\u2028"]
+    shown = printable_json(json.dumps(value, ensure_ascii=False))
+    assert json.loads(shown) == value
+    assert shown.isprintable()
+    assert "3 × 4" in shown
 
 
 def test_a_long_text_loses_its_middle_and_keeps_both_ends() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +18,7 @@ from autobatch.report.facts import facts_of, headline, tiles_of
 from autobatch.report.page import render, write_comparison, write_report
 from autobatch.report.result import PlanResult, ProbeResult
 from autobatch.report.tables import comparison_table
+from benchmarks.wrong_files import PLANTED
 from tests.support.page_checker import CHROMIUM, Page, check, measure
 from tests.support.sample_run import a_device, a_probe, a_run, an_estimate
 
@@ -92,6 +95,36 @@ def test_user_text_is_escaped():
     # The only script is that of the button that copies the command.
     assert full.count("<script") == full.count("<script>(() => {") == 1
     assert page.text.count("<script>alert(1)</script>") >= 8
+
+
+def planted(value: Any) -> Any:
+    """Replace every text of a record by one that a terminal would obey, if the record may hold it."""
+    if isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            changed = msgspec.structs.replace(value, **{name: planted(getattr(value, name))})
+            with suppress(msgspec.ValidationError):
+                value = msgspec.convert(msgspec.to_builtins(changed), type(value))
+        return value
+    if isinstance(value, list):
+        return [planted(one) for one in value]
+    if isinstance(value, dict):
+        return {PLANTED: PLANTED} if PLANTED in map(planted, value.values()) else value
+    return PLANTED if isinstance(value, str) else value
+
+
+def test_every_text_of_a_run_is_harmless_in_the_page_and_printed() -> None:
+    run = planted(a_run())
+    fields = {name: getattr(run, name) for name in run.__struct_fields__}
+    full, result = render(run), Result(**fields)
+    assert msgspec.json.encode(run).count(b"<script>") > 30
+    assert "<script>alert" not in full
+    assert full.count("&lt;script&gt;alert(1)") > 30
+    fragment = result._repr_html_()
+    for shown in (*full.split("\n"), *str(result).split("\n"), *fragment.split("\n"), repr(result)):
+        assert shown.isprintable(), shown
+    estimates = Estimates(estimates=[planted(an_estimate())], notes=[PLANTED])
+    assert "<script>" not in estimates._repr_html_()
+    assert all(line.isprintable() for line in f"{estimates}\n{estimates._repr_html_()}".split("\n"))
 
 
 def test_the_page_is_written_atomically(tmp_path, full):

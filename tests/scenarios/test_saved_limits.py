@@ -10,8 +10,10 @@ import torch
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+import autobatch
 from autobatch.search.cache import CachedLimit
-from tests.support.probes import WIDTH, amsgrad, mlp, probed, work
+from benchmarks.wrong_files import PLANTED
+from tests.support.probes import WIDTH, Listener, amsgrad, mlp, probed, work
 
 
 def saved_files(home: Path) -> list[Path]:
@@ -56,6 +58,23 @@ def test_another_version_of_torch_is_probed_again_with_a_note(monkeypatch) -> No
     result, listener = probed(work())
     assert result.probe.source == "search"
     assert any("not used: torch changed from" in line for line in listener.notes)
+
+
+@pytest.mark.parametrize("field", ["torch", PLANTED, "date"])
+def test_a_planted_text_in_a_saved_limit_is_shown_harmlessly(
+    field: str, own_home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = {"device": "cpu", "memory_budget": "80KiB", "max_micro_batch": 3}
+    autobatch.probe(work(), **asked)
+    (file,) = saved_files(own_home)
+    key = json.loads(file.read_bytes())["key"] | {"torch" if field == "date" else field: PLANTED}
+    edited(file, key=key, **({"date": PLANTED} if field == "date" else {}))
+    listener = Listener()
+    caplog.set_level("DEBUG", "autobatch")
+    autobatch.probe(work(), **asked, progress=listener)
+    assert [line for line in listener.notes if "alert(1)" in line and "not used" in line]
+    for line in (*listener.notes, *caplog.messages):
+        assert line.isprintable()
 
 
 @pytest.mark.parametrize("options", [{"memory_budget": "100KiB"}, {"precision": "bf16"}])
