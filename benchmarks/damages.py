@@ -1,26 +1,43 @@
-"""Damage to the files of checkpoints: each must be found, named and passed over, and nothing executed."""
+"""Damage to the files of checkpoints: each must be found, named and passed over, and nothing executed.
+
+Forgeries have right sums, so that only their content is wrong: each is passed over, refused in one line, or
+a value that a run may have.
+"""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
+import json
+import math
 import os
 import pickle
 import random
 import shutil
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load, save
 
+from autobatch import AutobatchError
+from autobatch.api.call import Call
+from autobatch.api.pipeline import prepare
+from autobatch.core.check_options import options_from
+from autobatch.core.progress import Progress
 from autobatch.training.checkpoint import MANIFEST, list_checkpoints, read_manifest, write_manifest
 from autobatch.training.resume import load_run_state
-from autobatch.training.run_folder import CHECKPOINTS
+from autobatch.training.run import train_plan
+from autobatch.training.run_folder import CHECKPOINTS, RunFiles
 from autobatch.training.state_file import STATE
-from benchmarks.tiny_run import tiny_workload, trained_run
+from benchmarks.tiny_run import BATCH, EMA, MICRO_BATCH, tiny_workload, trained_run
+from benchmarks.wrong_files import PLANTED
 
 TENSORS = "state-00001.safetensors"
 OF_TORCH = "state.pt"
@@ -170,3 +187,131 @@ def _outcome(root: Path, older: Path, newest: Path, sentinel: Path) -> str:
     if len(loaded.passed_over) != 1 or newest.name not in loaded.passed_over[0]:
         return "not named"
     return "caught" if newest.is_dir() else "deleted"
+
+
+FORGED: tuple[Any, ...] = (None, -1, 2**70, 0.5, math.nan, PLANTED, [], {}, [3], True)
+"""Values in place of each value of a checkpoint."""
+MANY = 3
+"""Items of a list that are forged; the first ones."""
+STEPS = 3
+
+
+def forge_checkpoints(
+    root: Path, stride: int = 1, places: Collection[str] = ()
+) -> tuple[dict[str, Counter[str]], list[str]]:
+    """Forge the newest of two checkpoints again and again, with right sums, and resume the run.
+
+    Args:
+        root: an empty folder.
+        stride: forgeries from one that is tried to the next.
+        places: forgeries to try, for example ``optimizer/0/exp_avg/0.bias longer``; all if none are given.
+
+    Returns:
+        Counts of the outcomes by what was forged, and what ended otherwise than in one line.
+    """
+    begun, folder = root / "begun", root / "forged"
+    _resumable(begun)
+    newest = list_checkpoints(begun / CHECKPOINTS)[-1]
+    facts, state = read_manifest(newest)["facts"], json.loads((newest / STATE).read_bytes())
+    tensors = load((newest / TENSORS).read_bytes())
+    counts: dict[str, Counter[str]] = {}
+    faults = []
+    chosen = (one for one in _forgeries(facts, state, tensors) if not places or one.place in places)
+    for forged in islice(chosen, 0, None, stride):
+        shutil.copytree(begun, folder)
+        path = folder / CHECKPOINTS / newest.name
+        (path / STATE).write_text(json.dumps(forged.state))
+        (path / TENSORS).write_bytes(save(forged.tensors))
+        files = {name: _sums_of(path / name) for name in (STATE, TENSORS)}
+        write_manifest(path / MANIFEST, {"step": STEPS - 1, "facts": forged.facts, "files": files})
+        found, said = _resumed(folder)
+        counts.setdefault(forged.kind, Counter())[found] += 1
+        if found not in ("passed over", "refused", "trained") or not said.isprintable():
+            faults.append(f"{forged.kind} {forged.place}: {found}: {said!r}")
+        shutil.rmtree(folder)
+    return counts, faults
+
+
+class _Forgery(NamedTuple):
+    kind: str
+    place: str
+    facts: Any
+    state: Any
+    tensors: Mapping[str, torch.Tensor]
+
+
+def _forgeries(facts: Any, state: Any, tensors: dict[str, torch.Tensor]) -> Iterator[_Forgery]:
+    """Yield checkpoints with one other value, one entry less, or one other tensor."""
+    for place, changed in _changes(facts):
+        yield _Forgery("facts", place, changed, state, tensors)
+    for place, changed in _changes(state):
+        yield _Forgery("state", place, facts, changed, tensors)
+    for name, tensor in tensors.items():
+        others = {
+            "longer": torch.cat([tensor.reshape(-1), torch.ones(1, dtype=tensor.dtype)]),
+            "empty": tensor.reshape(-1)[:0],
+            "integers": torch.zeros_like(tensor, dtype=torch.int64),
+            "NaN": tensor * math.nan,
+            "another rank": tensor[None],
+        }
+        for what, other in others.items():
+            forged = {**tensors, name: other.contiguous()}
+            yield _Forgery("tensors", f"{name} {what}", facts, state, forged)
+        named = {f"{one}\0" if one == name else one: value for one, value in tensors.items()}
+        yield _Forgery("tensors", f"{name} NUL", facts, state, named)
+        renamed = json.loads(json.dumps(state).replace(json.dumps(name), json.dumps(f"{name}\0")))
+        yield _Forgery("tensors", f"{name} NUL in both", facts, renamed, named)
+
+
+def _changes(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a place in a tree of JSON, and the tree with another value there, for every place and value."""
+    for place in [*_places(tree)]:
+        for value in (*FORGED, KeyError):
+            changed = copy.deepcopy(tree)
+            parent = changed
+            for key in place[:-1]:
+                parent = parent[key]
+            if value is KeyError:
+                del parent[place[-1]]
+            else:
+                parent[place[-1]] = value
+            yield f"{'/'.join(map(str, place))} = {'nothing' if value is KeyError else value}", changed
+
+
+def _places(tree: Any) -> Iterator[tuple[Any, ...]]:
+    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree[:MANY])
+    for key, value in pairs:
+        yield (key,)
+        if isinstance(value, dict | list):
+            yield from ((key, *rest) for rest in _places(value))
+
+
+def _call(out: Path, *, resume: bool) -> Call:
+    asked = {"target_batch": BATCH, "steps": STEPS, "ema": EMA, "split_check": "off", "checkpoint_every": 1}
+    more = {"device": "cpu", "max_micro_batch": MICRO_BATCH, "memory_budget": "64MiB", "trials": 0}
+    options = options_from("fit", {**asked, **more, "out": str(out), "resume": resume})
+    return Call(workload=tiny_workload(), options=options, progress=Progress())
+
+
+def _resumable(out: Path) -> None:
+    """Train a run of which the checkpoint of the last step is lost."""
+    _train(_call(out, resume=False))
+    shutil.rmtree(list_checkpoints(out / CHECKPOINTS)[-1])
+
+
+def _train(call: Call) -> Any:
+    with ExitStack() as lock:
+        ready = prepare(call, lock)
+        train_plan(ready.run, RunFiles(out=ready.out, options=call.options), progress=call.progress)
+        return ready.run.resumed
+
+
+def _resumed(out: Path) -> tuple[str, str]:
+    """Resume a run, and return how that ended, and the line."""
+    try:
+        resumed = _train(_call(out, resume=True))
+    except AutobatchError as error:
+        return "refused" if error.exit_code == 2 else f"exit {error.exit_code}", str(error)
+    except Exception as error:
+        return f"raised {type(error).__name__}", repr(error)[:300]
+    return "passed over" if resumed.passed_over else "trained", " ".join(resumed.passed_over)

@@ -29,7 +29,7 @@ from autobatch.api.ranks import agree_on_options, check_data_of_ranks, claim_of_
 from autobatch.api.stages import OPENING, OpenSetup, finish_plan, layout_of_call, search_and_plan
 from autobatch.core.files import write_atomic
 from autobatch.core.progress import Progress
-from autobatch.core.records import Plan, RunRecord
+from autobatch.core.records import Plan
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.device.host import usable_cores
@@ -46,10 +46,12 @@ from autobatch.training.build import build_sampler, count_stream, stream_length
 from autobatch.training.checkpoint import Loaded, list_checkpoints
 from autobatch.training.export import examine_weights, whole_model
 from autobatch.training.resume import (
+    BEFORE_TRAINING,
     changes_since_checkpoint,
     check_same_data_order,
     load_plan,
     load_run_state,
+    stored_records,
 )
 from autobatch.training.run import PreparedRun, train_plan
 from autobatch.training.run_folder import CHECKPOINTS, REPORT, RESULT, RunFiles, folder_of, move_earlier_run
@@ -62,8 +64,6 @@ from autobatch.workload.streams import ENDLESS, count_samples
 
 GIT_SECONDS = 5.0
 """Time after which Git counts as absent, for example on a slow network file system."""
-BEFORE_TRAINING = ("device", "probe", "tuning", "title", "predicted", "memory_curve")
-"""Records of the parts before the training, which every checkpoint keeps for a resume."""
 
 
 def run(call: Call) -> Result:
@@ -202,15 +202,12 @@ class StoredRun:
 
     def with_records(self, result: Result) -> Result:
         """Return a result with the records that an earlier process of the run has stored, if it has any."""
-        stored = self.checkpoint.facts.get("records", {})
-        given = {name: stored[name] for name in BEFORE_TRAINING if stored.get(name) is not None}
-        if "device" not in given:
+        found = stored_records(self.checkpoint.facts)
+        if found is None:
             return result
-        found = msgspec.convert(given, RunRecord)
-        profile = stored.get("profile")
         return msgspec.structs.replace(
             result,
-            profile=None if profile is None else Path(profile),
+            profile=None if found.profile is None else Path(found.profile),
             **{name: getattr(found, name) for name in BEFORE_TRAINING},
         )
 

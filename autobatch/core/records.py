@@ -6,9 +6,10 @@ samples. Nothing here imports torch, so a report can be read anywhere.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 SCHEMA = 3
 """Version of the JSON that the command line prints."""
@@ -20,6 +21,8 @@ ShardSync = Literal["each", "once"]
 LastBatch = Literal["carry", "flush", "drop"]
 """Treatment of the samples that are left at the end of an epoch: carry them into the next one, flush
 them as a short batch, or drop them."""
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,16 +225,16 @@ class Plan(Record, frozen=True, kw_only=True):
     over the ranks is the target batch. If ``size_cut`` is set, each batch is cut at its own sizes instead.
     """
 
-    target_batch: int
-    effective_batch: int
-    world_size: int
-    micro_batch: int
-    accumulation_steps: int
-    micro_batches: list[int]
-    multiple: int = 1
+    target_batch: Positive
+    effective_batch: Positive
+    world_size: Positive
+    micro_batch: Positive
+    accumulation_steps: Positive
+    micro_batches: list[Count]
+    multiple: Positive = 1
     """Number whose multiples all micro-batches are."""
-    base_batch: int | None
-    learning_rate: float
+    base_batch: Positive | None
+    learning_rate: Annotated[float, Meta(ge=0.0, le=1e300)]
     learning_rate_rule: Literal["none", "linear", "sqrt", "tuned"]
     """The rule, or ``tuned`` if the tuner found the learning rate."""
     learning_rate_factor: float = 1.0

@@ -13,7 +13,9 @@ state of its generators.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,8 +26,8 @@ from torch import Tensor, nn
 
 from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitError, InputError
 from autobatch.core.options import Options
-from autobatch.core.records import Plan
-from autobatch.core.text import error_text
+from autobatch.core.records import Count, Plan, Positive, RunRecord
+from autobatch.core.text import error_text, quoted
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
 from autobatch.distributed.rank_plan import layout_of
@@ -56,9 +58,10 @@ from autobatch.workload.rng import (
     seed_rank,
 )
 from autobatch.workload.split import digest_of
+from autobatch.workload.user_code import failed_part
 
-_Count = Annotated[int, Meta(ge=0)]
-_Positive = Annotated[int, Meta(ge=1)]
+BEFORE_TRAINING = ("device", "probe", "tuning", "title", "predicted", "memory_curve")
+"""Records of the parts before the training, which every checkpoint keeps for a resume."""
 STATE_DICT_ERROR = "Error(s) in loading state_dict for "
 """Beginning of torch's error about a state dict; the parameters follow in further lines."""
 _BIT_EXACT_KEYS = {
@@ -72,18 +75,24 @@ _BIT_EXACT_KEYS = {
 """Entries of the setup's key that a bit-exact resume depends on, with their names in messages."""
 
 
+class _Key(msgspec.Struct):
+    """The part of the key of a setup that a run trusts; other entries are only compared."""
+
+    budget_bytes: Positive | None = None
+
+
 class _Facts(msgspec.Struct):
     """The facts of a checkpoint; see `autobatch.training.run.train_plan`."""
 
     plan: Plan
     seed: int
-    warmup_samples: _Positive | None
-    total_steps: _Positive
-    samples: _Positive
+    warmup_samples: Positive | None
+    total_steps: Positive
+    samples: Positive
     last_batch: LastBatch
-    total_samples: _Positive
-    ranks: list[dict[str, Any]]
-    key: dict[str, Any] = {}
+    total_samples: Positive
+    ranks: list[_Key]
+    key: _Key = msgspec.field(default_factory=_Key)
     order: int = 1
     """Version of the order; the first one was kept without a number."""
     sampler: str | None = None
@@ -98,10 +107,17 @@ class _Facts(msgspec.Struct):
 class _Counters(msgspec.Struct):
     """The counters of a loop, which has fields of the same names."""
 
-    batches_seen: _Count
-    steps_applied: _Count
-    oom_recoveries: _Count
-    skipped_steps_in_a_row: _Count
+    batches_seen: Count
+    steps_applied: Count
+    oom_recoveries: Count
+    skipped_steps_in_a_row: Count
+
+
+class _Noise(msgspec.Struct):
+    """The measurements of the noise scale."""
+
+    every: Positive
+    pairs: list[tuple[float, float]]
 
 
 class _State(msgspec.Struct):
@@ -115,9 +131,9 @@ class _State(msgspec.Struct):
     scaler: dict[str, Any] | None
     average: dict[str, Any] | None
     items_per_sample: Annotated[float, Meta(gt=0)] | None
-    noise: dict[str, Any]
+    noise: _Noise
     random: list[dict[str, Any]]
-    limits: list[_Positive]
+    limits: list[Positive]
 
 
 def capture_loop(loop: Loop) -> dict[str, Any]:
@@ -175,6 +191,12 @@ def restore_loop(
     return loop.sampler.load_state_dict(state["stream"])
 
 
+def fails_on_state(loop: Loop, resumed: Loaded, error: Exception) -> bool:
+    """Return whether an error is that of the first step after a resume, in what a checkpoint has state of."""
+    is_first = loop.batches_seen == resumed.state["counters"]["batches_seen"]
+    return is_first and failed_part(error) in ("optimizer", "schedule")
+
+
 def _parameter_names(train_state: TrainState) -> dict[str, Any]:
     """Return the names of the parameters that optimizers and the average know by number."""
     known = {parameter: name for name, parameter in train_state.model.named_parameters()}
@@ -222,6 +244,10 @@ def _restore_random(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool
 def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
     train_state = loop.train_state
     weights = train_state.model.state_dict()  # has the versions of the modules as an attribute
+    for name, tensor in state["model"].items():
+        own = weights.get(name)
+        if isinstance(own, Tensor) and own.is_floating_point() != tensor.is_floating_point():
+            raise ValueError(f"{name} is of type {own.dtype} here and {tensor.dtype} in the checkpoint")
     weights.clear()
     weights.update(state["model"])
     train_state.model.load_state_dict(weights)
@@ -229,6 +255,7 @@ def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
     for optimizer, saved in zip(train_state.optimizers, state["optimizers"], strict=True):
         _load_optimizer(optimizer, saved)
     for schedule, saved in zip(loop.schedules, state["schedules"], strict=True):
+        _check_settings("schedule", saved, schedule.state_dict())
         schedule.load_state_dict(saved)
     load_average(train_state.average, state["average"])
     if train_state.scaler is not None and state["scaler"]:
@@ -277,9 +304,13 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
     torch would round float32 state of 16-bit parameters to 16 bits. Files keep no layout in memory, and fused
     optimizers need that of the parameter.
     """
-    optimizer.load_state_dict(saved)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    if not saved["state"].keys() <= set(numbers):
+        raise ValueError("the optimizer has state of parameters that no group has")
+    for group, own in zip(saved["param_groups"], optimizer.state_dict()["param_groups"], strict=True):
+        _check_settings("parameter group", group, own)
+    optimizer.load_state_dict(saved)
     for number, parameter in zip(numbers, parameters, strict=True):
         for name, value in saved["state"].get(number, {}).items():
             if not isinstance(value, Tensor):
@@ -290,6 +321,39 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
                 optimizer.state[parameter][name] = made.copy_(value)
             elif optimizer.state[parameter][name].dtype != value.dtype:
                 optimizer.state[parameter][name] = value.to(device, copy=True)
+
+
+def _check_settings(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` if a stored setting has another type than the same one of this run."""
+    if own and not own.keys() & saved.keys():
+        raise ValueError(f"the {what} of the checkpoint has no {next(iter(own))}")
+    for name in own.keys() & saved.keys():
+        if not _is_alike(saved[name], own[name]):
+            raise ValueError(
+                f"the {what} has {name} {quoted(own[name])} here and {quoted(saved[name])} in the checkpoint"
+            )
+
+
+def _is_alike(saved: Any, own: Any) -> bool:
+    """Return whether a stored value may follow from a value that is as it began."""
+    match own:
+        case bool():
+            alike = saved is None or isinstance(saved, bool)
+        case Tensor() | Real():
+            is_number = isinstance(saved, Real) and not isinstance(saved, bool)
+            is_possible = is_number and (math.isfinite(saved) or not math.isfinite(own))
+            alike = isinstance(saved, Tensor) or is_possible
+        case tuple():
+            alike = isinstance(saved, tuple) and len(saved) == len(own) and all(map(_is_alike, saved, own))
+        case list():
+            alike = isinstance(saved, list) and all(map(_is_alike, saved, own))
+        case dict():
+            alike = isinstance(saved, dict) and all(
+                _is_alike(saved[key], own[key]) for key in own.keys() & saved.keys()
+            )
+        case _:
+            alike = own is None or isinstance(saved, type(own))
+    return alike
 
 
 def load_run_state(out: Path, ranks: Ranks | None = None) -> Loaded:
@@ -312,6 +376,22 @@ def load_run_state(out: Path, ranks: Ranks | None = None) -> Loaded:
     return loaded
 
 
+class _StoredRecords(RunRecord, frozen=True, kw_only=True):
+    profile: str | None = None
+
+
+def stored_records(facts: Mapping[str, Any]) -> _StoredRecords | None:
+    """Return the records of the parts before the training; None if a checkpoint has none.
+
+    Raises:
+        ValueError: they are no such records.
+    """
+    stored = {name: one for name, one in facts.get("records", {}).items() if one is not None}
+    names = (*BEFORE_TRAINING, "profile")
+    given = {name: stored[name] for name in names if name in stored}
+    return msgspec.convert(given, _StoredRecords) if "device" in given else None
+
+
 def check_content(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
     """Check that a checkpoint with valid sums holds a state that a run can continue from.
 
@@ -326,15 +406,18 @@ def check_content(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
     name = MANIFEST
     try:
         msgspec.convert(facts, _Facts)
+        stored_records(facts)
         name = STATE
         found = msgspec.convert(state, _State)
         for one in found.random:
             random_state_of(one)
     except (ValueError, TypeError, LookupError) as error:  # with msgspec.ValidationError
         raise CheckpointError(f"{path}: {name} holds no run to resume: {error}") from None
-    step, seen = int(path.name.removeprefix("step-")), found.counters.batches_seen
-    if seen != step:
-        raise CheckpointError(f"{path}: {name} has the state of step {seen}, not {step}")
+    step, counters = int(path.name.removeprefix("step-")), found.counters
+    if counters.batches_seen != step:
+        raise CheckpointError(f"{path}: {name} has the state of step {counters.batches_seen}, not {step}")
+    if counters.steps_applied + counters.skipped_steps_in_a_row > step:
+        raise CheckpointError(f"{path}: {name} counts more steps than the {step} of its name")
 
 
 def load_plan(resumed: Loaded, options: Options) -> Plan:

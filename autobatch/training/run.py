@@ -20,6 +20,7 @@ from autobatch.core.errors import (
     AutobatchError,
     CheckpointError,
     DoesNotFitError,
+    InputError,
     Interrupted,
     RestartSmallerError,
 )
@@ -40,13 +41,14 @@ from autobatch.training.checkpoint import Loaded, available_host_memory, list_ch
 from autobatch.training.export import check_exportable, export_weights
 from autobatch.training.loop import Loop
 from autobatch.training.metrics import TENSORBOARD, Metrics, RunTotals, Sink, TensorBoard, rewind_metrics
-from autobatch.training.resume import capture_loop, data_order_facts, restore_loop
+from autobatch.training.resume import capture_loop, data_order_facts, fails_on_state, restore_loop
 from autobatch.training.run_folder import CHECKPOINTS, METRICS, OOM_FILE, RunFiles
 from autobatch.training.split_check.check import FirstBatch, check_loss_splits
 from autobatch.training.state_file import pack
 from autobatch.training.validation import Validator
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state
+from autobatch.workload.user_code import failed_part
 
 MOST_CHECKED_BYTES = GiB
 """Bytes of the largest model whose loss is checked on the CPU, where more would take minutes."""
@@ -222,6 +224,15 @@ def train(
             except AutobatchError as error:
                 run.end_with(error)
                 raise
+            except Exception as error:
+                if resumed is None or not fails_on_state(loop, resumed, error):
+                    raise
+                reason = f"{type(error).__name__}: {first_line(error)}"
+                raise InputError(
+                    f"the {failed_part(error)} cannot continue from its state in the checkpoint "
+                    f"{resumed.path} ({reason}). Give the same workload, or delete this checkpoint to resume "
+                    "from an earlier one"
+                ) from error
         # The run is over: what is exported, and what the caller gets, are the averaged weights.
         switch(loop.train_state.optimizers, train=False)
         progress.doing("writing the weights")
