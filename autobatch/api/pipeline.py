@@ -35,6 +35,7 @@ from autobatch.core.version import versions
 from autobatch.device.host import usable_cores
 from autobatch.device.nvml import driver_version
 from autobatch.distributed.rank_plan import layout_of
+from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.distributed.shared_stream import open_stream, split_note
 from autobatch.estimates.estimator import estimate_limits
@@ -64,6 +65,8 @@ from autobatch.workload.streams import ENDLESS, count_samples
 
 GIT_SECONDS = 5.0
 """Time after which Git counts as absent, for example on a slow network file system."""
+COUNTING = "counting the samples of the stream"
+"""What a rank does, for the other ranks."""
 
 
 def run(call: Call) -> Result:
@@ -335,8 +338,19 @@ def _epoch_samples(call: Call, setup: OpenSetup) -> int:
         "--epochs or --last-batch needs the number of samples, so the stream is read once to its end: give "
         "--steps if it has no end"
     )
-    with call.ranks.working("counting the samples of the stream"):
-        return call.ranks.once(lambda: setup.process.call("counting the samples", count_stream))
+
+    def count() -> int:
+        if isinstance(setup.process, ThisProcess):
+            return _count(call.ranks, setup.process.setup.stream)
+        with call.ranks.working(COUNTING):
+            return setup.process.call("counting the samples", count_stream)
+
+    return call.ranks.once(count)
+
+
+def _count(ranks: Ranks, stream: Any) -> int:
+    """Count the samples of a stream, with a sign of life for each."""
+    return count_samples(stream, lambda: ranks.sign(COUNTING))
 
 
 def _sampler_of(call: Call, setup: Setup, samples: int | None) -> GlobalBatchSampler:
@@ -352,8 +366,7 @@ def _sampler_of(call: Call, setup: Setup, samples: int | None) -> GlobalBatchSam
         samples, order = epoch_of(setup.workload, options.device.seed)
         return build_sampler(samples, options, order)
     if samples is None:
-        with ranks.working("counting the samples of the stream"):
-            samples = ranks.once(lambda: count_samples(stream)) if options.train.depends_on_end else ENDLESS
+        samples = ranks.once(lambda: _count(ranks, stream)) if options.train.depends_on_end else ENDLESS
     note = split_note(setup.workload.train_data[0], ranks)  # type: ignore[index]
     if note is not None:
         call.progress.note(note)

@@ -106,7 +106,7 @@ class Ranks:
         return progress
 
     def working(self, doing: str) -> AbstractContextManager[None]:
-        """Do within the block what may take any time, without a `sign`."""
+        """Do within the block, without a `sign`, what has a limit of its own."""
         return nullcontext()
 
     def enter(self, out: Path) -> None:

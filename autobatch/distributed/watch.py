@@ -98,7 +98,7 @@ class Activity:
 
     @contextmanager
     def working(self, doing: str) -> Iterator[None]:
-        """Do within the block what has a limit of its own, or may take any time."""
+        """Do within the block what has a limit of its own."""
         self.sign(doing)
         self.is_limited_itself = True
         try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -107,8 +107,12 @@ def known_length(stream: Any) -> int | None:
         return None
 
 
-def count_samples(stream: Any) -> int:
+def count_samples(stream: Any, on_sample: Callable[[], None] = lambda: None) -> int:
     """Return the length of a stream, which is read once to its end if it has none.
+
+    Args:
+        stream: the user's data.
+        on_sample: called after each sample that is read.
 
     Raises:
         InputError: it has no sample.
@@ -116,8 +120,12 @@ def count_samples(stream: Any) -> int:
     length = known_length(stream)
     if length is not None:
         return length
+    count = 0
     with preserved_random_state():
-        return sum(1 for _ in _first_epoch(stream))
+        for _ in _first_epoch(stream):
+            on_sample()
+            count += 1
+    return count
 
 
 class StreamView:

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 import autobatch
 from autobatch import InputError
 from autobatch.api.call import Call
-from autobatch.api.pipeline import layout_to_resume
+from autobatch.api.pipeline import layout_to_resume, run
 from autobatch.api.ranks import agree_on_options, claim_of_ranks, continue_after_restart
 from autobatch.distributed.ranks import Ranks
 from tests.support.options import as_options
@@ -104,6 +104,23 @@ def test_a_resume_keeps_the_layout_unless_another_is_asked_for() -> None:
     assert (asked.world, asked.sync) == (2, "each")
     for other, before in ((call(two, parallel="replicate"), shared), (call(), shared), (call(two), plan)):
         assert layout_to_resume(other, before) is None
+
+
+@pytest.mark.parametrize("is_resume", [False, True])
+def test_each_sample_that_is_counted_is_a_sign_of_life(tmp_path: Path, is_resume: bool) -> None:
+    """A rank whose stream hangs is named then, and one whose stream is long is not."""
+    signs: list[str] = []
+
+    class Signing(Ranks):
+        def sign(self, doing: str) -> None:
+            signs.append(doing)
+
+    options = {"target_batch": 8, "epochs": 1, "out": str(tmp_path), "max_micro_batch": 4, "trials": 0}
+    workload = make_workload(train_data=lambda: (points(20)[index] for index in range(20)))
+    for resume in [False, True][: 1 + is_resume]:
+        signs.clear()
+        run(Call(workload=workload, options=as_options("fit", **options, resume=resume), ranks=Signing()))
+    assert signs.count("counting the samples of the stream") == 20
 
 
 def wide() -> nn.Module:

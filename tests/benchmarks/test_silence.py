@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ranks.silence import disturb_hosts, stop_ranks
+from benchmarks.ranks.silence import Runs, disturb_hosts, stop_ranks
 from tests.support.hosts import can_make_hosts
 
 pytestmark = [pytest.mark.program, pytest.mark.distributed]
 
 
 def test_a_stopped_rank_is_named_in_time(tmp_path: Path) -> None:
-    runs = stop_ranks(tmp_path / "stop", 1, 60, random.Random(1))
+    runs = stop_ranks(Runs(tmp_path / "stop", 60), 1, random.Random(1))
     assert not any(runs.found.values())
     assert len(runs.seen) == 1
 
 
 @pytest.mark.skipif(not can_make_hosts(), reason="hosts are network namespaces, which root may make")
 def test_hosts_whose_link_is_cut_leave_in_time_and_meet_again(tmp_path: Path) -> None:
-    runs = disturb_hosts(tmp_path / "cut", "cut", 1, 120, random.Random(1))
+    runs = disturb_hosts(Runs(tmp_path / "cut", 120), "cut", 1, random.Random(1))
     assert not any(runs.found.values())
     assert (len(runs.seen), runs.newest) == (1, 120)
