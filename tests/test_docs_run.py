@@ -19,9 +19,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import autobatch
 from autobatch.core.units import MiB
 from autobatch.step.optimizers import build_optimizers
+from autobatch.training.build import build_schedules
+from autobatch.workload.order import GlobalBatchSampler
 from tests.support.custom_loops import Sam
 from tests.support.python_gpu import python_gpu
 from tests.support.rank_server import RankServer
+from tests.support.training import make_workload
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -165,7 +168,7 @@ def test_the_code_of_a_page_runs_with_what_a_reader_has(page: Path, monkeypatch:
 
 def test_the_functions_of_the_page_on_optimizers_train() -> None:
     """The names of their first arguments decide what they get, and each loss reaches its own part alone."""
-    first, second = code_of(ROOT / "docs/optimizers.md")
+    first, second, schedules, following = code_of(ROOT / "docs/optimizers.md")
     names: dict[str, Any] = {
         "torch": torch,
         "functional_call": torch.func.functional_call,
@@ -174,6 +177,15 @@ def test_the_functions_of_the_page_on_optimizers_train() -> None:
     body, head = nn.Linear(4, 3), nn.Linear(3, 2)
     model = nn.Sequential(body, head)
     model.head = head
+    steps = GlobalBatchSampler(samples=2, target_batch=1, seed=0, steps=60)
+    for code, last in zip(re.split(r"\n\n\n", schedules), (0.0, 0.1, 0.61 * 0.999**60), strict=True):
+        exec(code, names)
+        one = torch.optim.SGD(body.parameters(), lr=1.0)
+        (built,) = build_schedules(make_workload(schedule=names["schedule"]), (one,), steps)
+        for _ in range(60):
+            one.step()
+            built.step()
+        assert built.get_last_lr() == pytest.approx([last])
     for code, trained in zip(re.split(r"\n\n\n", first), ([3 * 2 + 2], [4 * 3 + 3 * 2, 3 + 2]), strict=True):
         exec(code, names)
         workload = reader()["workload"]()
@@ -181,6 +193,7 @@ def test_the_functions_of_the_page_on_optimizers_train() -> None:
         groups = [group for one in made for group in one.param_groups]
         assert [sum(p.numel() for p in group["params"]) for group in groups] == trained
     exec(second, names)
+    exec(following, reader() | names)
     gan = nn.Module()
     gan.generator, gan.discriminator = nn.Linear(8, 4), nn.Linear(4, 1)
     generator, discriminator = names["optimizer"](gan, 0.1)

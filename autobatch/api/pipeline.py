@@ -43,7 +43,7 @@ from autobatch.report.result import Estimates, Result, load_run
 from autobatch.search.plan_split import read_sizes
 from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import KeyValue, Role, Setup, data_of_setup, open_setup
-from autobatch.training.build import build_sampler, count_stream, stream_length
+from autobatch.training.build import build_sampler, count_stream, schedule_arguments, stream_length
 from autobatch.training.checkpoint import Loaded, list_checkpoints
 from autobatch.training.export import examine_weights, whole_model
 from autobatch.training.resume import (
@@ -232,7 +232,9 @@ def _open_stored(call: Call, lock: ExitStack) -> StoredRun:
     plan = load_plan(checkpoint, options)
     setup = _open_to_train(call, workload, layout_to_resume(call, plan))
     sampler = _sampler_of(call, setup, None)
-    check_same_data_order(checkpoint, sampler, scheduled=setup.workload.schedule is not None)
+    schedule = setup.workload.schedule
+    scheduled = schedule is not None and "steps" in schedule_arguments(schedule)
+    check_same_data_order(checkpoint, sampler, scheduled=scheduled)
     data = data_of_setup(setup)
     check_data_of_ranks(data, ranks, checkpoint)
     changes = changes_since_checkpoint(checkpoint, setup, sampler, ranks, options)

@@ -60,6 +60,8 @@ class TrainState:
     """The buffers at the start of the current batch."""
     items_per_sample: float | None = None
     """Items per sample in the first `Loss` with a count above 0; None before that, then fixed for the run."""
+    after_step: Callable[[nn.Module], object] | None = None
+    """The user's own change of the model after each applied step; None for none."""
     average: WeightAverage | None = None
     """Average of the weights, updated by every applied step; None for no average."""
     stepping: bool = False
@@ -156,6 +158,7 @@ def build_train_state(
         ),
         # Both passes over a batch must see the same buffers.
         buffers=BufferSnapshot(model, copy_all=isinstance(workload.loss, WholeBatchLoss)),
+        after_step=workload.after_step,
         average=None if ema is None else WeightAverage(parameters, ema),
         exchange=exchange_buffer(parameters, device, world=world) if world > 1 else None,
     )

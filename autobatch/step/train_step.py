@@ -174,10 +174,10 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     """Turn the accumulated gradients into one optimizer step, and free them.
 
     The order is: measure and check the norms, normalize and clip in one multiplication, unscale, step, update
-    the loss scale, update the weight average, free the gradients. The check comes before the clip, because a
-    non-finite norm would clip nothing. Unscaling is part of the step, because some optimizers do it
-    themselves; a loss scale is a power of two, so this changes no result. Schedules, counters and records
-    follow in `autobatch.training`.
+    the loss scale, call the user's ``after_step``, update the weight average, free the gradients. The check
+    comes before the clip, because a non-finite norm would clip nothing. Unscaling is part of the step,
+    because some optimizers do it themselves; a loss scale is a power of two, so this changes no result.
+    Schedules, counters and records follow in `autobatch.training`.
 
     Without a loss scale, weights move only if the loss and all gradients are finite. If none moved, the
     buffers can still be restored to the start of the batch.
@@ -278,7 +278,7 @@ def _steps_to_take(
 
 
 def _take_steps(train_state: TrainState, has_gradient: list[bool], *, moved: bool) -> None:
-    """Run every optimizer, then the update of the loss scale, and of the average if a weight ``moved``.
+    """Run every optimizer and the update of the loss scale; if a weight ``moved``, also what follows a step.
 
     The loss scale skips optimizers whose gradients overflowed. After a failure here nothing can be repeated.
     """
@@ -293,6 +293,11 @@ def _take_steps(train_state: TrainState, has_gradient: list[bool], *, moved: boo
                 train_state.scaler.step(optimizer)
         if train_state.scaler is not None and any(has_gradient):
             train_state.scaler.update()
+    if train_state.after_step is not None and moved:
+        # Of a shared model, gathered weights would lose what is written to them.
+        train_state.forget_gathered()
+        with torch.no_grad(), user_code("after_step"):
+            train_state.after_step(train_state.model)
     if train_state.average is not None and moved:
         train_state.average.update()
     train_state.stepping = False

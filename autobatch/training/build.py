@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
@@ -33,7 +34,7 @@ from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler, Order
 from autobatch.workload.rng import seed_everything, seed_rank
 from autobatch.workload.split import Split, digest_of
-from autobatch.workload.streams import StreamSampler, StreamView, count_samples, known_length
+from autobatch.workload.streams import ENDLESS, StreamSampler, StreamView, count_samples, known_length
 from autobatch.workload.user_code import user_code
 
 FILLER_SAMPLES = 2
@@ -128,7 +129,7 @@ def open_loop(
             split=split,
             engine=engine,
             feed=feed,
-            schedules=_build_schedules(workload, train_state.optimizers, sampler),
+            schedules=build_schedules(workload, train_state.optimizers, sampler),
             on_nonfinite=train.on_nonfinite,
             warmup_samples=train.warmup_samples,
             rescaled_norms=batch_norms(train_state.model) if train.bn_momentum == "auto" else [],
@@ -208,14 +209,32 @@ def _open_train_state(
     return train_state
 
 
-def _build_schedules(
+def build_schedules(
     workload: Workload, optimizers: Optimizers, sampler: GlobalBatchSampler
 ) -> list[LRScheduler]:
-    """Build a schedule for each optimizer; empty if the workload has no schedule."""
-    if workload.schedule is None:
+    """Build a schedule for each optimizer; empty if the workload has no schedule.
+
+    Raises:
+        InputError: the function returns no schedule, or asks for the steps of an epoch without an end.
+    """
+    make: Any = workload.schedule
+    if make is None:
         return []
+    takes = schedule_arguments(make)
+    more: dict[str, int] = {}
+    if "steps_per_epoch" in takes:
+        if sampler.samples == ENDLESS:
+            raise InputError(
+                "Workload(schedule=…) asks for steps_per_epoch, but the length of the stream is unknown: "
+                "give --epochs, which counts its samples, or let the schedule take (optimizer, steps)"
+            )
+        more["steps_per_epoch"] = sampler.steps_per_epoch
+    steps = [sampler.total] if "steps" in takes else []
     with user_code("schedule"):
-        schedules = [workload.schedule(optimizer, sampler.total) for optimizer in optimizers]
+        schedules = [
+            make(optimizer, *steps, **more) if takes else LambdaLR(optimizer, make)
+            for optimizer in optimizers
+        ]
     for schedule in schedules:
         has_methods = hasattr(schedule, "step") and hasattr(schedule, "state_dict")
         if not has_methods or isinstance(schedule, ReduceLROnPlateau):
@@ -224,6 +243,26 @@ def _build_schedules(
                 f"alone, because it is stepped after every optimizer step, found {kind_of(schedule)}"
             )
     return schedules
+
+
+def schedule_arguments(schedule: Callable[..., object]) -> list[str]:
+    """Return what ``Workload(schedule=…)`` takes, by the names of its arguments.
+
+    That is ``optimizer``, ``steps`` and ``steps_per_epoch``, or a part of them; nothing if it takes a step.
+    """
+    try:
+        parameters = inspect.signature(schedule).parameters
+    except (TypeError, ValueError):  # a built-in without a signature
+        return ["optimizer", "steps"]
+    named = ["steps_per_epoch"] if "steps_per_epoch" in parameters else []
+    others = [
+        name
+        for name, one in parameters.items()
+        if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) and name not in named
+    ]
+    if len(others) != 1:
+        return ["optimizer", "steps", *named]
+    return ["optimizer", *named] if named or others[0].startswith("opt") else []
 
 
 def _filler_of(setup: Setup) -> tuple[Collated, int]:

@@ -455,7 +455,7 @@ def check_same_data_order(resumed: Loaded, sampler: GlobalBatchSampler, *, sched
     Args:
         resumed: the checkpoint.
         sampler: the batches of this run.
-        scheduled: whether the workload has a schedule, which is built for a fixed number of steps.
+        scheduled: whether the workload has a schedule that is built for the number of steps of the run.
 
     Raises:
         InputError: they differ; names the difference.

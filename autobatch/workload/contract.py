@@ -96,7 +96,7 @@ _FUNCTIONS: dict[str, str | None] = {
     "model": "model=lambda: …, which builds the model",
     "loss": "loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])",
     "optimizer": "optimizer=lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate)",
-    **dict.fromkeys(("collate", "schedule", "metrics", "size_of")),
+    **dict.fromkeys(("collate", "schedule", "after_step", "metrics", "size_of")),
 }
 """Fields that must be functions, and an example of each; None if it may be left out."""
 
@@ -126,9 +126,14 @@ class Workload:
     """Map-style; None for no validation."""
     collate: Callable[[list[Any]], Collated] | None = None
     """Makes a batch out of a list of samples; None for torch's default."""
-    schedule: Callable[[torch.optim.Optimizer, int], torch.optim.lr_scheduler.LRScheduler] | None = None
-    """Maps ``(optimizer, optimizer steps of the run)`` to a schedule that advances once per optimizer step;
-    None to keep the learning rate constant."""
+    schedule: Callable[..., torch.optim.lr_scheduler.LRScheduler] | Callable[[int], float] | None = None
+    """Maps ``(optimizer, optimizer steps of the run)`` to a schedule that advances once per optimizer step; a
+    third argument ``steps_per_epoch`` gets that number. Or maps the number of steps taken to the factor of
+    the learning rate, as for ``LambdaLR``. None to keep the learning rate constant."""
+    after_step: Callable[[nn.Module], object] | None = None
+    """Called with the model after each optimizer step, without gradients, on every rank: a teacher follows,
+    weights are clipped. Not called after a step that was skipped. What it remembers must be in buffers or
+    parameters of the model. None for nothing."""
     metrics: Callable[[nn.Module, Collated], Mapping[str, Tensor | Loss]] | None = None
     """Returns further figures for validation, each a mean over samples or a `Loss`; None for no metrics."""
     size_of: Callable[[Any], float] | None = None

@@ -96,6 +96,11 @@ class GlobalBatchSampler:
         return batches if self.steps is None else min(batches, self.steps)
 
     @property
+    def steps_per_epoch(self) -> int:
+        """Number of steps in which an epoch ends; with ``carry``, the last one also begins the next epoch."""
+        return math.ceil(self.samples / self.target_batch) if self.last_batch == "carry" else self._per_epoch
+
+    @property
     def _per_epoch(self) -> int:
         """Number of batches per epoch if no batch spans two epochs."""
         if self.last_batch == "drop":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch import InputError, Loss
+from autobatch.footprint.tracing.trace_step import record
 from autobatch.planning import micro_batches
+from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from autobatch.step.train_step import train_step
 from tests.support.overflow import Overflow
+from tests.support.step_workloads import setting, setup
 from tests.support.steps import EXACT, KINDS, SAMPLES, off, split, train_state_of, whole_tokens
 from tests.support.training import (
     IGNORED,
@@ -161,6 +165,21 @@ def test_the_norm_of_the_first_micro_batch_is_that_of_its_own_mean() -> None:
         alone = train_step(train_state_of(workload), split(workload, [5]), 5)
         assert result.first_norm == pytest.approx(alone.grad_norm, rel=EXACT)
         assert result.first_count == alone.count
+
+
+def test_a_probe_and_a_trace_count_what_follows_a_step() -> None:
+    def after_step(model: nn.Module) -> None:
+        copies = [p.repeat(40, *[1] * (p.dim() - 1)) for p in model.parameters()]
+        for parameter, copy in zip(model.parameters(), copies, strict=True):
+            parameter.copy_(copy[: len(parameter)])
+
+    workload = make_workload(model=lambda: network(torch.float32), train_data=points(dtype=torch.float32))
+    peaks = []
+    for one in (replace(workload, after_step=after_step), workload):
+        found = attempt(opened := setup(one), 3)
+        assert record(setting(opened, steps=ATTEMPT_STEPS), 3).trace == found.trace.canonical()
+        peaks.append(found.attempt.peak_allocated_bytes)
+    assert peaks[0] - peaks[1] > 30 * 4 * sum(p.numel() for p in workload.model().parameters())
 
 
 def test_an_error_of_the_users_names_their_part() -> None:

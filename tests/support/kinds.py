@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import numpy as np
 import torch
@@ -50,6 +51,27 @@ class Everything(nn.Module):
         out = self.body(inputs)
         self.average = 0.9 * self.average + 0.1 * out.detach().mean(0)
         return out + self.average
+
+
+class Followed(nn.Module):
+    """Model with a teacher that follows it, and a scale with bounds; both change after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = network(), network()
+        self.teacher.requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor([0.95], dtype=torch.float64))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs):
+        return self.student(inputs) * self.scale - 0.5 * self.teacher(inputs)
+
+    def follow(self) -> None:
+        """Let the teacher follow, more slowly from step to step, and bound the scale."""
+        self.steps += 1
+        for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            own.lerp_(other, 1 / (1 + self.steps.double()))
+        self.scale.clamp_(0.96, 1.0)
 
 
 class Float32State(torch.optim.SGD):
@@ -116,6 +138,10 @@ def two_optimizers():
     return make_workload(optimizer=optimizers, schedule=lambda o, steps: LinearLR(o, 1.0, 0.1, steps)), {}
 
 
+def followed():
+    return make_workload(model=Followed, after_step=Followed.follow, optimizer=adamw), {}
+
+
 def averaged(make):
     def build():
         workload, options = make()
@@ -143,5 +169,8 @@ RUNS = {
     "overflowing": overflowing,
     "float32 state": float32_state,
     "two optimizers": two_optimizers,
+    "followed, averaged": averaged(followed),
+    "function of the step": scheduled(lambda step: 1 / (1 + step)),
+    "steps of an epoch": scheduled(partial(OneCycleLR, max_lr=0.05, epochs=3)),
     "whole batch": contrastive,
 }

@@ -16,6 +16,7 @@ from autobatch.device.base import SilentMeter
 from autobatch.device.cpu import CpuDevice
 from autobatch.setup.setup import Setup
 from autobatch.step.train_state import StepSettings, build_train_state
+from autobatch.training.build import build_schedules
 from autobatch.training.loop import Loop
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.loader import Feed, MicroBatches
@@ -149,9 +150,6 @@ def make_loop(
         epochs=epochs,
         last_batch=last_batch,
     )
-    schedules = []
-    if workload.schedule is not None:
-        schedules = [workload.schedule(optimizer, sampler.total) for optimizer in train_state.optimizers]
     split = fields.pop("split", None) or Split()
     return Loop(
         workload=workload,
@@ -160,7 +158,7 @@ def make_loop(
         device=device,
         meter=meter or SilentMeter(),
         micro_batch=micro_batch,
-        schedules=schedules,
+        schedules=build_schedules(workload, train_state.optimizers, sampler),
         split=split,
         **{"feed": Feed(MicroBatches(workload, None), split), **fields},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,18 @@ from autobatch.core.units import MiB
 from autobatch.device.select import open_device
 from autobatch.planning import make_plan
 from autobatch.training import build
-from autobatch.training.build import build_sampler, open_loop
+from autobatch.training.build import build_sampler, build_schedules, open_loop
 from autobatch.training.checkpoint import load_newest
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import Loading
 from autobatch.workload.loader import AHEAD
-from autobatch.workload.streams import StreamView
+from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.streams import ENDLESS, StreamView
 from tests.support.options import as_options
 from tests.support.training import (
     Rows,
     apart,
+    make_loop,
     make_setup,
     make_workload,
     mean_loss,
@@ -81,6 +84,37 @@ def test_every_optimizer_has_a_schedule_of_the_whole_run() -> None:
     loop, _ = opened(make_workload(optimizer=optimizers, schedule=schedule))
     assert seen == [3, 3]
     assert [schedule.last_epoch for schedule in loop.schedules] == [3, 3]
+
+
+def per_epoch(optimizer, steps_per_epoch):
+    return StepLR(optimizer, 2 * steps_per_epoch, gamma=0.5)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        (lambda step: 1 / (1 + step), [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 6, 1 / 7]),
+        (per_epoch, [1, 1, 1, 1, 1 / 2, 1 / 2, 1 / 2]),
+        (
+            lambda optimizer, steps, steps_per_epoch: StepLR(optimizer, steps - steps_per_epoch, 0.5),
+            [1] * 5 + [0.5] * 2,
+        ),
+        (partial(StepLR, step_size=3, gamma=0.5), [1, 1, 1, 1 / 2, 1 / 2, 1 / 2, 1 / 4]),
+    ],
+)
+@pytest.mark.parametrize("last", ["carry", "flush"])
+def test_a_schedule_takes_what_its_arguments_are_called(schedule, rates, last: str) -> None:
+    """An epoch of 24 samples ends in the second batch of 16."""
+    loop = make_loop(make_workload(schedule=schedule), target_batch=16, steps=7, last_batch=last)
+    assert [record.learning_rate for record in loop.run()] == pytest.approx([0.1 * one for one in rates])
+
+
+def test_the_steps_of_an_epoch_without_an_end_are_refused() -> None:
+    endless = GlobalBatchSampler(samples=ENDLESS, target_batch=8, seed=0, steps=3)
+    with pytest.raises(
+        InputError, match=r"asks for steps_per_epoch, but the length of the stream is unknown"
+    ):
+        build_schedules(make_workload(schedule=per_epoch), (), endless)
 
 
 @pytest.mark.parametrize(

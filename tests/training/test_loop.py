@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 
 from autobatch import InputError, Loss, NonFiniteError
+from autobatch.workload.user_code import failed_part
+from tests.support.kinds import Followed
+from tests.support.overflow import flagged
+from tests.support.overflow import loss as overflowing_loss
 from tests.support.training import (
     INFO_NCE,
     TOKENS,
@@ -19,6 +24,7 @@ from tests.support.training import (
     make_loop,
     make_workload,
     mean_loss,
+    network,
     points,
     reference,
     token_loss,
@@ -153,6 +159,57 @@ def test_a_record_has_the_norm_the_items_and_the_rates_of_its_batch(micro_batch:
     assert record.grad_norm == pytest.approx(float(norm), rel=1e-12)
     assert record.count == float(token_loss(model, samples).count)
     assert (record.seconds, record.items_per_s, record.samples_per_s) == (0.5, 2 * record.count, 14)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 5, 24])
+def test_what_follows_a_step_is_that_of_whole_batches(micro_batch: int) -> None:
+    workload = make_workload(model=Followed, after_step=Followed.follow)
+    loop = make_loop(workload, target_batch=16, micro_batch=micro_batch, steps=6, ema=0.5)
+    list(loop.run())
+    torch.manual_seed(0)
+    model = Followed()
+    optimizer = torch.optim.SGD([*model.student.parameters(), model.scale], lr=0.1)
+    average = weights(model)
+    for batch in loop.sampler.batches():
+        inputs, labels = (column[batch.ids] for column in workload.train_data.columns)
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.follow()
+        average = 0.5 * average + 0.5 * weights(model)
+    assert model.scale.item() >= 0.96, "the bound matters"
+    assert apart(weights(loop.train_state.model), weights(model)) < 1e-12
+    with loop.train_state.averaged():
+        trained = [p for p in loop.train_state.model.parameters() if p.requires_grad]
+        found = torch.cat([p.detach().flatten() for p in trained])
+    places = torch.cat([torch.full((p.numel(),), p.requires_grad) for p in model.parameters()])
+    assert apart(found, average[places]) < 1e-12
+
+
+def test_nothing_follows_a_step_that_was_skipped() -> None:
+    calls = list[bool]()
+
+    def after_step(model: nn.Module) -> None:
+        calls.append(torch.is_grad_enabled())
+
+    data = flagged({3, 17}, samples=24)
+    workload = make_workload(
+        model=lambda: network(torch.float32), train_data=data, loss=overflowing_loss, after_step=after_step
+    )
+    loop = make_loop(workload, target_batch=8, micro_batch=3, steps=9, precision="fp16")
+    applied = [record.applied for record in loop.run()]
+    assert len(set(applied)) == 2
+    assert calls == [False] * sum(applied)
+
+
+def test_an_error_after_a_step_names_its_part() -> None:
+    def after_step(model: nn.Module) -> None:
+        raise KeyError("teacher")
+
+    with pytest.raises(KeyError) as caught:
+        list(make_loop(make_workload(after_step=after_step)).run())
+    assert failed_part(caught.value) == "after_step"
 
 
 def test_gradients_that_the_model_came_with_are_not_part_of_the_first_batch() -> None:
