@@ -1,57 +1,70 @@
-"""A contrastive loss, in which every sample of the batch meets every other one, accumulated exactly.
+"""CLIP (Radford et al. 2021): every picture of the batch meets every caption, accumulated exactly.
 
 python examples/clip.py
 """
 
 from __future__ import annotations
 
-import tempfile
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
+from torch.utils.data import TensorDataset
 
-import autobatch
+import autobatch  # +
+
+WORDS, LENGTH, WIDTH = 24, 4, 32
 
 
 class Clip(nn.Module):
-    """Two towers, and a learnt temperature."""
+    """A tower of pictures, a tower of captions, and a learnt scale."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.image = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 16))
-        self.text = nn.Sequential(nn.Linear(24, 128), nn.ReLU(), nn.Linear(128, 16))
-        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.pictures = nn.Sequential(
+            nn.Conv2d(3, 16, 3, 2, 1), nn.GELU(), nn.Conv2d(16, WIDTH, 3, 2, 1), nn.GELU(), nn.Flatten(),
+            nn.Linear(16 * WIDTH, WIDTH),
+        )  # fmt: skip
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.places = nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.scale = nn.Parameter(torch.tensor(1 / 0.07).log())
 
 
 def represent(model: Clip, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return one row per sample of each tower."""
-    return normalize(model.image(batch[0]), dim=1), normalize(model.text(batch[1]), dim=1)
+    """Return a row for each picture and each caption."""
+    pictures, captions = batch
+    texts = model.layer(model.words(captions) + model.places).mean(1)
+    return normalize(model.pictures(pictures), dim=1), normalize(texts, dim=1)
 
 
 def contrast(model: Clip, rows: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the symmetric InfoNCE loss over all rows of the batch."""
-    logits = model.scale.exp() * rows[0] @ rows[1].T
-    same = torch.arange(len(logits), device=logits.device)
-    return (cross_entropy(logits, same) + cross_entropy(logits.T, same)) / 2
+    """Return the symmetric loss over all pairs of the batch; the scale is at most 100."""
+    scores = model.scale.exp().clamp(max=100) * rows[0] @ rows[1].T
+    same = torch.arange(len(scores), device=scores.device)
+    return (cross_entropy(scores, same) + cross_entropy(scores.T, same)) / 2
 
 
-def main() -> None:
-    """Train for 20 steps on pairs that share a hidden vector."""
+def pairs(samples: int = 512) -> TensorDataset:
+    """Draw squares of many colours, places and sizes; a caption has a word for each of these."""
     draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(512, 8, generator=draw)
-    pairs = [hidden @ torch.randn(8, width, generator=draw) for width in (32, 24)]
-    workload = autobatch.Workload(
-        model=Clip,
-        train_data=torch.utils.data.TensorDataset(*pairs),
-        loss=autobatch.WholeBatchLoss(represent=represent, loss=contrast),
-        optimizer=lambda parameters, learning_rate: torch.optim.AdamW(parameters, lr=learning_rate),
-        learning_rate=3e-3,
-    )
-    with tempfile.TemporaryDirectory() as out:
-        options = {"target_batch": 128, "memory_budget": "500KiB", "trials": 0}
-        print(autobatch.fit(workload, steps=20, out=out, **options))
+    colours = torch.rand(6, 3, generator=draw)
+    facts = torch.stack([torch.randint(6, (samples,), generator=draw) for _ in range(LENGTH)], 1)
+    pictures = torch.randn(samples, 3, 16, 16, generator=draw) / 10
+    for picture, (colour, top, left, size) in zip(pictures, facts.tolist(), strict=True):
+        picture[:, top : top + 3 + size, left : left + 3 + size] += colours[colour][:, None, None]
+    return TensorDataset(pictures, facts + torch.arange(LENGTH) * 6)
+
+
+def workload() -> autobatch.Workload:  # +
+    """Return the model, the data and the loss."""
+    return autobatch.Workload(  # +
+        model=Clip,  # +
+        train_data=pairs(),  # +
+        loss=autobatch.WholeBatchLoss(represent=represent, loss=contrast),  # +
+        optimizer=torch.optim.AdamW,  # +
+        learning_rate=2e-3,  # +
+    )  # +
 
 
 if __name__ == "__main__":
-    main()
+    print(autobatch.fit(workload, target_batch=128, memory_budget="2MiB", steps=20, trials=0))  # +

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from autobatch import Workload
 from benchmarks.clients.data import DRAW, IDS, IMAGES, LABELS, LENGTH, SAMPLES, WORDS, classes_loss, workload
-from examples import gan
+from examples import dcgan as gan
 
 POINTS = torch.randn(SAMPLES, 2, generator=DRAW)
 NOISE = torch.randn(SAMPLES, 8, generator=DRAW)

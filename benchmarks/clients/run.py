@@ -1,4 +1,4 @@
-"""The probe on models of other libraries: runs, out-of-memory errors, and the evidence for the limit.
+"""The probe on models of other libraries and of `examples/`: runs, errors, and the evidence for the limit.
 
 python -m benchmarks.clients.run [--out FILE]
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import autobatch
-from benchmarks.clients import of_others, of_torch, of_transformers
+from benchmarks.clients import gallery, of_others, of_torch, of_transformers
 from benchmarks.clients.data import Build
 from benchmarks.report import markdown
 
@@ -31,6 +31,9 @@ HEAD = (
     "out of memory",
     "next size fails by",
     "next size in a run",
+    "lines",
+    "off a plain loop",
+    "resumed",
 )
 
 
@@ -61,34 +64,53 @@ def outcome(workload: autobatch.Workload, size: int, budget: int, options: dict[
 def clients() -> Iterator[tuple[str, Build]]:
     """Yield the workloads in the order of the table: their names, and functions that build them."""
     of_others.load_torchvision()
-    for part in (of_transformers, of_torch, of_others):
+    for part in (of_transformers, of_torch, of_others, gallery):
         yield from part.WORKLOADS.items()
 
 
 def row(name: str, build: Build, device: str) -> list[object]:
     """Return the row of a workload; one whose package is missing or that does not run says so."""
     try:
-        return [name, device, *measure(build(), device)]
+        return [name, device, *measure(build(), device), *trained(name, build, device)]
     except ImportError as error:
-        return [name, device, "not run", *"---", f"{error.name} is not installed", "-"]
+        return [name, device, "not run", *"---", f"{error.name} is not installed", *"----"]
     except autobatch.AutobatchError as error:
-        return [name, device, "error", *"---", str(error).splitlines()[0][:90], "-"]
+        return [name, device, "error", *"---", str(error).splitlines()[0][:90], *"----"]
+
+
+def trained(name: str, build: Build, device: str) -> list[object]:
+    """Return what is known of an example beyond its limit, once: lines, exactness, resume."""
+    if name not in gallery.GALLERY or device != DEVICES[0]:
+        return ["-"] * 3
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["AUTOBATCH_HOME"] = home
+        off = gallery.distance(build(), Path(home, "exact"))
+        same = gallery.resumes(build(), Path(home, "resumed"))
+    return [gallery.changed_lines(name), f"{off:.0e}", "same bits" if same else "other bits"]
+
+
+def rows_of(path: Path | None) -> dict[tuple[str, ...], list[object]]:
+    """Read the rows of an earlier table by workload and device; columns that it lacks are empty."""
+    lines = path.read_text(encoding="utf-8").splitlines()[2:] if path and path.exists() else []
+    cells = [line.strip("| ").split(" | ") for line in lines]
+    return {tuple(row[:2]): [*row, *"---"][: len(HEAD)] for row in cells}
 
 
 def main() -> None:
-    """Print the table, and write it to a file if asked."""
+    """Print the rows, and put them in the place of those of the same workload in a file if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", metavar="TEXT", default="", help="workloads whose name has this text")
     parser.add_argument("--device", nargs="*", choices=DEVICES, default=DEVICES)
     given = parser.parse_args()
-    rows = []
+    rows = rows_of(given.out)
+    gallery.open_gallery()
     for name, build in clients():
         for device in given.device if given.only in name else ():
-            rows.append(row(name, build, device))
-            print(*rows[-1], sep=" | ", flush=True)
+            rows[name, device] = row(name, build, device)
+            print(*rows[name, device], sep=" | ", flush=True)
             if given.out is not None:
-                given.out.write_text(markdown(HEAD, rows), encoding="utf-8")
+                given.out.write_text(markdown(HEAD, rows.values()), encoding="utf-8")
 
 
 if __name__ == "__main__":
