@@ -1,56 +1,80 @@
-"""A GAN: two optimizers, and a loss in two parts, each of which reaches its own parameters only.
+"""DCGAN (Radford et al. 2015) in its usual order: the discriminator steps, then the generator.
 
-python examples/gan.py
+python examples/dcgan.py
 """
 
 from __future__ import annotations
 
-import tempfile
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
-import autobatch
+import autobatch  # +
 
 
 class Gan(nn.Module):
-    """A generator of points, and a discriminator."""
+    """A generator and a discriminator of pictures, with GroupNorm in place of BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.generator = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))
-        self.discriminator = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 1))
+        first = nn.ConvTranspose2d(16, 32, 4), nn.GroupNorm(4, 32), nn.ReLU()
+        second = nn.ConvTranspose2d(32, 16, 4, 2, 1), nn.GroupNorm(4, 16), nn.ReLU()
+        self.generator = nn.Sequential(*first, *second, nn.ConvTranspose2d(16, 1, 4, 2, 1), nn.Tanh())
+        judge = nn.Conv2d(1, 16, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(16, 32, 4, 2, 1), nn.LeakyReLU(0.2)
+        self.discriminator = nn.Sequential(*judge, nn.Conv2d(32, 1, 4), nn.Flatten(0))
 
 
-def loss(model: Gan, batch: list[Tensor]) -> Tensor:
-    """Return the sum of both losses, as means over the samples."""
-    real, noise = batch
-    fake = model.generator(noise)
-    frozen = {name: parameter.detach() for name, parameter in model.discriminator.named_parameters()}
-    fooled = functional_call(model.discriminator, frozen, (fake,))
-    judged_real, judged_fake = model.discriminator(real), model.discriminator(fake.detach())
-    yes, no = torch.ones_like(fooled), torch.zeros_like(fooled)
-    return bce(fooled, yes) + bce(judged_real, yes) + bce(judged_fake, no)
+class Waves:
+    """Waves, each with noise for the generator that is drawn at each visit."""
+
+    def __init__(self, samples: int = 512) -> None:
+        tilt, phase = torch.rand(2, samples, 1, 1, generator=torch.Generator().manual_seed(0))
+        across = torch.arange(16.0)
+        self.pictures = (across * tilt + across[:, None] * (1 - tilt) + 6 * phase).sin()[:, None]
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        return [self.pictures[index], torch.randn(16, 1, 1)]
 
 
-def optimizers(model: Gan, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Build an optimizer for each part. The name ``model`` asks for the model itself."""
-    return [torch.optim.Adam(part.parameters(), lr=learning_rate) for part in model.children()]
+def judge(model: Gan, batch: list[Tensor]) -> Tensor:
+    """Return the loss of the discriminator."""
+    real, fake = model.discriminator(batch[0]), model.discriminator(model.generator(batch[1]).detach())
+    return bce(real, torch.ones_like(real)) + bce(fake, torch.zeros_like(fake))
 
 
-def main() -> None:
-    """Train for 20 steps on points of a circle."""
-    angles = torch.rand(1024, generator=torch.Generator().manual_seed(0)) * 6.28
-    data = torch.utils.data.TensorDataset(torch.stack([angles.cos(), angles.sin()], 1), torch.randn(1024, 8))
-    workload = autobatch.Workload(
-        model=Gan, train_data=data, loss=loss, optimizer=optimizers, learning_rate=1e-3
-    )
-    with tempfile.TemporaryDirectory() as out:
-        options = {"target_batch": 256, "memory_budget": "400KiB", "trials": 0}
-        print(autobatch.fit(workload, steps=20, out=out, **options))
+def fool(model: Gan, batch: list[Tensor]) -> Tensor:
+    """Return the loss of the generator, on the same noise."""
+    fooled = model.discriminator(model.generator(batch[1]))
+    return bce(fooled, torch.ones_like(fooled))
+
+
+def optimizers(model: Gan, rate: float) -> list[torch.optim.Optimizer]:
+    """Build an optimizer for each part, in the order of their steps."""
+    parts = model.discriminator, model.generator
+    return [torch.optim.Adam(part.parameters(), rate, (0.5, 0.999)) for part in parts]
+
+
+def train(model: Gan, optimizers: list[torch.optim.Optimizer], batches: Any) -> None:
+    """Take a step of each optimizer on each batch."""
+    for batch in batches:
+        for loss, optimizer in zip((judge, fool), optimizers, strict=True):
+            for micro in batch:  # +
+                batch.backward(loss(model, micro.data))  # +
+            print(f"step {batch.index}, {loss.__name__}: {batch.step(optimizer).loss:.4f}")  # +
+
+
+def workload() -> autobatch.Workload:  # +
+    """Return what a plan needs: both networks, both optimizers, and the sum of their losses."""
+    parts = {"model": Gan, "train_data": Waves(), "optimizer": optimizers, "learning_rate": 2e-3}  # +
+    return autobatch.Workload(**parts, loss=lambda *given: judge(*given) + fool(*given))  # +
 
 
 if __name__ == "__main__":
-    main()
+    print(plan := autobatch.plan(workload, target_batch=128, memory_budget="4MiB"))  # +
+    both = optimizers(model := Gan(), plan.learning_rate)
+    train(model, both, autobatch.batches(Waves(), plan, steps=10, optimizer=both))  # +

@@ -25,7 +25,7 @@ class UNet(nn.Module):
         self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.enter = nn.Conv2d(1, width, 3, padding=1)
         self.down = nn.Conv2d(width, 2 * width, 4, 2, 1)
-        self.middle = self.convolution(2 * width)
+        self.middle = self.convolution(48)
         self.up = nn.ConvTranspose2d(2 * width, width, 4, 2, 1)
         self.leave = self.convolution(1)
 
@@ -67,14 +67,8 @@ def loss(model: UNet, batch: list[Tensor]) -> Tensor:
 
 def workload() -> autobatch.Workload:  # +
     """Return the model, the data and the loss."""
-    optimizer = torch.optim.Adam
-    return autobatch.Workload(  # +
-        model=UNet,
-        train_data=Rings(),
-        loss=loss,
-        optimizer=optimizer,
-        learning_rate=2e-3,  # +
-    )  # +
+    parts = {"model": UNet, "train_data": Rings(), "loss": loss, "optimizer": torch.optim.Adam}  # +
+    return autobatch.Workload(**parts, learning_rate=2e-3)  # +
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -18,24 +19,28 @@ from torch.utils.data import default_collate
 import autobatch
 from autobatch import Loss, Workload
 from autobatch.workload.nested import map_tensors
-from autobatch.workload.reference import find_workload
+from autobatch.workload.order import GlobalBatchSampler
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ADDED = "  # +"
 """Mark of the lines of an example that a plain loop does not have, or has in another form."""
-TARGET, LARGEST, STEPS = 96, 37, 4
+TARGET, LARGEST, STEPS = 100, 37, 4
 """Batch, largest micro-batch and optimizer steps of the runs in float64 and of those that are resumed."""
+GIVEN: dict[str, Any] = {"device": "cpu", "memory_budget": "1GiB", "precision": "fp32", "progress": False}
 GALLERY = {
     "nanoGPT": "nanogpt",
     "ImageNet ResNet, BatchNorm": "imagenet",
     "ImageNet ResNet, GroupNorm": "imagenet",
     "MAE": "mae",
-    "CLIP of the gallery": "clip",
+    "CLIP, from scratch": "clip",
     "SFT with LoRA": "lora",
     "GIN": "gin",
     "diffusion": "diffusion",
+    "DCGAN": "dcgan",
 }
 """Names of the table, and files."""
+PASSES = {"DCGAN": ("judge", "fool")}
+"""Losses of examples with a loop of their own, one for each pass over a batch."""
 
 
 def group_norm(channels: int) -> nn.Module:
@@ -43,12 +48,19 @@ def group_norm(channels: int) -> nn.Module:
     return nn.GroupNorm(4, channels)
 
 
+def example_of(name: str) -> Any:
+    """Import an example as it is run: it may import those beside it."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    return importlib.import_module(GALLERY[name])
+
+
 def workload_of(name: str) -> Workload:
     """Return the workload of an example."""
-    found = find_workload(f"{EXAMPLES / GALLERY[name]}.py:workload")
+    found = example_of(name).workload()
     if name.endswith("GroupNorm"):
         found = replace(found, model=partial(found.model, group_norm))
-    return replace(found, name="gallery")
+    return replace(found, name=name)
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {name: partial(workload_of, name) for name in GALLERY}
@@ -65,11 +77,13 @@ def double(value: Any) -> Any:
     return map_tensors(value, lambda one: one.double() if one.is_floating_point() else one)
 
 
-def in_float64(workload: Workload) -> Workload:
-    """Return a workload whose samples are drawn once, in float64, and which is trained by SGD.
+def sgd(parameters: Any, rate: float) -> torch.optim.Optimizer:
+    """Build SGD. Adam would turn the rounding of a gradient that is zero into a step."""
+    return torch.optim.SGD(parameters, rate, momentum=0.9)
 
-    Adam would turn the rounding of a gradient that is zero into a step.
-    """
+
+def in_float64(workload: Workload) -> Workload:
+    """Return a workload whose samples are drawn once, in float64, and which is trained by SGD."""
     torch.manual_seed(0)
     data: Any = workload.train_data
     samples = [double(data[index]) for index in range(len(data))]
@@ -78,7 +92,7 @@ def in_float64(workload: Workload) -> Workload:
         workload,
         model=lambda: copy.deepcopy(model),
         train_data=samples,
-        optimizer=partial(torch.optim.SGD, momentum=0.9),
+        optimizer=sgd,
         schedule=None,
         learning_rate=0.05,
     )
@@ -102,6 +116,13 @@ def trained_plainly(workload: Workload, batches: Sequence[Sequence[int]]) -> nn.
     return model
 
 
+def order_of(workload: Workload) -> list[list[int]]:
+    """Return the samples of each batch."""
+    samples = len(workload.train_data)  # type: ignore[arg-type]
+    order = GlobalBatchSampler(samples=samples, target_batch=TARGET, seed=0, steps=STEPS)
+    return [batch.ids for batch in order.batches()]
+
+
 def weights(model: nn.Module) -> Tensor:
     """Return all weights as a vector."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
@@ -109,31 +130,70 @@ def weights(model: nn.Module) -> Tensor:
 
 def fitted(workload: Workload, out: Path, **options: Any) -> autobatch.Result:
     """Train a few steps in micro-batches."""
-    given = {"device": "cpu", "precision": "fp32", "trials": 0, "progress": False, "steps": STEPS}
-    return autobatch.fit(
-        workload, target_batch=TARGET, max_micro_batch=LARGEST, out=str(out), **{**given, **options}
+    given = {**GIVEN, "target_batch": TARGET, "max_micro_batch": LARGEST, "steps": STEPS, "trials": 0}
+    return autobatch.fit(workload, out=str(out), **{**given, **options})
+
+
+def distance(name: str, out: Path) -> float:
+    """Return how far an example in float64 ends from a plain loop, as a share of the way of the weights."""
+    exact = in_float64(workload_of(name))
+    if name in PASSES:
+        ended, plain = in_passes(name, exact)
+    else:
+        ended, plain = fitted(exact, out).model, trained_plainly(exact, order_of(exact))
+    way = weights(plain) - weights(exact.model())
+    return float((weights(ended) - weights(plain)).norm() / way.norm())
+
+
+def in_passes(name: str, exact: Workload) -> tuple[nn.Module, nn.Module]:
+    """Train with a pass over each batch for each optimizer, in micro-batches and at once."""
+    example = example_of(name)
+    split, whole = exact.model(), exact.model()
+    train_in_passes(
+        example, exact, split, [sgd(one.parameters(), 0.05) for one in (split.discriminator, split.generator)]
     )
+    optimizers = [sgd(one.parameters(), 0.05) for one in (whole.discriminator, whole.generator)]
+    data: Any = exact.train_data
+    for ids in order_of(exact):
+        batch = default_collate([data[index] for index in ids])
+        for loss, optimizer in zip(PASSES[name], optimizers, strict=True):
+            whole.zero_grad()
+            getattr(example, loss)(whole, batch).backward()
+            optimizer.step()
+    return split, whole
 
 
-def distance(workload: Workload, out: Path) -> float:
-    """Return how far `fit` in float64 ends from a plain loop, as a share of the way that the weights went."""
-    exact = in_float64(workload)
-    result = fitted(exact, out)
-    order = autobatch.batches(range(len(exact.train_data)), result.plan, steps=STEPS)  # type: ignore[arg-type]
-    batches = [[int(one) for micro in batch for one in micro.data] for batch in order]
-    plain = weights(trained_plainly(exact, batches))
-    return float((weights(result.model) - plain).norm() / (plain - weights(exact.model())).norm())
+def train_in_passes(example: Any, workload: Workload, model: nn.Module, both: Any, **options: int) -> None:
+    """Plan for an example with a loop of its own, and run that loop."""
+    plan = autobatch.plan(workload, **{**GIVEN, "target_batch": TARGET, "max_micro_batch": LARGEST})
+    steps = {"steps": STEPS, **options}
+    example.train(model, both, autobatch.batches(workload.train_data, plan, optimizer=both, **steps))
 
 
-def resumes(workload: Workload, out: Path) -> bool:
+def resumes(name: str, out: Path) -> bool:
     """Check that a run that is resumed in its middle ends with the same bits."""
+    workload = workload_of(name)
+    if name in PASSES:
+        return resumes_in_passes(example_of(name), workload)
     whole = fitted(workload, out, checkpoint_every=STEPS // 2)
-    shutil.rmtree(out / "checkpoints" / f"step-{STEPS}")
+    shutil.rmtree(max((out / "checkpoints").iterdir()))
     again = fitted(workload, out, checkpoint_every=STEPS // 2, resume=True)
     assert again.training.resumed_from is not None
     return torch.equal(weights(whole.model), weights(again.model))
 
 
-def open_gallery() -> None:
-    """Let examples import each other, as they do when they are run."""
-    sys.path.insert(0, str(EXAMPLES))
+def resumes_in_passes(example: Any, workload: Workload) -> bool:
+    """Do the same with a loop of one's own, whose state the user saves."""
+    model = workload.model()
+    both = example.optimizers(model, workload.learning_rate)
+    train_in_passes(example, workload, model, both, steps=STEPS // 2)
+    saved = copy.deepcopy([one.state_dict() for one in (model, *both)])
+    random = torch.get_rng_state()
+    train_in_passes(example, workload, model, both, start=STEPS // 2)
+    other = workload.model()
+    again = example.optimizers(other, workload.learning_rate)
+    for one, state in zip((other, *again), saved, strict=True):
+        one.load_state_dict(state)
+    torch.set_rng_state(random)
+    train_in_passes(example, workload, other, again, start=STEPS // 2)
+    return torch.equal(weights(model), weights(other))

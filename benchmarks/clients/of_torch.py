@@ -11,11 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from autobatch import Workload
-from benchmarks.clients.data import DRAW, IDS, IMAGES, LABELS, LENGTH, SAMPLES, WORDS, classes_loss, workload
-from examples import dcgan as gan
-
-POINTS = torch.randn(SAMPLES, 2, generator=DRAW)
-NOISE = torch.randn(SAMPLES, 8, generator=DRAW)
+from benchmarks.clients.data import IDS, IMAGES, LABELS, LENGTH, WORDS, classes_loss, workload
 
 
 class PackedLstm(nn.Module):
@@ -84,7 +80,6 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "packed LSTM": lambda: workload("packed LSTM", PackedLstm, [IDS, LABELS], classes_loss),
     "sparse embedding": lambda: workload("sparse embedding", SparseWords, [IDS, LABELS], classes_loss, _sgd),
-    "GAN": lambda: workload("GAN", gan.Gan, [POINTS, NOISE], gan.loss, gan.optimizers),
     **{
         f"MLP, {name}": partial(_trained_by, name, made, **settings)
         for name, (made, settings) in OPTIMIZERS.items()

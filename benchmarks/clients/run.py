@@ -71,21 +71,21 @@ def clients() -> Iterator[tuple[str, Build]]:
 def row(name: str, build: Build, device: str) -> list[object]:
     """Return the row of a workload; one whose package is missing or that does not run says so."""
     try:
-        return [name, device, *measure(build(), device), *trained(name, build, device)]
+        return [name, device, *measure(build(), device), *trained(name, device)]
     except ImportError as error:
         return [name, device, "not run", *"---", f"{error.name} is not installed", *"----"]
     except autobatch.AutobatchError as error:
         return [name, device, "error", *"---", str(error).splitlines()[0][:90], *"----"]
 
 
-def trained(name: str, build: Build, device: str) -> list[object]:
+def trained(name: str, device: str) -> list[object]:
     """Return what is known of an example beyond its limit, once: lines, exactness, resume."""
     if name not in gallery.GALLERY or device != DEVICES[0]:
         return ["-"] * 3
     with tempfile.TemporaryDirectory() as home:
         os.environ["AUTOBATCH_HOME"] = home
-        off = gallery.distance(build(), Path(home, "exact"))
-        same = gallery.resumes(build(), Path(home, "resumed"))
+        off = gallery.distance(name, Path(home, "exact"))
+        same = gallery.resumes(name, Path(home, "resumed"))
     return [gallery.changed_lines(name), f"{off:.0e}", "same bits" if same else "other bits"]
 
 
@@ -104,7 +104,6 @@ def main() -> None:
     parser.add_argument("--device", nargs="*", choices=DEVICES, default=DEVICES)
     given = parser.parse_args()
     rows = rows_of(given.out)
-    gallery.open_gallery()
     for name, build in clients():
         for device in given.device if given.only in name else ():
             rows[name, device] = row(name, build, device)
