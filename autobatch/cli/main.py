@@ -151,7 +151,9 @@ def _guarded(name: str, arguments: list[str]) -> int:
             ranks = ranks or open_ranks(os.environ)
             if ranks.world > 1 and count is None:
                 per_host = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world))
-                log.command = f"torchrun --nproc-per-node {per_host} -m {log.command}"
+                hosts = os.environ.get("GROUP_WORLD_SIZE", "1")
+                nodes = "" if hosts == "1" else f"--nnodes {hosts} "
+                log.command = f"torchrun {nodes}--nproc-per-node {per_host} -m {log.command}"
             code = run_workload(Command(name, workload, options, log, ranks, stopwatch))
             ranks.close()
             return code

@@ -14,9 +14,12 @@ from types import FrameType
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 PR_SET_PDEATHSIG = 1
 """prctl(2): set the signal that this process gets when its parent ends."""
-ECHO_SECONDS = 0.1
-"""Time within which the same signal counts as the same request. A terminal or ``timeout`` signals the whole
-process group, and the parent process may forward the signal as well."""
+ECHO_SECONDS = {signal.SIGINT: 0.1}
+"""Time within which the same signal counts as the same request; a terminal signals the whole process group,
+and the parent process may forward the signal as well."""
+OTHER_ECHO_SECONDS = 5.0
+"""The same for other signals. SLURM signals all processes of a job, and busy launchers forward it late; who
+is in haste presses Ctrl-C twice."""
 
 
 class StopRequest:
@@ -75,7 +78,9 @@ def stop_on_signals(clock: Callable[[], float] = time.monotonic) -> Iterator[Sto
     def note(number: int, _: FrameType | None) -> None:
         if request.signal_number is None:
             request.signal_number, request.since = number, clock()
-        elif number != request.signal_number or clock() - request.since > ECHO_SECONDS:
+        elif number != request.signal_number or clock() - request.since > ECHO_SECONDS.get(
+            signal.Signals(number), OTHER_ECHO_SECONDS
+        ):
             signal.signal(number, before[number])
             signal.raise_signal(number)
 

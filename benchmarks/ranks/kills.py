@@ -44,7 +44,7 @@ def workload():
         model=lambda: torch.nn.Sequential(
             torch.nn.Linear(5, 64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 3)
         ).double(),
-        train_data=points(64), loss=loss, learning_rate=0.01,
+        train_data=points(64), validation_data=points(16), loss=loss, learning_rate=0.01,
         optimizer=lambda params, rate: torch.optim.AdamW(params, lr=rate),
     )
 """

@@ -2,8 +2,9 @@
 
     python -m benchmarks.ranks.silence --stops 50 --cuts 20 --losses 20 --kills 100 [--timeout 30] [--save]
 
-- A stop sends SIGSTOP to one of two ranks (``--ranks 2``) at a random instant of a run that writes a
-  checkpoint after every step, and resumes the run afterwards.
+- A stop sends SIGSTOP to one of two ranks (``--ranks 2``) at a random instant of a run that validates and
+  writes a checkpoint after every step, or of its start, and resumes the run afterwards; or of the tuning of
+  another run.
 - A cut lets all packets between two hosts vanish for longer than the timeout, half of the time for so long
   that torchrun takes a host for dead, and heals the link; torchrun starts the ranks again. Each host is a
   network namespace of this machine with an address of its own.
@@ -47,7 +48,8 @@ CAUSES = (
 FAULTS = ("waits too long", "without a cause", "checkpoints lost", "other exit codes", "other bits")
 FIT = (
     *("-m", "autobatch", "fit", "work.py", "--out", "run", "--target-batch", "14", "--memory-budget", "1GiB"),
-    *("--max-micro-batch", "4", "--checkpoint-every", "1", "--trials", "0", "--collective-timeout"),
+    *("--max-micro-batch", "4", "--checkpoint-every", "1", "--validate-every", "1", "--trials", "0"),
+    "--collective-timeout",
 )
 
 
@@ -132,22 +134,29 @@ class Runs:
 def stop_ranks(runs: Runs, number: int, draw: random.Random) -> Runs:
     """Stop one of two ranks of a machine, as often as asked, and let the run end."""
     folder = runs.folder
-    for _ in range(number):
-        before = runs.newest
-        with (folder / "err").open("w") as err:
-            command = [sys.executable, *runs.fit, "--ranks", "2", *runs.resume]
+    for index in range(number):
+        before, err = runs.newest, folder / "err"
+        when = draw.choice(("step", "step", "step", "start", "tuning"))
+        words = ("--out", f"tuned-{index}", "--trials", "30") if when == "tuning" else runs.resume
+        with err.open("w") as file:
             process = subprocess.Popen(
-                command, cwd=folder, env=runs.environ, stdout=subprocess.DEVNULL, stderr=err
+                [sys.executable, *runs.fit, "--ranks", "2", *words],
+                cwd=folder,
+                env=runs.environ,
+                stdout=subprocess.DEVNULL,
+                stderr=file,
             )
-        if draw.random() < 0.8:
+        if when == "step":
             runs.wait_for_step(before)
+        elif when == "tuning":
+            runs.wait_until(lambda: "trial" in err.read_text(), 600, "no trial")  # noqa: B023
         else:  # at any instant of the start
             runs.wait_until(lambda: len(_children(process.pid)) == 2, 60, "no ranks")  # noqa: B023
             time.sleep(draw.uniform(5, 12))
         time.sleep(draw.uniform(0, 1))
         stopped, other = draw.sample(_children(process.pid), 2)
         os.kill(stopped, signal.SIGSTOP)
-        runs.judge("stop", lambda: process.poll() is None, [folder / "err"])  # noqa: B023
+        runs.judge(f"stop in {when}", lambda: process.poll() is None, [err])  # noqa: B023
         if process.poll() is None:
             process.kill()
             os.kill(other, signal.SIGKILL)
@@ -209,8 +218,7 @@ def disturb_hosts(runs: Runs, kind: str, number: int, draw: random.Random) -> Ru
 def _start(hosts: TwoHosts, runs: Runs) -> list[subprocess.Popen[str]]:
     words = (*runs.fit, *runs.resume)
     return [
-        hosts.start(host, torchrun(host, *words, restarts=1000), runs.folder, runs.environ)
-        for host in range(2)
+        hosts.start(host, torchrun(*words, restarts=1000), runs.folder, runs.environ) for host in range(2)
     ]
 
 
@@ -260,7 +268,7 @@ def main() -> int:
 
 def measure(kind: str, number: int, seed: int, timeout_s: float) -> dict[str, Any]:
     """Disturb a run in one way, compare it with an undisturbed one, and return what was seen."""
-    root, draw, steps = Path(tempfile.mkdtemp(prefix="silence-")), random.Random(seed), 60 * (number + 2)
+    root, draw, steps = Path(tempfile.mkdtemp(prefix="silence-")), random.Random(seed), 20 * (number + 2)
     before = surroundings()
     runs, whole = Runs(root / kind, steps, timeout_s), Runs(root / "whole", steps, timeout_s)
     try:

@@ -25,16 +25,18 @@ def ending_of(body: Callable[[], None]) -> int:
     return os.WTERMSIG(os.waitpid(pid, 0)[1])
 
 
-def test_the_same_signal_within_a_moment_is_the_same_request() -> None:
+@pytest.mark.parametrize(("number", "second"), [(signal.SIGINT, 0.02), (signal.SIGTERM, 1.0)])
+def test_the_same_signal_within_a_moment_is_the_same_request(number: int, second: float) -> None:
     read, write = os.pipe()
 
     def body() -> None:
-        with stop_on_signals(clock=iter((0.0, 0.01, 0.09, 0.2)).__next__):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        with stop_on_signals(clock=iter((0.0, second, 4.5 * second, 10 * second)).__next__):
             for _ in range(4):
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
                 os.write(write, b"x")
 
-    assert ending_of(body) == signal.SIGTERM
+    assert ending_of(body) == number
     assert os.read(read, 10) == b"xxx", "the fourth comes later and is another request"
 
 

@@ -1,6 +1,6 @@
 """Two hosts on one machine: network namespaces of Linux with a bridge between them, whose link can be cut.
 
-Hosts have addresses of their own, and share the disk. Needs root and the ``ip`` command.
+Hosts have names and addresses of their own, and share the disk. Needs root, ``ip`` and ``unshare``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ADDRESSES = ("10.99.77.1", "10.99.77.2")
+NAMES = ("autobatch-0", "autobatch-1")
 PORT = 29400
 INTERFACE = "eth0"
 
@@ -47,6 +48,12 @@ class TwoHosts:
             _ip("-n", host, "addr", "add", f"{address}/24", "dev", INTERFACE)
             _ip("-n", host, "link", "set", INTERFACE, "up")
             _ip("-n", host, "link", "set", "lo", "up")
+            names = Path("/etc/netns", host, "hosts")  # of this namespace only
+            names.parent.mkdir(parents=True)
+            lines = [
+                f"{address} {name} {name}.autobatch\n" for address, name in zip(ADDRESSES, NAMES, strict=True)
+            ]
+            names.write_text("127.0.0.1 localhost\n" + "".join(lines))
             self._of_bridge("link", "set", f"port{number}", "up")
         self.heal()
 
@@ -54,6 +61,7 @@ class TwoHosts:
         """Remove the hosts; all their processes must have ended."""
         for one in (*self._hosts, self._between):
             subprocess.run(["ip", "netns", "del", one], check=False, capture_output=True)
+            shutil.rmtree(Path("/etc/netns", one), ignore_errors=True)
 
     def cut(self) -> None:
         """Cut the link: packets vanish, and no host is told."""
@@ -68,11 +76,15 @@ class TwoHosts:
         self, host: int, words: Sequence[str], folder: Path, environ: Mapping[str, str]
     ) -> subprocess.Popen[str]:
         """Start a command on a host, with files for what it prints."""
-        prefix = ["ip", "netns", "exec", self._hosts[host]]
         with (folder / f"host{host}.out").open("a") as out, (folder / f"host{host}.err").open("a") as err:
             return subprocess.Popen(
-                [*prefix, *words], cwd=folder, env=dict(environ), stdout=out, stderr=err, text=True
+                self.on(host, words), cwd=folder, env=dict(environ), stdout=out, stderr=err, text=True
             )
+
+    def on(self, host: int, words: Sequence[str]) -> list[str]:
+        """Return the words that run a command on a host."""
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', NAMES[host]]
+        return ["ip", "netns", "exec", self._hosts[host], *named, *words]
 
     def pids(self, host: int) -> list[int]:
         """Return the processes that run on a host."""
@@ -110,12 +122,11 @@ def two_hosts() -> Iterator[TwoHosts]:
         found.close()
 
 
-def torchrun(host: int, *words: str, ranks: int = 1, restarts: int = 0) -> list[str]:
-    """Return the words that start one of two hosts with torchrun; the first host keeps the store."""
+def torchrun(*words: str, ranks: int = 1, restarts: int = 0) -> list[str]:
+    """Return the words that start each of two hosts with torchrun; the first host keeps the store."""
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}", "--rdzv-id", "run"),
-        *("--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", ADDRESSES[host]),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{NAMES[0]}:{PORT}", "--rdzv-id", "run"),
         *("--max-restarts", str(restarts), *words),
     ]
 
