@@ -22,6 +22,7 @@ from autobatch.step.optimizers import build_optimizers
 from autobatch.training.build import build_schedules
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.custom_loops import Sam
+from tests.support.libraries import installed
 from tests.support.python_gpu import python_gpu
 from tests.support.rank_server import RankServer
 from tests.support.training import make_workload
@@ -200,3 +201,52 @@ def test_the_functions_of_the_page_on_optimizers_train() -> None:
     names["loss"](gan, torch.randn(5, 4)).backward()
     for one in (generator, discriminator):
         assert all(p.grad is not None for group in one.param_groups for p in group["params"])
+
+
+def section_of(page: Path, title: str) -> list[str]:
+    """Return the code of a section."""
+    sections = re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    (found,) = (text for text in sections if text.startswith(f"{title}\n"))
+    return BLOCK.findall(found)
+
+
+def with_lightning() -> dict[str, Any]:
+    from tests.support.lightning_modules import Classifier, Points
+
+    return {"module": Classifier(), "datamodule": Points()}
+
+
+def with_transformers() -> dict[str, Any]:
+    from tests.support.trainers import Texts, gpt2, pad
+
+    return {"model": gpt2(), "dataset": Texts(), "collator": pad}
+
+
+@pytest.mark.program
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("title", "library", "more"),
+    [
+        ("Plain PyTorch", None, dict),
+        ("accelerate", "accelerate", dict),
+        ("Lightning", "lightning", with_lightning),
+        ("transformers", "transformers", with_transformers),
+        ("Composer", None, dict),
+        ("DeepSpeed", None, dict),
+    ],
+)
+def test_what_one_writes_instead_runs_after_the_loop_that_it_replaces(
+    title: str, library: str | None, more: Any
+) -> None:
+    if library is not None:
+        installed(library)
+    own = reader() | more() | {"__name__": "docs"}
+    own["workload"] = own["workload"]()
+    names: dict[str, Any] = {}
+    for number, code in enumerate(section_of(ROOT / "docs/coming-from.md", title), 1):
+        names |= own  # what a reader has, as it was before the loop
+        if "import composer" in code or "from composer" in code:
+            continue  # not installed: by its documentation
+        exec(compile(code, f"{title}, block {number}", "exec"), names)
+    planned = names.get("plan") or names.get("result", names.get("finder")).plan
+    assert sum(planned.micro_batches) == planned.target_batch

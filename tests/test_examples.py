@@ -116,7 +116,7 @@ LIBRARIES = {
 TRAINED = r"in (about )?[\d.]+ micro-batches.*trained +20 steps"
 OWN = {
     "streaming": r"5,120 samples.*7,680 samples",
-    **dict.fromkeys(("nanogpt", "imagenet", "mae", "clip", "lora", "gin", "diffusion"), TRAINED),
+    **dict.fromkeys(("nanogpt", "imagenet", "mae", "clip", "lora", "gin", "diffusion", "dino"), TRAINED),
     "dcgan": r"batch 128 in [2-9] micro-batches.*step 9, judge.*step 9, fool",
 }
 

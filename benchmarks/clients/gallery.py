@@ -37,6 +37,7 @@ GALLERY = {
     "GIN": "gin",
     "diffusion": "diffusion",
     "DCGAN": "dcgan",
+    "DINO": "dino",
 }
 """Names of the table, and files."""
 PASSES = {"DCGAN": ("judge", "fool")}
@@ -113,6 +114,9 @@ def trained_plainly(workload: Workload, batches: Sequence[Sequence[int]]) -> nn.
         optimizer.zero_grad()
         mean_of(workload.loss(model, batch)).backward()
         optimizer.step()
+        if workload.after_step is not None:
+            with torch.no_grad():
+                workload.after_step(model)
     return model
 
 
