@@ -407,7 +407,7 @@ class StepRecord(Record, frozen=True, kw_only=True):
     validation: dict[str, float | None] = {}
     """Held-out metrics, if validation ran after this step; a value is None if not finite."""
     recovered: str | None = None
-    """Message of the out-of-memory error, if this step ran again in smaller micro-batches."""
+    """Message of the out-of-memory error after which this step ran again, and what is known of its cause."""
     growth: str | None = None
     """Finding that memory grows from step to step until the budget is full; at most one in a run."""
 
@@ -444,8 +444,7 @@ class Training(Record, frozen=True, kw_only=True):
     failed_checkpoints: list[int] = []
     """Steps after which a checkpoint could not be written and the run continued."""
     notes: list[str] = []
-    """Findings of the check of the loss, before the training and in its first batches.
-    Also `StepRecord.growth`."""
+    """Findings of the check of the loss; that memory grows; and smaller micro-batches after out of memory."""
     phase_seconds: dict[str, float] = {}
     """Seconds of the whole run by phase, the largest first: ``data`` (waiting for it), ``forward``,
     ``backward``, ``step`` and ``other`` of the steps, from a sample of them, and ``validation`` and

@@ -141,12 +141,6 @@ class Terminal(Progress):
 
     def stepped(self, step: StepRecord, of: int) -> None:
         """Show a training step; without a live line print about ten steps of the run."""
-        if step.recovered is not None:
-            self._say(
-                f"step {step.step}: out of memory, repeated at micro-batch {step.micro_batch}: "
-                f"{step.recovered}",
-                style="yellow",
-            )
         if not step.applied and step.count:
             self._say(f"step {step.step}: skipped, the loss or the gradient is not finite", style="yellow")
         if self._live is not None:

@@ -2,9 +2,9 @@
 
 After an out-of-memory error the batch runs again: its partial gradients are dropped, random states and
 buffers are restored to the start of the step, and the cache of the allocator is emptied. If the memory was
-fragmented, the same micro-batches run again first, with the same result. Otherwise, or if that fails too, the
-same samples run in smaller micro-batches. The optimizer step is applied once. There is no recovery inside the
-optimizer step, which may have moved part of the weights.
+fragmented, the same micro-batches run again first, with the same result. Otherwise, or if that fails too or
+happens again soon, the same samples run in smaller micro-batches. The optimizer step is applied once. There
+is no recovery inside the optimizer step, which may have moved part of the weights.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line, is_fragmented
 from autobatch.distributed.engine import Engine, OutOfMemory
 from autobatch.distributed.ranks import Ranks
+from autobatch.report.words import plural
 from autobatch.step.apply_knobs import free_graphs
 from autobatch.step.gradients import Optimizers
 from autobatch.step.loss import StepTotals
@@ -59,6 +60,8 @@ LEAST_LOSS_SCALE = 2.0**-10
 """Loss scale below which an overflow means that the gradients themselves are not finite."""
 MAX_SKIPS_IN_A_ROW = 3
 """Consecutive steps that may be skipped because they are not finite."""
+REPEATS_APART = 16
+"""Least batches from one that ran again in the same micro-batches to the next: more often is not worth it."""
 MAX_NAMED_SAMPLES = 8
 """Samples that a message names."""
 
@@ -100,6 +103,10 @@ class Loop:
     """Seconds of the phases of the steps."""
     _random_state: RandomState | None = field(default=None, init=False, repr=False)
     """At the start of the last batch; None before the first."""
+    _fitted: int = field(default=0, init=False, repr=False)
+    """Batches that ran in these micro-batches, in this process."""
+    _repeated: int | None = field(default=None, init=False, repr=False)
+    """The last batch that ran again in these micro-batches, by its index; None if none has."""
     is_intact: bool = True
     """True if the state is that between two steps. False while a batch trains, and if it cannot be undone."""
     has_failed_on_all_ranks: bool = False
@@ -177,9 +184,10 @@ class Loop:
         """Train a batch, and repeat it after an out-of-memory error.
 
         Returns:
-            The result, the micro-batches, and the message of the last out-of-memory error, None without one.
+            The result, the micro-batches, and why it ran again, None if it ran once.
         """
         oom: OutOfMemory | None = None
+        limits = [*self.limits]
         items_per_sample = self.train_state.items_per_sample
         # Micro-batches are halved down to 1, where `out_of_memory_error` ends the run.
         while True:
@@ -190,7 +198,9 @@ class Loop:
             with rescaled_momentum(self.rescaled_norms, len(parts)):
                 outcome = self._attempt(batch, parts, is_first=is_first)
             if isinstance(outcome, StepResult):
-                return outcome, parts, None if oom is None else oom.message
+                reason = None if oom is None else self._reason(oom, is_smaller=self.limits != limits)
+                self._fitted += 1
+                return outcome, parts, reason
             # Outside of the except block, so that nothing holds the tensors of the failed step.
             self.train_state.items_per_sample = items_per_sample
             is_intact = self._roll_back(before, is_fatal=outcome.is_fatal)
@@ -198,13 +208,30 @@ class Loop:
             self.is_intact = oom.is_intact
             # Emptying the cache mends fragmentation, so the same micro-batches get one more try.
             runs_unchanged = is_first and oom.is_fragmented and self.is_intact
-            if not runs_unchanged:
+            if runs_unchanged:
+                self._repeated = batch.index
+            else:
                 self.micro_batch = oom.smaller
                 end = out_of_memory_error(self.train_state, batch.index + 1, oom)
                 if end is not None:
                     self.has_failed_on_all_ranks = True
                     raise end
             self.oom_recoveries += 1
+
+    def _reason(self, oom: OutOfMemory, *, is_smaller: bool) -> str:
+        """Return in words why a batch ran again; micro-batches that got smaller begin to fit now."""
+        fitted, more = self._fitted, self.watch.at_end()
+        if is_smaller:
+            self._fitted, self._repeated = 0, None
+            if more is None and fitted:
+                more = (
+                    f"it had fitted in {plural(fitted, 'step')}, so this one takes more: for larger samples, "
+                    "for layers that were not used before, or because other processes took memory"
+                )
+        else:
+            fragmented = "" if oom.is_in_loss else "memory was fragmented, so "
+            more = f"{fragmented}the cache was emptied, and the same micro-batches ran again"
+        return ". ".join(filter(None, (more, oom.message)))
 
     def _attempt(
         self, batch: GlobalBatch, parts: list[MicroBatchIds], *, is_first: bool
@@ -274,10 +301,12 @@ class Loop:
         self.times.drop()
         size, smaller = running.failed(self.split, self.micro_batch)
         is_fatal, is_in_loss = verdict is Verdict.FATAL, running.is_in_loss and not is_step
+        # Fragmented again and again, every step would run twice.
+        is_again = self._repeated is not None and batch.index - self._repeated < REPEATS_APART
         oom = OutOfMemory(
             first_line(error),
             is_fatal=is_fatal,
-            is_fragmented=(is_fragmented(error) or is_in_loss) and not is_fatal,
+            is_fragmented=((is_fragmented(error) and not is_again) or is_in_loss) and not is_fatal,
             size=len(batch.ids) if is_in_loss else size,
             smaller=self.micro_batch if is_in_loss else smaller,
             is_in_loss=is_in_loss,

@@ -156,8 +156,6 @@ class RunTotals:
     peak_reserved_bytes: int | None = None
     last_count: float = 0.0
     """Items of the last batch: the target batch in the unit of the noise scale."""
-    growth: str | None = None
-    """See `StepRecord.growth`."""
 
     def add(self, step: StepRecord) -> None:
         """Add a step."""
@@ -168,7 +166,6 @@ class RunTotals:
         self.samples = step.samples
         self.seconds += step.seconds
         self.last_count = step.count
-        self.growth = step.growth or self.growth
         if step.peak_allocated_bytes is not None:
             self.peak_allocated_bytes = max(step.peak_allocated_bytes, self.peak_allocated_bytes or 0)
         if step.peak_reserved_bytes is not None:

@@ -139,7 +139,7 @@ def train_plan(
         }
         progress.doing("training: the first step")
         record = train(loop, replace(files, facts=facts), progress, resumed, first_batch)
-    return msgspec.structs.replace(record, notes=[*notes, *record.notes]), loop.train_state.model
+    return record, loop.train_state.model
 
 
 def _check_split(
@@ -274,6 +274,9 @@ class _Run:
         self._failed_steps: list[int] = (
             [] if resumed is None else [*resumed.facts.get("failed_checkpoints", [])]
         )
+        self._notes: list[str] = files.facts.get("notes", [])
+        """A checkpoint holds them too."""
+        self._limits = [*loop.limits]
         self._saved_at = loop.clock()
         self.request = StopRequest()
         self.metrics, self._totals = Metrics(None), RunTotals()
@@ -295,6 +298,7 @@ class _Run:
             # If the meter sees no memory, only the end of the process would stop the growth.
             grows=fixed is None and loop.meter.stats().allocated_bytes is not None,
             ranks=loop.engine.ranks,
+            note=self._add_note,
         )
 
     def train_batches(self, records: Iterator[StepRecord]) -> None:
@@ -314,14 +318,27 @@ class _Run:
                 self.metrics.step(record)
             self._totals.add(record)
             self._progress.stepped(record, total)
-            if record.growth is not None:
-                self._progress.note(record.growth)
+            self._note_memory(record)
             if self._checkpoint_is_due(record.step):
                 self._progress.doing("saving a checkpoint")
                 self._save_periodic()
             self._stop_if_requested()
         self._progress.doing("saving a checkpoint")
         self._save_if_needed()
+
+    def _note_memory(self, record: StepRecord) -> None:
+        """Say that a step ran again, or that memory grows; keep what holds for the rest of the run."""
+        limits, self._limits = self._limits, [*self._loop.limits]
+        if record.recovered is not None:
+            repeated = f"step {record.step}: out of memory, repeated at micro-batch {record.micro_batch}"
+            is_kept = limits != self._limits
+            (self._add_note if is_kept else self._progress.note)(f"{repeated}: {record.recovered}")
+        if record.growth is not None:
+            self._add_note(record.growth)
+
+    def _add_note(self, line: str) -> None:
+        self._notes.append(line)
+        self._progress.note(line)
 
     def validate(self) -> dict[str, float | None]:
         """Return the validation metrics, of the averaged weights if there are any.
@@ -474,6 +491,6 @@ class _Run:
             micro_batch=loop.split.of_longest(loop.micro_batch),
             ema=None if average is None else average.decay,
             failed_checkpoints=self._failed_steps,
-            notes=[totals.growth] if totals.growth else [],
+            notes=[*self._notes],
             phase_seconds=loop.times.totals(totals.seconds),
         )

@@ -61,6 +61,7 @@ class Validator:
         micro_batch: samples to start with.
         grows: whether to try larger micro-batches; False if running out of memory would end the process.
         ranks: the ranks, each of which takes a part of the samples; None if this process trains alone.
+        note: called with a line if memory runs out at a size that trains.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Validator:
         micro_batch: int,
         grows: bool = False,
         ranks: Ranks | None = None,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._workload = workload
         self._train_state = train_state
@@ -85,6 +87,9 @@ class Validator:
         self._grows = grows and train_state.shared is None
         self._smallest_failed = math.inf
         self._ranks = ranks or Ranks()
+        self._note = note
+        self._failed: tuple[str, str] | None = None
+        """Where memory first ran out in a pass at a size that trains, and the message; None if nowhere."""
 
     def run(self, is_asked: Callable[[], bool] = lambda: False) -> dict[str, float | None]:
         """Return the mean of the loss and of each metric over the samples of all ranks; all of them call it.
@@ -109,6 +114,13 @@ class Validator:
                 raise  # in the middle of a pass of all ranks
             # Other ranks wait for the sums of this one.
             failure = str(error)
+        if self._failed is not None and not failure:
+            where, reason = self._failed
+            self._note(
+                f"{where}, continued at {self.micro_batch}: its samples may be larger than those of the "
+                f"training, or its metrics take memory. {reason}"
+            )
+        self._failed = None
         if self.micro_batch > self._start_size:
             self._device.release()
         # Without a backward pass the last gathered parameters are still whole.
@@ -171,6 +183,8 @@ class Validator:
             raise DoesNotFitError(f"{where}: {reason}. Free memory, or give a larger --memory-budget")
         self._smallest_failed = min(self._smallest_failed, size)
         self.micro_batch = math.ceil(size / 2)
+        if size <= self._start_size and not self._failed:
+            self._failed = where, reason
 
     def _run_micro_batch(self, ids: range, batch: range, rows: Rows) -> Sums | str:
         """Return total and count of each metric, or the message of an error that fewer samples may avoid.

@@ -255,6 +255,22 @@ def test_after_fragmentation_the_same_micro_batches_run_again_with_the_same_bits
         assert [record.recovered is not None for record in records] == [False, True, False]
 
 
+@pytest.mark.parametrize(("apart", "sizes"), [(15, [4, 2, 2]), (16, [4, 4, 4])])
+def test_memory_that_is_fragmented_soon_again_is_answered_by_smaller_micro_batches(
+    apart: int, sizes: list[int]
+) -> None:
+    """Fragmented at every step, each of them would run twice."""
+    loop = make_loop(plain(), target_batch=8, micro_batch=4, steps=19, meter=Watching(None))
+    records = []
+    with Fault(10, error=torch.OutOfMemoryError(FRAGMENTED)) as fault:
+        for batch, record in enumerate(iter(loop.run()), 1):
+            records.append(record)
+            fault.armed, fault.count = batch in (1, 1 + apart), 0
+    assert [one.step for one in records if one.recovered] == [2, 2 + apart]
+    assert [records[at].micro_batch for at in (1, 1 + apart, -1)] == sizes
+    assert "the same micro-batches ran again" in records[1].recovered
+
+
 def test_memory_that_is_fragmented_again_is_answered_by_smaller_micro_batches() -> None:
     smaller = fingerprint(train(plain(), None, shrink_to=2)[0].train_state.model)
     fault = Fault(10, 60, error=torch.OutOfMemoryError(FRAGMENTED))
