@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from autobatch.integrations.own_loop import batches
     from autobatch.report.result import Estimates, Result
     from autobatch.training.metrics import Sink
-    from autobatch.workload.contract import Loss, WholeBatchLoss, Workload
+    from autobatch.workload.contract import BatchFunction, Loss, Unbatched, WholeBatchLoss, Workload
 
 _MODULES = {
     "api.library": ("estimate", "fit", "plan", "probe", "tune"),
@@ -42,12 +42,13 @@ _MODULES = {
     "integrations.own_loop": ("batches",),
     "report.result": ("Estimates", "Result"),
     "training.metrics": ("Sink",),
-    "workload.contract": ("Loss", "WholeBatchLoss", "Workload"),
+    "workload.contract": ("BatchFunction", "Loss", "Unbatched", "WholeBatchLoss", "Workload"),
 }
 """Public names by the module that defines them."""
 
 __all__ = [
     "AutobatchError",
+    "BatchFunction",
     "CheckpointError",
     "DoesNotFitError",
     "Estimates",
@@ -63,6 +64,7 @@ __all__ = [
     "Sink",
     "StepRecord",
     "Training",
+    "Unbatched",
     "WholeBatchLoss",
     "Workload",
     "__version__",

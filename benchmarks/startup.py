@@ -41,17 +41,23 @@ def workload():
     return WORKLOADS["mlp"]()
 
 
-def to_first_step(command: list[str]) -> float:
-    """Run a command that prints its steps in an empty directory; return the seconds to the first of them."""
+def to_first_step(command: list[str]) -> tuple[float, float]:
+    """Run a command that prints its steps in an empty directory, up to the first of them.
+
+    Returns:
+        Seconds of wall time, and of the processor with child processes that have ended (Linux).
+    """
     root = str(Path(__file__).parents[1])
     with tempfile.TemporaryDirectory() as folder:
         environ = dict(os.environ) | {"AUTOBATCH_HOME": f"{folder}/home", "PYTHONPATH": root}
         start = time.perf_counter()
         with subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            seconds = next(time.perf_counter() - start for line in process.stdout if line.startswith("step"))
+            next(line for line in process.stdout if line.startswith("step"))
+            seconds = time.perf_counter() - start
+            ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:15]
             process.stdout.read()
-    return seconds
+    return seconds, sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 def wall(command: list[str], *, folder: Path | None = None, home: Path | None = None) -> float:
@@ -83,7 +89,8 @@ def main() -> None:
     }
     for _ in range(FRESH):
         for name, command in kinds.items():
-            times.setdefault(f"{FIRST_STEP}: {name}", []).append(to_first_step(command))
+            for clock, taken in zip(("wall", "CPU"), to_first_step(command), strict=True):
+                times.setdefault(f"{FIRST_STEP}, {name} ({clock})", []).append(taken)
     table = markdown(
         ("whole process", "least, s", "median, s"),
         [[name, f"{min(own):.3f}", f"{statistics.median(own):.3f}"] for name, own in times.items()],

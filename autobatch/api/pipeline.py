@@ -372,7 +372,8 @@ def _sampler_of(call: Call, setup: Setup, samples: int | None) -> GlobalBatchSam
     note = split_note(setup.workload.train_data[0], ranks)  # type: ignore[index]
     if note is not None:
         call.progress.note(note)
-    return build_sampler(samples, options, view=open_stream(stream, ranks, options.device.seed))
+    view = open_stream(stream, ranks, options.device.seed, options.target_batch)
+    return build_sampler(samples, options, view=view)
 
 
 def _repeat_command(command: str, *, resumes: bool) -> str:

@@ -19,7 +19,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from autobatch.core.errors import InputError
 from autobatch.distributed.ranks import Ranks
 from autobatch.workload.nested import map_tensors
-from autobatch.workload.streams import StreamView
+from autobatch.workload.streams import SCAN, StreamView
 
 
 class SharedStream(StreamView):
@@ -29,10 +29,11 @@ class SharedStream(StreamView):
         stream: the user's data; read on rank 0 alone.
         ranks: the ranks.
         seed: of the run.
+        target_batch: samples that a `BatchFunction` is asked for.
     """
 
-    def __init__(self, stream: Any, ranks: Ranks, seed: int = 0) -> None:
-        super().__init__(stream, seed)
+    def __init__(self, stream: Any, ranks: Ranks, seed: int = 0, target_batch: int = SCAN) -> None:
+        super().__init__(stream, seed, target_batch)
         self._ranks = ranks
 
     def begin_batch(self, first: int, stop: int) -> None:
@@ -48,9 +49,11 @@ class SharedStream(StreamView):
         return "rank 0 reads the stream" if self._ranks.rank else super().load_state_dict(state)
 
 
-def open_stream(stream: Any, ranks: Ranks, seed: int) -> StreamView:
+def open_stream(stream: Any, ranks: Ranks, seed: int, target_batch: int) -> StreamView:
     """Return a stream as data with an index, which all ranks of a run with this seed read together."""
-    return StreamView(stream, seed) if ranks.world == 1 else SharedStream(stream, ranks, seed)
+    if ranks.world == 1:
+        return StreamView(stream, seed, target_batch)
+    return SharedStream(stream, ranks, seed, target_batch)
 
 
 def split_note(first_sample: Any, ranks: Ranks) -> str | None:

@@ -70,7 +70,8 @@ def estimate_limits(workload: Workload, options: Options, *, home: Path) -> Esti
         check_loss_of_ranks(workload, asked)
     # The model is built without memory, and its code may keep what it builds.
     with preserved_random_state():
-        return run_apart(lambda: Estimator(scanned(workload, options.search.scan), options, home).estimates())
+        first = scanned(workload, options.search.scan, options.batch.target_batch)
+        return run_apart(lambda: Estimator(first, options, home).estimates())
 
 
 class Estimator:

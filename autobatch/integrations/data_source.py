@@ -17,11 +17,12 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import Plan
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.watch import ranks_in_words
-from autobatch.workload.contract import Collated, MapStyle, kind_of
+from autobatch.workload.contract import BatchFunction, Collated, MapStyle, kind_of
 from autobatch.workload.data import collate_samples, fetch
 from autobatch.workload.data_digest import check_same_data, digest_data, digest_of
 from autobatch.workload.nested import ADVICE, concatenate, cut, samples_along, signature
 from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.streams import DrawnBatches
 
 WHOLE = (
     "Every rank reads all of the data and trains on its part of each batch, so nothing may split or shuffle "
@@ -79,6 +80,8 @@ def open_source(
         InputError: the data cannot be iterated, does not go with ``sampler`` or ``collate``, or is a loader
             that may yield samples or batches.
     """
+    if isinstance(data, BatchFunction):
+        data, batched = DrawnBatches(data.function, plan.target_batch, seed), True
     if batched is None:
         batched = _yields_batches(data)
     has_items = all(hasattr(data, name) for name in ("__getitem__", "__len__"))

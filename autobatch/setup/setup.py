@@ -156,7 +156,7 @@ def open_setup(
     if budget is None and is_demo:
         budget = MEMORY_BUDGET.get(device_kind(asked.device))
     stream = workload.train_data if is_stream(workload.train_data) else None
-    workload = scanned(workload, options.search.scan)
+    workload = scanned(workload, options.search.scan, options.batch.target_batch)
     device = open_device(asked.device, memory_budget=budget, environ=environ)
     if role.may_share:
         check_whole(workload, device)

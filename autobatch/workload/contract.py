@@ -14,6 +14,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeGuard, TypeVar
 
 from autobatch.core.errors import InputError
+from autobatch.workload.user_code import place_of
 
 if TYPE_CHECKING:
     import torch
@@ -92,6 +93,77 @@ class Loading:
     """Called in each process with its number; None for nothing."""
 
 
+class BatchFunction:
+    """Data that a function of yours makes, the whole batch of an optimizer step at a time.
+
+    ``Workload(train_data=BatchFunction(get_batch))`` calls ``get_batch(size, step)`` once per step, with the
+    target batch and the number of the optimizer step, from 0. Its batch is split into micro-batches
+    afterwards. The generators of Python and NumPy and that of torch for the CPU are seeded by the run's seed
+    and the step, so a run is repeated and resumed bit for bit if the function draws from them.
+
+    Args:
+        function: returns a batch of ``size`` samples. Each tensor, array and list has one row per sample.
+
+    Raises:
+        InputError: it is no function of two arguments.
+    """
+
+    def __init__(self, function: Callable[[int, int], Collated]) -> None:
+        if not callable(function):
+            raise InputError(
+                f"autobatch.BatchFunction takes a function, found {kind_of(function)}: write "
+                "BatchFunction(get_batch), which is called as get_batch(size, step)"
+            )
+        try:
+            inspect.signature(function).bind(1, 0)
+        except TypeError as error:
+            raise InputError(
+                f"autobatch.BatchFunction calls its function{place_of(function)} as get_batch(size, step), "
+                f"found one that does not take these: {error}. Write BatchFunction(lambda size, step: …)"
+            ) from None
+        except ValueError:
+            pass  # a built-in function, which does not tell
+        self.function = function
+
+    def __str__(self) -> str:
+        """Return its name for messages, with its line."""
+        return f"the batch function{place_of(self.function)}"
+
+
+class Unbatched:
+    """The samples of a stream that yields whole batches.
+
+    Each batch is taken apart along dimension 0, and samples are collated again as the plan asks.
+
+    Args:
+        stream: yields batches of any size: an ``IterableDataset``, another iterable, a function that returns
+            one, or a ``DataLoader`` with ``batch_size=None``. Each tensor, array and list of a batch has one
+            row per sample.
+
+    Raises:
+        InputError: it yields no batches that the data have made.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        if is_loader(stream) and (stream.batch_sampler is not None or stream.batch_size is not None):
+            raise InputError(
+                "autobatch.Unbatched takes a DataLoader with batch_size=None, and this one makes batches "
+                "itself: give it to Workload.from_loader"
+            )
+        if not is_stream(stream):
+            raise InputError(
+                f"autobatch.Unbatched takes a stream of batches, found {kind_of(stream)}: give a function "
+                "that returns an iterable, for example lambda: iter(data)"
+            )
+        self.stream = stream
+        self.convert = stream.collate_fn if is_loader(stream) else None
+        """Called with each batch first; None to take it as it is."""
+
+    def __str__(self) -> str:
+        """Return its name for messages, with its line."""
+        return f"the stream{place_of(getattr(self.stream, 'dataset', self.stream))}"
+
+
 _FUNCTIONS: dict[str, str | None] = {
     "model": "model=lambda: …, which builds the model",
     "loss": "loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])",
@@ -107,9 +179,12 @@ class Workload:
 
     model: Callable[[], nn.Module]
     """Builds the model."""
-    train_data: Dataset[Any] | MapStyle[Any] | Iterable[Any] | Callable[[], Iterable[Any]]
+    train_data: (
+        Dataset[Any] | MapStyle[Any] | Iterable[Any] | Callable[[], Iterable[Any]] | BatchFunction | Unbatched
+    )
     """Map-style: has ``__getitem__`` and ``__len__``. Or a stream that is read in its own order: an
-    ``IterableDataset``, another iterable, or a function that returns one (a generator function)."""
+    ``IterableDataset``, another iterable, or a function that returns one (a generator function). Or batches
+    that the data make: a `BatchFunction`, or a stream of them (`Unbatched`)."""
     loss: Callable[[nn.Module, Collated], Tensor | Loss]
     """Returns the mean over the samples of the batch (a 0-d tensor), or a `Loss`. Or a `WholeBatchLoss`."""
     optimizer: Callable[
@@ -155,6 +230,7 @@ class Workload:
         model: Callable[[], nn.Module],
         loss: Callable[[nn.Module, Collated], Tensor | Loss],
         learning_rate: float,
+        batched: bool = False,
         **others: Any,
     ) -> Self:
         """Build a workload from the parts of a ``DataLoader``.
@@ -167,13 +243,15 @@ class Workload:
             model: builds the model.
             loss: as in `Workload`.
             learning_rate: of the optimizer.
+            batched: whether a loader with ``batch_size=None`` yields batches that its data make. They are
+                taken apart into samples, see `Unbatched`.
             others: the other fields of `Workload`. ``validation_data`` may be a ``DataLoader`` too, of which
                 only the data are taken.
 
         Raises:
             InputError: the loader makes no batches, or a field is invalid.
         """
-        parts = parts_of(loader)
+        parts = parts_of(loader, batched=batched)
         validation = others.get("validation_data")
         if is_loader(validation):
             others["validation_data"] = parts_of(validation)["train_data"]
@@ -237,6 +315,12 @@ class Workload:
                     f"Workload(sampler=…) needs data with an index, found {kind_of(data)}, a stream: leave "
                     "it out, and let the stream yield its samples in that order"
                 )
+            if inspect.isroutine(data) and (needed := _needed_arguments(data)):
+                raise InputError(
+                    f"Workload(train_data=…) is a function that needs {', '.join(needed)}{place_of(data)}, "
+                    "and one that returns a stream needs nothing: if it makes batches, write "
+                    "train_data=autobatch.BatchFunction(lambda size, step: …), called once per step"
+                )
             if hasattr(data, "__next__"):
                 raise InputError(
                     f"Workload(train_data=…) is {kind_of(data)}, which can be read only once, and a probe "
@@ -252,9 +336,21 @@ class Workload:
 
 def is_stream(data: object) -> bool:
     """Check for data that are read in their own order, without importing torch."""
-    if _is_instance(data, "torch.utils.data", "IterableDataset"):
+    if isinstance(data, BatchFunction | Unbatched) or _is_instance(
+        data, "torch.utils.data", "IterableDataset"
+    ):
         return True
     return not hasattr(data, "__getitem__") and (hasattr(data, "__iter__") or inspect.isroutine(data))
+
+
+def _needed_arguments(function: Callable[..., object]) -> list[str]:
+    """Return the names of the arguments that a function cannot be called without."""
+    try:
+        known = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a built-in function
+        return []
+    plain = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one.name for one in known if one.default is one.empty and one.kind not in plain]
 
 
 def is_loader(value: object) -> TypeGuard[DataLoader[Any]]:
@@ -296,8 +392,12 @@ def _is_plain_loss(value: object) -> bool:
     return module in {*of_python, "torch", "torch._C._nn"} or type(value).__module__ in of_python
 
 
-def parts_of(loader: DataLoader[Any]) -> dict[str, Any]:
+def parts_of(loader: DataLoader[Any], *, batched: bool = False) -> dict[str, Any]:
     """Return the fields of a `Workload` that a loader fills: its data, collate function, order and processes.
+
+    Args:
+        loader: the loader.
+        batched: whether its data make the batches, if its ``batch_size`` is None.
 
     Raises:
         InputError: it is no ``DataLoader``, or it yields what its data yield, without making batches.
@@ -309,22 +409,24 @@ def parts_of(loader: DataLoader[Any]) -> dict[str, Any]:
             f"Workload.from_loader takes a torch DataLoader, found {kind_of(loader)}: give its data as "
             "Workload(train_data=…)"
         )
+    loading = Loading(
+        workers=loader.num_workers,
+        prefetch=loader.prefetch_factor,
+        pin_memory=loader.pin_memory,
+        init_worker=loader.worker_init_fn,
+    )
     if loader.batch_sampler is None and loader.batch_size is None:
-        raise InputError(
-            "Workload.from_loader needs a loader that makes batches, and this one has batch_size=None, so "
-            "its items may be batches already: give a loader of single samples, or use "
-            "autobatch.batches(loader, plan, batched=True) in your own loop"
-        )
+        if not batched:
+            raise InputError(
+                "Workload.from_loader found a loader that has batch_size=None, so its items may be batches "
+                "already: give batched=True if they are, else any batch_size, which is not used"
+            )
+        return {"train_data": Unbatched(loader), "loading": loading}
     return {
         "train_data": loader.dataset,
         "collate": None if loader.collate_fn is default_collate else loader.collate_fn,
         "sampler": _sampler_of(loader),
-        "loading": Loading(
-            workers=loader.num_workers,
-            prefetch=loader.prefetch_factor,
-            pin_memory=loader.pin_memory,
-            init_worker=loader.worker_init_fn,
-        ),
+        "loading": loading,
     }
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -169,6 +170,33 @@ def samples_along(value: Any) -> Iterator[int]:
     elif not isinstance(value, PLAIN):
         kind = "a 0-d tensor" if isinstance(value, Tensor) else kind_of(value)
         raise InputError(f"{kind} in a batch of the loader cannot be cut into micro-batches: {ADVICE}")
+
+
+def rows_of(value: Any, name: str = "") -> list[Any]:
+    """Take a made batch apart into its samples, along dimension 0 of all its tensors, arrays and columns.
+
+    Args:
+        value: the batch.
+        name: of this part of the batch in messages, for example ``[0]``.
+
+    Raises:
+        InputError: a part has no such dimension, or another length than the others.
+    """
+    if isinstance(value, Tensor) and value.dim():
+        return list(value.unbind())
+    if is_column(value) or (isinstance(value, np.ndarray) and value.ndim):
+        return list(value)
+    if not isinstance(value, Mapping | list | tuple) or isinstance(value, PackedSequence) or not value:
+        kind = "a 0-d tensor" if isinstance(value, Tensor) else kind_of(value)
+        raise InputError(f"batch{name} is {kind}, which has no sample along dimension 0")
+    keys = list(value) if isinstance(value, Mapping) else list(range(len(value)))
+    parts = {f"{name}[{key!r}]": child for key, child in zip(keys, children_of(value), strict=True)}
+    rows = {part: rows_of(child, part) for part, child in parts.items()}
+    sizes = {part: len(found) for part, found in rows.items()}
+    if len(set(sizes.values())) > 1:
+        found = ", ".join(f"batch{part} has {size}" for part, size in sizes.items())
+        raise InputError(f"its parts differ in their samples along dimension 0: {found}")
+    return [_rebuilt(value, list(one)) for one in zip(*rows.values(), strict=True)]
 
 
 def cut(value: Any, part: slice) -> Any:

@@ -10,6 +10,7 @@ its draws depend on nothing but how much was read. Reading it again from its sta
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,8 +24,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from autobatch.core.errors import InputError
-from autobatch.workload.contract import Workload, is_stream
+from autobatch.workload.contract import BatchFunction, Unbatched, Workload, is_loader, is_stream
 from autobatch.workload.loader import unchanged
+from autobatch.workload.nested import rows_of
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.rng import (
     RandomState,
@@ -35,12 +37,14 @@ from autobatch.workload.rng import (
     restore_random_state,
     seed_generators,
 )
-from autobatch.workload.user_code import user_code
+from autobatch.workload.user_code import place_of, user_code
 
 SCAN = 1000
 """Samples that a plan looks at if no number was asked for."""
 IN_STREAM = -2
 """Takes the place of a batch in the seed of an epoch of a stream."""
+IN_FUNCTION = -3
+"""Takes the place of a batch in the seed of a batch of a user's function."""
 ENDLESS = 2**62
 """Length of a stream for the arithmetic of batches if nothing depends on its end."""
 END = object()
@@ -65,21 +69,24 @@ class Prefix(list[Any]):
         self.is_all = is_all
 
 
-def scanned(workload: Workload, count: int | None) -> Workload:
+def scanned(workload: Workload, count: int | None, target_batch: int | None = None) -> Workload:
     """Return a workload whose data are the first samples of its stream; another workload stays as it is.
 
     Args:
         workload: what to train.
         count: samples to read; None for the default.
+        target_batch: samples that a `BatchFunction` is asked for, at most; None if unknown.
 
     Raises:
         InputError: the stream has no sample.
     """
-    if not is_stream(workload.train_data):
+    stream: Any = workload.train_data
+    if not is_stream(stream):
         return workload
     count = SCAN if count is None else count
+    size = min(count, target_batch or count)
     with preserved_random_state():
-        found = list(islice(_first_epoch(workload.train_data), count + 1))
+        found = list(islice(_first_epoch(stream, size), count + 1))
     return replace(workload, train_data=Prefix(found[:count], is_all=len(found) <= count))
 
 
@@ -100,7 +107,16 @@ def stream_notes(data: Any) -> list[str]:
 
 
 def known_length(stream: Any) -> int | None:
-    """Return the length of a stream that has one; None if it is unknown."""
+    """Return the length of a stream that has one; None if it is unknown.
+
+    Raises:
+        InputError: a `BatchFunction` has no end.
+    """
+    if isinstance(stream, BatchFunction):
+        raise InputError(
+            "a BatchFunction has no end, so its run cannot be counted in epochs, and has no last batch to "
+            "flush or drop: give the number of optimizer steps (--steps N)"
+        )
     try:
         return len(stream)
     except TypeError:  # also torch's own way to say that the length is unknown
@@ -128,17 +144,104 @@ def count_samples(stream: Any, on_sample: Callable[[], None] = lambda: None) -> 
     return count
 
 
+class Rows:
+    """The samples of ready batches, which are taken apart along dimension 0.
+
+    Args:
+        source: yields the batches, and may have a state.
+        data: of the user's, for messages and for what to do with a batch first.
+        size: samples that each batch must have; None for any.
+
+    Raises:
+        InputError: a batch cannot be taken apart, or has another size.
+    """
+
+    def __init__(self, source: Any, data: Unbatched | BatchFunction, size: int | None = None) -> None:
+        self._source, self._data, self._size = source, data, size
+        self._left = 0
+        """Samples of the latest batch that are still to be yielded."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the samples of an epoch."""
+        for batch in self._source:
+            rows = self._rows(batch)
+            for self._left in reversed(range(len(rows))):
+                yield rows[~self._left]
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the state of the source; None if it has none, or if samples of a batch are left."""
+        saved = getattr(self._source, "state_dict", None)
+        return saved() if callable(saved) and not self._left else None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the source after a state."""
+        self._source.load_state_dict(state)
+
+    def _rows(self, batch: Any) -> list[Any]:
+        convert = getattr(self._data, "convert", None)
+        try:
+            rows = rows_of(batch if convert is None else convert(batch))
+        except InputError as error:
+            raise InputError(
+                f"a batch of {self._data} cannot be taken apart into samples: {error}. Let each part of a "
+                "batch have one row per sample, or give data of single samples"
+            ) from None
+        if self._size not in (None, len(rows)):
+            raise InputError(
+                f"{self._data} was asked for {self._size:,} samples and returned {len(rows):,}: make a batch "
+                "of the size that it gets as its first argument"
+            )
+        return rows
+
+
+class DrawnBatches:
+    """The batches of a function of the user's, one per optimizer step, without an end.
+
+    Args:
+        function: as for `BatchFunction`.
+        size: samples of a batch.
+        seed: of the run.
+    """
+
+    def __init__(self, function: Callable[[int, int], Any], size: int, seed: int) -> None:
+        self._function, self._size, self._seed = function, size, seed
+        self._step = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batch of each step. The generators outside stay as they are."""
+        while True:
+            outside = capture_random_state()._replace(cuda=[])
+            seed_generators(self._seed, IN_FUNCTION, self._step, 0)
+            try:
+                with user_code("train_data"):
+                    batch = self._function(self._size, self._step)
+            finally:
+                restore_random_state(outside)
+            self._step += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of the next step."""
+        return {"step": self._step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a step."""
+        self._step = state["step"]
+
+
 class StreamView:
     """A stream as data with an index that only moves forward.
 
     Args:
         stream: the user's data.
         seed: of the run.
+        target_batch: samples that a `BatchFunction` is asked for.
     """
 
-    def __init__(self, stream: Any, seed: int = 0) -> None:
+    def __init__(self, stream: Any, seed: int = 0, target_batch: int = SCAN) -> None:
         self._stream = stream
         self._seed = seed
+        self._target_batch = target_batch
         self._random: RandomState | None = None
         """The generators as the stream left them; None before its first epoch begins."""
         self._workers: dict[str, Any] = {}
@@ -206,9 +309,10 @@ class StreamView:
                 return f"the stream continues from its own state{left_out}"
             for _ in range(state["in_epoch"]):
                 self._read()
+        within = ", or none within a batch" * isinstance(self._stream, Unbatched)
         return (
-            f"the stream has no state_dict, so its first {state['in_epoch']:,} samples were read again and "
-            "skipped"
+            f"the stream has no state_dict{within}, so its first {state['in_epoch']:,} samples were read "
+            "again and skipped"
         )
 
     def _read(self) -> Any:
@@ -253,14 +357,27 @@ class StreamView:
 
     def _open(self) -> Any:
         """Return the object to iterate for the current epoch."""
-        stream = _at_epoch(self._stream, self._epoch)
-        if not self._workers:
-            return stream
+        read_with = self._by_workers if self._workers else None
+        return open_epoch(self._stream, self._epoch, self._target_batch, self._seed, read_with=read_with)
+
+    def _by_workers(self, stream: Any) -> Any:
+        """Return a stream that loader processes read.
+
+        Raises:
+            InputError: it is a generator, which would yield all samples in each of them.
+        """
+        if inspect.isgenerator(stream):
+            raise InputError(
+                f"loader processes (--workers {self._workers['num_workers']}) cannot share the samples of a "
+                f"generator function{place_of(stream)}: use --workers 0, or an IterableDataset"
+            )
         loader: Any = DataLoader
         if find_spec("torchdata") is not None:  # its loader can tell where its processes are
             loader = import_module("torchdata.stateful_dataloader").StatefulDataLoader
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of parts of torch that torchdata still calls
+            if is_loader(stream):
+                return _in_order(stream, loader, **self._workers)
             return loader(stream, batch_size=None, collate_fn=unchanged, **self._workers)
 
 
@@ -292,19 +409,19 @@ def forgets_order(stream: object) -> bool:
     """Check for a shuffle buffer of Hugging Face ``datasets``, which its ``state_dict`` leaves out."""
     if "BufferShuffled" in type(stream).__name__:
         return True
-    sources = [getattr(stream, name, None) for name in ("_ex_iterable", "ex_iterable")]
+    sources = [getattr(stream, name, None) for name in ("_ex_iterable", "ex_iterable", "stream")]
     sources += getattr(stream, "ex_iterables", None) or []
     return any(forgets_order(one) for one in sources if one is not None)
 
 
-def _first_epoch(stream: Any) -> Iterator[Any]:
-    """Yield the samples of a stream's first epoch.
+def _first_epoch(stream: Any, size: int = SCAN) -> Iterator[Any]:
+    """Yield the samples of a stream's first epoch; ``size`` is what a `BatchFunction` is asked for.
 
     Raises:
         InputError: it has no sample.
     """
     with user_code("train_data"):
-        reader = iter(_at_epoch(stream, 0))
+        reader = iter(open_epoch(stream, 0, size))
     for position in itertools.count():
         sample = _next(reader, position)
         if sample is END:
@@ -318,6 +435,33 @@ def _next(reader: Iterator[Any], position: int) -> Any:
     """Return the next sample, or `END`. An error is marked with the position of its sample."""
     with user_code(f"train_data at position {position}"):
         return next(reader, END)
+
+
+def open_epoch(
+    stream: Any, epoch: int, size: int, seed: int = 0, *, read_with: Callable[[Any], Any] | None = None
+) -> Any:
+    """Return the iterable of the samples of an epoch.
+
+    Args:
+        stream: of the user.
+        epoch: its number, from 0.
+        size: samples that a `BatchFunction` is asked for.
+        seed: of the run, for a `BatchFunction`.
+        read_with: returns the same stream, read by loader processes; None to read it here.
+    """
+    if isinstance(stream, BatchFunction):
+        return Rows(DrawnBatches(stream.function, size, seed), stream, size)
+    source = stream.stream if isinstance(stream, Unbatched) else stream
+    if is_loader(source):
+        source = source.dataset if is_stream(source.dataset) else _in_order(source)
+    source = _at_epoch(source, epoch)
+    source = source if read_with is None else read_with(source)
+    return Rows(source, stream) if isinstance(stream, Unbatched) else source
+
+
+def _in_order(loader: DataLoader[Any], kind: Any = DataLoader, **workers: Any) -> Any:
+    """Return a loader of the same items in the same order, with other processes."""
+    return kind(loader.dataset, sampler=loader.sampler, batch_size=None, collate_fn=unchanged, **workers)
 
 
 def _at_epoch(stream: Any, epoch: int) -> Any:

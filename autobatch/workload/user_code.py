@@ -78,6 +78,13 @@ def to_picklable(error: BaseException) -> AutobatchError:
     return carried
 
 
+def place_of(value: object) -> str:
+    """Return the file and line of a function, generator or iterable's class in brackets; empty if unknown."""
+    made = getattr(value, "__code__", None) or getattr(value, "gi_code", None)
+    made = made or getattr(getattr(type(value), "__iter__", None), "__code__", None)
+    return "" if made is None else f" ({made.co_filename}:{made.co_firstlineno})"
+
+
 def user_frame(error: BaseException) -> str | None:
     """Return ``file:line`` of the innermost frame outside autobatch and installed packages.
 

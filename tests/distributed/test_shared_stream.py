@@ -51,10 +51,17 @@ class InOrder(Stream):
         return (data[place] for place in range(23))
 
 
+def drawn(size: int, step: int) -> tuple[Tensor, ...]:
+    """Draw the batch of a step with the default generators."""
+    data = points(23)
+    ids = (torch.randint(23, (size,)) + step) % 23
+    return tuple(torch.stack(column) for column in zip(*(data[int(one)] for one in ids), strict=True))
+
+
 def fit(stream: str, out: str, options: dict[str, Any]) -> tuple[str, list[float], list[str]]:
     """Train on a stream; return the fingerprint and the values of the weights, and the notes."""
     torch.set_num_threads(1)
-    data = {"in order": InOrder(), "drawn": Stream()}[stream]
+    data = {"in order": InOrder(), "function": autobatch.BatchFunction(drawn)}[stream]
     notes: list[str] = []
 
     class Noting(autobatch.Progress):
@@ -69,18 +76,19 @@ def fit(stream: str, out: str, options: dict[str, Any]) -> tuple[str, list[float
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("options", "world"),
+    ("stream", "options", "world"),
     [
-        ({"steps": 4}, 2),
-        pytest.param({"epochs": 2, "last_batch": "flush"}, 3, marks=pytest.mark.slow),
+        ("in order", {"steps": 4}, 2),
+        ("function", {"steps": 4}, 2),
+        pytest.param("in order", {"epochs": 2, "last_batch": "flush"}, 3, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_ranks_train_on_the_stream_of_one_process(
-    server: RankServer, tmp_path: Path, options: dict[str, Any], world: int
+    server: RankServer, tmp_path: Path, stream: str, options: dict[str, Any], world: int
 ) -> None:
-    _, expected, _ = fit("in order", str(tmp_path / "alone"), {**options, "trials": 0})
-    found = server.values(fit, "in order", str(tmp_path / "run"), options, world=world)
+    _, expected, _ = fit(stream, str(tmp_path / "alone"), {**options, "trials": 0})
+    found = server.values(fit, stream, str(tmp_path / "run"), options, world=world)
     assert len({one[0] for one in found}) == 1
     assert apart(torch.tensor(found[0][1]), torch.tensor(expected)) < 1e-12
     assert not any("split by rank" in line for line in found[0][2])

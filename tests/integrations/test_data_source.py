@@ -120,6 +120,12 @@ def test_a_loader_that_makes_no_batches_is_taken_as_it_is_told() -> None:
     assert ids_by_batch(single) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+def test_a_batch_function_is_called_once_per_batch_of_the_target() -> None:
+    data = autobatch.BatchFunction(lambda size, step: torch.arange(size) + 10 * step)
+    found = autobatch.batches(data, small_plan(4, 2), steps=3)
+    assert ids_by_batch(found) == [[0, 1, 2, 3], [10, 11, 12, 13], [20, 21, 22, 23]]
+
+
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8),
     target=st.integers(1, 20),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import autobatch
 from autobatch import InputError
@@ -227,3 +229,111 @@ def test_a_resumed_run_has_the_same_weights_and_says_how_it_found_its_place(
     assert torch.equal(weights_of(parts.model), weights_of(whole.model))
     assert torch.allclose(weights_of(whole.model), by_hand(rows(6)), rtol=1e-12)
     assert words in "\n".join(caplog.messages)
+
+
+# Batches that the data make.
+
+
+class Fours(Stateful):
+    """The same points in ready batches of four, which know their place between two batches."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while self.place < len(POINTS):
+            batch = POINTS[self.place : self.place + 4]
+            self.place += 4
+            yield batch[:, :3], batch[:, 3]
+        self.place = 0
+
+
+def ready(kind: str) -> autobatch.Workload:
+    """Return the points as a stream of batches, or as a loader whose data make them."""
+    if kind == "stream":
+        return workload(autobatch.Unbatched(Fours()))
+    fours = BatchSampler(range(len(POINTS)), 4, drop_last=False)
+    data: Any = Fours() if kind == "loader" else TensorDataset(POINTS[:, :3], POINTS[:, 3])
+    return autobatch.Workload.from_loader(
+        DataLoader(data, batch_size=None, sampler=None if kind == "loader" else fours),
+        batched=True, model=build, loss=squares, optimizer=sgd, learning_rate=0.05,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop", "words"),
+    [
+        ("stream", 2, "continues from its own state"),
+        ("loader", 3, "has no state_dict, or none within a batch, so its first 18 samples were read again"),
+        ("sampler", 2, "so its first 12 samples were read again"),
+    ],
+)
+def test_ready_batches_are_cut_to_the_target_and_resume_within_one_of_them(
+    tmp_path: Path, kind: str, stop: int, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = autobatch.fit(ready(kind), steps=5, max_micro_batch=4, out=tmp_path / "whole", **OPTIONS)
+    assert torch.allclose(weights_of(whole.model), by_hand(rows(5)), rtol=1e-12)
+    options: dict[str, Any] = {"max_micro_batch": 4, "out": tmp_path / "parts", **OPTIONS}
+    autobatch.fit(ready(kind), steps=stop, **options)
+    with caplog.at_level(logging.INFO, logger="autobatch"):
+        parts = autobatch.fit(ready(kind), steps=5, resume=True, **options)
+    assert torch.equal(weights_of(parts.model), weights_of(whole.model))
+    assert words in caplog.text
+
+
+def by_step(size: int, step: int) -> tuple[Tensor, ...]:
+    ids = torch.randint(SAMPLES, (size,), generator=torch.Generator().manual_seed(step))
+    return tuple(tensor[ids] for tensor in DATA.tensors)
+
+
+def by_draws(size: int, step: int) -> dict[int, Any]:
+    """Draw with the default generators, as nanoGPT does, into another container."""
+    ids = torch.randint(SAMPLES, (size,))
+    noise = np.random.rand(size) + random.random()
+    return {0: DATA.tensors[0][ids], 1: DATA.tensors[1][ids] + torch.from_numpy(noise)}
+
+
+def test_a_batch_function_is_asked_once_per_step_and_trained_as_one_whole_batch(tmp_path: Path) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def noted(size: int, step: int) -> tuple[Tensor, ...]:
+        asked.append((size, step))
+        return by_step(size, step)
+
+    found = autobatch.fit(
+        workload(autobatch.BatchFunction(noted)), steps=5, max_micro_batch=4, out=tmp_path / "run", **OPTIONS
+    )
+    assert found.plan is not None
+    assert found.plan.accumulation_steps == 2
+    assert asked[-5:] == [(6, step) for step in range(5)]
+    expected = by_hand(by_step(6, step) for step in range(5))
+    assert torch.allclose(weights_of(found.model), expected, rtol=1e-12)
+
+
+def test_draws_of_a_batch_function_depend_on_the_seed_and_the_step_alone(tmp_path: Path) -> None:
+    def fit(steps: int, out: str, **options: Any) -> Tensor:
+        data = workload(autobatch.BatchFunction(by_draws))
+        options |= {"max_micro_batch": 4, "out": tmp_path / out, **OPTIONS}
+        return weights_of(autobatch.fit(data, steps=steps, **options).model)
+
+    whole = fit(5, "whole")
+    fit(2, "parts")
+    assert torch.equal(fit(5, "parts", resume=True), whole)
+    assert not torch.equal(fit(5, "other", seed=1), whole)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:t4"])
+def test_the_limit_is_that_of_the_same_samples_with_an_index(device: str) -> None:
+    budget = {"cpu": "3KiB", "sim:t4": "4MiB"}[device]
+    wide = torch.randn(64, 3 if device == "cpu" else 3000, dtype=torch.float64)
+
+    def probe(data: Any) -> tuple[int, str]:
+        found = autobatch.probe(
+            autobatch.Workload(
+                model=lambda: nn.Linear(wide.shape[1], 1, dtype=torch.float64),
+                train_data=data, loss=squares, optimizer=sgd, learning_rate=0.05,
+            ),
+            device=device, memory_budget=budget, scan=64,
+        )  # fmt: skip
+        return found.micro_batch, found.limited_by
+
+    indexed = probe(TensorDataset(wide, torch.zeros(64)))
+    assert indexed[1] == "memory"
+    assert probe(autobatch.BatchFunction(lambda size, step: (wide[:size], torch.zeros(size)))) == indexed

@@ -24,6 +24,7 @@ from autobatch.setup import child as child_module
 from autobatch.setup.child import ChildCrashed, ChildProcess, may_copy
 from autobatch.setup.session import Session, open_process
 from autobatch.setup.setup import Role
+from autobatch.step.optimizers import import_for_optimizers
 from tests.support.commandline import SMALL
 
 SETTINGS = Options().with_values(device="cpu", memory_budget="64MiB")
@@ -235,6 +236,7 @@ def test_a_child_that_started_early_serves_one_opening_and_a_new_one_the_next(
     is_copy: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A copy has the modules that its parent has; nothing of its output has a name."""
+    import_for_optimizers()  # as a parent does; torch makes a folder for its own cache then
     monkeypatch.setitem(sys.modules, "made_before_the_copy", sys)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     others = set(multiprocessing.active_children())

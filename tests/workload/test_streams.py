@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from autobatch import InputError
+from autobatch import BatchFunction, InputError, Unbatched
 from autobatch.workload.streams import (
     ENDLESS,
     Prefix,
@@ -192,6 +193,90 @@ def test_workers_read_the_same_samples_and_know_their_place() -> None:
     again.read_with(num_workers=1, prefetch_factor=2)
     assert again.load_state_dict(state) == "the stream continues from its own state"
     assert seen + drawn(sampler_of(again, steps=4), start=2) == whole
+
+
+class Threes(Stateful):
+    """The same numbers in batches of three and less."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]
+        numbers = list(super().__iter__())
+        for first in range(0, len(numbers), 3):
+            yield {
+                "x": torch.tensor(numbers[first : first + 3]),
+                "name": [*map(str, numbers[first : first + 3])],
+            }
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "stream",
+    [
+        Threes(),
+        lambda: [torch.arange(7), torch.arange(7, 10)],
+        DataLoader(Threes(), batch_size=None),
+        DataLoader(torch.arange(10), sampler=[[0, 1, 2], range(3, 10)], batch_size=None),
+    ],
+    ids=["iterable", "function", "loader", "sampler"],
+)
+def test_samples_of_ready_batches_are_those_of_the_stream(stream: Any, workers: int) -> None:
+    view = StreamView(Unbatched(stream))
+    if workers:
+        view.read_with(num_workers=workers, prefetch_factor=2)
+    found = [one["x"] if isinstance(one, dict) else one for one in view.__getitems__(range(10))]
+    assert [int(one) for one in found] == list(range(10))
+    assert not isinstance(view[3], dict) or view[3]["name"] == "3"
+
+
+def one_size(size: int, step: int) -> Any:
+    return torch.zeros(3), [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Unbatched([1]), "takes a stream of batches, found a list: give a function"),
+        (
+            lambda: Unbatched(DataLoader(torch.arange(4))),
+            "makes batches itself: give it to Workload.from_loader",
+        ),
+        (lambda: BatchFunction(3), "takes a function, found an int"),  # type: ignore[arg-type]
+        (
+            lambda: BatchFunction(lambda split: split),  # type: ignore[arg-type, misc]
+            r"test_streams.py:\d+\) as get_batch\(size, step\), .* too many positional arguments",
+        ),
+        (
+            lambda: make_workload(train_data=one_size),
+            r"needs size, step .*test_streams.py:\d+\).*BatchFunction",
+        ),
+        (lambda: known_length(BatchFunction(one_size)), "has no end, .* give the number of optimizer steps"),
+        (lambda: view_of(one_size), r"test_streams.py:\d+\) was asked for 4 samples and returned 3"),
+        (
+            lambda: view_of(lambda size, step: (torch.ones(4), 5)),
+            r"batch\[1\] is an int, which has no sample",
+        ),
+        (lambda: view_of(lambda size, step: {"x": torch.tensor(1)}), r"batch\['x'\] is a 0-d tensor"),
+        (
+            lambda: view_of(lambda size, step: [torch.ones(4), np.ones(5)]),
+            r"test_streams.py:\d+\) cannot .* batch\[0\] has 4, batch\[1\] has 5. Let each part",
+        ),
+    ],
+)
+def test_batches_that_are_no_samples_are_refused_with_the_users_line(make: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_generator_function_is_not_read_by_workers() -> None:
+    view = StreamView(generate)
+    view.read_with(num_workers=2)
+    with pytest.raises(InputError, match=r"--workers 2\) cannot share .*test_streams.py:\d+\): use"):
+        view[0]
+
+
+def view_of(function: Any) -> Any:
+    return StreamView(BatchFunction(function), target_batch=4)[0]
 
 
 def test_a_stream_that_can_be_read_once_only_is_refused() -> None:
