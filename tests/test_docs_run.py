@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,6 +163,8 @@ def test_the_code_of_a_page_runs_with_what_a_reader_has(page: Path, monkeypatch:
 
     monkeypatch.setattr(autobatch, "fit", few_steps, raising=False)
     names = reader() | {"__name__": "docs"}
+    theirs = {"data": lambda: names["dataset"], "build_model": lambda: names["model"]}
+    monkeypatch.setitem(sys.modules, "train", SimpleNamespace(**names | theirs))  # type: ignore[arg-type]
     if page.stem == "data":  # a workload takes the function, a loop the optimizer
         names["optimizer"] = lambda params, learning_rate: torch.optim.SGD(params, lr=learning_rate)
     assert run_page(page, names)
@@ -250,3 +253,22 @@ def test_what_one_writes_instead_runs_after_the_loop_that_it_replaces(
         exec(compile(code, f"{title}, block {number}", "exec"), names)
     planned = names.get("plan") or names.get("result", names.get("finder")).plan
     assert sum(planned.micro_batches) == planned.target_batch
+
+
+FIRST_LINES = ("tutorial", "your-own-loop", "data", "loss", "how-to/which-gpu")
+"""Pages whose first lines run beside `train.py` of the tutorial; the code of others runs above."""
+
+
+@pytest.mark.program
+@pytest.mark.parametrize("page", FIRST_LINES)
+def test_the_first_lines_of_a_page_run_as_they_stand_in_a_fresh_folder(page: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(code_of(ROOT / "docs/tutorial.md")[0])
+    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(python|bash)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    language, lines = next(found for found in blocks if not found[1].startswith("# train.py"))
+    command = ["bash", "-ec", lines] if language == "bash" else [sys.executable, "-c", lines]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
