@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from autobatch import AutobatchError, Progress
 from autobatch.training.checkpoint import list_checkpoints
 from autobatch.training.loop import Loop
+from autobatch.training.resume import load_run_state, restore_loop
 from autobatch.training.run import train
 from autobatch.training.run_folder import RunFiles
 from autobatch.workload.order import GlobalBatch
+from tests.support.checkpoints import facts_of
 from tests.support.faults import FAULTY_STEP, Fault, Quick, Watching, plain
 from tests.support.options import as_options
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
+from tests.support.sharded_loops import block_workload, sharded_loop
 from tests.support.training import TOKENS, apart, make_workload, weights
 
 pytestmark = pytest.mark.distributed
@@ -29,13 +36,14 @@ STEPS = 3
 FAULTY_RANK = 1
 
 
-def open_loop(group: Any, kind: str, fault: Fault) -> Loop:
+def open_loop(group: Any, kind: str, fault: Fault, limits: Sequence[int] = LIMITS) -> Loop:
     """Build a loop whose fault knows when the sums of the ranks are exchanged."""
-    workload = plain() if kind == "mean" else make_workload(**TOKENS)
-    loop = ranked_loop(
+    build: Any = sharded_loop if kind == "sharded" else ranked_loop
+    workloads = {"mean": plain, "tokens": partial(make_workload, **TOKENS), "sharded": block_workload}
+    loop: Loop = build(
         group,
-        workload,
-        LIMITS,
+        workloads[kind](),
+        limits,
         target_batch=14,
         steps=STEPS,
         meter=Watching(fault),
@@ -105,35 +113,101 @@ def test_a_batch_runs_again_wherever_memory_ran_out(server: RankServer, kind: st
             assert "rank 1: CUDA out of memory" in message
 
 
-def fail_in_the_step(out: str, phase: str) -> None:
-    """Let memory run out on one rank where it cannot be mended, and leave as the command line does."""
+def leave(out: str, kind: str, site: int | None) -> list[str]:
+    """Train with memory that runs out on one rank at an operator, and leave as the command line does.
+
+    Returns:
+        The phase of each operator; a rank that leaves returns nothing.
+    """
     torch.set_num_threads(1)
     group = open_group()
     group.enter(Path(out))
-    first = Fault()
-    loop = open_loop(group, "mean", first)
-    run(loop, first)
-    site = first.phases.index(phase)
-    fault = Fault(*([site] if group.rank == FAULTY_RANK else []))
-    loop = open_loop(group, "mean", fault)
-    settings = RunFiles(
-        out=Path(out), options=as_options("fit", target_batch=1, checkpoint_every=1, keep_last=9)
-    )
+    fault = Fault(*([site] if group.rank == FAULTY_RANK and site is not None else []))
+    loop = open_loop(group, kind, fault)
+    (optimizer,) = loop.train_state.optimizers
+    optimizer.register_step_post_hook(lambda *_: print("step", file=steps, flush=True))
     try:
-        with fault:
-            train(loop, settings, Progress(), None)
+        with fault, (Path(out) / f"steps-of-rank-{group.rank}").open("w") as steps:
+            train(loop, files_of(loop, out), Progress(), None)
     except AutobatchError as error:
         os._exit(group.fail(str(error), error.exit_code) or error.exit_code)
+    group.close()
+    return fault.phases
 
 
-@pytest.mark.parametrize("phase", ["exchange", "optimizer", "step"])
-def test_all_ranks_leave_if_memory_runs_out_in_the_step(
-    server: RankServer, tmp_path: Path, phase: str
+def files_of(loop: Loop, out: str) -> RunFiles:
+    options = as_options("fit", target_batch=14, checkpoint_every=1, keep_last=9)
+    return RunFiles(out=Path(out), options=options, facts=facts_of(loop))
+
+
+def resume_smaller(out: str, kind: str) -> tuple[Tensor, list[int]]:
+    """Resume the run in the smaller micro-batches that it left; return the weights and the limits."""
+    group = open_group()
+    loop = open_loop(group, kind, Fault())
+    resumed = load_run_state(Path(out), group)
+    restore_loop(loop, resumed.state, same_hardware=True, folder=resumed.path)
+    train(loop, files_of(loop, out), Progress(), resumed)
+    found = whole(loop), [*loop.engine.limits]
+    group.close()
+    return found
+
+
+def train_smaller(kind: str, limits: Sequence[int]) -> Tensor:
+    group = open_group()
+    loop = open_loop(group, kind, Fault(), limits)
+    list(loop.run())
+    found = whole(loop)
+    group.close()
+    return found
+
+
+def whole(loop: Loop) -> Tensor:
+    model = loop.train_state.model
+    parts = [one.full_tensor() if isinstance(one, DTensor) else one for one in model.parameters()]
+    return torch.cat([one.detach().flatten() for one in parts])
+
+
+KINDS = {
+    "mean": {"exchange": 10**6, "optimizer": 10**6, "step": 10**6},
+    "sharded": {"forward": 40, "backward": 12, "optimizer": 10**6},
+}
+"""Phases in which a batch cannot run again, and the operators from one error to the next."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "stride"),
+    [
+        pytest.param("mean", 1.0, id="whole models"),
+        pytest.param("sharded", 1.0, marks=pytest.mark.program, id="a shared model"),
+        pytest.param("sharded", 0.0, marks=pytest.mark.slow, id="a shared model, at every operator"),
+    ],
+)
+def test_all_ranks_leave_where_a_batch_cannot_run_again_and_start_smaller(
+    server: RankServer, tmp_path: Path, kind: str, stride: float
 ) -> None:
-    ended = server.run(fail_in_the_step, str(tmp_path), phase)
-    assert [one.code for one in ended] == [77, 77], "\n".join(one.error for one in ended)
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000001"]
-    assert json.loads((tmp_path / "oom.json").read_text())["limits"] == [4, 2]
-    verdict = json.loads((tmp_path / "verdict.json").read_text())
-    assert (verdict["rank"], verdict["code"]) == (1, 77)
-    assert "inside the optimizer step" in verdict["line"]
+    (tmp_path / "run").mkdir()
+    phases = server.values(leave, str(tmp_path / "run"), kind, None)[FAULTY_RANK]
+    expected: Tensor | None = None
+    for phase, step in KINDS[kind].items():
+        sites = [number for number, one in enumerate(phases) if one == phase]
+        assert sites
+        for site in sites[:: max(1, int(step * stride))]:
+            out = tmp_path / f"{phase}-{site}"
+            out.mkdir()
+            ended = server.run(leave, str(out), kind, site, seconds=20)
+            assert [one.code for one in ended] == [77, 77], "\n".join(one.error for one in ended)
+            assert [path.name for path in list_checkpoints(out / "checkpoints")] == ["step-00000001"]
+            if phase in ("forward", "backward"):
+                steps = [(out / f"steps-of-rank-{rank}").read_text() for rank in range(2)]
+                assert steps == ["step\n"] * 2, "no rank takes the step that memory ran out in"
+            limits = json.loads((out / "oom.json").read_text())["limits"]
+            assert (limits[0], limits[FAULTY_RANK] < LIMITS[FAULTY_RANK]) == (4, True)
+            verdict = json.loads((out / "verdict.json").read_text())
+            assert (verdict["rank"], verdict["code"]) == (1, 77)
+            if kind == "mean":
+                assert "inside the optimizer step" in verdict["line"]
+        resumed, found = server.values(resume_smaller, str(out), kind)[0]
+        assert found == limits
+        if expected is None:
+            expected = server.values(train_smaller, kind, limits)[0]
+        assert apart(resumed, expected) < 1e-12
