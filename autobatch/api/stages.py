@@ -369,6 +369,8 @@ def _add_learning_rate(call: Call, tuner: PlanTuner, result: Result) -> Result:
         # The result so far is complete, and the next call continues the study.
         call.progress.note("interrupted: kept the learning rate")
         return result
+    if found is None:
+        return result
     nothing = Tuning(trials=0, best={}, baseline_samples_per_s=0.0, best_samples_per_s=0.0, study="")
     tuning = msgspec.structs.replace(result.tuning or nothing, learning_rate=found)
     return msgspec.structs.replace(result, plan=plan, tuning=tuning)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from autobatch.core.errors import InputError
 from autobatch.core.knobs import Configuration, SearchAxis, Value
 
 
@@ -47,6 +48,10 @@ class Budget(NamedTuple):
     """Asked before every trial."""
     run_samples: int | None = None
     """Samples of the run, whose time limits the search to what it can pay back; None for no such limit."""
+
+
+class StorageFailed(InputError):  # noqa: N818 - an event of the storage, as `Interrupted` is one
+    """The storage of a study failed in the middle of a search, which has kept its trials so far."""
 
 
 class StudyLocation(NamedTuple):

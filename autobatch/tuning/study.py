@@ -24,12 +24,16 @@ from optuna.trial import TrialState
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.knobs import Configuration, SearchAxis, defaults
 from autobatch.core.text import error_text
-from autobatch.tuning.configuration import StudyLocation
+from autobatch.tuning.configuration import StorageFailed, StudyLocation
 
 GRPC_PORT = 13000
 """Optuna's default port."""
 MADE_FOR = "made_for"
 """Attribute of a study: plain values by name that its results depend on."""
+_REPEAT = (
+    "Look for a process that locks it, a full disk, missing permissions or a deleted file, then repeat the "
+    "command to go on with the trials that it has"
+)
 StoredTrial = optuna.trial.FrozenTrial
 """A trial in the storage: its values are ``params``, and its result is in ``user_attrs``."""
 Request = optuna.Trial
@@ -49,8 +53,8 @@ class Study:
         first: points to try before the sampler proposes any.
 
     Raises:
-        InputError: the storage cannot be opened, or the study was made for something else. Every method
-            raises it if the storage fails.
+        InputError: the storage cannot be opened, or the study was made for something else.
+        StorageFailed: the storage fails later, in any method.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class Study:
         self._is_maximized = direction == "maximize"
         self.failure: str | None = None
         """Last error of the sampler, after which a point was drawn at random; None if there was none."""
-        with _storage_errors(place.storage):
+        with _storage_errors(place.storage, opens=True):
             self._study = optuna.create_study(
                 study_name=place.name,
                 storage=None if place.storage is None else _open(place.storage),
@@ -199,7 +203,7 @@ def check_storage(location: str) -> None:
         InputError: it cannot be opened.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    with _storage_errors(location):
+    with _storage_errors(location, opens=True):
         optuna.get_all_study_names(_open(location))
 
 
@@ -217,8 +221,10 @@ def _open(location: str) -> BaseStorage | str:
 
 
 @contextmanager
-def _storage_errors(location: str | None) -> Iterator[None]:
+def _storage_errors(location: str | None, *, opens: bool = False) -> Iterator[None]:
     """Turn any error of Optuna or its storage within the block into an `InputError` of one line."""
+    kind = InputError if opens else StorageFailed
+    remedy = "Give a database URL, grpc://host:port or the path of a journal file" if opens else _REPEAT
     try:
         with warnings.catch_warnings():
             # Some of the interfaces in use are experimental in Optuna.
@@ -227,11 +233,11 @@ def _storage_errors(location: str | None) -> Iterator[None]:
     except AutobatchError:
         raise
     except Exception as error:
-        raise InputError(
-            f"the storage {_shown(location)} of the study failed: {type(error).__name__}: "
-            f"{error_text(error, first_line=True)}. Give a database URL, grpc://host:port or the path of a "
-            "journal file"
-        ) from error
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # Optuna's own text is about other causes
+            cause = cause.__cause__
+        reason = f"{type(cause).__name__}: {error_text(cause, first_line=True)}"
+        raise kind(f"the storage {_shown(location)} of the study failed: {reason}. {remedy}") from error
 
 
 def _shown(location: str | None) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,11 +28,12 @@ from autobatch.distributed.rank_plan import limit_of_rank, limits_over_ranks, sh
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import micro_batches
 from autobatch.setup.session import SetupProcess
-from autobatch.tuning.configuration import Budget, Measurement, StudyLocation, changes
+from autobatch.tuning.configuration import Budget, Measurement, StorageFailed, StudyLocation, changes
 from autobatch.tuning.find_fastest import TuningResult, find_fastest
 from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns, find_learning_rate
 from autobatch.tuning.trial import Trials, TrialSpec, look_at_workload
 
+T = TypeVar("T")
 DEFAULT_TRIALS = 8
 """Configurations that are measured if no number was asked for."""
 TRIAL_SECONDS = 0.5
@@ -75,8 +76,8 @@ class PlanTuner:
         """Learning rates to try."""
         return self.options.tune.lr_trials if self.options.tune.tune_lr else 0
 
-    def tune(self, plan: Plan, limit: int) -> tuple[Plan, Tuning]:
-        """Find the fastest configuration of a plan, and put it into the plan.
+    def tune(self, plan: Plan, limit: int) -> tuple[Plan, Tuning | None]:
+        """Find the fastest configuration of a plan, and put it into the plan; None if a storage lost it.
 
         Args:
             plan: the plan with every knob at its default.
@@ -87,12 +88,29 @@ class PlanTuner:
             AutobatchError: the workload does not run with every knob at its default.
         """
         task = self._trial_spec(plan, limit_of_rank(self.ranks, plan) if plan.ranks else limit)
-        found, default = self.ranks.once(lambda: self._find_fastest(task))
+        answer = self._answer_or_note(lambda: self._find_fastest(task))
+        if answer is None:
+            return plan, None
+        found, default = answer
         chosen, tuning = self._with_choice(plan, found, replace(task, defaults=default))
         for line in tuning.notes:
             self.progress.note(line)
         self.progress.tuned(tuning)
         return self._planned(plan, chosen), tuning
+
+    def _answer_or_note(self, search: Callable[[], T]) -> T | None:
+        """Search on rank 0. A training goes on with its plan if the storage fails in the middle of that."""
+
+        def run() -> T | None:
+            try:
+                return search()
+            except StorageFailed as error:
+                if self.options.command != "fit":
+                    raise
+                self.progress.note(f"{error}. The training goes on with the plan as it is")
+                return None
+
+        return self.ranks.once(run)
 
     def _find_fastest(self, task: TrialSpec) -> tuple[TuningResult, dict[str, Value]]:
         """Search, and return the answer and the default configuration."""
@@ -149,8 +167,8 @@ class PlanTuner:
         limits = limits_over_ranks(self.ranks, own.micro_batch, self.process.info.device)
         return spread(chosen, limits), tuning
 
-    def tune_learning_rate(self, plan: Plan) -> tuple[Plan, LrTuning]:
-        """Try learning rates in short runs of a plan, and put a better one into the plan.
+    def tune_learning_rate(self, plan: Plan) -> tuple[Plan, LrTuning | None]:
+        """Try learning rates in short runs of a plan, and put a better one into the plan; see `tune`.
 
         Args:
             plan: the plan, with the tuner's choice if there is one.
@@ -162,7 +180,7 @@ class PlanTuner:
         skips = self.options.train.on_nonfinite == "skip"
         task = LrTrialSpec(plan, self.options.tune.lr_steps, skips)
         # A short run trains whole batches in one process, so that one rank is enough.
-        found = self.ranks.once(
+        found = self._answer_or_note(
             lambda: find_learning_rate(
                 ShortRuns(self.process, task),
                 task,
@@ -173,6 +191,8 @@ class PlanTuner:
                 clock=self.clock,
             )
         )
+        if found is None:
+            return plan, None
         for line in found.notes:
             self.progress.note(line)
         if found.best == plan.learning_rate:

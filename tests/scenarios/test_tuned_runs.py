@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 from torch import nn
 
 import autobatch
-from autobatch import Progress, WholeBatchLoss
+from autobatch import InputError, Progress, WholeBatchLoss
 from autobatch.api.call import Call
 from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
@@ -168,6 +168,46 @@ def test_an_interrupt_keeps_the_default_learning_rate_and_earlier_results(
     assert (result.plan.learning_rate, result.tuning.trials, result.tuning.learning_rate) == (0.1, 1, None)
     assert notes[-1] == "interrupted: kept the learning rate"
     assert stored_trials(tmp_path / "s.log")[0].state is TrialState.FAIL
+
+
+class Striking(Progress):
+    """Progress that deletes a storage after the first trial or rate."""
+
+    def __init__(self, storage: Path) -> None:
+        self.storage = storage
+        self.notes: list[str] = []
+
+    def measured(self, *_: Any) -> None:
+        self.storage.unlink(missing_ok=True)
+
+    tried_rate = measured
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param({"trials": 3}, marks=pytest.mark.program, id="configurations"),
+        pytest.param({"trials": 0, "tune_lr": True, "lr_trials": 3}, id="learning rates"),
+    ],
+)
+def test_a_storage_that_is_gone_in_the_middle_ends_tune_and_not_the_training(
+    tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    common = {**asked, "target_batch": SAMPLES, "device": "cpu", "storage": str(tmp_path / "s.log")}
+    heard = Striking(tmp_path / "s.log")
+    with pytest.raises(InputError, match=r"s\.log of the study failed: FileNotFound.*repeat the command"):
+        autobatch.tune(linear_workload(), **common, progress=heard)
+    result = autobatch.fit(linear_workload(), **common, steps=3, out=tmp_path / "run", progress=heard)
+    assert result.training is not None
+    assert result.training.optimizer_steps == 3
+    assert result.tuning is None
+    assert result.plan is not None
+    assert result.plan.learning_rate_rule == "none"
+    (line,) = [line for line in heard.notes if "of the study failed" in line]
+    assert line.endswith("The training goes on with the plan as it is")
 
 
 def test_fit_trains_with_the_found_learning_rate_and_reports_it(tmp_path: Path) -> None:

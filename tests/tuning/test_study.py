@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import optuna
 import pytest
 
 from autobatch import InputError
-from autobatch.tuning.configuration import Measurement
+from autobatch.tuning.configuration import Measurement, StorageFailed
 from autobatch.tuning.study import check_storage
 from tests.support.studies import SMALL_AXES, exact, search
 
@@ -87,6 +89,53 @@ def test_a_study_that_another_program_made_is_rejected(tmp_path: Path) -> None:
     study.tell(study.ask(), 1.0)
     with pytest.raises(InputError, match="made for something else"):
         search(trials=1, storage=str(path))
+
+
+def _locked(path: Path) -> sqlite3.Connection:
+    lock = sqlite3.connect(path)
+    lock.execute("BEGIN EXCLUSIVE")
+    return lock
+
+
+def _full(path: Path) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, most))
+
+
+STRIKES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "a locked database": ("sqlite:///{}?timeout=0.1", _locked, "OperationalError: database is locked"),
+    "an emptied database": ("sqlite:///{}", lambda path: path.write_bytes(b""), "no such table|malformed"),
+    "a deleted database": ("sqlite:///{}", Path.unlink, "OperationalError: .*readonly database"),
+    "a deleted journal": ("{}", Path.unlink, "FileNotFoundError: .*No such file"),
+    "a journal on a full disk": ("{}", _full, "OSError: .*File too large"),
+    "a journal of something else": ("{}", lambda path: path.write_bytes(b"x" * 5000), "JSONDecodeError"),
+}
+
+
+@pytest.mark.parametrize("name", STRIKES)
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_storage_that_is_struck_in_the_middle_names_the_cause_and_what_to_do(
+    tmp_path: Path, name: str
+) -> None:
+    url, strike, said = STRIKES[name]
+    path, held, before = tmp_path / "s", [], resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def measure(values: Any) -> Measurement:
+        if not held:
+            held.append(strike(path))
+        return exact(values)
+
+    try:
+        with pytest.raises(StorageFailed, match=said) as caught:
+            search(measure, SMALL_AXES, trials=8, storage=url.format(path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        for one in held:
+            if isinstance(one, sqlite3.Connection):
+                one.close()
+    assert str(caught.value).startswith(f"the storage {url.format(path)} of the study failed: ")
+    assert str(caught.value).endswith("then repeat the command to go on with the trials that it has")
+    assert str(caught.value).isprintable()
 
 
 def test_a_storage_that_fails_during_the_search_gives_an_error_of_one_line(
