@@ -286,16 +286,17 @@ def _places(tree: Any) -> Iterator[tuple[Any, ...]]:
             yield from ((key, *rest) for rest in _places(value))
 
 
-def _call(out: Path, *, resume: bool) -> Call:
+def tiny_call(out: Path, *, resume: bool, **more: Any) -> Call:
+    """Return a call of ``fit`` for a tiny workload, with a checkpoint after every step."""
     asked = {"target_batch": BATCH, "steps": STEPS, "ema": EMA, "split_check": "off", "checkpoint_every": 1}
-    more = {"device": "cpu", "max_micro_batch": MICRO_BATCH, "memory_budget": "64MiB", "trials": 0}
-    options = options_from("fit", {**asked, **more, "out": str(out), "resume": resume})
+    device = {"device": "cpu", "max_micro_batch": MICRO_BATCH, "memory_budget": "64MiB", "trials": 0}
+    options = options_from("fit", {**asked, **device, "out": str(out), "resume": resume, **more})
     return Call(workload=tiny_workload(), options=options, progress=Progress())
 
 
 def _resumable(out: Path) -> None:
     """Train a run of which the checkpoint of the last step is lost."""
-    _train(_call(out, resume=False))
+    _train(tiny_call(out, resume=False))
     shutil.rmtree(list_checkpoints(out / CHECKPOINTS)[-1])
 
 
@@ -309,7 +310,7 @@ def _train(call: Call) -> Any:
 def _resumed(out: Path) -> tuple[str, str]:
     """Resume a run, and return how that ended, and the line."""
     try:
-        resumed = _train(_call(out, resume=True))
+        resumed = _train(tiny_call(out, resume=True))
     except AutobatchError as error:
         return "refused" if error.exit_code == 2 else f"exit {error.exit_code}", str(error)
     except Exception as error:

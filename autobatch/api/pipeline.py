@@ -15,7 +15,7 @@ import platform
 import shlex
 import subprocess
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -439,7 +439,9 @@ def _write_result(result: Result, out: Path, progress: Progress) -> Result:
     except Exception as error:  # whatever drawing raises, the training is done
         progress.note(f"the report could not be written: {type(error).__name__}: {error_text(error)}")
         result = msgspec.structs.replace(result, report=None)
-        _write_json(result, out)
+        # The first one says all else, and the disk may be full by now.
+        with suppress(OSError):
+            _write_json(result, out)
     return result
 
 

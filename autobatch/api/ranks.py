@@ -12,12 +12,13 @@ import msgspec
 
 from autobatch.api.call import Call
 from autobatch.core.errors import InputError
+from autobatch.core.files import clean_unfinished
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.distributed.launch import open_ranks
 from autobatch.distributed.ranks import VERDICT, Ranks
 from autobatch.training.checkpoint import Loaded, list_checkpoints
-from autobatch.training.run_folder import CHECKPOINTS, FolderTakenError, claim_folder
+from autobatch.training.run_folder import CHECKPOINTS, FolderTakenError, claim_folder, named_failures
 from autobatch.workload.data_digest import DataDigest, check_same_data
 
 SHARED_SECONDS = 30.0
@@ -145,6 +146,8 @@ def claim_of_ranks(call: Call, choose: Callable[[], Path], lock: ExitStack) -> P
                 if other == out:
                     raise
                 out = other
+        lock.enter_context(named_failures(out))
+        clean_unfinished(out)
         # An earlier start left it: no rank of this one knows the folder yet.
         (out / VERDICT).unlink(missing_ok=True)
         return str(out)

@@ -90,6 +90,13 @@ def write_atomic(path: Path, content: bytes) -> Path:
     return path
 
 
+def clean_unfinished(folder: Path) -> None:
+    """Delete the temporary files that a process left in a folder when it was killed."""
+    for path in folder.glob(".*.tmp"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 def sync_directory(directory: Path) -> None:
     """Flush the rename to the disk, if the system can open a directory."""
     with contextlib.suppress(OSError):

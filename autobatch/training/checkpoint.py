@@ -284,7 +284,11 @@ def check_files(
         if found != expected["sha256"]:
             raise CheckpointError(f"{path}: {name} was changed after it was written (SHA-256 differs)")
     # The readers of tensors take every such file of the folder.
-    for name in sorted(one.name for one in path.glob("*.safetensors")):
+    try:
+        present = sorted(one.name for one in path.glob("*.safetensors"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from None
+    for name in present:
         if name not in manifest["files"]:
             raise CheckpointError(f"{path}: {name} is not listed in {MANIFEST}")
 

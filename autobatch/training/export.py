@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,7 +116,7 @@ def _write(weights: Mapping[str, Tensor], path: Path) -> None:
     whole = {name: one if _is_whole(one) else one.clone() for name, one in weights.items()}
     # It asks the model for nothing else.
     model: Any = SimpleNamespace(state_dict=lambda: whole)
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.unlink(missing_ok=True)
         temporary.touch(exist_ok=False)
@@ -125,7 +126,8 @@ def _write(weights: Mapping[str, Tensor], path: Path) -> None:
         temporary.chmod(mode)  # safetensors makes it readable for its owner only
         temporary.replace(path)
     except Exception as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         if not (isinstance(error, OSError) or type(error).__name__ == "SafetensorError"):
             raise
         raise CheckpointError(

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autobatch.core.errors import InputError
+from autobatch.core.errors import AutobatchError, CheckpointError, InputError
 from autobatch.core.options import Options
 from autobatch.training.metrics import Sink
+from autobatch.workload.user_code import failed_part
 
 
 class FolderTakenError(InputError):
@@ -101,6 +102,21 @@ def claim_folder(out: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             for path in made:
                 path.rmdir()
+
+
+@contextlib.contextmanager
+def named_failures(out: Path) -> Iterator[None]:
+    """Turn a call of the system that failed on a file of the run into a `CheckpointError` of one line."""
+    try:
+        yield
+    except OSError as error:
+        is_own = isinstance(error.filename, str | Path) and Path(error.filename).is_relative_to(out)
+        if isinstance(error, AutobatchError) or not is_own or failed_part(error) is not None:
+            raise
+        raise CheckpointError(
+            f"{error.filename} cannot be read or written: {error.strerror}. Check the disk and its free "
+            "space, then resume: the checkpoints so far are intact"
+        ) from error
 
 
 def move_earlier_run(out: Path) -> str | None:
