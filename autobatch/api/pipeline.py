@@ -168,8 +168,9 @@ def _prepare_new(call: Call, lock: ExitStack) -> ReadyRun:
             # Weights that cannot be exported must fail before minutes are spent on a probe.
             setup.process.call("the check of the weights", examine_weights)
         found = search_and_plan(call, setup)
-        # A run that the launcher has started again has no earlier one.
-        earlier = ranks.once(lambda: move_earlier_run(out)) if ranks.restart == 0 else None
+        # A run that the launcher has started again has no earlier one, if the store has outlived its start.
+        is_first = not ranks.restart or ranks.earlier_out is None
+        earlier = ranks.once(lambda: move_earlier_run(out)) if is_first else None
         if earlier is not None:
             call.progress.note(f"moved the earlier run of {out} to {earlier}")
         result = finish_plan(call, setup, found, batches)

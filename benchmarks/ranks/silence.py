@@ -150,9 +150,9 @@ def stop_ranks(runs: Runs, number: int, draw: random.Random) -> Runs:
             runs.wait_for_step(before)
         elif when == "tuning":
             runs.wait_until(lambda: "trial" in err.read_text(), 600, "no trial")  # noqa: B023
-        else:  # at any instant of the start
-            runs.wait_until(lambda: len(_children(process.pid)) == 2, 60, "no ranks")  # noqa: B023
-            time.sleep(draw.uniform(5, 12))
+        else:  # at any instant after the ranks have met
+            runs.wait_until(lambda: err.stat().st_size > 0, 600, "no rank")  # noqa: B023
+            time.sleep(draw.uniform(0, 7))
         time.sleep(draw.uniform(0, 1))
         stopped, other = draw.sample(_children(process.pid), 2)
         os.kill(stopped, signal.SIGSTOP)

@@ -81,6 +81,18 @@ def test_a_restart_continues_in_its_folder(tmp_path: Path) -> None:
     assert continue_after_restart(call(ranks)).options.train.resume
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_restart_moves_a_run_that_it_does_not_know(tmp_path: Path, is_known: bool) -> None:
+    """Without the store of the first start, nothing tells its checkpoints from those of another run."""
+    out = tmp_path / "run"
+    options = {"target_batch": 8, "steps": 1, "out": str(out), "max_micro_batch": 4, "trials": 0}
+    ranks = Ranks()
+    for _ in range(2):
+        run(Call(workload=make_workload(), options=as_options("fit", **options), ranks=ranks))
+        ranks.restart, ranks.earlier_out = 1, out if is_known else None
+    assert len(list(tmp_path.rglob("step-00000001"))) == (1 if is_known else 2)
+
+
 def test_a_folder_that_a_rank_does_not_see_is_refused(tmp_path: Path) -> None:
     class Blind(Two):
         def gather(self, value: Any) -> list[Any]:
