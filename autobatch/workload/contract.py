@@ -392,12 +392,12 @@ def _is_plain_loss(value: object) -> bool:
     return module in {*of_python, "torch", "torch._C._nn"} or type(value).__module__ in of_python
 
 
-def parts_of(loader: DataLoader[Any], *, batched: bool = False) -> dict[str, Any]:
+def parts_of(loader: DataLoader[Any], *, batched: bool | None = None) -> dict[str, Any]:
     """Return the fields of a `Workload` that a loader fills: its data, collate function, order and processes.
 
     Args:
         loader: the loader.
-        batched: whether its data make the batches, if its ``batch_size`` is None.
+        batched: whether its data make the batches, if its ``batch_size`` is None; None if it must not be.
 
     Raises:
         InputError: it is no ``DataLoader``, or it yields what its data yield, without making batches.
@@ -417,10 +417,10 @@ def parts_of(loader: DataLoader[Any], *, batched: bool = False) -> dict[str, Any
     )
     if loader.batch_sampler is None and loader.batch_size is None:
         if not batched:
-            raise InputError(
-                "Workload.from_loader found a loader that has batch_size=None, so its items may be batches "
-                "already: give batched=True if they are, else any batch_size, which is not used"
-            )
+            advice = ": give batched=True if they are, else any batch_size, which is not used"
+            if batched is None:
+                advice = ", whose size no plan can change: give a loader of samples that has a batch_size"
+            raise InputError(f"this loader has batch_size=None, so its items may be batches already{advice}")
         return {"train_data": Unbatched(loader), "loading": loading}
     return {
         "train_data": loader.dataset,

@@ -184,7 +184,9 @@ def rows_of(value: Any, name: str = "") -> list[Any]:
     """
     if isinstance(value, Tensor) and value.dim():
         return list(value.unbind())
-    if is_column(value) or (isinstance(value, np.ndarray) and value.ndim):
+    # Below the top, a list of lists or of dicts without a tensor is a column too, as in `datasets`.
+    is_nested = bool(name) and isinstance(value, list) and _is_plain(value)
+    if is_column(value) or is_nested or (isinstance(value, np.ndarray) and value.ndim):
         return list(value)
     if not isinstance(value, Mapping | list | tuple) or isinstance(value, PackedSequence) or not value:
         kind = "a 0-d tensor" if isinstance(value, Tensor) else kind_of(value)
@@ -197,6 +199,13 @@ def rows_of(value: Any, name: str = "") -> list[Any]:
         found = ", ".join(f"batch{part} has {size}" for part, size in sizes.items())
         raise InputError(f"its parts differ in their samples along dimension 0: {found}")
     return [_rebuilt(value, list(one)) for one in zip(*rows.values(), strict=True)]
+
+
+def _is_plain(value: Any) -> bool:
+    """Check for plain values in lists and mappings, of each list only the first."""
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    return all(map(_is_plain, value[:1])) if isinstance(value, list) else isinstance(value, PLAIN)
 
 
 def cut(value: Any, part: slice) -> Any:

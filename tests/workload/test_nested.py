@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
@@ -18,6 +19,7 @@ from autobatch.workload.nested import (
     cut,
     feed,
     map_tensors,
+    rows_of,
     samples_along,
     signature,
     tensors_of,
@@ -241,3 +243,32 @@ def test_pieces_make_the_whole_again() -> None:
     assert list(samples_along(whole)) == [5, 5, 5]
     with pytest.raises(InputError, match="a 0-d tensor in a batch of the loader cannot be cut"):
         list(samples_along([torch.zeros(3), torch.tensor(1)]))
+
+
+@pytest.mark.parametrize(
+    ("batch", "last"),
+    [
+        (Pair(["a", "b"], ("c", "d")), Pair("b", "d")),
+        ([[1, 2], [3, 4]], [2, 4]),
+        (
+            {"ids": [[1, 2, 3], [4]], "turns": [[{"a": 1}], []], "y": [0, 1]},
+            {"ids": [4], "turns": [], "y": 1},
+        ),
+        ({"pair": [("a", "b"), ("c", "d")]}, {"pair": ["b", "d"]}),
+        (UserDict(x=np.array([[1, 2], [3, 4]]).tolist()), UserDict(x=[3, 4])),
+    ],
+    ids=["tuples", "a list at the top", "lists in a dict", "tuples in a list", "a mapping of its own"],
+)
+def test_a_batch_of_plain_values_is_taken_apart_by_samples(batch: Any, last: Any) -> None:
+    found = rows_of(batch)
+    assert len(found) == 2
+    assert (found[-1], type(found[-1])) == (last, type(last))
+
+
+def test_rows_of_tensors_are_their_samples_in_any_container() -> None:
+    batch = {"x": torch.arange(6).view(3, 2), "more": [np.arange(3), (torch.eye(3), ["a", "b", "c"])]}
+    first, second, _ = rows_of(batch)
+    assert second["x"].tolist() == [2, 3]
+    assert second["more"][0] == 1
+    assert second["more"][1][0].tolist() == [0, 1, 0]
+    assert (first["more"][1][1], second["more"][1][1]) == ("a", "b")
