@@ -88,6 +88,9 @@ def reader() -> dict[str, Any]:
     model = build_model()
     generator, discriminator = nn.Linear(8, 4), nn.Linear(4, 1)
     return {
+        "prefetcher": SimpleNamespace(
+            loader=DataLoader(dataset, batch_size=32), mean=torch.zeros(1, 4), std=torch.ones(1, 4)
+        ),
         "images": dataset.tensors[0],
         "generator": generator,
         "discriminator": discriminator,

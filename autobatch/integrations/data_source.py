@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -17,10 +18,10 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import Plan
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.watch import ranks_in_words
-from autobatch.workload.contract import BatchFunction, Collated, MapStyle, kind_of
+from autobatch.workload.contract import BatchFunction, Collated, MapStyle, kind_of, loader_within
 from autobatch.workload.data import collate_samples, fetch
 from autobatch.workload.data_digest import check_same_data, digest_data, digest_of
-from autobatch.workload.nested import ADVICE, concatenate, cut, samples_along, signature
+from autobatch.workload.nested import ADVICE, concatenate, cut, map_tensors, samples_along, signature
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.streams import DrawnBatches
 
@@ -73,6 +74,7 @@ def open_source(
     sampler: Iterable[int] | None,
     collate: Callable[[list[Any]], Collated] | None,
     batched: bool | None,
+    batch_dim: int,
 ) -> Source:
     """Open the user's data; the arguments are those of `autobatch.batches`.
 
@@ -89,6 +91,11 @@ def open_source(
     if not is_map_style and not hasattr(data, "__iter__"):
         raise InputError(
             f"autobatch.batches takes map-style data, samples or a DataLoader, found {kind_of(data)}"
+        )
+    if batch_dim and not batched:
+        raise InputError(
+            f"batch_dim={batch_dim} is for data that yield batches, and this data yields samples: let "
+            "collate= stack them along that dimension"
         )
     if batched and collate is not None:
         raise InputError(
@@ -113,11 +120,13 @@ def open_source(
         drawn: Iterator[list[Piece]] = (list(map(Piece, batch.ids)) for batch in order.batches(start))
         total: int | None = max(0, order.total - start)
     else:
-        elements, piece = data if sampler is None else sampler, as_piece if batched else Piece
+        elements = data if sampler is None else sampler
+        piece = partial(as_piece, batch_dim=batch_dim) if batched else Piece
         drawn = itertools.islice(_cut_epochs(lambda: map(piece, elements), plan, epochs), start, steps)
         total = None if steps is None or epochs is not None else max(0, steps - start)
     if batched:
-        return Source(drawn, total, list, concatenate_pieces, has_samples=False)
+        join = partial(concatenate_pieces, batch_dim=batch_dim)
+        return Source(drawn, total, list, join, has_samples=False)
 
     def read(pieces: list[Piece]) -> list[Any]:
         contents = [piece.content for piece in pieces]
@@ -176,6 +185,9 @@ def check_ends(ranks: Ranks, *, has_more: bool) -> None:
 
 def _yields_batches(data: Any) -> bool:
     """Tell by its attributes whether data yields batches."""
+    within = loader_within(data)
+    if within is not None:
+        return _yields_batches(within)
     if isinstance(data, DataLoader) and data.batch_size is None and data.batch_sampler is None:
         raise InputError(
             f"this {type(data).__name__} has batch_size=None, so its items may be samples or batches: "
@@ -247,21 +259,36 @@ def samples_of(pieces: Iterable[Piece]) -> int:
     return sum(piece.stop - piece.first for piece in pieces)
 
 
-def as_piece(batch: Collated) -> Piece:
-    """Wrap a whole batch of a loader in a piece.
+def as_piece(batch: Collated, *, batch_dim: int = 0) -> Piece:
+    """Wrap a whole batch of a loader in a piece, with the samples in dimension 0.
 
     Raises:
         InputError: the parts of the batch differ in their number of samples, or a part cannot be cut.
     """
+    batch = _moved(batch, batch_dim, 0)
     sizes = sorted(set(samples_along(batch)))
     if len(sizes) != 1:
-        found = f"sizes along dimension 0: {', '.join(map(str, sizes))}" if sizes else "it holds no samples"
+        found = (
+            f"sizes along dimension {batch_dim}: {', '.join(map(str, sizes))}"
+            if sizes
+            else "it holds no samples"
+        )
         raise InputError(f"a batch of the loader cannot be cut into micro-batches ({found}): {ADVICE}")
     return Piece(batch, 0, sizes[0])
 
 
-def concatenate_pieces(pieces: list[Piece]) -> list[tuple[Collated, int]]:
-    """Concatenate pieces of a loader's batches along dimension 0.
+def _moved(batch: Collated, source: int, target: int) -> Collated:
+    """Move the samples of tensors that have so many dimensions from one to another."""
+    if source == target:
+        return batch
+    least = max(source, target)
+    return map_tensors(
+        batch, lambda one: one.movedim(source, target).contiguous() if one.dim() > least else one
+    )
+
+
+def concatenate_pieces(pieces: list[Piece], *, batch_dim: int = 0) -> list[tuple[Collated, int]]:
+    """Concatenate pieces of a loader's batches, with the samples in their own dimension again.
 
     Batches that differ in form, for example padded to different lengths, are not concatenated. They follow
     one another, which changes only the number of micro-batches.
@@ -270,5 +297,6 @@ def concatenate_pieces(pieces: list[Piece]) -> list[tuple[Collated, int]]:
     for _, group in itertools.groupby(pieces, key=lambda piece: signature(piece.content)):
         parts = list(group)
         contents = [cut(piece.content, slice(piece.first, piece.stop)) for piece in parts]
-        found.append((contents[0] if len(contents) == 1 else concatenate(contents), samples_of(parts)))
+        whole = contents[0] if len(contents) == 1 else concatenate(contents)
+        found.append((_moved(whole, 0, batch_dim), samples_of(parts)))
     return found

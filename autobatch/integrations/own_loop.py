@@ -352,6 +352,7 @@ def batches(
     sampler: Iterable[int] | None = None,
     collate: Callable[[list[SampleT]], CollatedT] | None = None,
     batched: bool | None = None,
+    batch_dim: int = 0,
     size_of: Callable[[Any], float] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] = (),
     scaler: torch.amp.GradScaler | None = None,
@@ -370,7 +371,7 @@ def batches(
 
     Args:
         data: map-style data, in the order of ``autobatch.fit`` with this seed; or an iterable of samples; or
-            a ``DataLoader``, whose batches are cut and concatenated again along dimension 0.
+            a ``DataLoader``, whose batches are cut and concatenated again.
         plan: sets the target batch, the micro-batches and ``last_batch``; for example from `autobatch.plan`.
         steps: optimizer steps of the run, ``start`` included; the run ends at the smaller of ``steps`` and
             ``epochs``.
@@ -380,6 +381,8 @@ def batches(
         sampler: the order of an epoch of map-style data, as indices; ``range(len(data))`` keeps the order.
         collate: makes a micro-batch out of samples; None for torch's default.
         batched: whether ``data`` yields batches; None to tell by its ``batch_size`` or ``batch_sampler``.
+        batch_dim: dimension of the samples in the batches that ``data`` yields: 1 for time-major ones. A
+            tensor with fewer dimensions has them in its first.
         size_of: the ``size_of`` of the workload, if it has one. Without it, a plan that cuts batches by these
             sizes is split by count.
         optimizer: one or several. Needed here, and then not in `Batch.step`, if parameters are in 16 bits.
@@ -404,6 +407,7 @@ def batches(
         sampler=sampler,
         collate=collate,
         batched=batched,
+        batch_dim=batch_dim,
     )
     given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     numbers = {"seed": seed, "start": start, "steps": steps, "epochs": epochs}

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import UnionType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeGuard, TypeVar
 
@@ -215,7 +216,8 @@ class Workload:
     """Returns the cost of a sample, for example its length. The probe runs the most expensive samples; None
     to find them by a scan."""
     sampler: Iterable[Any] | None = None
-    """Draws the indices of an epoch, or batches of them, in order; None for a new permutation per epoch."""
+    """Draws the indices of an epoch, or batches of them, in order, for all ranks together; None for a new
+    permutation per epoch. A ``DistributedSampler`` becomes the order that all of its ranks have together."""
     loading: Loading = field(default_factory=Loading)
     """Processes that load the samples."""
     name: str = "workload"
@@ -267,6 +269,8 @@ class Workload:
         self._check_data("train_data", self.train_data)
         if self.validation_data is not None:
             self._check_data("validation_data", self.validation_data)
+        if self.sampler is not None:
+            object.__setattr__(self, "sampler", _order_of_all_ranks(self.sampler, self.train_data))
         if not _is_number(self.learning_rate) or not 0 < self.learning_rate < math.inf:
             raise InputError(
                 f"Workload(learning_rate=…) must be a finite number over 0, found {self.learning_rate!r}"
@@ -303,6 +307,8 @@ class Workload:
             )
 
     def _check_data(self, name: str, data: Any) -> None:
+        if loader_within(data) is not None:
+            raise _changes_batches(data)
         if is_loader(data):
             raise InputError(
                 f"Workload({name}=…) must be the data, found a DataLoader: write "
@@ -358,6 +364,21 @@ def is_loader(value: object) -> TypeGuard[DataLoader[Any]]:
     return _is_instance(value, "torch.utils.data", "DataLoader")
 
 
+def loader_within(value: object) -> DataLoader[Any] | None:
+    """Return the ``DataLoader`` whose batches an object changes, as timm's PrefetchLoader does."""
+    loader = None if hasattr(value, "__getitem__") else getattr(value, "loader", None)
+    return loader if is_loader(loader) else None
+
+
+def _changes_batches(value: object) -> InputError:
+    name = type(value).__name__
+    return InputError(
+        f"{name} changes the batches of the DataLoader that it holds: give its .loader to "
+        f"Workload.from_loader, and let the loss do what {name} does to a batch (timm's normalizes it, and "
+        "erases at random: docs/data.md)"
+    )
+
+
 def is_model(value: object) -> bool:
     """Check for a ``torch.nn.Module``, or a class of them, without importing torch."""
     loaded = sys.modules.get("torch.nn")
@@ -404,6 +425,8 @@ def parts_of(loader: DataLoader[Any], *, batched: bool | None = None) -> dict[st
     """
     from torch.utils.data import DataLoader, default_collate
 
+    if loader_within(loader) is not None:
+        raise _changes_batches(loader)
     if not isinstance(loader, DataLoader):
         raise InputError(
             f"Workload.from_loader takes a torch DataLoader, found {kind_of(loader)}: give its data as "
@@ -424,27 +447,60 @@ def parts_of(loader: DataLoader[Any], *, batched: bool | None = None) -> dict[st
         return {"train_data": Unbatched(loader), "loading": loading}
     return {
         "train_data": loader.dataset,
-        "collate": None if loader.collate_fn is default_collate else loader.collate_fn,
+        "collate": None if loader.collate_fn is default_collate else _collate_of(loader),
         "sampler": _sampler_of(loader),
         "loading": loading,
     }
 
 
+def _collate_of(loader: Any) -> Callable[[list[Any]], Collated]:
+    """Return the collate function, with what a loader of torch_geometric does to its result outside of it."""
+    collate: Callable[[list[Any]], Collated] = loader.collate_fn
+    if callable(getattr(loader, "filter_fn", None)) and not getattr(loader, "filter_per_worker", True):
+        return partial(_filtered, collate, loader.filter_fn)
+    return collate
+
+
+def _filtered(
+    collate: Callable[[list[Any]], Any], join: Callable[[Any], Collated], samples: list[Any]
+) -> Collated:
+    """Return the subgraph of some nodes with its features, which NodeLoader joins after ``collate_fn``."""
+    return join(collate(samples))
+
+
 def _sampler_of(loader: DataLoader[Any]) -> Iterable[Any] | None:
-    """Return the order of an epoch, of samples or of batches; None for a permutation per epoch."""
-    from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+    """Return what draws the samples of an epoch, or batches of them; None for a stream."""
+    from torch.utils.data import BatchSampler, IterableDataset
+
+    if isinstance(loader.dataset, IterableDataset):
+        return None
+    batches: Any = loader.batch_sampler
+    sampler: Any = loader.sampler if batches is None else batches
+    if type(sampler).__name__ == "_RepeatSampler":
+        # Loaders that keep their workers between epochs repeat it for ever (timm, YOLO).
+        sampler = batches = sampler.sampler
+    return batches.sampler if type(batches) is BatchSampler else sampler
+
+
+def _order_of_all_ranks(sampler: Any, data: Any) -> Iterable[Any] | None:
+    """Return the order of an epoch that a sampler means for all ranks; None for a permutation per epoch.
+
+    Raises:
+        InputError: it draws the part of one rank, in an order of its own.
+    """
+    from torch.utils.data import RandomSampler
     from torch.utils.data.distributed import DistributedSampler
 
-    data: Any = loader.dataset
-    if isinstance(data, IterableDataset):
-        return None
-    batches = loader.batch_sampler
-    sampler: Any = batches
-    if batches is None or type(batches) is BatchSampler:
-        sampler = loader.sampler if batches is None else batches.sampler
     if isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(data):
         return None
-    if isinstance(sampler, DistributedSampler):
+    if type(sampler) is DistributedSampler:
         # A plan splits each batch over the ranks itself, so it needs all samples.
         return None if sampler.shuffle else range(len(data))
+    for one in (sampler, getattr(sampler, "sampler", None)):
+        ranks = getattr(one, "num_replicas", 1)
+        if ranks > 1:
+            raise InputError(
+                f"{kind_of(one)} draws the part of 1 of {ranks} ranks, but a plan splits each batch over the "
+                "ranks itself: make it with num_replicas=1 and rank=0, or leave it out"
+            )
     return sampler  # type: ignore[no-any-return]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PLAIN = (str, bytes, int, float, complex, type(None))
 """Types of values that belong to a sample as a whole, or to the whole batch."""
-ADVICE = "give autobatch.batches the dataset itself, with collate="
+ADVICE = "give autobatch.batches the dataset itself, with collate=, or batch_dim=1 if time comes first"
 
 
 def to_device(batch: Collated, device: torch.device) -> Collated:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from tests.support.custom_loops import (
     train_gan,
     train_gan_on_whole_batches,
     train_in_own_loop,
+    walk,
 )
 from tests.support.ragged import pad, ragged_split, ragged_workload, sequence_loss
 from tests.support.training import (
@@ -96,6 +97,38 @@ def test_batches_of_a_loader_are_cut_again(kind: str, last: str, batch_size: int
     found, own = train_in_own_loop(workload, batches)
     assert apart(found, expected) <= EXACT
     assert own == pytest.approx(losses, rel=EXACT)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 24])
+def test_time_major_batches_are_cut_along_their_samples(batch_size: int) -> None:
+    def time_major(samples: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+        ids, labels = (torch.stack(column, 1) for column in zip(*samples, strict=True))
+        return ids, labels, (labels != IGNORED).sum(0)
+
+    seen = []
+    plan = small_plan(10, 4)
+    loader = DataLoader(tokens(), batch_size=batch_size, collate_fn=time_major)
+    for _, micro in walk(autobatch.batches(loader, plan, epochs=2, batch_dim=1)):
+        ids, labels, counts = micro.data
+        assert ids.shape[1] == labels.shape[1] == len(counts) == micro.samples
+        assert ids.is_contiguous()
+        assert torch.equal((labels != IGNORED).sum(0), counts)
+        seen.append(ids)
+    assert torch.equal(torch.cat(seen, 1).T, tokens().columns[0].repeat(2, 1))
+    with pytest.raises(InputError, match=r"sizes along dimension 0: .* or batch_dim=1 if time comes first"):
+        list(walk(autobatch.batches(DataLoader(tokens(23), 7, collate_fn=time_major), plan)))
+    with pytest.raises(InputError, match=r"batch_dim=1 is for data that yield batches"):
+        autobatch.batches(tokens(), plan, batch_dim=1)
+
+
+def test_a_loader_around_a_loader_yields_batches() -> None:
+    class Prefetcher:
+        loader = DataLoader(torch.arange(6), batch_size=3)
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(self.loader)
+
+    assert ids_by_batch(autobatch.batches(Prefetcher(), small_plan(4, 2))) == [[0, 1, 2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize("make", [lambda: torch.arange(23), lambda: Stream(23)])

@@ -6,7 +6,7 @@ import logging
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -88,6 +88,46 @@ def test_a_resume_with_another_sampler_is_refused(tmp_path: Path) -> None:
     autobatch.fit(weighted(1.0, 9.0), steps=1, out=tmp_path / "run", **OPTIONS)
     with pytest.raises(InputError, match=r"order of the sampler .* does not match the checkpoint"):
         autobatch.fit(weighted(9.0, 1.0), steps=2, out=tmp_path / "run", resume=True, **OPTIONS)
+
+
+class Neighbours(NamedTuple):
+    """What a sampler of torch_geometric draws for some nodes: they come first, then their neighbours."""
+
+    nodes: Tensor
+    seeds: int
+
+
+class NodeLoader(DataLoader[Any]):
+    """A loader of subgraphs that joins features after its collate function, as torch_geometric's does."""
+
+    def __init__(self, filter_per_worker: bool) -> None:
+        self.filter_per_worker = filter_per_worker
+        super().__init__(range(SAMPLES), collate_fn=self.collate_fn, batch_size=4)  # type: ignore[arg-type]
+
+    def collate_fn(self, index: list[int]) -> Any:
+        drawn = torch.randint(SAMPLES, (len(index), 3))[torch.rand(len(index), 3) < 0.5]
+        found = Neighbours(torch.cat([torch.tensor(index), drawn]), len(index))
+        return self.filter_fn(found) if self.filter_per_worker else found
+
+    def filter_fn(self, found: Neighbours) -> dict[str, Any]:
+        inputs, targets = DATA.tensors
+        return {"x": inputs[found.nodes], "y": targets[found.nodes], "batch_size": found.seeds}
+
+
+@pytest.mark.parametrize("filter_per_worker", [True, False])
+def test_nodes_with_neighbours_drawn_at_random_are_trained(tmp_path: Path, filter_per_worker: bool) -> None:
+    """Neighbours take memory and add nothing to the loss, so that batches by hand have the same weights."""
+
+    def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        size, found = batch["batch_size"], model(batch["x"])[:, 0]
+        return (found[:size] - batch["y"][:size]).square().mean()
+
+    workload = autobatch.Workload.from_loader(
+        NodeLoader(filter_per_worker), model=build, loss=loss, optimizer=sgd, learning_rate=0.05
+    )
+    result = autobatch.fit(workload, steps=5, out=tmp_path / "run", memory_budget="4KiB", **OPTIONS)
+    expected = by_hand(DATA[[(6 * step + at) % SAMPLES for at in range(6)]] for step in range(5))
+    assert torch.allclose(weights_of(result.model), expected, rtol=1e-12)
 
 
 def test_the_averaged_weights_of_a_schedule_free_optimizer_are_validated_and_exported(

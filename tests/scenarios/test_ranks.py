@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
+from torch.utils.data import WeightedRandomSampler
 
 import autobatch
 from autobatch import WholeBatchLoss
@@ -92,6 +93,7 @@ def clip(model: nn.Module) -> None:
 
 MEASURED: dict[str, Any] = {
     "after_step": clip,
+    "sampler": WeightedRandomSampler([1.0, 3.0] * 12, 18),
     "validation_data": points(11, seed=5),
     "metrics": accuracy,
     "schedule": halved,

@@ -96,6 +96,68 @@ class Pairs(BatchSampler):
         return iter([[1, 0], [3, 2], [5, 4], [7, 6], [9, 8], [11, 10]])
 
 
+class _RepeatSampler:
+    """A sampler without an end, in loaders that keep their workers between epochs."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        while True:
+            yield from self.sampler
+
+
+class Repeated(list[int]):
+    """An order of its own for each rank, as timm's RepeatAugSampler draws."""
+
+    num_replicas = 2
+
+
+class Prefetcher:
+    """A loader around a loader, as timm's PrefetchLoader."""
+
+    loader = DataLoader(DATA)
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+PREFETCHED = (
+    r"^Prefetcher changes the batches .* give its \.loader to Workload\.from_loader, and let the loss do"
+)
+
+
+@pytest.mark.parametrize("name", ["train_data", "validation_data"])
+def test_a_loader_around_a_loader_is_named_wherever_it_is_given(name: str) -> None:
+    with pytest.raises(InputError, match=PREFETCHED):
+        Workload(**{"train_data": DATA, **FIELDS, name: Prefetcher()})
+    with pytest.raises(InputError, match=PREFETCHED):
+        Workload.from_loader(DataLoader(DATA), **{**FIELDS, "validation_data": Prefetcher()})
+
+
+def test_a_sampler_draws_for_all_ranks_together() -> None:
+    shared = DistributedSampler(DATA, num_replicas=2, rank=1, shuffle=False)
+    found = Workload(train_data=DATA, sampler=shared, **FIELDS).sampler
+    assert found is not None
+    assert list(found) == list(range(12))
+
+    class Own(DistributedSampler[Any]):
+        pass
+
+    message = "draws the part of 1 of 2 ranks, but a plan splits each batch over the ranks itself: make it"
+    for sampler in (Repeated([1, 2]), Own(DATA, 2, 0), BatchSampler(Repeated([1, 2]), 2, drop_last=False)):
+        with pytest.raises(InputError, match=message):
+            Workload(train_data=DATA, sampler=sampler, **FIELDS)
+        options: Any = {"batch_sampler" if isinstance(sampler, BatchSampler) else "sampler": sampler}
+        with pytest.raises(InputError, match=message):
+            Workload.from_loader(DataLoader(DATA, **options), **FIELDS)
+    alone = Own(DATA, 1, 0)
+    assert Workload(train_data=DATA, sampler=alone, **FIELDS).sampler is alone
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one CPU
 def test_everything_but_the_batch_size_is_taken() -> None:
     stack, init = list, print
@@ -126,6 +188,8 @@ def test_everything_but_the_batch_size_is_taken() -> None:
         ({"batch_sampler": BatchSampler(SequentialSampler(DATA), 4, drop_last=False)}, list(range(12))),
         ({"sampler": [3, 1]}, [3, 1]),
         ({"batch_sampler": Pairs()}, [[1, 0], [3, 2], [5, 4], [7, 6], [9, 8], [11, 10]]),
+        ({"batch_sampler": _RepeatSampler(BatchSampler(RandomSampler(DATA), 4, drop_last=True))}, None),
+        ({"batch_sampler": _RepeatSampler(Pairs())}, [[1, 0], [3, 2], [5, 4], [7, 6], [9, 8], [11, 10]]),
     ],
 )
 def test_the_order_is_taken_unless_it_is_a_permutation(
@@ -152,6 +216,7 @@ def test_other_samplers_are_kept(sampler: Any) -> None:
     ("loader", "message"),
     [
         ([1, 2], "takes a torch DataLoader, found a list: give its data as Workload"),
+        (Prefetcher(), PREFETCHED),
         (DataLoader(DATA, batch_size=None), "has batch_size=None, so its items may be batches already"),
     ],
 )
