@@ -388,6 +388,9 @@ class StepRecord(Record, frozen=True, kw_only=True):
     """Samples seen so far by the whole run."""
     loss: float | None
     """Mean over the batch; None if no item was counted."""
+    terms: dict[str, float | None] = {}
+    """Mean of each term of a loss that has several, which add up to ``loss``; without those that counted no
+    item. A value is None if not finite."""
     count: float
     """Items that the loss is a mean over."""
     learning_rate: float
@@ -421,6 +424,8 @@ class Training(Record, frozen=True, kw_only=True):
     """Over all steps of the run, also those before a resume; None if none of them was timed."""
     first_loss: float | None
     final_loss: float | None
+    final_terms: dict[str, float | None] = {}
+    """`StepRecord.terms` of the last step that counted any."""
     oom_recoveries: int
     resumed_from: str | None
     checkpoint: str | None

@@ -8,6 +8,9 @@ With a whole model, every rank runs its micro-batches alone, and `autobatch.dist
 after them. If memory runs out on any rank before that, no message is on its way: all ranks drop the batch,
 and run it again.
 
+A loss of several terms needs what each of them counts on all ranks before the backward pass. The ranks
+exchange their counts in one message, and one that ran out of memory sends none.
+
 A loss that sees all samples (`WholeBatchLoss`) needs the representations of all ranks before the backward
 pass. Each rank writes those of its own samples into a table that is zero elsewhere. The ranks vote whether
 memory ran out, and then sum the tables: the sum has all representations, bit for bit. Every rank computes the
@@ -24,13 +27,14 @@ and start again in smaller micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autobatch.core.errors import InputError
 from autobatch.core.signals import SharedRequest, StopRequest
 from autobatch.distributed.group import Group
 from autobatch.distributed.ranks import Ranks
@@ -45,7 +49,7 @@ from autobatch.distributed.reduce import (
 )
 from autobatch.distributed.verdict import is_of_collective, rank_lost
 from autobatch.step.gradients import norm_of
-from autobatch.step.loss import StepTotals
+from autobatch.step.loss import Form, StepTotals
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import Rows
@@ -193,6 +197,16 @@ class GroupEngine(Engine):
                 self._lower(rank, found[rank].smaller)
         return common._replace(smaller=self.limits[self.ranks.rank])
 
+    def sum_terms(self, totals: StepTotals, of_ranks: Sequence[RankNumbers]) -> None:
+        """Replace the sums of the terms of one rank by those of all, if the loss has several."""
+        if not any(one.has_terms for one in of_ranks):
+            return
+        own = {name: one.on_host() for name, one in totals.terms.items()}
+        totals.terms = {}
+        for name, numbers in [item for found in self.ranks.gather(own) for item in found.items()]:
+            term = totals.terms.get(name)
+            totals.terms[name] = numbers if term is None else term.plus(numbers)
+
     def lower_limit(self, limit: int) -> None:
         """See `Engine.lower_limit`."""
         self._lower(self.ranks.rank, limit)
@@ -229,33 +243,30 @@ class Replicate(GroupEngine):
     ) -> None:
         super().__init__(group, split, kinds)
         self._reduction = Reduction(group)
-        self._rows = None
-        loss = train_state.loss
-        if isinstance(loss, WholeBatchLoss):
 
-            def represent() -> Any:
-                context = precision_context(train_state.device, train_state.precision)
-                with preserved_random_state(), torch.no_grad(), context:
-                    found = loss.represent(train_state.model, filler()[0])
-                train_state.buffers.restore(keep=True)
-                return found
+        def represent() -> Any:
+            loss: Any = train_state.loss
+            context = precision_context(train_state.device, train_state.precision)
+            with preserved_random_state(), torch.no_grad(), context:
+                found = loss.represent(train_state.model, filler()[0])
+            train_state.buffers.restore(keep=True)
+            return found
 
-            self._rows = RowGather(group, represent)
+        self._exchange = BatchExchange(group, represent)
 
     def begin_step(
         self, train_state: TrainState, micro_batches: MicroBatches, count: int, batch: GlobalBatch
     ) -> MicroBatches:
         """See `Engine.begin_step`."""
-        if self._rows is not None:
-            self._rows.begin()
-            train_state.rows = self._rows
+        self._exchange.begin()
+        train_state.peers = self._exchange
         return micro_batches
 
     def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
         """See `Engine.combine`."""
-        if self._rows is not None:
-            train_state.rows = None
-            outcome = self._rows.end(outcome)
+        if train_state.peers is not None:
+            train_state.peers = None
+            outcome = self._exchange.end(train_state, outcome)
         # From here on another rank may have stepped, so that nothing can be repeated.
         train_state.stepping = True
         totals = None if isinstance(outcome, OutOfMemory) else outcome
@@ -264,6 +275,8 @@ class Replicate(GroupEngine):
         if any(one.failed for one in of_ranks):
             train_state.stepping = False
             return outcome if isinstance(outcome, OutOfMemory) else OutOfMemory("")
+        if totals is not None:
+            self.sum_terms(totals, of_ranks)
         return outcome
 
 
@@ -287,6 +300,7 @@ class Shard(GroupEngine):
         self._filler = filler
         self._buffers = BufferSnapshot(train_state.model, copy_all=True)
         self._has_no_counts = False
+        self._exchange = BatchExchange(group, lambda: None)
         cells = num_cells(group.world, len(RankNumbers._fields) + len(train_state.optimizers))
         self._cells = torch.zeros(cells, device=train_state.device)
 
@@ -296,6 +310,7 @@ class Shard(GroupEngine):
         """See `Engine.begin_step`. Further micro-batches of weight 0 follow if other ranks have more."""
         # From here on another rank may wait for this one, so that nothing can be repeated.
         train_state.stepping = True
+        train_state.peers = self._exchange
         self._agree_on_scale(train_state)
         rounds = self._split.rounds(batch)
         padded = self._padded(micro_batches, count, rounds)
@@ -324,6 +339,7 @@ class Shard(GroupEngine):
         outcome.first_count = sum(one.first_count for one in of_ranks)
         squares = zip(*(one[len(numbers) :] for one in found), strict=True)
         outcome.norms = [_root(sum(one)) for one in squares]
+        self.sum_terms(outcome, of_ranks)
         return outcome
 
     def explain(self, error: Exception) -> Exception:
@@ -366,8 +382,8 @@ class PeerOutOfMemory(torch.OutOfMemoryError):
     """Memory ran out on another rank."""
 
 
-class RowGather:
-    """The exchange of representations among ranks; see `autobatch.step.whole_batch.RowExchange`.
+class BatchExchange:
+    """The exchange of representations or counts among ranks; see `autobatch.step.whole_batch.PassExchange`.
 
     Args:
         group: the ranks.
@@ -382,7 +398,7 @@ class RowGather:
 
     @property
     def counts_loss(self) -> bool:
-        """See `RowExchange.counts_loss`."""
+        """See `PassExchange.counts_loss`."""
         return self._group.rank == 0
 
     def begin(self) -> None:
@@ -390,7 +406,7 @@ class RowGather:
         self._has_voted = self._peer_failed = False
 
     def gather(self, rows: Rows) -> None:
-        """See `RowExchange.gather`.
+        """See `PassExchange.gather`.
 
         Raises:
             PeerOutOfMemory: memory ran out on another rank before.
@@ -404,10 +420,47 @@ class RowGather:
             for wait in [self._group.start_sum(one) for one in wholes]:
                 wait()
 
-    def end(self, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
-        """Return the outcome of this rank, after the vote of the others if they wait for it."""
+    def agree_on_form(self, own: Form | None) -> Form | None:
+        """See `PassExchange.agree_on_form`.
+
+        Raises:
+            InputError: the forms of two ranks differ.
+        """
+        found = [Form(one) for one in self._group.gather(own and dict(own)) if one is not None]
+        for other in found:
+            if other != found[0]:
+                raise InputError(
+                    f"the workload's loss returned {found[0]} on one rank and {other} on another: return "
+                    f"{'the same terms' if other.has_several and found[0].has_several else 'one kind'}"
+                )
+        return found[0] if found else None
+
+    def sum_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """See `PassExchange.sum_counts`.
+
+        Raises:
+            PeerOutOfMemory: memory ran out on another rank before.
+        """
+        self._has_voted = True
+        sums: dict[str, float] = {}
+        own: Mapping[str, float] | None = counts
+        for of_rank in self._group.gather(own):
+            if of_rank is None:
+                self._peer_failed = True
+                raise PeerOutOfMemory("memory ran out on another rank")
+            for name, count in of_rank.items():
+                sums[name] = sums.get(name, 0.0) + count
+        return sums
+
+    def end(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
+        """Return the outcome of this rank, after the votes of the others if they wait for it."""
         if isinstance(outcome, OutOfMemory) and not self._has_voted:
-            self._vote(failed=True)
+            if isinstance(train_state.loss, WholeBatchLoss):
+                self._vote(failed=True)
+            else:
+                train_state.form = train_state.form or self.agree_on_form(None)
+                if train_state.form is not None and train_state.form.counted:
+                    self._group.gather(None)
         return OutOfMemory("") if self._peer_failed else outcome
 
     def _vote(self, *, failed: bool) -> None:

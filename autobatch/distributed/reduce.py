@@ -45,6 +45,8 @@ class RankNumbers(NamedTuple):
     has_first_norm: float = 0.0
     first_norm: float | Tensor = 0.0
     first_count: float | Tensor = 0.0
+    has_terms: float = 0.0
+    """1 if the loss has several terms."""
 
 
 def numbers_of(totals: StepTotals | None, signal: int = 0) -> RankNumbers:
@@ -66,6 +68,7 @@ def numbers_of(totals: StepTotals | None, signal: int = 0) -> RankNumbers:
         has_first_norm=totals.first_norm is not None,
         first_norm=0.0 if totals.first_norm is None else totals.first_norm,
         first_count=totals.first_count,
+        has_terms=bool(totals.terms),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -39,13 +39,13 @@ from autobatch.integrations.data_source import (
 )
 from autobatch.planning import check_world_size, launched_world_size
 from autobatch.step.gradients import LOW_PRECISION, Gradients, exchange_buffer, norm_of
-from autobatch.step.loss import StepTotals, normalize_loss
+from autobatch.step.loss import StepTotals, normalize_loss, terms_of
 from autobatch.step.optimizers import refuse_closure
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
-from autobatch.step.train_step import StepResult, finish, run_backward
+from autobatch.step.train_step import CountPass, StepResult, finish, run_backward
 from autobatch.training.loop import LEAST_LOSS_SCALE
-from autobatch.workload.contract import Collated, Loss, kind_of
+from autobatch.workload.contract import Collated, LossValue, kind_of
 from autobatch.workload.data import size_of_sample
 from autobatch.workload.nested import form_of
 from autobatch.workload.order import GlobalBatch
@@ -155,22 +155,23 @@ class Batch(Generic[CollatedT]):
             yield found
             del found  # as above
 
-    def backward(self, loss: Tensor | Loss) -> None:
+    def backward(self, loss: LossValue) -> None:
         """Add the gradient of the current micro-batch to the gradient of the batch.
 
         Args:
             loss: the mean over the samples of the micro-batch, a 0-d tensor; or a `Loss` if it is a mean over
-                something else.
+                something else; or several terms, as in `Workload`.
 
         Raises:
-            InputError: ``loss`` is not a loss, or there is no current micro-batch.
+            InputError: ``loss`` is not a loss, or has terms whose counts in the whole batch are unknown, or
+                there is no current micro-batch.
         """
         if self._open is None:
             raise InputError(
                 f"batch.backward() was called without a micro-batch in {self._name}: call it once per "
                 "micro-batch, inside `for micro in batch:`, with the sum of its losses"
             )
-        if not isinstance(loss, Loss) and not (isinstance(loss, Tensor) and loss.dim() == 0):
+        if not isinstance(loss, tuple | list | Mapping) and not (isinstance(loss, Tensor) and not loss.dim()):
             raise InputError(
                 "batch.backward() takes the mean over the samples of the micro-batch, a 0-d tensor, or "
                 f"autobatch.Loss(total, count); found {form_of(loss)}"
@@ -179,9 +180,15 @@ class Batch(Generic[CollatedT]):
         gradients = self._passes.gradients
         if not self._totals.sizes:
             gradients.clear()
-        share = normalize_loss(train_state, self._totals, loss, self._open)
+        terms = terms_of(loss)
+        if CountPass(train_state, self._totals).needs_more(terms, self._open):
+            raise InputError(
+                f"{self._name} has several micro-batches, and a term of its loss is divided by all that it "
+                "counts in them: return one Loss, or use autobatch.fit, which counts first"
+            )
+        weighted = normalize_loss(train_state, self._totals, terms, self._open)
         with gradients.summed_apart():
-            run_backward(train_state, self._totals, share, self._open)
+            run_backward(train_state, self._totals, weighted, self._open)
         self._open = None
 
     def step(self, *optimizers: Optimizer, max_grad_norm: float | None = None) -> StepResult:

@@ -24,6 +24,7 @@ from autobatch.core.units import format_share
 from autobatch.device.oom import Verdict, classify
 from autobatch.setup.rehearsal import on_copies
 from autobatch.setup.setup import Setup
+from autobatch.step.loss import terms_of
 from autobatch.step.restore import temporary_weights
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
 from autobatch.workload.data import collate_samples, fetch, load_micro_batch, shallow_copies
@@ -217,18 +218,24 @@ def _change_of_loss(setup: Setup, samples: Sequence[Any]) -> float | None:
     short, longest = ([one] for one in samples)
     with _evaluated(setup) as run:
 
-        def total(chosen: Sequence[Any], seed: int = 1) -> tuple[float, float]:
-            loss = run(setup.workload.loss, chosen, seed)
-            if isinstance(loss, Loss):
-                return float(loss.total), float(loss.count)
-            return float(loss) * len(chosen), float(len(chosen))
+        def totals(chosen: Sequence[Any], seed: int = 1) -> list[tuple[float, float]]:
+            terms = terms_of(run(setup.workload.loss, chosen, seed)).values()
+            return [
+                (float(one.total), float(one.count))
+                if isinstance(one, Loss)
+                else (float(one) * len(chosen), float(len(chosen)))
+                for one in terms
+            ]
 
-        alone, other = total(short), total(longest)
-        if (alone, other) != (total(short, 2), total(longest, 2)):
+        alone, other = totals(short), totals(longest)
+        if (alone, other) != (totals(short, 2), totals(longest, 2)):
             return None
-        both = total(samples)
-    if not alone[0]:
-        return None
+        both = totals(samples)
+    return max((_excess(*term) for term in zip(both, alone, other, strict=True) if term[1][0]), default=None)
+
+
+def _excess(both: tuple[float, float], alone: tuple[float, float], other: tuple[float, float]) -> float:
+    """Return the share by which total or count of a sample change beside another one."""
     excess = abs(both[0] - alone[0] - other[0]) - ROUNDING * abs(other[0])
     counted = abs(both[1] - alone[1] - other[1])
     return max(excess / abs(alone[0]), counted / alone[1] if alone[1] else 0.0)

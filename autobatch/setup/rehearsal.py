@@ -24,7 +24,7 @@ from autobatch.step.train_state import TrainState, build_train_state
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
 from autobatch.workload.data import load_micro_batch
-from autobatch.workload.nested import HeldMicroBatches, feed
+from autobatch.workload.nested import HeldMicroBatches
 from autobatch.workload.rng import preserved_random_state
 from autobatch.workload.split import MicroBatchIds
 from autobatch.workload.user_code import user_code
@@ -192,12 +192,12 @@ def open_train_state(setup: Setup, meter: Meter, *, learning_rate: float | None 
 
 
 def batches_of(
-    setup: Setup, meter: Meter, fetched: Iterable[tuple[Collated, int]]
+    setup: Setup, train_state: TrainState, meter: Meter, fetched: Iterable[tuple[Collated, int]]
 ) -> Iterable[tuple[Collated, int]]:
-    """Move micro-batches to the setup's device; a `WholeBatchLoss` reads each of them twice."""
-    twice = isinstance(setup.workload.loss, WholeBatchLoss)
-    placed = feed(fetched, setup.device.torch_device, meter, twice=twice)
-    return HeldMicroBatches(placed) if setup.keeps_batches and not twice else placed
+    """Move micro-batches to the setup's device; some losses read each of them twice."""
+    placed = train_state.feed(fetched, meter)
+    is_whole = isinstance(setup.workload.loss, WholeBatchLoss)
+    return HeldMicroBatches(placed) if setup.keeps_batches and not is_whole else placed
 
 
 def _step_anyway(train_state: TrainState, mark: Callable[[str], None]) -> None:
@@ -223,7 +223,7 @@ def _take_step(
         stopwatch: times the step.
         measure_first: hold the norm of the first micro-batch, as the loop may: the peaks are equal to a byte.
     """
-    placed = batches_of(setup, stopwatch.meter, batch.micro_batches)
+    placed = batches_of(setup, train_state, stopwatch.meter, batch.micro_batches)
     stopwatch.start()
     totals = accumulate(
         train_state,

@@ -20,10 +20,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from autobatch.core.knobs import CHANNELS_LAST, CHECKPOINTING, COMPILE, OPTIMIZER
-from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
+from autobatch.workload.contract import Collated, LossFunction, LossValue, WholeBatchLoss
 from autobatch.workload.nested import map_tensors
 
-LossFunction = Callable[[nn.Module, Collated], "Tensor | Loss"]
 IMPLEMENTATIONS: dict[object, dict[str, bool]] = {
     "for-loop": {"foreach": False, "fused": False},
     "foreach": {"foreach": True, "fused": False},
@@ -69,7 +68,7 @@ def apply_forward(loss: LossFunction, model: nn.Module, knobs: Mapping[str, obje
     if not forwards and not to_layout:
         return loss
 
-    def run(temporary_weights: nn.Module, batch: Collated) -> Tensor | Loss:
+    def run(temporary_weights: nn.Module, batch: Collated) -> LossValue:
         if not torch.is_grad_enabled():
             return loss(temporary_weights, batch)
         if to_layout:

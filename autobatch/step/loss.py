@@ -2,13 +2,18 @@
 
 If the loss is a mean over samples, the divisor is the samples of the batch. For a `Loss`, and in 16 bits, it
 is a power of two near the items of the batch, so that dividing by it rounds nothing.
+
+Of several terms, each has a divisor of its own: the items that it counts in the whole batch. Their gradients
+are summed in one place, so these divisors must be known before the first backward pass.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,9 +21,50 @@ from torch import Tensor
 from autobatch.core.errors import InputError
 from autobatch.step.gradients import LOW_PRECISION
 from autobatch.step.tensors import is_readable
-from autobatch.step.train_state import TrainState
-from autobatch.workload.contract import Loss
+from autobatch.workload.contract import Collated, Loss, kind_of
 from autobatch.workload.nested import form_of
+from autobatch.workload.user_code import user_code
+
+COUNT_TOLERANCE = 1e-5
+"""Relative difference of two sums of the same counts, which may be weights in float32."""
+ONE = ""
+"""Name of the only term of a loss."""
+Number: TypeAlias = Tensor | float
+
+
+class HasScale(Protocol):
+    """What trains; see `autobatch.step.train_state.TrainState`."""
+
+    items_per_sample: float | None
+
+
+@dataclass(kw_only=True, slots=True)
+class Term:
+    """Sums of one of several terms over the micro-batches of one batch."""
+
+    items: Number
+    """Items that the term counts in the whole batch, over all ranks: its divisor."""
+    expected: Number | None = None
+    """Those of them that this rank counted before it trained; None if nothing was counted."""
+    count: Number = 0.0
+    """Σ of the counts of the micro-batches that trained."""
+    loss: Number = 0.0
+    """Σ of the totals, each divided by ``items``."""
+
+    def on_host(self) -> Term:
+        """Return the same sums as numbers."""
+        items, expected, count, loss = read_numbers([self.items, self.expected, self.count, self.loss])
+        return Term(items=items, expected=None if self.expected is None else expected, count=count, loss=loss)
+
+    def plus(self, other: Term) -> Term:
+        """Return the sums of two ranks."""
+        known = [one.expected for one in (self, other) if one.expected is not None]
+        return Term(
+            items=self.items,
+            expected=sum(known) if known else None,
+            count=self.count + other.count,
+            loss=self.loss + other.loss,
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,7 +76,7 @@ class StepTotals:
     loss: Tensor | float = 0.0
     """Σ of the backpropagated losses, before any loss scale."""
     count: Tensor | float | None = None
-    """Σ of the counts of `Loss`; None if the loss is a mean over samples."""
+    """Σ of the counts of `Loss`; None if the loss is a mean over samples, or has several terms."""
     least_count: Tensor | float = 0.0
     """The least of these counts if they are tensors, else 0: numbers are checked at once."""
     divisor: float = 1.0
@@ -44,72 +90,257 @@ class StepTotals:
     """Count of the first micro-batch."""
     norms: list[float] | None = None
     """Norms of the gradients of each optimizer if ranks share them; None if this process has whole ones."""
+    form: Form | None = None
+    """Form of the loss; None before the first micro-batch."""
+    terms: dict[str, Term] = field(default_factory=dict)
+    """Sums of each of several terms, whose losses add up to ``loss``; else empty."""
 
 
 class WeightedLoss(NamedTuple):
-    """The part of a micro-batch in the loss of its batch: ``loss`` × ``weight``."""
+    """The part of a micro-batch in a term of the loss of its batch: ``loss`` × ``weight``."""
 
     loss: Tensor
     """A 0-d tensor of 32 bits or more."""
-    weight: float
+    weight: Number
+    term: Term | None = None
+    """The one of several; None for the only one."""
+
+
+class Form(dict[str, bool]):
+    """The names of the terms of a loss, `ONE` for a single one, and whether each is a `Loss`."""
+
+    @property
+    def has_several(self) -> bool:
+        """True for several terms, and for one with a name."""
+        return ONE not in self
+
+    @property
+    def counted(self) -> list[str]:
+        """The names of those of several terms whose counts only the loss knows."""
+        return [name for name, has_count in self.items() if has_count and self.has_several]
+
+    def __str__(self) -> str:
+        """Describe the form in words."""
+        kinds = ["a Loss" if has_count else "a tensor" for has_count in self.values()]
+        return ", ".join(f"{name} ({kind})" if name else kind for name, kind in zip(self, kinds, strict=True))
+
+
+def terms_of(loss: object) -> dict[str, Tensor | Loss]:
+    """Return the terms that a loss function returned by name, checked; a single one is called `ONE`.
+
+    Raises:
+        InputError: it returned no loss.
+    """
+    found = named_terms(loss)
+    for name, one in found.items():
+        _check_term(name, one)
+    return found
+
+
+def named_terms(loss: object) -> dict[str, Any]:
+    """Return whatever a loss function returned as terms by name; a single one is called `ONE`.
+
+    Raises:
+        InputError: terms have no names, or a name of the loss.
+    """
+    if isinstance(loss, Mapping):
+        found = dict(loss)
+        names = ", ".join(map(repr, found)) or "none"
+        if not found or not all(isinstance(name, str) and name for name in found):
+            raise InputError(f"a mapping of losses needs a name for each, found {names}: name them by text")
+        if "loss" in found:
+            raise InputError(
+                f"the workload's loss returned a mapping of {names}, whose sum is the loss, so none may be "
+                "called 'loss': return that value alone, or only the terms that add up to it"
+            )
+    elif isinstance(loss, list | tuple) and not isinstance(loss, Loss):
+        if not loss or not all(isinstance(one, Loss) for one in loss):
+            kinds = ", ".join(map(form_of, loss)) or "nothing"
+            raise InputError(
+                f"the workload's loss must return a 0-d tensor or a Loss, found {kind_of(loss)} of {kinds}: "
+                "several terms are a sequence of Loss(total, count), or a mapping of names to Loss and means"
+            )
+        found = by_name(loss)
+    else:
+        found = {ONE: loss}
+    return found
+
+
+def by_name(values: Mapping[str, Any] | list[Any] | tuple[Any, ...]) -> dict[str, Any]:
+    """Return terms by name, or their counts; those of a sequence are numbered."""
+    if isinstance(values, Mapping):
+        return dict(values)
+    return {f"term_{number}": one for number, one in enumerate(values, 1)}
+
+
+def check_form(totals: StepTotals, terms: Mapping[str, Tensor | Loss]) -> Form:
+    """Return the form of the loss, after a check that it is that of the micro-batches before.
+
+    Raises:
+        InputError: it is another.
+    """
+    found = Form({name: isinstance(one, Loss) for name, one in terms.items()})
+    if totals.form is None:
+        totals.form = found
+    if found != totals.form:
+        advice = (
+            "return the same terms" if found.has_several or totals.form.has_several else "return one kind"
+        )
+        raise InputError(
+            f"the workload's loss returned {totals.form} for one micro-batch and {found} for another: "
+            f"{advice}"
+        )
+    return found
+
+
+def mean_of(loss: object) -> Tensor:
+    """Return the loss of a batch that is one micro-batch as a single number, 0 of a term without items."""
+    means = [
+        one if isinstance(one, Tensor) else one.total / (float(one.count) or 1.0)
+        for one in terms_of(loss).values()
+    ]
+    return sum(means[1:], means[0])
+
+
+class CountsAhead:
+    """Counts that follow from the data alone, summed over the micro-batches of a batch before they train.
+
+    Args:
+        function: ``Workload(counts=…)``.
+    """
+
+    def __init__(self, function: Callable[[Collated], Any]) -> None:
+        self._function = function
+        self._sums: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """Forget the counts of the batch before."""
+        self._sums = {}
+
+    def add(self, batch: Collated) -> None:
+        """Add the counts of a collated micro-batch on the host.
+
+        Raises:
+            InputError: the function returned something else than counts by name.
+        """
+        with user_code("counts"):
+            found = self._function(batch)
+        if not isinstance(found, Mapping | list | tuple):
+            raise InputError(
+                "Workload(counts=…) must return a mapping of the names of terms to their counts, found "
+                f"{kind_of(found)}"
+            )
+        for name, count in by_name(found).items():
+            _check_count(name, count, f"{name!r} in Workload(counts=…)")
+            self._sums[name] = self._sums.get(name, 0.0) + float(count)
+
+    def sums(self, form: Form) -> dict[str, float]:
+        """Return the counts of the terms that have one; empty if no micro-batch was looked at.
+
+        Raises:
+            InputError: the names are not those of the terms.
+        """
+        if self._sums and {*self._sums} != {*form.counted}:
+            raise InputError(
+                f"Workload(counts=…) counts {', '.join(self._sums)}, and the terms of the loss that have a "
+                f"count are {', '.join(form.counted) or 'none'}: count these, or leave counts=… out"
+            )
+        return self._sums
+
+
+def counts_of(terms: Mapping[str, Tensor | Loss]) -> dict[str, Number]:
+    """Return the counts of the terms that have one."""
+    found = {name: one.count for name, one in terms.items() if isinstance(one, Loss)}
+    return {n: c.detach().double() if isinstance(c, Tensor) else c for n, c in found.items()}
 
 
 def normalize_loss(
-    train_state: TrainState, totals: StepTotals, loss: Tensor | Loss, size: int
-) -> WeightedLoss:
+    train_state: HasScale, totals: StepTotals, terms: Mapping[str, Tensor | Loss], size: int
+) -> list[WeightedLoss]:
     """Return the part of a micro-batch of ``size`` samples in the loss of its batch: ``total ÷ D``.
 
-    The ``totals`` are those of the micro-batches before; the count of this one is added.
+    The ``totals`` are those of the micro-batches before; the counts of this one are added. Of several terms,
+    they have the divisor of each that is a `Loss`.
 
     Raises:
-        InputError: ``loss`` is no loss, or of another kind than that of the micro-batch before, or its count
-            is a number that is not finite or is negative.
+        InputError: the terms are of another form than those of the micro-batch before.
     """
-    if totals.sizes and isinstance(loss, Loss) != (totals.count is not None):
-        raise InputError(
-            "the workload's loss returned a Loss for one micro-batch and a tensor for another: "
-            "return one kind"
-        )
-    if isinstance(loss, Loss):
-        total, count = loss
-        if not isinstance(total, Tensor) or total.dim() != 0:
-            raise InputError(f"the total of a Loss must be a 0-d tensor, found {form_of(total)}")
-        if isinstance(count, Tensor) and count.dim() != 0:
-            raise InputError(f"the count of a Loss must be a number or a 0-d tensor, found {form_of(count)}")
-        check_has_value(total)
-        if not isinstance(count, Tensor) and not 0 <= count < math.inf:
-            raise invalid_count(count, "a micro-batch")
-        if totals.count is None:
-            totals.count = 0.0
-            totals.divisor = divisor_of(_items_per_sample(train_state, count, size), totals.samples)
+    several = check_form(totals, terms).has_several
+    counts = counts_of(terms)
+    for count in counts.values():
         if isinstance(count, Tensor):
-            count = count.detach().double()
             least = totals.least_count
             totals.least_count = torch.minimum(least, count) if isinstance(least, Tensor) else count
-        totals.count = totals.count + count
-        return WeightedLoss(at_least_32_bits(total), 1 / totals.divisor)
-    if isinstance(loss, Tensor) and loss.dim() == 0:
-        check_has_value(loss)
-        if not totals.sizes:
-            low = loss.dtype in LOW_PRECISION
-            totals.divisor = _power_of_two(totals.samples) if low else float(totals.samples)
-        return WeightedLoss(at_least_32_bits(loss), size / totals.divisor)
-    raise InputError(f"the workload's loss must return a 0-d tensor or a Loss, found {form_of(loss)}")
+    if several:
+        totals.divisor = float(totals.samples)
+        return [_weigh(totals, name, one, counts.get(name), size) for name, one in terms.items()]
+    one = terms[ONE]
+    if isinstance(one, Loss):
+        if totals.count is None:
+            totals.count = 0.0
+            totals.divisor = divisor_of(_items_per_sample(train_state, one.count, size), totals.samples)
+        totals.count = totals.count + counts[ONE]
+        return [WeightedLoss(at_least_32_bits(one.total), 1 / totals.divisor)]
+    if not totals.sizes:
+        low = one.dtype in LOW_PRECISION
+        totals.divisor = _power_of_two(totals.samples) if low else float(totals.samples)
+    return [WeightedLoss(at_least_32_bits(one), size / totals.divisor)]
 
 
-def read_totals(totals: StepTotals, norms: list[Tensor | float | None]) -> tuple[list[float], list[float]]:
-    """Bring the sums and norms to the host in one transfer, with 0 in place of None.
+def _weigh(
+    totals: StepTotals, name: str, one: Tensor | Loss, count: Number | None, size: int
+) -> WeightedLoss:
+    """Return the part of a micro-batch in one of several terms."""
+    if count is None:
+        term = totals.terms.setdefault(name, Term(items=float(totals.samples)))
+        term.count = term.count + size
+        return WeightedLoss(at_least_32_bits(one), size / totals.samples, term)  # type: ignore[arg-type]
+    term = totals.terms[name]
+    term.count = term.count + count
+    items = (
+        float(term.items) if isinstance(term.items, float | int) or is_readable(term.items) else term.items
+    )
+    if isinstance(items, Tensor):
+        # A term without items has no weight. The host does not wait to know whether it has any.
+        weight: Number = torch.where(items > 0, items.reciprocal(), 0.0)
+    else:
+        weight = 1 / items if items else 0.0
+    return WeightedLoss(at_least_32_bits(one.total), weight, term)  # type: ignore[union-attr]
 
-    Returns:
-        The loss, the count, the norm and the count of the first micro-batch, the least count; and the norms.
-    """
-    values = [totals.loss, totals.count, totals.first_norm, totals.first_count, totals.least_count, *norms]
+
+def read_numbers(values: list[Number | None]) -> list[float]:
+    """Bring numbers to the host in one transfer, with 0 in place of None."""
     away = [value for value in values if isinstance(value, Tensor) and not is_readable(value)]
     if len(away) > 1:
         read = iter(torch.stack([value.to(away[0].device, torch.float64) for value in away]).tolist())
         values = [next(read) if any(value is one for one in away) else value for value in values]
-    found = [0.0 if value is None else float(value) for value in values]
-    return found[:5], found[5:] if totals.norms is None else totals.norms
+    return [0.0 if value is None else float(value) for value in values]
+
+
+def read_terms(totals: StepTotals, values: list[float]) -> dict[str, float]:
+    """Return the mean of each term that counted any item, from the values of `numbers_of_terms`.
+
+    Raises:
+        InputError: a term counted other items while it trained than before.
+    """
+    means = {}
+    for (name, term), first in zip(totals.terms.items(), range(0, len(values), 4), strict=True):
+        loss, items, count, expected = values[first : first + 4]
+        if term.expected is not None and not abs(count - expected) <= COUNT_TOLERANCE * abs(expected):
+            raise InputError(
+                f"the term {name!r} of the loss counts {count:.10g} items of a batch while it trains, and "
+                f"{expected:.10g} were counted before, so no step was taken: Workload(counts=…) must count "
+                "what the loss does; without it, the loss must count the same items of a micro-batch twice"
+            )
+        if items:
+            means[name] = loss
+    return means
+
+
+def numbers_of_terms(totals: StepTotals) -> list[Number | None]:
+    """Return the sums of each of several terms: loss, items, count and the expected count."""
+    terms = totals.terms.values()
+    return [one for term in terms for one in (term.loss, term.items, term.count, term.expected)]
 
 
 def divisor_of(items_per_sample: float | None, samples: int) -> float:
@@ -117,10 +348,11 @@ def divisor_of(items_per_sample: float | None, samples: int) -> float:
     return _power_of_two((items_per_sample or 1.0) * samples)
 
 
-def invalid_count(count: float, of: str) -> InputError:
+def invalid_count(count: float, of: str, name: str = ONE) -> InputError:
     """Build the error of a count that is no number of items."""
+    whose = f"of the term {name!r}" if name else "of the workload's Loss"
     return InputError(
-        f"the count of the workload's Loss must be finite and at least 0, found {count:g} for {of}, so "
+        f"the count {whose} must be finite and at least 0, found {count:g} for {of}, so "
         "no step was taken: return the number of items that its total sums over"
     )
 
@@ -147,7 +379,31 @@ def check_has_value(loss: Tensor) -> None:
         )
 
 
-def _items_per_sample(train_state: TrainState, count: float | Tensor, size: int) -> float:
+def _check_term(name: str, one: object) -> None:
+    """Check that a term is a mean, which is a 0-d tensor, or a `Loss` with a number as count."""
+    if isinstance(one, Loss):
+        whose = f"the term {name!r}" if name else "a Loss"
+        if not isinstance(one.total, Tensor) or one.total.dim() != 0:
+            raise InputError(f"the total of {whose} must be a 0-d tensor, found {form_of(one.total)}")
+        _check_count(name, one.count, whose)
+        check_has_value(one.total)
+    elif isinstance(one, Tensor) and one.dim() == 0:
+        check_has_value(one)
+    else:
+        what = (
+            f"the term {name!r} of the workload's loss must be" if name else "the workload's loss must return"
+        )
+        raise InputError(f"{what} a 0-d tensor or a Loss, found {form_of(one)}")
+
+
+def _check_count(name: str, count: Any, whose: str) -> None:
+    if not (count.dim() == 0 if isinstance(count, Tensor) else isinstance(count, Real)):
+        raise InputError(f"the count of {whose} must be a number or a 0-d tensor, found {form_of(count)}")
+    if not isinstance(count, Tensor) and not 0 <= count < math.inf:
+        raise invalid_count(count, "a micro-batch", name)
+
+
+def _items_per_sample(train_state: HasScale, count: float | Tensor, size: int) -> float:
     if train_state.items_per_sample is None:
         # The only wait for the device during accumulation, once per run.
         found = float(count.detach() if isinstance(count, Tensor) else count) / max(size, 1)

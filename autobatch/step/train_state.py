@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import Configuration
 from autobatch.core.records import GradientDtype, Precision
+from autobatch.device.base import Meter
 from autobatch.step.apply_knobs import apply_forward, apply_implementation, apply_layout, uses_graphs
 from autobatch.step.ema import WeightAverage
 from autobatch.step.gradients import Gradients, Optimizers, exchange_buffer
+from autobatch.step.loss import CountsAhead, Form
 from autobatch.step.optimizers import build_optimizers
 from autobatch.step.restore import BufferSnapshot
-from autobatch.step.whole_batch import RowExchange
-from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
+from autobatch.step.whole_batch import PassExchange
+from autobatch.workload.contract import Collated, LossFunction, WholeBatchLoss, Workload
+from autobatch.workload.nested import feed
 
 T = TypeVar("T")
 _DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,7 +48,7 @@ class TrainState:
     """A model with everything that its optimizer step needs."""
 
     model: nn.Module
-    loss: Callable[[nn.Module, Collated], Tensor | Loss]
+    loss: LossFunction
     optimizers: Optimizers
     parameters: list[nn.Parameter]
     """Parameters that the optimizers train, each once."""
@@ -62,16 +65,38 @@ class TrainState:
     """Items per sample in the first `Loss` with a count above 0; None before that, then fixed for the run."""
     after_step: Callable[[nn.Module], object] | None = None
     """The user's own change of the model after each applied step; None for none."""
+    form: Form | None = None
+    """Form of the loss; None before the first micro-batch, then fixed for the run."""
+    counts: CountsAhead | None = None
+    """Counts of its terms that follow from the data alone; None if only the loss tells them."""
     average: WeightAverage | None = None
     """Average of the weights, updated by every applied step; None for no average."""
     stepping: bool = False
     """True while optimizers move weights, here or on another rank: a failure then cannot be repeated."""
     exchange: Tensor | None = None
     """Buffer in which ranks sum their gradients; None if this process trains alone, or DDP sums them."""
-    rows: RowExchange | None = None
-    """Exchange of rows in the batch that ranks train now, for a `WholeBatchLoss`; None for one process."""
+    peers: PassExchange | None = None
+    """Exchange between the passes over the batch that ranks train now; None for one process."""
     shared: SharedModel | None = None
     """The model if ranks share it; None if this process has a whole one."""
+
+    @property
+    def may_count(self) -> bool:
+        """True if the loss has several terms whose counts must be known before the first backward pass.
+
+        True also as long as that is unknown.
+        """
+        return self.form is None or bool(self.form.counted)
+
+    def feed(self, fetched: Iterable[tuple[Collated, int]], meter: Meter) -> Iterable[tuple[Collated, int]]:
+        """Move the micro-batches of a batch to the device, as often as the loss needs; see `nested.feed`."""
+        return feed(
+            fetched,
+            self.device,
+            meter,
+            twice=lambda: isinstance(self.loss, WholeBatchLoss) or self.may_count,
+            look=None if self.counts is None else self.counts.add,
+        )
 
     def call(self, function: Callable[[nn.Module, Collated], T], batch: Collated) -> T:
         """Call a function of the model and a micro-batch; see `SharedModel.run`."""
@@ -147,6 +172,7 @@ def build_train_state(
     return TrainState(
         model=model,
         loss=apply_forward(workload.loss, model, knobs),
+        counts=None if workload.counts is None else CountsAhead(workload.counts),
         optimizers=optimizers,
         parameters=parameters,
         device=device,

@@ -6,6 +6,8 @@ the sum of the counts, is known, the gradient is multiplied by D ÷ N.
 
 - If the loss is a mean over samples, N is known before the step and D = N.
 - For a `Loss`, and in 16 bits, D is a power of two near N, so that dividing by D rounds nothing.
+- For several terms, N differs by term, so each N must be known before the first backward pass. If the data do
+  not tell it (``Workload(counts=…)``), a first forward pass over all micro-batches of the batch counts.
 - A `WholeBatchLoss` is the loss of the batch already; see `autobatch.step.whole_batch`.
 
 The host waits for the device once per batch, after the last backward pass. A loss scale waits once more, in
@@ -16,7 +18,8 @@ predicted and probed is what trains.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,18 +29,26 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import Record
 from autobatch.step.gradients import norm_of
 from autobatch.step.loss import (
+    Form,
+    Number,
     StepTotals,
+    Term,
     WeightedLoss,
     at_least_32_bits,
+    check_form,
     check_has_value,
+    counts_of,
     invalid_count,
     normalize_loss,
-    read_totals,
+    numbers_of_terms,
+    read_numbers,
+    read_terms,
+    terms_of,
 )
 from autobatch.step.tensors import is_readable
 from autobatch.step.train_state import TrainState, precision_context
-from autobatch.step.whole_batch import WholeBatchPasses
-from autobatch.workload.contract import Collated, WholeBatchLoss
+from autobatch.step.whole_batch import Rewind, WholeBatchPasses
+from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
 from autobatch.workload.user_code import mark_user_error, user_code
 
 Mark = Callable[[str], None]
@@ -62,6 +73,8 @@ class StepResult(Record, frozen=True, kw_only=True):
     """Norm of the mean gradient over the first micro-batch; None if not requested."""
     first_count: float = 0.0
     """Items that the first micro-batch counted."""
+    terms: dict[str, float] = {}
+    """Mean of each of several terms that counted anything; they add up to ``loss``."""
 
 
 def train_step(
@@ -99,75 +112,180 @@ def accumulate(
         measure_first: also measure the norm of the gradient after the first micro-batch, unless the loss sees
             the whole batch.
     """
-    totals = StepTotals(samples=samples)
-    context = precision_context(train_state.device, train_state.precision)
+    totals = StepTotals(samples=samples, form=train_state.form)
     train_state.buffers.take()
+    with train_state.gradients.summed_apart():
+        if isinstance(train_state.loss, WholeBatchLoss):
+            _accumulate_whole(train_state, train_state.loss, micro_batches, totals, mark, places=places)
+            return totals
+        run = partial(_run_pass, train_state, totals=totals, mark=mark, measure_first=measure_first)
+        if not train_state.may_count:
+            run(micro_batches, count=None)
+            return totals
+        rewind, count = (
+            Rewind(),
+            CountPass(train_state, totals, is_only=places is not None and len(places) == 1),
+        )
+        run(map(rewind.keep, micro_batches), count=count)
+        if count.end():
+            run(map(rewind.restore, micro_batches), count=None)
+            rewind.check_complete()
+    return totals
+
+
+class CountPass:
+    """The pass over a batch that counts the items of each term, until the batch can train.
+
+    It ends with the first micro-batch if nothing has to be counted, and with the last one otherwise.
+    """
+
+    def __init__(self, train_state: TrainState, totals: StepTotals, *, is_only: bool = False) -> None:
+        self._train_state, self._totals, self._is_only = train_state, totals, is_only
+        self._counts: dict[str, Number] = {}
+        self._is_counted = False
+        if train_state.counts is not None:
+            train_state.counts.begin()
+
+    def needs_more(self, terms: Mapping[str, Tensor | Loss], size: int) -> bool:
+        """Count a micro-batch; return whether others must be counted before it can train."""
+        form = check_form(self._totals, terms)
+        self._learn(form)
+        if not form.counted or self._is_counted:
+            return False
+        if self._train_state.counts is not None:
+            ahead = self._train_state.counts.sums(form)
+            self._set_items({name: ahead.get(name, 1.0) for name in form.counted}, ahead)
+            return False
+        if self._train_state.shared is not None:
+            raise InputError(
+                "ranks that share the model gather it in one pass over a batch, and another would have to "
+                f"count {', '.join(form.counted)}: give Workload(counts=…), or use --parallel replicate"
+            )
+        for name, count in counts_of(terms).items():
+            self._counts[name] = self._counts.get(name, 0.0) + count
+        if self._is_only or size >= self._totals.samples:
+            self._set_items(self._counts, {})
+            return False
+        return True
+
+    def end(self) -> bool:
+        """Return whether the micro-batches have been counted, and are to be run again to train."""
+        self._learn(None)
+        form = self._train_state.form
+        if form is None or not form.counted or self._is_counted:
+            return False
+        self._set_items(self._counts, self._counts)
+        if not self._counts:
+            return False  # a rank without samples
+        if not self._train_state.buffers.restore(keep=True):
+            raise InputError(
+                "the terms of the loss are counted in a forward pass of its own, which changed a large "
+                "buffer of the model: give Workload(counts=…), which counts without the model"
+            )
+        return True
+
+    def _learn(self, form: Form | None) -> None:
+        """Let all ranks know the form of the loss, once per run."""
+        state = self._train_state
+        if state.form is None:
+            state.form = form if state.peers is None else state.peers.agree_on_form(form)
+
+    def _set_items(self, counts: Mapping[str, Number], expected: Mapping[str, Number]) -> None:
+        """Set the divisor of each term, given the counts of this rank."""
+        peers, self._is_counted = self._train_state.peers, True
+        if peers is not None:
+            counts = peers.sum_counts({name: float(one) for name, one in counts.items()})
+        for name, items in counts.items():
+            self._totals.terms[name] = Term(items=items, expected=expected.get(name))
+
+
+def _run_pass(
+    train_state: TrainState,
+    micro_batches: Iterable[tuple[Collated, int]],
+    *,
+    totals: StepTotals,
+    mark: Mark,
+    count: CountPass | None,
+    measure_first: bool,
+) -> None:
+    """Run the micro-batches forward; and backward unless they are only counted."""
+    context = precision_context(train_state.device, train_state.precision)
     part = "data"
     try:
-        with train_state.gradients.summed_apart():
-            if isinstance(train_state.loss, WholeBatchLoss):
-                _accumulate_whole(train_state, train_state.loss, micro_batches, totals, mark, places=places)
-                return totals
-            for batch, size in micro_batches:
-                part = "loss"
-                mark("forward")
-                # Entered anew for each: it holds the weights in 16 bits until it is left.
-                with context:
-                    weighted = normalize_loss(
-                        train_state, totals, train_state.loss(train_state.model, batch), size
-                    )
-                # From here on the micro-batch lives only as far as autograd has saved it.
-                del batch
+        for batch, size in micro_batches:
+            part = "loss"
+            mark("forward")
+            # Entered anew for each: it holds the weights in 16 bits until it is left.
+            with context:
+                terms = terms_of(train_state.loss(train_state.model, batch))
+                if count is not None:
+                    count = count if count.needs_more(terms, size) else None
+                weighted = [] if count is not None else normalize_loss(train_state, totals, terms, size)
+            # From here on the micro-batch lives only as far as autograd has saved it.
+            del batch, terms
+            if count is None:
                 part = "the backward pass of its loss"
                 mark("backward")
                 run_backward(train_state, totals, weighted, size)
                 if measure_first and totals.first_norm is None:
                     _measure_first(train_state, totals)
-                part = "data"
-                del weighted
+            part = "data"
+            del weighted
     except Exception as error:
         mark_user_error(error, part)
         raise
-    return totals
 
 
-def run_backward(train_state: TrainState, totals: StepTotals, weighted: WeightedLoss, size: int) -> None:
-    """Run the backward pass of a weighted loss, within `Gradients.summed_apart`.
+def run_backward(
+    train_state: TrainState, totals: StepTotals, weighted: Sequence[WeightedLoss], size: int
+) -> None:
+    """Run the backward pass of the weighted terms of a loss, within `Gradients.summed_apart`.
 
-    It begins with the weight, where torch would begin with 1: the same gradient as that of the
-    product, without the product and its own backward pass.
+    It begins with the weights, where torch would begin with 1: the same gradient as that of their weighted
+    sum, without the sum and its own backward pass.
     """
-    loss, weight = weighted
     # A loss may return a constant if its micro-batch counts nothing.
-    if loss.requires_grad:
-        scaled = loss if train_state.scaler is None else train_state.scaler.scale(loss)
-        _backward(scaled, weight)
-    if is_readable(loss):
-        totals.loss += loss.item() * weight
-    elif isinstance(totals.loss, Tensor):
-        totals.loss = totals.loss.add(loss.detach(), alpha=weight)
-    else:
-        # A sum of its own: a constant loss may be one tensor for all micro-batches.
-        own = loss.detach() * weight
-        totals.loss = own + totals.loss if totals.loss else own
+    trained = [(loss, weight) for loss, weight, _ in weighted if loss.requires_grad]
+    if trained:
+        scaler = train_state.scaler
+        losses = [loss if scaler is None else scaler.scale(loss) for loss, _ in trained]
+        _backward(losses, [weight for _, weight in trained])
+    for loss, weight, term in weighted:
+        totals.loss = _plus(totals.loss, loss, weight)
+        if term is not None:
+            term.loss = _plus(term.loss, loss, weight)
     totals.sizes.append(size)
 
 
-def _backward(loss: Tensor, weight: float) -> None:
-    """Run the backward pass of a 0-d loss, which begins with a weight.
+def _plus(total: Number, loss: Tensor, weight: Number) -> Number:
+    """Add a weighted loss to a sum, on the host if it may be read there at once."""
+    if is_readable(loss):
+        return total + loss.item() * float(weight)
+    if isinstance(total, Tensor) and not isinstance(weight, Tensor):
+        return total.add(loss.detach(), alpha=weight)
+    # A sum of its own: a constant loss may be one tensor for all micro-batches.
+    own = loss.detach() * weight
+    return own + total if isinstance(total, Tensor) or total else own
+
+
+def _backward(losses: Sequence[Tensor], weights: Sequence[Number]) -> None:
+    """Run the backward pass of 0-d losses, which begins with their weights.
 
     ``Tensor.backward`` looks for overrides, functorch and wrong shapes, and hands the context of the caller
     to the threads of other devices. On the CPU that takes as long as the backward pass of a small layer, and
     the engine runs in the thread of the caller.
     """
     # A new one each time, because a gradient may keep its memory.
-    begin = torch.full_like(loss, weight)
-    if type(loss) is Tensor and loss.is_cpu:
+    begin = tuple(
+        weight.to(loss, copy=True) if isinstance(weight, Tensor) else torch.full_like(loss, weight)
+        for loss, weight in zip(losses, weights, strict=True)
+    )
+    if all(type(loss) is Tensor and loss.is_cpu for loss in losses):
         Variable._execution_engine.run_backward(
-            (loss,), (begin,), False, False, (), allow_unreachable=True, accumulate_grad=True
+            tuple(losses), begin, False, False, (), allow_unreachable=True, accumulate_grad=True
         )
     else:
-        loss.backward(begin)  # type: ignore[no-untyped-call]
+        torch.autograd.backward(losses, begin)
 
 
 def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepResult:
@@ -189,11 +307,16 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     mark("optimizer")
     gradients = train_state.gradients.by_optimizer()
     norms = [norm_of(own) if own and totals.norms is None else None for own in gradients]
-    (loss, count, first_norm, first_count, least_count), values = read_totals(totals, norms)
+    sums = [totals.loss, totals.count, totals.first_norm, totals.first_count, totals.least_count]
+    read = read_numbers([*sums, *norms, *numbers_of_terms(totals)])
+    loss, count, first_norm, first_count, least_count = read[: len(sums)]
+    values = read[len(sums) :][: len(norms)] if totals.norms is None else totals.norms
     has_gradient = [bool(own) for own in gradients]
     items = float(totals.samples) if totals.count is None else count
     if least_count < 0 or not 0 <= items < math.inf:
         raise invalid_count(*((least_count, "a micro-batch") if least_count < 0 else (items, "the batch")))
+    terms = read_terms(totals, read[len(sums) + len(norms) :])
+    items = items if terms or not totals.terms else 0.0
     if items > 0 and not any(has_gradient):
         raise InputError(
             "the loss gives no gradient to any parameter that the optimizer trains: build the optimizer from "
@@ -227,6 +350,7 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
         stepped=steps,
         first_norm=first_norm * totals.divisor / first_count / scale if first_count > 0 else None,
         first_count=first_count,
+        terms=terms,
     )
 
 
@@ -247,13 +371,13 @@ def _accumulate_whole(
         scale=at_least_32_bits if scaler is None else lambda one: scaler.scale(at_least_32_bits(one)),
         restore_buffers=lambda: train_state.buffers.restore(keep=True),
         mark=mark,
-        exchange=train_state.rows,
+        exchange=train_state.peers,
         forget=train_state.gradients.clear,
     )
     value = passes.run(micro_batches, totals.samples, places)
     check_has_value(value)
     # Of several ranks, each knows the loss, and one counts it.
-    counts = train_state.rows is None or train_state.rows.counts_loss
+    counts = train_state.peers is None or train_state.peers.counts_loss
     totals.loss = at_least_32_bits(value) if counts else 0.0
     totals.sizes.append(totals.samples)
     totals.divisor = float(totals.samples)

@@ -15,19 +15,22 @@ sample in the batch, so that the loss sees the order in which the batch was draw
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
+from autobatch.step.loss import Form
 from autobatch.workload.contract import Collated, WholeBatchLoss, kind_of
 from autobatch.workload.nested import form_of, map_tensors, tensors_of
 from autobatch.workload.rng import RandomState, capture_random_state, restore_random_state
 from autobatch.workload.user_code import user_code
+
+T = TypeVar("T")
 
 
 def batch_samples(target: int | None, micro_batch: int, count: int) -> int:
@@ -102,8 +105,29 @@ class Rows:
             torch.autograd.backward(parts, gradients)
 
 
-class RowExchange(Protocol):
-    """The exchange of rows among ranks, each of which represents some samples of a batch."""
+class Rewind:
+    """The random states of the micro-batches of a first pass, for a second one that draws the same."""
+
+    def __init__(self) -> None:
+        self._states: deque[RandomState] = deque()
+
+    def keep(self, micro_batch: T) -> T:
+        """Keep the random states in which a micro-batch is about to run; return it."""
+        self._states.append(capture_random_state())
+        return micro_batch
+
+    def restore(self, micro_batch: T) -> T:
+        """Restore the random states in which a micro-batch ran first; return it."""
+        restore_random_state(self._states.popleft())
+        return micro_batch
+
+    def check_complete(self) -> None:
+        """Check that the second pass had all micro-batches of the first one."""
+        assert not self._states, "the micro-batches allow only one iteration"
+
+
+class PassExchange(Protocol):
+    """The exchange between the passes over a batch among ranks, each of which has some of its samples."""
 
     @property
     def counts_loss(self) -> bool:
@@ -111,6 +135,12 @@ class RowExchange(Protocol):
 
     def gather(self, rows: Rows) -> None:
         """Fill in the rows of the other ranks; all ranks call it."""
+
+    def agree_on_form(self, own: Form | None) -> Form | None:
+        """Return the form of the loss on all ranks, of which those without samples know none."""
+
+    def sum_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """Return the sums of the counts of all ranks, by term; all ranks call it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +157,7 @@ class WholeBatchPasses:
     """Restores the buffers to the start of the batch."""
     mark: Callable[[str], None] = lambda _: None
     """Called with each phase."""
-    exchange: RowExchange | None = None
+    exchange: PassExchange | None = None
     """Fills in the rows of the other ranks; None if this process represents all samples."""
     forget: Callable[[], object] = lambda: None
     """Frees the gradients so far, which another rank counts."""
@@ -153,11 +183,10 @@ class WholeBatchPasses:
         Raises:
             InputError: a part of the loss returns something invalid.
         """
-        rows, states, used = Rows(samples), deque[RandomState](), deque[Sequence[int]]()
+        rows, rewind, used = Rows(samples), Rewind(), deque[Sequence[int]]()
         first = 0
         # No enumerate and no zip, which hold a micro-batch until the next one is there.
-        for batch, size in micro_batches:
-            states.append(capture_random_state())
+        for batch, size in map(rewind.keep, micro_batches):
             self.mark("forward")
             if size >= samples and self.exchange is None:
                 with self.autocast(), user_code("loss"):
@@ -180,7 +209,8 @@ class WholeBatchPasses:
         value = self._run_loss(rows)
         after = capture_random_state()
         self.restore_buffers()
-        self._run_again(rows, micro_batches, states, used)
+        self._run_again(rows, map(rewind.restore, micro_batches), used)
+        rewind.check_complete()
         restore_random_state(after)
         return value
 
@@ -208,12 +238,10 @@ class WholeBatchPasses:
         self,
         rows: Rows,
         micro_batches: Iterable[tuple[Collated, int]],
-        states: deque[RandomState],
         places: deque[Sequence[int]],
     ) -> None:
         """Run every micro-batch forward again, from its random state, and backward from its rows."""
         for batch, _ in micro_batches:
-            restore_random_state(states.popleft())
             self.mark("forward")
             with self.autocast(), user_code("loss"):
                 found = self.loss.represent(self.model, batch)
@@ -223,7 +251,6 @@ class WholeBatchPasses:
             with user_code("the backward pass of its loss"):
                 rows.run_backward(places.popleft(), found)
             del found
-        assert not states, "the micro-batches allow only one iteration"
 
 
 def _index(places: Sequence[int], like: Tensor) -> slice | Tensor:

@@ -35,17 +35,17 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.report.words import plural
 from autobatch.step.apply_knobs import free_graphs
 from autobatch.step.gradients import Optimizers
-from autobatch.step.loss import StepTotals
+from autobatch.step.loss import StepTotals, mean_of
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.training.batchnorm import rescaled_momentum
 from autobatch.training.growth import MemoryWatch
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.training.phase_times import OTHER, PhaseTimes
-from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
+from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.loader import Feed
-from autobatch.workload.nested import feed, tensors_of, to_device
+from autobatch.workload.nested import tensors_of, to_device
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.rng import (
     RandomState,
@@ -164,10 +164,11 @@ class Loop:
                 step=self.batches_seen,
                 applied=result.applied,
                 samples=samples,
-                loss=result.loss if math.isfinite(result.loss) else None,
+                loss=_finite(result.loss),
+                terms={name: _finite(value) for name, value in result.terms.items()},
                 count=result.count,
                 learning_rate=learning_rate,
-                grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
+                grad_norm=_finite(result.grad_norm),
                 micro_batch=max((len(part.ids) for part in parts), default=0),
                 accumulation_steps=len(parts),
                 seconds=seconds,
@@ -242,9 +243,8 @@ class Loop:
         micro-batches are left to try.
         """
         train_state, may_be_suspect = self.train_state, is_first and any(len(part.ids) > 1 for part in parts)
-        is_whole = isinstance(train_state.loss, WholeBatchLoss)
-        placed = feed(self._fetch(batch, parts), train_state.device, self.meter, twice=is_whole)
-        running = _Running(parts, placed, is_whole=is_whole)
+        placed = train_state.feed(self._fetch(batch, parts), self.meter)
+        running = _Running(parts, placed, is_whole=isinstance(train_state.loss, WholeBatchLoss))
         mark = self._mark if self.times.is_timing else self.meter.mark
         outcome: StepTotals | OutOfMemory
         # Each call ends before an error is looked at, so that nothing holds the tensors of the failed step.
@@ -379,6 +379,10 @@ class Loop:
                     schedule.step()
         self.batches_seen = batch.index + 1
         self.is_intact = True
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 class _Running:
@@ -585,6 +589,6 @@ def _is_finite(workload: Workload, train_state: TrainState, ids: Sequence[int]) 
                 found = tensors_of(train_state.loss.represent(train_state.model, batch))
                 return all(bool(one.isfinite().all()) for one in found)
             loss = train_state.loss(train_state.model, batch)
-        return math.isfinite(float(loss.total if isinstance(loss, Loss) else loss))
+        return math.isfinite(float(mean_of(loss)))
     finally:
         train_state.buffers.restore()

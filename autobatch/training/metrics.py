@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -149,6 +149,7 @@ class RunTotals:
 
     first_loss: float | None = None
     final_loss: float | None = None
+    final_terms: dict[str, float | None] = field(default_factory=dict)
     skipped_steps: int = 0
     samples: int = 0
     seconds: float = 0.0
@@ -162,6 +163,7 @@ class RunTotals:
         if step.loss is not None:
             self.first_loss = step.loss if self.first_loss is None else self.first_loss
             self.final_loss = step.loss
+            self.final_terms = step.terms
         self.skipped_steps += not step.applied
         self.samples = step.samples
         self.seconds += step.seconds
@@ -248,5 +250,6 @@ class TensorBoard:
 def scalars(record: StepRecord) -> dict[str, float]:
     """Return the known values of a step record by the tag of their curve."""
     values = {curve: getattr(record, name) for curve, name in _CURVES.items()}
+    values |= {f"training/loss/{name}": value for name, value in record.terms.items()}
     values |= {f"validation/{name}": value for name, value in record.validation.items()}
     return {curve: float(value) for curve, value in values.items() if value is not None}

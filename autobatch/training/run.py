@@ -477,6 +477,7 @@ class _Run:
             samples_per_s=totals.samples / totals.seconds if totals.seconds else None,
             first_loss=totals.first_loss,
             final_loss=totals.final_loss,
+            final_terms=totals.final_terms,
             peak_allocated_bytes=totals.peak_allocated_bytes,
             peak_reserved_bytes=totals.peak_reserved_bytes,
             oom_recoveries=loop.oom_recoveries,

@@ -22,6 +22,7 @@ from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line, loses_context
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import split_evenly
+from autobatch.step.loss import named_terms
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import Rows
 from autobatch.workload.contract import Loss, WholeBatchLoss, Workload, kind_of
@@ -32,8 +33,8 @@ from autobatch.workload.user_code import user_code
 
 SANITY_SAMPLES = 2
 """Validation samples that loss and metrics are tried on before training."""
-Sums: TypeAlias = dict[str, tuple[float, float]]
-"""Total and count of each metric by its name."""
+Sums: TypeAlias = dict[tuple[str, ...], tuple[float, float]]
+"""Total and count of each metric by its name, and of the terms of a loss by ``loss`` and their names."""
 MOST_GROWTH = 2
 """Most validation samples at once, in training micro-batches. More gain little, and reach kernels with 32-bit
 indices."""
@@ -101,7 +102,7 @@ class Validator:
 
         Raises:
             DoesNotFitError: out of memory at a micro-batch of 1, on some rank.
-            InputError: a metric is not a number.
+            InputError: a metric is not a number, or has the name of a term of the loss.
         """
         own: Sums = {}
         failure = ""
@@ -130,8 +131,17 @@ class Validator:
             if reason:
                 raise DoesNotFitError(reason)
             _add(sums, part)
-        means = {name: total / count for name, (total, count) in sums.items() if count}
-        return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
+        means = {key: total / count for key, (total, count) in sums.items() if count}
+        found = {key[0]: mean for key, mean in means.items() if len(key) == 1}
+        terms = {key[1]: mean for key, mean in means.items() if len(key) == 2}
+        if both := found.keys() & terms.keys():
+            raise InputError(
+                f"Workload(metrics=…) and the loss both have {', '.join(sorted(both))}: rename the "
+                "metric, because the mean of each term of the loss is one already"
+            )
+        if terms:
+            found = {"loss": sum(terms.values()), **terms, **found}
+        return {name: mean if math.isfinite(mean) else None for name, mean in found.items()}
 
     def _add_own_samples(self, sums: Sums, is_asked: Callable[[], bool]) -> None:
         """Add totals and counts of the samples of this rank."""
@@ -202,21 +212,24 @@ class Validator:
                     micro_batch = to_device(loaded, train_state.device)
                 self._meter.count(tensors_of(micro_batch))
                 with precision_context(train_state.device, train_state.precision):
-                    values: dict[str, Tensor | Loss] = {}
+                    values: dict[tuple[str, ...], Tensor | Loss] = {}
                     with user_code("loss"):
                         if not isinstance(workload.loss, WholeBatchLoss):
-                            values["loss"] = train_state.call(workload.loss, micro_batch)
+                            loss = named_terms(train_state.call(workload.loss, micro_batch))
+                            values = {
+                                ("loss", name) if name else ("loss",): one for name, one in loss.items()
+                            }
                         else:
                             places = range(ids.start - batch.start, ids.stop - batch.start)
                             rows.put(places, workload.loss.represent(train_state.model, micro_batch))
                             if ids.stop == batch.stop:
                                 mean = workload.loss.loss(train_state.model, rows.collated)
-                                values["loss"] = Loss(mean * len(batch), len(batch))
+                                values["loss",] = Loss(mean * len(batch), len(batch))
                     if workload.metrics is not None:
                         with user_code("metrics"):
                             metrics = train_state.call(workload.metrics, micro_batch)
-                        values |= _checked_metrics(metrics)
-                return {name: _total_and_count(name, value, len(ids)) for name, value in values.items()}
+                        values |= {(name,): one for name, one in _checked_metrics(metrics).items()}
+                return {key: _total_and_count(key[-1], value, len(ids)) for key, value in values.items()}
         except Exception as error:
             if loses_context(error):
                 raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import UnionType
@@ -47,6 +47,11 @@ class Loss(NamedTuple):
     """0-d: the **sum** of the loss over the counted items."""
     count: int | float | Tensor  # type: ignore[assignment]
     """Number of items that ``total`` sums over; a 0-d tensor may stay on the device."""
+
+
+LossValue: TypeAlias = "Tensor | Loss | Sequence[Loss] | Mapping[str, Tensor | Loss]"
+"""The return value of a loss function. The loss of several terms is their sum."""
+LossFunction: TypeAlias = "Callable[[nn.Module, Collated], LossValue]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +174,7 @@ _FUNCTIONS: dict[str, str | None] = {
     "model": "model=lambda: …, which builds the model",
     "loss": "loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])",
     "optimizer": "optimizer=lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate)",
-    **dict.fromkeys(("collate", "schedule", "after_step", "metrics", "size_of")),
+    **dict.fromkeys(("collate", "schedule", "after_step", "metrics", "counts", "size_of")),
 }
 """Fields that must be functions, and an example of each; None if it may be left out."""
 
@@ -186,8 +191,9 @@ class Workload:
     """Map-style: has ``__getitem__`` and ``__len__``. Or a stream that is read in its own order: an
     ``IterableDataset``, another iterable, or a function that returns one (a generator function). Or batches
     that the data make: a `BatchFunction`, or a stream of them (`Unbatched`)."""
-    loss: Callable[[nn.Module, Collated], Tensor | Loss]
-    """Returns the mean over the samples of the batch (a 0-d tensor), or a `Loss`. Or a `WholeBatchLoss`."""
+    loss: LossFunction
+    """Returns the mean over the samples of the batch (a 0-d tensor), or a `Loss`. For a loss that is a sum of
+    several: a mapping of names to these, or a sequence of `Loss`. Or a `WholeBatchLoss`."""
     optimizer: Callable[
         [Any, float],
         torch.optim.Optimizer | list[torch.optim.Optimizer] | tuple[torch.optim.Optimizer, ...],
@@ -212,6 +218,9 @@ class Workload:
     parameters of the model. None for nothing."""
     metrics: Callable[[nn.Module, Collated], Mapping[str, Tensor | Loss]] | None = None
     """Returns further figures for validation, each a mean over samples or a `Loss`; None for no metrics."""
+    counts: Callable[[Collated], Mapping[str, float | Tensor] | Sequence[float | Tensor]] | None = None
+    """Returns the count of each `Loss` of a loss of several terms for a collated micro-batch on the host, by
+    name; it spares a forward pass (docs/meaning.md). None if the counts follow from the loss alone."""
     size_of: Callable[[Any], float] | None = None
     """Returns the cost of a sample, for example its length. The probe runs the most expensive samples; None
     to find them by a scan."""
@@ -230,7 +239,7 @@ class Workload:
         loader: DataLoader[Any],
         *,
         model: Callable[[], nn.Module],
-        loss: Callable[[nn.Module, Collated], Tensor | Loss],
+        loss: LossFunction,
         learning_rate: float,
         batched: bool = False,
         **others: Any,

@@ -14,10 +14,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autobatch import Workload
-from autobatch.distributed.engine import RowGather
+from autobatch.distributed.engine import BatchExchange
 from autobatch.distributed.group import Group
 from autobatch.step.whole_batch import Rows
 from autobatch.workload.order import GlobalBatchSampler
+from tests.support.detection import (
+    Detector,
+    counts,
+    scenes,
+    terms,
+    two_means,
+    whole,
+    whole_with_mean,
+    with_mean,
+)
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
 from tests.support.training import (
@@ -101,6 +111,7 @@ def whole_tokens(model: nn.Module, batch: Any) -> Tensor:
     return found.total / found.count.clamp(min=1)  # no step if nothing counts, as with a gradient of zero
 
 
+DETECTION: dict[str, Any] = {"model": lambda: Detector().double(), "train_data": scenes(24)}
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "mean": ({}, mean_loss),
     "tokens": (TOKENS, whole_tokens),
@@ -108,6 +119,10 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "tied": ({**TOKENS, "model": tied}, whole_tokens),
     "recomputed": ({"model": Recomputed}, mean_loss),
     "partly used": ({"model": Partly}, mean_loss),
+    "terms": ({**DETECTION, "loss": terms}, whole),
+    "terms that the data count": ({**DETECTION, "loss": terms, "counts": counts}, whole),
+    "a term beside a mean": ({**DETECTION, "loss": with_mean}, whole_with_mean),
+    "terms that are means": ({**DETECTION, "loss": two_means}, lambda m, b: sum(two_means(m, b).values())),
 }
 LIMITS: list[Any] = [
     [5, 3, 1],
@@ -219,8 +234,8 @@ class Second:
         return nullcontext()
 
 
-def gather_of(group: Second) -> RowGather:
-    found = RowGather(group, lambda: torch.ones(1, 2, dtype=torch.bfloat16))  # type: ignore[arg-type]
+def gather_of(group: Second) -> BatchExchange:
+    found = BatchExchange(group, lambda: torch.ones(1, 2, dtype=torch.bfloat16))  # type: ignore[arg-type]
     found.begin()
     return found
 

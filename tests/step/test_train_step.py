@@ -263,7 +263,9 @@ def test_an_invalid_loss_is_refused(loss, said: str) -> None:
 def test_a_loss_and_a_mean_cannot_be_mixed() -> None:
     kinds = iter([lambda t: t, lambda t: Loss(t, 12)])
     workload = make_workload(loss=lambda model, batch: next(kinds)(mean_loss(model, batch)))
-    with pytest.raises(InputError, match="a tensor for another"):
+    with pytest.raises(
+        InputError, match="a tensor for one micro-batch and a Loss for another: return one kind"
+    ):
         train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
 
 

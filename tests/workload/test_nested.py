@@ -206,7 +206,7 @@ def test_micro_batches_are_counted_on_the_device_and_fetched_uncounted() -> None
             assert not meter.is_counting
             yield torch.ones(size), size
 
-    assert [(len(batch), size) for batch, size in feed(fetched(), CPU, meter, twice=False)] == [
+    assert [(len(batch), size) for batch, size in feed(fetched(), CPU, meter)] == [
         (2, 2),
         (3, 3),
     ]
@@ -217,7 +217,7 @@ def test_a_second_pass_gets_copies_of_the_same_micro_batches_which_are_fetched_o
     meter = Counting()
     originals = [(torch.ones(2), 2), (torch.zeros(1), 1)]
     fetched = []
-    batches = feed((fetched.append(one) or one for one in originals), CPU, meter, twice=True)
+    batches = feed((fetched.append(one) or one for one in originals), CPU, meter, twice=lambda: True)
     for _ in range(2):
         for (batch, size), (original, original_size) in zip(batches, originals, strict=True):
             assert size == original_size

@@ -28,8 +28,9 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import Precision, ShardSync
 from autobatch.distributed.sharding.layout import check_sharding, sync_of
 from autobatch.step.gradients import EXCHANGE_BYTES, LOW_PRECISION
+from autobatch.step.loss import ONE, terms_of
 from autobatch.step.train_state import TrainState
-from autobatch.workload.contract import Collated, Loss
+from autobatch.workload.contract import Collated, Loss, LossValue
 
 T = TypeVar("T")
 _LOW_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -174,12 +175,15 @@ class ShardedModel:
             self._is_reducing = is_reducing
             self._root.set_requires_gradient_sync(is_reducing)
 
-    def _weighted(self, found: Tensor | Loss) -> Tensor | Loss:
-        if self.weight == 1.0:
+    def _weighted(self, found: LossValue) -> LossValue:
+        weight = self.weight
+        if weight == 1.0:
             return found
-        if isinstance(found, Loss):
-            return Loss(found.total * self.weight, found.count * self.weight)
-        return found * self.weight
+        terms: dict[str, Tensor | Loss] = {
+            name: Loss(one.total * weight, one.count * weight) if isinstance(one, Loss) else one * weight
+            for name, one in terms_of(found).items()
+        }
+        return terms.get(ONE, terms)
 
 
 class _Root(nn.Module):

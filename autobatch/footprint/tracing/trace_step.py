@@ -158,10 +158,9 @@ def _run_steps(
         return fake
 
     def micro_batches(count: int) -> Iterable[tuple[Collated, int]]:
+        placed = Twice([(batch, micro_batch)] * count, place)
         if isinstance(setting.workload.loss, WholeBatchLoss):
-            return Twice([(batch, micro_batch)] * count, place)
-        # A generator expression holds nothing that it has yielded.
-        placed = ((place(batch), micro_batch) for _ in range(count))
+            return placed
         return HeldMicroBatches(placed) if setting.keeps_batches else train_state.begin_step(placed, count)
 
     def mark(phase: str) -> None:

@@ -25,6 +25,7 @@ from autobatch.core.units import format_share
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.setup.setup import Setup
+from autobatch.step.loss import ONE, Form, StepTotals, check_form
 from autobatch.training.split_check.passes import (
     SEED,
     GradientRunner,
@@ -36,7 +37,7 @@ from autobatch.training.split_check.passes import (
     open_runner,
 )
 from autobatch.training.split_check.samples import Part, SplitSamples
-from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
+from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
 from autobatch.workload.nested import map_tensors
 from autobatch.workload.rng import seed_everything
 
@@ -55,6 +56,10 @@ SEVERAL = "the workload's loss is a sum of several means"
 
 class UncheckedError(Exception):
     """The reason why whole and parts cannot be compared; its text follows "could not be checked: "."""
+
+
+class NoGradientError(UncheckedError):
+    """The whole has a gradient of zero."""
 
 
 class Finding(NamedTuple):
@@ -87,7 +92,8 @@ class Finding(NamedTuple):
         fault = found.fault
         if fault is not None and self.writes and _names_no_mean(fault):
             fault = f"{fault.partition(': ')[0]}: {_state_cause(self.writes)}"
-        return found._replace(fault=fault or self.fault, remarks=self.remarks, writes=self.writes)
+        remarks = (*found.remarks, *self.remarks)
+        return found._replace(fault=fault or self.fault, remarks=remarks, writes=self.writes)
 
 
 def pass_types(setup: Setup, *, in_training: bool) -> list[PassType]:
@@ -117,7 +123,7 @@ def compare(
     for kind in kinds:
         try:
             with open_runner(setup, meter, kind) as runner:
-                return Finding(_Comparison(runner, setup.workload.loss, split).fault()), kind
+                return _compare_terms(runner, setup.workload, split), kind
         except UncheckedError as error:
             return Finding(unchecked=str(error)), kind
         except InputError:
@@ -129,6 +135,38 @@ def compare(
                 reason = f"memory ran out for {split.samples} samples"
             finding = Finding(unchecked=reason)
     return finding, None
+
+
+def _compare_terms(runner: GradientRunner, workload: Workload, split: SplitSamples) -> Finding:
+    """Compare a batch with its parts, for each of several terms of the loss alone.
+
+    Raises:
+        UncheckedError: see `_Comparison`; a term without a gradient is left out if others have one.
+    """
+    form = Form({ONE: False})
+    if not isinstance(workload.loss, WholeBatchLoss) and split.parts is not None:
+        form = check_form(StepTotals(samples=split.samples), runner.terms_of(split.whole))
+    skipped: list[NoGradientError] = []
+    for runner.term in form:
+        try:
+            fault = _Comparison(runner, workload.loss, split).fault()
+        except NoGradientError as error:
+            skipped.append(error)
+            continue
+        if fault is not None:
+            return Finding(f"in the term {runner.term!r} of the loss, {fault}" if runner.term else fault)
+    if len(skipped) == len(form):
+        raise skipped[0]
+    if not form.counted or workload.counts is not None:
+        return Finding()
+    names = ", ".join(form.counted)
+    return Finding(
+        remarks=(
+            f"each of the terms {names} is divided by all that it counts in a batch, so a first forward pass "
+            "over its micro-batches counts, which takes about a third more time: Workload(counts=…) spares "
+            "it if the counts follow from the data",
+        )
+    )
 
 
 def find_written(setup: Setup, meter: Meter, split: SplitSamples, micro_batches: int) -> Finding:
@@ -247,8 +285,9 @@ class _Comparison:
         self._draws.end()
         length = float(self._whole.elements.norm())
         if not 0.0 < length < float("inf"):
-            kind = "zero" if length == 0.0 else "not finite"
-            raise UncheckedError(f"the gradient of {split.samples} samples is {kind}")
+            if length == 0.0:
+                raise NoGradientError(f"the gradient of {split.samples} samples is zero")
+            raise UncheckedError(f"the gradient of {split.samples} samples is not finite")
         find = self._fault_in_rows if isinstance(self._loss, WholeBatchLoss) else self._fault_in_means
         fault = find(self._parts)
         if fault is None or split.collated is None or split.cut is None or find(split.cut) is not None:
@@ -310,8 +349,8 @@ class _Comparison:
         self._draws.replay(0, self._split.samples)
         if _is_separable(self._runner, self._split.whole, self._split.samples):
             return (
-                f"{SEVERAL}, each over something else than samples (boxes, class weights, tokens): divide "
-                "all of its terms by one count, and return Loss(total, count)"
+                f"{SEVERAL}, each over something else than samples (boxes, class weights, tokens): return a "
+                'Loss of its own for each, by name: {"boxes": Loss(total, count), "classes": …}'
             )
         return (
             f"{MIXED}, so the batch cannot be split. For a contrastive loss or a penalty on the whole batch "

@@ -28,6 +28,7 @@ from autobatch.core.records import Precision
 from autobatch.device.base import Meter
 from autobatch.setup.setup import Setup
 from autobatch.step.gradients import LOW_PRECISION
+from autobatch.step.loss import ONE, mean_of, terms_of
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import precision_context
 from autobatch.step.whole_batch import WholeBatchPasses
@@ -116,6 +117,8 @@ class GradientRunner:
         self._setup, self._meter, self._kind = setup, meter, kind
         self.model = setup.model
         self.state = state
+        self.term = ONE
+        """Name of the one of several terms that passes run; `ONE` for all of them."""
         self._scale = FP16_SCALE if kind.precision == "fp16" else 1.0
         own = {p.dtype if kind.dtype is None else kind.dtype for p in self.model.parameters()}
         is_low = kind.precision == "bf16" or (kind.dtype is None and not own.isdisjoint(LOW_PRECISION))
@@ -156,9 +159,14 @@ class GradientRunner:
         return self._take_gradient()
 
     def loss_of(self, batch: Collated) -> Tensor | Loss:
-        """Run a collated batch forward in one micro-batch."""
+        """Run a collated batch forward in one micro-batch; return the chosen term, or the loss."""
+        terms = self.terms_of(batch)
+        return terms[self.term] if self.term in terms else mean_of(terms)
+
+    def terms_of(self, batch: Collated) -> dict[str, Tensor | Loss]:
+        """Run a collated batch forward in one micro-batch; return the terms of its loss."""
         with self._autocast():
-            return self._setup.workload.loss(self.model, self.placed(batch))
+            return terms_of(self._setup.workload.loss(self.model, self.placed(batch)))
 
     def placed(self, batch: Collated) -> Collated:
         """Return a copy of a collated batch on the device, in the runner's floating-point type.

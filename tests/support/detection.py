@@ -1,0 +1,94 @@
+"""A small detector in the manner of DETR, whose loss has a term for boxes and one for classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from autobatch import Loss, Workload
+from tests.support.steps import CLASS_WEIGHTS
+from tests.support.training import Rows, make_workload
+
+Batch = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Detector(nn.Module):
+    """A trunk with dropout, a head for classes and one for boxes."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(dropout))
+        self.classes, self.boxes = nn.Linear(8, 3), nn.Linear(8, 4)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.trunk(inputs)
+        return self.classes(hidden), self.boxes(hidden)
+
+
+def scenes(samples: int = 48) -> Rows:
+    """Make inputs, a class, a box and whether the box is there: 0 to 12 boxes in 12 samples."""
+    generator = torch.Generator().manual_seed(7)
+    inputs, boxes = (torch.randn(samples, n, generator=generator).double() for n in (5, 4))
+    labels = torch.randint(3, (samples,), generator=generator)
+    present = torch.rand(samples, generator=generator) < torch.linspace(0, 1, samples)
+    return Rows(inputs, labels, boxes, present)
+
+
+def box_total(found: Tensor, boxes: Tensor, present: Tensor) -> Tensor:
+    return (found - boxes).abs().sum(1)[present].sum()
+
+
+def terms(model: nn.Module, batch: Batch) -> dict[str, Loss]:
+    """As DETR: boxes ÷ their number, classes ÷ the sum of their weights."""
+    inputs, labels, boxes, present = batch
+    logits, found = model(inputs)
+    weight = CLASS_WEIGHTS
+    return {
+        "boxes": Loss(5 * box_total(found, boxes, present), int(present.sum())),
+        "classes": Loss(cross_entropy(logits, labels, weight, reduction="sum"), weight[labels].sum()),
+    }
+
+
+def whole(model: nn.Module, batch: Batch) -> Tensor:
+    """The same as a loop without micro-batches writes it."""
+    inputs, labels, boxes, present = batch
+    logits, found = model(inputs)
+    per_box = 5 * (found - boxes).abs().sum(1)[present]
+    return per_box.sum() / max(len(per_box), 1) + cross_entropy(logits, labels, CLASS_WEIGHTS)
+
+
+def counts(batch: Batch) -> dict[str, float]:
+    return {"classes": float(CLASS_WEIGHTS[batch[1]].sum()), "boxes": len(batch[3].nonzero())}
+
+
+def boxes_only(model: nn.Module, batch: Batch) -> dict[str, Loss]:
+    inputs, _, boxes, present = batch
+    return {"boxes": Loss(box_total(model(inputs)[1], boxes, present), int(present.sum()))}
+
+
+def with_mean(model: nn.Module, batch: Batch) -> dict[str, Tensor | Loss]:
+    """Beside a `Loss`, a mean over samples."""
+    inputs, _, boxes, present = batch
+    logits, found = model(inputs)
+    total = 5 * box_total(found, boxes, present)
+    return {"boxes": Loss(total, int(present.sum())), "pull": logits.square().mean()}
+
+
+def whole_with_mean(model: nn.Module, batch: Batch) -> Tensor:
+    logits, found = model(batch[0])
+    per_box = 5 * (found - batch[2]).abs().sum(1)[batch[3]]
+    return per_box.sum() / max(len(per_box), 1) + logits.square().mean()
+
+
+def two_means(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    logits, found = model(batch[0])
+    return {"classes": cross_entropy(logits, batch[1]), "boxes": mse_loss(found, batch[2])}
+
+
+def detection(**fields: Any) -> Workload:
+    return make_workload(
+        **{"model": lambda: Detector().double(), "train_data": scenes(), "loss": terms, **fields}
+    )
