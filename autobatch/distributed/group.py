@@ -36,6 +36,8 @@ LAUNCHED_TIMEOUT = datetime.timedelta(days=1)
 """Limit of torch for a collective of ranks that `Watch` watches, which ends them earlier."""
 START_S = 300.0
 """Seconds in which all ranks must have started."""
+LAUNCHER_S = 10.0
+"""Seconds in which the store of a launcher must listen, which opens it before it starts a rank."""
 ANSWER_S = 60.0
 """Seconds in which a store answers that has accepted a connection."""
 LONGEST_PAUSE_S = 0.25
@@ -397,7 +399,8 @@ def reach_store(
 
 
 def _reach(launch: Launch) -> TCPStore:
-    return reach_store(lambda: _connect(launch), launch.address, launch.port)
+    start_s = LAUNCHER_S if launch.has_agent_store else START_S
+    return reach_store(lambda: _connect(launch), launch.address, launch.port, start_s=start_s)
 
 
 def _connect(launch: Launch, *, is_master: bool = False) -> TCPStore:

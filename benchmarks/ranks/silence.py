@@ -136,14 +136,14 @@ def stop_ranks(runs: Runs, number: int, draw: random.Random) -> Runs:
     folder = runs.folder
     for index in range(number):
         before, err = runs.newest, folder / "err"
-        when = draw.choice(("step", "step", "step", "start", "tuning"))
+        when = draw.choice((*["step"] * 6, *["start"] * 3, "tuning"))
         words = ("--out", f"tuned-{index}", "--trials", "30") if when == "tuning" else runs.resume
         with err.open("w") as file:
             process = subprocess.Popen(
                 [sys.executable, *runs.fit, "--ranks", "2", *words],
                 cwd=folder,
                 env=runs.environ,
-                stdout=subprocess.DEVNULL,
+                stdout=file,
                 stderr=file,
             )
         if when == "step":

@@ -20,7 +20,10 @@ def test_a_stopped_rank_is_named_in_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not can_make_hosts(), reason="hosts are network namespaces, which root may make")
-def test_hosts_whose_link_is_cut_leave_in_time_and_meet_again(tmp_path: Path) -> None:
-    runs = disturb_hosts(Runs(tmp_path / "cut", 120), "cut", 1, random.Random(1))
+@pytest.mark.parametrize(("kind", "seed", "what"), [("cut", 1, "cut"), ("kill", 12, "launcher 0")])
+def test_hosts_that_lose_each_other_leave_in_time_and_meet_again(
+    tmp_path: Path, kind: str, seed: int, what: str
+) -> None:
+    runs = disturb_hosts(Runs(tmp_path / "run", 120), kind, 1, random.Random(seed))
     assert not any(runs.found.values())
-    assert (len(runs.seen), runs.newest) == (1, 120)
+    assert ([one["what"] for one in runs.seen], runs.newest) == ([what], 120)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from autobatch.distributed.group import (
     Start,
     check_gpus,
     join_existing,
+    join_launch,
     join_loop,
     meet,
     reach_store,
@@ -411,6 +413,17 @@ def test_a_rank_waits_for_the_next_start_if_another_process_has_its_place() -> N
         time.sleep(0.05)
         assert not early.done()
         assert meet(store, launch_of(0), 10) == early.result()
+
+
+def test_a_launcher_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "LAUNCHER_S", 0)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        launch = replace(
+            launch_of(1), address="127.0.0.1", port=unused.getsockname()[1], has_agent_store=True
+        )
+        with pytest.raises(RankLost, match=r"nobody answers at 127.0.0.1:.* for 0 s"):
+            join_launch(launch)
 
 
 @pytest.mark.parametrize(
