@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ import pytest
 from autobatch import InputError
 from autobatch.tuning.configuration import Measurement, StorageFailed
 from autobatch.tuning.study import check_storage
-from tests.support.studies import SMALL_AXES, exact, search
+from tests.support.studies import SMALL_AXES, all_points, exact, search, speed_of
 
 
 @pytest.mark.parametrize(
@@ -66,6 +69,46 @@ def test_a_database_works_and_a_locked_one_gives_an_error_of_one_line(tmp_path: 
     finally:
         lock.rollback()
         lock.close()
+
+
+KILLED = """
+import json, os, signal, sys
+from autobatch import Progress
+from tests.support.studies import SMALL_AXES, all_points, exact, search, speed_of
+
+class Acknowledging(Progress):
+    def measured(self, trial, of, changes):
+        print(json.dumps(trial.parameters), flush=True)
+
+def run(last):
+    asked = []
+    def measure(values):
+        asked.append(values)
+        if len(asked) == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return exact(values)
+    return search(measure, SMALL_AXES, trials=8, storage=sys.argv[1], progress=Acknowledging()).tuning
+
+kills = 0
+while (child := os.fork()) and os.waitpid(child, 0)[1] == signal.SIGKILL:
+    kills += 1
+if not child:
+    found = run(2 + kills)
+    print(json.dumps([kills, found.best, [one.parameters for one in found.history]]), flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("storage", ["{}/s.log", pytest.param("sqlite:///{}/s.db", marks=pytest.mark.slow)])
+def test_a_search_that_is_killed_in_its_trials_keeps_the_others(storage: str, tmp_path: Path) -> None:
+    """Each process is killed in a later trial than the one before, until one ends."""
+    words = [sys.executable, "-W", "ignore", "-c", KILLED, storage.format(tmp_path)]
+    child = subprocess.run(words, capture_output=True, text=True, check=True)
+    *acknowledged, (kills, best, history) = map(json.loads, child.stdout.splitlines())
+    assert kills >= 3
+    assert acknowledged == history
+    assert sorted(history, key=str) == sorted(all_points(SMALL_AXES), key=str)
+    assert speed_of(best) == max(map(speed_of, history))
 
 
 def test_a_study_made_for_something_else_is_rejected_with_the_differences(tmp_path: Path) -> None:
