@@ -61,6 +61,7 @@ from autobatch.workload.contract import Workload
 from autobatch.workload.data_digest import DataDigest, check_same_data
 from autobatch.workload.order import GlobalBatchSampler, epoch_of
 from autobatch.workload.reference import find_workload, shared_model_notes
+from autobatch.workload.rng import preserved_generators
 from autobatch.workload.streams import ENDLESS, count_samples
 
 GIT_SECONDS = 5.0
@@ -90,7 +91,7 @@ def run(call: Call) -> Result:
         check_storage(tune.storage)
     if call.options.command == "fit":
         return fit(continue_after_restart(call))
-    with ExitStack() as opened:
+    with preserved_generators(call.workload), ExitStack() as opened:
         setup = OpenSetup(call, opened)
         return finish_plan(call, setup, search_and_plan(call, setup))
 
@@ -112,7 +113,8 @@ def fit(call: Call) -> Result:
     if train.steps is None and train.epochs is None:
         call = call.with_options(**({"steps": demo.STEPS} if call.workload is None else {"epochs": 1}))
     with ExitStack() as lock:
-        result, prepared, out = prepare(call, lock)
+        with preserved_generators(call.workload):
+            result, prepared, out = prepare(call, lock)
         for line in shared_model_notes(prepared.setup.workload, prepared.setup.model):
             call.progress.note(line)
         hint = resume_hint(call.command, out)

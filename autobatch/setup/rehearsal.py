@@ -19,7 +19,7 @@ from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line, requested_bytes
 from autobatch.setup.setup import Setup
 from autobatch.step.apply_knobs import free_graphs, uses_graphs
-from autobatch.step.restore import temporary_weights
+from autobatch.step.restore import preserved_optimizers, temporary_weights
 from autobatch.step.train_state import TrainState, build_train_state
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
@@ -160,7 +160,10 @@ def on_copies(setup: Setup, meter: Meter, *, learning_rate: float | None = None)
     if setup.sharding is None:
         try:
             with temporary_weights(setup.model, setup.device.torch_device):
-                yield open_train_state(setup, meter, learning_rate=learning_rate)
+                train_state = open_train_state(setup, meter, learning_rate=learning_rate)
+                with preserved_optimizers(train_state.optimizers):
+                    yield train_state
+                del train_state
         finally:
             if uses_graphs(setup.knobs):
                 free_graphs()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,6 +77,25 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
             tensor.data = data
             tensor.requires_grad_(requires_grad)
             tensor.grad = gradient
+
+
+@contextmanager
+def preserved_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Give optimizers a copy of their state within the block: a workload may return those of the user."""
+    saved = [(one.state, dict(one.state)) for one in optimizers]
+    try:
+        for state, entries in saved:
+            for key, entry in entries.items():
+                state[key] = {name: _copied(value) for name, value in entry.items()}
+        yield
+    finally:
+        for state, entries in saved:
+            state.clear()
+            state.update(entries)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
 class BufferSnapshot:

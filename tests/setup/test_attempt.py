@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import autobatch
-from autobatch import InputError, Loss, Workload
+from autobatch import DoesNotFitError, InputError, Loss, Workload
 from autobatch.core.options import Options
 from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.setup.attempt import attempt
 from autobatch.setup.setup import Setup, open_setup
 from tests.support.probes import RandomVectors, classify
-from tests.support.untouched import fingerprint, live_tensors, with_gradients
+from tests.support.untouched import digest, fingerprint, live_tensors, with_gradients
 
 
 def adamw(parameters, learning_rate: float) -> torch.optim.Optimizer:
@@ -85,6 +87,40 @@ def test_a_probe_changes_nothing(kind: str, device: str) -> None:
     assert found.micro_batch >= 2
     assert fingerprint(live) == before
     assert live_tensors() <= count
+
+
+class OwnGenerator(RandomVectors):
+    """Samples of a generator that the data keep for themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.randn(16, generator=self.generator), index % 4
+
+
+@pytest.mark.parametrize("budget", ["9KiB", "80KiB"])
+def test_a_probe_leaves_an_optimizer_and_data_that_the_user_has_in_use(budget: str) -> None:
+    """The function of the workload returns the user's own optimizer, in the middle of a training."""
+    live, data = with_batch_norm(), OwnGenerator()
+    optimizer = adamw(live.parameters(), 1e-3)
+    classify(live, torch.utils.data.default_collate([data[index] for index in range(4)])).backward()
+    optimizer.step()
+
+    def state() -> tuple[Any, ...]:
+        held = [tensor for entry in optimizer.state.values() for tensor in entry.values()]
+        return [id(one) for one in held], [digest(one) for one in held], digest(data.generator.get_state())
+
+    before = state()
+    with suppress(DoesNotFitError):
+        found = autobatch.probe(
+            work(live, train_data=data, optimizer=lambda *_, **__: optimizer),
+            device="cpu",
+            memory_budget=budget,
+        )
+        assert found.micro_batch >= 2
+    assert state() == before
 
 
 @pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op`:FutureWarning")

@@ -127,6 +127,8 @@ def _build(setting: Setting, model: nn.Module, recorder: Recorder) -> TrainState
     recorder.count_as("parameters", [*model.parameters(), *model.buffers()])
     model.train()
     train_state = build_train_state(setting.workload, model, torch.device("cpu"), setting)
+    if {*map(id, train_state.parameters)}.isdisjoint(map(id, model.parameters())):
+        raise RuntimeError("the optimizer is that of another model, which a trace must not train")
     if train_state.exchange is not None:
         recorder.label("gradients", [train_state.exchange])
     if train_state.average is not None:
