@@ -191,6 +191,32 @@ def test_ranks_train_as_one_process_on_whole_batches(
             assert torch.equal(found[number][1], of_ranks[0][number][1])
 
 
+def count_reductions(steps: int) -> list[tuple[int, int]]:
+    """Train batches of several micro-batches; return the micro-batches and the reductions of each."""
+    group = open_group()
+    loop, sums = ranked_loop(group, make_workload(), [2, 2], target_batch=12, steps=steps), list[int]()
+    start, real = loop.run(), torch.distributed.all_reduce
+
+    def counted(tensor: Tensor, *given: Any, **more: Any) -> Any:
+        sums.append(tensor.numel())
+        return real(tensor, *given, **more)
+
+    torch.distributed.all_reduce = counted
+    found = []
+    for record in start:
+        found.append((record.accumulation_steps, len(sums)))
+        sums.clear()
+    torch.distributed.all_reduce = real
+    group.close()
+    return found
+
+
+def test_a_batch_is_reduced_once_over_the_ranks(server: RankServer) -> None:
+    """One reduction per micro-batch, as of DDP without ``no_sync``, would be three."""
+    for of_rank in server.values(count_reductions, 4):
+        assert of_rank == [(3, 1)] * 4
+
+
 SPARSE: dict[str, Any] = {"target_batch": 14, "steps": 4, "max_grad_norm": 0.3}
 
 
