@@ -1,6 +1,6 @@
-"""Torture of the product from outside: wrong inputs, damaged files, memory that runs out, and kills.
+"""Torture of the product from outside: wrong inputs, damaged files, memory that runs out or grows, and kills.
 
-python -m benchmarks.torture [--parts inputs damage memory kills] [--seed 1] [--save]
+python -m benchmarks.torture [--parts inputs damage memory growth late kills] [--seed 1] [--save]
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.damages import damage_checkpoints
 from benchmarks.injected_oom import inject_everywhere
+from benchmarks.late_memory import growing_runs, late_runs
 from benchmarks.report import save, surroundings
 from benchmarks.wrong_inputs import ask, counts, wrong_inputs
 
@@ -60,6 +61,18 @@ def torture_memory(root: Path, given: argparse.Namespace) -> Outcome:
     return _plain(found), [*faults, *more]
 
 
+def torture_growth(root: Path, given: argparse.Namespace) -> Outcome:
+    """Keep tensors from step to step, until memory runs out or for a while."""
+    found, faults = growing_runs(root, given.seed, given.runs)
+    return _plain(found), faults
+
+
+def torture_late(root: Path, given: argparse.Namespace) -> Outcome:
+    """Take more memory in a later step, or in the validation, than in the first steps."""
+    found, faults = late_runs(root, given.seed, given.runs)
+    return _plain(found), faults
+
+
 def torture_kills(root: Path, given: argparse.Namespace) -> Outcome:
     """Kill runs with loader workers and averaged weights, at random instants."""
     words = ["-m", "tests.support.killing", str(root), str(given.kills), str(given.seed), "fed"]
@@ -88,6 +101,8 @@ PARTS: dict[str, tuple[str, Callable[[Path, argparse.Namespace], Outcome]]] = {
     "inputs": ("random wrong inputs", torture_inputs),
     "damage": ("damaged checkpoints", torture_files),
     "memory": ("out-of-memory errors in a resumed run", torture_memory),
+    "growth": ("memory that grows from step to step", torture_growth),
+    "late": ("memory that a later step takes", torture_late),
     "kills": ("kills of a run with loader workers and averaged weights", torture_kills),
 }
 
@@ -99,6 +114,7 @@ def main() -> int:
     parser.add_argument("--number", type=int, default=600, help="wrong inputs")
     parser.add_argument("--flips", type=int, default=1000, help="flipped bits")
     parser.add_argument("--stride", type=int, default=1, help="operations between two out-of-memory errors")
+    parser.add_argument("--runs", type=int, default=20, help="runs of each kind whose memory changes")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save", action="store_true", help="write the figures to benchmarks/results")
