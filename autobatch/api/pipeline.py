@@ -39,6 +39,7 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.distributed.shared_stream import open_stream, split_note
 from autobatch.estimates.estimator import estimate_limits
+from autobatch.estimates.hugging_face import estimate_named, refuse_model_options
 from autobatch.report.result import Estimates, Result, load_run
 from autobatch.search.plan_split import read_sizes
 from autobatch.setup.session import ThisProcess
@@ -60,7 +61,7 @@ from autobatch.workload import demo
 from autobatch.workload.contract import Workload
 from autobatch.workload.data_digest import DataDigest, check_same_data
 from autobatch.workload.order import GlobalBatchSampler, epoch_of
-from autobatch.workload.reference import find_workload, shared_model_notes
+from autobatch.workload.reference import find_workload, is_named_model, shared_model_notes
 from autobatch.workload.rng import preserved_generators
 from autobatch.workload.streams import ENDLESS, count_samples
 
@@ -102,6 +103,9 @@ def run_estimate(call: Call) -> Estimates:
     Raises:
         InputError: the options exclude each other, or the workload is invalid.
     """
+    if is_named_model(call.workload):
+        return estimate_named(call.workload, call.options, home=call.home)
+    refuse_model_options(call.workload, call.options.model)
     workload = find_workload(call.workload, call.options.device.seed)
     return estimate_limits(workload, call.options, home=call.home)
 

@@ -139,7 +139,7 @@ def _guarded(name: str, arguments: list[str]) -> int:
         except SystemExit:
             return 0  # the help was printed
         verbose = options.output.verbose
-        count = options.ranks.ranks if name in OVER_RANKS else None
+        count = max(options.rank_counts, default=None) if name in OVER_RANKS else None
         with raise_on_termination():
             if count is not None and count > 1 and read_launch(os.environ) is None:
                 ended = start_ranks([name, *arguments], count)
@@ -211,11 +211,11 @@ def _result_of(command: Command, stream: SafeStream) -> Result | Estimates:
     """Run a command and show its progress and its result."""
     from autobatch.report.terminal import Terminal
     from autobatch.setup.child import ChildProcess, may_copy
-    from autobatch.workload.reference import check_reference
+    from autobatch.workload.reference import check_reference, is_named_model
 
     workload, options, is_estimate = command.workload, command.options, command.name == "estimate"
     with contextlib.ExitStack() as opened:
-        if workload is not None:
+        if workload is not None and not (is_estimate and is_named_model(workload)):
             check_reference(workload)  # before the seconds that torch takes to import
         # Threads of a group of ranks do not survive a copy.
         is_copy = command.ranks.world == 1 and may_copy(options.device.device)

@@ -31,6 +31,7 @@ SUMMARIES = {
 }
 TITLES = {
     "batch": "batch",
+    "model": "model",
     "device": "devices",
     "ranks": "devices",
     "search": "search",

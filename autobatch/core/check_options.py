@@ -19,12 +19,14 @@ from msgspec import Meta
 from autobatch.core.errors import InputError
 from autobatch.core.files import UNREADABLE
 from autobatch.core.knobs import parse_knobs
-from autobatch.core.options import MOST_WORKERS, Options, fields_of
+from autobatch.core.options import MOST_WORKERS, AtLeastOne, Options, fields_of
 from autobatch.core.text import LONGEST_VALUE, is_text, printable, quoted
 from autobatch.core.units import TiB, parse_budget
 
 LARGEST_INTEGER = 2**63 - 1
 """Largest whole number of an option: torch and the files count in 64 bits."""
+_COUNT = re.compile(r"[1-9][0-9]{0,8}")
+_COUNTS = re.compile(rf"{_COUNT.pattern}(,{_COUNT.pattern})*")
 _DEVICES = re.compile(r"auto|cpu|cuda(:[0-9]+)?|sim:.+")
 OTHER_NAMES = {
     "batch_size": ("target_batch", "micro_batch"),
@@ -86,6 +88,9 @@ def _converted(name: str, value: Any, annotation: Any) -> Any:
         value = value.item()
     if isinstance(value, str) and get_origin(plain_type(annotation)) is list:
         value = [value]
+    is_count = AtLeastOne in get_args(plain_type(annotation))
+    if is_count and isinstance(value, str) and _COUNT.fullmatch(value):
+        value = int(value)  # where an option takes text too, msgspec would keep it
     try:
         found = msgspec.convert(value, annotation, strict=False)
         is_valid = value is None or found is not None  # msgspec reads the text null as None
@@ -109,9 +114,16 @@ def _check(command: str, values: Mapping[str, Any], names: Mapping[str, str]) ->
             f"{names['device']} {quoted(given['device'])} names no device: "
             "write auto, cuda, cuda:N, cpu or sim:PROFILE"
         )
-    if given.get("ranks", 0) > MOST_WORKERS and command != "estimate":
+    if command == "estimate":
+        if not _COUNTS.fullmatch(str(given.get("ranks", 1))):
+            raise InputError(
+                f"{names['ranks']} must be whole numbers of 1 or more with commas between them, found "
+                f"{quoted(given['ranks'])}"
+            )
+    elif given.get("ranks", 1) not in range(1, MOST_WORKERS + 1):
         raise InputError(
-            f"{names['ranks']} must be a whole number from 1 to {MOST_WORKERS}, found '{given['ranks']}'"
+            f"{names['ranks']} must be a whole number from 1 to {MOST_WORKERS}, found "
+            f"{quoted(given['ranks'])}"
         )
     try:
         name = "memory_budget"

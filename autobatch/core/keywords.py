@@ -11,6 +11,7 @@ from typing import Literal, TypedDict
 
 from autobatch.core.options import (
     GradientDtypeChoice,
+    OptimizerChoice,
     ParallelChoice,
     PrecisionChoice,
     SplitCheck,
@@ -31,7 +32,6 @@ class CommonKeywords(TypedDict, total=False):
     scan: int | None
     seed: int
     max_micro_batch: int | None
-    ranks: int | None
     parallel: ParallelChoice
     shard_sync: ShardSync
     shard_modules: str | None
@@ -43,11 +43,17 @@ class EstimateKeywords(CommonKeywords, total=False):
     profile: str | Sequence[str]
     all: bool
     micro_batch: int | None
+    ranks: int | str | None
+    sequence: int | None
+    lora: int | None
+    optimizer: OptimizerChoice
+    checkpointing: bool
 
 
 class SearchKeywords(CommonKeywords, total=False):
     """Keywords of the calls that search for the largest micro-batch."""
 
+    ranks: int | None
     micro_batch_multiple: Literal["auto"] | int
     time_limit: float | None
     max_grad_norm: float | None

@@ -26,6 +26,7 @@ TAKEN_BY = {
     "train": ("fit",),
     "tune": ("fit", "tune"),
     "ranks": COMMANDS,
+    "model": ("estimate",),
     "output": COMMANDS,
 }
 """Commands that take the options of a section, unless an option names others."""
@@ -44,6 +45,7 @@ GradientDtypeChoice = Literal["auto", "fp32", "weights"]
 ParallelChoice = Literal["auto", "replicate", "shard"]
 SplitChoice = Literal["auto", "count", "size"]
 SplitCheck = Literal["error", "note", "off"]
+OptimizerChoice = Literal["adamw", "adamw8bit", "sgd", "adafactor"]
 
 
 class Option(NamedTuple):
@@ -310,11 +312,31 @@ class TuneOptions(Section, frozen=True, kw_only=True):
     lr_steps: Annotated[int, Meta(ge=4), Option("Optimizer steps of each short run.", "N")] = 40
 
 
+class ModelOptions(Section, frozen=True, kw_only=True):
+    """The training of a model that is named by ``hf:NAME`` in place of a workload."""
+
+    sequence: Annotated[
+        AtLeastOne | None,
+        Option(
+            "hf: tokens of each sequence. Without it: 2048, or as many as the model takes.", "N", common=True
+        ),
+    ] = None
+    lora: Annotated[
+        AtLeastOne | None,
+        Option("hf: train adapters of this rank on all linear layers, not the weights.", "RANK", common=True),
+    ] = None
+    optimizer: Annotated[OptimizerChoice, Option("hf: the optimizer.", common=True)] = "adamw"
+    checkpointing: Annotated[
+        bool, Option("hf: recompute the activations of each block in the backward pass.", common=True)
+    ] = False
+
+
 class RankOptions(Section, frozen=True, kw_only=True):
     """Several processes that train together."""
 
     ranks: Annotated[
-        AtLeastOne | None, Option("Processes on this machine, one per GPU.", "N", common=True)
+        AtLeastOne | str | None,
+        Option("Processes, one per GPU (estimate: also 1,2,4,8).", "N", common=True),
     ] = None
     parallel: Annotated[
         ParallelChoice,
@@ -367,6 +389,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     train: TrainOptions = TrainOptions()
     tune: TuneOptions = TuneOptions()
     ranks: RankOptions = RankOptions()
+    model: ModelOptions = ModelOptions()
     output: OutputOptions = OutputOptions()
 
     @property
@@ -380,6 +403,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Number whose multiples micro-batches are; None to find out whether there is one."""
         asked = self.search.micro_batch_multiple
         return None if asked == "auto" else asked
+
+    @property
+    def rank_counts(self) -> list[int]:
+        """The numbers of ranks that were asked for, in order; empty if none was."""
+        asked = self.ranks.ranks
+        return [] if asked is None else sorted({int(one) for one in str(asked).split(",")})
 
     @property
     def split_check(self) -> SplitCheck:

@@ -281,9 +281,10 @@ class Estimator:
         return msgspec.structs.replace(one, lengths=lengths, size_unit=worst_case.size_unit(), size_cut=cut)
 
     def _worlds(self, parallel: Parallel) -> list[int]:
-        """Return the numbers of ranks for the table, the one that was asked for last."""
-        others = (2 * self.world, 4 * self.world, self.world // 2)
-        return [*(n for n in others if n > 1 and parallel == "shard"), self.world]
+        """Return the numbers of ranks for the table: all that were asked for, or some near the only one."""
+        asked = self.options.rank_counts[:-1]
+        near = (2 * self.world, 4 * self.world, self.world // 2) if parallel == "shard" else ()
+        return [*(asked or (n for n in near if n > 1)), self.world]
 
     def _table(self, gpus: Sequence[HardwareProfile], parallel: Parallel) -> list[RankEstimate]:
         """Predict for other numbers of ranks too, until the time is over; shared models only."""
@@ -292,13 +293,13 @@ class Estimator:
         def cells(world: int) -> list[RankEstimate]:
             if world != self.world and time.perf_counter() - start > TABLE_SECONDS:
                 return []
-            layout = self.layout(parallel, world)
+            layout = self.layout(parallel, world) if world > 1 else ALONE
             peaks = [(gpu, *self.peak(gpu, layout)) for gpu in gpus]
             return [
                 RankEstimate(
                     profile=gpu.name,
                     world_size=world,
-                    parallel=parallel,
+                    parallel=layout.parallel,
                     budget_bytes=self.gpus.budget(gpu)[0],
                     micro_batch=size,
                     peak_reserved_bytes=peak,

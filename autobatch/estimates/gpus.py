@@ -41,8 +41,8 @@ class GpuChoice:
     def __init__(self, options: Options, home: Path) -> None:
         self._options = options
         self._home = home
-        self.world = options.ranks.ranks or 1
-        """Ranks, one per GPU."""
+        self.world = max(options.rank_counts, default=1)
+        """Ranks, one per GPU; the most that were asked for."""
         caps = (options.search.max_micro_batch, options.batch.target_batch, LARGEST)
         self.cap = min(cap for cap in caps if cap is not None)
         """The largest micro-batch to try. The data are no cap: a GPU that is not here may see more."""

@@ -46,14 +46,15 @@ def _interval(one: Estimate) -> str:
 
 
 def rank_table(cells: Sequence[RankEstimate]) -> Table:
-    """Return the largest micro-batch of a rank: a row for each number of ranks, a column for each GPU."""
-    gpus = list(dict.fromkeys(cell.profile for cell in cells))
-    found = {(cell.world_size, cell.profile): cell.micro_batch for cell in cells}
+    """Return the largest micro-batch of a rank: a row for each GPU, a column for each number of ranks."""
+    worlds = list(dict.fromkeys(cell.world_size for cell in cells))
+    found = {(cell.profile, cell.world_size): cell.micro_batch for cell in cells}
     rows = [
-        [count(world), *(count(found[world, gpu]) if found.get((world, gpu)) else "–" for gpu in gpus)]
-        for world in dict.fromkeys(cell.world_size for cell in cells)
+        [gpu, *(count(found[gpu, world]) if found.get((gpu, world)) else "–" for world in worlds)]
+        for gpu in dict.fromkeys(cell.profile for cell in cells)
     ]
-    return Table("largest micro-batch of a rank", ["ranks", *gpus], rows)
+    head = ["GPU", *(f"{count(world)} {'rank' if world == 1 else 'ranks'}" for world in worlds)]
+    return Table("largest micro-batch of a rank", head, rows)
 
 
 def memory_table(one: Estimate) -> Table:

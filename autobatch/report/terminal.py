@@ -174,7 +174,7 @@ class Terminal(Progress):
         if len(estimates.estimates) == 1:
             one = estimates.estimates[0]
             self._console.print()
-            self._console.print(self._grid(tables.memory_table(one), wraps=True))
+            self._print_table(tables.memory_table(one), wraps=True)
             self._print_remedies(one, "")
             self._print_lines(tables.size_lines(one))
             return
@@ -196,16 +196,23 @@ class Terminal(Progress):
         for line in lines:
             self._console.print(Text(self._shown(line)), soft_wrap=True)
 
-    def _print_table(self, table: tables.Table) -> None:
-        """Print a table. One that is wider than the terminal is better than figures that are cut off."""
-        grid = self._grid(table)
+    def _print_table(self, table: tables.Table, *, wraps: bool = False) -> None:
+        """Print a table, in a pipe with tabs between the cells.
+
+        One that is wider than the terminal is better than figures that are cut off.
+        """
+        if not self._console.is_terminal:
+            for row in (table.head, *table.rows):
+                self._console.out("\t".join(map(self._shown, row)), highlight=False)
+            return
+        grid = self._grid(table, wraps=wraps)
         widest = self._console.options.update(max_width=WIDEST)
-        needed = self._console.measure(grid, options=widest).maximum
+        needed = 0 if wraps else self._console.measure(grid, options=widest).maximum
         width, self._console.width = self._console.width, max(self._console.width, needed)
         self._console.print(grid)
         self._console.width = width
 
-    def _grid(self, table: tables.Table, *, wraps: bool = False) -> Table:
+    def _grid(self, table: tables.Table, *, wraps: bool) -> Table:
         grid = Table(box=None, pad_edge=False)
         for number, name in enumerate(table.head):
             is_first = number == 0

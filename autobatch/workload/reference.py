@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import is_file
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 DEMO = "autobatch.workload.demo:workload"
+NAMED_MODEL = "hf:"
+"""Begin of the name of a Hugging Face model, which ``estimate`` takes in place of a reference."""
 _NO_MODULE = "there is no module {!r} to import from {}"
 
 
@@ -105,6 +107,11 @@ def _seeded(seed: int) -> Iterator[None]:
         yield
 
 
+def is_named_model(workload: object) -> TypeGuard[str]:
+    """Return whether a workload is the name of a model, ``hf:NAME_OR_FOLDER``."""
+    return isinstance(workload, str) and workload.startswith(NAMED_MODEL)
+
+
 def check_reference(reference: str) -> tuple[str, str]:
     """Check a reference as far as is possible without running code; return its place and its function.
 
@@ -113,6 +120,11 @@ def check_reference(reference: str) -> tuple[str, str]:
     Raises:
         InputError: it is no reference, or there is no such file or module.
     """
+    if is_named_model(reference):
+        raise InputError(
+            f"{cut(reference, LONGEST_VALUE)} is a model without data, which only autobatch estimate takes: "
+            "write a workload to run it"
+        )
     place, colon, function = reference.rpartition(":") if ":" in reference else (reference, "", "")
     if not place or (colon and not function):
         raise InputError(

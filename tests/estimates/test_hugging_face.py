@@ -1,0 +1,118 @@
+"""Estimates of models that are only named: their configs suffice, and what cannot be read is one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autobatch
+from autobatch import InputError
+from tests.support.commandline import autobatch as command
+from tests.support.configs import CONFIGS, config_folder
+
+pytest.importorskip("transformers")
+GPUS = ["t4", "v100-16gb"]
+"""Two, so that no changes are traced that would let more fit."""
+
+
+def estimate(place: Path, **options: Any):
+    return autobatch.estimate(f"hf:{place}", profile=GPUS, memory_budget="1GiB", **options)
+
+
+def weights_of(place: Path) -> int:
+    """Count the weights of a model that transformers builds by itself."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(place)
+    with torch.device("meta"):
+        return sum(one.numel() for one in getattr(transformers, config.architectures[0])(config).parameters())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_is_enough(tmp_path: Path, name: str) -> None:
+    place = config_folder(tmp_path, name)
+    found = estimate(place)
+    one = found.estimates[0]
+    assert one.micro_batch > 1
+    itemsize = 2 if "torch_dtype" in CONFIGS[name] else 4
+    # The allocator rounds each tensor up to 512 bytes.
+    assert 1 <= one.memory["parameters"] / (itemsize * weights_of(place)) < 1.2
+    assert CONFIGS[name]["architectures"][0] in found.notes[0]
+    assert "accelerate estimate-memory" in found.notes[1]
+
+
+def test_the_sequence_the_optimizer_and_adapters_are_counted(tmp_path: Path) -> None:
+    place = config_folder(tmp_path, "qwen3")
+    weights = weights_of(place)
+
+    def at(**options: Any):
+        return estimate(place, micro_batch=4, precision="fp32", **options).estimates[0]
+
+    usual = at(sequence=64)
+    assert at(sequence=128).peak_allocated_bytes > usual.peak_allocated_bytes
+    assert at(sequence=64, checkpointing=True).memory["activations"] < usual.memory["activations"]
+    assert 1 <= usual.memory["optimizer state"] / (8 * weights) < 1.2
+    assert at(sequence=64, optimizer="sgd").memory.get("optimizer state", 0) == 0
+    # Two bytes for each weight, and a float32 for each 256; small tensors stay in 32 bits.
+    assert 2 <= at(sequence=64, optimizer="adamw8bit").memory["optimizer state"] / weights < 2.6
+    assert at(sequence=64, optimizer="adafactor").memory["optimizer state"] < usual.memory["optimizer state"]
+    pytest.importorskip("peft")
+    adapted = at(sequence=64, lora=2)
+    assert adapted.memory.get("gradients", 0) < usual.memory["gradients"] / 5
+    assert adapted.memory["parameters"] > usual.memory["parameters"]
+
+
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("llama", {}, {"sequence": 257}, "LlamaForCausalLM takes 256 tokens at most, found 257"),
+    ("vit", {}, {"sequence": 16}, "takes images, found a sequence of 16 tokens"),
+    ("llama", {"model_type": "llamma"}, {}, "model type"),
+    ("llama", {"architectures": ["LlamaForQuestionAnswering"]}, {}, "known are architectures that end in"),
+    ("llama", {"hidden_size": "wide"}, {}, "has no config that transformers"),
+    ("llama", {"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"}, {}, "has no config that"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "options", "said"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_trained_by_its_config_is_one_line(
+    tmp_path: Path, name: str, changes: dict[str, Any], options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InputError) as raised:
+        estimate(config_folder(tmp_path, name, **changes), **options)
+    assert said in str(raised.value)
+    assert str(raised.value).isprintable()
+
+
+def test_missing_configs_and_names_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"the folder .* has no config\.json"):
+        estimate(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(InputError, match="is no folder here, and the hub cannot be reached"):
+        autobatch.estimate("hf:nobody/nothing", profile=GPUS)
+    with pytest.raises(InputError, match="is no folder here and no model on the hub"):
+        autobatch.estimate("hf:a/b/c", profile=GPUS)
+
+
+def test_only_an_estimate_takes_a_name_and_only_a_name_takes_its_options(tmp_path: Path) -> None:
+    place = config_folder(tmp_path, "bert")
+    with pytest.raises(InputError, match="which only autobatch estimate takes"):
+        autobatch.probe(f"hf:{place}")
+    with pytest.raises(InputError, match=r"sequence 16, lora 4: only autobatch estimate hf:NAME takes that"):
+        autobatch.estimate(sequence=16, lora=4, profile=GPUS)
+
+
+@pytest.mark.program
+def test_the_table_of_ranks_has_gpus_down_and_tabs_in_a_pipe(tmp_path: Path) -> None:
+    place = config_folder(tmp_path, "qwen3")
+    ran = command(
+        tmp_path, "estimate", f"hf:{place}", "--ranks", "1,2", "--parallel", "shard", "--profile", "t4",
+        "a100-40gb", "--sequence", "32",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    lines = ran.out.splitlines()
+    head = lines.index("GPU\t1 rank\t2 ranks")
+    cells = [line.split("\t") for line in lines[head + 1 : head + 3]]
+    assert [row[0] for row in cells] == ["t4", "a100-40gb"]
+    assert all(int(cell.replace(",", "")) > 0 for row in cells for cell in row[1:])
