@@ -81,8 +81,8 @@ def run(call: Call) -> Result:
         DoesNotFitError: not even a micro-batch of 1 fits.
         AutobatchError: see `autobatch.training.run.train`.
     """
-    call = agree_on_options(call)
     call.ranks.limit_wait(call.options.ranks.collective_timeout)
+    call = agree_on_options(call)
     call = replace(call, progress=call.ranks.listener(call.progress))
     tune = call.options.tune
     if tune.storage is not None and (tune.trials != 0 or tune.tune_lr):
