@@ -46,6 +46,8 @@ POLL_S = 0.25
 """Seconds from one sign of life to the next."""
 GRACE_S = 1.0
 """Seconds from the loss of the store to the end of a rank that has not ended well by then."""
+PUBLISH_S = 5.0
+"""Seconds in which the store must take a verdict; without an answer, this rank counts as the first."""
 STOP_S = 20.0
 """Seconds from a signal until a rank that got no further leaves: torchrun kills it after 30."""
 
@@ -175,7 +177,7 @@ class Watch:
         """Publish that this rank has failed; see `autobatch.distributed.ranks.Ranks.fail`."""
         # The threads must not end this process while it reports its own failure.
         self._closed.set()
-        return publish_verdict(self._store, self._launch, self._out, line, code)
+        return self._publish(line, code)
 
     def close(self) -> None:
         """Stop watching."""
@@ -260,17 +262,22 @@ class Watch:
 
     def _end(self, line: str, code: int) -> None:
         """End this process with a verdict, and print it unless another rank has failed before."""
-        # In a thread, because the store may no longer answer.
-        published = threading.Thread(target=self._publish, args=(line, code), daemon=True)
-        published.start()
-        published.join(GRACE_S)
-        sys.stderr.write(f"autobatch: {line}\n")
-        os._exit(code)
+        first = self._publish(line, code)
+        if first is None:
+            sys.stderr.write(f"autobatch: {line}\n")
+        os._exit(code if first is None else first)
 
-    def _publish(self, line: str, code: int) -> None:
-        first = publish_verdict(self._listening, self._launch, self._out, line, code)
-        if first is not None:
-            os._exit(first)
+    def _publish(self, line: str, code: int) -> int | None:
+        """Publish a verdict in a thread, because the store may not answer; see `publish_verdict`."""
+        codes: list[int | None] = []
+
+        def publish() -> None:
+            codes.append(publish_verdict(self._listening, self._launch, self._out, line, code))
+
+        thread = threading.Thread(target=publish, daemon=True)
+        thread.start()
+        thread.join(PUBLISH_S)
+        return codes[0] if codes else None
 
 
 class SignalDeadline:
