@@ -16,10 +16,10 @@ import torch
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.base import Meter
-from autobatch.device.oom import Verdict, classify, first_line, requested_bytes
+from autobatch.device.oom import Verdict, classify, first_line, lost_context_ignored, requested_bytes
 from autobatch.setup.setup import Setup
 from autobatch.step.apply_knobs import free_graphs, uses_graphs
-from autobatch.step.restore import preserved_optimizers, temporary_weights
+from autobatch.step.restore import snapshot_of, temporary_weights
 from autobatch.step.train_state import TrainState, build_train_state
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
@@ -161,9 +161,14 @@ def on_copies(setup: Setup, meter: Meter, *, learning_rate: float | None = None)
         try:
             with temporary_weights(setup.model, setup.device.torch_device):
                 train_state = open_train_state(setup, meter, learning_rate=learning_rate)
-                with preserved_optimizers(train_state.optimizers):
+                with meter.uncounted():
+                    restore = snapshot_of(train_state.optimizers)
+                try:
                     yield train_state
-                del train_state
+                finally:
+                    del train_state
+                    with lost_context_ignored(), meter.uncounted():
+                        restore()
         finally:
             if uses_graphs(setup.knobs):
                 free_graphs()

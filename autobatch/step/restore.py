@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,23 +79,27 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
             tensor.grad = gradient
 
 
-@contextmanager
-def preserved_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-    """Give optimizers a copy of their state within the block: a workload may return those of the user."""
-    saved = [(one.state, dict(one.state)) for one in optimizers]
-    try:
-        for state, entries in saved:
-            for key, entry in entries.items():
-                state[key] = {name: _copied(value) for name, value in entry.items()}
-        yield
-    finally:
-        for state, entries in saved:
+def snapshot_of(optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[], None]:
+    """Copy the state of optimizers, which may be the user's own, to the host; return what restores it."""
+    states = [(one.state, dict(one.state)) for one in optimizers]
+    parts = [part for _, state in states for part in state.values() if isinstance(part, dict)]
+    saved = [(part, dict(part), _on_host(part)) for part in parts]
+
+    def restore() -> None:
+        for state, former in states:
             state.clear()
-            state.update(entries)
+            state.update(former)
+        for part, values, copies in saved:
+            part.clear()
+            part.update(values)
+            for name, copied in copies.items():
+                values[name].copy_(copied)
+
+    return restore
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+def _on_host(part: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: one.to("cpu", copy=True) for name, one in part.items() if isinstance(one, Tensor)}
 
 
 class BufferSnapshot:
