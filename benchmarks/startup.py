@@ -67,9 +67,8 @@ def wall(command: list[str], *, folder: Path | None = None, home: Path | None = 
     return time.perf_counter() - start
 
 
-def main() -> None:
-    """Time each process, print and save the table."""
-    argparse.ArgumentParser(description=str(__doc__).splitlines()[0]).parse_args()
+def whole_processes() -> dict[str, list[float]]:
+    """Time the help and the demo."""
     program = [sys.executable, "-m", "autobatch"]
     commands = {
         "python -c pass": [sys.executable, "-c", "pass"],
@@ -81,22 +80,49 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for which in ("first", "second"):
             times[f"the demo, {which} run"] = [wall(fit, folder=Path(folder), home=Path(folder) / "home")]
-    small = [*program, "fit", "benchmarks.startup:workload", "--target-batch", "64", "--steps", "1"]
-    small.insert(1, "-u")
+    return times
+
+
+def first_steps() -> dict[str, list[float]]:
+    """Time the first step of a small task in a loop of torch, on the CPU and on a simulated GPU, in turn."""
+    small = [
+        "-u",
+        "-m",
+        "autobatch",
+        "fit",
+        "benchmarks.startup:workload",
+        "--target-batch",
+        "64",
+        "--steps",
+        "1",
+    ]
     kinds = {
-        "a loop of torch": [sys.executable, "-c", PLAIN],
+        "a loop of torch": ["-c", PLAIN],
         **{device: [*small, "--device", device] for device in ("cpu", "sim:rtx-4090")},
     }
+    times: dict[str, list[float]] = {}
     for _ in range(FRESH):
         for name, command in kinds.items():
-            for clock, taken in zip(("wall", "CPU"), to_first_step(command), strict=True):
+            for clock, taken in zip(("wall", "CPU"), to_first_step([sys.executable, *command]), strict=True):
                 times.setdefault(f"{FIRST_STEP}, {name} ({clock})", []).append(taken)
+    return times
+
+
+def main() -> None:
+    """Time each process, print and save the table."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument(
+        "--first-step", action="store_true", help="only runs of a small task to its first step"
+    )
+    only = parser.parse_args().first_step
+    around = surroundings("optuna")
+    times = first_steps() if only else whole_processes() | first_steps()
     table = markdown(
-        ("whole process", "least, s", "median, s"),
+        ("process", "least, s", "median, s"),
         [[name, f"{min(own):.3f}", f"{statistics.median(own):.3f}"] for name, own in times.items()],
     )
     print(table)
-    print(save("startup", surroundings("optuna") | {"seconds": times}, table))
+    print(save("startup-first-step" if only else "startup", around | {"seconds": times}, table))
 
 
 if __name__ == "__main__":

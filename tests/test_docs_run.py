@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -207,6 +208,34 @@ def test_the_functions_of_the_page_on_optimizers_train() -> None:
     names["loss"](gan, torch.randn(5, 4)).backward()
     for one in (generator, discriminator):
         assert all(p.grad is not None for group in one.param_groups for p in group["params"])
+
+
+@pytest.mark.program
+def test_the_batches_of_nanogpt_train_in_parts_as_they_do_whole(tmp_path: Path) -> None:
+    """Only GPT is a stand-in: it returns logits and the loss, as nanoGPT's does."""
+    (code,) = (one for one in code_of(ROOT / "docs/data.md") if "BatchFunction(" in one)
+    (np.arange(4000) % 17).astype(np.uint16).tofile(tmp_path / "train.bin")
+
+    class Bigrams(nn.Embedding):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = super().forward(x)
+            return logits, cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    names: dict[str, Any] = {"os": os, "np": np, "torch": torch, "autobatch": autobatch, "block_size": 8}
+    names |= {"GPT": lambda config: Bigrams(config, config, dtype=torch.float64), "config": 17}
+    names |= {"Workload": autobatch.Workload, "data_dir": tmp_path}
+    exec(code, names)
+    found = [
+        autobatch.fit(
+            names["workload"], target_batch=12, steps=40, max_micro_batch=size, trials=0, device="cpu",
+            precision="fp32", out=tmp_path / str(size),
+        )
+        for size in (5, 12)
+    ]  # fmt: skip
+    assert [one.plan.accumulation_steps for one in found] == [3, 1]
+    parts, whole = (one.model.weight for one in found)
+    assert torch.allclose(parts, whole, rtol=1e-11)
+    assert found[0].training.final_loss < found[0].training.first_loss
 
 
 def section_of(page: Path, title: str) -> list[str]:
