@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from autobatch.integrations.data_source import (
 )
 from autobatch.planning import check_world_size, launched_world_size
 from autobatch.step.gradients import LOW_PRECISION, Gradients, exchange_buffer, norm_of
-from autobatch.step.loss import StepTotals, normalize_loss, terms_of
+from autobatch.step.loss import CountsAhead, StepTotals, Term, check_form, normalize_loss, terms_of
 from autobatch.step.optimizers import refuse_closure
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
@@ -104,7 +105,7 @@ class Batch(Generic[CollatedT]):
     def _begin_pass(self) -> None:
         """Begin a pass over the micro-batches."""
         self._number += 1
-        self._micro_batches = self._made()
+        self._micro_batches = self._made() if self._passes.counts is None else self._counted(self._made())
         self._totals = StepTotals(samples=self.samples)
         self._open: int | None = None
         """Samples of the micro-batch that waits for `backward`; None if there is none."""
@@ -155,6 +156,21 @@ class Batch(Generic[CollatedT]):
             yield found
             del found  # as above
 
+    def _counted(self, made: Iterator[tuple[CollatedT, int]]) -> Iterator[tuple[CollatedT, int]]:
+        """Count the terms in all micro-batches of a pass, on all ranks, and then yield them."""
+        counts, kept = self._passes.counts, deque(made)
+        assert counts is not None
+        counts.begin()
+        for data, _ in kept:
+            counts.add(data)
+        own = dict(counts.sums())
+        of_ranks = self._passes.open(self._number)[1].ranks.gather(own)
+        for name in {name: None for one in of_ranks for name in one}:
+            items = sum(one.get(name, 0.0) for one in of_ranks)
+            self._totals.terms[name] = Term(items=items, expected=own.get(name, 0.0))
+        while kept:
+            yield kept.popleft()
+
     def backward(self, loss: LossValue) -> None:
         """Add the gradient of the current micro-batch to the gradient of the batch.
 
@@ -181,10 +197,12 @@ class Batch(Generic[CollatedT]):
         if not self._totals.sizes:
             gradients.clear()
         terms = terms_of(loss)
-        if CountPass(train_state, self._totals).needs_more(terms, self._open):
+        if self._passes.counts is not None:
+            self._passes.counts.sums(check_form(self._totals, terms))
+        elif CountPass(train_state, self._totals).needs_more(terms, self._open):
             raise InputError(
-                f"{self._name} has several micro-batches, and a term of its loss is divided by all that it "
-                "counts in them: return one Loss, or use autobatch.fit, which counts first"
+                f"{self._name} has several micro-batches, and each term of its loss is divided by all it "
+                "counts in them: give these counts as autobatch.batches(…, counts=lambda data: {…})"
             )
         weighted = normalize_loss(train_state, self._totals, terms, self._open)
         with gradients.summed_apart():
@@ -361,6 +379,7 @@ def batches(
     batched: bool | None = None,
     batch_dim: int = 0,
     size_of: Callable[[Any], float] | None = None,
+    counts: Callable[[CollatedT], Mapping[str, float] | Sequence[float]] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] = (),
     scaler: torch.amp.GradScaler | None = None,
 ) -> Batches[CollatedT]:
@@ -392,6 +411,8 @@ def batches(
             tensor with fewer dimensions has them in its first.
         size_of: the ``size_of`` of the workload, if it has one. Without it, a plan that cuts batches by these
             sizes is split by count.
+        counts: returns the count of each `Loss` of a loss of several terms for the data of a micro-batch, by
+            name. All micro-batches of a batch are read, and counted, before the first one is yielded.
         optimizer: one or several. Needed here, and then not in `Batch.step`, if parameters are in 16 bits.
         scaler: the loss scaler of fp16 training; a batch whose gradient overflows takes no step.
 
@@ -422,6 +443,8 @@ def batches(
     if ranks is not None:
         check_same_data_on(ranks, data, source, sampler)
     passes = Passes(ranks, parts, given, scaler, plan.gradient_dtype)
+    if counts is not None:
+        passes.counts = CountsAhead(counts)
     return Batches(source, plan, passes, parts=parts, start=start, size_of=size_of)
 
 
@@ -491,6 +514,8 @@ class Passes:
         self._split = split
         # A disabled scaler would let gradients pass that are not finite.
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.counts: CountsAhead | None = None
+        """Counts of several terms of the loss that follow from the data; None without."""
         self._opened: list[tuple[TrainState, Engine]] = []
         self._optimizers: tuple[Optimizer, ...] = ()
         self._has_stepped = False

@@ -206,7 +206,7 @@ class CountsAhead:
     """Counts that follow from the data alone, summed over the micro-batches of a batch before they train.
 
     Args:
-        function: ``Workload(counts=…)``.
+        function: the ``counts`` of `autobatch.Workload` or `autobatch.batches`.
     """
 
     def __init__(self, function: Callable[[Collated], Any]) -> None:
@@ -227,22 +227,22 @@ class CountsAhead:
             found = self._function(batch)
         if not isinstance(found, Mapping | list | tuple):
             raise InputError(
-                "Workload(counts=…) must return a mapping of the names of terms to their counts, found "
+                "counts=… must return a mapping of the names of terms to their counts, found "
                 f"{kind_of(found)}"
             )
         for name, count in by_name(found).items():
-            _check_count(name, count, f"{name!r} in Workload(counts=…)")
+            _check_count(name, count, f"{name!r} in counts=…")
             self._sums[name] = self._sums.get(name, 0.0) + float(count)
 
-    def sums(self, form: Form) -> dict[str, float]:
+    def sums(self, form: Form | None = None) -> dict[str, float]:
         """Return the counts of the terms that have one; empty if no micro-batch was looked at.
 
         Raises:
-            InputError: the names are not those of the terms.
+            InputError: the names are not those of the terms of a loss of this form.
         """
-        if self._sums and {*self._sums} != {*form.counted}:
+        if form is not None and self._sums and {*self._sums} != {*form.counted}:
             raise InputError(
-                f"Workload(counts=…) counts {', '.join(self._sums)}, and the terms of the loss that have a "
+                f"counts=… counts {', '.join(self._sums)}, and the terms of the loss that have a "
                 f"count are {', '.join(form.counted) or 'none'}: count these, or leave counts=… out"
             )
         return self._sums
@@ -329,7 +329,7 @@ def read_terms(totals: StepTotals, values: list[float]) -> dict[str, float]:
         if term.expected is not None and not abs(count - expected) <= COUNT_TOLERANCE * abs(expected):
             raise InputError(
                 f"the term {name!r} of the loss counts {count:.10g} items of a batch while it trains, and "
-                f"{expected:.10g} were counted before, so no step was taken: Workload(counts=…) must count "
+                f"{expected:.10g} were counted before, so no step was taken: counts=… must count "
                 "what the loss does; without it, the loss must count the same items of a micro-batch twice"
             )
         if items:

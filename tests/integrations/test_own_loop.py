@@ -57,7 +57,9 @@ def test_steps_equal_those_of_whole_batches(kind: str, limit: int, clip: float |
     workload, whole_loss = KINDS[kind]
     sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=10, seed=3, epochs=2)
     expected, losses = reference(workload, [b.ids for b in sampler.batches()], whole_loss, clip=clip)
-    batches = autobatch.batches(workload.train_data, small_plan(10, limit), epochs=2, seed=3)
+    batches = autobatch.batches(
+        workload.train_data, small_plan(10, limit), epochs=2, seed=3, counts=workload.counts
+    )
     found, own = train_in_own_loop(workload, batches, clip=clip)
     assert len(batches) == len(losses) == 5
     assert apart(found, expected) <= EXACT
@@ -93,10 +95,27 @@ def test_batches_of_a_loader_are_cut_again(kind: str, last: str, batch_size: int
     }[last]
     expected, losses = reference(workload, whole_batches, whole_loss)
     loader = DataLoader(workload.train_data, batch_size=batch_size)
-    batches = autobatch.batches(loader, small_plan(10, 4, last_batch=last), epochs=2)
+    batches = autobatch.batches(loader, small_plan(10, 4, last_batch=last), epochs=2, counts=workload.counts)
     found, own = train_in_own_loop(workload, batches)
     assert apart(found, expected) <= EXACT
     assert own == pytest.approx(losses, rel=EXACT)
+
+
+def test_terms_need_counts_unless_a_batch_is_one_micro_batch() -> None:
+    workload, whole_loss = KINDS["terms"]
+    expected, _ = reference(workload, [range(SAMPLES)], whole_loss)
+    order = {"sampler": range(SAMPLES), "steps": 1}
+    found, _ = train_in_own_loop(
+        workload, autobatch.batches(workload.train_data, small_plan(SAMPLES, SAMPLES), **order)
+    )
+    assert apart(found, expected) <= EXACT
+    with pytest.raises(InputError, match=r"batch 0 has several micro-batches.*counts=lambda data: \{…\}\)"):
+        train_in_own_loop(workload, autobatch.batches(workload.train_data, small_plan(), **order))
+    others = autobatch.batches(workload.train_data, small_plan(), **order, counts=lambda _: {"boxes": 1})
+    with pytest.raises(
+        InputError, match="counts=… counts boxes, and the terms of the loss that have a count are"
+    ):
+        train_in_own_loop(workload, others)
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 24])

@@ -43,7 +43,7 @@ def own_loop(kind: str, limits: list[int], form: str, is_joined: bool) -> tuple[
     workload, _ = KINDS[kind]
     plan = plan_of(int(os.environ["RANK"]), 10, limits)
     data = DataLoader(workload.train_data, batch_size=7) if form == "loader" else workload.train_data
-    batches = autobatch.batches(data, plan, epochs=2, seed=3)
+    batches = autobatch.batches(data, plan, epochs=2, seed=3, counts=workload.counts)
     weights, losses = train_in_own_loop(workload, batches, clip=0.01)
     torch.distributed.destroy_process_group()
     return weights, losses, len(losses)

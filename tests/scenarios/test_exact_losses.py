@@ -18,9 +18,12 @@ from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 
 from autobatch import InputError
+from autobatch.device.base import SilentMeter
 from autobatch.step.train_step import train_step
 from autobatch.training.split_check.check import check_loss_splits
 from autobatch.workload.order import GlobalBatchSampler
+from tests.support.detection import Detector, scenes
+from tests.support.detection import whole as whole_detection
 from tests.support.steps import EXACT, SAMPLES, Towers, clip, off, split, train_state_of, two_towers
 from tests.support.training import (
     IGNORED,
@@ -206,6 +209,7 @@ MASKED: dict[str, Any] = {
     "train_data": Rows(drawn(9, 6), chosen(9, share=0.6)),
 }
 ANCHORS: dict[str, Any] = {"model": lambda: mlp(6, 7), "train_data": Rows(drawn(6), chosen(7, share=0.1))}
+SCENES: dict[str, Any] = {"model": lambda: Detector().double(), "train_data": scenes(SAMPLES)}
 CRITIC: dict[str, Any] = {
     "model": lambda: mlp(4, 1),
     "train_data": Rows(drawn(4), drawn(4), torch.rand(SAMPLES, 1, generator=DRAW).double()),
@@ -217,6 +221,11 @@ EXACT_ROWS: dict[str, tuple[dict[str, Any], Any, Callable[..., Tensor]]] = {
     "class weights": ({}, "weighted_loss", whole_weighted),
     "masked pixels (MAE)": (MASKED, "masked_loss", whole_masked),
     "focal loss ÷ positives": (ANCHORS, "focal_loss", whole_focal),
+    "several means: boxes and classes (DETR), tokens and pairs (BERT), tasks": (
+        {**SCENES, "counts": WRITTEN["detection_counts"]},
+        "detection_loss",
+        whole_detection,
+    ),
     "CTC": ({"model": lambda: mlp(3, 6), "train_data": SPEECH}, "speech_loss", whole_speech),
     "distillation": ({"model": Distilled}, "distilled_loss", whole_distilled),
     "R-Drop": ({"model": TwoDraws}, "r_drop_loss", whole_r_drop),
@@ -231,6 +240,11 @@ REFUSED = {
     "class weights": ({}, whole_weighted, OTHER_MEAN),
     "masked pixels (MAE)": (MASKED, whole_masked, OTHER_MEAN),
     "focal loss ÷ positives": (ANCHORS, whole_focal, OTHER_MEAN),
+    "several means: boxes and classes (DETR), tokens and pairs (BERT), tasks": (
+        SCENES,
+        whole_detection,
+        "a sum of several means",
+    ),
     "gradient penalty": (CRITIC, slope_of_the_mean, "differs by"),
     "contrastive": ({"model": lambda: Towers().double()}, whole_contrast, MIXED),
     "balance of experts (MoE)": ({"model": Experts}, whole_balanced, MIXED),
@@ -258,7 +272,8 @@ def test_a_loss_of_the_page_takes_the_step_of_the_whole_batch(name: str) -> None
     expected, losses = reference(workload, [range(SAMPLES)], whole)
     for sizes in SPLITS:
         train_state = train_state_of(workload)
-        result = train_step(train_state, split(workload, sizes), SAMPLES)
+        fed = train_state.feed(iter(split(workload, sizes)), SilentMeter())
+        result = train_step(train_state, fed, SAMPLES)
         assert off(train_state, workload, expected) <= EXACT, sizes
         assert result.loss == pytest.approx(losses[0], rel=EXACT)
     assert notes_before_training(workload) == []

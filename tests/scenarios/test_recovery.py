@@ -22,6 +22,7 @@ from tests.support.faults import (
     plain,
     stateful,
     stateful_contrastive,
+    stateful_terms,
     train,
 )
 from tests.support.training import (
@@ -43,7 +44,11 @@ EVERY = pytest.mark.slow
     [
         (plain, 2),
         (stateful_contrastive, 7),
-        *(pytest.param(one, 1, marks=EVERY) for one in (plain, stateful, contrastive, stateful_contrastive)),
+        (stateful_terms, 11),
+        *(
+            pytest.param(one, 1, marks=EVERY)
+            for one in (plain, stateful, contrastive, stateful_contrastive, stateful_terms)
+        ),
     ],
 )
 def test_out_of_memory_at_any_operator_is_as_if_planned_smaller(make, each: int) -> None:
@@ -103,7 +108,7 @@ def test_there_is_no_recovery_inside_the_optimizer_step() -> None:
         assert caught.value.exit_code == 77
 
 
-@pytest.mark.parametrize("make", [stateful, stateful_contrastive])
+@pytest.mark.parametrize("make", [stateful, stateful_contrastive, stateful_terms])
 def test_a_recovery_in_fp16_keeps_the_loss_scale(make) -> None:
     smaller, _ = train(make(torch.float32), None, shrink_to=2, precision="fp16")
     fault = Fault()

@@ -247,16 +247,16 @@ def test_a_wrong_loss_is_one_line_and_moves_nothing(value: Any, found: str) -> N
         (lambda _: {"boxes": 3, "classes": 9}, "the term 'boxes' of the loss counts"),
         (
             lambda _: {"boxes": 3},
-            "Workload(counts=…) counts boxes, and the terms of the loss that have a count are",
+            "counts=… counts boxes, and the terms of the loss that have a count are",
         ),
         (lambda _: {"boxes": 3, "classes": math.inf}, "the count of the term 'classes' must be finite"),
         (
             lambda _: {"boxes": "3"},
-            "the count of 'boxes' in Workload(counts=…) must be a number or a 0-d tensor",
+            "the count of 'boxes' in counts=… must be a number or a 0-d tensor",
         ),
         (
             lambda _: 3,
-            "Workload(counts=…) must return a mapping of the names of terms to their counts, found an int",
+            "counts=… must return a mapping of the names of terms to their counts, found an int",
         ),
     ],
 )

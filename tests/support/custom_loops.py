@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 
 from autobatch import Loss, Plan, Workload
 from autobatch.planning import make_plan
+from tests.support.detection import counts, detection, scenes, whole
 from tests.support.training import (
     IGNORED,
     Rows,
@@ -47,6 +48,7 @@ KINDS = {
         make_workload(model=language_model, train_data=tokens(), loss=token_loss),
         mean_over_tokens,
     ),
+    "terms": (detection(train_data=scenes(SAMPLES), counts=counts), whole),
 }
 """Workloads, each with its loss over a whole batch."""
 

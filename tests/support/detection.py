@@ -88,6 +88,16 @@ def two_means(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return {"classes": cross_entropy(logits, batch[1]), "boxes": mse_loss(found, batch[2])}
 
 
+def drawn_terms(model: nn.Module, batch: Any) -> dict[str, Tensor | Loss]:
+    """Return a mean over rows that are drawn at random, and one over the samples."""
+    scores = model(batch[0])
+    hidden = torch.rand(len(scores)) < 0.6
+    return {
+        "hidden": Loss(scores[hidden].square().sum(), hidden.sum()),
+        "labels": cross_entropy(scores, batch[1]),
+    }
+
+
 def detection(**fields: Any) -> Workload:
     return make_workload(
         **{"model": lambda: Detector().double(), "train_data": scenes(), "loss": terms, **fields}

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.base import SilentMeter
 from autobatch.device.cpu import CpuDevice
+from tests.support.detection import drawn_terms
 from tests.support.training import INFO_NCE, Rows, make_loop, make_workload, points
 
 FAULTY_STEP = 1
@@ -112,6 +113,10 @@ def stateful(dtype: torch.dtype = torch.float64, **changes):
 
 def stateful_contrastive(dtype: torch.dtype = torch.float64):
     return stateful(dtype, loss=INFO_NCE)
+
+
+def stateful_terms(dtype: torch.dtype = torch.float64):
+    return stateful(dtype, loss=drawn_terms)
 
 
 def train(workload, fault: Fault | None, *, device: Any | None = None, **options):

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from tests.support.detection import drawn_terms
 from tests.support.overflow import flagged
 from tests.support.overflow import loss as overflowing_loss
 from tests.support.training import (
@@ -155,6 +156,11 @@ def contrastive():
     return make_workload(model=Everything, train_data=data, loss=INFO_NCE, optimizer=adamw), {}
 
 
+def several_terms():
+    data = Augmented(*points(dtype=torch.float32).columns)
+    return make_workload(model=Everything, train_data=data, loss=drawn_terms, optimizer=adamw), {}
+
+
 RUNS = {
     "augmented": augmented,
     "augmented, averaged": averaged(augmented),
@@ -173,4 +179,5 @@ RUNS = {
     "function of the step": scheduled(lambda step: 1 / (1 + step)),
     "steps of an epoch": scheduled(partial(OneCycleLR, max_lr=0.05, epochs=3)),
     "whole batch": contrastive,
+    "several terms": several_terms,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autobatch import AutobatchError
+from autobatch import AutobatchError, InputError
 from autobatch.training.loop import Loop
+from tests.support.detection import Detector, counts, detection, scenes
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.sharded_loops import sharded_loop
@@ -31,7 +33,20 @@ def means() -> Any:
     return make_workload(model=model, train_data=points(24))
 
 
-KINDS = {"means": means, "tokens": lambda: make_workload(**TOKENS)}
+class Deep(Detector):
+    """A detector with blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+        self.trunk = nn.Sequential(nn.Linear(5, 8), nn.Sequential(*blocks))
+
+
+def several_terms() -> Any:
+    return detection(model=lambda: Deep().double(), train_data=scenes(24), counts=counts)
+
+
+KINDS = {"means": means, "tokens": lambda: make_workload(**TOKENS), "terms": several_terms}
 OPTIONS: dict[str, Any] = {"target_batch": 14, "steps": 3, "max_grad_norm": 0.3, "ema": 0.5}
 
 
@@ -82,6 +97,20 @@ def test_steps_are_those_of_whole_batches(
         assert apart(as_double(averages), whole(alone.train_state.average.tensors())) < 1e-12
         for of_step, other in zip(figures, expected, strict=True):
             assert of_step == pytest.approx(other, rel=1e-12)
+
+
+def train_without_counts() -> str:
+    group = open_group()
+    loop = sharded_loop(group, replace(several_terms(), counts=None), [5, 3], **OPTIONS)
+    with pytest.raises(InputError) as caught:
+        list(loop.run())
+    group.close()
+    return str(caught.value)
+
+
+def test_terms_of_a_shared_model_need_counts(server: RankServer) -> None:
+    for line in server.values(train_without_counts):
+        assert "have to count boxes, classes: give Workload(counts=…), or use --parallel replicate" in line
 
 
 @pytest.mark.parametrize("knobs", [{"checkpointing": "full", "optimizer": "for-loop"}])
