@@ -224,7 +224,7 @@ def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
         OSError: the file cannot be written.
     """
     body = json.dumps({"schema": SCHEMA, **manifest}, indent=1)[1:].encode()
-    write_file(path, _PREFIX + hashlib.sha256(body).hexdigest().encode() + b'",' + body)
+    write_file(path, [_PREFIX, hashlib.sha256(body).hexdigest().encode(), b'",', body])
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

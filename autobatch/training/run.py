@@ -125,6 +125,10 @@ def train_plan(
         if resumed is not None:
             for line in restore_loop(loop, resumed.state, same_hardware=run.is_exact, folder=resumed.path):
                 progress.note(line)
+            # The loop has it now, and the caller would hold it as long as the run lasts.
+            counters = resumed.state["counters"]
+            resumed.state.clear()
+            resumed.state["counters"] = counters
         facts = {
             "plan": msgspec.to_builtins(plan),
             "key": dict(run.key),

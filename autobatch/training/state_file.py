@@ -13,8 +13,9 @@ import hashlib
 import json
 import os
 import sys
+import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -31,7 +32,7 @@ from autobatch.step.tensors import is_sharded, local_part
 STATE = "state.json"
 """File of a checkpoint with everything but the tensors."""
 FILE_BYTES = 256 * MiB
-"""Bytes of a file of tensors, unless one tensor has more. Host memory holds two copies of one file."""
+"""Bytes of a file of tensors, unless one tensor has more, and bytes that are written at a time."""
 _PLAIN = (bool, int, float, str, type(None))
 _TEXTS: dict[type, tuple[str, Callable[[Any], str]]] = {
     bytes: ("$bytes", lambda value: base64.b64encode(value).decode()),
@@ -165,40 +166,76 @@ def pack(state: Mapping[str, Any]) -> Packed:
     return packed
 
 
-@cache
 def can_be_written(dtype: torch.dtype) -> bool:
     """Return whether safetensors has a type of tensors."""
+    return _name_of(dtype) is not None
+
+
+@cache
+def _name_of(dtype: torch.dtype) -> str | None:
+    """Return the name of a type of tensors in safetensors; None if it has none."""
     from safetensors.torch import save
 
     try:
-        save({"one": torch.zeros(1, dtype=dtype, device="cpu")})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of types about to be removed
+            content = save({"one": torch.zeros(1, dtype=dtype, device="cpu")})
     except Exception:  # of many kinds, for example KeyError and safetensors' own
-        return False
-    return True
+        return None
+    entry = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["one"]
+    # It counts the halves of a type of two values.
+    return str(entry["dtype"]) if entry["shape"] == [1] else None
+
+
+@cache
+def _types() -> dict[str, torch.dtype]:
+    """Return the types of tensors by their names in safetensors."""
+    types = {one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+    return {name: one for one in types if (name := _name_of(one)) is not None}
 
 
 def write_state(
-    folder: Path, packed: Packed, begin_file: Callable[[], object] = lambda: None
+    folder: Path, packed: Packed, begin_part: Callable[[], object] = lambda: None
 ) -> dict[str, dict[str, Any]]:
     """Write a state without its sharded tensors, and return what `write_file` returns by name of the file.
 
     Args:
         folder: exists.
         packed: the state.
-        begin_file: called before each file.
+        begin_part: called before each part of a file.
     """
-    from safetensors.torch import save
-
-    files = {STATE: write_file(folder / STATE, json.dumps(packed.value, indent=1).encode())}
+    files = {STATE: write_file(folder / STATE, [json.dumps(packed.value, indent=1).encode()])}
     for number, tensors in enumerate(_by_file(packed.tensors), 1):
-        begin_file()
-        content = save({name: _on_host(tensor) for name, tensor in tensors.items()})
         name = f"state-{number:05d}.safetensors"
-        files[name] = write_file(folder / name, content)
+        files[name] = write_file(folder / name, _parts_of(tensors, begin_part))
     return files
 
 
-def write_file(path: Path, content: bytes) -> dict[str, Any]:
+def _parts_of(
+    tensors: Mapping[str, Tensor], begin_part: Callable[[], object]
+) -> Iterator[bytes | memoryview]:
+    """Yield a safetensors file in parts; the library's own writer takes three copies of the tensors."""
+    ordered = sorted(tensors.items(), key=lambda one: (-one[1].itemsize, one[0]))  # keeps them aligned
+    header, end = {}, 0
+    for name, one in ordered:
+        offsets = [end, end := end + one.nbytes]
+        header[name] = {"dtype": _name_of(one.dtype), "shape": [*one.shape], "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, one in ordered:
+        content = _bytes_of(one.detach().resolve_conj().resolve_neg().to("cpu").contiguous())
+        for start in range(0, len(content), FILE_BYTES):
+            begin_part()
+            yield content[start : start + FILE_BYTES]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a tensor on the CPU whose elements follow each other."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write a file, and flush it to the disk.
 
     Returns:
@@ -207,11 +244,15 @@ def write_file(path: Path, content: bytes) -> dict[str, Any]:
     Raises:
         OSError: the file cannot be written.
     """
+    digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
-        file.write(content)
+        for part in parts:
+            file.write(part)
+            digest.update(part)
+            size += len(part)
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def _by_file(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -228,11 +269,6 @@ def _by_file(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         yield found
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the CPU, with memory of its own in which its elements follow each other."""
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
 def read_state(folder: Path) -> dict[str, Any]:
     """Read what `write_state` has written, on the CPU; a `ShardedTensor` stands for each sharded one.
 
@@ -240,14 +276,35 @@ def read_state(folder: Path) -> dict[str, Any]:
         ValueError: a file has another content.
         Exception: a foreign file may let the readers raise anything.
     """
-    from safetensors.torch import load
-
     value = json.loads((folder / STATE).read_bytes())
     tensors: dict[str, Tensor] = {}
-    with torch.device("cpu"):  # whatever the default device of the user is
-        for file in sorted(folder.glob("state-*.safetensors")):
-            tensors.update(load(file.read_bytes()))
-        return {key: _unpacked(item, tensors) for key, item in value.items()}
+    for file in sorted(folder.glob("state-*.safetensors")):
+        tensors.update(_read_tensors(file))
+    return {key: _unpacked(item, tensors) for key, item in value.items()}
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file; no tensor has two copies, and a disk that fails raises an error.
+
+    Raises:
+        Exception: the file has another content, which is compared with its size before memory is taken.
+    """
+    found = {}
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        left = path.stat().st_size - 8 - length
+        header = json.loads(file.read(length if left >= 0 else 0))
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            dtype, (begin, end) = _types()[entry["dtype"]], entry["data_offsets"]
+            if not 0 <= begin <= end <= left or end - begin != prod(entry["shape"]) * dtype.itemsize:
+                raise ValueError(f"{name} has no such place in {path.name}")
+            found[name] = torch.empty(entry["shape"], dtype=dtype, device="cpu")
+            file.seek(8 + length + begin)
+            if file.readinto(_bytes_of(found[name])) != end - begin:
+                raise ValueError(f"{path.name} ends within {name}")
+    return found
 
 
 def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:

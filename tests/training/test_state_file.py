@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
+import subprocess
+import sys
 import warnings
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -15,10 +18,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from autobatch import InputError
+from autobatch.device.oom import is_oom
 from autobatch.training import state_file
 from autobatch.training.resume import capture_loop
 from autobatch.training.state_file import STATE, pack, read_state, write_state
@@ -135,6 +139,66 @@ def test_large_states_fill_several_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert files.keys() == {path.name for path in tmp_path.iterdir()}
     assert len(files) == 4
     assert are_alike(read_state(tmp_path), state)
+
+
+def test_a_file_of_the_library_is_read_alike(tmp_path: Path) -> None:
+    tensors = {name: one.clone() for name, one in TENSOR_KINDS.items() if name != "channels last"}
+    save_file({name: one.contiguous() for name, one in tensors.items()}, tmp_path / TENSORS)
+    (tmp_path / STATE).write_text(json.dumps({name: {"$tensor": name} for name in tensors}))
+    assert are_alike(read_state(tmp_path), {name: one.contiguous() for name, one in tensors.items()})
+
+
+@pytest.mark.parametrize(
+    ("gib", "tensors"),
+    [
+        pytest.param(0.25, 1, marks=pytest.mark.program),
+        pytest.param(4.0, 1, marks=pytest.mark.slow),
+        pytest.param(4.0, 17, marks=pytest.mark.slow),
+    ],
+)
+def test_a_large_state_is_saved_without_a_copy_and_resumed_with_one(
+    tmp_path: Path, gib: float, tensors: int
+) -> None:
+    words = [sys.executable, "-m", "benchmarks.large_state", f"--gib={gib}", f"--tensors={tensors}"]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    ran = subprocess.run(
+        words, cwd=Path(__file__).parents[2], env=environ, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["state_bytes"] > gib * 2**30
+    assert found["largest_file_bytes"] > (found["state_bytes"] if tensors == 1 else 2**28)
+    # Of the state in the model there is one copy.
+    copies = found["copies"]
+    assert copies["train and save"] < 1.2
+    assert copies["resume, train and save"] < 2.2
+    assert copies["load"] < 1.2
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]},
+        {"dtype": "F33", "shape": [1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]},
+        [],
+    ],
+    ids=str,
+)
+def test_a_hostile_header_takes_no_memory_and_is_refused(tmp_path: Path, entry: Any) -> None:
+    header = json.dumps({"one": entry}).encode()
+    (tmp_path / TENSORS).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    (tmp_path / STATE).write_text('{"it": {"$tensor": "one"}}')
+    with pytest.raises((ValueError, TypeError, KeyError, RuntimeError)) as caught:
+        read_state(tmp_path)
+    assert not is_oom(caught.value)
+    for length in (2**60, 2**64 - 1):
+        (tmp_path / TENSORS).write_bytes(length.to_bytes(8, "little") + header)
+        with pytest.raises(ValueError):  # noqa: PT011 - of the JSON
+            read_state(tmp_path)
 
 
 class Odd:
