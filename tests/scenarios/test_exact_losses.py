@@ -77,6 +77,12 @@ class Distilled(nn.Module):
         self.student, self.teacher = network(), network().requires_grad_(False)
 
 
+class Vae(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = mlp(6, 4), mlp(2, 6)
+
+
 class TwoDraws(nn.Module):
     """A network with dropout, whose draws depend on the sample and on which of two passes it is."""
 
@@ -118,6 +124,19 @@ def whole_masked(model: nn.Module, batch: Any) -> Tensor:
     patches, hidden = batch
     seen = patches.masked_fill(hidden[..., None] > 0, 0.0)
     return F.mse_loss(model(seen)[hidden > 0], patches[hidden > 0])
+
+
+def summed_vae(model: Any, batch: Any) -> Tensor:
+    """Return the sum over the batch, of the divergence between two normal distributions as torch has it."""
+    images, noise = batch
+    mean, log_variance = model.encoder(images).chunk(2, 1)
+    normal, found = torch.distributions.Normal, torch.distributions.Normal(mean, (log_variance / 2).exp())
+    apart = torch.distributions.kl_divergence(found, normal(torch.zeros_like(mean), 1.0)).sum()
+    return apart + F.mse_loss(model.decoder(found.loc + found.scale * noise), images, reduction="sum")
+
+
+def whole_vae(model: Any, batch: Any) -> Tensor:
+    return summed_vae(model, batch) / len(batch[0])
 
 
 def whole_focal(model: nn.Module, batch: Any) -> Tensor:
@@ -208,6 +227,7 @@ MASKED: dict[str, Any] = {
     "model": lambda: mlp(6, 6),
     "train_data": Rows(drawn(9, 6), chosen(9, share=0.6)),
 }
+VAE: dict[str, Any] = {"model": Vae, "train_data": Rows(drawn(6), drawn(2))}
 ANCHORS: dict[str, Any] = {"model": lambda: mlp(6, 7), "train_data": Rows(drawn(6), chosen(7, share=0.1))}
 SCENES: dict[str, Any] = {"model": lambda: Detector().double(), "train_data": scenes(SAMPLES)}
 CRITIC: dict[str, Any] = {
@@ -220,6 +240,7 @@ EXACT_ROWS: dict[str, tuple[dict[str, Any], Any, Callable[..., Tensor]]] = {
     "label smoothing with `ignore_index`": (TEXT, "smoothed_loss", whole_smoothed),
     "class weights": ({}, "weighted_loss", whole_weighted),
     "masked pixels (MAE)": (MASKED, "masked_loss", whole_masked),
+    "sum over the batch (VAE)": (VAE, "vae_loss", whole_vae),
     "focal loss ÷ positives": (ANCHORS, "focal_loss", whole_focal),
     "several means: boxes and classes (DETR), tokens and pairs (BERT), tasks": (
         {**SCENES, "counts": WRITTEN["detection_counts"]},
@@ -239,6 +260,7 @@ REFUSED = {
     "label smoothing with `ignore_index`": (TEXT, whole_smoothed, OTHER_MEAN),
     "class weights": ({}, whole_weighted, OTHER_MEAN),
     "masked pixels (MAE)": (MASKED, whole_masked, OTHER_MEAN),
+    "sum over the batch (VAE)": (VAE, summed_vae, "a sum over the batch"),
     "focal loss ÷ positives": (ANCHORS, whole_focal, OTHER_MEAN),
     "several means: boxes and classes (DETR), tokens and pairs (BERT), tasks": (
         SCENES,
