@@ -412,7 +412,7 @@ class StepRecord(Record, frozen=True, kw_only=True):
     recovered: str | None = None
     """Message of the out-of-memory error after which this step ran again, and what is known of its cause."""
     growth: str | None = None
-    """Finding that memory grows from step to step until the budget is full; at most one in a run."""
+    """Finding that memory grows from step to step until it is full; once for the device and for the host."""
 
 
 class Training(Record, frozen=True, kw_only=True):

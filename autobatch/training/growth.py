@@ -1,12 +1,12 @@
-"""Memory that grows from step to step, because something keeps tensors.
+"""Memory that grows from step to step, because something is kept: on the device, and on the host.
 
 What is held after a step, with the gradients freed, is the same after every step, or fluctuates: with ragged
 samples, caches, garbage and validations. The least of 1, 2, 4, … readings in a row is one block. Memory grows
 if `BLOCKS` blocks of one length rise, each above the one before. Fluctuation delays that only until the
 growth within a block exceeds it. Readings in random order rise so with a probability of 1 ÷ `BLOCKS`!.
 
-A cache that fills rises too, ever slower. So a growth is told only if, at the rate of its slower half, the
-budget is full before the run ends, and within `REACH` times the steps that were observed.
+A cache that fills rises too, ever slower. So a growth is told only if, at the rate of its slower half, memory
+is full before the run ends, and within `REACH` times the steps that were observed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,11 @@ from itertools import count
 from typing import NamedTuple
 
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator.ledger import MemoryStats
 
 BLOCKS = 16
 """Blocks in a row that rise if memory grows."""
 REACH = 8
 """Most steps ahead that a growth is told, in steps that it was observed."""
-CAUSE = (
-    "Usually a tensor is kept from step to step together with its graph, as by losses.append(loss): keep "
-    "loss.item() or loss.detach()"
-)
 
 
 class Reading(NamedTuple):
@@ -41,12 +36,22 @@ class MemoryWatch:
     """The memory that is held after each step of a run in this process.
 
     Args:
-        budget_bytes: that the run may hold.
         last_step: number of the last step of the run.
+        words: for the memory that would be full, and for the usual cause.
+        read: returns the bytes that are held.
+        room: returns the bytes that are left.
     """
 
-    def __init__(self, budget_bytes: int, last_step: int) -> None:
-        self._budget_bytes, self._last_step = budget_bytes, last_step
+    def __init__(
+        self,
+        last_step: int,
+        words: tuple[str, str],
+        *,
+        read: Callable[[], int | None],
+        room: Callable[[], float],
+    ) -> None:
+        self._last_step, self._read, self._room = last_step, read, room
+        self._whole, self._cause = words
         self._asks_from = 0
         """The first step at which a growth may be looked into."""
         self._forget()
@@ -58,40 +63,39 @@ class MemoryWatch:
         self._rising: defaultdict[int, deque[Reading]] = defaultdict(lambda: deque(maxlen=BLOCKS))
         """By the doublings of their length, the newest blocks as far as they rise."""
 
-    def after_step(self, step: int, stats: MemoryStats, read: Callable[[], MemoryStats]) -> str | None:
-        """Add a reading. Return, once, in words that memory grows and when the budget will be full.
+    def after_step(self, step: int, held_bytes: int | None) -> str | None:
+        """Return, once, in words that memory grows until it is full.
 
         Args:
             step: the number of the step, from 1.
-            stats: read after it.
-            read: reads again, after garbage was collected.
+            held_bytes: read after it; None if unknown.
         """
-        if stats.allocated_bytes is None or stats.peak_allocated_bytes is None:
+        if held_bytes is None:
             return None
-        self._add(Reading(stats.allocated_bytes, step))
+        self._add(Reading(held_bytes, step))
         rising = self._grown()
         if rising is None or step < self._asks_from:
             return None
-        left = (self._budget_bytes - stats.peak_allocated_bytes) / _rate(rising)
+        left = self._room() / _rate(rising)
         if step + left >= self._last_step or left > REACH * (rising[-1].step - rising[0].step):
             return None
         # Garbage in cycles grows until Python collects it. This takes long, so it is done at few steps.
         gc.collect()
-        kept_bytes = read().allocated_bytes or 0
+        kept_bytes = self._read() or 0
         if 2 * kept_bytes < rising[0].held_bytes + rising[-1].held_bytes:
             self._asks_from = 2 * step
             self._forget()
             return None
         self._asks_from = self._last_step + 1
         return (
-            f"memory grows by {_course(rising)}: if this continues, the budget of "
-            f"{format_bytes(self._budget_bytes)} is full at about step {step + round(left):,}. {CAUSE}"
+            f"memory grows by {_course(rising)}: if this continues, {self._whole} is full at about step "
+            f"{step + round(left):,}. {self._cause}"
         )
 
     def at_end(self) -> str | None:
         """Return in words that memory has grown until it ran out; None if it has not."""
         rising = self._grown()
-        return None if rising is None else f"memory grew by {_course(rising)}. {CAUSE}"
+        return None if rising is None else f"memory grew by {_course(rising)}. {self._cause}"
 
     def _add(self, block: Reading) -> None:
         self._readings += 1

@@ -28,7 +28,9 @@ from autobatch.core.errors import (
     RestartSmallerError,
 )
 from autobatch.core.records import StepRecord
+from autobatch.core.units import format_bytes
 from autobatch.device.base import Device, Meter
+from autobatch.device.host import host_memory, resident_bytes
 from autobatch.device.oom import Verdict, classify, first_line, is_fragmented
 from autobatch.distributed.engine import Engine, OutOfMemory
 from autobatch.distributed.ranks import Ranks
@@ -62,6 +64,13 @@ MAX_SKIPS_IN_A_ROW = 3
 """Consecutive steps that may be skipped because they are not finite."""
 REPEATS_APART = 16
 """Least batches from one that ran again in the same micro-batches to the next: more often is not worth it."""
+HOST_INTERVAL = 16
+"""Steps between two readings of the memory of the host, each of which opens a file."""
+KEPT_GRAPH = (
+    "Usually a tensor is kept from step to step together with its graph, as by losses.append(loss): keep "
+    "loss.item() or loss.detach()"
+)
+KEPT_ON_HOST = "Usually the loss, a metric or the data keep something in a list or a cache at every step"
 MAX_NAMED_SAMPLES = 8
 """Samples that a message names."""
 
@@ -112,11 +121,25 @@ class Loop:
     has_failed_on_all_ranks: bool = False
     """True if an out-of-memory error ended the run on all ranks at once, so that they can still talk."""
     watch: MemoryWatch = field(init=False)
-    """Tells if memory grows from step to step."""
+    """Tells if the memory of the device grows from step to step."""
+    host_watch: MemoryWatch = field(init=False)
+    """Tells if the memory of this process grows on the host."""
 
     def __post_init__(self) -> None:
         """Begin to watch the memory."""
-        self.watch = MemoryWatch(self.device.budget_bytes, self.sampler.total)
+        budget_bytes, meter = self.device.budget_bytes, self.meter
+        self.watch = MemoryWatch(
+            self.sampler.total,
+            (f"the budget of {format_bytes(budget_bytes)}", KEPT_GRAPH),
+            read=lambda: meter.stats().allocated_bytes,
+            room=lambda: budget_bytes - (meter.stats().peak_allocated_bytes or 0),
+        )
+        self.host_watch = MemoryWatch(
+            self.sampler.total,
+            ("the memory of this machine", KEPT_ON_HOST),
+            read=resident_bytes,
+            room=lambda: host_memory().available_bytes or math.inf,
+        )
 
     @property
     def limits(self) -> list[int]:
@@ -157,7 +180,9 @@ class Loop:
             self._check(batch, parts, result)
             self._advance(batch, result)
             memory = self.meter.stats()
-            growth = self.watch.after_step(self.batches_seen, memory, self.meter.stats)
+            growth = self.watch.after_step(self.batches_seen, memory.allocated_bytes)
+            if self.batches_seen % HOST_INTERVAL == 0:
+                growth = growth or self.host_watch.after_step(self.batches_seen, resident_bytes())
             self.times.end()
             seconds = self.clock() - start
             yield StepRecord(
@@ -219,9 +244,14 @@ class Loop:
                     raise end
             self.oom_recoveries += 1
 
+    def grown(self) -> str | None:
+        """Return in words that memory has grown until it ran out; None if it has not."""
+        is_counted = self.meter.stats().allocated_bytes is not None
+        return (self.watch if is_counted else self.host_watch).at_end()
+
     def _reason(self, oom: OutOfMemory, *, is_smaller: bool) -> str:
         """Return in words why a batch ran again; micro-batches that got smaller begin to fit now."""
-        fitted, more = self._fitted, self.watch.at_end()
+        fitted, more = self._fitted, self.grown()
         if is_smaller:
             self._fitted, self._repeated = 0, None
             if more is None and fitted:

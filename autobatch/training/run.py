@@ -376,7 +376,7 @@ class _Run:
                 error.add_note(
                     f"no checkpoint of step {loop.batches_seen} could be written: {first_line(failure)}"
                 )
-        growth = loop.watch.at_end() if is_out_of_memory else None
+        growth = loop.grown() if is_out_of_memory else None
         if growth is not None:
             error.add_note(growth)
         hint, has_checkpoint = self._files.resume_hint, bool(list_checkpoints(out / CHECKPOINTS))

@@ -16,17 +16,18 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from autobatch import DoesNotFitError, Progress, RestartSmallerError
-from autobatch.core.units import KiB, MiB
-from autobatch.device.allocator.ledger import MemoryStats
+from autobatch.core.units import GiB, KiB, MiB
+from autobatch.device.host import HostMemory
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.training.growth import MemoryWatch
 from autobatch.training.run import train
 from tests.support.runs import rows, settings
-from tests.support.training import make_loop, make_workload, points
+from tests.support.training import make_loop, make_workload, mean_loss, points
 
 BASE, STEP, BUDGET, STEPS = 100 * MiB, 20 * MiB, 1024 * MiB, 20_000
 """Bytes that are held between steps, those of a step, the budget, and the steps of a run."""
+WORDS = "the budget", "Usually something is kept"
 Curve = Callable[[int], float]
 """Bytes held after a step besides `BASE`."""
 
@@ -44,14 +45,14 @@ for _length in LENGTHS:
 
 def listen(curve: Curve, steps: int = STEPS) -> Iterator[tuple[int, str]]:
     """Yield what is told, and after which step; end where the budget is full."""
-    watch, peak = MemoryWatch(BUDGET, steps), 0
+    held = peak = 0
+    watch = MemoryWatch(steps, WORDS, read=lambda: held, room=lambda: BUDGET - peak)
     for step in range(1, steps + 1):
         held = BASE + round(curve(step))
         peak = max(peak, held + STEP)
         if peak > BUDGET:
             return
-        stats = MemoryStats(allocated_bytes=held, peak_allocated_bytes=peak)
-        told = watch.after_step(step, stats, lambda stats=stats: stats)
+        told = watch.after_step(step, held)
         if told is not None:
             yield step, told
 
@@ -102,19 +103,37 @@ def test_what_does_not_fill_the_budget_is_not_told(curve: Curve) -> None:
 
 
 def test_garbage_that_python_has_not_collected_is_no_growth() -> None:
-    watch = MemoryWatch(BUDGET, STEPS)
-    collected, asked = MemoryStats(BASE, None, BASE), list[int]()
+    asked = list[int]()
+    watch = MemoryWatch(
+        STEPS, WORDS, read=lambda: [asked.append(step), BASE][1], room=lambda: BUDGET - held - STEP
+    )
     for step in range(1, 400):
         held = BASE + step % 200 * 4 * MiB
-        stats = MemoryStats(held, None, held + STEP)
-
-        def collect(step: int = step) -> MemoryStats:
-            asked.append(step)
-            return collected
-
-        assert watch.after_step(step, stats, collect) is None
+        assert watch.after_step(step, held) is None
     assert asked[0] <= 40
     assert all(after >= 2 * before for before, after in pairwise(asked))
+
+
+def test_a_list_of_arrays_is_named_before_it_fills_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = list[Tensor]()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        kept.append(torch.ones(2**19, dtype=torch.uint8))
+        return mean_loss(model, batch)
+
+    monkeypatch.setattr(
+        "autobatch.training.loop.host_memory", lambda: HostMemory(8 * GiB, 256 * MiB, "for this test")
+    )
+    told = None
+    for record in make_loop(make_workload(loss=loss), micro_batch=24, steps=5_000).run():
+        told = record.growth
+        if told is not None:
+            break
+    assert told is not None
+    assert re.search(
+        r"memory grows by (4\d\d|5\d\d) KiB a step, .* the memory of this machine is full at", told
+    )
+    assert record.step <= 17 * 16
 
 
 class Hidden(nn.Module):
