@@ -5,6 +5,8 @@ python examples/nanogpt.py
 
 from __future__ import annotations
 
+from random import Random
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
@@ -12,6 +14,10 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 import autobatch  # +
 
 LETTERS, LENGTH, WIDTH, HEADS = 128, 32, 48, 4
+PARTS = "the a one", "red big old odd", "fox dog cat hen", "sees eats likes", "him. her. it. me."
+DRAW = Random(0)
+TEXT = " ".join(DRAW.choice(words.split()) for _ in range(400) for words in PARTS)
+DATA = torch.tensor([ord(letter) for letter in TEXT])
 
 
 class Block(nn.Module):
@@ -45,16 +51,6 @@ class Gpt(nn.Module):
         return self.body(self.letters(ids) + self.places.weight[: ids.shape[1]]) @ self.letters.weight.T
 
 
-def text(sentences: int = 400) -> Tensor:
-    """Return the letters of sentences that follow a grammar."""
-    draw = torch.Generator().manual_seed(0)
-    parts = "the a one", "red big old odd", "fox dog cat hen", "sees eats likes", "him her it me"
-    words = [part.split() for part in parts]
-    numbers = torch.randint(12, (sentences, len(words)), generator=draw).tolist()
-    drawn = (" ".join(w[n % len(w)] for w, n in zip(words, row, strict=True)) for row in numbers)
-    return torch.tensor([ord(letter) for letter in ". ".join(drawn)])
-
-
 def loss(model: nn.Module, ids: Tensor) -> Tensor:
     """Return the mean over the letters, of which every sample has as many."""
     return cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
@@ -67,10 +63,15 @@ def optimizer(named_parameters: list[tuple[str, nn.Parameter]], rate: float) -> 
     return torch.optim.AdamW(decays, rate, betas=(0.9, 0.95))
 
 
+def get_batch(size: int, step: int) -> Tensor:
+    """Return windows that begin anywhere in the text."""
+    return DATA[torch.randint(len(DATA) - LENGTH, (size, 1)) + torch.arange(LENGTH + 1)]
+
+
 def workload() -> autobatch.Workload:  # +
-    """Return the model, the text in windows, and the loss."""
+    """Return the model, the function that makes a batch, and the loss."""
     parts = {"model": Gpt, "loss": loss, "optimizer": optimizer, "learning_rate": 3e-3}  # +
-    return autobatch.Workload(**parts, train_data=text().unfold(0, LENGTH + 1, 8))  # +
+    return autobatch.Workload(**parts, train_data=autobatch.BatchFunction(get_batch))  # +
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import copy
 import importlib
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 import autobatch
-from autobatch import Loss, Workload
+from autobatch import BatchFunction, Loss, Workload
 from autobatch.workload.nested import map_tensors
 from autobatch.workload.order import GlobalBatchSampler
 
@@ -38,6 +38,7 @@ GALLERY = {
     "diffusion": "diffusion",
     "DCGAN": "dcgan",
     "DINO": "dino",
+    "DETR": "detr",
 }
 """Names of the table, and files."""
 PASSES = {"DCGAN": ("judge", "fool")}
@@ -87,30 +88,40 @@ def in_float64(workload: Workload) -> Workload:
     """Return a workload whose samples are drawn once, in float64, and which is trained by SGD."""
     torch.manual_seed(0)
     data: Any = workload.train_data
-    samples = [double(data[index]) for index in range(len(data))]
+    if isinstance(data, BatchFunction):
+        frozen: Any = BatchFunction(partial(drawn_batch, data))
+    else:
+        frozen = [double(data[index]) for index in range(len(data))]
     model = workload.model().double()
     return replace(
         workload,
         model=lambda: copy.deepcopy(model),
-        train_data=samples,
+        train_data=frozen,
         optimizer=sgd,
         schedule=None,
         learning_rate=0.05,
     )
 
 
+def drawn_batch(data: BatchFunction, size: int, step: int) -> Any:
+    """Return the batch of a step, which depends on the step alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(step)
+        return double(data.function(size, step))
+
+
 def mean_of(found: Any) -> Tensor:
     """Return what a loss over the whole batch minimizes."""
+    if isinstance(found, dict):
+        return sum(mean_of(term) for term in found.values())  # type: ignore[return-value]
     return found.total / found.count if isinstance(found, Loss) else found
 
 
-def trained_plainly(workload: Workload, batches: Sequence[Sequence[int]]) -> nn.Module:
+def trained_plainly(workload: Workload) -> nn.Module:
     """Train with one pass over each whole batch, as a loop of torch does."""
     model = workload.model()
     optimizer: Any = workload.optimizer(model.parameters(), workload.learning_rate)
-    data: Any = workload.train_data
-    for ids in batches:
-        batch = (workload.collate or default_collate)([data[index] for index in ids])
+    for batch in whole_batches(workload):
         optimizer.zero_grad()
         mean_of(workload.loss(model, batch)).backward()
         optimizer.step()
@@ -120,11 +131,15 @@ def trained_plainly(workload: Workload, batches: Sequence[Sequence[int]]) -> nn.
     return model
 
 
-def order_of(workload: Workload) -> list[list[int]]:
-    """Return the samples of each batch."""
-    samples = len(workload.train_data)  # type: ignore[arg-type]
-    order = GlobalBatchSampler(samples=samples, target_batch=TARGET, seed=0, steps=STEPS)
-    return [batch.ids for batch in order.batches()]
+def whole_batches(workload: Workload) -> Iterator[Any]:
+    """Yield each batch of a run at once."""
+    data: Any = workload.train_data
+    if isinstance(data, BatchFunction):
+        yield from (data.function(TARGET, step) for step in range(STEPS))
+        return
+    order = GlobalBatchSampler(samples=len(data), target_batch=TARGET, seed=0, steps=STEPS)
+    for batch in order.batches():
+        yield (workload.collate or default_collate)([data[index] for index in batch.ids])
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -144,7 +159,7 @@ def distance(name: str, out: Path) -> float:
     if name in PASSES:
         ended, plain = in_passes(name, exact)
     else:
-        ended, plain = fitted(exact, out).model, trained_plainly(exact, order_of(exact))
+        ended, plain = fitted(exact, out).model, trained_plainly(exact)
     way = weights(plain) - weights(exact.model())
     return float((weights(ended) - weights(plain)).norm() / way.norm())
 
@@ -157,9 +172,7 @@ def in_passes(name: str, exact: Workload) -> tuple[nn.Module, nn.Module]:
         example, exact, split, [sgd(one.parameters(), 0.05) for one in (split.discriminator, split.generator)]
     )
     optimizers = [sgd(one.parameters(), 0.05) for one in (whole.discriminator, whole.generator)]
-    data: Any = exact.train_data
-    for ids in order_of(exact):
-        batch = default_collate([data[index] for index in ids])
+    for batch in whole_batches(exact):
         for loss, optimizer in zip(PASSES[name], optimizers, strict=True):
             whole.zero_grad()
             getattr(example, loss)(whole, batch).backward()

@@ -1,0 +1,80 @@
+"""DETR (Carion et al. 2020): a set of boxes, matched to the objects; each term has a divisor of its own.
+
+python examples/detr.py
+"""
+
+from __future__ import annotations
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+
+from autobatch import Loss, Workload, fit  # +
+
+QUERIES, MOST, CLASSES, WIDTH = 8, 4, 3, 32
+
+
+class Detr(nn.Module):
+    """Features of a picture, and queries that look for one object each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        form = {"d_model": WIDTH, "nhead": 4, "dim_feedforward": 64, "dropout": 0.0, "batch_first": True}
+        self.backbone = nn.Sequential(nn.Conv2d(3, WIDTH, 4, 4), nn.GELU(), nn.Conv2d(WIDTH, WIDTH, 2, 2))
+        self.places, self.queries = (nn.Parameter(torch.randn(n, WIDTH)) for n in (16, QUERIES))
+        self.encoder, self.decoder = nn.TransformerEncoderLayer(**form), nn.TransformerDecoderLayer(**form)
+        self.classes, self.boxes = nn.Linear(WIDTH, CLASSES + 1), nn.Linear(WIDTH, 4)
+
+    def forward(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores of the classes of each query, and its box: centre and size."""
+        tokens = self.encoder(self.backbone(pictures).flatten(2).transpose(1, 2) + self.places)
+        found = self.decoder(self.queries.expand(len(pictures), -1, -1), tokens)
+        return self.classes(found), self.boxes(found).sigmoid()
+
+
+def scenes(samples: int = 384) -> list[dict[str, Tensor]]:
+    """Draw one to four boxes in three colours; the class of a box that is not there is 3."""
+    draw = torch.Generator().manual_seed(0)
+    found = []
+    for number in range(samples):
+        (middle, size), picture = torch.rand(2, MOST, 2, generator=draw), torch.zeros(3, 32, 32)
+        boxes = torch.cat([0.2 + 0.6 * middle, 0.1 + 0.3 * size], 1)
+        labels = torch.randint(3, (MOST,), generator=draw).masked_fill(torch.arange(MOST) > number % MOST, 3)
+        corners = 32 * torch.cat([boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2], 1)
+        for label, (top, left, bottom, right) in zip(labels, corners.long().tolist(), strict=True):
+            picture[label % CLASSES, top : bottom + 1, left : right + 1] += label < CLASSES
+        found.append({"picture": picture, "boxes": boxes, "labels": labels})
+    return found
+
+
+def match(chances: Tensor, boxes: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Return the numbers of picture, query and object of each pair that costs least."""
+    pairs, wanted = [], batch["boxes"]
+    for picture, labels in enumerate(batch["labels"]):
+        known = (labels < CLASSES).nonzero()[:, 0]
+        cost = 5 * torch.cdist(boxes[picture], wanted[picture, known], 1) - chances[picture, :, labels[known]]
+        queries, objects = linear_sum_assignment(cost.detach().cpu())
+        pairs += [(picture, query, known[place]) for query, place in zip(queries, objects, strict=True)]
+    return torch.tensor(pairs, device=boxes.device).T
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Loss]:  # +
+    """Return the error of the classes ÷ Σ weights, and that of the boxes ÷ their number."""
+    scores, boxes = model(batch["picture"])
+    picture, query, thing = match(scores.softmax(2), boxes, batch)
+    labels = torch.full_like(scores[..., 0], CLASSES, dtype=torch.long)
+    labels[picture, query] = batch["labels"][picture, thing]
+    weight = torch.tensor([1.0] * CLASSES + [0.1]).to(scores)
+    error = nn.functional.cross_entropy(scores.transpose(1, 2), labels, weight, reduction="sum")
+    off = (boxes[picture, query] - batch["boxes"][picture, thing]).abs().sum()
+    return {"classes": Loss(error, weight[labels].sum()), "boxes": Loss(5 * off, len(picture))}  # +
+
+
+def workload() -> Workload:  # +
+    """Return the model, the data and the loss."""
+    parts = {"model": Detr, "train_data": scenes(), "loss": loss, "optimizer": torch.optim.AdamW}  # +
+    return Workload(**parts, learning_rate=1e-3)  # +
+
+
+if __name__ == "__main__":
+    print(fit(workload, target_batch=96, memory_budget="3MiB", steps=20, trials=0))  # +
