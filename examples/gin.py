@@ -17,7 +17,7 @@ Graph = dict[str, Tensor]
 class Gin(nn.Module):
     """Sums over neighbours, and a sum over the nodes of a graph after each of three layers."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.weights = nn.Parameter(torch.zeros(3))
         sizes = [(1, width), (width, width), (width, width)]
@@ -77,4 +77,4 @@ def workload() -> autobatch.Workload:  # +
 
 
 if __name__ == "__main__":
-    print(autobatch.fit(workload, target_batch=128, memory_budget="2MiB", steps=20, trials=0))  # +
+    print(autobatch.fit(workload, target_batch=128, memory_budget="4MiB", steps=20, trials=0))  # +
