@@ -234,7 +234,7 @@ class Batch(Generic[CollatedT]):
         train_state.max_grad_norm = max_grad_norm
         self._is_stepped = True
         if train_state.exchange is None and engine.ranks.world > 1:
-            _begin_exchange(train_state, engine.ranks)
+            train_state.exchange = self._passes.exchange()
         if not self._totals.sizes:
             train_state.gradients.clear()
         if isinstance(engine.combine(train_state, self._totals), OutOfMemory):
@@ -459,9 +459,9 @@ def _open_ranks(plan: Plan, numbers: dict[str, int | None]) -> tuple[Group | Non
     return group, Split(group.rank, limits, plan.multiple)
 
 
-def _begin_exchange(train_state: TrainState, ranks: Ranks) -> None:
-    """Make the buffer in which ranks sum their gradients, before the first step."""
-    own = [parameter.detach() for parameter in train_state.parameters]
+def _begin_exchange(parameters: list[nn.Parameter], ranks: Ranks) -> Tensor:
+    """Return the buffer in which ranks sum their gradients, before the first step."""
+    own = [parameter.detach() for parameter in parameters]
     norm = float(norm_of([one.double() for one in own])) if own else 0.0
     found = ranks.gather((len(own), sum(one.numel() for one in own), norm))
     for rank, other in enumerate(found):
@@ -471,7 +471,7 @@ def _begin_exchange(train_state: TrainState, ranks: Ranks) -> None:
                 f"{other[2]:g} on rank {rank}): seed all ranks alike before the model is built, or load "
                 "the same weights"
             )
-    train_state.exchange = exchange_buffer(train_state.parameters, own[0].device, world=ranks.world)
+    return exchange_buffer(parameters, own[0].device, world=ranks.world)
 
 
 def _check(plan: Plan, **numbers: int | None) -> None:
@@ -519,6 +519,7 @@ class Passes:
         self._opened: list[tuple[TrainState, Engine]] = []
         self._optimizers: tuple[Optimizer, ...] = ()
         self._has_stepped = False
+        self._exchange: Tensor | None = None
         # The model is seen by the user's loop only.
         self.gradients = Gradients(nn.Module(), (), dtype=dtype)
         """Those of all known optimizers."""
@@ -553,6 +554,13 @@ class Passes:
         if train_state.exchange is not None:
             engine.combine(train_state, OutOfMemory(""))
             check_ends(engine.ranks, has_more=False)
+
+    def exchange(self) -> Tensor:
+        """Return the buffer in which the ranks sum the gradients of any pass."""
+        if self._exchange is None:
+            assert self.ranks is not None
+            self._exchange = _begin_exchange(list(_parameters_of(self._optimizers)), self.ranks)
+        return self._exchange
 
     def choose(
         self, train_state: TrainState, optimizers: tuple[Optimizer, ...], micro_batches_done: int

@@ -67,6 +67,12 @@ def check_sharding(model: nn.Module, pattern: str | None) -> list[nn.Module]:
                 f"--parallel shard cannot sum the sparse gradient of {name}: use sparse=False, or --parallel "
                 "replicate"
             )
+    scalar = next((name for name, parameter in model.named_parameters() if not parameter.dim()), None)
+    if scalar is not None:
+        raise InputError(
+            f"--parallel shard cannot split {scalar}, a parameter without a dimension: give it the shape "
+            "(1,), or use --parallel replicate"
+        )
     _check_ties(model, blocks)
     trained = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad}
     if len(trained) > 1:

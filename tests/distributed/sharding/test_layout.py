@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from autobatch import InputError
@@ -35,6 +36,7 @@ class Tied(nn.Module):
         (nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), None, r"SyncBatchNorm \(1\)"),
         (nn.Sequential(nn.Embedding(4, 2, sparse=True)), None, "the sparse gradient of 0: use sparse=False"),
         (Tied(), None, "blocks.0.0.weight belongs to two of them"),
+        (nn.ParameterDict({"scale": torch.tensor(2.6)}), None, "cannot split scale, .* give it the shape"),
         (
             nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()),
             None,
