@@ -185,3 +185,20 @@ def test_the_marked_lines_of_the_gallery_are_those_of_autobatch(name: str) -> No
     used = re.compile(r"autobatch|\b(Loss|Workload|fit)\(")
     assert not any(used.search(line) and not line.endswith(ADDED) for line in lines)
     assert 1 <= gallery.changed_lines(name) <= 14
+
+
+def test_the_page_of_the_gallery_has_the_figures_of_the_table() -> None:
+    root = EXAMPLES.parent
+    measured: dict[str, dict[str, list[str]]] = {}
+    for line in (root / "benchmarks/clients/table.md").read_text(encoding="utf-8").splitlines()[2:]:
+        name, device, *cells = line.strip("| ").split(" | ")
+        measured.setdefault(name, {})[device] = cells
+    page = (root / "docs/gallery.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(.+?)\]\(\.\./examples/(\w+)\.py\) \| .+? \| (.+) \|$", page, re.MULTILINE)
+    assert {name: file for name, file, _ in rows} == gallery.GALLERY
+    for name, _, figures in rows:
+        one, other = measured[name]["cpu"], measured[name]["sim:t4"]
+        lines, off, resumed = one[-3:]
+        expected = [lines, f"{one[2]}, {one[3]}; {other[2]}, {other[3]}", off, resumed]
+        assert figures.split(" | ") == expected
+        assert int(lines) == gallery.changed_lines(name)
