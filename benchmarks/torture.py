@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
+import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -97,6 +99,86 @@ def torture_kills(root: Path, given: argparse.Namespace) -> Outcome:
     return {"SIGKILL": survived}, lines[-1:] if child.returncode else []
 
 
+PROMISES = {
+    "errors that are out of memory are told from all others, real ones included": ["device/test_oom.py"],
+    "a probe leaves models, optimizers, data and generators as they were": [
+        *("setup/test_attempt.py", "step/test_restore.py"),
+    ],
+    "a limit leaves room for what the second step takes": [
+        "scenarios/test_probed_limits.py::test_a_limit_leaves_room_for_state_that_the_first_step_makes",
+        "scenarios/test_probed_limits.py::test_a_size_that_runs_in_one_order_of_steps_only_does_not_fit",
+    ],
+    "at no call of the system are fewer checkpoints valid than are kept": [
+        "scenarios/test_failed_saves.py::test_at_no_call_of_the_system_are_fewer_valid_checkpoints_than_are_kept",
+        "scenarios/test_failed_saves.py::test_a_kill_between_any_two_calls_leaves_the_newest_checkpoint_valid",
+        "training/test_checkpoint.py::test_the_checkpoint_of_the_resume_is_not_deleted",
+    ],
+    "a search finds a proven limit in few runs, whatever memory does": [
+        *("core/test_largest.py", "search/test_search.py", "search/test_attempts.py"),
+    ],
+    "a child that is killed, crashes, hangs or writes garbage is an answer or one line": [
+        "setup/test_child.py",
+    ],
+    "a batch is reduced once over the ranks, and exactly": ["distributed/test_engine.py"],
+    "forty out-of-memory errors leave nothing behind": [
+        "setup/test_attempt.py::test_forty_out_of_memory_errors_leave_nothing_behind",
+        "scenarios/test_recovery.py::test_forty_recoveries_leak_no_tensor",
+    ],
+    "a driver's library that is absent, old, lost or split changes no budget": [
+        *("device/test_nvml.py", "device/test_cuda.py"),
+    ],
+    "a budget is what its text says, or an error": [
+        *("core/test_units.py", "device/test_cpu.py", "device/test_host.py", "device/test_select.py"),
+        "search/test_find_limit.py::test_a_growth_of_other_processes_is_noted",
+    ],
+    "studies survive kills and refusals, repeat with their seed, and never choose what does not fit": [
+        *("tuning/test_study.py", "tuning/test_find_fastest.py"),
+        "tuning/test_trial.py::test_a_configuration_that_never_fits_is_infeasible",
+        "tuning/test_trial.py::test_a_child_runs_trials_and_short_runs_and_one_that_crashes_it_is_infeasible",
+    ],
+    "data that differ between ranks or end on one are refused, and short batches are exact": [
+        *("integrations/test_own_loop_over_ranks.py", "distributed/test_shared_stream.py"),
+    ],
+}
+"""Tests of what no random attack can count, by what they hold."""
+
+
+def torture_promises(root: Path, given: argparse.Namespace) -> Outcome:
+    """Run the tests of each promise."""
+    report, tests = (
+        root / "report.xml",
+        sorted({f"tests/{one}" for tests in PROMISES.values() for one in tests}),
+    )
+    words = [
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not gpu and not slow",
+        f"--junitxml={report}",
+        *tests,
+    ]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", *words],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    faults = re.findall(r"^(?:FAILED|ERROR) .*", ran.stdout, re.MULTILINE)
+    if ran.returncode and not faults:
+        faults.append(f"pytest ended with {ran.returncode}: {(ran.stdout + ran.stderr)[-900:]!r}")
+    found = {promise: Counter[str]() for promise in PROMISES}
+    for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
+        place = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name', '').partition('[')[0]}"
+        outcome = next((part.tag for part in case if part.tag in ("failure", "error", "skipped")), "passed")
+        for promise, held in PROMISES.items():
+            found[promise][outcome] += any(place.startswith(f"tests/{one}") for one in held)
+    return _plain({promise: +outcomes for promise, outcomes in found.items()}), faults
+
+
 PARTS: dict[str, tuple[str, Callable[[Path, argparse.Namespace], Outcome]]] = {
     "inputs": ("random wrong inputs", torture_inputs),
     "damage": ("damaged checkpoints", torture_files),
@@ -104,6 +186,7 @@ PARTS: dict[str, tuple[str, Callable[[Path, argparse.Namespace], Outcome]]] = {
     "growth": ("memory that grows from step to step", torture_growth),
     "late": ("memory that a later step takes", torture_late),
     "kills": ("kills of a run with loader workers and averaged weights", torture_kills),
+    "promises": ("tests of what no random attack can count", torture_promises),
 }
 
 
