@@ -26,7 +26,7 @@ from autobatch.step.tensors import is_readable, local_parts
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 EXCHANGE_BYTES = 25 * MiB
 """Most bytes of the buffer in which ranks sum their gradients; a bucket of DDP has this size too."""
-RANK_CELLS = 72
+RANK_CELLS = 80
 """Elements of that buffer for the numbers of each rank, which `autobatch.distributed.reduce` sends along."""
 Optimizers = tuple[torch.optim.Optimizer, ...]
 
