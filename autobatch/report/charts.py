@@ -413,6 +413,9 @@ def smoothed(values: Sequence[float]) -> list[float]:
 def _curves(records: Sequence[StepRecord], speeds: Mapping[int, float]) -> Iterator[Curve]:
     known = [(record.step, record.loss) for record in records if record.loss is not None]
     yield Curve("loss", [step for step, _ in known], [loss for _, loss in known])
+    for name in dict.fromkeys(name for record in records for name in record.terms):
+        found = [(one.step, value) for one in records if (value := one.terms.get(name)) is not None]
+        yield Curve(f"loss: {name}", [step for step, _ in found], [value for _, value in found])
     yield Curve("learning rate", [one.step for one in records], [one.learning_rate for one in records])
     yield Curve("samples/s", list(speeds), list(speeds.values()))
     for name in dict.fromkeys(name for record in records for name in record.validation):

@@ -37,6 +37,7 @@ from autobatch.report.words import (
     percent,
     plural,
     ratio_in_words,
+    terms_in_words,
 )
 
 Part = Literal["device", "fits", "plan", "tuning", "training", "files"]
@@ -516,7 +517,8 @@ def describe_training(training: Training, *, with_loss: bool = True) -> str:
 def _loss(training: Training) -> str:
     if training.first_loss is None or training.final_loss is None:
         return "loss unknown"
-    return f"loss {training.first_loss:.4f} → {training.final_loss:.4f}"
+    loss = f"loss {training.first_loss:.4f} → {training.final_loss:.4f}"
+    return loss + terms_in_words(training.final_terms)
 
 
 # Estimates

@@ -23,7 +23,7 @@ from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
 from autobatch.report import tables
 from autobatch.report.facts import Fact, describe_trial, device_facts, final_facts, peak_bytes
-from autobatch.report.words import knobs_in_words, metrics_in_words, plural, ratio_in_words
+from autobatch.report.words import knobs_in_words, metrics_in_words, plural, ratio_in_words, terms_in_words
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -148,7 +148,7 @@ class Terminal(Progress):
             return
         stride = max(1, of // PLAIN_LINES)
         if step.step % stride == 0 or step.step == of:
-            loss = "–" if step.loss is None else f"{step.loss:.4f}"
+            loss = "–" if step.loss is None else f"{step.loss:.4f}{terms_in_words(step.terms)}"
             rate = "" if step.samples_per_s is None else f"  {step.samples_per_s:,.0f} samples/s"
             self._say(f"step    {step.step:>6,}/{of:,}  loss {loss}{rate}")
         if step.validation:
@@ -322,7 +322,7 @@ class LiveLine:
         """Return as many figures of a step as the line has room for, the most important first."""
         peak = peak_bytes(step)
         figures = [
-            "" if step.loss is None else f"loss {step.loss:.4f}",
+            "" if step.loss is None else f"loss {step.loss:.4f}{terms_in_words(step.terms)}",
             "" if step.samples_per_s is None else f"{step.samples_per_s:,.0f} samples/s",
             plural(step.oom_recoveries, "recovery", "recoveries") if step.oom_recoveries else "",
             "" if peak is None else format_bytes(peak),

@@ -54,6 +54,11 @@ def metrics_in_words(validation: Mapping[str, float | None]) -> list[str]:
     return [metric_in_words(name, value) for name, value in figures]
 
 
+def terms_in_words(terms: Mapping[str, float | None]) -> str:
+    """Write the terms whose sum is a loss, to follow it: `` (boxes 0.31, classes 0.7)``; empty for none."""
+    return f" ({', '.join(metric_in_words(name, value) for name, value in terms.items())})" if terms else ""
+
+
 def knobs_in_words(values: Mapping[str, object]) -> str:
     """Write the values of knobs: ``bf16, channels-last, micro-batch halved``."""
     return ", ".join(_KNOBS.get(name, _any_knob)(name, value) for name, value in values.items())

@@ -321,11 +321,13 @@ def read_terms(totals: StepTotals, values: list[float]) -> dict[str, float]:
     """Return the mean of each term that counted any item, from the values of `numbers_of_terms`.
 
     Raises:
-        InputError: a term counted other items while it trained than before.
+        InputError: the items of a term are no number of at least 0, or it counted others while it trained.
     """
     means = {}
     for (name, term), first in zip(totals.terms.items(), range(0, len(values), 4), strict=True):
         loss, items, count, expected = values[first : first + 4]
+        if not 0 <= items < math.inf:
+            raise invalid_count(items, "the batch", name)
         if term.expected is not None and not abs(count - expected) <= COUNT_TOLERANCE * abs(expected):
             raise InputError(
                 f"the term {name!r} of the loss counts {count:.10g} items of a batch while it trains, and "

@@ -113,7 +113,7 @@ class Rewind:
 
     def keep(self, micro_batch: T) -> T:
         """Keep the random states in which a micro-batch is about to run; return it."""
-        self._states.append(capture_random_state())
+        self._states.append(capture_random_state(self._states[-1] if self._states else None))
         return micro_batch
 
     def restore(self, micro_batch: T) -> T:

@@ -19,6 +19,8 @@ from autobatch import InputError, Loss, StepRecord
 from autobatch.core.options import Options
 from autobatch.footprint.fit import footprint
 from autobatch.footprint.tracing.trace_step import record
+from autobatch.report.facts import describe_training
+from autobatch.report.words import decimal
 from autobatch.setup.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS, attempt
 from autobatch.setup.setup import open_setup
 from autobatch.training.metrics import scalars
@@ -99,7 +101,10 @@ def test_a_run_tells_each_term_wherever_it_tells_the_loss(tmp_path: Path) -> Non
         own = {name: float(one.total / one.count) for name, one in terms(result.model.eval(), batch).items()}
     own["loss"] = sum(own.values())
     assert training.validation == pytest.approx(own, rel=1e-12)
-    assert "held-out boxes" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "held-out boxes" in page
+    assert "loss: boxes" in page
+    assert f"(boxes {decimal(training.final_terms['boxes'])}, classes" in describe_training(training)
 
 
 def test_a_metric_with_the_name_of_a_term_is_refused() -> None:

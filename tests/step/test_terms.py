@@ -208,6 +208,12 @@ def returning(value: Any) -> Workload:
         ),
         ({"boxes": -1.0}, "the count of the term 'boxes' must be finite and at least 0, found -1"),
         ({"boxes": math.nan}, "the count of the term 'boxes' must be finite and at least 0, found nan"),
+        (
+            lambda zero: {"boxes": Loss(zero, torch.tensor(math.nan))},
+            "the count of the term 'boxes' must be finite",
+        ),
+        (lambda zero: {"boxes": Loss(zero, torch.tensor(math.inf))}, "found inf for the batch"),
+        (lambda zero: {"boxes": Loss(zero, torch.tensor(-1.0))}, "found -1 for a micro-batch"),
         (lambda zero: {"boxes": Loss(zero[None], 1)}, "the total of the term 'boxes' must be a 0-d tensor"),
         (lambda zero: {"boxes": zero.expand(3)}, "found a tensor of shape (3,)"),
         (lambda zero: (zero, zero), "found a tuple of a tensor of shape (), a tensor of shape ()"),
