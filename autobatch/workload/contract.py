@@ -509,7 +509,8 @@ def _order_of_all_ranks(sampler: Any, data: Any) -> Iterable[Any] | None:
         ranks = getattr(one, "num_replicas", 1)
         if ranks > 1:
             raise InputError(
-                f"{kind_of(one)} draws the part of 1 of {ranks} ranks, but a plan splits each batch over the "
-                "ranks itself: make it with num_replicas=1 and rank=0, or leave it out"
+                f"Workload(sampler=…) is {kind_of(one)} that draws the part of 1 of {ranks} ranks, but a "
+                "plan splits each batch over the ranks itself: make it with num_replicas=1 and rank=0, or "
+                "leave it out"
             )
     return sampler  # type: ignore[no-any-return]

@@ -442,6 +442,20 @@ def test_sharpness_aware_minimization_takes_two_passes() -> None:
     assert apart(weights(model), weights(whole)) <= EXACT
 
 
+def test_each_pass_adds_up_the_16_bit_gradients_of_its_own_parameters() -> None:
+    """Each loss reaches both parameters, of which one steps."""
+    first, second = (nn.Parameter(torch.zeros((), dtype=torch.bfloat16)) for _ in range(2))
+    both = [torch.optim.SGD([one], lr=1.0) for one in (first, second)]
+    for batch in autobatch.batches(Rows(torch.ones(1024)), small_plan(1024, 1), epochs=2, optimizer=both):
+        for factor, optimizer in zip((1.0, 2.0), both, strict=True):
+            for micro in batch:
+                batch.backward(((first + second) * factor * micro.data[0].bfloat16()).mean())
+            assert batch.step(optimizer).stepped == (True,)
+    assert (first.item(), second.item()) == (-2.0, -4.0)
+    assert first.grad is None
+    assert second.grad is None
+
+
 def test_each_pass_has_its_own_check_of_finite_gradients() -> None:
     generator, discriminator, (first, second) = gan_parts()
     before = weights(generator)
