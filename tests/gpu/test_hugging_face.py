@@ -1,0 +1,66 @@
+"""Predicted peaks of models that are only named, against a plain training of the same config on the GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import autobatch
+from tests.support.configs import CONFIGS, config_folder
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("transformers")
+PLAIN = """
+import json, sys
+import torch, transformers
+
+place, size, sequence = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+config = transformers.AutoConfig.from_pretrained(place, use_cache=False)
+model = getattr(transformers, config.architectures[0])(config).cuda().train()
+tokens = torch.zeros(size, sequence, dtype=torch.long)
+if model.main_input_name == "pixel_values":
+    pixels = torch.zeros(size, 3, config.image_size, config.image_size)
+    batch = {"pixel_values": pixels, "labels": tokens[:, 0]}
+elif model.main_input_name == "input_features":
+    batch = {"input_features": torch.zeros(size, config.num_mel_bins, 2 * config.max_source_positions)}
+    batch["labels"] = tokens
+else:
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+for step in range(3):
+    optimizer.zero_grad()
+    for micro in range(2):
+        here = {name: one.cuda() for name, one in batch.items()}
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(**here).loss
+        del here  # as transformers' Trainer does
+        (loss / 2).backward()
+        del loss
+    optimizer.step()
+print(json.dumps([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]))
+"""
+SIZE, SEQUENCE = 64, 64
+"""Samples of a micro-batch, and their tokens: activations outweigh the weights of such small models."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_predicted_peak_is_that_of_a_plain_training(tmp_path: Path, name: str) -> None:
+    place = config_folder(tmp_path, name, torch_dtype="float32")
+    sequence = {} if name == "vit" else {"sequence": SEQUENCE}
+    found = autobatch.estimate(
+        f"hf:{place}", profile=["h100-80gb"], micro_batch=SIZE, precision="bf16", **sequence
+    )
+    (one,) = found.estimates
+    command = [sys.executable, "-c", PLAIN, str(place), str(SIZE), str(SEQUENCE)]
+    # No trace knows the scratch of cuDNN, and that of the stub is made up.
+    variables = {**os.environ, "STUB_CUDNN_WORKSPACE_MIB": "0"}
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+    assert ran.returncode == 0, ran.stderr
+    allocated, reserved = json.loads(ran.stdout.splitlines()[-1])
+    assert one.peak_allocated_bytes == pytest.approx(allocated, rel=0.02)
+    assert one.peak_reserved_bytes == pytest.approx(reserved, rel=0.02)
