@@ -199,7 +199,8 @@ def _find_written(runner: GradientRunner, one: Part, other: Part, micro_batches:
     run(one)
     change = float((run(other, from_start=False) - alone).norm() / alone.norm())
     sees_samples = first.keys() != second.keys() or any(not torch.equal(first[k], second[k]) for k in first)
-    effect = f"the gradient of {other.size} samples changes by {format_share(change)} after {one.size} others"
+    by = f"changes by {format_share(change)}" if change else "does not change"
+    effect = f"the gradient of {other.size} samples {by} after {one.size} others"
     if sees_samples and change > max(STATE_TOLERANCE, runner.tolerance):
         return Finding(f"{effect}: {_state_cause(names)}", writes=names)
     remark = (
@@ -212,8 +213,8 @@ def _find_written(runner: GradientRunner, one: Part, other: Part, micro_batches:
 def _state_cause(names: str) -> str:
     return (
         f"the forward pass writes {names}, and micro-batches see each other through it. Write it once per "
-        "batch, after the step (for example in optimizer.register_step_post_hook), or use a target batch "
-        "that fits in one micro-batch"
+        "batch, after the step (in Workload(after_step=…)), or use a target batch that fits in one "
+        "micro-batch"
     )
 
 

@@ -164,7 +164,7 @@ def test_state_that_no_gradient_depends_on_is_a_remark(replaces: bool) -> None:
         "writes the buffer queue and the frozen parameters teacher.bias, teacher.weight: each of the 3"
         in remark
     )
-    assert "changes by 0.0% after 2 others" in remark
+    assert "does not change after 2 others" in remark
     assert found.notes(is_split=False) == []
 
 
