@@ -302,7 +302,7 @@ def add(part: dict[str, Any]) -> None:
             "number": sum(one["number"] for one in own),
             **{name: found[name] for name in FAULTS},
             "longest_s": max(one["longest_s"] for one in own),
-            "longest_s_beyond_the_timeout": max(one["longest_s"] - one["timeout_s"] for one in own),
+            "beyond_the_timeout_s": round(max(one["longest_s"] - one["timeout_s"] for one in own), 1),
         }
     RESULT.write_text(json.dumps({**content, "parts": parts}, indent=1) + "\n")
 
