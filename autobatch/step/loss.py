@@ -143,6 +143,8 @@ def named_terms(loss: object) -> dict[str, Any]:
     Raises:
         InputError: terms have no names, or a name of the loss.
     """
+    if isinstance(loss, Tensor | Loss):
+        return {ONE: loss}
     if isinstance(loss, Mapping):
         found = dict(loss)
         names = ", ".join(map(repr, found)) or "none"
@@ -153,7 +155,7 @@ def named_terms(loss: object) -> dict[str, Any]:
                 f"the workload's loss returned a mapping of {names}, whose sum is the loss, so none may be "
                 "called 'loss': return that value alone, or only the terms that add up to it"
             )
-    elif isinstance(loss, list | tuple) and not isinstance(loss, Loss):
+    elif isinstance(loss, list | tuple):
         if not loss or not all(isinstance(one, Loss) for one in loss):
             kinds = ", ".join(map(form_of, loss)) or "nothing"
             raise InputError(
