@@ -10,6 +10,7 @@ import errno
 import io
 import os
 import shutil
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -175,11 +176,29 @@ def fail_everywhere(root: Path, stride: int = 1) -> tuple[dict[str, Counter[str]
             if fault:
                 faults.append(f"{kind}, call {at}: {fault}")
             shutil.rmtree(folder)
-    shutil.copytree(begun, folder)
-    with SystemCalls(folder, shorten=True).injected():
-        is_same = torch.equal(weights_of(_fit(folder, resume=True)), expected)
-    counts["every write takes half of its bytes"] = Counter({"the same weights" if is_same else "others": 1})
-    return counts, [*faults, *([] if is_same else ["short writes: other weights"])]
+    for kind, context in (
+        ("every write takes half of its bytes", SystemCalls(folder, shorten=True).injected()),
+        ("a signal interrupts calls all the time (EINTR)", _signals()),
+    ):
+        shutil.copytree(begun, folder)
+        with context:
+            is_same = torch.equal(weights_of(_fit(folder, resume=True)), expected)
+        shutil.rmtree(folder)
+        counts[kind] = Counter({"the same weights" if is_same else "other weights": 1})
+        faults += [] if is_same else [f"{kind}: other weights"]
+    return counts, faults
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Interrupt this process two thousand times per second within the block."""
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 5e-4, 5e-4)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _fit(folder: Path, *, resume: bool) -> nn.Module:

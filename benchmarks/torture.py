@@ -1,6 +1,6 @@
 """Torture of the product from outside: wrong inputs, damaged files, memory that runs out or grows, and kills.
 
-python -m benchmarks.torture [--parts inputs damage memory growth late kills] [--seed 1] [--save]
+python -m benchmarks.torture [--parts inputs damage forged calls memory growth late kills] [--seed 1] [--save]
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.damages import damage_checkpoints
+from benchmarks.damages import damage_checkpoints, forge_checkpoints
+from benchmarks.injected_calls import fail_everywhere
 from benchmarks.injected_oom import inject_everywhere
 from benchmarks.late_memory import growing_runs, late_runs
 from benchmarks.report import save, surroundings
@@ -52,6 +53,18 @@ def torture_files(root: Path, given: argparse.Namespace) -> Outcome:
         warnings.simplefilter("ignore", UserWarning)
         found, missed = damage_checkpoints(root, given.seed, given.flips)
     return _plain(found), missed
+
+
+def torture_forgeries(root: Path, given: argparse.Namespace) -> Outcome:
+    """Forge checkpoints and seal them again."""
+    found, faults = forge_checkpoints(root, given.stride)
+    return _plain(found), faults
+
+
+def torture_calls(root: Path, given: argparse.Namespace) -> Outcome:
+    """Let every call of the system fail that a run makes on its files."""
+    found, faults = fail_everywhere(root, given.stride)
+    return _plain(found), faults
 
 
 def torture_memory(root: Path, given: argparse.Namespace) -> Outcome:
@@ -182,6 +195,8 @@ def torture_promises(root: Path, given: argparse.Namespace) -> Outcome:
 PARTS: dict[str, tuple[str, Callable[[Path, argparse.Namespace], Outcome]]] = {
     "inputs": ("random wrong inputs", torture_inputs),
     "damage": ("damaged checkpoints", torture_files),
+    "forged": ("forged checkpoints with right sums", torture_forgeries),
+    "calls": ("failing calls of the system in a resumed run", torture_calls),
     "memory": ("out-of-memory errors in a resumed run", torture_memory),
     "growth": ("memory that grows from step to step", torture_growth),
     "late": ("memory that a later step takes", torture_late),
@@ -196,7 +211,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--number", type=int, default=600, help="wrong inputs")
     parser.add_argument("--flips", type=int, default=1000, help="flipped bits")
-    parser.add_argument("--stride", type=int, default=1, help="operations between two out-of-memory errors")
+    parser.add_argument("--stride", type=int, default=1, help="operations, calls or forgeries to the next")
     parser.add_argument("--runs", type=int, default=20, help="runs of each kind whose memory changes")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
