@@ -81,6 +81,7 @@ def test_the_limit_is_by_brute_force_the_largest(
     assert sum(one.reason is None for one in found.attempts) <= 2
 
 
+@pytest.mark.program
 def test_a_run_tells_each_term_wherever_it_tells_the_loss(tmp_path: Path) -> None:
     held_out = scenes(31)
     workload = detection(validation_data=held_out)
