@@ -1,6 +1,6 @@
 """Torture of the product from outside: wrong inputs, damaged files, memory that runs out or grows, and kills.
 
-python -m benchmarks.torture [--parts inputs damage forged calls memory growth late kills] [--seed 1] [--save]
+python -m benchmarks.torture [--parts inputs damage forged calls memory growth late kills promises] [--save]
 """
 
 from __future__ import annotations
