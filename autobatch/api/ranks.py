@@ -137,6 +137,7 @@ def claim_of_ranks(call: Call, choose: Callable[[], Path], lock: ExitStack) -> P
     def claim() -> str:
         out = choose()
         while True:
+            lock.enter_context(named_failures(out))
             try:
                 lock.enter_context(claim_folder(out))
                 break
@@ -146,7 +147,6 @@ def claim_of_ranks(call: Call, choose: Callable[[], Path], lock: ExitStack) -> P
                 if other == out:
                     raise
                 out = other
-        lock.enter_context(named_failures(out))
         clean_unfinished(out)
         # An earlier start left it: no rank of this one knows the folder yet.
         (out / VERDICT).unlink(missing_ok=True)
