@@ -26,6 +26,8 @@ from autobatch.footprint.program import Untraceable
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.step.gradients import low_precision_parameters
+from autobatch.step.optimizers import stand_in_optimizers
+from autobatch.workload.contract import Workload
 
 NATIVE_BF16 = (8, 0)
 """First compute capability with matrix units for bf16 (NVIDIA Ampere)."""
@@ -182,9 +184,15 @@ def changes_of(setting: Setting) -> Iterator[tuple[str, str, Change]]:
         advice = "--gradient-dtype weights, which rounds the gradient after each micro-batch"
         yield "gradient_dtype", advice, lambda one: replace(one, gradient_dtype="weights")
     # On the CPU an optimizer updates one parameter at a time, and a fused one saves nothing.
-    if setting.capability is not None and knobs.get(OPTIMIZER) != "fused":
+    if setting.capability is not None and knobs.get(OPTIMIZER) != "fused" and _may_fuse(setting.workload):
         advice = "a fused optimizer (fused=True)"
         yield "fused", advice, lambda one: replace(one, knobs={**one.knobs, OPTIMIZER: "fused"})
+
+
+def _may_fuse(workload: Workload) -> bool:
+    """Return whether an optimizer of the workload may have a fused implementation that it does not use."""
+    made = stand_in_optimizers(workload)
+    return not made or any(one.defaults.get("fused", True) in (None, False) for one in made)
 
 
 def _helps(now: _Outcome, then: _Outcome) -> bool:

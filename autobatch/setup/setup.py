@@ -27,7 +27,7 @@ from autobatch.device.select import device_kind, open_device
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.setup.model import build_model, build_shared_model, check_whole
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
-from autobatch.step.optimizers import argument_of
+from autobatch.step.optimizers import stand_in_optimizers
 from autobatch.step.train_state import StepSettings
 from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream
 from autobatch.workload.data import WorstCaseSampler
@@ -378,17 +378,6 @@ def _optimizer_line(workload: Workload) -> str:
         f"{type(one).__qualname__}:{sorted((key, str(value)) for key, value in one.defaults.items())}"
         for one in made
     )
-
-
-def stand_in_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
-    """Build the workload's optimizers for a stand-in parameter; none if they need the model's own."""
-    stand_in = nn.ParameterList([nn.Parameter(torch.zeros(1, device="cpu"))])
-    try:
-        made = workload.optimizer(argument_of(workload, stand_in), workload.learning_rate)
-    except Exception:
-        return []
-    several = made if isinstance(made, list | tuple) else [made]
-    return [one for one in several if isinstance(one, torch.optim.Optimizer)]
 
 
 def _digest(*lines: str) -> str:

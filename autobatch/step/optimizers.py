@@ -63,6 +63,17 @@ def argument_of(workload: Workload, model: nn.Module) -> Any:
     return model.named_parameters() if name in NAMED else model.parameters()
 
 
+def stand_in_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
+    """Build the workload's optimizers for a stand-in parameter; none if they need the model's own."""
+    stand_in = nn.ParameterList([nn.Parameter(torch.zeros(1, device="cpu"))])
+    try:
+        made = workload.optimizer(argument_of(workload, stand_in), workload.learning_rate)
+    except Exception:
+        return []
+    several = made if isinstance(made, list | tuple) else [made]
+    return [one for one in several if isinstance(one, torch.optim.Optimizer)]
+
+
 def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
     """Check that an optimizer steps once per batch, without a closure.
 

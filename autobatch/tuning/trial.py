@@ -32,9 +32,10 @@ from autobatch.search.search import first_size, search
 from autobatch.setup.attempt import attempt
 from autobatch.setup.child import ChildCrashed
 from autobatch.setup.session import Session, SetupProcess
-from autobatch.setup.setup import Setup, describe_setup, stand_in_optimizers, with_knobs
+from autobatch.setup.setup import Setup, describe_setup, with_knobs
 from autobatch.setup.trace import other_order, trace_footprint
 from autobatch.step.apply_knobs import find_blocks
+from autobatch.step.optimizers import stand_in_optimizers
 from autobatch.tuning.configuration import Infeasible, Key, Measurement, changes, infeasible, key_of
 from autobatch.tuning.measure import TOLERANCE, LossCheck, fetch_share, time_steps
 from autobatch.workload.loader import AHEAD, why_not_sent
