@@ -26,6 +26,8 @@ from autobatch.core.units import significant
 
 Sizes = NDArray[np.float64]
 Counts = NDArray[np.int64]
+NOISE_EVERY = 4
+"""Batches from one measurement of the gradient noise to the next, at first. These are split by count."""
 FIXED_SHARE = 1 / 32
 """Cost of a micro-batch besides its area, as a share of the largest area that fits. Without it, samples of
 unlike sizes would all run alone. With it, a micro-batch that fills the memory is cut in two if that saves

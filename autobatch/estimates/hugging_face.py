@@ -158,7 +158,7 @@ def dtype_of(config: Any) -> torch.dtype:
 
 
 class Task(NamedTuple):
-    """What a model is trained to do, by its config."""
+    """The way in which a model is trained, by its config."""
 
     config: Any
     architecture: str

@@ -12,6 +12,7 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Probe, SizeCut
 from autobatch.distributed.rank_plan import agree_on_cut
 from autobatch.distributed.ranks import Ranks
+from autobatch.planning import NOISE_EVERY
 from autobatch.report.facts import describe_run_order
 from autobatch.search.attempts import ask_or_none
 from autobatch.search.curve import configured, curve_of, is_of_probe
@@ -29,8 +30,6 @@ LEAST_GAIN = 1.03
 """Ratio of padded areas, with the fixed cost of each micro-batch, from which ``auto`` splits by size."""
 SHARES = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """Shares of the limits that are tried until real batches fit."""
-MEASURED_EVERY = 4
-"""Batches from one measurement of the noise scale to the next; see `autobatch.training.noise_scale`."""
 Choice = tuple[SizeCut | None, str | None]
 """The split, None by count, and the choice in words, None if there was none to make."""
 
@@ -172,7 +171,7 @@ def _largest_cut(batches: RunBatches, limit: int, cap: int) -> SizeCut | None:
     for share in SHARES:
         limits = [max(1, int(limit * share)) for limit in cut.micro_batches]
         lower = msgspec.structs.replace(cut, micro_batches=limits)
-        split = SizeSplit(sizes=sizes, cut=lower, measured_every=MEASURED_EVERY)
+        split = SizeSplit(sizes=sizes, cut=lower, measured_every=NOISE_EVERY)
         count = batches.survived(split, split.largest)
         if count is None:
             continue
@@ -196,7 +195,7 @@ def with_expectations(cut: SizeCut, sizes: Sizes, plan: Plan, seed: int) -> tupl
     """
     if plan.last_batch == "drop" and len(sizes) < plan.target_batch:
         return cut, 1.0
-    by_size = SizeSplit(sizes=sizes, cut=cut, measured_every=MEASURED_EVERY)
+    by_size = SizeSplit(sizes=sizes, cut=cut, measured_every=NOISE_EVERY)
     sampler = GlobalBatchSampler(
         samples=len(sizes),
         target_batch=plan.target_batch,

@@ -33,7 +33,7 @@ Number: TypeAlias = Tensor | float
 
 
 class HasScale(Protocol):
-    """What trains; see `autobatch.step.train_state.TrainState`."""
+    """The part of a `TrainState` that knows how many items its loss counts."""
 
     items_per_sample: float | None
 
