@@ -18,10 +18,10 @@ loss of the whole batch, and runs the backward pass of its own samples from the 
 representations. The sum over the ranks is the gradient of one pass.
 
 With a sharded model, FSDP2 gathers parameters and reduces gradients in every micro-batch, so all ranks run as
-many of them: a rank with fewer runs some of weight 0. Gradients are summed as they are, and each rank has the
-sums of its shards. One reduction then carries the numbers of every rank and Σg² of its shards. If memory runs
-out on one rank, the others wait for it in the middle of a pass, and nothing can be repeated: all ranks leave,
-and start again in smaller micro-batches.
+many of them: a rank with fewer runs some of weight 0, in a pass that counts too. Gradients are summed as they
+are, and each rank has the sums of its shards. One reduction then carries the numbers of every rank and Σg² of
+its shards. If memory runs out on one rank, the others wait for it in the middle of a pass, and nothing can be
+repeated: all ranks leave, and start again in smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import Rows
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
-from autobatch.workload.nested import tensors_of
+from autobatch.workload.nested import Passes, tensors_of
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.rng import capture_random_state, preserved_random_state, restore_random_state
 from autobatch.workload.split import Split
@@ -306,13 +306,18 @@ class Shard(GroupEngine):
 
     def begin_step(
         self, train_state: TrainState, micro_batches: MicroBatches, count: int, batch: GlobalBatch
-    ) -> Iterator[tuple[Collated, int]]:
+    ) -> MicroBatches:
         """See `Engine.begin_step`. Further micro-batches of weight 0 follow if other ranks have more."""
+        return Passes(lambda: self._pass(train_state, micro_batches, count, self._split.rounds(batch)))
+
+    def _pass(
+        self, train_state: TrainState, micro_batches: MicroBatches, count: int, rounds: int
+    ) -> Iterator[tuple[Collated, int]]:
+        """Yield the micro-batches of a pass over a batch."""
         # From here on another rank may wait for this one, so that nothing can be repeated.
         train_state.stepping = True
         train_state.peers = self._exchange
         self._agree_on_scale(train_state)
-        rounds = self._split.rounds(batch)
         padded = self._padded(micro_batches, count, rounds)
         for one in self._model.begin_step(padded, rounds):
             with self.ranks.waiting("train a micro-batch with the other ranks"):

@@ -170,7 +170,8 @@ class BufferSnapshot:
                 mark.differs(tensor) for tensor, mark, _ in self._watched if id(tensor) not in copied
             )
             for tensor, copy in self._copies:
-                tensor.copy_(copy)
+                # A write to its data leaves the version as it is: another snapshot may watch that.
+                tensor.data.copy_(copy)
         if not keep:
             self.commit()
         return is_complete

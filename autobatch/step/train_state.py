@@ -31,13 +31,19 @@ _DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.f
 class SharedModel(Protocol):
     """A model of which each rank holds a part of every parameter."""
 
+    rounds: int
+    """Micro-batches of the step that runs, as many on every rank."""
+
     def run(self, function: Callable[[nn.Module, Collated], T], batch: Collated) -> T:
         """Call a function of the model and a micro-batch; all ranks call it together."""
 
     def begin_step(
         self, micro_batches: Iterable[tuple[Collated, int]], count: int
     ) -> Iterable[tuple[Collated, int]]:
-        """Return the micro-batches of a step, as many on every rank, with what happens between them."""
+        """Return the micro-batches of a step, as many on every rank, with what happens between them.
+
+        Each iteration over them is a pass, which all ranks run together.
+        """
 
     def forget_gathered(self) -> None:
         """Free all gathered parameters, so that changed weights are gathered anew."""

@@ -156,14 +156,12 @@ class CountPass:
             ahead = self._train_state.counts.sums(form)
             self._set_items({name: ahead.get(name, 1.0) for name in form.counted}, ahead)
             return False
-        if self._train_state.shared is not None:
-            raise InputError(
-                "ranks that share the model gather it in one pass over a batch, and another would have to "
-                f"count {', '.join(form.counted)}: give Workload(counts=…), or use --parallel replicate"
-            )
         for name, count in counts_of(terms).items():
             self._counts[name] = self._counts.get(name, 0.0) + count
-        if self._is_only or size >= self._totals.samples:
+        shared = self._train_state.shared
+        is_only = self._is_only or size >= self._totals.samples
+        # Ranks that share the model run as many passes as each other, also those with one micro-batch.
+        if is_only if shared is None else shared.rounds == 1:
             self._set_items(self._counts, {})
             return False
         return True

@@ -296,6 +296,21 @@ class HeldMicroBatches:
         return self._held
 
 
+class Passes:
+    """Micro-batches that a function yields anew for each iteration over them.
+
+    Args:
+        begin: returns the micro-batches of one pass.
+    """
+
+    def __init__(self, begin: Callable[[], Iterator[tuple[Collated, int]]]) -> None:
+        self._begin = begin
+
+    def __iter__(self) -> Iterator[tuple[Collated, int]]:
+        """Begin a pass."""
+        return self._begin()
+
+
 class Twice:
     """Micro-batches that can be iterated twice: fetched once, kept on the host, moved each time.
 

@@ -31,6 +31,7 @@ from autobatch.step.gradients import EXCHANGE_BYTES, LOW_PRECISION
 from autobatch.step.loss import ONE, terms_of
 from autobatch.step.train_state import TrainState
 from autobatch.workload.contract import Collated, Loss, LossValue
+from autobatch.workload.nested import Passes
 
 T = TypeVar("T")
 _LOW_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -96,6 +97,8 @@ class ShardedModel:
         self._keeps_root = keeps_root
         self._is_reducing = True
         self.mesh = sharding.mesh
+        self.rounds = 0
+        """Micro-batches of the step that runs, as many on every rank."""
         self.weight = 1.0
         """Weight of a micro-batch in the loss; 0 for one that only keeps the other ranks company."""
 
@@ -127,16 +130,18 @@ class ShardedModel:
         """Call a function of the model and a micro-batch; all ranks call it together."""
         return self._root(function, batch)  # type: ignore[no-any-return]
 
-    def begin_step(
-        self, micro_batches: Iterable[tuple[Collated, int]], count: int
-    ) -> Iterator[tuple[Collated, int]]:
-        """Yield the micro-batches of a step, and reduce gradients after each of them or after the last.
+    def begin_step(self, micro_batches: Iterable[tuple[Collated, int]], count: int) -> Passes:
+        """Return the micro-batches of a step, and reduce gradients after each of them or after the last.
 
         Every backward pass counts as the last one (``set_is_last_backward``). Otherwise the buffer of its
         last reduction would live through the next forward pass, and a step of three micro-batches would take
         more memory than the two of a probe.
         """
-        root, fetched = self._root, iter(micro_batches)
+        return Passes(lambda: self._pass(iter(micro_batches), count))
+
+    def _pass(self, fetched: Iterator[tuple[Collated, int]], count: int) -> Iterator[tuple[Collated, int]]:
+        """Yield the micro-batches of a pass; see `begin_step`."""
+        root, self.rounds = self._root, count
         # After the last micro-batch too, for the same reason: it takes the memory of any other.
         keeps_root = self._keeps_root and count > 1
         root.set_reshard_after_backward(not keeps_root, recurse=False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autobatch import AutobatchError, InputError
+from autobatch import AutobatchError, Loss
+from autobatch.training.checkpoint import load_newest, save_checkpoint
 from autobatch.training.loop import Loop
+from autobatch.training.resume import capture_loop, restore_loop
 from tests.support.detection import Detector, counts, detection, scenes
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
@@ -36,17 +39,40 @@ def means() -> Any:
 class Deep(Detector):
     """A detector with blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
-        self.trunk = nn.Sequential(nn.Linear(5, 8), nn.Sequential(*blocks))
+        self.trunk = nn.Sequential(nn.Linear(5, 8), nn.Sequential(*blocks), nn.Dropout(dropout))
+        # Too large to be copied for every batch.
+        self.register_buffer("mask", torch.ones(2**18 + 1))
 
 
-def several_terms() -> Any:
-    return detection(model=lambda: Deep().double(), train_data=scenes(24), counts=counts)
+def several_terms(dropout: float = 0.0, **fields: Any) -> Any:
+    return detection(
+        **{"model": lambda: Deep(dropout).double(), "train_data": scenes(24), **fields},
+    )
 
 
-KINDS = {"means": means, "tokens": lambda: make_workload(**TOKENS), "terms": several_terms}
+def hidden_terms() -> Any:
+    """Make a workload whose counts are drawn in each forward pass."""
+
+    def loss(model: nn.Module, batch: Any) -> dict[str, Loss]:
+        scores, boxes = model(batch[0])
+        hidden = torch.rand(len(scores)) < 0.6
+        return {
+            "hidden": Loss(scores[hidden].square().sum(), hidden.sum()),
+            "boxes": Loss(boxes.abs().sum(), 4 * len(boxes)),
+        }
+
+    return several_terms(0.5, loss=loss)
+
+
+KINDS = {
+    "means": means,
+    "tokens": lambda: make_workload(**TOKENS),
+    "terms": several_terms,
+    "terms that the data count": partial(several_terms, counts=counts),
+}
 OPTIONS: dict[str, Any] = {"target_batch": 14, "steps": 3, "max_grad_norm": 0.3, "ema": 0.5}
 
 
@@ -99,18 +125,46 @@ def test_steps_are_those_of_whole_batches(
             assert of_step == pytest.approx(other, rel=1e-12)
 
 
-def train_without_counts() -> str:
+def train_with_draws(given: Any, sync: str) -> tuple[list[float], list[float]]:
+    """Train with dropout; return the weights and the next draw."""
     group = open_group()
-    loop = sharded_loop(group, replace(several_terms(), counts=None), [5, 3], **OPTIONS)
-    with pytest.raises(InputError) as caught:
-        list(loop.run())
+    loop = sharded_loop(group, several_terms(0.5, counts=given), [5, 2], sync=sync, **OPTIONS)
+    list(loop.run())
+    found = whole(loop.train_state.model.parameters()).tolist(), torch.rand(1).tolist()
     group.close()
-    return str(caught.value)
+    return found
 
 
-def test_terms_of_a_shared_model_need_counts(server: RankServer) -> None:
-    for line in server.values(train_without_counts):
-        assert "have to count boxes, classes: give Workload(counts=…), or use --parallel replicate" in line
+@pytest.mark.parametrize("sync", ["each", pytest.param("once", marks=pytest.mark.slow)])
+def test_a_pass_that_counts_changes_no_draw(server: RankServer, sync: str) -> None:
+    assert server.values(train_with_draws, None, sync) == server.values(train_with_draws, counts, sync)
+
+
+def train_hidden(folder: Path) -> tuple[int, list[float]]:
+    """Train 4 steps from the checkpoint after the second, if it is there; else write it.
+
+    Return the steps before, and the weights.
+    """
+    group = open_group()
+    loop = sharded_loop(group, hidden_terms(), [5, 2], target_batch=14, steps=4)
+    found = load_newest(folder)
+    if found is not None:
+        restore_loop(loop, found.state, same_hardware=True, folder=found.path)
+    before = loop.batches_seen
+    for _ in loop.run():
+        if loop.batches_seen == 2:
+            state, ranks = capture_loop(loop), loop.engine.ranks
+            save_checkpoint(folder, step=2, state=state, facts={}, ranks=ranks)
+    weights = whole(loop.train_state.model.parameters()).tolist()
+    group.close()
+    return before, weights
+
+
+def test_a_run_with_drawn_counts_continues_bit_exactly(server: RankServer, tmp_path: Path) -> None:
+    """The counts of both passes are compared before each step, so they draw the same."""
+    expected = server.values(train_hidden, tmp_path)
+    assert [before for before, _ in expected] == [0, 0]
+    assert server.values(train_hidden, tmp_path) == [(2, weights) for _, weights in expected]
 
 
 @pytest.mark.parametrize("knobs", [{"checkpointing": "full", "optimizer": "for-loop"}])
@@ -162,10 +216,10 @@ def test_company_changes_neither_buffers_nor_draws(server: RankServer) -> None:
     assert fast[1] == torch.rand(1).tolist()
 
 
-def run_out(limits: list[int]) -> None:
-    """Run out of memory on rank 1, in the second step."""
+def run_out(kind: str, limits: list[int]) -> None:
+    """Run out of memory on rank 1, in the first pass of the second step."""
     group = open_group()
-    loop = sharded_loop(group, means(), limits, target_batch=14, steps=3)
+    loop = sharded_loop(group, KINDS[kind](), limits, target_batch=14, steps=3)
     loss = loop.train_state.loss
     runs: list[int] = []
 
@@ -183,11 +237,11 @@ def run_out(limits: list[int]) -> None:
         os._exit(group.fail(str(error), error.exit_code) or error.exit_code)
 
 
-@pytest.mark.parametrize(("limit", "code"), [(7, 77), (1, 3)])
+@pytest.mark.parametrize(("kind", "limit", "code"), [("means", 7, 77), ("means", 1, 3), ("terms", 3, 77)])
 def test_out_of_memory_on_one_rank_ends_all_to_start_smaller_if_they_can(
-    server: RankServer, limit: int, code: int
+    server: RankServer, kind: str, limit: int, code: int
 ) -> None:
-    assert [one.code for one in server.run(run_out, [limit, limit], seconds=20)] == [code, code]
+    assert [one.code for one in server.run(run_out, kind, [limit, limit], seconds=20)] == [code, code]
 
 
 def low_precision(sync: str) -> float:
