@@ -49,7 +49,7 @@ from autobatch.step.tensors import is_readable
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import Rewind, WholeBatchPasses
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
-from autobatch.workload.user_code import mark_user_error, user_code
+from autobatch.workload.user_code import mark_user_error, place_of, user_code
 
 Mark = Callable[[str], None]
 """Called with each phase that begins: ``setup``, ``forward``, ``loss`` (of a batch), ``backward`` or
@@ -150,6 +150,8 @@ class CountPass:
         """Count a micro-batch; return whether others must be counted before it can train."""
         form = check_form(self._totals, terms)
         self._learn(form)
+        if not form.counted and self._train_state.counts is not None:
+            self._train_state.counts.sums(form)
         if not form.counted or self._is_counted:
             return False
         if self._train_state.counts is not None:
@@ -418,8 +420,22 @@ def _take_steps(train_state: TrainState, has_gradient: list[bool], *, moved: boo
     if train_state.after_step is not None and moved:
         # Of a shared model, gathered weights would lose what is written to them.
         train_state.forget_gathered()
+        # A forward pass of a shared model may leave other parameters in their place.
+        held = {} if train_state.shared else dict(train_state.model.named_parameters())
         with torch.no_grad(), user_code("after_step"):
             train_state.after_step(train_state.model)
+        if held:
+            _check_same(held, dict(train_state.model.named_parameters()), place_of(train_state.after_step))
     if train_state.average is not None and moved:
         train_state.average.update()
     train_state.stepping = False
+
+
+def _check_same(held: Mapping[str, Tensor], found: Mapping[str, Tensor], place: str) -> None:
+    """Check that a model has the parameters that it had: optimizers and checkpoints know no others."""
+    other = [name for name in {**held, **found} if held.get(name) is not found.get(name)]
+    if other:
+        raise InputError(
+            f"the workload's after_step{place} added, removed or replaced the parameter {other[0]!r}, which "
+            "the optimizer then does not train: change its values in place, for example with copy_ or lerp_"
+        )

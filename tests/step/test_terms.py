@@ -276,6 +276,12 @@ def test_wrong_counts_are_refused_before_the_step(given, found: str) -> None:
     assert all(map(torch.equal, train_state.model.parameters(), before))
 
 
+def test_counts_beside_a_loss_without_counted_terms_are_refused() -> None:
+    workload = detection(loss=lambda m, b: cross_entropy(m(b[0])[0], b[1]), counts=counts)
+    with pytest.raises(InputError, match="the loss that have a count are none: count these"):
+        step_of(train_state_of(workload), workload, [12, 12])
+
+
 def test_a_buffer_too_large_to_keep_is_refused_unless_the_data_tell_the_counts() -> None:
     class Queued(Detector):
         def __init__(self) -> None:

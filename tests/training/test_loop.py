@@ -212,6 +212,14 @@ def test_an_error_after_a_step_names_its_part() -> None:
     assert failed_part(caught.value) == "after_step"
 
 
+def test_a_parameter_that_is_replaced_after_a_step_is_refused_by_name() -> None:
+    def after_step(model: nn.Module) -> None:
+        model[0].weight = nn.Parameter(model[0].weight.clamp(-1, 1))
+
+    with pytest.raises(InputError, match=r"after_step \(.*test_loop.py:\d+\) .* '0.weight'.*in place"):
+        list(make_loop(make_workload(after_step=after_step)).run())
+
+
 def test_gradients_that_the_model_came_with_are_not_part_of_the_first_batch() -> None:
     loop, other = make_loop(make_workload(), steps=1), make_loop(make_workload(), steps=1)
     for parameter in other.train_state.parameters:
