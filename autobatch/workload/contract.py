@@ -309,10 +309,11 @@ class Workload:
                 f"Workload(model=…) must be a function that builds the model, found {kind_of(self.model)} "
                 "that is already built: write model=lambda: …, so that every probe starts with a new model"
             )
-        if self.sampler is not None and not hasattr(self.sampler, "__iter__"):
+        once = inspect.isgenerator(self.sampler)  # a later epoch would draw nothing
+        if self.sampler is not None and (once or not hasattr(self.sampler, "__iter__")):
             raise InputError(
-                "Workload(sampler=…) must draw the indices of an epoch when it is iterated, found "
-                f"{kind_of(self.sampler)}"
+                "Workload(sampler=…) must draw the indices of an epoch whenever it is iterated, found "
+                f"{kind_of(self.sampler)}: give a list or a sampler"
             )
 
     def _check_data(self, name: str, data: Any) -> None:

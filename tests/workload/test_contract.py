@@ -71,6 +71,12 @@ def test_an_invalid_field_is_refused_with_what_to_write(field: str, value: objec
         Workload(**{"train_data": DATA} | FIELDS | {field: value})
 
 
+@pytest.mark.parametrize("sampler", [(i for i in range(3)), lambda: [0]])
+def test_a_sampler_can_be_iterated_in_every_epoch(sampler: Any) -> None:
+    with pytest.raises(InputError, match=r"whenever .*, found a (generator|function): give a list"):
+        Workload(**{"train_data": DATA} | FIELDS | {"sampler": sampler})
+
+
 def test_a_sampler_needs_data_with_an_index() -> None:
     with pytest.raises(InputError, match="needs data with an index, found a Numbers, a stream"):
         Workload(train_data=Numbers(), sampler=[1], **FIELDS)
