@@ -29,6 +29,8 @@ from autobatch.workload.reference import NAMED_MODEL
 
 USUAL_SEQUENCE = 2048
 """Tokens of a sequence if none is asked for and the model takes as many."""
+USUAL_IMAGE = 224
+"""Height and width of an image if the config states none, as for ResNet."""
 LEARNING_RATE = 1e-4
 """Any rate: no memory depends on it."""
 HEADS = {
@@ -82,7 +84,8 @@ def estimate_named(reference: str, options: Options, *, home: Path) -> Estimates
     asked = options.model
     config = load_config(reference.removeprefix(NAMED_MODEL))
     task = Task.of(config, reference)
-    sample, size = task.sample(asked.sequence)
+    model = build_on_meta(task, reference)
+    sample, size = task.sample(asked.sequence, model)
     workload = Workload(
         model=partial(build, task, asked),
         train_data=[sample, sample],
@@ -96,8 +99,6 @@ def estimate_named(reference: str, options: Options, *, home: Path) -> Estimates
     blocks = ", each block recomputed" if asked.checkpointing else ""
     dtype = str(dtype_of(config)).removeprefix("torch.")
     about = f"{task.architecture}: {trained} in {dtype}, {size}, {OPTIMIZERS[asked.optimizer]}{blocks}"
-    with torch.device("meta"):
-        model = build(task, ModelOptions())
     weights = sum(one.numel() for one in model.parameters())
     notes = [about, compare_with_weights(found.estimates[0], weights), *found.notes]
     return msgspec.structs.replace(found, notes=notes)
@@ -182,15 +183,19 @@ class Task(NamedTuple):
             if head is None or not hasattr(transformers, name):
                 continue
             takes = getattr(transformers, name).main_input_name
-            if head != "ForConditionalGeneration" or config.is_encoder_decoder:
-                return cls(config, name, HEADS["ForSpeechSeq2Seq" if takes == "input_features" else head])
+            if takes == "input_features" and hasattr(config, "num_mel_bins") and config.is_encoder_decoder:
+                return cls(config, name, HEADS["ForSpeechSeq2Seq"])
+            expected = "pixel_values" if head == "ForImageClassification" else "input_ids"
+            if takes == expected and (head != "ForConditionalGeneration" or config.is_encoder_decoder):
+                return cls(config, name, HEADS[head])
         raise InputError(
             f"{reference} is {first} (model type {config.model_type}), which is trained in no way that is "
-            f"known here: known are architectures that end in {', '.join(HEADS)}. Write a workload for it"
+            f"known here: of models of text alone, of images, and of speech as Whisper's, known are "
+            f"architectures that end in {', '.join(HEADS)}. Write a workload for it"
         )
 
-    def sample(self, sequence: int | None) -> tuple[dict[str, Tensor], str]:
-        """Return a sample with its labels, and its size in words.
+    def sample(self, sequence: int | None, model: nn.Module) -> tuple[dict[str, Tensor], str]:
+        """Return a sample with its labels for a model, and its size in words.
 
         Raises:
             InputError: the model takes no such sequence.
@@ -199,7 +204,7 @@ class Task(NamedTuple):
         if self.builder == "AutoModelForImageClassification":
             if sequence is not None:
                 raise InputError(f"{self.architecture} takes images, found a sequence of {sequence:,} tokens")
-            height, width = _pair(config.image_size)
+            height, width = _pair(getattr(config, "image_size", None) or USUAL_IMAGE)
             image = torch.zeros(getattr(config, "num_channels", 3), height, width, device="cpu")
             return {
                 "pixel_values": image,
@@ -207,6 +212,7 @@ class Task(NamedTuple):
             }, f"images of {height} × {width}"
         is_speech = self.builder == "AutoModelForSpeechSeq2Seq"
         longest = getattr(config, "max_target_positions" if is_speech else "max_position_embeddings", None)
+        longest = _positions_past_padding(model) or longest
         if sequence is not None and sequence > (longest or math.inf):
             raise InputError(f"{self.architecture} takes {longest:,} tokens at most, found {sequence:,}")
         count = sequence or min(longest or USUAL_SEQUENCE, USUAL_SEQUENCE)
@@ -218,11 +224,37 @@ class Task(NamedTuple):
         labels = tokens
         if self.builder == "AutoModelForSequenceClassification":
             labels = torch.tensor(0.0 if config.num_labels == 1 else 0, device="cpu")
+            if config.problem_type == "multi_label_classification":
+                labels = torch.zeros(config.num_labels, device="cpu")
         return {"input_ids": tokens, "labels": labels}, f"sequences of {count:,} tokens"
 
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _positions_past_padding(model: nn.Module) -> int | None:
+    """Return the tokens that have positions, where they count from past the padding (RoBERTa)."""
+    for name, one in model.named_modules():
+        if isinstance(one, nn.Embedding) and name.endswith("position_embeddings"):
+            return None if one.padding_idx is None else one.num_embeddings - one.padding_idx - 1
+    return None
+
+
+def build_on_meta(task: Task, reference: str) -> nn.Module:
+    """Build the model without weights and adapters.
+
+    Raises:
+        InputError: transformers cannot build it.
+    """
+    try:
+        with torch.device("meta"):
+            return build(task, ModelOptions())
+    except Exception as error:
+        reason = one_line(error_text(error))
+        raise InputError(
+            f"{reference}: transformers cannot build {task.architecture} from this config ({reason})"
+        ) from None
 
 
 def build(task: Task, options: ModelOptions) -> nn.Module:
@@ -238,6 +270,14 @@ def _built(task: Task, options: ModelOptions) -> nn.Module:
 
     config = task.config
     config.use_cache = False  # no training reads the keys and values of earlier tokens
+    # Without them some models take no batch. Scripts set them, and no memory depends on which they are.
+    needed = ["decoder_start_token_id"] * config.is_encoder_decoder
+    needed += ["pad_token_id"] * (
+        config.is_encoder_decoder or task.builder == "AutoModelForSequenceClassification"
+    )
+    for name in needed:
+        if getattr(config, name, None) is None:
+            setattr(config, name, 0)
     model: Any = getattr(transformers, task.builder).from_config(config, dtype=dtype_of(config))
     if options.lora is not None:
         try:

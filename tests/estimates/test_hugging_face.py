@@ -65,14 +65,19 @@ def test_the_sequence_the_optimizer_and_adapters_are_counted(tmp_path: Path) -> 
     assert adapted.memory["parameters"] > usual.memory["parameters"]
 
 
+ROBERTA = {"architectures": ["RobertaForMaskedLM"], "model_type": "roberta", "pad_token_id": 1}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("llama", {}, {"sequence": 257}, "LlamaForCausalLM takes 256 tokens at most, found 257"),
     ("vit", {}, {"sequence": 16}, "takes images, found a sequence of 16 tokens"),
     ("llama", {"model_type": "llamma"}, {}, "model type"),
     ("llama", {"architectures": ["LlamaForQuestionAnswering"]}, {}, "known are architectures that end in"),
+    ("bert", ROBERTA, {"sequence": 127}, "RobertaForMaskedLM takes 126 tokens at most, found 127"),
+    ("bert", {"hidden_size": 63}, {}, "transformers cannot build BertForMaskedLM from this config"),
+    ("bert", {"architectures": ["Wav2Vec2ForSequenceClassification"], "model_type": "wav2vec2"}, {},
+     "of models of text alone"),
     ("llama", {"hidden_size": "wide"}, {}, "has no config that transformers"),
     ("llama", {"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"}, {}, "has no config that"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "changes", "options", "said"), REFUSED, ids=range(len(REFUSED)))
@@ -83,6 +88,28 @@ def test_what_cannot_be_trained_by_its_config_is_one_line(
         estimate(config_folder(tmp_path, name, **changes), **options)
     assert said in str(raised.value)
     assert str(raised.value).isprintable()
+
+
+BERT_CLASSES = {"architectures": ["BertForSequenceClassification"], "num_labels": 3}
+ODD: list[tuple[str, dict[str, Any], str]] = [
+    # Positions count from past the padding: 128 rows leave 126 tokens.
+    ("bert", ROBERTA, "126 tokens"),
+    ("bert", {**BERT_CLASSES, "problem_type": "multi_label_classification"}, "128 tokens"),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "256 tokens"),
+    ("bert", {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_kv": 16}, "128 tokens"),
+    ("vit", {"architectures": ["ResNetForImageClassification"], "model_type": "resnet", "hidden_size": 8,
+             "image_size": None, "embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1]}, "224 × 224"),
+]  # fmt: skip
+
+
+@pytest.mark.program
+@pytest.mark.parametrize(("name", "changes", "size"), ODD, ids=range(len(ODD)))
+def test_what_a_config_leaves_open_is_set(
+    tmp_path: Path, name: str, changes: dict[str, Any], size: str
+) -> None:
+    found = estimate(config_folder(tmp_path, name, **changes), micro_batch=2)
+    assert changes["architectures"][0] in found.notes[0]
+    assert size in found.notes[0]
 
 
 def test_missing_configs_and_names_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
