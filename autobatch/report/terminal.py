@@ -203,7 +203,7 @@ class Terminal(Progress):
         """
         if not self._console.is_terminal:
             for row in (table.head, *table.rows):
-                self._console.out("\t".join(map(self._shown, row)), highlight=False)
+                self._console.file.write("\t".join(map(self._shown, row)) + "\n")  # rich expands tabs
             return
         grid = self._grid(table, wraps=wraps)
         widest = self._console.options.update(max_width=WIDEST)
