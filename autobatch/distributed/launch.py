@@ -230,7 +230,8 @@ def _end_of(codes: list[int], restart: int, store: Store) -> RanksEnded:
         return RanksEnded(max(KILLED, *codes) if verdict is None else verdict.code)
     name = signal.Signals(-codes[killed[0]]).name
     cause = ": the system may be out of memory" if name == "SIGKILL" else ""
-    line = f"rank {killed[0]} was ended by {name}{cause}; --resume continues from the newest checkpoint"
+    advice = "--resume continues from the newest checkpoint, if there is one"
+    line = f"rank {killed[0]} was ended by {name}{cause}; {advice}"
     if store.check([OUT]):
         Verdict(
             run_id=RUN_ID, restart=restart, rank=killed[0], host=socket.gethostname(), code=KILLED, line=line
