@@ -380,7 +380,7 @@ def batches(
     batch_dim: int = 0,
     size_of: Callable[[Any], float] | None = None,
     counts: Callable[[CollatedT], Mapping[str, float] | Sequence[float]] | None = None,
-    optimizer: Optimizer | Sequence[Optimizer] = (),
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Batches[CollatedT]:
     """Cut data into batches of exactly the plan's target batch, for a training loop of your own.
@@ -423,6 +423,8 @@ def batches(
         InputError: the data or an option is invalid, or ranks were started unlike each other.
     """
     _check(plan, steps=steps, epochs=epochs, start=start)
+    if counts is not None and not callable(counts):
+        raise InputError(f"autobatch.batches(counts=…) must be a function, found {kind_of(counts)}")
     if steps is None and epochs is None:
         epochs = 1
     source = open_source(
@@ -437,7 +439,7 @@ def batches(
         batched=batched,
         batch_dim=batch_dim,
     )
-    given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
     numbers = {"seed": seed, "start": start, "steps": steps, "epochs": epochs}
     ranks, parts = _open_ranks(plan, {**numbers, "number of batches": source.total})
     if ranks is not None:

@@ -180,6 +180,7 @@ def test_the_number_of_batches_in_a_stream_is_unknown() -> None:
         (lambda: autobatch.batches(points(), small_plan(), steps=0), "steps is 0: it must be 1 or more"),
         (lambda: autobatch.batches(points(), small_plan(), epochs=0), "epochs is 0: it must be 1 or more"),
         (lambda: autobatch.batches(points(), small_plan(), start=-1), "start is -1: it must be 0 or more"),
+        (lambda: autobatch.batches(points(), small_plan(), counts="boxes"), "be a function, found a str"),
     ],
 )
 def test_an_invalid_option_is_refused(make, message: str) -> None:
