@@ -146,7 +146,8 @@ class Batch(Generic[CollatedT]):
         made, is_first = self._make(), self._number == 0
         for place in count():
             if is_first:
-                self._states.append(capture_random_state(self._states[-1] if self._states else None))
+                self._passes.random_state = capture_random_state(self._passes.random_state)
+                self._states.append(self._passes.random_state)
             with nullcontext() if is_first else preserved_random_state():
                 if not is_first:
                     restore_random_state(self._states[place])
@@ -518,6 +519,8 @@ class Passes:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.counts: CountsAhead | None = None
         """Counts of several terms of the loss that follow from the data; None without."""
+        self.random_state: RandomState | None = None
+        """The last that was captured, in any batch: what has not changed since need not be read again."""
         self._opened: list[tuple[TrainState, Engine]] = []
         self._optimizers: tuple[Optimizer, ...] = ()
         self._has_stepped = False
