@@ -35,12 +35,12 @@ Data: TypeAlias = MapStyle[SampleT] | Dataset[SampleT] | Iterable[SampleT]
 
 
 class Piece(NamedTuple):
-    """Samples ``first`` to ``stop`` of an element of the data: of a loader's batch, or the only one."""
+    """Samples ``first`` to ``stop`` of a batch of a loader or of a list."""
 
     content: Any
-    """The batch of a loader, a sample, or the index of a sample."""
-    first: int = 0
-    stop: int = 1
+    """The batch of a loader, or a list of samples or of their indices."""
+    first: int
+    stop: int
 
 
 class Source(NamedTuple):
@@ -117,11 +117,13 @@ def open_source(
             epochs=epochs,
             last_batch=plan.last_batch,
         )
-        drawn: Iterator[list[Piece]] = (list(map(Piece, batch.ids)) for batch in order.batches(start))
+        drawn: Iterator[list[Piece]] = (
+            [Piece(batch.ids, 0, len(batch.ids))] for batch in order.batches(start)
+        )
         total: int | None = max(0, order.total - start)
     else:
         elements = data if sampler is None else sampler
-        piece = partial(as_piece, batch_dim=batch_dim) if batched else Piece
+        piece = partial(as_piece, batch_dim=batch_dim) if batched else _piece_of_sample
         drawn = itertools.islice(_cut_epochs(lambda: map(piece, elements), plan, epochs), start, steps)
         total = None if steps is None or epochs is not None else max(0, steps - start)
     if batched:
@@ -129,7 +131,7 @@ def open_source(
         return Source(drawn, total, list, join, has_samples=False)
 
     def read(pieces: list[Piece]) -> list[Any]:
-        contents = [piece.content for piece in pieces]
+        contents = [one for piece in pieces for one in piece.content[piece.first : piece.stop]]
         return fetch(data, contents, name="data") if is_map_style else contents
 
     def collated(samples: list[Any]) -> list[tuple[Collated, int]]:
@@ -257,6 +259,10 @@ def split(pieces: Iterable[Piece], sizes: Iterable[int]) -> Iterator[list[Piece]
 def samples_of(pieces: Iterable[Piece]) -> int:
     """Count the samples of all pieces."""
     return sum(piece.stop - piece.first for piece in pieces)
+
+
+def _piece_of_sample(sample: Any) -> Piece:
+    return Piece([sample], 0, 1)
 
 
 def as_piece(batch: Collated, *, batch_dim: int = 0) -> Piece:

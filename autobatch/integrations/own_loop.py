@@ -188,7 +188,7 @@ class Batch(Generic[CollatedT]):
                 f"batch.backward() was called without a micro-batch in {self._name}: call it once per "
                 "micro-batch, inside `for micro in batch:`, with the sum of its losses"
             )
-        if not isinstance(loss, tuple | list | Mapping) and not (isinstance(loss, Tensor) and not loss.dim()):
+        if not (isinstance(loss, Tensor) and not loss.dim()) and not isinstance(loss, tuple | list | Mapping):
             raise InputError(
                 "batch.backward() takes the mean over the samples of the micro-batch, a 0-d tensor, or "
                 f"autobatch.Loss(total, count); found {form_of(loss)}"
@@ -200,7 +200,7 @@ class Batch(Generic[CollatedT]):
         terms = terms_of(loss)
         if self._passes.counts is not None:
             self._passes.counts.sums(check_form(self._totals, terms))
-        elif CountPass(train_state, self._totals).needs_more(terms, self._open):
+        elif not self._totals.sizes and CountPass(train_state, self._totals).needs_more(terms, self._open):
             raise InputError(
                 f"{self._name} has several micro-batches, and each term of its loss is divided by all it "
                 "counts in them: give these counts as autobatch.batches(…, counts=lambda data: {…})"

@@ -40,8 +40,8 @@ def capture_random_state(last: RandomState | None = None) -> RandomState:
     """Read the states of all generators.
 
     Args:
-        last: an earlier state. Its parts for NumPy and Python are taken over if nothing was drawn since:
-            reading the first takes many times as long as all others, and the second is large.
+        last: an earlier state. Its part for NumPy is taken over if nothing was drawn since, because reading
+            it takes many times as long as all others.
     """
     generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     memory = b""
@@ -50,9 +50,8 @@ def capture_random_state(last: RandomState | None = None) -> RandomState:
     # Normal numbers are drawn in pairs: the second one may be gone without a change of the memory.
     is_same = last is not None and memory and memory == last.numpy_memory and not last.numpy[3]
     has_cuda = torch.cuda.is_initialized() and torch.cuda.is_available()  # type: ignore[no-untyped-call]
-    python = random.getstate()
     return RandomState(
-        python=last.python if last is not None and last.python == python else python,
+        python=random.getstate(),
         numpy=last.numpy if last is not None and is_same else np.random.get_state(),  # type: ignore[arg-type]
         torch=torch.default_generator.get_state(),
         cuda=torch.cuda.get_rng_state_all() if has_cuda else [],
