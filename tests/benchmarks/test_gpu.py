@@ -166,15 +166,18 @@ def test_a_unit_that_hangs_is_ended_and_the_next_process_goes_on(tmp_path):
 
 
 @pytest.mark.program
-def test_the_end_of_the_time_ends_the_processes_of_a_unit_too(tmp_path):
+def test_the_end_of_the_time_ends_the_processes_of_a_unit_too(tmp_path, monkeypatch):
     journal = Journal(tmp_path, 1)
+    started = tmp_path / "pid"
+    clock = SimpleNamespace(time=lambda: 90.0 if started.exists() and started.stat().st_size else 0.0)
+    monkeypatch.setattr("benchmarks.gpu.__main__.time", clock)
     child = BEGINS + (
         "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
         "(folder / 'pid').write_text(str(p.pid)); time.sleep(600)"
     )
-    assert measure([sys.executable, "-c", child, str(tmp_path)], journal, time.time() + 3) is False
+    assert measure([sys.executable, "-c", child, str(tmp_path)], journal, 60.0) is False
     assert journal.rows()[-1]["status"] == CUT
-    pid = int((tmp_path / "pid").read_text())
+    pid = int(started.read_text())
     for _ in range(500):  # the kernel reaps it when it likes
         try:
             os.kill(pid, 0)

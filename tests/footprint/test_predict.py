@@ -127,7 +127,7 @@ def test_errors_of_the_user_and_of_torch_are_named(monkeypatch):
         footprint(setting(setup(workload), capability=(8, 0)))
 
 
-def test_a_large_model_in_seconds_and_without_memory():
+def test_a_large_model_without_memory():
     """0.4 B parameters would take 1.6 GB, and Adam three times as much. None of that exists."""
 
     def model():
@@ -142,7 +142,7 @@ def test_a_large_model_in_seconds_and_without_memory():
     found = predict(step, budget_bytes=24 * GiB, cap=10**6)
     assert found.outcome.peak_allocated_bytes > 4 * parameters
     assert 0 < found.micro_batch < 24 * GiB // (20_000 * 4)
-    assert step.seconds < 20
+    assert all(one.is_meta for one in built.parameters())
 
 
 @settings(max_examples=50, deadline=None)

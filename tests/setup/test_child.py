@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -113,18 +114,30 @@ def test_a_child_that_is_killed_over_an_optional_question_is_replaced(train: Pat
 
 
 @warm
-def test_a_child_that_hangs_is_ended(train: Path) -> None:
+def test_a_child_that_hangs_is_ended(train: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = """
-import time
+import pathlib, time
 def hanging(model, batch):
     print("looking for the answer", flush=True)
+    pathlib.Path(__file__).with_name("hangs").touch()
     time.sleep(600)
 def workload():
     return small(loss=hanging)
 """
+    readings = itertools.count()
+
+    def later() -> float:
+        """Return 0, and 2 seconds once the child hangs."""
+        if next(readings) == 0:
+            return 0.0
+        while not (train.parent / "hangs").exists():
+            time.sleep(0.01)
+        return 2.0
+
     with child(train, "workload", code) as process:
         number = process.call("a look", pid)
         process.answer_seconds = 1.0
+        monkeypatch.setattr(child_module, "time", SimpleNamespace(monotonic=later))
         with pytest.raises(ChildCrashed, match=r"no answer in 1 s during .*looking for the answer"):
             run_attempt(process, 2)
         assert not is_running(number)
@@ -195,9 +208,13 @@ def answer(session: Session, text: str, seconds: float = 0.0) -> str:
 def test_the_answer_to_an_interrupted_call_is_not_that_of_the_next_call(train: Path) -> None:
     with child(train, "workload") as process:
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(KeyboardInterrupt):
+
+        def interrupt() -> None:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
             process.call("a slow call", answer, "slow", seconds=0.6)
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
         signal.signal(signal.SIGALRM, before)
         assert process.call("a quick call", answer, "quick") == "quick"
 

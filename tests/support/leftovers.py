@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import util
 from pathlib import Path
 
-SECONDS = 20.0
+SECONDS = 60.0
 """Time for processes that were killed to end."""
 AFTER_ALL = -1000
 """Priority of what is done last when a process ends."""

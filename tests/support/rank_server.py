@@ -23,7 +23,7 @@ from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any, NamedTuple
 
-SECONDS = 30.0
+SECONDS = 120.0
 """Wall limit of a case; all of its ranks are killed then."""
 START_SECONDS = 400.0
 """Wall limit of the imports of the server, which take 10 seconds on an idle machine."""

@@ -241,7 +241,7 @@ def run_out(kind: str, limits: list[int]) -> None:
 def test_out_of_memory_on_one_rank_ends_all_to_start_smaller_if_they_can(
     server: RankServer, kind: str, limit: int, code: int
 ) -> None:
-    assert [one.code for one in server.run(run_out, kind, [limit, limit], seconds=20)] == [code, code]
+    assert [one.code for one in server.run(run_out, kind, [limit, limit])] == [code, code]
 
 
 def low_precision(sync: str) -> float:
