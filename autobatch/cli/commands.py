@@ -37,7 +37,7 @@ class Answer(NamedTuple):
 LEAST_COMPARED = 2
 """Fewest runs to show side by side."""
 RUNS = "runs"
-"""Folder of the runs."""
+"""Folder of the runs whose folder was not asked for, as ``NAME/DATE``."""
 
 PACKAGES = ("torch", "nvidia-ml-py", "optuna", "scipy", "numpy", "safetensors", "matplotlib", "tensorboard")
 """Distributions whose versions belong in a bug report."""
@@ -53,14 +53,17 @@ Hardware profiles: the memory and other figures of GPUs, each with its source.
     "report": """\
 usage: autobatch report [RUN] [--json]
 
-Write the report of a run again. RUN is its folder, for example runs/NAME/DATE,
-or one above it, of which the newest run is taken. (default: runs)""",
+Write the report of a run again, to its folder. RUN is that folder, for example
+runs/NAME/DATE, or the one that it is directly in, of which the newest run is
+taken. (default: the newest run in runs, where fit puts them)""",
     "compare": """\
-usage: autobatch compare RUN RUN [RUN …] [--json]
+usage: autobatch compare [RUN RUN …] [--json]
 
-Print runs side by side: plan, speed, memory and held-out figures. Write
-compare.html to the folder of the last one, with their losses over each other.
-RUN is a folder of a run, or one above it, of which the newest run is taken.""",
+Print runs side by side: the options, versions and hardware that differ, plan,
+speed, memory and held-out figures. Write compare.html to the folder of the last
+one, with their curves over each other. RUN is the folder of a run, or the one
+that it is directly in, of which the newest run is taken. (default: the newest
+two runs of one workload in runs, where fit puts them)""",
     "doctor": """\
 usage: autobatch doctor [--json]
 
@@ -130,9 +133,9 @@ def _report(words: list[str]) -> Answer:
             f"report takes the folder of one run, found {len(words)}: write report runs/NAME/DATE"
         )
     from autobatch.report.page import write_report
-    from autobatch.report.result import find_run, load_run
+    from autobatch.report.result import find_run, load_run, newest_runs
 
-    folder = find_run(Path(words[0] if words else RUNS))
+    folder = find_run(Path(words[0])) if words else newest_runs(Path(RUNS), 1)[0]
     run = load_run(folder)
     try:
         path = write_report(folder / "report.html", run)
@@ -145,32 +148,56 @@ def _report(words: list[str]) -> Answer:
 
 
 def _compare(words: list[str]) -> Answer:
-    """Run ``autobatch compare RUN RUN …``: show runs side by side, and write a page with their losses."""
-    if len(words) < LEAST_COMPARED:
-        raise InputError(f"compare takes the folders of two or more runs, found {len(words)}: give RUN RUN")
+    """Run ``autobatch compare [RUN RUN …]``: show what differs between runs, and their curves."""
+    if len(words) == 1:
+        raise InputError(
+            "compare takes the folders of two or more runs, found 1: give RUN RUN, or none for the newest two"
+        )
     from autobatch.report.page import write_comparison
-    from autobatch.report.result import find_run, load_run
-    from autobatch.report.tables import comparison_table
+    from autobatch.report.result import find_run, load_run, newest_runs
+    from autobatch.report.tables import compare_runs
 
-    folders = [find_run(Path(word)) for word in words]
+    folders = [find_run(Path(word)) for word in words] or newest_runs(Path(RUNS), LEAST_COMPARED)
     if len({folder.resolve() for folder in folders}) < LEAST_COMPARED:
         raise InputError(f"compare takes two or more different runs, found {folders[0]} only")
-    runs = [load_run(folder) for folder in folders]
-    names = [str(folder) for folder in folders]
-    path = write_comparison(folders[-1] / "compare.html", runs, names)
-    table = comparison_table(runs, names)
-    figures, *columns = zip(*table.rows, strict=True)
+    runs = [load_run(folder, is_whole=True) for folder in folders]
+    other = next((at for at, run in enumerate(runs) if run.title != runs[0].title), None)
+    if other is not None:
+        raise InputError(
+            f"compare takes runs of one workload, found {runs[0].title} in {folders[0]} and "
+            f"{runs[other].title} in {folders[other]}: give runs of the same workload"
+        )
+    parent, names = _short_names(folders)
+    found = compare_runs(runs, names)
+    path = write_comparison(folders[-1] / "compare.html", runs, found)
+    differing = found.differing.rows
+    every = found.given | found.reached
     content = {
-        name: dict(zip(figures, column, strict=True)) for name, column in zip(names, columns, strict=True)
+        "runs": {
+            str(folder): {name: row[at] for name, row in every.items()} for at, folder in enumerate(folders)
+        },
+        "differs": [name for name, *_ in differing],
+        "page": str(path),
     }
-    rows = [table.head, *table.rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    what = [["differs"], *differing] if differing else [["same options, versions and hardware"]]
+    rows = [["", *names], *what, ["planned and reached"], *found.figures.rows]
+    widths = [max(len(row[at]) for row in rows if len(row) > 1) for at in range(len(rows[0]))]
     lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+        for row in rows
     ]
-    return Answer(
-        {"runs": content, "page": str(path)}, "\n".join([*lines, f"\nlosses over each other: {path}"])
-    )
+    which = "runs" if words else "the newest two runs"
+    lines = [f"{runs[0].title}: {which} in {parent}", *lines, "", f"curves over each other: {path}"]
+    return Answer(content, "\n".join(lines))
+
+
+def _short_names(folders: list[Path]) -> tuple[str, list[str]]:
+    """Return the folder above all of the runs, and their names in it."""
+    whole = [os.path.abspath(folder) for folder in folders]
+    parent = os.path.commonpath(whole)
+    if parent in whole:
+        parent = os.path.dirname(parent)
+    return os.path.relpath(parent), [os.path.relpath(one, parent) for one in whole]
 
 
 def _doctor(words: list[str]) -> Answer:

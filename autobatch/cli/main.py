@@ -48,7 +48,7 @@ commands:
   estimate   predict what fits on GPUs that need not be present
   profiles   hardware profiles: list, show NAME, save NAME
   report     write the report of a run again: report [RUN], else the newest
-  compare    show runs side by side: compare RUN RUN
+  compare    show runs side by side: compare RUN RUN, else the newest two
   doctor     show devices, memory, versions, and what is missing
 
 WORKLOAD is file.py, path/to/file.py:function or module:function. Without it:

@@ -35,7 +35,7 @@ from autobatch.report.charts import (
 )
 from autobatch.report.drawing import PALETTE, Picture
 from autobatch.report.facts import Fact, facts_of, headline, tiles_of
-from autobatch.report.tables import Table, comparison_table, gpu_table
+from autobatch.report.tables import Comparison, Table, gpu_table
 from autobatch.report.words import moment, plural
 
 _LONG = 24
@@ -140,21 +140,29 @@ def sections_of(run: RunRecord) -> list[Section]:
     return [section for section in sections if not section.is_empty]
 
 
-def write_comparison(path: Path, runs: Sequence[RunRecord], names: Sequence[str]) -> Path:
+def write_comparison(path: Path, runs: Sequence[RunRecord], found: Comparison) -> Path:
     """Write the page of runs side by side, atomically, and return its path.
 
     Args:
         path: the file to write.
         runs: the runs.
-        names: what they are called, for example their folders.
+        found: what differs between them, and what they reached.
 
     Raises:
         OSError: the file cannot be written.
     """
-    compared = Section("runs", "Runs", tables=[comparison_table(runs, names)])
-    losses = Section("losses", "Training loss", drawn=[losses_figure(runs, names)])
-    title = "Runs side by side"
-    page = _page(f"autobatch: {title}", [compared, losses], eyebrow="autobatch", heading=title)
+    differing, same = found.differing, found.same
+    none = [] if differing.rows else ["Their options, versions and hardware are the same."]
+    sections = [
+        Section(
+            "differs", "What differs", tables=[differing] if differing.rows else [], folded=[same], notes=none
+        ),
+        Section("runs", "What they reached", tables=[found.figures]),
+        Section("losses", "Training loss", drawn=[losses_figure(runs, found.names)]),
+    ]
+    shown = [section for section in sections if not section.is_empty]
+    title = runs[0].title or "Runs"
+    page = _page(f"{title}: runs side by side", shown, eyebrow="autobatch compare", heading=title)
     return write_atomic(path, page.encode())
 
 

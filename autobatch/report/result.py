@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ class Estimates(Shown, Record, frozen=True, kw_only=True):
 
 
 def find_run(folder: Path) -> Path:
-    """Return the folder of a run: this one, or the newest run below it.
+    """Return the folder of a run: this one, or the newest of the runs directly in it.
 
     Raises:
         InputError: there is none.
@@ -151,35 +152,75 @@ def find_run(folder: Path) -> Path:
     try:
         if (folder / RESULT).exists():
             return folder
-        # A later run in the same folder moves the earlier one aside.
-        found = [path for path in folder.glob(f"**/{RESULT}") if not path.parent.name.startswith("previous-")]
-        newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
+        found = _runs_in(folder, "*")
     except OSError as error:
         raise InputError(f"cannot look for a run in {folder}: {error.strerror or error}") from error
-    if newest is None:
+    if not found:
         raise InputError(
-            f"there is no run in {folder}: give the folder of a run, which has {RESULT}, or train with "
-            "autobatch fit"
+            f"there is no run in {folder} or in a folder directly in it: give the folder of a run, which "
+            f"has {RESULT}, or train with autobatch fit"
         )
-    return newest.parent
+    return found[0]
 
 
-def load_run(folder: Path) -> RunRecord:
+def newest_runs(runs: Path, number: int) -> list[Path]:
+    """Return the newest runs of one workload, that of the newest of all, the oldest of them first.
+
+    Args:
+        runs: the folder of runs, with runs in it and in the folders of workloads.
+        number: how many runs to return.
+
+    Raises:
+        InputError: there are fewer.
+    """
+    known = _runs_in(runs, "*", "*/*")
+    if not known:
+        raise InputError(f"there is no run in {runs}: give the folder of a run, or train with autobatch fit")
+    title = load_run(known[0]).title if number > 1 else None
+    same = (one for one in known[1:] if load_run(one).title == title)
+    found = [known[0], *itertools.islice(same, number - 1)]
+    if len(found) < number:
+        raise InputError(
+            f"{runs} has fewer than {number} runs of {title}, found {found[0]}: give RUN RUN, or train again"
+        )
+    return found[::-1]
+
+
+def _runs_in(folder: Path, *patterns: str) -> list[Path]:
+    """Return the runs that patterns find, the newest first, without links, which lead elsewhere."""
+    # A later run in the same folder moves the earlier one aside.
+    found = {
+        path.parent: path.stat().st_mtime_ns
+        for pattern in patterns
+        for path in folder.glob(f"{pattern}/{RESULT}")
+        if path.is_file() and not path.parent.name.startswith("previous-")
+    }
+    own = [run for run in found if run.resolve() == folder.resolve() / run.relative_to(folder)]
+    return sorted(own, key=lambda run: (found[run], run), reverse=True)
+
+
+def load_run(folder: Path, *, is_whole: bool = False) -> RunRecord:
     """Read the folder of a run.
 
     Args:
         folder: contains ``result.json`` and, after training, ``metrics.jsonl``. Unreadable rows of metrics,
             such as the last row of a killed run, are left out, and a note states their number.
+        is_whole: raise if rows of metrics are unreadable, other than the last one.
 
     Raises:
-        InputError: ``result.json`` is missing, or is not the result of a run.
+        InputError: ``result.json`` is missing or is not the result of a run, or metrics are damaged.
     """
-    path = folder / RESULT
+    path, metrics_path = folder / RESULT, folder / "metrics.jsonl"
     try:
         found = read_json(path)
     except InputError as error:
         raise InputError(f"{error}. Give the folder of a run, which has {path.name}") from error
-    metrics, unreadable = _read_rows(folder / "metrics.jsonl")
+    metrics, unreadable, is_cut = _read_rows(metrics_path)
+    if is_whole and unreadable and not is_cut:
+        raise InputError(
+            f"{metrics_path} is damaged: {unreadable} of its {plural(len(metrics) + unreadable, 'line')} "
+            "cannot be read. Give another run, or restore the file"
+        )
     try:
         if not isinstance(found, dict):
             raise msgspec.ValidationError(f"expected a JSON object, found {type(found).__name__}")
@@ -195,21 +236,23 @@ def load_run(folder: Path) -> RunRecord:
     return msgspec.structs.replace(run, notes=[*run.notes, left_out])
 
 
-def _read_rows(path: Path) -> tuple[list[StepRecord], int]:
-    """Return the readable rows of metrics and the number of unreadable ones."""
+def _read_rows(path: Path) -> tuple[list[StepRecord], int, bool]:
+    """Return the readable rows of metrics, the number of unreadable ones, and if only the last one is."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
-        return [], 0
+        return [], 0, False
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-    rows, unreadable = [], 0
+    rows, unreadable, was_read = [], 0, True
     for line in filter(None, map(bytes.strip, lines)):
         try:
             rows.append(msgspec.json.decode(line, type=StepRecord))
+            was_read = True
         except UNREADABLE:
             unreadable += 1
-    return rows, unreadable
+            was_read = False
+    return rows, unreadable, bool(rows) and unreadable == 1 and not was_read
 
 
 def _metrics_of(result: Result) -> list[StepRecord]:

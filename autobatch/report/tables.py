@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
+from autobatch.core.options import all_fields
 from autobatch.core.records import Estimate, Plan, RankEstimate, RunRecord, Training
 from autobatch.core.text import module_in_words
 from autobatch.core.units import format_bytes
@@ -101,8 +102,38 @@ def remedy_lines(one: Estimate) -> Iterator[str]:
         yield f"  {figure:>7}  {remedy.advice} (peak {format_bytes(remedy.peak_bytes)})"
 
 
-def comparison_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table:
-    """Build a table with a row for each figure and a column for each run, without figures that none has.
+class Comparison(NamedTuple):
+    """Runs side by side: a row for each figure, a column for each run."""
+
+    names: list[str]
+    given: dict[str, list[str]]
+    """Hardware, options and versions of the runs, by name."""
+    reached: dict[str, list[str]]
+    """What each run planned and reached; figures that no run has are left out."""
+
+    @property
+    def differing(self) -> Table:
+        """The options, versions and hardware that differ."""
+        return self._table("What differs", self.given, differs=True)
+
+    @property
+    def same(self) -> Table:
+        """The options, versions and hardware that all runs share, in one column."""
+        table = self._table("The same in all runs", self.given, differs=False)
+        return table._replace(head=["", "All runs"], rows=[row[:2] for row in table.rows])
+
+    @property
+    def figures(self) -> Table:
+        """What each run planned and reached."""
+        return self._table("What each run planned and reached", self.reached)
+
+    def _table(self, caption: str, rows: dict[str, list[str]], *, differs: bool | None = None) -> Table:
+        shown = [[name, *values] for name, values in rows.items() if differs in (None, len(set(values)) > 1)]
+        return Table(caption, ["", *self.names], shown)
+
+
+def compare_runs(runs: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
+    """Set runs side by side.
 
     Args:
         runs: the runs.
@@ -115,11 +146,25 @@ def comparison_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table:
     def trained(cell: Callable[[Training], str]) -> list[str]:
         return ["" if run.training is None else cell(run.training) for run in runs]
 
+    def recorded(field: str, *, hidden: Collection[str] = ()) -> Iterator[tuple[str, list[str]]]:
+        records: list[dict[str, object]] = [getattr(run, field) for run in runs]
+        for name in sorted({name for record in records for name in record} - set(hidden)):
+            values = [record.get(name) for record in records]
+            label = f"--{name.replace('_', '-')}" if field == "options" else name
+            if any(value is not None for value in values):
+                yield label, ["–" if value is None else str(value) for value in values]
+
+    # Where a run writes and what it prints is no difference.
+    output = [name for name, field in all_fields().items() if field.section == "output"]
     metrics = dict.fromkeys(name for run in runs if run.training for name in run.training.validation)
-    versions = sorted({name for run in runs for name in run.versions})
-    columns = {
+    given = {
         "device": [run.device.name for run in runs],
         "budget": [format_bytes(run.device.budget_bytes) for run in runs],
+        **dict(recorded("surroundings")),
+        **dict(recorded("versions")),
+        **dict(recorded("options", hidden=[*output, "out", "resume"])),
+    }
+    reached = {
         "batch": planned(lambda plan: count(plan.target_batch)),
         "split": planned(describe_split),
         "precision": planned(lambda plan: plan.precision),
@@ -132,11 +177,9 @@ def comparison_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table:
         "time, s": trained(lambda one: decimal(one.seconds, 3)),
         "peak memory": trained(lambda one: format_bytes(peak_bytes(one)) if peak_bytes(one) else ""),
         "recoveries": trained(lambda one: count(one.oom_recoveries)),
-        **{name: [run.versions.get(name, "") for run in runs] for name in versions},
         "date": [moment(run.created) if run.created else "" for run in runs],
     }
-    rows = [[label, *values] for label, values in columns.items() if any(values)]
-    return Table("What each run planned and reached", ["", *names], rows)
+    return Comparison(list(names), given, {name: row for name, row in reached.items() if any(row)})
 
 
 def _held_out(training: Training, name: str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +17,7 @@ from autobatch.cli import main as cli
 from autobatch.core.units import GiB
 from autobatch.device.cuda_gpus import VisibleGpu
 from benchmarks.wrong_files import PLANTED
-from tests.support.sample_run import a_run, a_step
+from tests.support.sample_run import a_device, a_run, a_step
 
 Said = Callable[..., str]
 
@@ -35,10 +37,10 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
-def a_folder(path: Path) -> Path:
+def a_folder(path: Path, **changes: Any) -> Path:
     """Write a run to a folder."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / "result.json").write_bytes(msgspec.json.encode(a_run()))
+    (path / "result.json").write_bytes(msgspec.json.encode(a_run(**changes)))
     return path
 
 
@@ -80,6 +82,18 @@ def test_planted_texts_of_a_profile_are_shown_harmlessly(tmp_path: Path, said: S
     assert json.loads(out)["title"] == PLANTED
 
 
+def files(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Return content and time of every file below a folder, and where links lead."""
+    return {
+        str(path): (
+            str(path.readlink()).encode() if path.is_symlink() else path.read_bytes(),
+            path.lstat().st_mtime_ns,
+        )
+        for path in sorted(folder.rglob("*"))
+        if path.is_symlink() or path.is_file()
+    }
+
+
 def test_the_report_of_a_run_is_written_again(tmp_path: Path, said: Said) -> None:
     assert "there is no run in runs: give the folder of a run" in said("report", code=2)
     folder = a_folder(tmp_path / "runs" / "small" / "20261121")
@@ -87,10 +101,32 @@ def test_the_report_of_a_run_is_written_again(tmp_path: Path, said: Said) -> Non
     assert said("report", folder) == str(path)
     assert "1,024 samples" in path.read_text()
     assert json.loads(said("report", folder, "--json")) == {"report": str(path)}
-    assert said("report") == said("report", "runs") == "runs/small/20261121/report.html"
+    assert said("report") == said("report", "runs/small") == "runs/small/20261121/report.html"
     row = msgspec.to_builtins(a_step(1)) | {"micro_batch": 10**310, "samples": 10**310}
     (folder / "metrics.jsonl").write_text(json.dumps(row), encoding="utf-8")
     assert "a figure of the run is out of range: int too large to convert" in said("report", code=2)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_report_is_written_to_the_run_and_nowhere_else(tmp_path: Path, said: Said) -> None:
+    asked = a_folder(tmp_path / "asked" / "one")
+    a_folder(asked / "two" / "three")
+    elsewhere, page = a_folder(tmp_path / "elsewhere"), tmp_path / "page.html"
+    page.write_text("mine")
+    (asked / "report.html").symlink_to(page)
+    (asked.parent / "zero").symlink_to(elsewhere)
+    before = files(tmp_path)
+    assert said("report", asked.parent) == str(asked / "report.html")
+    after = files(tmp_path)
+    written = str(asked / "report.html")
+    assert not (asked / "report.html").is_symlink(), "the page of a link is not written through it"
+    assert {name: after[name] for name in after if name != written} == {
+        name: before[name] for name in before if name != written
+    }
+    (elsewhere / "result.json").unlink()
+    before = files(tmp_path)
+    assert f"there is no run in {tmp_path} or in a folder directly in it" in said("report", tmp_path, code=2)
+    assert files(tmp_path) == before
 
 
 def test_runs_are_printed_side_by_side(tmp_path: Path, said: Said) -> None:
@@ -98,10 +134,66 @@ def test_runs_are_printed_side_by_side(tmp_path: Path, said: Said) -> None:
     lines = said("compare", first, second).splitlines()
     (held_out,) = [line for line in lines if line.startswith("held-out accuracy")]
     assert held_out.split()[-4:] == ["93.12", "%", "93.12", "%"]
+    assert "same options, versions and hardware" in lines
+    found = json.loads(said("compare", first, second, "--json"))
+    assert (found["runs"][str(first)]["batch"], found["differs"]) == ("1,024", [])
     assert (second / "compare.html").exists()
-    assert json.loads(said("compare", first, second, "--json"))["runs"][str(first)]["batch"] == "1,024"
-    assert "compare takes the folders of two or more runs, found 1" in said("compare", first, code=2)
-    assert f"two or more different runs, found {first} only" in said("compare", first, f"{first}/.", code=2)
+    assert not (first / "compare.html").exists()
+
+
+def test_the_newest_two_runs_are_compared_and_what_differs_is_marked(tmp_path: Path, said: Said) -> None:
+    changes: list[dict[str, Any]] = [
+        {"title": "bert"},
+        {
+            "options": {"steps": 60, "seed": 0, "out": "x"},
+            "versions": {"torch": "2.12.0", "python": "3.12.4"},
+        },
+        {"options": {"steps": None, "seed": 0, "out": "y"}, "device": a_device(name="NVIDIA L4")},
+    ]
+    names = ("bert/1", "digits/2", "digits/3")
+    for seconds, (name, change) in enumerate(zip(names, changes, strict=True)):
+        path = a_folder(tmp_path / "runs" / name, **change) / "result.json"
+        os.utime(path, (seconds, seconds))
+    text = said("compare")
+    assert text.startswith("train.py:workload: the newest two runs in runs/digits\n")
+    marked = text.partition("differs\n")[2].partition("planned and reached")[0]
+    rows = [line.split("  ")[0] for line in marked.splitlines()]
+    assert rows == ["device", "autobatch", "driver", "torch", "--steps"]
+    assert json.loads(said("compare", "--json"))["differs"] == rows
+    page = (tmp_path / "runs/digits/3/compare.html").read_text()
+    assert all(f'<th scope="row">{row}</th>' in page for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "runs has fewer than 2 runs of train.py:workload, found runs/digits/1: give RUN RUN"),
+        (["runs"], "compare takes the folders of two or more runs, found 1: give RUN RUN, or none for the"),
+        (["runs/digits/1", "runs/digits/1/."], "two or more different runs, found runs/digits/1 only"),
+        (["runs/digits", "nothing"], "there is no run in nothing or in a folder directly in it: give"),
+        (["runs/digits", "empty"], "there is no run in empty or in a folder directly in it: give the folder"),
+        (
+            ["runs/digits", "bert"],
+            "runs of one workload, found train.py:workload in runs/digits/1 and bert in",
+        ),
+        (["damaged", "runs/digits"], "damaged/metrics.jsonl is damaged: 1 of its 2 lines cannot be read."),
+        (["broken", "runs/digits"], "broken/result.json is not JSON: "),
+        (["runs/digits", "--newest"], "there is no option --newest; see autobatch compare --help"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_one_line(
+    tmp_path: Path, said: Said, words: list[str], message: str
+) -> None:
+    a_folder(tmp_path / "runs" / "digits" / "1")
+    a_folder(tmp_path / "bert", title="bert")
+    row = json.dumps(msgspec.to_builtins(a_step(1)))
+    (a_folder(tmp_path / "damaged") / "metrics.jsonl").write_text(f"{row[:50]}\n{row}\n")
+    (a_folder(tmp_path / "broken") / "result.json").write_text("{")
+    (tmp_path / "empty").mkdir()
+    line = said("compare", *words, code=2)
+    assert message in line
+    assert "\n" not in line
+    assert not list(tmp_path.rglob("compare.html"))
 
 
 def test_the_doctor_prints_lines_or_one_object(tmp_path: Path, said: Said) -> None:

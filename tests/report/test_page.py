@@ -17,7 +17,7 @@ from autobatch.core.records import MemoryHolder
 from autobatch.report.facts import facts_of, headline, tiles_of
 from autobatch.report.page import render, write_comparison, write_report
 from autobatch.report.result import PlanResult, ProbeResult
-from autobatch.report.tables import comparison_table
+from autobatch.report.tables import compare_runs
 from benchmarks.wrong_files import PLANTED
 from tests.support.page_checker import CHROMIUM, Page, check, measure
 from tests.support.sample_run import a_device, a_probe, a_run, an_estimate
@@ -227,20 +227,24 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     better = msgspec.structs.replace(
         one.training, validation={"accuracy": 0.95, "f1": 0.5}, peak_reserved_bytes=3 << 30
     )
-    other = a_run(training=better, versions={"torch": "2.12.0"})
-    rows = {row[0]: row[1:] for row in comparison_table([one, other], ["runs/a", "runs/b"]).rows}
+    other = a_run(training=better, versions={"torch": "2.12.0"}, options={"seed": 1, "steps": None})
+    found = compare_runs([one, other], ["runs/a", "runs/b"])
+    rows = {row[0]: row[1:] for row in (*found.differing.rows, *found.figures.rows)}
     assert rows["held-out accuracy"] == ["93.12 %", "95.00 %"]
     assert rows["held-out f1"] == ["", "0.5"]
     assert rows["split"] == ["12 micro-batches (4 × 86, 8 × 85)"] * 2
     assert rows["peak memory"] == ["", "3.00 GiB"]
     assert rows["torch"] == ["2.13.0+cu130", "2.12.0"]
-    assert "tuned" not in rows, "no run has it"
-    page = write_comparison(tmp_path / "compare.html", [one, bare], ["<b>a</b>", "b"]).read_text("utf-8")
-    assert "<script" not in page
+    assert rows["--seed"] == ["–", "1"]
+    assert not {"tuned", "--steps"} & rows.keys(), "no run has them"
+    assert [row[0] for row in found.same.rows] == ["device", "budget"]
+    path, pair = tmp_path / "compare.html", [one, bare]
+    page = write_comparison(path, pair, compare_runs(pair, ["<b>a</b>", "b"])).read_text("utf-8")
+    check(page)
     assert "<b>a</b>" not in page
     assert page.count("<figure ") == 1
     assert "&lt;b&gt;a&lt;/b&gt;</text>" in page
-    without = write_comparison(tmp_path / "compare.html", [bare], ["x"]).read_text("utf-8")
+    without = write_comparison(path, [bare, bare], compare_runs([bare, bare], ["x", "y"])).read_text("utf-8")
     assert "<figure " not in without
     assert "held-out accuracy" not in without
 

@@ -9,7 +9,7 @@ import pytest
 from autobatch import Estimates, InputError, Result, __version__
 from autobatch.core.files import write_atomic
 from autobatch.report.charts import training_figure
-from autobatch.report.result import PlanResult, find_run, load_run
+from autobatch.report.result import PlanResult, find_run, load_run, newest_runs
 from tests.support.sample_run import a_device, a_probe, a_run, a_step, an_estimate
 
 
@@ -106,18 +106,59 @@ def test_a_name_that_no_file_can_have_is_one_line(tmp_path):
         load_run(tmp_path / "nul\0")
 
 
-def test_the_newest_run_below_a_folder_is_found(tmp_path: Path) -> None:
-    for number, name in enumerate(("a/1", "b/2", "b/2/previous-1")):
-        folder = tmp_path / name
-        folder.mkdir(parents=True)
-        (folder / "result.json").write_text("{}")
-        os.utime(folder / "result.json", (number, number))
-    assert find_run(tmp_path) == tmp_path / "b" / "2"
-    assert find_run(tmp_path / "a") == find_run(tmp_path / "a" / "1") == tmp_path / "a" / "1"
-    with pytest.raises(InputError, match=r"there is no run in .*nowhere: give the folder of a run"):
-        find_run(tmp_path / "nowhere")
+def put(folder: Path, seconds: int, title: str = "digits") -> Path:
+    """Write a run, finished that long after the first ones."""
+    write(folder, {"device": msgspec.to_builtins(a_device()), "title": title})
+    os.utime(folder / "result.json", (seconds, seconds))
+    return folder
+
+
+def test_the_newest_run_directly_in_a_folder_is_found(tmp_path: Path) -> None:
+    one, two = put(tmp_path / "a" / "1", 1), put(tmp_path / "a" / "2", 2)
+    for number, nested in enumerate(("a/1/previous-1", "a/previous-1", "a/x/deep", "other/3"), 3):
+        put(tmp_path / nested, number)
+    (tmp_path / "a" / "linked").symlink_to(tmp_path / "other" / "3")
+    (tmp_path / "a" / "latest").symlink_to("1")
+    assert find_run(tmp_path / "a") == two
+    assert find_run(one) == one
+    (tmp_path / "door").symlink_to(one)
+    assert find_run(tmp_path / "door") == tmp_path / "door", "a link that is asked for is the run"
+    for nowhere in (tmp_path, tmp_path / "nowhere", one / "result.json"):
+        with pytest.raises(InputError, match=r"no run in .* or in a folder directly in it: give the folder"):
+            find_run(nowhere)
     with pytest.raises(InputError, match=r"cannot look for a run in .*: File name too long"):
         find_run(tmp_path / ("x" * 5000))
+
+
+def test_the_newest_runs_are_those_of_the_workload_that_ran_last(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no run in"):
+        newest_runs(tmp_path, 1)
+    first, other = put(tmp_path / "digits" / "1", 1), put(tmp_path / "bert" / "2", 2, "bert")
+    assert newest_runs(tmp_path, 1) == [other]
+    with pytest.raises(InputError, match=r"fewer than 2 runs of bert, found .*bert/2: give RUN RUN"):
+        newest_runs(tmp_path, 2)
+    named = put(tmp_path / "by-name", 3)
+    put(tmp_path / "digits" / "1" / "deep", 4)
+    (tmp_path / "linked").symlink_to(tmp_path / "digits")
+    assert newest_runs(tmp_path, 2) == [first, named]
+
+
+@pytest.mark.parametrize(
+    ("lines", "damaged"),
+    [(["row", "cut"], 0), (["row", "cut", "row"], 1), (["cut"], 1), (["row", "cut", "cut"], 2), ([], 0)],
+)
+def test_damaged_metrics_are_refused_where_all_are_needed(
+    tmp_path: Path, lines: list[str], damaged: int
+) -> None:
+    row = msgspec.json.encode(a_step(1))
+    found = [row if line == "row" else row[:40] for line in lines]
+    write(tmp_path, {"device": msgspec.to_builtins(a_device())}, found)
+    if not damaged:
+        assert len(load_run(tmp_path, is_whole=True).metrics) == lines.count("row")
+        return
+    count = f"{damaged} of its {len(lines)} lines? cannot be read"
+    with pytest.raises(InputError, match=rf"metrics\.jsonl is damaged: {count}\. Give another run"):
+        load_run(tmp_path, is_whole=True)
 
 
 def test_results_are_printed_as_a_summary_and_represented_in_one_line() -> None:
