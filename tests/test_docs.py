@@ -6,11 +6,13 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from autobatch.cli.main import run
+from autobatch.core.check_options import options_from
 from autobatch.core.options import all_fields, fields_of
 
 ROOT = Path(__file__).parents[1]
@@ -100,12 +102,20 @@ def test_every_option_has_a_row_of_its_own() -> None:
     assert set(rows) == command_line_options()
 
 
-@pytest.mark.parametrize("command", ["profiles", "report", "compare", "doctor"])
+@pytest.mark.parametrize("command", ["profiles", "report", "compare", "doctor", "completion", "schema"])
 def test_the_small_commands_take_the_documented_options(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run([command, "--help"]) == 0
     assert "[--json]" in capsys.readouterr().out
+
+
+def test_the_config_files_on_the_page_hold_options() -> None:
+    (example,) = blocks(ROOT / "docs/options.md", "toml")
+    assert example.startswith("#:schema ./autobatch.schema.json\n")
+    table = tomllib.loads(example)
+    del table["workload"]
+    options_from("fit", table)
 
 
 def test_the_readme_lists_every_layer_in_order() -> None:

@@ -1,4 +1,4 @@
-"""The commands that run no workload: ``profiles``, ``report``, ``compare`` and ``doctor``."""
+"""The commands that run no workload, such as ``profiles``, ``report`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import msgspec
 
 from autobatch.cli.output import write_json, write_line
 from autobatch.core.errors import InputError
+from autobatch.core.options import options_schema
 from autobatch.core.records import SCHEMA
 from autobatch.core.text import error_text, printable_lines, quoted
 from autobatch.core.units import format_bytes
@@ -68,6 +69,22 @@ two runs of one workload in runs, where fit puts them)""",
 usage: autobatch doctor [--json]
 
 Show the devices, the memory and who holds it, versions, and what is missing.""",
+    "completion": """\
+usage: autobatch completion bash | zsh | fish [--json]
+
+Print the script with which a shell completes commands, options and choices.
+
+autobatch completion bash > ~/.local/share/bash-completion/completions/autobatch
+autobatch completion zsh > ~/.zfunc/_autobatch       # a folder of $fpath
+autobatch completion fish > ~/.config/fish/completions/autobatch.fish""",
+    "schema": """\
+usage: autobatch schema [--json]
+
+Print the JSON schema of autobatch.toml, for editors. After
+
+  autobatch schema > autobatch.schema.json
+
+the first line of autobatch.toml names it:  #:schema ./autobatch.schema.json""",
 }
 """Help of each command."""
 
@@ -84,7 +101,14 @@ def run_command(name: str, arguments: list[str]) -> int:
     unknown = [word for word in options if word not in ("--json", "--verbose")]
     if unknown:
         raise InputError(f"there is no option {unknown[0]}; see autobatch {name} --help")
-    commands = {"profiles": _profiles, "report": _report, "compare": _compare, "doctor": _doctor}
+    commands = {
+        "profiles": _profiles,
+        "report": _report,
+        "compare": _compare,
+        "doctor": _doctor,
+        "completion": _completion,
+        "schema": _schema,
+    }
     found = commands[name]([word for word in arguments if not word.startswith("-")])
     if "--json" in options:
         return write_json(found.content)
@@ -207,6 +231,28 @@ def _doctor(words: list[str]) -> Answer:
     findings = examine()
     content = {"schema": SCHEMA, "autobatch": __version__, **findings}
     return Answer(content, "\n".join(doctor_lines(findings)))
+
+
+def _completion(words: list[str]) -> Answer:
+    """Run ``autobatch completion SHELL``: print the script with which a shell completes the commands."""
+    from autobatch.cli.parser import SHELLS, completion_script
+
+    if len(words) != 1 or words[0] not in SHELLS:
+        shells = "completion bash, completion zsh or completion fish"
+        raise InputError(
+            f"completion takes the name of a shell, found {quoted(' '.join(words))}: write {shells}"
+        )
+    profiles = list_profiles(user_dir=data_home(os.environ)).profiles
+    script = completion_script(words[0], [one.name for one in profiles], HELP)
+    return Answer({"shell": words[0], "script": script}, script)
+
+
+def _schema(words: list[str]) -> Answer:
+    """Run ``autobatch schema``: print the JSON schema of the config files."""
+    if words:
+        raise InputError(f"schema takes no arguments, found {' '.join(words)}")
+    content = options_schema()
+    return Answer(content, msgspec.json.format(msgspec.json.encode(content)).decode())
 
 
 def this_gpu(name: str) -> HardwareProfile:

@@ -50,6 +50,8 @@ commands:
   report     write the report of a run again: report [RUN], else the newest
   compare    show runs side by side: compare RUN RUN, else the newest two
   doctor     show devices, memory, versions, and what is missing
+  completion print the completion of a shell: bash, zsh or fish
+  schema     print the JSON schema of autobatch.toml, for editors
 
 WORKLOAD is file.py, path/to/file.py:function or module:function. Without it:
 `workload` in autobatch.toml or in [tool.autobatch] of pyproject.toml, else the
@@ -64,7 +66,7 @@ demo.
 OVER_RANKS = ("fit", "plan", "probe", "tune")
 """Commands that several processes may run."""
 RUNNING = (*OVER_RANKS, "estimate")
-OTHER = ("profiles", "doctor", "report", "compare")
+OTHER = ("profiles", "doctor", "report", "compare", "completion", "schema")
 PARTS: dict[str, tuple[str, ...]] = {
     "plan": ("device", "probe", "plan", "profile", "report"),
     "probe": ("device", "probe"),

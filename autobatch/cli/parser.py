@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin
 
 from autobatch.core.check_options import choices_of, expected, options_from, plain_type, unknown_option
 from autobatch.core.errors import InputError
 from autobatch.core.files import read_toml
+from autobatch.core.knobs import KNOBS
 from autobatch.core.options import Options, all_fields, fields_of
 from autobatch.core.text import LONGEST_VALUE, is_text, printable, quoted
 
@@ -40,6 +41,7 @@ TITLES = {
     "output": "output",
 }
 """Titles of the help by the section of an option, in its order."""
+SHELLS = ("bash", "zsh", "fish")
 HELP_WORDS = ("-h", "--help", "--help-all")
 HELP_COLUMN = 27
 PREFIX = "AUTOBATCH_"
@@ -230,6 +232,53 @@ def _parser(name: str, known: Layer, *, shows_all: bool) -> argparse.ArgumentPar
         )
     groups["output"].add_argument(*HELP_WORDS, action="help", help="Show the common options, or all of them.")
     return parser
+
+
+def completion_script(shell: str, profiles: Iterable[str], others: Mapping[str, str]) -> str:
+    """Return the script with which a shell completes commands, options, choices and paths.
+
+    Args:
+        shell: ``bash``, ``zsh`` or ``fish``.
+        profiles: names of the hardware profiles.
+        others: the help of each command that runs no workload.
+
+    Raises:
+        InputError: the library that writes the script is not installed.
+    """
+    try:
+        import shtab
+    except ImportError as error:
+        raise InputError(f"completion needs the package shtab ({error}): pip install shtab") from None
+    names = [*profiles]
+    words: dict[str, tuple[Any, ...]] = {
+        "profiles": (("list", "show", "save"), names),
+        "completion": (SHELLS,),
+        "report": (shtab.DIRECTORY,),
+        "compare": (shtab.DIRECTORY, shtab.DIRECTORY),
+    }
+    by_option = {"profile": names, "knobs": [one.name for one in KNOBS], "device": ("auto", "cpu", "cuda")}
+    by_metavar = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE, "WORKLOAD": shtab.FILE}
+    top = argparse.ArgumentParser("autobatch")
+    commands = top.add_subparsers()
+    for name, summary in SUMMARIES.items():
+        parser = _parser(name, {}, shows_all=True)
+        for action in parser._actions:
+            field = fields_of(name).get(action.dest)
+            found = by_option.get(action.dest) or (field and choices_of(field.type))
+            action.choices = list(found) if found else None
+            if isinstance(action.metavar, str) and action.metavar in by_metavar:
+                action.complete = by_metavar[action.metavar]  # type: ignore[attr-defined]
+        commands.add_parser(name, parents=[parser], add_help=False, help=summary)
+    for name, text in others.items():
+        parser = commands.add_parser(name, help=" ".join(text.split("\n\n")[1].split(".")[0].split()))
+        parser.add_argument("--json", action="store_true")
+        for number, found in enumerate(words.get(name, ())):
+            action = parser.add_argument(str(number), nargs="?")
+            if isinstance(found, dict):
+                action.complete = found  # type: ignore[attr-defined]
+            else:
+                action.choices = found
+    return str(shtab.complete(top, shell))
 
 
 def _keywords_of(annotation: Any, metavar: str) -> dict[str, Any]:

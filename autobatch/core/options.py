@@ -8,7 +8,7 @@ which is handed down as it is; each layer reads the sections that concern it. No
 from __future__ import annotations
 
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -446,6 +446,11 @@ class Field(NamedTuple):
     commands: tuple[str, ...]
     """Commands that take the option."""
 
+    @property
+    def unit(self) -> str:
+        """Unit of its value; empty if it has none, or if its description names it."""
+        return {"SECONDS": "seconds", "MINUTES": "minutes"}.get(self.about.metavar, "")
+
 
 @cache
 def all_fields() -> dict[str, Field]:
@@ -465,3 +470,22 @@ def all_fields() -> dict[str, Field]:
 def fields_of(command: str) -> dict[str, Field]:
     """Return the options of a command by their names."""
     return {name: field for name, field in all_fields().items() if command in field.commands}
+
+
+def options_schema() -> dict[str, Any]:
+    """Return the JSON schema of ``autobatch.toml``, from the declarations of all options."""
+    about = "What to train: file.py, file.py:function or module:function. Without it: the demo."
+    fields: list[tuple[str, Any, Any]] = [
+        ("workload", Annotated[str | None, Meta(description=f"{about} ({', '.join(COMMANDS)})")], None)
+    ]
+    for field in all_fields().values():
+        kind = field.type
+        if get_origin(get_args(kind)[0]) is list:  # one may stand without brackets
+            kind = kind | get_args(get_args(kind)[0])[0]
+        unit = f" In {field.unit}." if field.unit else ""
+        text = f"{field.about.text}{unit} ({', '.join(field.commands)})"
+        fields.append((field.name, Annotated[kind, Meta(description=text)], field.default))
+    table = msgspec.defstruct("autobatch", fields, kw_only=True, forbid_unknown_fields=True)
+    (found,) = msgspec.json.schema_components([table])[1].values()
+    head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "autobatch.toml"}
+    return head | {name: one for name, one in found.items() if name != "title"}

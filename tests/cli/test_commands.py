@@ -1,9 +1,12 @@
-"""The commands that run no workload: profiles, report, compare and doctor."""
+"""The commands that run no workload, such as profiles, report, compare and doctor."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import tomllib
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -13,10 +16,13 @@ import msgspec
 import pytest
 import torch
 
+from autobatch import InputError
 from autobatch.cli import main as cli
+from autobatch.core.options import fields_of
 from autobatch.core.units import GiB
 from autobatch.device.cuda_gpus import VisibleGpu
 from benchmarks.wrong_files import PLANTED
+from tests.support.options import CHANGED, as_options
 from tests.support.sample_run import a_device, a_run, a_step
 
 Said = Callable[..., str]
@@ -238,3 +244,95 @@ def test_the_doctor_names_the_gpus_the_holders_and_what_is_missing(
     assert lines[versions + 1] == f"home     {tmp_path / 'home'}"
     assert lines[versions + 2].startswith("missing  a CUDA GPU that torch can use: check the driver")
     assert lines[versions + 3].startswith("missing  kernels: cuda:1 has compute capability 7.0, and torch ")
+
+
+COMPLETED = {
+    "autobatch pro": {"probe", "profiles"},
+    "autobatch plan --lr-": {"--lr-rule"},
+    "autobatch fit --lr-rule ": {"none", "linear", "sqrt"},
+    "autobatch fit --target-batch 8 --precision f": {"fp32", "fp16"},
+    "autobatch estimate --profile rtx-409": {"rtx-4090"},
+    "autobatch fit trai": {"train.py"},
+    "autobatch fit --out ru": {"runs"},
+    "autobatch profiles sa": {"save"},
+    "autobatch completion z": {"zsh"},
+}
+"""What a shell offers after some words."""
+
+
+def test_bash_completes_commands_options_choices_and_paths(tmp_path: Path, said: Said) -> None:
+    pytest.importorskip("shtab")
+    (tmp_path / "train.py").touch()
+    (tmp_path / "runs").mkdir()
+    script = said("completion", "bash")
+    ask = """
+complete -p autobatch >/dev/null || exit 1
+while IFS= read -r line; do
+    COMP_WORDS=($line); [[ $line == *" " ]] && COMP_WORDS+=("")
+    COMP_CWORD=$(( ${#COMP_WORDS[@]} - 1 )); COMPREPLY=()
+    _shtab_autobatch
+    echo "${COMPREPLY[@]}"
+done
+"""
+    done = subprocess.run(
+        ["bash", "--norc", "-c", f"{script}\n{ask}"],
+        input="".join(f"{line}\n" for line in COMPLETED),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    answers = dict(zip(COMPLETED, done.stdout.splitlines(), strict=True))
+    assert {line: set(found.split()) for line, found in answers.items()} == COMPLETED, done.stderr
+    assert all(f"--{name.replace('_', '-')}" in script for name in fields_of("fit"))
+
+
+def test_completion_knows_three_shells_and_refuses_others(
+    said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "takes the name of a shell, found 'tcsh'" in said("completion", "tcsh", code=2)
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert "pip install shtab" in said("completion", "bash", code=2)
+    monkeypatch.undo()
+    pytest.importorskip("shtab")
+    assert said("completion", "zsh").startswith("#compdef autobatch")
+    assert "complete -c autobatch" in said("completion", "fish")
+
+
+@pytest.fixture
+def is_valid(said: Said) -> Callable[[str], bool]:
+    """Return a check of the text of an autobatch.toml against the schema, by jsonschema if it is there."""
+    schema = json.loads(said("schema"))
+    assert schema == json.loads(said("schema", "--json"))
+    try:
+        import jsonschema
+    except ImportError:
+        return lambda text: tomllib.loads(text).keys() <= schema["properties"].keys()
+    jsonschema.Draft7Validator.check_schema(schema)
+    return lambda text: jsonschema.Draft7Validator(schema).is_valid(tomllib.loads(text))
+
+
+def test_the_schema_describes_every_option_and_takes_what_the_options_take(
+    said: Said, is_valid: Callable[[str], bool]
+) -> None:
+    found = json.loads(said("schema"))["properties"]
+    assert found.keys() == {"workload", *CHANGED}
+    assert all(len(one["description"]) > 10 and "default" in one for one in found.values())
+    assert found["timeout"]["description"].endswith("In seconds. (fit, tune)")
+    for name, value in CHANGED.items():
+        assert is_valid(f"{name} = {json.dumps(value)}"), name
+    assert is_valid('workload = "train:workload"\nprofile = "t4"\nmemory_budget = 1024')
+    assert not is_valid("target_bach = 8")
+
+
+WRONG = {"target_batch": 0, "lr_rule": "cubic", "ema": 1.0, "seed": -1, "json": "perhaps", "workers": 9999}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_schema_refuses_values_that_the_options_refuse(
+    name: str, is_valid: Callable[[str], bool]
+) -> None:
+    pytest.importorskip("jsonschema")
+    with pytest.raises(InputError):
+        as_options("fit", **{"target_batch": 8, name: WRONG[name]})
+    assert not is_valid(f"{name} = {json.dumps(WRONG[name])}")
