@@ -35,6 +35,7 @@ from autobatch.device.oom import first_line, is_oom, memory_named
 from autobatch.distributed.rank_plan import limit_of_rank, share_of_rank
 from autobatch.distributed.ranks import Ranks
 from autobatch.setup.setup import Setup, device_key, with_knobs
+from autobatch.step.loss import Form
 from autobatch.step.optimizers import averaged_weights, switch
 from autobatch.training.build import open_loop, split_of
 from autobatch.training.checkpoint import Loaded, available_host_memory, list_checkpoints, save_checkpoint
@@ -280,6 +281,8 @@ class _Run:
         )
         self._notes: list[str] = files.facts.get("notes", [])
         """A checkpoint holds them too."""
+        self._form = Form({} if resumed is None else resumed.facts.get("terms", {}))
+        """Of the loss so far; empty if unknown."""
         self._limits = [*loop.limits]
         self._saved_at = loop.clock()
         self.request = StopRequest()
@@ -323,6 +326,7 @@ class _Run:
             self._totals.add(record)
             self._progress.stepped(record, total)
             self._note_memory(record)
+            self._note_other_terms(record)
             if self._checkpoint_is_due(record.step):
                 self._progress.doing("saving a checkpoint")
                 self._save_periodic()
@@ -339,6 +343,16 @@ class _Run:
             (self._add_note if is_kept else self._progress.note)(f"{repeated}: {record.recovered}")
         if record.growth is not None:
             self._add_note(record.growth)
+
+    def _note_other_terms(self, record: StepRecord) -> None:
+        """Say that the loss has other terms than up to the checkpoint; only its first step tells them."""
+        before, now = self._form, self._loop.train_state.form or self._form
+        self._form = now
+        if before and now != before:
+            self._add_note(
+                f"step {record.step}: the loss has changed since the checkpoint, from {before} to {now}; the "
+                "rest of the run trains with it"
+            )
 
     def _add_note(self, line: str) -> None:
         self._notes.append(line)
@@ -444,7 +458,11 @@ class _Run:
         try:
             with loop.times.between_steps("checkpoint"):
                 loop.engine.broadcast(loop.train_state.model.buffers())
-                more = {"failed_checkpoints": self._failed_steps, "times": loop.times.state_dict()}
+                more = {
+                    "failed_checkpoints": self._failed_steps,
+                    "times": loop.times.state_dict(),
+                    "terms": self._form,
+                }
                 self._newest = save_checkpoint(
                     files.out / CHECKPOINTS,
                     step=loop.batches_seen,
