@@ -44,7 +44,7 @@ from autobatch.report.result import Estimates, Result, load_run
 from autobatch.search.plan_split import read_sizes
 from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import KeyValue, Role, Setup, data_of_setup, open_setup
-from autobatch.training.build import build_sampler, count_stream, schedule_arguments, stream_length
+from autobatch.training.build import build_sampler, count_stream, stream_length
 from autobatch.training.checkpoint import Loaded, list_checkpoints
 from autobatch.training.export import examine_weights, whole_model
 from autobatch.training.resume import (
@@ -58,7 +58,7 @@ from autobatch.training.resume import (
 from autobatch.training.run import PreparedRun, train_plan
 from autobatch.training.run_folder import CHECKPOINTS, REPORT, RESULT, RunFiles, folder_of, move_earlier_run
 from autobatch.workload import demo
-from autobatch.workload.contract import Workload
+from autobatch.workload.contract import Workload, schedule_arguments
 from autobatch.workload.data_digest import DataDigest, check_same_data
 from autobatch.workload.order import GlobalBatchSampler, epoch_of
 from autobatch.workload.reference import find_workload, is_named_model, shared_model_notes

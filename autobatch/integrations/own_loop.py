@@ -57,6 +57,7 @@ from autobatch.workload.rng import (
     restore_random_state,
 )
 from autobatch.workload.split import SizeSplit, Split
+from autobatch.workload.user_code import check_takes
 
 CollatedT = TypeVar("CollatedT", default=Any)
 Optimizer = torch.optim.Optimizer
@@ -423,9 +424,9 @@ def batches(
     Raises:
         InputError: the data or an option is invalid, or ranks were started unlike each other.
     """
-    _check(plan, steps=steps, epochs=epochs, start=start)
-    if counts is not None and not callable(counts):
-        raise InputError(f"autobatch.batches(counts=…) must be a function, found {kind_of(counts)}")
+    _check(plan, seed=seed, steps=steps, epochs=epochs, start=start)
+    functions = {"counts": (counts, "data"), "collate": (collate, "samples"), "size_of": (size_of, "sample")}
+    _check_objects(sampler, scaler, **functions)
     if steps is None and epochs is None:
         epochs = 1
     source = open_source(
@@ -440,7 +441,8 @@ def batches(
         batched=batched,
         batch_dim=batch_dim,
     )
-    given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
+    several = () if optimizer is None else optimizer
+    given = tuple(several) if isinstance(several, list | tuple) else (several,)
     numbers = {"seed": seed, "start": start, "steps": steps, "epochs": epochs}
     ranks, parts = _open_ranks(plan, {**numbers, "number of batches": source.total})
     if ranks is not None:
@@ -477,13 +479,35 @@ def _begin_exchange(parameters: list[nn.Parameter], ranks: Ranks) -> Tensor:
     return exchange_buffer(parameters, own[0].device, world=ranks.world)
 
 
-def _check(plan: Plan, **numbers: int | None) -> None:
+def _check(plan: Plan, **numbers: Any) -> None:
     if not isinstance(plan, Plan):
         raise InputError(f"autobatch.batches takes a plan of autobatch.plan, found {kind_of(plan)}")
     for name, value in numbers.items():
+        if value is None and name in ("steps", "epochs"):
+            continue
+        if not isinstance(value, int | np.integer) or isinstance(value, bool):
+            raise InputError(f"{name} must be a whole number, found {kind_of(value)}")
         least = 0 if name == "start" else 1
-        if value is not None and value < least:
+        if value < least and name != "seed":
             raise InputError(f"{name} is {value}: it must be {least} or more")
+
+
+def _check_objects(
+    sampler: object, scaler: object, **functions: tuple[Callable[..., object] | None, str]
+) -> None:
+    """Check the objects that were given; each function with the name of its only argument."""
+    for name, (function, argument) in functions.items():
+        whose = f"autobatch.batches({name}=…)"
+        if function is not None and not callable(function):
+            raise InputError(f"{whose} must be a function, found {kind_of(function)}")
+        if function is not None:
+            check_takes(function, whose, argument)
+    for name, value, method, wanted in (
+        ("sampler", sampler, "__iter__", "draw the indices of an epoch"),
+        ("scaler", scaler, "is_enabled", "be a torch.amp.GradScaler"),
+    ):
+        if value is not None and not hasattr(value, method):
+            raise InputError(f"autobatch.batches({name}=…) must {wanted}, found {kind_of(value)}")
 
 
 def _not_here(*_: object) -> Any:
@@ -590,8 +614,8 @@ class Passes:
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
                 raise InputError(
-                    "batch.step() takes optimizers of torch.optim, one per argument, found "
-                    f"{kind_of(optimizer)}"
+                    "autobatch.batches(optimizer=[…]) and batch.step(…) take optimizers of torch.optim, "
+                    f"found {kind_of(optimizer)}"
                 )
         new = tuple(one for one in optimizers if one not in self._optimizers)
         if not new:

@@ -22,10 +22,10 @@ def build_model(workload: Workload) -> nn.Module:
     Raises:
         InputError: ``Workload(model=…)`` returns no module.
     """
-    with user_code("model"):
+    with user_code("model", workload.model):
         model = workload.model()
-    if not isinstance(model, nn.Module):
-        raise InputError(f"Workload(model=…) returned a {type(model).__name__}, not a torch.nn.Module")
+        if not isinstance(model, nn.Module):
+            raise InputError(f"Workload(model=…) returned a {type(model).__name__}, not a torch.nn.Module")
     lazy = [name for name, one in (*model.named_parameters(), *model.named_buffers()) if is_lazy(one)]
     if lazy:
         raise InputError(

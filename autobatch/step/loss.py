@@ -225,16 +225,16 @@ class CountsAhead:
         Raises:
             InputError: the function returned something else than counts by name.
         """
-        with user_code("counts"):
+        with user_code("counts", self._function):
             found = self._function(batch)
-        if not isinstance(found, Mapping | list | tuple):
-            raise InputError(
-                "counts=… must return a mapping of the names of terms to their counts, found "
-                f"{kind_of(found)}"
-            )
-        for name, count in by_name(found).items():
-            _check_count(name, count, f"{name!r} in counts=…")
-            self._sums[name] = self._sums.get(name, 0.0) + float(count)
+            if not isinstance(found, Mapping | list | tuple):
+                raise InputError(
+                    "counts=… must return a mapping of the names of terms to their counts, found "
+                    f"{kind_of(found)}"
+                )
+            for name, count in by_name(found).items():
+                _check_count(name, count, f"{name!r} in counts=…")
+                self._sums[name] = self._sums.get(name, 0.0) + float(count)
 
     def sums(self, form: Form | None = None) -> dict[str, float]:
         """Return the counts of the terms that have one; empty if no micro-batch was looked at.

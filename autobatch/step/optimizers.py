@@ -35,16 +35,16 @@ def build_optimizers(workload: Workload, model: nn.Module, learning_rate: float)
         InputError: ``Workload(optimizer=…)`` returns no optimizer, or one whose step needs a closure or comes
             in two parts.
     """
-    with user_code("optimizer"):
+    with user_code("optimizer", workload.optimizer):
         made: Any = workload.optimizer(argument_of(workload, model), learning_rate)
-    optimizers = tuple(made) if isinstance(made, list | tuple) else (made,)
-    for one in optimizers:
-        if not isinstance(one, torch.optim.Optimizer):
-            raise InputError(
-                "Workload(optimizer=…) must return a torch.optim.Optimizer or a list of them, found "
-                f"{kind_of(one)}"
-            )
-        refuse_closure(one)
+        optimizers = tuple(made) if isinstance(made, list | tuple) else (made,)
+        for one in optimizers:
+            if not isinstance(one, torch.optim.Optimizer):
+                raise InputError(
+                    "Workload(optimizer=…) must return a torch.optim.Optimizer or a list of them, found "
+                    f"{kind_of(one)}"
+                )
+            refuse_closure(one)
     switch(optimizers, train=True)
     return optimizers
 

@@ -232,7 +232,7 @@ def _run_pass(
             part = "data"
             del weighted
     except Exception as error:
-        mark_user_error(error, part)
+        mark_user_error(error, part, train_state.loss if part == "loss" else None)
         raise
 
 

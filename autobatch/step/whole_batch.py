@@ -189,7 +189,7 @@ class WholeBatchPasses:
         for batch, size in map(rewind.keep, micro_batches):
             self.mark("forward")
             if size >= samples and self.exchange is None:
-                with self.autocast(), user_code("loss"):
+                with self.autocast(), user_code("loss", self.loss.loss):
                     value = _checked(self.loss(self.model, batch))
                 del batch
                 self.mark("backward")
@@ -197,7 +197,7 @@ class WholeBatchPasses:
             # An attempt may exceed its batch.
             start = min(first, samples - size)
             used.append(range(start, start + size) if places is None else places[len(used)])
-            with self.autocast(), user_code("loss"):
+            with self.autocast(), user_code("loss", self.loss.represent):
                 rows.put(used[-1], self.loss.represent(self.model, batch))
             first += size
             # Free this micro-batch first: this frame lives while the next one is placed.
@@ -217,7 +217,7 @@ class WholeBatchPasses:
     def _run_loss(self, rows: Rows) -> Tensor:
         """Run the loss over all rows forward and backward, and keep their gradients; return the loss."""
         self.mark("loss")
-        with self.autocast(), user_code("loss"):
+        with self.autocast(), user_code("loss", self.loss.loss):
             value = _checked(self.loss.loss(self.model, rows.leaves()))
         value = self._run_backward(value)
         rows.keep_gradients()
@@ -243,7 +243,7 @@ class WholeBatchPasses:
         """Run every micro-batch forward again, from its random state, and backward from its rows."""
         for batch, _ in micro_batches:
             self.mark("forward")
-            with self.autocast(), user_code("loss"):
+            with self.autocast(), user_code("loss", self.loss.represent):
                 found = self.loss.represent(self.model, batch)
             # From here on the micro-batch lives only as far as autograd has saved it.
             del batch

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,7 +26,7 @@ from autobatch.training.loop import Loop
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.training.phase_times import PhaseTimes
 from autobatch.training.validation import sanity_check_validation
-from autobatch.workload.contract import Collated, Workload, kind_of
+from autobatch.workload.contract import Collated, Workload, kind_of, schedule_arguments
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.loader import AHEAD, Feed, gpu_of, open_feed, start_method
 from autobatch.workload.nested import to_device
@@ -230,39 +229,20 @@ def build_schedules(
             )
         more["steps_per_epoch"] = sampler.steps_per_epoch
     steps = [sampler.total] if "steps" in takes else []
-    with user_code("schedule"):
+    with user_code("schedule", make):
         schedules = [
             make(optimizer, *steps, **more) if takes else LambdaLR(optimizer, make)
             for optimizer in optimizers
         ]
-    for schedule in schedules:
-        has_methods = hasattr(schedule, "step") and hasattr(schedule, "state_dict")
-        if not has_methods or isinstance(schedule, ReduceLROnPlateau):
-            raise InputError(
-                "Workload(schedule=…) must return a schedule of torch.optim that depends on the step number "
-                f"alone, because it is stepped after every optimizer step, found {kind_of(schedule)}"
-            )
+        for schedule in schedules:
+            has_methods = hasattr(schedule, "step") and hasattr(schedule, "state_dict")
+            if not has_methods or isinstance(schedule, ReduceLROnPlateau):
+                raise InputError(
+                    "Workload(schedule=…) must return a schedule of torch.optim that depends on the step "
+                    "number alone, because it is stepped after every optimizer step, found "
+                    f"{kind_of(schedule)}"
+                )
     return schedules
-
-
-def schedule_arguments(schedule: Callable[..., object]) -> list[str]:
-    """Return what ``Workload(schedule=…)`` takes, by the names of its arguments.
-
-    That is ``optimizer``, ``steps`` and ``steps_per_epoch``, or a part of them; nothing if it takes a step.
-    """
-    try:
-        parameters = inspect.signature(schedule).parameters
-    except (TypeError, ValueError):  # a built-in without a signature
-        return ["optimizer", "steps"]
-    named = ["steps_per_epoch"] if "steps_per_epoch" in parameters else []
-    others = [
-        name
-        for name, one in parameters.items()
-        if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) and name not in named
-    ]
-    if len(others) != 1:
-        return ["optimizer", "steps", *named]
-    return ["optimizer", *named] if named or others[0].startswith("opt") else []
 
 
 def _filler_of(setup: Setup) -> tuple[Collated, int]:

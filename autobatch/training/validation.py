@@ -212,24 +212,26 @@ class Validator:
                     micro_batch = to_device(loaded, train_state.device)
                 self._meter.count(tensors_of(micro_batch))
                 with precision_context(train_state.device, train_state.precision):
-                    values: dict[tuple[str, ...], Tensor | Loss] = {}
-                    with user_code("loss"):
+                    found: Sums = {}
+                    with user_code("loss", workload.loss):
                         if not isinstance(workload.loss, WholeBatchLoss):
                             loss = named_terms(train_state.call(workload.loss, micro_batch))
-                            values = {
-                                ("loss", name) if name else ("loss",): one for name, one in loss.items()
-                            }
+                            for name, one in loss.items():
+                                key = ("loss", name) if name else ("loss",)
+                                found[key] = _total_and_count(key[-1], one, len(ids))
                         else:
                             places = range(ids.start - batch.start, ids.stop - batch.start)
                             rows.put(places, workload.loss.represent(train_state.model, micro_batch))
                             if ids.stop == batch.stop:
                                 mean = workload.loss.loss(train_state.model, rows.collated)
-                                values["loss",] = Loss(mean * len(batch), len(batch))
+                                whole = Loss(mean * len(batch), len(batch))
+                                found["loss",] = _total_and_count("loss", whole, len(ids))
                     if workload.metrics is not None:
-                        with user_code("metrics"):
+                        with user_code("metrics", workload.metrics):
                             metrics = train_state.call(workload.metrics, micro_batch)
-                        values |= {(name,): one for name, one in _checked_metrics(metrics).items()}
-                return {key: _total_and_count(key[-1], value, len(ids)) for key, value in values.items()}
+                            for name, one in _checked_metrics(metrics).items():
+                                found[name,] = _total_and_count(name, one, len(ids))
+                return found
         except Exception as error:
             if loses_context(error):
                 raise

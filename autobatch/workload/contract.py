@@ -15,7 +15,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeGuard, TypeVar
 
 from autobatch.core.errors import InputError
-from autobatch.workload.user_code import place_of
+from autobatch.workload.user_code import check_takes, place_of
 
 if TYPE_CHECKING:
     import torch
@@ -75,10 +75,11 @@ class WholeBatchLoss:
         Raises:
             InputError: a part is not a function.
         """
-        for part in ("represent", "loss"):
-            if not callable(getattr(self, part)):
-                found = kind_of(getattr(self, part))
-                raise InputError(f"WholeBatchLoss({part}=…) must be a function, found {found}")
+        for part, batch in {"represent": "batch", "loss": "rows"}.items():
+            whose, value = f"WholeBatchLoss({part}=…)", getattr(self, part)
+            if not callable(value):
+                raise InputError(f"{whose} must be a function, found {kind_of(value)}")
+            check_takes(value, whose, "model", batch)
 
     def __call__(self, model: nn.Module, batch: Collated) -> Tensor:
         """Return the loss of these samples, taken as a whole batch."""
@@ -120,15 +121,7 @@ class BatchFunction:
                 f"autobatch.BatchFunction takes a function, found {kind_of(function)}: write "
                 "BatchFunction(get_batch), which is called as get_batch(size, step)"
             )
-        try:
-            inspect.signature(function).bind(1, 0)
-        except TypeError as error:
-            raise InputError(
-                f"autobatch.BatchFunction calls its function{place_of(function)} as get_batch(size, step), "
-                f"found one that does not take these: {error}. Write BatchFunction(lambda size, step: …)"
-            ) from None
-        except ValueError:
-            pass  # a built-in function, which does not tell
+        check_takes(function, "the function of autobatch.BatchFunction", "size", "step")
         self.function = function
 
     def __str__(self) -> str:
@@ -177,6 +170,17 @@ _FUNCTIONS: dict[str, str | None] = {
     **dict.fromkeys(("collate", "schedule", "after_step", "metrics", "counts", "size_of")),
 }
 """Fields that must be functions, and an example of each; None if it may be left out."""
+_ARGUMENTS = {
+    "model": (),
+    "loss": ("model", "batch"),
+    "optimizer": ("parameters", "learning_rate"),
+    "collate": ("samples",),
+    "after_step": ("model",),
+    "metrics": ("model", "batch"),
+    "counts": ("batch",),
+    "size_of": ("sample",),
+}
+"""What these functions are called with. A schedule tells by the names of its own arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,6 +313,12 @@ class Workload:
                 f"Workload(model=…) must be a function that builds the model, found {kind_of(self.model)} "
                 "that is already built: write model=lambda: …, so that every probe starts with a new model"
             )
+        for name, arguments in _ARGUMENTS.items():
+            if (function := getattr(self, name)) is not None:
+                check_takes(function, f"Workload({name}=…)", *arguments)
+        if self.schedule is not None:
+            takes = schedule_arguments(self.schedule) or ["step"]
+            check_takes(self.schedule, "Workload(schedule=…)", *takes)
         once = inspect.isgenerator(self.sampler)  # a later epoch would draw nothing
         if self.sampler is not None and (once or not hasattr(self.sampler, "__iter__")):
             raise InputError(
@@ -357,6 +367,26 @@ def is_stream(data: object) -> bool:
     ):
         return True
     return not hasattr(data, "__getitem__") and (hasattr(data, "__iter__") or inspect.isroutine(data))
+
+
+def schedule_arguments(schedule: Callable[..., object]) -> list[str]:
+    """Return what ``Workload(schedule=…)`` takes, by the names of its arguments.
+
+    That is ``optimizer``, ``steps`` and ``steps_per_epoch``, or a part of them; nothing if it takes a step.
+    """
+    try:
+        parameters = inspect.signature(schedule).parameters
+    except (TypeError, ValueError):  # a built-in without a signature
+        return ["optimizer", "steps"]
+    named = ["steps_per_epoch"] if "steps_per_epoch" in parameters else []
+    others = [
+        name
+        for name, one in parameters.items()
+        if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) and name not in named
+    ]
+    if len(others) != 1:
+        return ["optimizer", "steps", *named]
+    return ["optimizer", *named] if named or others[0].startswith("opt") else []
 
 
 def _needed_arguments(function: Callable[..., object]) -> list[str]:
@@ -448,7 +478,15 @@ def parts_of(loader: DataLoader[Any], *, batched: bool | None = None) -> dict[st
         pin_memory=loader.pin_memory,
         init_worker=loader.worker_init_fn,
     )
-    if loader.batch_sampler is None and loader.batch_size is None:
+    makes_batches = loader.batch_sampler is not None or loader.batch_size is not None
+    if batched and makes_batches:
+        size = "a batch_sampler" if loader.batch_size is None else f"batch_size={loader.batch_size}"
+        raise InputError(
+            "from_loader(…, batched=True) is for data that make the batches themselves, in a loader with "
+            f"batch_size=None, and this loader makes them, with {size}: leave batched=True out if its data "
+            "yield samples, or give batch_size=None to the loader"
+        )
+    if not makes_batches:
         if not batched:
             advice = ": give batched=True if they are, else any batch_size, which is not used"
             if batched is None:

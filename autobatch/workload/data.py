@@ -257,17 +257,17 @@ def size_of_sample(sample: Any, size_of: Callable[[Any], float] | None, index: i
     """
     if size_of is None:
         return float(elements(sample))
-    with user_code("size_of"):
+    with user_code("size_of", size_of):
         found: Any = size_of(sample)
-    try:
-        size = float(found)
-    except (TypeError, ValueError):
-        size = math.nan
-    if not 0 <= size <= MOST_SIZE:
-        raise InputError(
-            f"Workload(size_of=…) returned {quoted(found)} for sample {index}: it must return a finite "
-            f"number from 0 to {MOST_SIZE:g}, for example a length"
-        )
+        try:
+            size = float(found)
+        except (TypeError, ValueError):
+            size = math.nan
+        if not 0 <= size <= MOST_SIZE:
+            raise InputError(
+                f"Workload(size_of=…) returned {quoted(found)} for sample {index}: it must return a finite "
+                f"number from 0 to {MOST_SIZE:g}, for example a length"
+            )
     return size
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
-from autobatch.core.errors import AutobatchError, UserCodeError
+from autobatch.core.errors import AutobatchError, InputError, UserCodeError
 from autobatch.core.text import error_text, quoted
 
 _MARK = "raised by the workload: "
@@ -15,12 +17,15 @@ _NO_GROUP = "Default process group has not been initialized"
 
 
 class user_code:  # noqa: N801 - reads as a statement; a generator would cost more in each micro-batch
-    """Mark every error within the block as raised by ``part`` of the workload, and let it pass."""
+    """Mark every error within the block as raised by ``part`` of the workload, and let it pass.
 
-    __slots__ = ("_part",)
+    What is refused within the block gets the line of the ``function``, if it is known.
+    """
 
-    def __init__(self, part: str) -> None:
-        self._part = part
+    __slots__ = ("_function", "_part")
+
+    def __init__(self, part: str, function: object = None) -> None:
+        self._part, self._function = part, function
 
     def __enter__(self) -> None:
         """Begin the block."""
@@ -28,11 +33,17 @@ class user_code:  # noqa: N801 - reads as a statement; a generator would cost mo
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         """Mark the error, if there is one."""
         if isinstance(error, Exception | SystemExit):
-            mark_user_error(error, self._part)
+            mark_user_error(error, self._part, self._function)
 
 
-def mark_user_error(error: BaseException, part: str) -> None:
-    """Add a note (PEP 678) that ``part`` of the workload raised the error, unless it has one or is ours."""
+def mark_user_error(error: BaseException, part: str, function: object = None) -> None:
+    """Add a note (PEP 678) that ``part`` of the workload raised the error, unless it has one or is ours.
+
+    If it is ours, the note has the line of the function, whose result was refused.
+    """
+    place = place_of(function) if type(error) is InputError else ""
+    if place and not remarks_on(error):
+        error.add_note(f"look at the workload's {part}{place}")
     if not isinstance(error, AutobatchError) and failed_part(error) is None:
         error.add_note(_MARK + part)
 
@@ -79,10 +90,42 @@ def to_picklable(error: BaseException) -> AutobatchError:
 
 
 def place_of(value: object) -> str:
-    """Return the file and line of a function, generator or iterable's class in brackets; empty if unknown."""
-    made = getattr(value, "__code__", None) or getattr(value, "gi_code", None)
-    made = made or getattr(getattr(type(value), "__iter__", None), "__code__", None)
-    return "" if made is None else f" ({made.co_filename}:{made.co_firstlineno})"
+    """Return the file and line of a function, generator or object's class in brackets; empty if unknown."""
+    of_class = getattr(*((value, "__init__") if isinstance(value, type) else (type(value), "__iter__")), None)
+    called = getattr(value, "forward", None) or getattr(type(value), "__call__", None)  # noqa: B004
+    for one in (value, getattr(value, "func", None), of_class, called):
+        made = getattr(one, "__code__", None) or getattr(one, "gi_code", None)
+        if made is not None:
+            return f" ({made.co_filename}:{made.co_firstlineno})"
+    return ""
+
+
+def check_takes(function: Callable[..., object], whose: str, *names: str) -> None:
+    """Check that a function can be called with arguments of these names, without calling it.
+
+    Args:
+        function: the user's.
+        whose: names it in the message.
+        names: of the arguments; ``steps_per_epoch`` is given by its name.
+
+    Raises:
+        InputError: it takes others; names its line.
+    """
+    # A module itself takes anything.
+    called = function if isinstance(function, type) else getattr(function, "forward", function)
+    by_name = [name for name in names if name == "steps_per_epoch"]
+    try:
+        # A wrapper may take other arguments than what it wraps.
+        signature = inspect.signature(called, follow_wrapped=False)
+    except (TypeError, ValueError):  # a built-in function, which does not tell
+        return
+    try:
+        signature.bind(*names[: len(names) - len(by_name)], **dict.fromkeys(by_name))
+    except TypeError as error:
+        raise InputError(
+            f"{whose} is called with ({', '.join(names)}), found a function{place_of(function)} that does "
+            f"not take these: {error}"
+        ) from None
 
 
 def user_frame(error: BaseException) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -180,7 +181,29 @@ def test_the_number_of_batches_in_a_stream_is_unknown() -> None:
         (lambda: autobatch.batches(points(), small_plan(), steps=0), "steps is 0: it must be 1 or more"),
         (lambda: autobatch.batches(points(), small_plan(), epochs=0), "epochs is 0: it must be 1 or more"),
         (lambda: autobatch.batches(points(), small_plan(), start=-1), "start is -1: it must be 0 or more"),
-        (lambda: autobatch.batches(points(), small_plan(), counts="boxes"), "be a function, found a str"),
+        *[
+            (partial(autobatch.batches, points(), small_plan(), **{name: value}), message)  # type: ignore[arg-type]
+            for name, value, message in (
+                ("steps", 2.5, "steps must be a whole number, found a float"),
+                ("start", None, "start must be a whole number, found nothing"),
+                ("seed", "x", "seed must be a whole number, found a str"),
+                ("counts", "boxes", "be a function, found a str"),
+                ("counts", lambda: {}, r"counts=….*\(data\).*test_own_loop.py:\d+\) that does not take"),
+                ("collate", 3, r"collate=…\) must be a function, found an int"),
+                ("size_of", lambda: 1, r"size_of=….*\(sample\).*test_own_loop.py:\d+\) that does not take"),
+                ("sampler", 3, r"sampler=…\) must draw the indices of an epoch, found an int"),
+                ("scaler", True, r"scaler=…\) must be a torch.amp.GradScaler, found a bool"),
+                *[
+                    ("optimizer", one, f"optimizers of torch.optim, found {found}")
+                    for one, found in (
+                        (3, "an int"),
+                        ("x", "a str"),
+                        (torch.optim.SGD, "a type"),
+                        ([None], "nothing"),
+                    )
+                ],
+            )
+        ],
     ],
 )
 def test_an_invalid_option_is_refused(make, message: str) -> None:

@@ -18,6 +18,7 @@ from autobatch import InputError, Progress, fit
 from autobatch.core.units import MiB
 from autobatch.device.select import open_device
 from autobatch.planning import make_plan
+from autobatch.setup.model import build_model
 from autobatch.training import build
 from autobatch.training.build import build_sampler, build_schedules, open_loop
 from autobatch.training.checkpoint import load_newest
@@ -26,6 +27,7 @@ from autobatch.workload.contract import Loading
 from autobatch.workload.loader import AHEAD
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.streams import ENDLESS, StreamView
+from autobatch.workload.user_code import remarks_on
 from tests.support.options import as_options
 from tests.support.training import (
     Rows,
@@ -52,6 +54,27 @@ def opened(workload=None, **options: Any) -> tuple[Loop, torch.Tensor]:
         assert loop.train_state.model is setup.model
         list(loop.run())
     return loop, weights(setup.model)
+
+
+@pytest.mark.parametrize(
+    ("field", "function"),
+    [
+        ("loss", lambda model, batch: None),
+        ("loss", lambda model, batch: [1.0, 2.0]),
+        ("model", lambda: 3),
+        ("optimizer", lambda params, learning_rate: params),
+        ("schedule", lambda optimizer, steps: None),
+        ("metrics", lambda model, batch: 3),
+        ("counts", lambda batch: "none"),
+    ],
+)
+def test_a_wrong_result_of_a_function_is_refused_with_its_line(field: str, function: Any) -> None:
+    given = make_workload(**{"validation_data": points(), field: function})
+    workload = given if field != "model" else replace(given, model=lambda: build_model(given))
+    with pytest.raises(InputError) as caught:
+        opened(workload)
+    place = f"{__file__}:{function.__code__.co_firstlineno}"
+    assert remarks_on(caught.value) == [f"look at the workload's {field} ({place})"]
 
 
 def test_a_run_without_a_batch_is_refused_with_both_numbers() -> None:

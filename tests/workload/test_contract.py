@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -69,6 +71,64 @@ class Numbers(IterableDataset[int]):
 def test_an_invalid_field_is_refused_with_what_to_write(field: str, value: object, message: str) -> None:
     with pytest.raises(InputError, match=rf"Workload\({field}=…\) .*{message}"):
         Workload(**{"train_data": DATA} | FIELDS | {field: value})
+
+
+class Scored(nn.Module):
+    def forward(self, batch):  # type: ignore[no-untyped-def]
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("field", "function", "called"),
+    [
+        ("model", lambda size: None, r"\(\)"),
+        ("loss", lambda model: None, r"\(model, batch\)"),
+        ("loss", Scored(), r"\(model, batch\)"),
+        ("optimizer", lambda params: None, r"\(parameters, learning_rate\)"),
+        ("collate", lambda: None, r"\(samples\)"),
+        ("schedule", lambda: None, r"\(optimizer, steps\)"),
+        ("schedule", lambda optimizer, steps, more, steps_per_epoch: None, r"steps, steps_per_epoch\)"),
+        ("after_step", lambda model, step: None, r"\(model\)"),
+        ("metrics", lambda batch: None, r"\(model, batch\)"),
+        ("counts", partial(lambda model, batch: None, batch=1, model=2), r"\(batch\)"),
+        ("size_of", lambda *, sample: None, r"\(sample\)"),
+    ],
+)
+def test_a_function_that_takes_other_arguments_is_refused_with_its_line(
+    field: str, function: Any, called: str
+) -> None:
+    line = getattr(getattr(function, "func", function), "__code__", Scored.forward.__code__).co_firstlineno
+    message = (
+        rf"^Workload\({field}=…\) is called with .*{called}, found a function \(.*test_contract.py:{line}\)"
+    )
+    with pytest.raises(InputError, match=message):
+        Workload(**{"train_data": DATA} | FIELDS | {field: function})
+    if field == "loss":
+        with pytest.raises(InputError, match=rf"WholeBatchLoss\(represent=…\) .*test_contract.py:{line}\)"):
+            WholeBatchLoss(represent=function, loss=max)
+
+
+@functools.wraps(lambda batch: None)
+def wrapped(*args: object) -> None:
+    """Take more than what it wraps."""
+
+
+@pytest.mark.parametrize(
+    ("field", "function"),
+    [
+        ("loss", wrapped),
+        ("loss", lambda *args: None),
+        ("loss", lambda model, batch, smoothing=0.1: None),
+        ("model", nn.Identity),
+        ("optimizer", torch.optim.AdamW),
+        ("collate", list),
+        ("size_of", len),
+        ("schedule", partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, epochs=3)),
+        ("schedule", math.sqrt),
+    ],
+)
+def test_a_function_that_can_be_called_is_taken(field: str, function: Any) -> None:
+    assert getattr(Workload(**{"train_data": DATA} | FIELDS | {field: function}), field) is function
 
 
 @pytest.mark.parametrize("sampler", [(i for i in range(3)), lambda: [0]])
@@ -142,6 +202,19 @@ def test_a_loader_around_a_loader_is_named_wherever_it_is_given(name: str) -> No
         Workload(**{"train_data": DATA, **FIELDS, name: Prefetcher()})
     with pytest.raises(InputError, match=PREFETCHED):
         Workload.from_loader(DataLoader(DATA), **{**FIELDS, "validation_data": Prefetcher()})
+
+
+@pytest.mark.parametrize(
+    ("options", "found"), [({"batch_size": 3}, "batch_size=3"), ({"batch_sampler": [[0]]}, "a batch_sampler")]
+)
+def test_a_loader_that_makes_batches_is_not_taken_for_data_that_do(
+    options: dict[str, Any], found: str
+) -> None:
+    message = (
+        rf"batched=True\) is for data .* makes them, with {found}: leave batched=True out .* batch_size=None"
+    )
+    with pytest.raises(InputError, match=message):
+        Workload.from_loader(DataLoader(DATA, **options), batched=True, **FIELDS)
 
 
 def test_a_sampler_draws_for_all_ranks_together() -> None:

@@ -243,7 +243,7 @@ def one_size(size: int, step: int) -> Any:
         (lambda: BatchFunction(3), "takes a function, found an int"),  # type: ignore[arg-type]
         (
             lambda: BatchFunction(lambda split: split),  # type: ignore[arg-type, misc]
-            r"test_streams.py:\d+\) as get_batch\(size, step\), .* too many positional arguments",
+            r"called with \(size, step\), .*test_streams.py:\d+\) .* too many positional arguments",
         ),
         (
             lambda: make_workload(train_data=one_size),
