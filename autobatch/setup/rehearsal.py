@@ -19,7 +19,7 @@ from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line, lost_context_ignored, requested_bytes
 from autobatch.setup.setup import Setup
 from autobatch.step.apply_knobs import free_graphs, uses_graphs
-from autobatch.step.restore import snapshot_of, temporary_weights
+from autobatch.step.restore import restorer_of, temporary_weights
 from autobatch.step.train_state import TrainState, build_train_state
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
@@ -162,7 +162,7 @@ def on_copies(setup: Setup, meter: Meter, *, learning_rate: float | None = None)
             with temporary_weights(setup.model, setup.device.torch_device):
                 train_state = open_train_state(setup, meter, learning_rate=learning_rate)
                 with meter.uncounted():
-                    restore = snapshot_of(train_state.optimizers)
+                    restore = restorer_of(train_state.optimizers)
                 try:
                     yield train_state
                 finally:

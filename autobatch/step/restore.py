@@ -79,7 +79,7 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
             tensor.grad = gradient
 
 
-def snapshot_of(optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[], None]:
+def restorer_of(optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[], None]:
     """Copy the state of optimizers, which may be the user's own, to the host; return what restores it."""
     states = [(one.state, dict(one.state)) for one in optimizers]
     parts = [part for _, state in states for part in state.values() if isinstance(part, dict)]
