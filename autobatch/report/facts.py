@@ -31,10 +31,10 @@ from autobatch.core.units import format_bytes
 from autobatch.report.words import (
     count,
     decimal,
+    knob_name,
     knobs_in_words,
     metrics_in_words,
     moment,
-    percent,
     plural,
     ratio_in_words,
     terms_in_words,
@@ -428,32 +428,60 @@ def describe_trial(trial: Trial, changes: Mapping[str, object]) -> str:
     return f"{what}: {speed}"
 
 
-def describe_tuning(tuning: Tuning, plan: Plan | None = None, steps: int | None = None) -> str:
-    """Describe the gain over the default configuration, and when it has paid for the search.
+class Card(NamedTuple):
+    """The answer of the tuner, to be shown on its own."""
+
+    headline: str
+    """The gain and what brought it: ``1.37 × faster: bf16 + channels-last``."""
+    lines: list[str]
+    """The speeds, the interval of the gain, what was tried, and when the search has paid for itself."""
+
+
+def tuning_card(tuning: Tuning, plan: Plan | None = None, steps: int | None = None) -> Card:
+    """Return the answer of a search, with its evidence.
 
     Args:
         tuning: the search.
-        plan: its plan; None leaves out the pay-back.
+        plan: its plan; None leaves out when the search has paid for itself.
         steps: optimizer steps of the run; None if unknown.
     """
     best, default = tuning.best_samples_per_s, tuning.baseline_samples_per_s
+    tried = list(_tried(tuning.history))
     if not best:
-        return "kept the default: it could not be measured"
+        return Card("kept the default: it could not be measured", tried)
     if best <= default or not default:
-        return f"kept the default, {decimal(best, 3)} samples/s{_when_measured(tuning)}"
+        return Card(f"kept the default, {decimal(best, 3)} samples/s{_when_measured(tuning)}", tried)
     chosen = next((one for one in tuning.comparisons if one.chosen), None)
-    what = knobs_in_words(tuning.best if chosen is None else chosen.changes) or "another configuration"
-    words = (
-        f"{what}: {decimal(best, 3)} samples/s, {ratio_in_words(best / default)} than the default "
-        f"({decimal(default, 3)} samples/s)"
-    )
+    changes = tuning.best if chosen is None else chosen.changes
+    what = knobs_in_words(changes, " + ") or "another configuration"
+    lines = [f"{decimal(best, 3)} samples/s, the default {decimal(default, 3)}"]
     if chosen is not None and chosen.low is not None and chosen.high is not None:
-        words += f", 95 % interval {percent(chosen.low - 1)} to {percent(chosen.high - 1)}"
-    if plan is None:
-        return words
-    needed = math.ceil(tuning.seconds / (plan.target_batch / default - plan.target_batch / best))
-    this = "" if steps is None else f"; this run has {count(steps)}"
-    return f"{words}; pays back after {plural(needed, 'step')}{this}"
+        lines.append(f"95 % interval {chosen.low:.2f} × to {chosen.high:.2f} ×")
+    lines += tried
+    if plan is not None:
+        needed = math.ceil(tuning.seconds / (plan.target_batch / default - plan.target_batch / best))
+        this = "" if steps is None else f"; this run has {count(steps)}"
+        lines.append(f"pays back after {plural(needed, 'step')}{this}")
+    return Card(f"{best / default:.2f} × faster: {what}", lines)
+
+
+def _tried(trials: Sequence[Trial]) -> Iterator[str]:
+    """Yield how many configurations were tried, and which knobs differed between them."""
+    values: dict[str, set[object]] = {}
+    for trial in trials:
+        for name, value in trial.parameters.items():
+            values.setdefault(name, set()).add(value)
+    knobs = [knob_name(name) for name, seen in values.items() if len(seen) > 1]
+    if knobs:
+        infeasible = sum(not trial.feasible for trial in trials)
+        without = f", {count(infeasible)} infeasible" if infeasible else ""
+        yield f"tried {plural(len(trials), 'configuration')} of {', '.join(knobs)}{without}"
+
+
+def describe_tuning(tuning: Tuning, plan: Plan | None = None, steps: int | None = None) -> str:
+    """Return `tuning_card` in one line."""
+    card = tuning_card(tuning, plan, steps)
+    return "; ".join([card.headline, *card.lines])
 
 
 def _when_measured(tuning: Tuning) -> str:

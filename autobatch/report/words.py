@@ -59,9 +59,16 @@ def terms_in_words(terms: Mapping[str, float | None]) -> str:
     return f" ({', '.join(metric_in_words(name, value) for name, value in terms.items())})" if terms else ""
 
 
-def knobs_in_words(values: Mapping[str, object]) -> str:
+def knob_name(name: str) -> str:
+    """Write the name of a knob: ``micro-batch``, ``loader workers``."""
+    return {"micro_batch_shift": "micro-batch", "channels_last": "channels-last"}.get(
+        name, name.replace("_", " ")
+    )
+
+
+def knobs_in_words(values: Mapping[str, object], between: str = ", ") -> str:
     """Write the values of knobs: ``bf16, channels-last, micro-batch halved``."""
-    return ", ".join(_KNOBS.get(name, _any_knob)(name, value) for name, value in values.items())
+    return between.join(_KNOBS.get(name, _any_knob)(name, value) for name, value in values.items())
 
 
 def _any_knob(name: str, value: object) -> str:

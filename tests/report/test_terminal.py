@@ -96,6 +96,29 @@ def test_the_result_is_printed_even_if_quiet() -> None:
     )
 
 
+@pytest.mark.parametrize(("width", "framed"), [(100, True), (60, False), (None, False)])
+def test_the_answer_of_the_tuner_is_a_card_at_the_end_of_a_terminal(
+    width: int | None, framed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = io.StringIO() if width is None else ATerminal()
+    with Terminal(stream, quiet=True) as terminal:
+        terminal.finish(Result(device=RUN.device, plan=RUN.plan, tuning=RUN.tuning, command="autobatch tune"))
+    text = re.sub(r"\x1b\[[\d;]*m", "", stream.getvalue())
+    answer = text[text.index("╭") :] if framed else " ".join(text.split())
+    for words in (
+        "1.15 × faster: compiled", "1,728 samples/s, the default 1,500", "95 % interval 1.11 × to 1.20 ×",
+        "tried 13 configurations of compile, workers, channels-last, 1 infeasible",
+        "pays back after 139 steps",
+    ):  # fmt: skip
+        assert answer.count(words) == " ".join(text.split()).count(words) == 1, "it is said once"
+    assert ("╭" in text) == framed
+    assert text.rstrip().endswith("╯") == framed
+    assert max(map(len, text.splitlines())) <= (width or 1000)
+
+
 HOSTILE = "train[/x] [bold]:smile: \x1b[2J\x9b31m\nlast"
 HARMLESS = r"train[/x] [bold]:smile: \x1b[2J\x9b31m\nlast"
 
