@@ -185,12 +185,6 @@ def _compare(words: list[str]) -> Answer:
     if len({folder.resolve() for folder in folders}) < LEAST_COMPARED:
         raise InputError(f"compare takes two or more different runs, found {folders[0]} only")
     runs = [load_run(folder, is_whole=True) for folder in folders]
-    other = next((at for at, run in enumerate(runs) if run.title != runs[0].title), None)
-    if other is not None:
-        raise InputError(
-            f"compare takes runs of one workload, found {runs[0].title} in {folders[0]} and "
-            f"{runs[other].title} in {folders[other]}: give runs of the same workload"
-        )
     parent, names = _short_names(folders)
     found = compare_runs(runs, names)
     path = write_comparison(folders[-1] / "compare.html", runs, found)
@@ -211,7 +205,8 @@ def _compare(words: list[str]) -> Answer:
         for row in rows
     ]
     which = "runs" if words else "the newest two runs"
-    lines = [f"{runs[0].title}: {which} in {parent}", *lines, "", f"curves over each other: {path}"]
+    titles = ", ".join(dict.fromkeys(run.title or "run" for run in runs))
+    lines = [f"{titles}: {which} in {parent}", *lines, "", f"curves over each other: {path}"]
     return Answer(content, "\n".join(lines))
 
 

@@ -161,7 +161,7 @@ def write_comparison(path: Path, runs: Sequence[RunRecord], found: Comparison) -
         Section("losses", "Training loss", drawn=[losses_figure(runs, found.names)]),
     ]
     shown = [section for section in sections if not section.is_empty]
-    title = runs[0].title or "Runs"
+    title = ", ".join(dict.fromkeys(run.title or "run" for run in runs))
     page = _page(f"{title}: runs side by side", shown, eyebrow="autobatch compare", heading=title)
     return write_atomic(path, page.encode())
 

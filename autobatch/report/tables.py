@@ -158,6 +158,7 @@ def compare_runs(runs: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
     output = [name for name, field in all_fields().items() if field.section == "output"]
     metrics = dict.fromkeys(name for run in runs if run.training for name in run.training.validation)
     given = {
+        "workload": [run.title or "–" for run in runs],
         "device": [run.device.name for run in runs],
         "budget": [format_bytes(run.device.budget_bytes) for run in runs],
         **dict(recorded("surroundings")),

@@ -143,6 +143,8 @@ def test_runs_are_printed_side_by_side(tmp_path: Path, said: Said) -> None:
     assert "same options, versions and hardware" in lines
     found = json.loads(said("compare", first, second, "--json"))
     assert (found["runs"][str(first)]["batch"], found["differs"]) == ("1,024", [])
+    a_folder(first, title="bert")
+    assert json.loads(said("compare", first, second, "--json"))["differs"] == ["workload"]
     assert (second / "compare.html").exists()
     assert not (first / "compare.html").exists()
 

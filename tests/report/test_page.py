@@ -237,7 +237,7 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     assert rows["torch"] == ["2.13.0+cu130", "2.12.0"]
     assert rows["--seed"] == ["–", "1"]
     assert not {"tuned", "--steps"} & rows.keys(), "no run has them"
-    assert [row[0] for row in found.same.rows] == ["device", "budget"]
+    assert [row[0] for row in found.same.rows] == ["workload", "device", "budget"]
     path, pair = tmp_path / "compare.html", [one, bare]
     page = write_comparison(path, pair, compare_runs(pair, ["<b>a</b>", "b"])).read_text("utf-8")
     check(page)
