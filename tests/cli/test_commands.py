@@ -180,10 +180,6 @@ def test_the_newest_two_runs_are_compared_and_what_differs_is_marked(tmp_path: P
         (["runs/digits/1", "runs/digits/1/."], "two or more different runs, found runs/digits/1 only"),
         (["runs/digits", "nothing"], "there is no run in nothing or in a folder directly in it: give"),
         (["runs/digits", "empty"], "there is no run in empty or in a folder directly in it: give the folder"),
-        (
-            ["runs/digits", "bert"],
-            "runs of one workload, found train.py:workload in runs/digits/1 and bert in",
-        ),
         (["damaged", "runs/digits"], "damaged/metrics.jsonl is damaged: 1 of its 2 lines cannot be read."),
         (["broken", "runs/digits"], "broken/result.json is not JSON: "),
         (["runs/digits", "--newest"], "there is no option --newest; see autobatch compare --help"),
