@@ -57,6 +57,7 @@ from autobatch.training.resume import (
 )
 from autobatch.training.run import PreparedRun, train_plan
 from autobatch.training.run_folder import CHECKPOINTS, REPORT, RESULT, RunFiles, folder_of, move_earlier_run
+from autobatch.training.trackers import check_trackers
 from autobatch.workload import demo
 from autobatch.workload.contract import Workload, schedule_arguments
 from autobatch.workload.data_digest import DataDigest, check_same_data
@@ -90,6 +91,8 @@ def run(call: Call) -> Result:
         from autobatch.tuning.study import check_storage
 
         check_storage(tune.storage)
+    if call.ranks.rank == 0:
+        check_trackers(call.options.train.log)
     if call.options.command == "fit":
         return fit(continue_after_restart(call))
     with preserved_generators(call.workload), ExitStack() as opened:

@@ -40,7 +40,10 @@ LEAST_COMPARED = 2
 RUNS = "runs"
 """Folder of the runs whose folder was not asked for, as ``NAME/DATE``."""
 
-PACKAGES = ("torch", "nvidia-ml-py", "optuna", "scipy", "numpy", "safetensors", "matplotlib", "tensorboard")
+PACKAGES = (
+    *("torch", "nvidia-ml-py", "optuna", "scipy", "numpy", "safetensors", "matplotlib"),
+    *("tensorboard", "wandb", "mlflow", "trackio"),
+)
 """Distributions whose versions belong in a bug report."""
 HELP = {
     "profiles": """\

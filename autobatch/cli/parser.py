@@ -136,7 +136,9 @@ def _read_variables(environ: Mapping[str, str]) -> Layer:
             continue
         if key not in names:
             raise InputError(f"the environment: {unknown_option(key, names)}")
-        values[names[key]] = OptionValue(value.split() if names[key] == "profile" else value, key)
+        field = all_fields().get(names[key])
+        is_list = field is not None and get_origin(plain_type(field.type)) is list
+        values[names[key]] = OptionValue(value.split() if is_list else value, key)
     return values
 
 
@@ -285,9 +287,10 @@ def _keywords_of(annotation: Any, metavar: str) -> dict[str, Any]:
     """Return argparse's keywords for a switch, or for an option that takes one word or several."""
     if plain_type(annotation) is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if get_origin(plain_type(annotation)) is list:
+    is_list, choices = get_origin(plain_type(annotation)) is list, choices_of(annotation)
+    if is_list and not choices:
         return {"action": "extend", "nargs": "+", "metavar": metavar}
-    return {"metavar": metavar or f"{{{','.join(choices_of(annotation))}}}"}
+    return {"metavar": metavar or f"{{{','.join(choices)}}}"} | ({"action": "append"} if is_list else {})
 
 
 def _hint(given: OptionValue | None, default: object) -> str:

@@ -149,7 +149,7 @@ def plain_type(annotation: Any) -> Any:
 def choices_of(annotation: Any) -> tuple[str, ...]:
     """Return the values that an option can take; empty if its type does not list them."""
     plain = plain_type(annotation)
-    if get_origin(plain) is not Literal:
+    if get_origin(plain) is not Literal:  # one of several types, or of a list
         plain = next((part for part in get_args(plain) if get_origin(part) is Literal), plain)
     return get_args(plain) if get_origin(plain) is Literal else ()
 
@@ -163,7 +163,8 @@ def expected(annotation: Any) -> str:
     if get_origin(plain) is Literal:
         return f"one of {', '.join(get_args(plain))}"
     if get_origin(plain) is list:
-        return "one or more names"
+        choices = choices_of(plain)
+        return f"one or more of {', '.join(choices)}" if choices else "one or more names"
     if isinstance(plain, types.UnionType) or get_origin(plain) is not None:
         return " or ".join(expected(part) for part in get_args(plain) if part is not type(None))
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[plain]

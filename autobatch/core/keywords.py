@@ -16,6 +16,7 @@ from autobatch.core.options import (
     PrecisionChoice,
     SplitCheck,
     SplitChoice,
+    TrackerChoice,
 )
 from autobatch.core.records import LastBatch, LearningRateRule, ShardSync
 
@@ -111,6 +112,7 @@ class FitKeywords(TuneKeywords, total=False):
     on_nonfinite: Literal["raise", "skip"]
     split_check: SplitCheck | None
     bn_momentum: Literal["keep", "auto"]
+    log: TrackerChoice | Sequence[TrackerChoice]
     keep_last: int
     workers: int | None
     prefetch: int | None

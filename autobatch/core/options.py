@@ -46,6 +46,7 @@ ParallelChoice = Literal["auto", "replicate", "shard"]
 SplitChoice = Literal["auto", "count", "size"]
 SplitCheck = Literal["error", "note", "off"]
 OptimizerChoice = Literal["adamw", "adamw8bit", "sgd", "adafactor"]
+TrackerChoice = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class Option(NamedTuple):
@@ -264,6 +265,10 @@ class TrainOptions(Section, frozen=True, kw_only=True):
             "stops."
         ),
     ] = "stop"
+    log: Annotated[
+        list[TrackerChoice],
+        Option("Also log to this tracker, whose package must be installed; may be repeated."),
+    ] = []
     keep_last: Annotated[int, Meta(ge=2), Option("Checkpoints to keep.", "N")] = 3
     resume: Annotated[bool, Option("Continue from the newest valid checkpoint.", common=True)] = False
     out: Annotated[

@@ -1,4 +1,4 @@
-"""Records of the steps of a run: ``metrics.jsonl`` always, TensorBoard if it is installed, the user's sinks.
+"""Records of the steps of a run: ``metrics.jsonl``, and sinks.
 
 ``metrics.jsonl`` has one line per batch, with the fields of `StepRecord`: ``step`` is ``batches_seen`` after
 the batch, and ``applied`` is false for ``skipped_steps``. A resume and the report read it, so a failed write
@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -23,22 +22,8 @@ from autobatch.core.files import UNREADABLE, write_atomic
 from autobatch.core.records import StepRecord, Training
 from autobatch.core.text import error_text
 
-TENSORBOARD = "tensorboard"
-"""Folder of a run that ``tensorboard --logdir`` reads."""
 WRITE_INTERVAL_S = 0.2
 """Least time between two writes of lines or of events: one costs more than all else that a record takes."""
-_CURVES = {
-    "training/loss": "loss",
-    "training/learning_rate": "learning_rate",
-    "training/gradient_norm": "grad_norm",
-    "speed/samples_per_s": "samples_per_s",
-    "speed/items_per_s": "items_per_s",
-    "memory/peak_allocated_bytes": "peak_allocated_bytes",
-    "memory/peak_reserved_bytes": "peak_reserved_bytes",
-    "memory/micro_batch": "micro_batch",
-    "memory/oom_recoveries": "oom_recoveries",
-}
-"""Curves of TensorBoard, and the fields of a `StepRecord` that they show."""
 
 
 class Sink(Protocol):
@@ -93,14 +78,15 @@ class Metrics:
 
     def step(self, record: StepRecord) -> None:
         """Add the record of a batch."""
-        if self._sinks:
-            self._each("step", record)
         self._encoder.encode_into(record, self._lines, -1)
         self._lines += b"\n"
         now = self._clock()
-        if now - self._written_at >= WRITE_INTERVAL_S:
+        # Before a sink has a step, the file has it: a resume tells sinks by the file what they have.
+        if self._sinks or now - self._written_at >= WRITE_INTERVAL_S:
             self._written_at = now
             self.flush()
+        if self._sinks:
+            self._each("step", record)
 
     def flush(self) -> None:
         """Hand all lines to the system, as before each checkpoint."""
@@ -155,6 +141,8 @@ class RunTotals:
     seconds: float = 0.0
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
+    logged: int = 0
+    """Last step of the lines before a resume, also of those that are dropped."""
     last_count: float = 0.0
     """Items of the last batch: the target batch in the unit of the noise scale."""
 
@@ -192,64 +180,9 @@ def rewind_metrics(path: Path, *, batches_seen: int) -> RunTotals:
             except UNREADABLE:
                 # The last line of a run that was killed while it wrote, or a line of something else.
                 continue
+            totals.logged = max(totals.logged, found.step)
             if found.step <= batches_seen:
                 totals.add(found)
                 kept += line.rstrip(b"\n") + b"\n"
     write_atomic(path, bytes(kept))
     return totals
-
-
-class TensorBoard:
-    """Sink that writes TensorBoard events.
-
-    Args:
-        folder: the folder of its event files.
-        batches_seen: batches trained before a resume; earlier events of later steps are hidden.
-        clock: returns seconds.
-
-    Raises:
-        Exception: TensorBoard is not installed, or a broken installation, which fails in many ways.
-    """
-
-    def __init__(
-        self, folder: Path, *, batches_seen: int = 0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._make_summary: Any = import_module("tensorboard.compat.proto.summary_pb2").Summary
-        writer = import_module("torch.utils.tensorboard").SummaryWriter
-        self._writer: Any = writer(str(folder), purge_step=batches_seen + 1)
-        self._clock = clock
-        self._written_at = -math.inf
-        self._step = 0
-
-    def step(self, record: StepRecord) -> None:
-        """Write a step, at most one per interval; recoveries, validations and skipped steps always."""
-        self._step = record.step
-        now = self._clock()
-        is_notable = record.recovered is not None or record.validation or not record.applied
-        if is_notable or now - self._written_at >= WRITE_INTERVAL_S:
-            self._written_at = now
-            self._write(scalars(record))
-
-    def end(self, training: Training) -> None:
-        """Write the final validation."""
-        found = training.validation.items()
-        self._write({f"validation/{name}": value for name, value in found if value is not None})
-
-    def close(self) -> None:
-        """Write what is buffered."""
-        self._writer.close()
-
-    def _write(self, values: dict[str, float]) -> None:
-        make = self._make_summary
-        # One event for all values is five times as fast as SummaryWriter.add_scalar for each.
-        events = [make.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        if events:
-            self._writer.file_writer.add_summary(make(value=events), self._step)
-
-
-def scalars(record: StepRecord) -> dict[str, float]:
-    """Return the known values of a step record by the tag of their curve."""
-    values = {curve: getattr(record, name) for curve, name in _CURVES.items()}
-    values |= {f"training/loss/{name}": value for name, value in record.terms.items()}
-    values |= {f"validation/{name}": value for name, value in record.validation.items()}
-    return {curve: float(value) for curve, value in values.items() if value is not None}

@@ -8,7 +8,7 @@ OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/model-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,11 +41,12 @@ from autobatch.training.build import open_loop, split_of
 from autobatch.training.checkpoint import Loaded, available_host_memory, list_checkpoints, save_checkpoint
 from autobatch.training.export import check_exportable, export_weights
 from autobatch.training.loop import Loop
-from autobatch.training.metrics import TENSORBOARD, Metrics, RunTotals, Sink, TensorBoard, rewind_metrics
+from autobatch.training.metrics import Metrics, RunTotals, rewind_metrics
 from autobatch.training.resume import capture_loop, data_order_facts, fails_on_state, restore_loop
 from autobatch.training.run_folder import CHECKPOINTS, METRICS, OOM_FILE, RunFiles
 from autobatch.training.split_check.check import FirstBatch, check_loss_splits
 from autobatch.training.state_file import pack
+from autobatch.training.trackers import LoggedRun, open_trackers
 from autobatch.training.validation import Validator
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state
@@ -289,9 +290,14 @@ class _Run:
         self.metrics, self._totals = Metrics(None), RunTotals()
         if not loop.engine.ranks.rank:
             self._totals = rewind_metrics(files.out / METRICS, batches_seen=loop.batches_seen)
-            sinks: list[Sink] = [*files.sinks]
-            with suppress(Exception):  # not installed, or a broken installation, which fails in many ways
-                sinks.insert(0, TensorBoard(files.out / TENSORBOARD, batches_seen=loop.batches_seen))
+            logged = LoggedRun(
+                folder=files.out,
+                project=loop.workload.name,
+                settings=files.settings,
+                batches_seen=loop.batches_seen,
+                logged=self._totals.logged,
+            )
+            sinks = [*open_trackers(self._options.log, logged), *files.sinks]
             self.metrics = Metrics(files.out / METRICS, sinks, note=progress.note)
         fixed = self._options.validation_micro_batch
         is_shared = loop.train_state.shared is not None

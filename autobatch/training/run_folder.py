@@ -15,6 +15,7 @@ from typing import Any
 from autobatch.core.errors import AutobatchError, CheckpointError, InputError
 from autobatch.core.options import Options
 from autobatch.training.metrics import Sink
+from autobatch.training.trackers import TENSORBOARD, TRACKERS
 from autobatch.workload.user_code import failed_part
 
 
@@ -35,6 +36,12 @@ class RunFiles:
     """Stored beside every checkpoint."""
     sinks: Sequence[Sink] = ()
     """Receive the records too."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options and the plan by name, without lists and what is unset."""
+        found = self.options.by_name() | self.facts.get("plan", {})
+        return {name: value for name, value in found.items() if isinstance(value, str | int | float)}
 
 
 RUNS = Path("runs")
@@ -125,7 +132,7 @@ def move_earlier_run(out: Path) -> str | None:
     Returns:
         Its new folder; None if there was no earlier run.
     """
-    names = (CHECKPOINTS, METRICS, WEIGHTS, AVERAGED_WEIGHTS, RESULT, REPORT)
+    names = (CHECKPOINTS, METRICS, TRACKERS, TENSORBOARD, WEIGHTS, AVERAGED_WEIGHTS, RESULT, REPORT)
     old = [path for path in (out / name for name in names) if os.path.lexists(path)]
     if not old:
         return None

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import autobatch
 from autobatch import InputError
-from autobatch.core.options import fields_of
+from autobatch.core.options import TrackerChoice, fields_of
 from tests.support.options import as_options, required
 
 
@@ -76,6 +76,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("estimate", {"profile": 4090}, "profile must be one or more names, found 4090"),
     ("tune", {"knobs": "precison"}, "knobs: there is no knob 'precison'; did you mean precision"),
     ("tune", {"knobs": ""}, "knobs: there is no knob ''; there are: micro_batch_shift, precision"),
+    ("fit", {"log": "tensorbord"}, "log must be one or more of tensorboard, wandb, mlflow, trackio, found"),
     ("fit", {"ranks": "1,2"}, "ranks must be a whole number from 1 to 1024, found '1,2'"),
     ("estimate", {"ranks": "1,,2"}, "must be whole numbers of 1 or more with commas between them, found"),
     ("fit", {"workers": 10**9}, f"{WORKERS} 1000000000"),
@@ -111,7 +112,7 @@ def test_a_missing_option_and_a_table_without_end_are_refused() -> None:
 CALLS = ("fit", "plan", "probe", "tune", "estimate")
 SAMPLES: dict[Any, Any] = {
     str: "cuda:1", int: 4, float: 0.5, bool: True, NoneType: None, os.PathLike[str]: Path("a/b"),
-    Sequence[str]: ("a", "b"),
+    Sequence[str]: ("a", "b"), Sequence[TrackerChoice]: ("wandb",),
 }  # fmt: skip
 TEXTS = {"memory_budget": "80%", "knobs": "precision,compile", "ranks": "1,8"}
 """Text of the options that are checked beyond their type."""
@@ -149,12 +150,13 @@ def test_the_type_of_a_keyword_is_that_of_its_option(name: str) -> None:
         field, given = fields_of(name)[key], members(hint)
         texts = {str} if key == "ranks" and name != "estimate" else set()  # several only in an estimate
         for member in members(field.type) - texts:
-            assert (Sequence[str] if member == list[str] else member) in given, key
+            is_list = get_origin(member) is list
+            assert (Sequence[get_args(member)[0]] if is_list else member) in given, key
         assert (NoneType in given) == (field.default is None), key
         for member in given:
             values = list(get_args(member)) if get_origin(member) is Literal else [SAMPLES[member]]
             for value in [TEXTS[key]] if member is str and key in TEXTS else values:
                 found = as_options(name, **{**required(name), key: value}).by_name()[key]
-                kept = [value] if key == "profile" and isinstance(value, str) else value
+                kept = [value] if key in ("profile", "log") and isinstance(value, str) else value
                 kept = list(kept) if isinstance(kept, tuple) else kept
                 assert found == (str(value) if isinstance(value, Path) else kept), key

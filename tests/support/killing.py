@@ -115,7 +115,7 @@ def main(root: Path, kills: int, seed: int, *, fed: bool) -> None:
     adopt_orphans()
     # The first optimizer and the writers import many modules: do it once, or most kills would hit an import.
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
-    for name in ("safetensors.torch", "multiprocessing.sharedctypes", "torch.utils.tensorboard"):
+    for name in ("safetensors.torch", "multiprocessing.sharedctypes"):
         with suppress(ImportError):
             import_module(name)
     # Each killed child would leave one of its own.

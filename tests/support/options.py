@@ -20,6 +20,7 @@ CHANGED: dict[str, Any] = {
     "keep_last": 4,
     "knobs": "precision",
     "last_batch": "drop",
+    "log": ["wandb", "mlflow"],
     "lr_rule": "sqrt",
     "lr_steps": 12,
     "lr_trials": 6,

@@ -111,8 +111,6 @@ def _serve(connection: Connection) -> None:
     for package in (autobatch.api, autobatch.distributed):
         for module in walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
-    with contextlib.suppress(ImportError):
-        import torch.utils.tensorboard
 
     torch.set_num_threads(1)
     # The first optimizer of a process imports many modules.

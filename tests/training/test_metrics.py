@@ -1,48 +1,19 @@
-"""The metrics file and TensorBoard, read back; TensorBoard never stops a run."""
+"""The metrics file, read back, and sinks, which never stop a run."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from autobatch import CheckpointError, StepRecord, Training, fit
-from autobatch.training.metrics import Metrics, TensorBoard, rewind_metrics
-from tests.support.sample_run import a_run, a_step
+from autobatch.training.metrics import Metrics, rewind_metrics
+from tests.support.sample_run import a_step
 from tests.support.training import make_workload, points
 
 INTERVAL_S = 0.2
 """Least time between two writes."""
-
-
-@pytest.fixture
-def events(monkeypatch) -> list[tuple[object, ...]]:
-    """Install as much of TensorBoard as a writer needs, and return what it is called with."""
-    seen: list[tuple[object, ...]] = []
-
-    class Writer:
-        def __init__(self, folder: str, purge_step: int) -> None:
-            self.file_writer = self
-            seen.append((Path(folder), purge_step))
-
-        def add_summary(self, summary, step: int) -> None:
-            seen.append((step, {one.tag: one.simple_value for one in summary.value}))
-
-        def close(self) -> None:
-            seen.append(("closed",))
-
-    class Summary(SimpleNamespace):
-        Value = SimpleNamespace
-
-    parts = "tensorboard", "tensorboard.compat", "tensorboard.compat.proto"
-    for name in parts:
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
-    monkeypatch.setitem(sys.modules, f"{parts[-1]}.summary_pb2", SimpleNamespace(Summary=Summary))
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
-    return seen
 
 
 def ticking(step: float):
@@ -87,60 +58,6 @@ def test_a_full_disk_is_named(seconds: float) -> None:
     with pytest.raises(CheckpointError, match="No space left on device"):
         [metrics.step(a_step(number)) for number in (1, 2)] and metrics.flush()
     metrics.close()
-
-
-def test_tensorboard_gets_every_known_value_and_hides_steps_that_run_again(events, tmp_path) -> None:
-    board = TensorBoard(tmp_path, batches_seen=7, clock=ticking(INTERVAL_S))
-    record = a_step(9, samples_per_s=30.0, loss=None, validation={"loss": 0.25, "accuracy": None})
-    for step in (a_step(8), record):
-        board.step(step)
-    board.end(a_run().training)
-    board.close()
-    assert events[0] == (tmp_path, 8)
-    assert [one[0] for one in events[1:]] == [8, 9, 9, "closed"]
-    names = {
-        "training/learning_rate": "learning_rate",
-        "training/gradient_norm": "grad_norm",
-        "speed/samples_per_s": "samples_per_s",
-        "memory/peak_allocated_bytes": "peak_allocated_bytes",
-        "memory/peak_reserved_bytes": "peak_reserved_bytes",
-        "memory/micro_batch": "micro_batch",
-        "memory/oom_recoveries": "oom_recoveries",
-    }
-    expected = {tag: getattr(record, name) for tag, name in names.items()}
-    expected = {tag: value for tag, value in expected.items() if value is not None}
-    assert events[2][1] == expected | {"validation/loss": 0.25}
-    assert events[3][1] == {"validation/accuracy": 0.9312}
-
-
-def test_quick_steps_are_thinned_out_except_notable_ones(events, tmp_path) -> None:
-    board = TensorBoard(tmp_path, clock=ticking(0.15 * INTERVAL_S))
-    notable = {10: {"recovered": "no memory"}, 12: {"validation": {"loss": 0.5}}, 13: {"applied": False}}
-    for step in range(1, 31):
-        board.step(a_step(step, **{"recovered": None, **notable.get(step, {})}))
-    assert [step for step, _ in events[1:]] == [1, 8, 10, 12, 13, 20, 27]
-
-
-def test_tensorboard_reads_what_was_written(tmp_path) -> None:
-    """The events of two processes, of which the second resumed after step 2."""
-    pytest.importorskip("tensorboard", exc_type=ImportError)
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for seen, last in ((0, 4), (2, 5)):
-        writer = TensorBoard(tmp_path, batches_seen=seen, clock=ticking(1.0))
-        for step in range(seen + 1, last + 1):
-            writer.step(a_step(step, loss=float(seen + step)))
-        writer.end(Training(
-            optimizer_steps=last, samples=1, samples_per_s=1.0, first_loss=None, final_loss=None,
-            oom_recoveries=0, resumed_from=None, checkpoint=None, validation={"accuracy": 0.5},
-        ))  # fmt: skip
-        writer.close()
-    found = EventAccumulator(str(tmp_path))
-    found.Reload()
-    assert [(event.step, event.value) for event in found.Scalars("training/loss")] == [
-        (1, 1.0), (2, 2.0), (3, 5.0), (4, 6.0), (5, 7.0),
-    ]  # fmt: skip
-    assert found.Scalars("validation/accuracy")[-1].value == 0.5
 
 
 def test_lines_after_the_resume_and_broken_lines_are_dropped(tmp_path) -> None:
