@@ -202,7 +202,7 @@ def _left_behind(folder: Path | None) -> str:
     """Return what an interruption left behind, to be appended to its name."""
     if folder is None or not (folder / "checkpoints").is_dir():
         return (
-            " before training; limits and trials so far are saved, and the same command continues with them"
+            " before the first checkpoint; limits and trials so far are saved, and the same command uses them"
         )
     return f"; earlier checkpoints are intact: {folder / 'checkpoints'}"
 

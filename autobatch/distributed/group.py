@@ -174,6 +174,7 @@ class LaunchedGroup(Group):
         self._store = store
         self._is_owner = not dist.is_initialized()
         self._watch = Watch(launch, store, self.activity, [f"{one}/sign" for one in start.keys(launch.world)])
+        self.arrivals = self._watch.signals.arrivals
         place = {"store": PrefixStore(start.name, store), "rank": launch.rank, "world_size": launch.world}
         with self.waiting("join the other ranks"):
             self._messages = _open_gloo(timeout=LAUNCHED_TIMEOUT, **place)

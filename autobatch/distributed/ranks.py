@@ -18,6 +18,7 @@ from typing import TypeVar
 from autobatch.core.errors import InputError
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt, StepRecord, Trial
+from autobatch.core.signals import Arrivals
 
 VERDICT = "verdict.json"
 """File in the folder of a run over ranks that keeps the exit code of the newest attempt, if it failed."""
@@ -42,6 +43,8 @@ class Ranks:
     """Times that the launcher has started the ranks again."""
     earlier_out: Path | None = None
     """Folder of the run at an earlier start; None if there was none."""
+    arrivals: Arrivals | None = None
+    """Stop signals that a thread of this rank listens to; None without one."""
 
     def device(self, spec: str) -> str:
         """Return the device that this rank opens for the one that was asked for.

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from autobatch.core.signals import STOPPING
+from autobatch.core.signals import Arrivals
 from autobatch.distributed.ranks import Launch
 from autobatch.distributed.verdict import (
     OUT,
@@ -161,7 +161,8 @@ class Watch:
         self._is_store_gone = False
         self._out: Path | None = None
         self._closed = threading.Event()
-        self._signals = SignalDeadline()
+        self.signals = SignalDeadline()
+        """The signals to this process."""
         # A client of its own: one client serves one call at a time, and the main thread may be within a call.
         self._listening = store.clone()  # type: ignore[attr-defined]
         for name, run in (("signs of ranks", self._exchange), ("watch", self._judge)):
@@ -182,7 +183,7 @@ class Watch:
     def close(self) -> None:
         """Stop watching."""
         self._closed.set()
-        self._signals.close()
+        self.signals.arrivals.close()
 
     def _exchange(self) -> None:
         """Publish the sign of this rank and read those of all, until the store is gone."""
@@ -211,7 +212,7 @@ class Watch:
                     line = f"the store of the run at {self._launch.address}:{self._launch.port} is gone"
                     self._end(f"{line}: the launcher that kept it, or its host, has ended", 1)
                 return
-            number = self._signals.expired(self._activity.ended)
+            number = self.signals.expired(self._activity.ended)
             if self._verdict is not None and not self._closed.is_set():
                 os._exit(self._verdict.code)
             if number is not None:
@@ -220,6 +221,9 @@ class Watch:
                     f"step ended within {STOP_S:g} s; earlier checkpoints are intact"
                 )
                 self._end(line, 130 if number == signal.SIGINT else 143)
+            # A launcher may send other signals to ranks that obey already.
+            if self.signals.arrivals.are_again(signal.SIGINT):
+                self._end("stopped at once by a second SIGINT; complete checkpoints are intact", 130)
             fault = self._fault(self._heard, now)
             if fault is not None:
                 self._end(fault, 1)
@@ -283,8 +287,7 @@ class Watch:
 class SignalDeadline:
     """The first signal that asked this process to stop, as a thread sees it, and the time to obey it.
 
-    Python runs a handler in the main thread, and not while that waits in a collective. But the interpreter
-    writes the number of each signal to a pipe at once.
+    Python runs a handler in the main thread, and not while that waits in a collective.
 
     Args:
         clock: returns seconds.
@@ -292,20 +295,9 @@ class SignalDeadline:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._pipe: tuple[int, int] | None = None
         self._first: tuple[int, float, int] | None = None
         """Signal, time and progress."""
-        self._lock = threading.Lock()
-        if threading.current_thread() is not threading.main_thread():
-            return
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
-        os.set_blocking(writer, False)
-        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        self._pipe = (reader, writer)
-        if before != -1:  # another library listens
-            self.close()
-            signal.set_wakeup_fd(before)
+        self.arrivals = Arrivals()
 
     def expired(self, progress: int) -> int | None:
         """Return the signal that came `STOP_S` ago and led to no progress; None if there is none.
@@ -313,26 +305,13 @@ class SignalDeadline:
         Args:
             progress: a number that grows with every wait that has ended.
         """
-        with self._lock:
-            if self._first is None and self._pipe is not None:
-                numbers = b""
-                with suppress(BlockingIOError):
-                    numbers = os.read(self._pipe[0], 64)
-                asked = next((number for number in numbers if number in STOPPING), None)
-                self._first = None if asked is None else (asked, self._clock(), progress)
+        if self._first is None:
+            found = self.arrivals.read()
+            self._first = (found[0][0], self._clock(), progress) if found else None
         if self._first is None:
             return None
         number, since, then = self._first
         return number if progress == then and self._clock() - since > STOP_S else None
-
-    def close(self) -> None:
-        """Stop listening."""
-        with self._lock:
-            if self._pipe is not None:
-                signal.set_wakeup_fd(-1)
-                for end in self._pipe:
-                    os.close(end)
-                self._pipe = None
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

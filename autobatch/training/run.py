@@ -219,7 +219,7 @@ def train(
         loop.times.load_state_dict(resumed.facts.get("times", {}))
     run = _Run(loop, files, progress, resumed)
     with closing(run.metrics):
-        with stop_on_signals() as asked:
+        with stop_on_signals(arrivals=loop.engine.ranks.arrivals) as asked:
             run.request = loop.engine.shared_request(asked)
             try:
                 run.train_batches(loop.run() if first_batch is None else first_batch.run(loop))

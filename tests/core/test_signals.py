@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -25,7 +27,7 @@ def ending_of(body: Callable[[], None]) -> int:
     return os.WTERMSIG(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize(("number", "second"), [(signal.SIGINT, 0.02), (signal.SIGTERM, 1.0)])
+@pytest.mark.parametrize(("number", "second"), [(signal.SIGINT, 0.05), (signal.SIGTERM, 1.0)])
 def test_the_same_signal_within_a_moment_is_the_same_request(number: int, second: float) -> None:
     read, write = os.pipe()
 
@@ -90,3 +92,42 @@ def test_a_signal_within_the_block_comes_when_the_block_ends(with_tracker: bool)
 
     assert ending_of(body) == 0
     assert os.read(read, 100) == b"block signal end"
+
+
+@pytest.mark.parametrize(("pause_s", "is_again"), [(0.5, True), (0.0, False)])
+def test_a_second_signal_counts_although_native_code_ran_during_both(pause_s: float, is_again: bool) -> None:
+    """Native code that waits for a lock does not return for a signal."""
+    read, write = os.pipe()
+
+    def body() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)  # a mutex of zeros is free
+        library.pthread_mutex_lock(lock)
+
+        def press() -> None:
+            for wait_s in (0.2, pause_s):
+                time.sleep(wait_s)
+                os.kill(os.getpid(), signal.SIGINT)
+            library.pthread_mutex_unlock(lock)
+
+        with stop_on_signals() as request:
+            threading.Thread(target=press).start()
+            library.pthread_mutex_lock(lock)
+            os.write(write, b"step " if request.signal_number == signal.SIGINT else b"none ")
+
+    ended = ending_of(body)
+    os.close(write)
+    assert (ended, os.read(read, 10)) == ((signal.SIGINT, b"") if is_again else (0, b"step "))
+
+
+def test_the_socket_of_another_library_is_left_to_it() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+    try:
+        with stop_on_signals():
+            assert signal.set_wakeup_fd(writer) == writer
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reader)
+        os.close(writer)

@@ -76,7 +76,7 @@ def deadline(clock: Clock) -> Iterator[SignalDeadline]:
             signal.signal(number, lambda *_: None)
         found = SignalDeadline(clock)
         yield found
-        found.close()
+        found.arrivals.close()
         assert signal.set_wakeup_fd(-1) == -1
 
 

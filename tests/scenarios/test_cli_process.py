@@ -188,7 +188,7 @@ def sleeps():
 """
 
 
-CONTINUES = "before training; limits and trials so far are saved, and the same command continues with them"
+CONTINUES = "before the first checkpoint; limits and trials so far are saved, and the same command uses them"
 
 
 @pytest.mark.program
