@@ -544,6 +544,11 @@ class MemoryCurve(Record, frozen=True):
     axis: str = "allocation event"
     phases: dict[str, float] = {}
     """Start of each phase of the step, by name."""
+    modules: dict[str, list[int]] = {}
+    """Live activations at each position by the part of the model that made them, in the order of the forward
+    pass; they add up to those in ``categories``."""
+    micro_batch: int | None = None
+    """Samples of the micro-batches; None if a version that did not say wrote the record."""
 
 
 class RunRecord(Record, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,8 +19,9 @@ MODULES = 3
 """Modules that an explanation names."""
 POINTS = 24
 """Micro-batches whose peaks are predicted for a chart."""
-MOST_POSITIONS = 500
+MOST_POSITIONS = 300
 """Events of a step that a chart keeps."""
+ACTIVATIONS = "activations"
 KINDS = (
     "parameters",
     "averaged weights",
@@ -28,14 +29,27 @@ KINDS = (
     "gradients",
     "gathered layers",
     "batch",
-    "activations",
+    ACTIVATIONS,
     "temporaries",
 )
 """Kinds of memory from the bottom of a chart upwards, in the order of how long they stay."""
 DEPTH = 2
 """Parts of a module's name that an explanation keeps."""
+LAYERS = 6
+"""Parts of the model that a chart tells apart."""
+OUTSIDE = "loss and rest"
+"""What no module made."""
 CACHED = "cached"
 """Memory that the allocator holds without any tensor in it."""
+
+
+class Row(NamedTuple):
+    """Live bytes after an event of a step."""
+
+    position: int
+    by_kind: dict[str, int]
+    by_layer: dict[str, int]
+    """Activations by the part of the model that made them."""
 
 
 class Explanation(NamedTuple):
@@ -86,7 +100,7 @@ def explain(step: Footprint, micro_batch: int) -> Explanation:
     for block, size in live.items():
         kind, module = step.labels[block]
         by_kind[kind] += size
-        if kind == "activations":
+        if kind == ACTIVATIONS:
             by_module[".".join(module.split(".")[:DEPTH]) or "(the model itself)"] += size
     return Explanation(
         micro_batch=micro_batch,
@@ -116,32 +130,95 @@ def memory_curve(step: Footprint, micro_batch: int, allocator: Allocator) -> Mem
         if (before, phase) == ("optimizer", "forward")
     ]
     first = steps[-1] if steps else 0
+    made: Counter[str] = Counter()
+    for block, size in trace.events:
+        if size != FREE and step.labels[block].kind == ACTIVATIONS:
+            made[step.labels[block].module] += size
+    outside = {"": made.pop("")} if "" in made else {}
+    layer_of = layers_of({**made, **outside})
     live = dict.fromkeys(KINDS, 0)
+    of_layers = dict.fromkeys(layer_of.values(), 0)
     blocks: dict[int, tuple[object, int]] = {}
-    rows: list[tuple[int, dict[str, int]]] = []
+    rows: list[Row] = []
     for index, (block, size) in enumerate(trace.events):
-        kind = step.labels[block].kind
+        kind, module = step.labels[block]
         if size == FREE:
             handle, held = blocks.pop(block)
             allocator.free(handle)
-            live[kind] -= held
+            change = -held
         else:
             blocks[block] = allocator.malloc(size), size
-            live[kind] += size
+            change = size
+        live[kind] += change
+        if kind == ACTIVATIONS:
+            of_layers[layer_of[module]] += change
         if index >= first:
             cached = max(0, (allocator.reserved_bytes or 0) - sum(live.values()))
-            rows.append((index - first, {**live, CACHED: cached}))
+            rows.append(Row(index - first, {**live, CACHED: cached}, dict(of_layers)))
     rows = _downsample(rows)
     marks = [(position - first, phase) for position, phase in trace.marks if position >= first]
     return MemoryCurve(
-        positions=[float(position) for position, _ in rows],
+        positions=[float(row.position) for row in rows],
         categories={
-            name: [row[name] for _, row in rows]
+            name: [row.by_kind[name] for row in rows]
             for name in (*KINDS, CACHED)
-            if any(row[name] for _, row in rows)
+            if any(row.by_kind[name] for row in rows)
         },
         phases=_numbered(marks),
+        modules={
+            name: [row.by_layer[name] for row in rows]
+            for name in of_layers
+            if any(row.by_layer[name] for row in rows)
+        },
+        micro_batch=micro_batch,
     )
+
+
+class _Layer(NamedTuple):
+    """Neighbouring modules, from the first to the last, that a chart draws as one."""
+
+    size: int
+    first: str
+    last: str
+    modules: list[str]
+
+    @property
+    def name(self) -> str:
+        """The first and the last module: ``body.layers.0 … 7``."""
+        if self.first == self.last:
+            return module_in_words(self.first) or OUTSIDE
+        parent = self.first.rpartition(".")[0]
+        last = self.last.removeprefix(f"{parent}.") if parent else module_in_words(self.last)
+        return f"{module_in_words(self.first) or OUTSIDE} … {last or OUTSIDE}"
+
+
+def layers_of(sizes: Mapping[str, int]) -> dict[str, str]:
+    """Return the name of the layer of a chart that each module is drawn in.
+
+    A part of the model that has more than half of the memory is drawn as its own parts. Then the smallest
+    neighbours are joined until `LAYERS` are left.
+
+    Args:
+        sizes: bytes by the name of the module, in the order of the forward pass.
+    """
+    half = sum(sizes.values()) / 2
+    layers = [_Layer(sum(sizes.values()), "", "", list(sizes))]
+    while large := next((one for one in layers if one.size > half and len(one.modules) > 1), None):
+        depth = large.first.count(".") + 1 if large.first else 0
+        parts: dict[str, list[str]] = {}
+        for module in large.modules:
+            parts.setdefault(".".join(module.split(".")[: depth + 1]), []).append(module)
+        at = layers.index(large)
+        layers[at : at + 1] = [
+            _Layer(sum(sizes[one] for one in part), name, name, part) for name, part in parts.items()
+        ]
+    while len(layers) > LAYERS:
+        at = min(range(len(layers) - 1), key=lambda at: layers[at].size + layers[at + 1].size)
+        one, other = layers[at : at + 2]
+        layers[at : at + 2] = [
+            _Layer(one.size + other.size, one.first, other.last, one.modules + other.modules)
+        ]
+    return {module: layer.name for layer in layers for module in layer.modules}
 
 
 def predicted_points(
@@ -179,7 +256,7 @@ def _numbered(marks: Sequence[tuple[int, str]]) -> dict[str, float]:
     return found
 
 
-def _downsample(rows: list[tuple[int, dict[str, int]]]) -> list[tuple[int, dict[str, int]]]:
+def _downsample(rows: list[Row]) -> list[Row]:
     """Keep the first row, the last one, and the row with the most live memory of each stretch between."""
     if len(rows) <= MOST_POSITIONS:
         return rows
@@ -187,7 +264,7 @@ def _downsample(rows: list[tuple[int, dict[str, int]]]) -> list[tuple[int, dict[
     count = MOST_POSITIONS - 2
     edges = [len(inner) * number // count for number in range(count + 1)]
     tops = [
-        max(inner[start:end], key=lambda row: sum(row[1].values()) - row[1][CACHED])
+        max(inner[start:end], key=lambda row: sum(row.by_kind.values()) - row.by_kind[CACHED])
         for start, end in pairwise(edges)
     ]
     return [rows[0], *tops, rows[-1]]

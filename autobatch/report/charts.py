@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
@@ -13,7 +16,6 @@ from matplotlib.transforms import ScaledTranslation
 from autobatch.core.records import (
     DeviceRecord,
     MemoryCurve,
-    Plan,
     PredictedPoint,
     Probe,
     RunRecord,
@@ -22,30 +24,37 @@ from autobatch.core.records import (
     TrialComparison,
 )
 from autobatch.core.units import format_bytes
-from autobatch.planning import micro_batches, samples_of_rank
 from autobatch.report.drawing import (
     Picture,
     bytes_unit,
     color,
     draw,
     evenly_spaced,
+    layer,
     plain_axes,
     series,
 )
 from autobatch.report.facts import peak_bytes
 from autobatch.report.tables import Table
-from autobatch.report.words import count, decimal, knobs_in_words, plural, ratio_in_words
+from autobatch.report.words import (
+    count,
+    decimal,
+    knobs_in_words,
+    metrics_in_words,
+    percent,
+    plural,
+    ratio_in_words,
+)
 
-TABLE_ROWS = 50
-"""Rows of a table that belongs to a picture."""
+TABLE_ROWS = 200
+"""Rows of a table that belongs to a picture, and so places that the pointer finds."""
 CACHED = "cached"
 """Category of memory that the allocator holds and no tensor uses; drawn in grey."""
-SHOWN_RANKS = 8
-MOST_BLOCKS = 100
-"""Micro-batches of a rank above which they are drawn as one block."""
 SMOOTHED_FROM = 300
 """Steps from which a noisy curve gets a smoothed line."""
 NOISY = ("loss", "samples/s")
+FROM_ZERO = ("learning rate", "micro-batch")
+"""Panels whose axis starts at 0."""
 
 
 def memory_figure(
@@ -76,11 +85,8 @@ def memory_figure(
                 axes.plot(sizes, heights, style, label=label, **look)
 
         budget = device.budget_bytes / unit
-        axes.axhline(budget, color=color("bad"), linestyle=(0, (5, 3)), linewidth=1.4)
-        axes.annotate(
-            f"budget {format_bytes(device.budget_bytes)}", (0, budget), xycoords=axes.get_yaxis_transform(),
-            xytext=(4, -5), textcoords="offset points", va="top", color=color("bad"),
-        )  # fmt: skip
+        label = f"budget {format_bytes(device.budget_bytes)}"
+        axes.axhline(budget, color=color("bad"), linestyle=(0, (5, 3)), linewidth=1.4, label=label)
         plot(line, "-", "predicted", color=color("muted"), linewidth=1.4)
         plot(fits, "o", "ran and fits", color=color("accent"), markersize=7)
         answer = [point for point in fits if point[0] == probe.micro_batch][-1:]
@@ -115,120 +121,90 @@ def memory_figure(
     ]
     head = ["Micro-batch", "Result", "Peak allocated", "Peak reserved", "Seconds", "Reason"]
     table = Table("Every size that ran, in order", head, rows)
-    return draw("memory", "Peak memory by micro-batch", words, paint, table, heights=(320, 260))
+    places = [one.micro_batch for one in probe.attempts]
+    return draw("memory", "Peak memory by micro-batch", words, paint, table, heights=(320, 260), x=places)
 
 
 def memory_curve_figure(curve: MemoryCurve, budget_bytes: int) -> Picture | None:
-    """Draw live memory over one optimizer step, stacked by category. Return None if it is empty."""
+    """Draw live memory over one optimizer step: activations by module, the rest by category, and the budget.
+
+    Phases are equally wide, because events are no measure of time. Return None if the curve is empty.
+    """
     if not curve.positions or not curve.categories:
         return None
-    peak = max(map(sum, zip(*curve.categories.values(), strict=True)))
+    layers: dict[str, tuple[str, Sequence[int]]] = {}
+    for number, (kind, sizes) in enumerate(curve.categories.items()):
+        if kind == "activations" and curve.modules:
+            layers |= {name: (layer(at), of) for at, (name, of) in enumerate(curve.modules.items())}
+        else:
+            layers[kind] = (color("rule") if kind == CACHED else series(number), sizes)
+    totals = [sum(sizes) for sizes in zip(*curve.categories.values(), strict=True)]
+    peak = max(totals)
+    peak_at = totals.index(peak)
     unit, name = bytes_unit(peak)
-    # Near the right edge, the name of a phase is left of its start.
-    late = curve.positions[0] + 0.85 * (curve.positions[-1] - curve.positions[0])
+    phases = list(curve.phases) or ["step"]
+    starts = [*curve.phases.values()] or [curve.positions[0]]
+    ends = [*starts[1:], max(curve.positions[-1], starts[-1]) + 1]
+    at_phase = [max(0, bisect_right(starts, position) - 1) for position in curve.positions]
+    places = [
+        at + (position - starts[at]) / (ends[at] - starts[at])
+        for position, at in zip(curve.positions, at_phase, strict=True)
+    ]
 
     def paint(figure: Figure, narrow: bool) -> None:
-        axes = plain_axes(figure, xlabel=curve.axis, title=f"live memory, {name}")
-        layers = [[size / unit for size in sizes] for sizes in curve.categories.values()]
-        colors = [color("rule") if it == CACHED else series(n) for n, it in enumerate(curve.categories)]
+        axes = plain_axes(figure, xlabel="phases of one optimizer step", title=f"live memory, {name}")
+        heights = [[size / unit for size in [*sizes, sizes[-1]]] for _, sizes in layers.values()]
         axes.stackplot(
-            curve.positions, layers, colors=colors, linewidth=0, step="post", labels=list(curve.categories)
+            [*places, len(phases)], heights, colors=[hue for hue, _ in layers.values()], labels=list(layers),
+            linewidth=0, step="post",
+        )  # fmt: skip
+        top = 1.12 * max(peak, 1) / unit
+        if budget_bytes / unit < 1.25 * top:
+            top = max(top, 1.06 * budget_bytes / unit)
+            label = f"budget {format_bytes(budget_bytes)}"
+            axes.axhline(budget_bytes / unit, color=color("bad"), linestyle=(0, (5, 3)), label=label)
+        label = f"peak {format_bytes(peak)}"
+        axes.plot(
+            [places[peak_at]], [peak / unit], "o", color=color("ink"), markersize=5, label=label, zorder=3
         )
-        top = 1.25 * max(peak, 1) / unit
-        axes.margins(x=0)
+        axes.set_xlim(0, len(phases))
         axes.set_ylim(0, top)
-        if budget_bytes / unit < top:
-            axes.axhline(budget_bytes / unit, color=color("bad"), linestyle=(0, (5, 3)), label="budget")
-        axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, integer=True))
-        for number, (phase, start) in enumerate(curve.phases.items()):
-            # The names of short phases would overlap, so every second one is lowered.
-            drop = 13 * (number % 2)
-            axes.axvline(start, color=color("rule"), linewidth=1)
-            axes.annotate(
-                phase, (start, 1), xycoords=axes.get_xaxis_transform(), textcoords="offset points",
-                xytext=(-3 if start > late else 3, -2 - drop), ha="right" if start > late else "left",
-                va="top", color=color("muted"),
-            )  # fmt: skip
+        for start in range(1, len(phases)):
+            axes.axvline(start, color=color("paper"), linewidth=1.5, zorder=1.5)
+        named = [phase.replace(" ", "\n") if narrow else phase for phase in phases]
+        axes.set_xticks([at + 0.5 for at in range(len(phases))], named)
+        axes.yaxis.set_major_locator(MaxNLocator(5))
 
-    chosen = evenly_spaced(len(curve.positions), TABLE_ROWS)
+    chosen = sorted({*evenly_spaced(len(places), TABLE_ROWS), peak_at})
     table = Table(
-        f"Live memory by category, {count(len(chosen))} of {count(len(curve.positions))} points",
-        [curve.axis.capitalize(), *curve.categories],
+        f"Live memory over one step, {count(len(chosen))} of {count(len(places))} points",
+        ["Phase", *layers, "All"],
         [
-            [decimal(curve.positions[at], 6), *(format_bytes(of[at]) for of in curve.categories.values())]
+            [
+                f"{phases[at_phase[at]]}, {percent(places[at] - at_phase[at])}",
+                *(format_bytes(sizes[at]) for _, sizes in layers.values()),
+                format_bytes(totals[at]),
+            ]
             for at in chosen
         ],
     )
-    note = f"The peak is {format_bytes(peak)}."
-    words = f"Live memory by category over the {curve.axis}s of a step. {note}"
+    where = "" if curve.micro_batch is None else f" at micro-batch {count(curve.micro_batch)}"
+    note = (
+        f"Predicted{where}. The peak is {format_bytes(peak)} of {format_bytes(budget_bytes)}, in "
+        f"{phases[at_phase[peak_at]]}."
+    )
+    if curve.modules:
+        note += " Activations, in green, are shown by the part of the model that made them."
     return draw(
         "memory-over-time",
         "Memory over one optimizer step",
-        words,
+        f"Live memory over the phases of a step. {note}",
         paint,
         table,
-        heights=(320, 260),
+        heights=(380, 340),
         note=note,
+        x=[places[at] for at in chosen],
     )
-
-
-def plan_figure(plan: Plan) -> Picture:
-    """Draw one optimizer step: one row per rank, and one block per micro-batch, as wide as its samples."""
-    shown = min(plan.world_size, SHOWN_RANKS)
-    split = [one.micro_batches for one in plan.ranks[:shown]] or [
-        micro_batches(
-            samples_of_rank(plan.target_batch, plan.world_size, rank, plan.multiple),
-            plan.micro_batch,
-            plan.multiple,
-        )
-        for rank in range(shown)
-    ]
-    split[0] = plan.micro_batches or split[0]
-    most = max(map(sum, split))
-    is_apart = max(map(len, split)) <= MOST_BLOCKS
-
-    def paint(figure: Figure, narrow: bool) -> None:
-        ranks = ", by rank" if shown > 1 else ""
-        axes = plain_axes(figure, xlabel=f"samples of one optimizer step{ranks}")
-        axes.grid(visible=False)
-        room = (300 if narrow else 650) / most
-        for row, sizes in enumerate(split):
-            blocks = sizes if is_apart else [sum(sizes)]
-            starts = [0, *itertools.accumulate(blocks)][: len(blocks)]
-            gap = min(1.0, room * min(blocks, default=0) / 8) / room
-            bars = axes.barh(
-                [row] * len(blocks), [size - gap for size in blocks], 0.72, starts, color=color("accent"),
-                label="" if is_apart else "all micro-batches (too many to draw one by one)",
-            )  # fmt: skip
-            fits = [is_apart and room * size > 8 + 7 * len(count(size)) for size in blocks]
-            labels = [count(size) if fit else "" for size, fit in zip(blocks, fits, strict=True)]
-            axes.bar_label(bars, labels, label_type="center", color=color("on-accent"))
-        axes.set_xlim(0, most)
-        axes.set_ylim(shown - 0.5, -0.5)
-        axes.set_yticks(range(shown), [f"rank {rank}" for rank in range(shown)] if shown > 1 else [""])
-        ticks = sorted({round(most * quarter / 4) for quarter in range(5)})
-        axes.set_xticks(ticks, [count(tick) for tick in ticks])
-
-    few = "" if shown == plan.world_size else f"The first {shown} of {plan.world_size} ranks are shown."
-    words = (
-        f"{plural(plan.target_batch, 'sample')} in "
-        f"{plural(plan.accumulation_steps, 'micro-batch', 'micro-batches')} of at most "
-        f"{count(plan.micro_batch)} on {plural(plan.world_size, 'rank')}."
-    )
-    table = Table(
-        f"Samples of each micro-batch, in order{f', first {shown} ranks' if few else ''}",
-        ["Rank", "Samples", "Micro-batches"],
-        [
-            [
-                str(rank),
-                count(sum(sizes)),
-                ", ".join(f"{len(list(same))} × {count(size)}" for size, same in itertools.groupby(sizes)),
-            ]
-            for rank, sizes in enumerate(split)
-        ],
-    )
-    heights = (70 + 42 * shown, 70 + 34 * shown)
-    return draw("plan", "One optimizer step", words, paint, table, heights=heights, note=few)
 
 
 def trials_figure(trials: Sequence[Trial]) -> Picture | None:
@@ -289,7 +265,8 @@ def trials_figure(trials: Sequence[Trial]) -> Picture | None:
         for trial in trials
     ]
     table = Table("Every trial", ["Trial", "Samples/s", "÷ default", "Feasible", *knobs, "Note"], rows)
-    return draw("trials", "Speed by trial", words, paint, table, heights=(280, 240), note=words)
+    numbers = [trial.number + 1 for trial in trials]
+    return draw("trials", "Speed by trial", words, paint, table, heights=(280, 240), note=words, x=numbers)
 
 
 def comparison_figure(comparisons: Sequence[TrialComparison]) -> Picture | None:
@@ -337,41 +314,52 @@ def comparison_figure(comparisons: Sequence[TrialComparison]) -> Picture | None:
 class Curve(NamedTuple):
     """One quantity over the optimizer steps of a run."""
 
+    panel: str
+    """Title of the axes; curves with the same one are drawn together."""
     label: str
     steps: list[int]
     values: list[float]
 
 
-def training_figure(metrics: Sequence[StepRecord], checkpoints: Sequence[int] = ()) -> Picture | None:
-    """Draw loss, learning rate and throughput over the optimizer steps, with recoveries and checkpoints.
+def training_figure(
+    metrics: Sequence[StepRecord],
+    checkpoints: Sequence[int] = (),
+    held_out: Mapping[str, float | None] | None = None,
+) -> Picture | None:
+    """Draw losses, held-out figures, learning rate and throughput over the optimizer steps, with its events.
+
+    The micro-batch is drawn if it changed. Recoveries and checkpoints are vertical lines.
 
     Args:
         metrics: one record per optimizer step; if a step ran again, its last record counts.
         checkpoints: optimizer steps after which a checkpoint was written.
+        held_out: held-out figures after the last step.
 
     Returns:
         The picture; None if there are no records.
     """
     records = [record for _, record in sorted({record.step: record for record in metrics}.items())]
+    if records and not records[-1].validation:
+        records[-1] = msgspec.structs.replace(records[-1], validation=dict(held_out or {}))
     speeds = dict(_speeds(records))
-    curves = [curve for curve in _curves(records, speeds) if curve.steps]
-    if not curves:
+    panels: dict[str, list[Curve]] = {}
+    for curve in _curves(records, speeds):
+        if len(curve.steps) > curve.panel.startswith("held-out"):  # one figure is no course
+            panels.setdefault(curve.panel, []).append(curve)
+    if not panels:
         return None
     recoveries = [record.step for record in records if record.recovered is not None]
 
     def paint(figure: Figure, narrow: bool) -> None:
-        tall = [2.2 if curve.label == "loss" else 1.0 for curve in curves]
-        grid = figure.subplots(len(curves), sharex=True, squeeze=False, gridspec_kw={"height_ratios": tall})
-        for axes, curve in zip(grid[:, 0], curves, strict=True):
-            axes.set_title(curve.label)
+        tall = [2.2 if panel == "loss" else 1.0 for panel in panels]
+        grid = figure.subplots(len(panels), sharex=True, squeeze=False, gridspec_kw={"height_ratios": tall})
+        for axes, (panel, curves) in zip(grid[:, 0], panels.items(), strict=True):
+            axes.set_title(panel)
             axes.margins(x=0.02)
-            axes.yaxis.set_major_locator(MaxNLocator(5 if curve.label == "loss" else 3))
-            smooth = smoothed(curve.values) if curve.label in NOISY else []
-            marker = "o" if len(curve.steps) == 1 or curve.label.startswith("held-out") else ""
-            axes.plot(curve.steps, curve.values, color=color("soft" if smooth else "accent"), marker=marker)
-            if smooth:
-                axes.plot(curve.steps, smooth, color=color("accent"), label="running mean")
-            if curve.label == "learning rate":
+            axes.yaxis.set_major_locator(MaxNLocator(5 if panel == "loss" else 3))
+            for curve in curves:
+                _plot(axes, curve, "series-7" if curve.label != panel else "accent")
+            if panel in FROM_ZERO:
                 axes.set_ylim(bottom=0)
             for step in checkpoints:
                 style = {"color": color("muted"), "linestyle": (0, (1, 3)), "linewidth": 1.1}
@@ -379,25 +367,44 @@ def training_figure(metrics: Sequence[StepRecord], checkpoints: Sequence[int] = 
             for step in recoveries:
                 label = "recovery from out of memory"
                 axes.axvline(step, zorder=1, color=color("warn"), linewidth=1.1, label=label)
-        seen = {step for curve in curves for step in curve.steps}
-        if len(seen) == 1:
-            axes.set_xlim(min(seen) - 1, min(seen) + 1)
+        if len(records) == 1:
+            axes.set_xlim(records[0].step - 1, records[0].step + 1)
         axes.set_xlabel("optimizer step")
         axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, integer=True))
 
     words = (
-        f"{', '.join(curve.label for curve in curves)} over {plural(len(records), 'optimizer step')}, with "
+        f"{', '.join(curve.label for curves in panels.values() for curve in curves)} over "
+        f"{plural(len(records), 'optimizer step')}, with "
         f"{plural(len(recoveries), 'recovery', 'recoveries')} and {plural(len(checkpoints), 'checkpoint')}."
     )
-    chosen = [records[at] for at in evenly_spaced(len(records), TABLE_ROWS)]
-    few = f"Optimizer steps: {count(len(chosen))} of {count(len(records))}, evenly spaced"
+    events = [at for at, record in enumerate(records) if record.recovered or record.validation]
+    shown = {
+        *evenly_spaced(len(records), TABLE_ROWS),
+        *(events[at] for at in evenly_spaced(len(events), 100)),
+    }
+    chosen = [records[at] for at in sorted(shown)]
+    few = f"Optimizer steps: {count(len(chosen))} of {count(len(records))}"
     table = Table(
         "Every optimizer step" if len(chosen) == len(records) else few,
-        ["Step", "Loss", "Learning rate", "Samples/s", "Micro-batch", "Event"],
+        ["Step", "Loss", "Learning rate", "Samples/s", "Micro-batch", "Held-out", "Event"],
         [_cells(record, speeds.get(record.step)) for record in chosen],
     )
-    tall = 130 + 100 * len(curves)
-    return draw("training", "Training", words, paint, table, heights=(tall, tall))
+    tall = 130 + 100 * len(panels)
+    places = [record.step for record in chosen]
+    return draw("training", "Training", words, paint, table, heights=(tall, tall), x=places)
+
+
+def _plot(axes: Axes, curve: Curve, role: str) -> None:
+    """Draw a curve, with a smoothed line over one that is long and noisy."""
+    smooth = smoothed(curve.values) if curve.label in NOISY else []
+    is_sparse = len(curve.steps) == 1 or curve.label.startswith("held-out")
+    axes.plot(
+        curve.steps, curve.values, color=color("soft" if smooth else role), markersize=5,
+        marker="o" if is_sparse else "", label="" if curve.label == curve.panel else curve.label,
+        drawstyle="steps-mid" if curve.label == "micro-batch" else "default",
+    )  # fmt: skip
+    if smooth:
+        axes.plot(curve.steps, smooth, color=color(role), label="running mean")
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
@@ -411,16 +418,20 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _curves(records: Sequence[StepRecord], speeds: Mapping[int, float]) -> Iterator[Curve]:
-    known = [(record.step, record.loss) for record in records if record.loss is not None]
-    yield Curve("loss", [step for step, _ in known], [loss for _, loss in known])
+    def curve(panel: str, label: str, value: Callable[[StepRecord], float | None]) -> Curve:
+        known = [(record.step, found) for record in records if (found := value(record)) is not None]
+        return Curve(panel, label, [step for step, _ in known], [found for _, found in known])
+
+    yield curve("loss", "loss", lambda record: record.loss)
+    for name in sorted({name for record in records for name in record.validation}, key="loss".__ne__):
+        panel = "loss" if name == "loss" else f"held-out {name}"
+        yield curve(panel, f"held-out {name}", lambda record, name=name: record.validation.get(name))  # type: ignore[misc]
     for name in dict.fromkeys(name for record in records for name in record.terms):
-        found = [(one.step, value) for one in records if (value := one.terms.get(name)) is not None]
-        yield Curve(f"loss: {name}", [step for step, _ in found], [value for _, value in found])
-    yield Curve("learning rate", [one.step for one in records], [one.learning_rate for one in records])
-    yield Curve("samples/s", list(speeds), list(speeds.values()))
-    for name in dict.fromkeys(name for record in records for name in record.validation):
-        found = [(one.step, value) for one in records if (value := one.validation.get(name)) is not None]
-        yield Curve(f"held-out {name}", [step for step, _ in found], [value for _, value in found])
+        yield curve(f"loss: {name}", f"loss: {name}", lambda record, name=name: record.terms.get(name))  # type: ignore[misc]
+    yield curve("learning rate", "learning rate", lambda record: record.learning_rate)
+    yield curve("samples/s", "samples/s", lambda record: speeds.get(record.step))
+    if len({record.micro_batch for record in records}) > 1:
+        yield curve("micro-batch", "micro-batch", lambda record: record.micro_batch)
 
 
 def _speeds(records: Sequence[StepRecord]) -> Iterator[tuple[int, float]]:
@@ -442,6 +453,7 @@ def _cells(record: StepRecord, speed: float | None) -> list[str]:
         decimal(record.learning_rate, 6),
         "" if speed is None else decimal(speed),
         count(record.micro_batch),
+        ", ".join(metrics_in_words(record.validation)),
         "; ".join(filter(None, (skipped, record.recovered))),
     ]
 

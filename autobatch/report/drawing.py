@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 
 from autobatch.core.text import error_text
 from autobatch.core.units import GiB, KiB, MiB, TiB
@@ -50,10 +51,16 @@ PALETTE: Mapping[str, Colors] = {
     "series-5": Colors("#8ba37c", "#8fae7d", "#6d865e"),
     "series-6": Colors("#b3858f", "#bd838e", "#9b606d"),
     "series-7": Colors("#8d7fb0", "#9d8fc2", "#7a69a6"),
+    "layer-1": Colors("#2f5d46", "#2f6a4c", "#2c7a55"),
+    "layer-2": Colors("#8fb573", "#a3c586", "#7b9550"),
+    "layer-3": Colors("#4f7f3f", "#5a8d4c", "#3f7f31"),
+    "layer-4": Colors("#c3d39a", "#d0deae", "#90904f"),
+    "layer-5": Colors("#7d8f2e", "#8d9f40", "#6c7d1c"),
+    "layer-6": Colors("#dde2b0", "#e6ebc6", "#4b8f46"),
 }
 """Colours by role."""
-SERIES = 7
-"""Number of colours for categories."""
+SERIES, LAYERS = 7, 6
+"""Numbers of colours for categories, and for the layers of a category."""
 
 
 class Picture(NamedTuple):
@@ -76,6 +83,11 @@ def color(role: str) -> str:
 def series(number: int) -> str:
     """Return the colour of category ``number``, counted from 0; colours repeat after the last."""
     return color(f"series-{number % SERIES + 1}")
+
+
+def layer(number: int) -> str:
+    """Return the colour of part ``number`` of a category, counted from 0; colours repeat after the last."""
+    return color(f"layer-{number % LAYERS + 1}")
 
 
 def evenly_spaced(length: int, limit: int) -> list[int]:
@@ -108,6 +120,7 @@ def draw(
     *,
     heights: tuple[int, int],
     note: str = "",
+    x: Sequence[float] = (),
 ) -> Picture:
     """Draw a picture for wide and for narrow pages.
 
@@ -121,11 +134,13 @@ def draw(
         table: the data.
         heights: heights of the wide and the narrow drawing without its legend, in CSS pixels.
         note: text below the picture.
+        x: the place of each row of the table on the horizontal axis, for charts that show the row nearest to
+            the pointer. A stack has its layers in the columns after the first, in order.
     """
     sizes = {"wide": (WIDE, heights[0]), "narrow": (NARROW, heights[1])}
     try:
         svg = "".join(
-            _inline(_drawn(f"{slug}-{name}", painter, *size), slug, name, title, description)
+            _inline(_drawn(f"{slug}-{name}", painter, *size, x), slug, name, title, description)
             for name, size in sizes.items()
         )
     except Exception as error:
@@ -134,8 +149,14 @@ def draw(
     return Picture(slug, title, svg, table, note)
 
 
-def _drawn(salt: str, painter: Callable[[Figure, bool], None], width: int, height: int) -> str:
-    """Return the SVG file that matplotlib writes; its ids depend on the salt."""
+def _drawn(
+    salt: str, painter: Callable[[Figure, bool], None], width: int, height: int, places: Sequence[float]
+) -> str:
+    """Return the SVG file that matplotlib writes; its ids depend on the salt.
+
+    If there are places for the pointer, the SVG has them as data, and the panels that they are on. A panel is
+    its left, top, right and bottom in pixels, then its range of values from left to right and upwards.
+    """
     is_narrow = width == NARROW
     with mpl.rc_context(), warnings.catch_warnings():
         # The browser has the font; a missing glyph only makes matplotlib guess its width.
@@ -146,10 +167,24 @@ def _drawn(salt: str, painter: Callable[[Figure, bool], None], width: int, heigh
         mpl.rcParams["svg.hashsalt"] = salt
         figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
         painter(figure, is_narrow)
+        for axis in [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]:
+            if max(axis.get_view_interval()) >= 1000 and isinstance(
+                axis.get_major_formatter(), ScalarFormatter
+            ):
+                axis.set_major_formatter("{x:,.0f}")
         _add_legend(figure, width, height)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    return buffer.getvalue()
+    if not places:
+        return buffer.getvalue()
+    height = round(72 * figure.get_figheight())
+    panels = []
+    for axes in figure.axes:
+        left, bottom, right, top = axes.get_position().extents
+        edges = (left * width, (1 - top) * height, right * width, (1 - bottom) * height)
+        panels.append([*edges, *axes.get_xlim(), *axes.get_ylim()])
+    panels, points = ([[float(f"{edge:.6g}") for edge in row] for row in rows] for rows in (panels, [places]))
+    return buffer.getvalue().replace("<svg ", f'<svg data-panels="{panels}" data-x="{points[0]}" ', 1)
 
 
 def _add_legend(figure: Figure, width: int, height: int) -> None:
@@ -172,13 +207,17 @@ def _inline(file: str, slug: str, name: str, title: str, description: str) -> st
     body = re.sub(r"<metadata>.*?</metadata>\s*|<!--.*?-->\s*", "", file, flags=re.DOTALL)
     body = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', body)
     body = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", body)
-    body = re.sub(r"(font: (?:\w+ )*?[\d.]+px) [^;\"]+", r"\1 var(--sans, system-ui, sans-serif)", body)
+    body = re.sub(
+        r"(font-family:|font: (?:\w+ )*?[\d.]+px) [^;\"]+", r"\1 var(--sans, system-ui, sans-serif)", body
+    )
+    # Hundredths of a pixel are enough, and a third of the size.
+    body = re.sub(r' d="[^"]+"', lambda path: re.sub(r"(\.\d\d)\d+| (?=\n)", r"\1", path[0]), body)
     for role, colors in PALETTE.items():
         body = body.replace(color(role), f"var(--{role}, {colors.light})")
-    start = re.search(r'<svg[^>]*(viewBox="[^"]+")[^>]*>', body)
+    start = re.search(r'<svg( data-panels[^>]*")?[^>]*?(viewBox="[^"]+")[^>]*>', body)
     assert start is not None  # matplotlib always writes it
     return (
-        f'<svg class="{name}" {start[1]} xmlns="http://www.w3.org/2000/svg" '
+        f'<svg class="{name}" {start[2]}{start[1] or ""} xmlns="http://www.w3.org/2000/svg" '
         f'xmlns:xlink="http://www.w3.org/1999/xlink" role="img" '
         f'aria-label="{escape(title)}" aria-describedby="{prefix}-description">'
         f'<title>{escape(title)}</title><desc id="{prefix}-description">{escape(description)}</desc>'

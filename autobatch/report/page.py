@@ -28,7 +28,6 @@ from autobatch.report.charts import (
     losses_figure,
     memory_curve_figure,
     memory_figure,
-    plan_figure,
     times_figure,
     training_figure,
     trials_figure,
@@ -97,18 +96,23 @@ def render(run: RunRecord) -> str:
 
 def sections_of(run: RunRecord) -> list[Section]:
     """Return the sections that have anything to show, in reading order."""
-    plan, probe, tuning, training = run.plan, run.probe, run.tuning, run.training
+    probe, tuning, training = run.probe, run.tuning, run.training
     facts = facts_of(run)
-    stages = {"fits": "What fits", "plan": "Plan", "tuning": "Tuning", "training": "Training"}
+    stages = {
+        "memory": "Where the memory goes",
+        "fits": "What fits",
+        "plan": "Plan",
+        "tuning": "Tuning",
+        "training": "Training",
+    }
     pictures: dict[str, list[Picture | None]] = {
-        "fits": [
-            memory_figure(run.device, probe, run.predicted) if probe else None,
-            memory_curve_figure(run.memory_curve, run.device.budget_bytes) if run.memory_curve else None,
+        "memory": [
+            memory_curve_figure(run.memory_curve, run.device.budget_bytes) if run.memory_curve else None
         ],
-        "plan": [plan_figure(plan) if plan and plan.size_cut is None else None],
+        "fits": [memory_figure(run.device, probe, run.predicted) if probe else None],
         "tuning": [comparison_figure(tuning.comparisons), trials_figure(tuning.history)] if tuning else [],
         "training": [
-            training_figure(run.metrics, run.checkpoints),
+            training_figure(run.metrics, run.checkpoints, training.validation if training else {}),
             times_figure(training.phase_seconds) if training else None,
         ],
     }
@@ -186,7 +190,10 @@ def estimates_html(estimates: Sequence[Estimate], notes: Sequence[str]) -> str:
 
 def _page(title: str, sections: Sequence[Section], **head: object) -> str:
     """Build a page in the style of the report."""
-    return _filled("page.html.j2", title=title, sections=sections, style=_style_sheet(), **head)
+    explored = any(" data-x=" in picture.svg for section in sections for picture in section.pictures)
+    return _filled(
+        "page.html.j2", title=title, sections=sections, style=_style_sheet(), explored=explored, **head
+    )
 
 
 def _fragment(
@@ -202,7 +209,8 @@ def _fragment(
         "notebook.html.j2", headline=words, facts=facts, pictures=pictures, tables=tables, notes=notes
     )
     # matplotlib's style sheet would apply to the whole notebook. Inherited styles apply to the chart alone.
-    html = re.sub(r'<svg class="narrow".*?</svg>|<style[^>]*>.*?</style>', "", html, flags=re.DOTALL)
+    left_out = r'<svg class="narrow".*?</svg>|<style[^>]*>.*?</style>| data-(x|panels)="[^"]*"'
+    html = re.sub(left_out, "", html, flags=re.DOTALL)
     html = html.replace('<svg class="wide"', '<svg style="stroke-linejoin:round;stroke-linecap:butt"')
     html = re.sub(r"var\(--sans, ([^)]*)\)", r"\1", html)
     html = re.sub(r"var\(--([\w-]+), #[0-9a-f]{6}\)", lambda found: PALETTE[found[1]].either, html)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -9,10 +10,8 @@ import matplotlib as mpl
 import msgspec
 import pytest
 
-from autobatch import Plan
-from autobatch.core.records import Attempt, MemoryCurve, RankPlan, Trial
+from autobatch.core.records import Attempt, MemoryCurve, Trial
 from autobatch.core.units import GiB, MiB
-from autobatch.planning import make_plan
 from autobatch.report import charts, drawing
 from autobatch.report.page import sections_of
 from tests.support.sample_run import a_device, a_memory_curve, a_probe, a_run, a_step, some_trials
@@ -38,10 +37,6 @@ def described(picture: Any | None) -> str:
 
 def trained(*records: Any) -> Any:
     return drawn(charts.training_figure(records))
-
-
-def planned(target: int, limit: int, ranks: int = 1) -> Plan:
-    return make_plan(target_batch=target, micro_batch_limit=limit, learning_rate=0.1, world_size=ranks)
 
 
 def test_every_drawing_has_colours_of_the_palette_and_is_drawn_wide_and_narrow(
@@ -74,12 +69,12 @@ def test_what_is_drawn_is_in_words_and_in_the_legend(pictures: dict[str, Any]) -
         "memory": ["4 sizes fitted, 2 did not. The result is 93. The budget is 6.00 GiB.",
                    "budget 6.00 GiB<", ">ran and fits<", ">result, 93<",
                    ">did not fit (its peak is unknown)<", ">predicted<"],
-        "memory-over-time": ["The peak is 4.98 GiB.", ">activations<", ">optimizer state<"],
-        "plan": ["1,024 samples in 12 micro-batches of at most 86 on 1 rank.", ">86<"],
+        "memory-over-time": ["Predicted at micro-batch 93. The peak is 4.98 GiB of 6.00 GiB, in backward.",
+                             ">budget 6.00 GiB<", ">peak 4.98 GiB<", ">body.0 … 3<", ">optimizer state<"],
         "comparison": ["compiled  15 % faster<", ">chosen<"],
         "trials": ["12 trials measured, 1 infeasible. The study was continued 1 time.",
                    "speed ÷ speed of the default<", ">continued later<", ">infeasible<"],
-        "training": ["loss, learning rate, samples/s over 120 optimizer steps, with 1 recovery and 3 check",
+        "training": ["loss, learning rate, samples/s, micro-batch over 120 optimizer steps, with 1 recovery",
                      ">recovery from out of memory<", ">checkpoint<"],
         "times": ["backward 48 %, forward 31 %", ">step 9 %<"],
     }  # fmt: skip
@@ -123,44 +118,40 @@ def test_unknown_peaks_and_nothing_that_fits() -> None:
 def test_memory_over_a_step_is_stacked_with_cached_memory_in_grey() -> None:
     curve = MemoryCurve(positions=[0.0, 1.0], categories={"parameters": [GiB, GiB], "cached": [0, 2 * GiB]})
     picture = drawn(charts.memory_curve_figure(curve, 3 * GiB))
-    assert picture.note == "The peak is 3.00 GiB."
+    assert picture.note == "Predicted. The peak is 3.00 GiB of 3.00 GiB, in step."
     assert re.search(r"fill: var\(--rule", picture.svg)
-    assert ">budget<" in picture.svg
-    assert ">budget<" not in drawn(charts.memory_curve_figure(a_memory_curve(), 60 * GiB)).svg, "far above"
+    assert ">budget 3.00 GiB<" in picture.svg
+    assert ">budget" not in drawn(charts.memory_curve_figure(a_memory_curve(), 60 * GiB)).svg, "far above"
     empty = MemoryCurve(positions=[0.0], categories={"parameters": [0]})
-    assert drawn(charts.memory_curve_figure(empty, GiB)).table.rows == [["0", "0 B"]]
+    assert drawn(charts.memory_curve_figure(empty, GiB)).table.rows == [["step, 0 %", "0 B", "0 B"]]
 
 
-@pytest.mark.parametrize(
-    ("target", "limit", "ranks", "rows"),
-    [
-        (1, 1, 1, [["0", "1", "1 × 1"]]),
-        (1024, 93, 1, [["0", "1,024", "4 × 86, 8 × 85"]]),
-        (7, 2, 2, [["0", "4", "2 × 2"], ["1", "3", "1 × 2, 1 × 1"]]),
-    ],
-)
-def test_the_plan_shows_the_share_of_each_rank(
-    target: int, limit: int, ranks: int, rows: list[list[str]]
-) -> None:
-    assert charts.plan_figure(planned(target, limit, ranks)).table.rows == rows
+def test_phases_are_equally_wide_and_activations_are_shown_by_module(pictures: dict[str, Any]) -> None:
+    head, rows = pictures["memory-over-time"].table[1:]
+    assert head == [
+        "Phase", "parameters", "optimizer state", "gradients", "embedding", "body.0 … 3", "All"
+    ]  # fmt: skip
+    assert rows[60] == [
+        "backward, 0 %", "400 MiB", "800 MiB", "0 B", "1.27 GiB", "2.54 GiB", "4.98 GiB"
+    ]  # fmt: skip
+    places = json.loads(re.findall('data-x="([^"]*)"', pictures["memory-over-time"].svg)[0])
+    assert [places[at] for at in (0, 30, 60, 88, 116)] == [0, 0.5, 1, 1.5, 2]
 
 
-def test_many_ranks_many_micro_batches_and_unlike_ranks() -> None:
-    wide = charts.plan_figure(planned(4096, 8, 64))
-    assert len(wide.table.rows) == 8
-    assert wide.note == "The first 8 of 64 ranks are shown."
-    long = charts.plan_figure(planned(10_000, 1))
-    assert len(long.svg) < 25_000
-    assert "all micro-batches (too many to draw one by one)" in long.svg
-    ranks = [
-        RankPlan(rank=n, host="a", device="b", kind=n, limit=9, samples=sum(own), micro_batches=own)
-        for n, own in enumerate(([9], [3, 2], []))
-    ]
-    unlike = charts.plan_figure(
-        msgspec.structs.replace(planned(14, 9), world_size=3, ranks=ranks, micro_batches=[9])
-    )
-    assert unlike.table.rows == [["0", "9", "1 × 9"], ["1", "5", "1 × 3, 1 × 2"], ["2", "0", ""]]
-    assert "rank 2</text>" in unlike.svg
+def test_a_pointer_finds_each_row_on_the_panels_of_a_chart(pictures: dict[str, Any]) -> None:
+    for slug, panels in {"memory-over-time": 1, "memory": 1, "trials": 1, "training": 4}.items():
+        picture = pictures[slug]
+        for places in re.findall('data-x="([^"]*)"', picture.svg):
+            assert len(json.loads(places)) == len(picture.table.rows), slug
+        for width, height, found in re.findall(
+            'viewBox="0 0 ([^ ]+) ([^"]+)" data-panels="([^"]*)"', picture.svg
+        ):
+            boxes = json.loads(found)
+            assert len(boxes) == panels
+            for left, top, right, bottom, *_ in boxes:
+                assert 0 <= left < right <= float(width)
+                assert 0 <= top < bottom <= float(height)
+    assert "data-x" not in pictures["times"].svg
 
 
 def test_trials_count_from_one_and_infeasible_ones_have_no_speed() -> None:
@@ -190,7 +181,7 @@ def test_long_runs_are_thinned_but_keep_their_spikes() -> None:
     spiky = trained(*(a_step(step, loss=9.0 if step == 7777 else 1.0) for step in range(1, 20_001)))
     assert len(spiky.svg) < 200_000
     assert [spiky.table.rows[at][0] for at in (0, -1)] == ["1", "20,000"]
-    assert len(spiky.table.rows) == 50
+    assert len(spiky.table.rows) == charts.TABLE_ROWS + 1, "the recovery is always there"
     # The spike is in the curve: its axis goes up to it.
     assert ">8</text>" in spiky.svg
     assert ">8</text>" not in flat.svg
@@ -214,8 +205,21 @@ def test_the_speed_of_a_step_counts_its_own_samples() -> None:
 
 def test_held_out_figures_are_curves_and_one_step_is_a_point() -> None:
     assert trained(a_step(1)).svg.count("<use") >= 6, "three curves, wide and narrow"
-    validated = trained(a_step(1, validation={"f1": 0.5}), a_step(2, validation={"f1": None}))
-    assert described(validated).startswith("loss, learning rate, samples/s, held-out f1 over 2")
+    steps = [a_step(at, validation={"f1": 0.5, "loss": 1.0} if at < 3 else {"f1": None}) for at in (1, 2, 3)]
+    assert described(trained(*steps)).startswith(
+        "loss, held-out loss, held-out f1, learning rate, samples/s over 3"
+    )
+    assert described(trained(a_step(1), *steps[2:])).startswith("loss, learning rate, samples/s over 2")
+    ended = drawn(charts.training_figure([*steps[:2], a_step(3)], held_out={"f1": 0.75}))
+    assert [row[-2] for row in ended.table.rows] == ["f1 0.5, loss 1", "f1 0.5, loss 1", "f1 0.75"]
+
+
+def test_a_recovery_is_on_the_chart_with_the_micro_batch_that_dropped(pictures: dict[str, Any]) -> None:
+    assert ">micro-batch</text>" in pictures["training"].svg
+    (row,) = [row for row in pictures["training"].table.rows if row[-1]]
+    assert row[0] == "41"
+    assert row[4:] == ["64", "", "CUDA out of memory. Tried to allocate 96.00 MiB"]
+    assert ">micro-batch</text>" not in trained(a_step(1), a_step(2)).svg, "it did not change"
 
 
 def test_a_long_noisy_curve_has_a_smoothed_line_over_it() -> None:

@@ -23,7 +23,7 @@ from tests.support.page_checker import CHROMIUM, Page, check, measure
 from tests.support.sample_run import a_device, a_probe, a_run, an_estimate
 
 HOSTILE = "<script>alert(1)</script> \" ' &amp; ${x} $$ %s"
-PARTS = ["fits", "plan", "tuning", "training", "device", "repeat"]
+PARTS = ["memory", "fits", "plan", "tuning", "training", "device", "repeat"]
 
 
 @pytest.fixture(scope="module", name="full")
@@ -37,7 +37,7 @@ def test_the_whole_page_is_sound(full):
     figures = [figure["id"] for figure in page.all("figure")]
     assert figures == [
         f"figure-{slug}"
-        for slug in ("memory", "memory-over-time", "plan", "comparison", "trials", "training", "times")
+        for slug in ("memory-over-time", "memory", "comparison", "trials", "training", "times")
     ]
     assert len(page.all("svg")) == 2 * len(figures), "each is drawn wide and narrow"
     assert len(page.all("details")) == len(figures), "each has its data"
@@ -60,10 +60,9 @@ def test_the_same_data_give_the_same_page(full):
 @pytest.mark.parametrize(
     ("missing", "left"),
     [
-        ({"probe", "memory_curve"}, PARTS),
-        ({"plan"}, ["fits", "tuning", "training", "device", "repeat"]),
-        ({"tuning"}, ["fits", "plan", "training", "device", "repeat"]),
-        ({"training", "metrics"}, ["fits", "plan", "tuning", "device", "repeat"]),
+        ({"probe", "memory_curve"}, PARTS[1:]),
+        *(({part}, [one for one in PARTS if one != part]) for part in ("plan", "tuning")),
+        ({"training", "metrics"}, [one for one in PARTS if one != "training"]),
         ({"versions", "command"}, PARTS[:-1]),
         (
             {"probe", "plan", "tuning", "training", "metrics", "memory_curve",
@@ -92,8 +91,8 @@ def test_user_text_is_escaped():
         a_run(device=device, title=HOSTILE, command=HOSTILE, versions={HOSTILE: HOSTILE}, notes=[HOSTILE])
     )
     page = check(full)
-    # The only script is that of the button that copies the command.
-    assert full.count("<script") == full.count("<script>(() => {") == 1
+    # The only scripts are those of the charts and of the button that copies the command.
+    assert full.count("<script") == full.count("<script>(() => {") == 2
     assert page.text.count("<script>alert(1)</script>") >= 8
 
 
@@ -180,7 +179,7 @@ def test_a_notebook_shows_each_kind_of_result() -> None:
     assert "Every size that ran, in order" in page.text
     page = shown(PlanResult(**fields(a_run().plan), device=a_device(), probe=a_probe()))
     assert "batch 1,024 in 12 micro-batches (4 × 86, 8 × 85)" in page.text
-    assert len(page.all("svg")) == 2
+    assert len(page.all("svg")) == 1
     assert shown(Result(device=a_device())).text.startswith("The memory budget is 6.00 GiB")
 
 
@@ -200,8 +199,8 @@ def test_a_result_is_shown_with_the_curves_of_its_run_if_that_is_still_there(
     for words in ("Held-out accuracy 93.12 %.", "15 % faster", "step-120.pt"):
         assert words in page.text
     has_curves = left == "its run"
-    assert len(page.all("svg")) == 5 + has_curves
-    assert ("Optimizer steps: 50 of 120" in page.text) == has_curves
+    assert len(page.all("svg")) == 4 + has_curves
+    assert ("Every optimizer step" in page.text) == has_curves
 
 
 def test_a_notebook_shows_estimates_with_one_row_per_gpu() -> None:
@@ -261,7 +260,7 @@ def test_the_page_at_a_width_in_a_theme(tmp_path, width, theme):
     seen, complaints = measure(tmp_path, page, width=width)
     assert complaints == []
     assert seen["overflow"] == 0, "the page scrolls sideways"
-    assert (seen["wide"], seen["narrow"]) == ((0, 7) if width == 360 else (7, 0))
+    assert (seen["wide"], seen["narrow"]) == ((0, 6) if width == 360 else (6, 0))
     assert seen["escaping"] == [], "words run out of their picture"
     assert seen["cut"] == [], "columns of a table are out of sight"
     assert seen["split"] == [], "options break across lines"
@@ -269,6 +268,10 @@ def test_the_page_at_a_width_in_a_theme(tmp_path, width, theme):
     assert seen["tallest"] < 900
     assert seen["copied"] == [a_run().command]
     assert seen["button"] == "Copied"
+    assert seen["pointed"][0] == "Step 61"
+    assert "Micro-batch 64" in seen["pointed"]
+    assert seen["zoomed"] == ["70", "80", "90"], "the third quarter of the steps"
+    assert seen["reset"] == seen["before"]
     assert seen["paper"] == ("rgb(251, 251, 249)" if theme == "light" else "rgb(20, 24, 26)")
     assert seen["accent"] == ("rgb(11, 107, 114)" if theme == "light" else "rgb(92, 192, 196)")
 

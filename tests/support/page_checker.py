@@ -92,6 +92,26 @@ onload = async () => {
   const button = page.querySelector("button.copy")
   button?.click()
   await new Promise((resolve) => setTimeout(resolve, 50))
+  const chart = [...page.querySelectorAll("#figure-training > svg")].find((svg) => svg.clientWidth > 0)
+  const [left, top, right, bottom] = JSON.parse(chart.dataset.panels)[0]
+  const fire = (type, across, down) => {
+    const box = chart.getBoundingClientRect(), ratio = box.width / chart.viewBox.baseVal.width
+    const at = {clientX: box.left + (left + across * (right - left)) * ratio, clientY: box.top + down * ratio}
+    const event = new frame.contentWindow.PointerEvent(type, {...at, bubbles: true, pointerType: "mouse"})
+    chart.dispatchEvent(event)
+  }
+  const ticks = () => [...chart.querySelectorAll("[id*=xtick_]")]
+    .filter((tick) => tick.style.display !== "none" && tick.textContent.trim())
+    .map((tick) => tick.textContent.trim())
+  chart.setPointerCapture = () => {}
+  const before = ticks()
+  fire("pointermove", 0.505, top + 5)
+  const pointed = [...page.querySelectorAll("#figure-training .tip > *")].map((part) => part.textContent)
+  fire("pointerdown", 0.5, top + 5)
+  fire("pointermove", 0.7, top + 8)
+  fire("pointerup", 0.75, top + 8)
+  const zoomed = ticks()
+  fire("dblclick", 0.5, top + 5)
   const shows = (node) => node.getBoundingClientRect().width > 0
   const colour = (node, name) => getComputedStyle(node)[name]
   page.querySelectorAll("details").forEach((details) => { details.open = true })
@@ -115,6 +135,7 @@ onload = async () => {
       .map((box) => box.getAttribute("aria-label")),
     split: [...page.querySelectorAll(".unbroken")].filter((word) => word.getClientRects().length > 1)
       .map((word) => word.textContent),
+    before, pointed, zoomed, reset: ticks(),
     copied: copied,
     button: button?.textContent,
     paper: colour(page.body, "backgroundColor"),

@@ -102,6 +102,11 @@ def a_memory_curve():
             "activations": [int(3900 * MiB * share) for share in forward],
         },
         phases={"forward": 0.0, "backward": 60.0, "optimizer": 116.0},
+        modules={
+            name: [int(part * 1300 * MiB * share) for share in forward]
+            for name, part in {"embedding": 1, "body.0 … 3": 2}.items()
+        },
+        micro_batch=93,
     )
 
 
