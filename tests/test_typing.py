@@ -32,7 +32,7 @@ def rates(workload: autobatch.Workload) -> list[float]:
     sizes: list[int] = plan.micro_batches
     steps: int = plan.accumulation_steps
     tuned = autobatch.tune("train:workload", target_batch=steps, trials=4, storage=Path("s.log"))
-    assert tuned.plan is not None
+    assert tuned.probe.micro_batch == plan.probe.micro_batch
     return [plan.learning_rate, tuned.plan.learning_rate, float(sum(sizes))]
 
 
@@ -41,7 +41,66 @@ def loss(workload: autobatch.Workload) -> float | None:
         workload, target_batch=8, steps=3, epochs=None, out=Path("out"), precision="bf16", ema=0.99
     )
     kind: str = result.device.kind
-    return None if result.training is None or kind == "cpu" else result.training.final_loss
+    held_out: float | None = result.training.validation["accuracy"]
+    split: list[int] = result.plan.micro_batches
+    print(held_out, split, result.probe.micro_batch if result.probe else None)
+    return None if kind == "cpu" else result.training.final_loss
+
+
+class Net(torch.nn.Linear):
+    pass
+
+
+def mean(model: Net, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def sum_over(model: Net, batch: list[torch.Tensor]) -> dict[str, autobatch.Loss]:
+    total = model(batch[0]).sum()
+    return {"words": autobatch.Loss(total, total.numel()), "rest": autobatch.Loss(total, 1)}
+
+
+def accuracy(model: Net, batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"accuracy": (model(batch[0]).argmax(1) == batch[1]).float().mean()}
+
+
+def cosine(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+
+def train() -> autobatch.Workload:
+    data = torch.utils.data.TensorDataset(torch.randn(64, 5), torch.zeros(64, dtype=torch.long))
+    loader = torch.utils.data.DataLoader(data, batch_size=8)
+    autobatch.Workload.from_loader(loader, model=lambda: Net(5, 3), loss=sum_over, learning_rate=1e-3)
+    return autobatch.Workload(
+        model=lambda: Net(5, 3),
+        train_data=data,
+        validation_data=data,
+        loss=mean,
+        optimizer=lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate),
+        schedule=cosine,
+        learning_rate=1e-3,
+        metrics=accuracy,
+    )
+
+
+class Sink:
+    def step(self, record: autobatch.StepRecord) -> None:
+        print(record.step, record.loss, record.validation.get("accuracy"))
+
+    def end(self, training: autobatch.Training) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Listener(autobatch.Progress):
+    def stepped(self, step: autobatch.StepRecord, of: int) -> None:
+        print(step.samples, of)
+
+
+def more() -> None:
+    autobatch.fit(train, target_batch=8, sinks=[Sink()], progress=Listener(), log=["wandb", "mlflow"])
+    autobatch.fit(target_batch=8, log="tensorboard").model.eval()
 
 
 def loop(data: torch.utils.data.Dataset[torch.Tensor], plan: autobatch.Plan) -> None:
@@ -64,8 +123,9 @@ autobatch.estimate(workload, profile=4090)
 print(autobatch.plan(workload, target_batch=8).micro_batchs)
 print(autobatch.fit(workload, target_batch=8).train)
 autobatch.fitt(workload)
+autobatch.fit(workload, target_batch=8, log="wandbb")
 """
-WRONG_LINES = set(range(4, 15))
+WRONG_LINES = set(range(4, 16))
 
 
 def lines_refused_by_mypy(path: Path) -> set[int]:

@@ -15,14 +15,14 @@ from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import Ranks
 from autobatch.setup.child import ChildProcess
 from autobatch.training.metrics import Sink
-from autobatch.workload.contract import Workload
+from autobatch.workload.reference import WorkloadSource
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """The request of a call, and its surroundings: progress, process and environment."""
 
-    workload: Workload | str | None
+    workload: WorkloadSource
     """The workload, or a reference to it; None for the demo."""
     options: Options
     progress: Progress = field(default_factory=Progress)

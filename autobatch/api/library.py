@@ -31,9 +31,9 @@ from autobatch.core.progress import Broadcast, Progress
 from autobatch.core.records import Attempt, DeviceRecord, Plan, Probe, Tuning
 from autobatch.core.text import one_line
 from autobatch.report.facts import describe_budget, describe_fits, describe_plan, describe_tuning
-from autobatch.report.result import Estimates, PlanResult, ProbeResult, Result
+from autobatch.report.result import Estimates, FitResult, PlanResult, ProbeResult, Result, TuneResult
 from autobatch.training.metrics import Sink
-from autobatch.workload.contract import Workload
+from autobatch.workload.reference import WorkloadSource
 
 LOG = logging.getLogger("autobatch")
 ShowProgress = Progress | Literal["auto"] | bool
@@ -41,7 +41,7 @@ ShowProgress = Progress | Literal["auto"] | bool
 
 
 def probe(
-    workload: Workload | str | None = None,
+    workload: WorkloadSource = None,
     *,
     progress: ShowProgress = "auto",
     **options: Unpack[ProbeKeywords],
@@ -49,7 +49,7 @@ def probe(
     """Find the largest micro-batch that fits.
 
     Args:
-        workload: what to train, or a reference to it; None for the embedded demo.
+        workload: what to train, a function that returns it, or a reference to it; None for the demo.
         progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
             to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
         options: those of ``autobatch probe``, under the same names, as text or plain values.
@@ -64,7 +64,7 @@ def probe(
 
 
 def plan(
-    workload: Workload | str | None = None,
+    workload: WorkloadSource = None,
     *,
     target_batch: int,
     progress: ShowProgress = "auto",
@@ -78,7 +78,7 @@ def plan(
     Under torchrun, call it on all ranks. If ``world_size`` is given, this process plans alone.
 
     Args:
-        workload: what to train, or a reference to it; None for the embedded demo.
+        workload: what to train, a function that returns it, or a reference to it; None for the demo.
         target_batch: samples per optimizer step, exactly.
         progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
             to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
@@ -97,7 +97,7 @@ def plan(
 
 
 def estimate(
-    workload: Workload | str | None = None,
+    workload: WorkloadSource = None,
     *,
     target_batch: int | None = None,
     **options: Unpack[EstimateKeywords],
@@ -105,7 +105,7 @@ def estimate(
     """Predict what fits on hardware that need not be here. No GPU is touched.
 
     Args:
-        workload: what to train, or a reference to it; None for the embedded demo.
+        workload: what to train, a function that returns it, or a reference to it; None for the demo.
         target_batch: samples per optimizer step to plan for; None for no plan.
         options: those of ``autobatch estimate``; ``profile`` takes a list of names or files.
 
@@ -119,16 +119,16 @@ def estimate(
 
 
 def tune(
-    workload: Workload | str | None = None,
+    workload: WorkloadSource = None,
     *,
     target_batch: int,
     progress: ShowProgress = "auto",
     **options: Unpack[TuneKeywords],
-) -> Result:
+) -> TuneResult:
     """Probe, plan, and measure what is left to choose.
 
     Args:
-        workload: what to train, or a reference to it; None for the embedded demo.
+        workload: what to train, a function that returns it, or a reference to it; None for the demo.
         target_batch: samples per optimizer step, exactly.
         progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
             to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
@@ -138,21 +138,21 @@ def tune(
         InputError: an option, the device, the storage or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    return _run("tune", {"target_batch": target_batch, **options}, workload, progress)
+    return TuneResult(**_fields(_run("tune", {"target_batch": target_batch, **options}, workload, progress)))
 
 
 def fit(
-    workload: Workload | str | None = None,
+    workload: WorkloadSource = None,
     *,
     target_batch: int,
     progress: ShowProgress = "auto",
     sinks: Sequence[Sink] = (),
     **options: Unpack[FitKeywords],
-) -> Result:
+) -> FitResult:
     """Probe, plan, tune, train, validate and report.
 
     Args:
-        workload: what to train, or a reference to it; None for the embedded demo.
+        workload: what to train, a function that returns it, or a reference to it; None for the demo.
         target_batch: samples per optimizer step, exactly.
         progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
             to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
@@ -167,13 +167,14 @@ def fit(
         DoesNotFitError: not even a micro-batch of 1 fits.
         AutobatchError: see `autobatch.training.run.train`.
     """
-    return _run("fit", {"target_batch": target_batch, **options}, workload, progress, sinks=sinks)
+    values = {"target_batch": target_batch, **options}
+    return FitResult(**_fields(_run("fit", values, workload, progress, sinks=sinks)))
 
 
 def _run(
     command: str,
     values: Mapping[str, Any],
-    workload: Workload | str | None,
+    workload: WorkloadSource,
     progress: ShowProgress,
     *,
     sinks: Sequence[Sink] = (),

@@ -39,6 +39,7 @@ from autobatch.integrations.data_source import (
     split,
 )
 from autobatch.planning import check_world_size, launched_world_size
+from autobatch.report.words import plural
 from autobatch.step.gradients import LOW_PRECISION, Gradients, exchange_buffer, norm_of
 from autobatch.step.loss import CountsAhead, StepTotals, Term, check_form, normalize_loss, terms_of
 from autobatch.step.optimizers import refuse_closure
@@ -72,6 +73,9 @@ class MicroBatch(Generic[CollatedT]):
     samples: int
     """Number of samples in ``data``."""
 
+    def __repr__(self) -> str:
+        return f"<MicroBatch: {plural(self.samples, 'sample')}>"
+
     def __len__(self) -> int:
         """Return the number of samples."""
         return self.samples
@@ -102,6 +106,10 @@ class Batch(Generic[CollatedT]):
         self._number = -1
         """Number of the pass, from 0."""
         self._begin_pass()
+
+    def __repr__(self) -> str:
+        own = "" if self._own_samples == self.samples else f", {self._own_samples:,} of them on this rank"
+        return f"<Batch {self.index}: {plural(self.samples, 'sample')}{own}>"
 
     def _begin_pass(self) -> None:
         """Begin a pass over the micro-batches."""
@@ -306,6 +314,10 @@ class Batches(Generic[CollatedT]):
         self._start = start
         self._size_of = size_of
         self._is_started = False
+
+    def __repr__(self) -> str:
+        total = "batches" if self._source.total is None else plural(self._source.total, "batch", "batches")
+        return f"<Batches: {total} of {self._plan.target_batch:,} samples>"
 
     def __len__(self) -> int:
         """Return the number of optimizer steps, for a schedule.

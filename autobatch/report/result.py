@@ -20,6 +20,7 @@ from autobatch.core.records import (
     Record,
     RunRecord,
     StepRecord,
+    Training,
 )
 from autobatch.core.text import error_text, printable_lines
 from autobatch.core.version import __version__
@@ -88,6 +89,20 @@ class Result(Shown, RunRecord, frozen=True, kw_only=True):
 
     def _run(self) -> RunRecord:
         return self
+
+
+class TuneResult(Result, frozen=True, kw_only=True):
+    """The records of a tuning, which always has a probe and a plan."""
+
+    probe: Probe
+    plan: Plan
+
+
+class FitResult(Result, frozen=True, kw_only=True):
+    """The records of a training, which always has a plan."""
+
+    plan: Plan
+    training: Training
 
 
 class ProbeResult(Shown, Probe, frozen=True, kw_only=True):

@@ -23,8 +23,7 @@ from autobatch.device.base import Device
 from autobatch.footprint.tracing.apart import has_left_fakes
 from autobatch.setup.child import ChildProcess
 from autobatch.setup.setup import Role, Setup, SetupInfo, describe_setup, open_setup
-from autobatch.workload.contract import Workload
-from autobatch.workload.reference import find_workload
+from autobatch.workload.reference import WorkloadSource, find_workload
 from autobatch.workload.user_code import to_picklable
 
 P = ParamSpec("P")
@@ -76,7 +75,7 @@ SetupProcess = ThisProcess | ChildProcess
 
 @contextmanager
 def open_process(
-    workload: Workload | str | None,
+    workload: WorkloadSource,
     options: Options,
     role: Role = Role(),  # noqa: B008 - plain values
     *,
@@ -95,7 +94,7 @@ def open_process(
     Raises:
         InputError: the device, the budget, the workload or a setting is invalid.
     """
-    if isolated and not isinstance(workload, Workload):
+    if isolated and (workload is None or isinstance(workload, str)):
         with child or ChildProcess() as process:
             yield process.open(workload, options, role)
     else:
@@ -131,7 +130,7 @@ def serve(
             connection.send((number, *_answer(here, function, args, more), _must_end(here.setup.device)))
 
 
-def _open_here(workload: Workload | str | None, options: Options, role: Role) -> ThisProcess:
+def _open_here(workload: WorkloadSource, options: Options, role: Role) -> ThisProcess:
     made = find_workload(workload, options.device.seed)
     return ThisProcess(open_setup(made, options, role, is_demo=workload is None))
 

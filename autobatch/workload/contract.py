@@ -9,12 +9,14 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import UnionType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeGuard, TypeVar
 
 from autobatch.core.errors import InputError
+from autobatch.report.words import plural
 from autobatch.workload.user_code import check_takes, place_of
 
 if TYPE_CHECKING:
@@ -51,7 +53,8 @@ class Loss(NamedTuple):
 
 LossValue: TypeAlias = "Tensor | Loss | Sequence[Loss] | Mapping[str, Tensor | Loss]"
 """The return value of a loss function. The loss of several terms is their sum."""
-LossFunction: TypeAlias = "Callable[[nn.Module, Collated], LossValue]"
+LossFunction: TypeAlias = "Callable[[Any, Collated], LossValue]"
+"""Takes the model, of whatever class, and a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +65,10 @@ class WholeBatchLoss:
     Of the whole batch, only the rows of ``represent`` are held at once (`autobatch.step.whole_batch`).
     """
 
-    represent: Callable[[nn.Module, Collated], Any]
+    represent: Callable[[Any, Collated], Any]
     """Returns a tensor, or a tuple, list or dict of tensors, with one row per sample of the batch, labels
     included if the loss needs them. Each row depends on its own sample only."""
-    loss: Callable[[nn.Module, Any], Tensor]
+    loss: Callable[[Any, Any], Tensor]
     """Maps ``(model, the rows of the whole batch, in the same form)`` to the loss, a 0-d tensor that is used
     unchanged. Parameters that it reads from the model, for example a temperature, are trained too."""
 
@@ -216,11 +219,11 @@ class Workload:
     """Maps ``(optimizer, optimizer steps of the run)`` to a schedule that advances once per optimizer step; a
     third argument ``steps_per_epoch`` gets that number. Or maps the number of steps taken to the factor of
     the learning rate, as for ``LambdaLR``. None to keep the learning rate constant."""
-    after_step: Callable[[nn.Module], object] | None = None
+    after_step: Callable[[Any], object] | None = None
     """Called with the model after each optimizer step, without gradients, on every rank: a teacher follows,
     weights are clipped. Not called after a step that was skipped. What it remembers must be in buffers or
     parameters of the model. None for nothing."""
-    metrics: Callable[[nn.Module, Collated], Mapping[str, Tensor | Loss]] | None = None
+    metrics: Callable[[Any, Collated], Mapping[str, Tensor | Loss]] | None = None
     """Returns further figures for validation, each a mean over samples or a `Loss`; None for no metrics."""
     counts: Callable[[Collated], Mapping[str, float | Tensor] | Sequence[float | Tensor]] | None = None
     """Returns the count of each `Loss` of a loss of several terms for a collated micro-batch on the host, by
@@ -294,6 +297,13 @@ class Workload:
         is_plain = isinstance(self.name, str) and self.name.isprintable() and not set(self.name) & set("/\\")
         if not is_plain or self.name in ("", ".", "..") or len(self.name.encode()) > LONGEST_NAME:
             raise InputError(f"Workload(name=…) must be text that can name a folder, found {self.name!r}")
+
+    def __repr__(self) -> str:
+        data, count = self.train_data, None
+        with suppress(Exception):  # the user's own __len__
+            count = len(data)  # type: ignore[arg-type]
+        amount = "a stream" if is_stream(data) or count is None else plural(count, "sample")
+        return f"<Workload {self.name}: {amount}, learning rate {self.learning_rate:g}>"
 
     def _check_functions(self) -> None:
         for name, example in _FUNCTIONS.items():

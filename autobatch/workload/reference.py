@@ -26,6 +26,8 @@ from autobatch.workload.user_code import user_code
 if TYPE_CHECKING:
     from torch import nn
 
+WorkloadSource = Workload | Callable[[], Workload] | str | None
+"""A workload, a function that returns it, or a reference to it; None for the demo."""
 DEMO = "autobatch.workload.demo:workload"
 NAMED_MODEL = "hf:"
 """Begin of the name of a Hugging Face model, which ``estimate`` takes in place of a reference."""

@@ -160,6 +160,15 @@ def test_a_run_resumes_at_any_batch(make) -> None:
     assert ids_by_batch(autobatch.batches(make(), plan, steps=6, start=2, seed=5)) == full[2:]
 
 
+def test_loops_show_their_sizes_and_not_their_tensors() -> None:
+    found = autobatch.batches(points(1024), small_plan(512), epochs=3)
+    batch = next(iter(found))
+    assert [repr(found), repr(batch)] == ["<Batches: 6 batches of 512 samples>", "<Batch 0: 512 samples>"]
+    assert repr(next(iter(batch))).startswith("<MicroBatch: ")
+    stream = autobatch.batches(iter([1]), small_plan(2048))
+    assert repr(stream) == "<Batches: batches of 2,048 samples>"
+
+
 def test_batches_are_iterated_once() -> None:
     batches = autobatch.batches(torch.arange(6), small_plan(4, 2))
     assert ids_by_batch(batches)

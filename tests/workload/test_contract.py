@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from autobatch import InputError, WholeBatchLoss, Workload
+from autobatch import BatchFunction, InputError, WholeBatchLoss, Workload
 from autobatch.workload.contract import Loading
 
 DATA = TensorDataset(torch.arange(12.0))
@@ -304,3 +304,11 @@ def test_other_samplers_are_kept(sampler: Any) -> None:
 def test_anything_else_than_a_loader_of_batches_is_refused(loader: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Workload.from_loader(loader, **FIELDS)
+
+
+def test_a_workload_shows_its_name_its_samples_and_its_rate() -> None:
+    data = {"1,024 samples": range(1024), "a stream": lambda: iter([1]), "1 sample": [0]}
+    for amount, found in data.items():
+        shown = repr(Workload(**FIELDS, train_data=found, name="mine"))
+        assert shown == f"<Workload mine: {amount}, learning rate 0.1>"
+    assert "a stream" in repr(Workload(**FIELDS, train_data=BatchFunction(lambda size, step: None)))
