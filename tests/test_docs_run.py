@@ -291,20 +291,47 @@ def test_what_one_writes_instead_runs_after_the_loop_that_it_replaces(
     assert sum(planned.micro_batches) == planned.target_batch
 
 
-FIRST_LINES = ("tutorial", "your-own-loop", "data", "loss", "how-to/which-gpu")
+FIRST_LINES = ("your-own-loop", "data", "loss", "how-to/which-gpu")
 """Pages whose first lines run beside `train.py` of the tutorial; the code of others runs above."""
+
+
+def blocks_of(page: str, folder: Path) -> list[tuple[str, str]]:
+    """Write the tutorial's `train.py` to a folder. Return language and text of the other blocks of a page."""
+    (folder / "train.py").write_text(code_of(ROOT / "docs/tutorial.md")[0])
+    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [(language, lines) for language, lines in blocks if not lines.startswith("# train.py")]
+
+
+def printed_by(language: str, lines: str, folder: Path) -> str:
+    """Run the code of a block in a folder, and return all that it prints."""
+    command = ["bash", "-ec", lines] if language == "bash" else [sys.executable, "-c", lines]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.mark.program
 @pytest.mark.parametrize("page", FIRST_LINES)
 def test_the_first_lines_of_a_page_run_as_they_stand_in_a_fresh_folder(page: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(code_of(ROOT / "docs/tutorial.md")[0])
-    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```(python|bash)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    language, lines = next(found for found in blocks if not found[1].startswith("# train.py"))
-    command = ["bash", "-ec", lines] if language == "bash" else [sys.executable, "-c", lines]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+    blocks = blocks_of(page, tmp_path)
+    printed_by(*next(found for found in blocks if found[0] in ("python", "bash")), tmp_path)
+
+
+@pytest.mark.program
+def test_the_commands_of_the_tutorial_print_what_it_quotes(tmp_path: Path) -> None:
+    """Only the figures that the training reaches may differ by a little from machine to machine."""
+    quoted, printed = "", ""
+    for language, lines in blocks_of("tutorial", tmp_path):
+        if language == "bash":
+            printed = printed_by(language, lines, tmp_path)
+        elif language == "text":
+            quoted += lines
+            limits = [line for line in lines.splitlines() if not line.startswith("reached")]
+            assert set(limits) <= set(printed.splitlines()), printed
+    assert "in 4 micro-batches" in quoted
+    claimed, reached = (re.findall(r"held-out accuracy ([\d.]+) %", text) for text in (quoted, printed))
+    assert [float(one) for one in reached] == pytest.approx([float(one) for one in claimed], abs=1.5)

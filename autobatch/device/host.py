@@ -126,7 +126,9 @@ def _machine(proc: Path) -> HostMemory:
     pages, free = _system("SC_PHYS_PAGES"), _system("SC_AVPHYS_PAGES")
     if page is None or pages is None:
         return HostMemory(None, None, "this system does not report its memory")
-    return HostMemory(page * pages, None if free is None else page * free, "sysconf")
+    if free is None:
+        return HostMemory(page * pages, None, "this system does not report its free memory")
+    return HostMemory(page * pages, page * free, "sysconf")
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
