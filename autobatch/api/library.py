@@ -26,6 +26,7 @@ from autobatch.core.keywords import (
     PlanKeywords,
     ProbeKeywords,
     TuneKeywords,
+    listing_keywords,
 )
 from autobatch.core.progress import Broadcast, Progress
 from autobatch.core.records import Attempt, DeviceRecord, Plan, Probe, Tuning
@@ -40,6 +41,7 @@ ShowProgress = Progress | Literal["auto"] | bool
 """A listener, or whether to show the progress; ``auto`` shows it in terminals and notebooks."""
 
 
+@listing_keywords
 def probe(
     workload: WorkloadSource = None,
     *,
@@ -52,7 +54,7 @@ def probe(
         workload: what to train, a function that returns it, or a reference to it; None for the demo.
         progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
             to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
-        options: those of ``autobatch probe``, under the same names, as text or plain values.
+        options: the keywords below, which are the options of ``autobatch probe``, as text or plain values.
 
     Raises:
         InputError: an option, the device or the workload is invalid.
@@ -63,32 +65,33 @@ def probe(
     return ProbeResult(**_fields(result.probe), device=result.device)
 
 
+@listing_keywords
 def plan(
     workload: WorkloadSource = None,
     *,
     target_batch: int,
+    own_loop: bool = True,
     progress: ShowProgress = "auto",
     **options: Unpack[PlanKeywords],
 ) -> PlanResult:
     """Probe, then plan the batch, to train in your own loop.
-
-    A loop of your own keeps a micro-batch in a variable until the next one is there, and the plan leaves room
-    for both. Give ``own_loop=False`` for a loop that frees a micro-batch after its forward pass.
 
     Under torchrun, call it on all ranks. If ``world_size`` is given, this process plans alone.
 
     Args:
         workload: what to train, a function that returns it, or a reference to it; None for the demo.
         target_batch: samples per optimizer step, exactly.
+        own_loop: leave room for two micro-batches, because a loop of your own keeps one in a variable until
+            the next one is there. False for a loop that frees a micro-batch after its forward pass.
         progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
             to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
-        options: those of ``autobatch plan``.
+        options: the keywords below, which are the options of ``autobatch plan``.
 
     Raises:
         InputError: an option, the device or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    values = {"own_loop": True, "target_batch": target_batch, **options}
+    values = {"own_loop": own_loop, "target_batch": target_batch, **options}
     is_alone = options.get("world_size") is not None or "RANK" not in os.environ
     result = _run("plan", values, workload, progress, environ={} if is_alone else os.environ)
     assert result.plan is not None
@@ -96,6 +99,7 @@ def plan(
     return PlanResult(**_fields(result.plan), device=result.device, probe=result.probe)
 
 
+@listing_keywords
 def estimate(
     workload: WorkloadSource = None,
     *,
@@ -107,7 +111,7 @@ def estimate(
     Args:
         workload: what to train, a function that returns it, or a reference to it; None for the demo.
         target_batch: samples per optimizer step to plan for; None for no plan.
-        options: those of ``autobatch estimate``; ``profile`` takes a list of names or files.
+        options: the keywords below, which are the options of ``autobatch estimate``.
 
     Raises:
         InputError: an option, a profile or the workload is invalid.
@@ -118,6 +122,7 @@ def estimate(
     return run_estimate(Call(workload=workload, options=checked))
 
 
+@listing_keywords
 def tune(
     workload: WorkloadSource = None,
     *,
@@ -132,7 +137,7 @@ def tune(
         target_batch: samples per optimizer step, exactly.
         progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
             to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
-        options: those of ``autobatch tune``.
+        options: the keywords below, which are the options of ``autobatch tune``.
 
     Raises:
         InputError: an option, the device, the storage or the workload is invalid.
@@ -141,6 +146,7 @@ def tune(
     return TuneResult(**_fields(_run("tune", {"target_batch": target_batch, **options}, workload, progress)))
 
 
+@listing_keywords
 def fit(
     workload: WorkloadSource = None,
     *,
@@ -157,7 +163,7 @@ def fit(
         progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
             to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
         sinks: receive the records of the training besides ``metrics.jsonl`` (see ``examples/sinks.py``).
-        options: those of ``autobatch fit``.
+        options: the keywords below, which are the options of ``autobatch fit``.
 
     Returns:
         The records of every part, and the trained ``model``.

@@ -18,6 +18,7 @@ OUTSIDE = re.compile(
 
 
 RECORDS = "<!-- records -->"
+KEYWORDS = re.compile(r"<!-- keywords: (\w+) -->")
 FOUND_FIRST = {"options.md": 2000, "meaning.md": 1000}
 """Weight in the search, where a word of a title counts 1,000, of pages that define what the others use."""
 OPTION_OF_A_ROW = re.compile(r"^\| `(--[a-z-]+) ([^`]*)`", re.MULTILINE)
@@ -31,8 +32,20 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         page.meta["search"] = {"boost": FOUND_FIRST[page.file.src_path]}
     if RECORDS in markdown:
         markdown = markdown.replace(RECORDS, tables_of_records())
+    markdown = KEYWORDS.sub(lambda found: table_of_keywords(found[1]), markdown)
     markdown = OPTION_OF_A_ROW.sub(r"| `\1` `\2`", markdown)
     return CODE_OF_A_ROW.sub(lambda found: found[0].replace("\\|", "|"), markdown)
+
+
+def table_of_keywords(call: str) -> str:
+    """Return a table of the keywords that a library call takes besides those in its signature."""
+    from autobatch.core.keywords import keywords_of
+
+    rows = ["| keyword | type | unit | default | effect |", "|---|---|---|---|---|"]
+    for one in keywords_of(call):
+        about = one.about.replace("|", "\\|").replace("*", "\\*")
+        rows.append(f"| `{one.name}` | {one.type_words} | {one.unit} | `{one.default!r}` | {about} |")
+    return "\n".join(rows)
 
 
 def tables_of_records() -> str:

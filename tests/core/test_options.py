@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import pydoc
 from collections.abc import Sequence
 from pathlib import Path
 from types import NoneType
@@ -160,3 +161,23 @@ def test_the_type_of_a_keyword_is_that_of_its_option(name: str) -> None:
                 kept = [value] if key in ("profile", "log") and isinstance(value, str) else value
                 kept = list(kept) if isinstance(kept, tuple) else kept
                 assert found == (str(value) if isinstance(value, Path) else kept), key
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_help_lists_every_keyword_with_its_type_and_default(name: str) -> None:
+    """What `help` prints of a call."""
+    call = getattr(autobatch, name)
+    printed = " ".join(pydoc.plain(pydoc.render_doc(call)).split())
+    signature = inspect.signature(call).parameters
+    assert not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.values())
+    for key, field in fields_of(name).items():
+        if key in ("json", "quiet", "verbose"):
+            continue
+        assert f"{key}: " in printed
+        if key in keywords_of(name):
+            assert signature[key].default == field.default
+            listed = printed.split(f" {key} (")[1]
+            assert listed.partition("): ")[0].endswith(f"default {field.default!r}"), key
+    assert ("timeout (float or None in seconds, default None): Start no further" in printed) == (
+        "timeout" in fields_of(name)
+    )
