@@ -118,16 +118,14 @@ def test_the_config_files_on_the_page_hold_options() -> None:
     options_from("fit", table)
 
 
-def test_the_readme_lists_every_layer_in_order() -> None:
+def test_the_architecture_lists_every_layer_in_order() -> None:
     source = ast.parse(text_of(ROOT / "tests/test_layers.py"))
     (layers,) = (
         ast.literal_eval(node.value)
         for node in source.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS"
     )
-    (tree,) = (body for _, body in BLOCK.findall(text_of(ROOT / "README.md")) if "autobatch/\n" in body)
-    listed = re.findall(r"^  (\w+)(?:/|\.py) ", tree, re.MULTILINE)
-    assert listed == layers
+    assert re.findall(r"^\| `(\w+)` \|", text_of(ROOT / "docs/architecture.md"), re.MULTILINE) == layers
 
 
 def test_the_readme_names_files_that_exist() -> None:
