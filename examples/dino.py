@@ -24,8 +24,7 @@ class Dino(nn.Module):
         body = nn.Conv2d(3, 16, 4, 4), nn.GELU(), nn.Conv2d(16, 64, 3), nn.GELU(), nn.Flatten()
         self.student = nn.Sequential(*body, nn.Linear(256, 64), nn.GELU(), nn.Linear(64, CLASSES))
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
-        for name, size in {"centre": CLASSES, "total": CLASSES, "count": 1}.items():
-            self.register_buffer(name, torch.zeros(size))
+        self.centre, self.total = nn.Buffer(torch.zeros(CLASSES)), nn.Buffer(torch.zeros(CLASSES + 1))
 
 
 class Views(Dataset[Tensor]):
@@ -54,8 +53,8 @@ def loss(model: Dino, views: Tensor) -> Tensor:
     """Return the mean over the samples, and add what the teacher says to the sum of this batch."""
     with torch.no_grad():
         said = [model.teacher(view) for view in views.unbind(1)]
-        model.total += sum(said).sum(0)
-        model.count += 2 * len(views)
+        model.total[:-1] += sum(said).sum(0)
+        model.total[-1] += 2 * len(views)
     wanted = [((one - model.centre) / SHARP).softmax(1) for one in reversed(said)]
     guessed = [(model.student(view) / SOFT).log_softmax(1) for view in views.unbind(1)]
     return -sum((one * other).sum(1).mean() for one, other in zip(wanted, guessed, strict=True)) / 2
@@ -63,11 +62,12 @@ def loss(model: Dino, views: Tensor) -> Tensor:
 
 def after_step(model: Dino) -> None:
     """Move the teacher and the centre, once for the whole batch."""
+    if torch.distributed.is_initialized():  # each rank has added up its own samples
+        torch.distributed.all_reduce(model.total)
     for own, other in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
         own.lerp_(other, 0.01)
-    model.centre.lerp_(model.total / model.count, 0.1)
-    for own in (model.total, model.count):
-        own.zero_()
+    model.centre.lerp_(model.total[:-1] / model.total[-1], 0.1)
+    model.total.zero_()
 
 
 def workload() -> autobatch.Workload:  # +

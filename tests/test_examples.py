@@ -13,6 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from benchmarks.clients import gallery
 from tests.support.libraries import installed
@@ -113,6 +115,21 @@ def test_a_script_of_a_library_is_planned_and_trained(name: str, tmp_path: Path)
 @pytest.mark.parametrize("name", OWN)
 def test_a_program_of_the_gallery_trains_in_micro_batches(name: str, tmp_path: Path) -> None:
     assert re.search(OWN[name], run(tmp_path, str(EXAMPLES / f"{name}.py")), re.DOTALL)
+
+
+@pytest.mark.program
+def test_the_centre_of_dino_is_that_of_all_ranks(tmp_path: Path) -> None:
+    """Two ranks, of which each sees other samples, end with the weights of one process."""
+    counts = ("--target-batch", "101", "--max-micro-batch", "16", "--steps", "3", "--trials", "0")
+    words = (*counts, "--sample-seeds", "--device", "cpu", "--split-check", "off")
+    found = {}
+    for ranks in ("1", "2"):
+        more = (*words, "--ranks", ranks, "--out", ranks)
+        run(tmp_path, "-m", "autobatch", "fit", f"{EXAMPLES / 'dino.py'}:workload", *more)
+        found[ranks] = load_file(tmp_path / ranks / "model.safetensors")
+    assert found["1"]["centre"].abs().max() > 1e-3
+    for name, value in found["1"].items():
+        torch.testing.assert_close(found["2"][name], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)

@@ -210,9 +210,12 @@ class Batch(Generic[CollatedT]):
         if self._passes.counts is not None:
             self._passes.counts.sums(check_form(self._totals, terms))
         elif not self._totals.sizes and CountPass(train_state, self._totals).needs_more(terms, self._open):
+            names = check_form(self._totals, terms).counted
+            wanted = ", ".join(f"{name!r}: …" for name in names)
             raise InputError(
                 f"{self._name} has several micro-batches, and each term of its loss is divided by all it "
-                "counts in them: give these counts as autobatch.batches(…, counts=lambda data: {…})"
+                f"counts in them: write autobatch.batches(…, counts=lambda data: {{{wanted}}}), with the "
+                "count of each Loss as it follows from data, the samples of one micro-batch"
             )
         weighted = normalize_loss(train_state, self._totals, terms, self._open)
         with gradients.summed_apart():

@@ -59,7 +59,7 @@ class Stuck(torch.optim.SGD):
     step = fails
 """
 
-CONTINUES = "before training; limits and trials so far are saved, and the same command continues with them"
+CONTINUES = "before the first checkpoint; limits and trials so far are saved, and the same command uses them"
 
 
 def small_fit(folder: Path, expression: str) -> Any:
