@@ -86,16 +86,21 @@ class Estimator:
         self._sees_batch = isinstance(workload.loss, WholeBatchLoss)
 
     def estimates(self) -> Estimates:
-        """Predict for each GPU; for a single GPU, or if nothing fits, also predict what would help."""
+        """Predict for each GPU; for one that is named, alone or too small, also predict what would help."""
         gpus, found = self.gpus.load(), []
         is_only = len(gpus) == 1
         if is_only:
             self._prepare(gpus[0])
         for gpu in gpus:
             one = self.limit(gpu)
-            if is_only or not one.fits:
-                one = msgspec.structs.replace(one, remedies=self._remedies(gpu, one))
             found.append(self._by_size(gpu, one) if is_only and self.world == 1 else one)
+        do_fit = [one.fits for one in found]
+        helped = range(len(found)) if self.gpus.names else []
+        if not any(do_fit):
+            helped = [found.index(_largest(found))]  # which the error is about
+        for at in helped:
+            if is_only or not do_fit[at]:
+                found[at] = msgspec.structs.replace(found[at], remedies=self._remedies(gpus[at], found[at]))
         table: list[RankEstimate] = []
         if self.world > 1:
             shown = [*gpus, *(self.gpus.larger(gpus[0]) if is_only else [])]
@@ -336,9 +341,13 @@ def _need(one: Estimate) -> tuple[float, int]:
     return (0 if one.plan is None else one.plan.accumulation_steps), one.budget_bytes
 
 
+def _largest(estimates: Sequence[Estimate]) -> Estimate:
+    return max(estimates, key=lambda one: one.budget_bytes)
+
+
 def nothing_fits(estimates: Sequence[Estimate], asked: int, table: Sequence[RankEstimate]) -> DoesNotFitError:
     """Build the error that a micro-batch fits on no GPU: where its memory goes, and what helps."""
-    most = max(estimates, key=lambda one: one.budget_bytes)
+    most = _largest(estimates)
     where = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in list(most.memory.items())[:3])
     names = ", ".join(one.profile for one in estimates)
     where_not = f"not to fit on {names}" if len(estimates) == 1 else f"to fit on none of {names}"

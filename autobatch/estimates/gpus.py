@@ -125,6 +125,11 @@ class GpuChoice:
             notes.append(
                 f"{option} {cap:,} bounds the micro-batch on {', '.join(names)}: more may fit without it"
             )
+        small = sum(not one.fits for one in estimates)
+        if small and not self.names:
+            notes.append(
+                f"nothing fits on {small} of {len(estimates)} GPUs: --profile NAME says what would help"
+            )
         if self.world > 1 and device.memory_budget is None:
             notes.append(
                 f"each budget leaves {format_bytes(NCCL_BYTES)} for the buffers of NCCL, not measured here"

@@ -23,6 +23,7 @@ from autobatch.core.records import Estimate
 from autobatch.core.text import LONGEST_VALUE, error_text, one_line, printable
 from autobatch.core.units import format_bytes
 from autobatch.estimates.estimator import estimate_limits
+from autobatch.footprint.tracing.apart import without_collections
 from autobatch.report.result import Estimates
 from autobatch.workload.contract import Workload
 from autobatch.workload.reference import NAMED_MODEL
@@ -82,9 +83,10 @@ def estimate_named(reference: str, options: Options, *, home: Path) -> Estimates
         DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
     asked = options.model
-    config = load_config(reference.removeprefix(NAMED_MODEL))
-    task = Task.of(config, reference)
-    model = build_on_meta(task, reference)
+    with without_collections():  # transformers is imported
+        config = load_config(reference.removeprefix(NAMED_MODEL))
+        task = Task.of(config, reference)
+        model = build_on_meta(task, reference)
     sample, size = task.sample(asked.sequence, model)
     workload = Workload(
         model=partial(build, task, asked),

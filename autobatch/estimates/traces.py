@@ -19,7 +19,7 @@ from autobatch.core.options import Options
 from autobatch.core.records import Parallel, Remedy, ShardSync
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator
-from autobatch.device.host import host_memory
+from autobatch.device.host import host_memory, usable_cores
 from autobatch.device.oom import first_line, is_oom
 from autobatch.estimates.gpus import precision_on
 from autobatch.footprint.depth import DeepFootprint, deep_footprint, is_deep, record_few
@@ -105,6 +105,9 @@ class Traces:
             keys += [self._key(changed, capability, name) for name in names]
         keys = [key for key in keys if key not in self._found]
         few = [self._key(layout, capability) for layout in like] if is_deep(self.model) else []
+        if not few and len(keys) > usable_cores():
+            # What is left over is traced when it is asked for, on all cores, instead of on one.
+            keys = keys[: len(keys) // usable_cores() * usable_cores()]
         jobs: list[Callable[[], DeepFootprint | Recording | None]] = []
         jobs += [partial(_attempted, self._trace, key) for key in keys]
         jobs += [partial(_attempted, self._record_few, key) for key in few]

@@ -133,23 +133,40 @@ def _check_size(model: nn.Module, most_tensors: int | None) -> None:
 
 
 class Stack(NamedTuple):
-    """Like layers in one list of a model."""
+    """Like layers of a model, in one list or in several of the same length, as an encoder and a decoder."""
 
-    name: str
-    """Full name of the list."""
+    names: tuple[str, ...]
+    """Full names of the lists."""
     layers: int
+    """Of each list."""
 
 
 def like_layers(model: nn.Module) -> Stack | None:
-    """Return the list with the most elements whose members are all alike; None without any."""
-    best: tuple[int, Stack] | None = None
+    """Return the list with the most elements whose members are all alike, and those as long as it.
+
+    None without any. A list within another one's layers does not count.
+    """
+    found: dict[str, tuple[int, int]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1:
-            forms = {_form_of(child) for child in module}
             elements = sum(p.numel() for p in module.parameters())
-            if len(forms) == 1 and elements and (best is None or elements > best[0]):
-                best = elements, Stack(name, len(module))
-    return None if best is None else best[1]
+            if elements and len({_form_of(child) for child in module}) == 1:
+                found[name] = elements, len(module)
+    if not found:
+        return None
+    most = max(found, key=lambda name: found[name][0])
+    names = [most]
+    for name, (_, layers) in found.items():
+        if layers == found[most][1] and not any(
+            _is_within(name, one) or _is_within(one, name) for one in names
+        ):
+            names.append(name)
+    return Stack(tuple(names), found[most][1])
+
+
+def _is_within(name: str, other: str) -> bool:
+    """Return whether a module is another one, or a part of it."""
+    return f"{name}.".startswith(f"{other}.")
 
 
 def cut_to(model: nn.Module, layers: int) -> nn.Module:
@@ -158,11 +175,11 @@ def cut_to(model: nn.Module, layers: int) -> nn.Module:
     assert stack is not None
     memo: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     # Only the layers that stay are copied: a deep model has thousands of modules.
-    deep = model.get_submodule(stack.name)
-    short = deep.__class__.__new__(deep.__class__)
-    memo[id(deep)] = short
-    kept = dict(list(deep._modules.items())[:layers])
-    vars(short).update(copy.deepcopy({**vars(deep), "_modules": kept}, memo))
+    for deep in map(model.get_submodule, stack.names):
+        short = deep.__class__.__new__(deep.__class__)
+        memo[id(deep)] = short
+        kept = dict(list(deep._modules.items())[:layers])
+        vars(short).update(copy.deepcopy({**vars(deep), "_modules": kept}, memo))
     return copy.deepcopy(model, memo)
 
 
@@ -289,7 +306,14 @@ def deepen(few: list[Event], middle: list[Event], many: list[Event], layers: int
     found: list[Event] = []
     a = b = c = 0
     """Events of each trace that are done."""
-    for place, length in [*_added(keys[0], keys[1]), (len(few), 0)]:
+    for places, length in [*_added(keys[0], keys[1]), (range(len(few), len(few) + 1), 0)]:
+        open_at = range(min(places), max(places))
+        rest = (
+            few[open_at.start : open_at.stop],
+            middle[b - a + open_at.start :],
+            many[c - a + open_at.start :],
+        )
+        place = next((one for one in places if _is_even(*rest, one - open_at.start, length)), places[0])
         count = place - a
         if keys[0][a:place] != keys[2][c : c + count]:
             raise Untraceable("a further layer does not add the same events in the same places")
@@ -316,6 +340,18 @@ def _with_sizes(*traces: list[Event]) -> list[list[Event]]:
         [event._replace(key=(*event.key, event.size if event.size in common else None)) for event in events]
         for events in traces
     ]
+
+
+def _is_even(few: list[Event], middle: list[Event], many: list[Event], place: int, length: int) -> bool:
+    """Return whether these events grow evenly if each layer adds so many others before one of them."""
+    for at, one in enumerate(few):
+        skipped = length * (at >= place)
+        others = middle[at + skipped], many[at + 2 * skipped]
+        if any(
+            b - a != c - b for a, b, c in zip(one.numbers, *(other.numbers for other in others), strict=False)
+        ):
+            return False
+    return True
 
 
 def _grown(few: Event, middle: Event, many: Event, layers: int) -> Event:
@@ -371,17 +407,21 @@ def _parts(chunk: list[Key], twice: list[Key]) -> list[int]:
     raise Untraceable("two further layers do not add twice what one adds")
 
 
-def _added(few: list[Key], more: list[Key]) -> list[tuple[int, int]]:
-    """Return places where ``more`` has events that ``few`` lacks, and how many, phase by phase."""
+def _added(few: list[Key], more: list[Key]) -> list[tuple[range, int]]:
+    """Return places where ``more`` has events that ``few`` lacks, and how many, phase by phase.
+
+    Equal events in a row leave a place open. All places that it may be are returned, the likeliest first.
+    """
     cuts = [[0, *(at for at, key in enumerate(keys) if key[0] == "mark"), len(keys)] for keys in (few, more)]
-    found: list[tuple[int, int]] = []
+    found: list[tuple[range, int]] = []
     for (start, end), (begin, stop) in zip(*map(pairwise, cuts), strict=True):
-        found += [(start + at, length) for at, length in _inserted(few[start:end], more[begin:stop])]
+        for places, length in _inserted(few[start:end], more[begin:stop]):
+            found.append((range(start + places.start, start + places.stop, places.step), length))
     return found
 
 
-def _inserted(few: list[Key], more: list[Key]) -> list[tuple[int, int]]:
-    """Return runs of events to insert into ``few`` so that it becomes ``more``.
+def _inserted(few: list[Key], more: list[Key]) -> list[tuple[range, int]]:
+    """Return runs of events to insert into ``few`` so that it becomes ``more``, as `_added` does.
 
     At each difference, insert the events after which the two agree for longest.
 
@@ -389,27 +429,25 @@ def _inserted(few: list[Key], more: list[Key]) -> list[tuple[int, int]]:
         Untraceable: ``more`` has not all events of ``few``, in their order.
     """
     extra = len(more) - len(few)
-    found: list[tuple[int, int]] = []
-    done = 0
-    at = _agreement(few, 0, more, 0)
-    while at < len(few):
+    found: list[tuple[range, int]] = []
+    done, at = 0, _agreement(few, 0, more, 0)
+    while at < len(few) or extra > 0:
         start = len(more) - (len(few) - at) - extra
         agreements = [_agreement(few, at, more, start + length) for length in range(1, extra + 1)]
         longest = max(agreements, default=0)
-        if not longest:
+        if not longest and at < len(few):
             raise Untraceable("a deeper model lacks events of a shallower one")
         # The fewest runs: all events are inserted at once if the rest of both then agrees.
         length = extra if agreements[-1] == longest else 1 + agreements.index(longest)
-        # Equal events in a row leave the place open. Numbers grow evenly if the first place of a phase is as
-        # late as possible, as that of a forward pass, and the others are as early, as those of frees.
-        earlier = 0
-        while found and earlier < at - done and few[at - earlier - 1] == more[start + length - earlier - 1]:
-            earlier += 1
-        found.append((at - earlier, length))
+        first = at
+        while first > done and few[first - 1] == more[start + length - (at - first) - 1]:
+            first -= 1
+        # The first place of a phase is likely as late as possible, as that of a forward pass, and the others
+        # are as early, as those of frees.
+        found.append((range(first, at + 1) if found else range(at, first - 1, -1), length))
         extra -= length
-        done = at
-        at += longest
-    return [*found, (len(few), extra)] if extra > 0 else found
+        done, at = at, at + longest
+    return found
 
 
 def _agreement(few: list[Key], at: int, more: list[Key], start: int) -> int:

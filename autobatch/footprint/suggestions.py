@@ -23,6 +23,7 @@ from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.fit import Footprint
 from autobatch.footprint.predict import Fitting, program_on
 from autobatch.footprint.program import Untraceable
+from autobatch.footprint.tracing.apart import run_in_copies
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.step.gradients import low_precision_parameters
@@ -100,25 +101,30 @@ def find_suggestions(
     changes |= {name: (advice, change) for name, advice, change in changes_of(setting)}
 
     @cache
-    def outcome(names: Names) -> _Outcome | None:
-        traced = [name for name in names if name != EXPANDABLE]
+    def traced(names: Names) -> Footprint | None:
         changed = setting
-        for name in traced:
+        for name in names:
             changed = changes[name][1](changed)
         try:
-            found = trace("+".join(sorted(traced)), changed) if traced else step
+            return trace("+".join(sorted(names)), changed) if names else step
         except AutobatchError:
             return None
-        return spending.outcome(found, expandable=EXPANDABLE in names)
+
+    @cache
+    def outcome(names: Names) -> _Outcome | None:
+        found = traced(tuple(name for name in names if name != EXPANDABLE))
+        return None if found is None else spending.outcome(found, expandable=EXPANDABLE in names)
 
     def suggestion(names: Names, then: _Outcome) -> Remedy:
         advice = " and ".join(changes[name][0] for name in names)
         return Remedy(name="+".join(names), advice=advice, micro_batch=then[0], peak_bytes=then[1])
 
-    now = outcome(())
+    for name in changes:
+        traced((name,) if name != EXPANDABLE else ())  # here, so that each is made once
+    now, *each = run_in_copies([partial(outcome, names) for names in [(), *((name,) for name in changes)]])
     if now is None:
         return []
-    alone = {name: then for name in changes if (then := outcome((name,))) and _helps(now, then)}
+    alone = {name: then for name, then in zip(changes, each, strict=True) if then and _helps(now, then)}
     if now[0] == 0 and not any(size for size, _ in alone.values()):
         together = _together(tuple(changes), alone, outcome)
         return [suggestion(*together)] if together else []

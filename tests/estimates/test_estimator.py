@@ -84,12 +84,17 @@ def test_every_gpu_that_does_not_fit_has_its_advice(monkeypatch):
     assert [one.fits for one in found.estimates] == [False, True, False]
     advice = [one.remedies and one.remedies[0].peak_bytes for one in found.estimates]
     assert advice == [found.estimates[0].budget_bytes, None, found.estimates[2].budget_bytes]
-    assert traced == [None, 1.0, None], "an old kind of GPU with one change, and a new kind"
+    assert traced == [None, None, 1.0], "an old and a new kind of GPU, and the old one with one change"
     text = StringIO()
     Terminal(text).estimated(found)
     for name in ("t4", "v100-16gb"):
         assert f"predicted micro-batch on {name} with a change:" in text.getvalue()
     assert "on l40s with" not in text.getvalue()
+    found = estimate_limits(WORKLOADS["perceptron"](), options.with_values(profile=[]), home=NOWHERE)
+    small = [one for one in found.estimates if not one.fits]
+    assert small
+    assert all(one.remedies is None for one in found.estimates), "nobody asked about one of them"
+    assert f"nothing fits on {len(small)} of {len(found.estimates)} GPUs: --profile NAME" in found.notes[0]
 
 
 def test_the_error_names_memory_and_remedies_if_no_gpu_is_large_enough():

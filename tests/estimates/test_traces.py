@@ -33,8 +33,11 @@ def test_a_step_and_its_changes_are_traced_once(monkeypatch):
 
     monkeypatch.setattr(tracing, "deep_footprint", trace)
     traces = traces_of()
-    traces.prepare(NEW, [ALONE], changed=ALONE)
-    assert made == [{}, {"checkpointing": "full"}, {"optimizer": "fused"}]
+    for cores in (2, 4):
+        monkeypatch.setattr(tracing, "usable_cores", lambda cores=cores: cores)
+        traces.prepare(NEW, [ALONE], changed=ALONE)
+        # A trace that would run alone on one of 2 cores waits until it can have both.
+        assert made == [{}, {"checkpointing": "full"}, {"optimizer": "fused"}][: max(2, cores - 1)]
     with traces.setting(ALONE, NEW) as setting:
         assert traces.step(ALONE, (9, 0)).program == deep_footprint(setting).step.program
     assert len(made) == 3

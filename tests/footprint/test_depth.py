@@ -107,12 +107,26 @@ def test_layers_are_alike_if_they_do_the_same(rates):
 
 def test_a_model_is_cut_to_its_first_like_layers_and_shares_its_tensors():
     model = Transformer(depth=4)
-    assert like_layers(model) == ("blocks", 4)
+    assert like_layers(model) == (("blocks",), 4)
     cut = cut_to(model, 2)
     assert (len(cut.blocks), len(model.blocks)) == (2, 4)
     assert cut.head.weight is cut.embedding.weight is model.embedding.weight
     model.blocks.append(nn.Linear(2, 2))
     assert like_layers(model) is None
+
+
+def test_lists_of_the_same_length_are_cut_together():
+    def layers(count: int, size: int = 2) -> nn.ModuleList:
+        return nn.ModuleList(
+            nn.Sequential(nn.Linear(size, size), nn.Linear(size, size)) for _ in range(count)
+        )
+
+    model = nn.ModuleDict({"encoder": layers(4), "decoder": layers(4, size=3), "other": layers(3)})
+    found = like_layers(model)
+    assert found is not None
+    assert (set(found.names), found.layers) == ({"encoder", "decoder"}, 4)
+    cut = cut_to(model, 2)
+    assert [len(one) for one in cut.values()] == [2, 2, 3]
 
 
 def layered(depth: int, uneven: int = 0) -> list[Event]:
@@ -130,8 +144,21 @@ def normed(depth: int) -> list[Event]:
     return [*blocks[: depth + 2], norms, *blocks[depth + 2 :]]
 
 
+def cleared(depth: int) -> list[Event]:
+    """Return the events of a step whose gradients are freed in a row after each layer has taken a state.
+
+    The head ends as a layer does, so the sizes of the frees leave open where the layers begin.
+    """
+    sizes = [1, 1, 2, 9, 1, *[1, 1, 3, 2, 1] * depth, 1, 1, 7]
+    takes = [Event(("take", "gradients", ""), size, (block,)) for block, size in enumerate(sizes)]
+    states = [Event(("take", "state", ""), 5, (len(sizes) + layer,)) for layer in range(depth)]
+    frees = [Event(("free", "gradients", "", 1), one.size, one.numbers) for one in takes]
+    temporary = frees.pop(3)
+    return [*takes[:4], temporary, *takes[4:], Event(("mark", "optimizer")), *states, *frees]
+
+
 @pytest.mark.parametrize("added", [0, 1, 7])
-@pytest.mark.parametrize("step", [layered, normed])
+@pytest.mark.parametrize("step", [layered, normed, cleared])
 def test_further_layers_have_the_events_of_a_deeper_step(step, added):
     deeper = deepen(step(3), step(4), step(5), added)
     expected = step(4 + added)
