@@ -58,9 +58,9 @@ FROM_ZERO = ("learning rate", "micro-batch")
 
 
 def memory_figure(
-    device: DeviceRecord, probe: Probe, predicted: Sequence[PredictedPoint] = ()
+    device: DeviceRecord, probe: Probe, predicted: Sequence[PredictedPoint] = (), note: str = ""
 ) -> Picture | None:
-    """Draw peak memory against the micro-batch: the prediction, the runs and the budget.
+    """Draw peak memory against the micro-batch: the prediction, the runs and the budget, with a note below.
 
     Returns:
         The picture; None if there are fewer than two points to draw.
@@ -122,13 +122,19 @@ def memory_figure(
     head = ["Micro-batch", "Result", "Peak allocated", "Peak reserved", "Seconds", "Reason"]
     table = Table("Every size that ran, in order", head, rows)
     places = [one.micro_batch for one in probe.attempts]
-    return draw("memory", "Peak memory by micro-batch", words, paint, table, heights=(320, 260), x=places)
+    title = "Peak memory by micro-batch"
+    return draw("memory", title, words, paint, table, heights=(320, 260), note=note, x=places)
 
 
-def memory_curve_figure(curve: MemoryCurve, budget_bytes: int) -> Picture | None:
+def memory_curve_figure(curve: MemoryCurve, budget_bytes: int, setting: str = "") -> Picture | None:
     """Draw live memory over one optimizer step: activations by module, the rest by category, and the budget.
 
-    Phases are equally wide, because events are no measure of time. Return None if the curve is empty.
+    Phases are equally wide, because events are no measure of time.
+
+    Args:
+        curve: the memory; the picture is None if it is empty.
+        budget_bytes: the budget; it is drawn unless it is far above the peak.
+        setting: configuration that the memory is of, for example ``" in bf16"``.
     """
     if not curve.positions or not curve.categories:
         return None
@@ -139,8 +145,10 @@ def memory_curve_figure(curve: MemoryCurve, budget_bytes: int) -> Picture | None
         else:
             layers[kind] = (color("rule") if kind == CACHED else series(number), sizes)
     totals = [sum(sizes) for sizes in zip(*curve.categories.values(), strict=True)]
-    peak = max(totals)
-    peak_at = totals.index(peak)
+    # A caching allocator may hold the peak for the whole step: the moment with the most in use explains it.
+    unused = curve.categories.get(CACHED, [0] * len(totals))
+    peak_at = max(range(len(totals)), key=lambda at: (totals[at], -unused[at]))
+    peak = totals[peak_at]
     unit, name = bytes_unit(peak)
     phases = list(curve.phases) or ["step"]
     starts = [*curve.phases.values()] or [curve.positions[0]]
@@ -159,7 +167,7 @@ def memory_curve_figure(curve: MemoryCurve, budget_bytes: int) -> Picture | None
             linewidth=0, step="post",
         )  # fmt: skip
         top = 1.12 * max(peak, 1) / unit
-        if budget_bytes / unit < 1.25 * top:
+        if budget_bytes < 3 * peak:
             top = max(top, 1.06 * budget_bytes / unit)
             label = f"budget {format_bytes(budget_bytes)}"
             axes.axhline(budget_bytes / unit, color=color("bad"), linestyle=(0, (5, 3)), label=label)
@@ -190,7 +198,7 @@ def memory_curve_figure(curve: MemoryCurve, budget_bytes: int) -> Picture | None
     )
     where = "" if curve.micro_batch is None else f" at micro-batch {count(curve.micro_batch)}"
     note = (
-        f"Predicted{where}. The peak is {format_bytes(peak)} of {format_bytes(budget_bytes)}, in "
+        f"Predicted{where}{setting}. The peak is {format_bytes(peak)} of {format_bytes(budget_bytes)}, in "
         f"{phases[at_phase[peak_at]]}."
     )
     if curve.modules:
@@ -328,7 +336,7 @@ def training_figure(
 ) -> Picture | None:
     """Draw losses, held-out figures, learning rate and throughput over the optimizer steps, with its events.
 
-    The micro-batch is drawn if it changed. Recoveries and checkpoints are vertical lines.
+    Recoveries and checkpoints are vertical lines. If there were recoveries, the micro-batch is drawn too.
 
     Args:
         metrics: one record per optimizer step; if a step ran again, its last record counts.
@@ -430,7 +438,7 @@ def _curves(records: Sequence[StepRecord], speeds: Mapping[int, float]) -> Itera
         yield curve(f"loss: {name}", f"loss: {name}", lambda record, name=name: record.terms.get(name))  # type: ignore[misc]
     yield curve("learning rate", "learning rate", lambda record: record.learning_rate)
     yield curve("samples/s", "samples/s", lambda record: speeds.get(record.step))
-    if len({record.micro_batch for record in records}) > 1:
+    if any(record.oom_recoveries for record in records):
         yield curve("micro-batch", "micro-batch", lambda record: record.micro_batch)
 
 

@@ -121,7 +121,12 @@ def tiles_of(run: RunRecord) -> list[Tile]:
     found = []
     if plan is not None:
         found.append(Tile("Batch", count(plan.effective_batch), f"exactly, in {_number_of_parts(plan)}"))
-        found.append(Tile("Micro-batch", count(plan.micro_batch), _limit_of(plan, probe)))
+        size = plan.micro_batch if plan.size_cut is None else plan.size_cut.micro_batches[-1]
+        note = _limit_of(plan, probe)
+        if training is not None and training.oom_recoveries and training.micro_batch is not None:
+            recoveries = plural(training.oom_recoveries, "recovery", "recoveries")
+            note = f"{count(training.micro_batch)} after {recoveries} from out of memory, {plan.precision}"
+        found.append(Tile("Micro-batch", count(size), note))
     elif probe is not None:
         found.append(Tile("Micro-batch", count(probe.micro_batch), _CAPS[probe.limited_by]))
     found.append(_memory_tile(run))
@@ -145,8 +150,9 @@ def _number_of_parts(plan: Plan) -> str:
 def _limit_of(plan: Plan, probe: Probe | None) -> str:
     """Return the limit of the plan's configuration; the limit of another one says nothing about it."""
     if plan.size_cut is not None:
-        return f"at most, of the largest samples; more of smaller ones, {plan.precision}"
-    if probe is None or not _is_probed_configuration(probe, plan):
+        smallest = count(plan.size_cut.micro_batches[0])
+        return f"of the largest samples fit, {smallest} of the smallest, {plan.precision}"
+    if probe is None or not is_probed_configuration(probe, plan):
         return ", ".join(filter(None, (plan.precision, knobs_in_words(plan.knobs))))
     if plan.run_order is not None:
         return f"as many fit in the order of this run, {plan.precision}"
@@ -223,7 +229,7 @@ def _fits_in_plan(run: RunRecord) -> str:
     """Describe how many samples fit at a time, in the configuration that is planned."""
     plan, probe = run.plan, run.probe
     place = f" in {format_bytes(run.device.budget_bytes)}"
-    if plan is not None and (probe is None or not _is_probed_configuration(probe, plan)):
+    if plan is not None and (probe is None or not is_probed_configuration(probe, plan)):
         return f"{plural(plan.micro_batch, 'sample')} at a time{place}, in the planned configuration"
     if plan is not None and plan.run_order is not None:
         return f"{plural(plan.micro_batch, 'sample')} at a time{place}, in the order of this run"
@@ -304,7 +310,7 @@ def _describe_lengths(lengths: Sequence[LengthLimit], unit: str | None) -> str:
     )
 
 
-def _is_probed_configuration(probe: Probe, plan: Plan) -> bool:
+def is_probed_configuration(probe: Probe, plan: Plan) -> bool:
     """Return whether the limit of a probe is that of the plan's configuration."""
     return not plan.knobs and probe.precision in (None, plan.precision)
 

@@ -33,7 +33,7 @@ from autobatch.report.charts import (
     trials_figure,
 )
 from autobatch.report.drawing import PALETTE, Picture
-from autobatch.report.facts import Fact, facts_of, headline, tiles_of
+from autobatch.report.facts import Fact, facts_of, headline, is_probed_configuration, tiles_of
 from autobatch.report.tables import Comparison, Table, gpu_table
 from autobatch.report.words import moment, plural
 
@@ -98,6 +98,11 @@ def sections_of(run: RunRecord) -> list[Section]:
     """Return the sections that have anything to show, in reading order."""
     probe, tuning, training = run.probe, run.tuning, run.training
     facts = facts_of(run)
+    setting = f" in {probe.precision}" if probe and probe.precision else ""
+    other = ""
+    if run.plan is not None and probe is not None and not is_probed_configuration(probe, run.plan):
+        setting += ", before tuning"
+        other = f"Of the configuration that was probed{setting}."
     stages = {
         "memory": "Where the memory goes",
         "fits": "What fits",
@@ -107,9 +112,11 @@ def sections_of(run: RunRecord) -> list[Section]:
     }
     pictures: dict[str, list[Picture | None]] = {
         "memory": [
-            memory_curve_figure(run.memory_curve, run.device.budget_bytes) if run.memory_curve else None
+            memory_curve_figure(run.memory_curve, run.device.budget_bytes, setting)
+            if run.memory_curve
+            else None
         ],
-        "fits": [memory_figure(run.device, probe, run.predicted) if probe else None],
+        "fits": [memory_figure(run.device, probe, run.predicted, other) if probe else None],
         "tuning": [comparison_figure(tuning.comparisons), trials_figure(tuning.history)] if tuning else [],
         "training": [
             training_figure(run.metrics, run.checkpoints, training.validation if training else {}),

@@ -103,7 +103,6 @@ onload = async () => {
   const ticks = () => [...chart.querySelectorAll("[id*=xtick_]")]
     .filter((tick) => tick.style.display !== "none" && tick.textContent.trim())
     .map((tick) => tick.textContent.trim())
-  chart.setPointerCapture = () => {}
   const before = ticks()
   fire("pointermove", 0.505, top + 5)
   const pointed = [...page.querySelectorAll("#figure-training .tip > *")].map((part) => part.textContent)
