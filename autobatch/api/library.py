@@ -264,7 +264,7 @@ def listening(progress: ShowProgress) -> Iterator[Progress]:
         return
     from autobatch.report.terminal import Terminal
 
-    with Terminal(stream) as terminal:
+    with Terminal(stream, is_notebook=_in_notebook()) as terminal:
         yield Broadcast([terminal, LoggedProgress()])
 
 
@@ -281,4 +281,5 @@ def _in_notebook() -> bool:
     """Check for a notebook without importing IPython: if nothing did, there is none."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
-    return shell is not None and type(shell).__name__ == "ZMQInteractiveShell"
+    # Those of Colab and Databricks are subclasses.
+    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)

@@ -6,9 +6,12 @@ What fits, the plan and what was reached are printed once, at the end.
 
 from __future__ import annotations
 
+import html
+import time
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import rich.progress as bars
 from rich.console import Console
@@ -55,16 +58,18 @@ class Terminal(Progress):
     Args:
         stream: the stream to write to.
         quiet: whether to write the result only.
+        is_notebook: whether the stream ends in a cell of a notebook.
     """
 
-    def __init__(self, stream: TextIO, *, quiet: bool = False) -> None:
+    def __init__(self, stream: TextIO, *, quiet: bool = False, is_notebook: bool = False) -> None:
         # Foreign text, for example the name of another user's process, must never be read as markup.
         self._console = Console(
             file=stream, highlight=False, markup=False, emoji=False, soft_wrap=not stream.isatty()
         )
         self._quiet = quiet
         is_live = self._console.is_terminal and not self._console.is_dumb_terminal and not quiet
-        self._live = LiveLine(self._console) if is_live else None
+        line = NotebookLine if is_notebook else LiveLine
+        self._live = line(self._console) if is_notebook or is_live else None
         self._best: Trial | None = None
         self._best_words = ""
 
@@ -348,6 +353,58 @@ class LiveLine:
 
     def _shown(self, text: str) -> str:
         return encodable(printable(text), self._encoding)
+
+
+class NotebookLine(LiveLine):
+    """The line of a notebook cell, with a bar that the browser draws; it needs no widgets.
+
+    The bar of a training stays in the cell.
+
+    Args:
+        console: prints to the cell.
+    """
+
+    def start(self) -> None:
+        """Show the line."""
+        self._shown_at = time.monotonic()
+        self._handle: Any = import_module("IPython.display").display(
+            self._content(), raw=True, display_id=True
+        )
+
+    def stop(self) -> None:
+        """Show the last step of a training; remove the line if there was none."""
+        is_empty = self._bar.tasks[0].total is None
+        if not is_empty:
+            self._bar.update(self._task, description="trained")
+        self._handle.update({"text/plain": "", "text/html": ""} if is_empty else self._content(), raw=True)
+
+    def act(self, text: str, facts: str = "") -> None:
+        """Show what happens from now on."""
+        super().act(text, facts)
+        self._update()
+
+    def train(self, step: StepRecord, of: int) -> None:
+        """Show a training step, unless the last one has just been shown."""
+        super().train(step, of)
+        if time.monotonic() - self._shown_at > 1 / REFRESHES:
+            self._update()
+
+    def _update(self) -> None:
+        self._shown_at = time.monotonic()
+        self._handle.update(self._content(), raw=True)
+
+    def _content(self) -> dict[str, str]:
+        """Return the line as HTML, and as text for what shows no HTML."""
+        task = self._bar.tasks[0]
+        words, size = [task.description], ""
+        if task.total is not None:
+            done, total, left_s = round(task.completed), round(task.total), task.time_remaining
+            size = f'value="{done}" max="{total}" '
+            words += [f"{done}/{total}", task.fields["facts"]]
+            words += [f"{left_s:,.0f} s left"] if left_s else []
+        text = " · ".join(filter(None, words))
+        style = 'style="width: 20em; vertical-align: middle"'
+        return {"text/plain": text, "text/html": f"<progress {size}{style}></progress> {html.escape(text)}"}
 
 
 class _OnlyWithTotal(bars.ProgressColumn):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import pytest
 import autobatch
 from autobatch import InputError, Result
 from autobatch.api import library
+from autobatch.report import terminal
 from tests.support.options import all_changed, as_options, required
 from tests.support.probes import Listener, work
-from tests.support.sample_run import a_device, a_probe, a_run
+from tests.support.sample_run import a_device, a_probe, a_run, a_step
 
 COMMANDS = ("fit", "plan", "probe", "tune", "estimate")
 
@@ -93,6 +95,44 @@ def test_a_terminal_shows_the_progress_of_rank_0_unless_it_is_not_wanted(
     with library.listening(wanted) as progress:
         progress.note("one remark")
     assert ("one remark" in stream.getvalue()) == is_shown
+
+
+class ZMQInteractiveShell:
+    """The shell of a notebook, by its name."""
+
+
+class Shell(ZMQInteractiveShell):
+    """As in Colab."""
+
+
+@pytest.mark.parametrize("shell", [ZMQInteractiveShell, Shell])
+def test_a_notebook_shows_a_bar_that_stays_after_a_training(
+    shell: type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents: list[dict[str, str]] = []
+
+    def display(content: dict[str, str], *, raw: bool, display_id: bool) -> Any:
+        assert (raw, display_id) == (True, True)
+        contents.append(content)
+        return SimpleNamespace(update=lambda content, raw: contents.append(content))
+
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=shell, __path__=[]))
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    monkeypatch.setattr(terminal, "REFRESHES", 1e9)
+    with library.listening("auto") as progress:
+        progress.doing("tracing <b>a step")
+        progress.note("one remark")
+        assert contents[-1]["text/plain"] == "tracing <b>a step"
+        assert contents[-1]["text/html"].endswith("></progress> tracing &lt;b&gt;a step")
+        assert "value" not in contents[-1]["text/html"], "the length is unknown"
+        progress.stepped(a_step(3, loss=0.5), 10)
+        assert 'value="3" max="10"' in contents[-1]["text/html"]
+        assert contents[-1]["text/plain"].startswith("training · 3/10 · loss 0.5000 · ")
+    assert contents[-1]["text/plain"].startswith("trained · 3/10 · loss 0.5000 · ")
+    assert "one remark" in capsys.readouterr().out
+    with library.listening(True) as progress:
+        progress.doing("tracing a step")
+    assert contents[-1] == {"text/plain": "", "text/html": ""}, "nothing was trained"
 
 
 def test_a_listener_of_the_user_hears_everything_and_the_log_too(caplog: pytest.LogCaptureFixture) -> None:
