@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
@@ -25,6 +27,8 @@ from autobatch.core.records import (
 )
 from autobatch.core.units import format_bytes
 from autobatch.report.drawing import (
+    NARROW,
+    WIDE,
     Picture,
     bytes_unit,
     color,
@@ -34,7 +38,7 @@ from autobatch.report.drawing import (
     plain_axes,
     series,
 )
-from autobatch.report.facts import peak_bytes
+from autobatch.report.facts import peak_bytes, tuning_card
 from autobatch.report.tables import Table
 from autobatch.report.words import (
     count,
@@ -52,6 +56,8 @@ CACHED = "cached"
 """Category of memory that the allocator holds and no tensor uses; drawn in grey."""
 SMOOTHED_FROM = 300
 """Steps from which a noisy curve gets a smoothed line."""
+CARD_MARGIN, CARD_BAR, CARD_LINE = 20, 26, 1.5
+"""Margin of a card and height of each of its bars in pixels, and height of its lines by their text size."""
 NOISY = ("loss", "samples/s")
 FROM_ZERO = ("learning rate", "micro-batch")
 """Panels whose axis starts at 0."""
@@ -275,6 +281,70 @@ def trials_figure(trials: Sequence[Trial]) -> Picture | None:
     table = Table("Every trial", ["Trial", "Samples/s", "÷ default", "Feasible", *knobs, "Note"], rows)
     numbers = [trial.number + 1 for trial in trials]
     return draw("trials", "Speed by trial", words, paint, table, heights=(280, 240), note=words, x=numbers)
+
+
+def card_figure(run: RunRecord) -> Picture | None:
+    """Draw the answer of the tuner as a card, to be shown on its own. Return None if nothing was tried."""
+    tuning = run.tuning
+    if tuning is None or not tuning.trials:
+        return None
+    card = tuning_card(tuning, run.plan, run.training.optimizer_steps if run.training else None)
+    headline = card.headline[:1].upper() + card.headline[1:]
+    source = " · ".join(filter(None, ("autobatch", run.title, run.device.name)))
+    speeds = {"tuned": tuning.best_samples_per_s, "default": tuning.baseline_samples_per_s}
+    bars = speeds if speeds["tuned"] > speeds["default"] > 0 else {}
+
+    def layout(narrow: bool) -> tuple[list[list[str]], list[int], int]:
+        """Return the lines of headline, details and source, the sizes of their texts, and the height."""
+        sizes, width = [17 if narrow else 24, 13, 11], (NARROW if narrow else WIDE) - 2 * CARD_MARGIN
+        # The bars have the speeds of the first line.
+        texts = [[headline], card.lines[bool(bars) :], [source]]
+        parts = [
+            [line for text in part for line in textwrap.wrap(text, int(width / (0.56 * size)))]
+            for part, size in zip(texts, sizes, strict=True)
+        ]
+        tall = sum(CARD_LINE * size * len(part) for part, size in zip(parts, sizes, strict=True))
+        return parts, sizes, round(tall + CARD_BAR * (len(bars) + 1) + 2 * CARD_MARGIN)
+
+    def paint(figure: Figure, narrow: bool) -> None:
+        figure.set_layout_engine("none")
+        width, (parts, sizes, height) = NARROW if narrow else WIDE, layout(narrow)
+        look = {"facecolor": color("surface"), "edgecolor": color("rule")}
+        figure.add_artist(Rectangle((0, 0), 1, 1, transform=figure.transFigure, zorder=-1, **look))
+        left, below = CARD_MARGIN / width, height - CARD_MARGIN
+        for part, size, role in zip(parts, sizes, ("accent", "ink", "muted"), strict=True):
+            for line in part:
+                figure.text(left, below / height, line, size=size, color=color(role), va="top")
+                below -= CARD_LINE * size
+            if role == "accent" and bars:
+                below -= CARD_BAR * len(bars)
+                _draw_speeds(
+                    figure, bars, (left, below / height, 1 - 2 * left, CARD_BAR * len(bars) / height)
+                )
+            below -= CARD_BAR / 2
+
+    table = Table(
+        "The answer of the tuner",
+        ["Part", "Answer"],
+        [["Gain", headline], *(["", line] for line in card.lines)],
+    )
+    heights = (layout(False)[-1], layout(True)[-1])
+    return draw(
+        "card", headline, ". ".join([headline, *card.lines, ""]).strip(), paint, table, heights=heights
+    )
+
+
+def _draw_speeds(figure: Figure, speeds: Mapping[str, float], place: tuple[float, ...]) -> None:
+    """Draw a bar for each speed at a place of a card."""
+    axes = figure.add_axes(place)
+    axes.set_axis_off()
+    bars = axes.barh(list(speeds), list(speeds.values()), 0.6, color=[color("accent"), color("soft")])
+    labels = [f"{name}, {decimal(speed, 3)} samples/s" for name, speed in speeds.items()]
+    axes.bar_label(bars, labels, padding=5)
+    axes.set_ylim(len(speeds) - 0.5, -0.5)
+    # Labels of about 150 pixels are at the right of the bars.
+    pixels = place[2] * 72 * figure.get_figwidth()
+    axes.set_xlim(0, max(speeds.values()) * pixels / (pixels - 160))
 
 
 def comparison_figure(comparisons: Sequence[TrialComparison]) -> Picture | None:

@@ -24,6 +24,7 @@ from autobatch.core.files import write_atomic
 from autobatch.core.records import Estimate, RunRecord
 from autobatch.core.text import printable_lines
 from autobatch.report.charts import (
+    card_figure,
     comparison_figure,
     losses_figure,
     memory_curve_figure,
@@ -117,7 +118,9 @@ def sections_of(run: RunRecord) -> list[Section]:
             else None
         ],
         "fits": [memory_figure(run.device, probe, run.predicted, other) if probe else None],
-        "tuning": [comparison_figure(tuning.comparisons), trials_figure(tuning.history)] if tuning else [],
+        "tuning": [card_figure(run), comparison_figure(tuning.comparisons), trials_figure(tuning.history)]
+        if tuning
+        else [],
         "training": [
             training_figure(run.metrics, run.checkpoints, training.validation if training else {}),
             times_figure(training.phase_seconds) if training else None,
@@ -137,7 +140,7 @@ def sections_of(run: RunRecord) -> list[Section]:
         Section(
             part,
             title,
-            [fact for fact in facts if fact.part == part],
+            [fact for fact in facts if fact.part == part and fact.label != "tuned"],  # the card has it
             pictures.get(part, []),
             notes=notes.get(part, []),
         )

@@ -71,6 +71,8 @@ def test_what_is_drawn_is_in_words_and_in_the_legend(pictures: dict[str, Any]) -
                    ">did not fit (its peak is unknown)<", ">predicted<"],
         "memory-over-time": ["Predicted at micro-batch 93. The peak is 4.98 GiB of 6.00 GiB, in backward.",
                              ">budget 6.00 GiB<", ">peak 4.98 GiB<", ">body.0 … 3<", ">optimizer state<"],
+        "card": ["1.15 × faster: compiled. 1,728 samples/s, the default 1,500.", ">95 % interval 1.11 ×",
+                 ">tuned, 1,728 samples/s<"],
         "comparison": ["compiled  15 % faster<", ">chosen<"],
         "trials": ["12 trials measured, 1 infeasible. The study was continued 1 time.",
                    "speed ÷ speed of the default<", ">continued later<", ">infeasible<"],
@@ -88,6 +90,7 @@ def test_nothing_to_draw_gives_no_picture() -> None:
     assert charts.training_figure([]) is None
     assert charts.trials_figure(some_trials()[:1]) is None, "one trial says nothing"
     assert charts.comparison_figure([]) is None
+    assert charts.card_figure(a_run(tuning=None)) is None
     assert charts.times_figure({"forward": 0.0}) is None
     assert charts.memory_figure(a_device(), msgspec.structs.replace(a_probe(), attempts=[])) is None
     assert charts.memory_curve_figure(MemoryCurve(positions=[], categories={}), 1) is None
