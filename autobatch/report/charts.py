@@ -56,6 +56,7 @@ CACHED = "cached"
 """Category of memory that the allocator holds and no tensor uses; drawn in grey."""
 SMOOTHED_FROM = 300
 """Steps from which a noisy curve gets a smoothed line."""
+DASHES = ("-", "--", ":", "-.")
 CARD_MARGIN, CARD_BAR, CARD_LINE = 20, 26, 1.5
 """Margin of a card and height of each of its bars in pixels, and height of its lines by their text size."""
 NOISY = ("loss", "samples/s")
@@ -156,14 +157,7 @@ def memory_curve_figure(curve: MemoryCurve, budget_bytes: int, setting: str = ""
     peak_at = max(range(len(totals)), key=lambda at: (totals[at], -unused[at]))
     peak = totals[peak_at]
     unit, name = bytes_unit(peak)
-    phases = list(curve.phases) or ["step"]
-    starts = [*curve.phases.values()] or [curve.positions[0]]
-    ends = [*starts[1:], max(curve.positions[-1], starts[-1]) + 1]
-    at_phase = [max(0, bisect_right(starts, position) - 1) for position in curve.positions]
-    places = [
-        at + (position - starts[at]) / (ends[at] - starts[at])
-        for position, at in zip(curve.positions, at_phase, strict=True)
-    ]
+    phases, at_phase, places = _in_phases(curve)
 
     def paint(figure: Figure, narrow: bool) -> None:
         axes = plain_axes(figure, xlabel="phases of one optimizer step", title=f"live memory, {name}")
@@ -219,6 +213,19 @@ def memory_curve_figure(curve: MemoryCurve, budget_bytes: int, setting: str = ""
         note=note,
         x=[places[at] for at in chosen],
     )
+
+
+def _in_phases(curve: MemoryCurve) -> tuple[list[str], list[int], list[float]]:
+    """Return the phases of a step, and the phase and the place of each position, a phase being 1 wide."""
+    phases = list(curve.phases) or ["step"]
+    starts = [*curve.phases.values()] or [curve.positions[0]]
+    ends = [*starts[1:], max(curve.positions[-1], starts[-1]) + 1]
+    at_phase = [max(0, bisect_right(starts, position) - 1) for position in curve.positions]
+    places = [
+        at + (position - starts[at]) / (ends[at] - starts[at])
+        for position, at in zip(curve.positions, at_phase, strict=True)
+    ]
+    return phases, at_phase, places
 
 
 def trials_figure(trials: Sequence[Trial]) -> Picture | None:
@@ -309,32 +316,29 @@ def card_figure(run: RunRecord) -> Picture | None:
     def paint(figure: Figure, narrow: bool) -> None:
         figure.set_layout_engine("none")
         width, (parts, sizes, height) = NARROW if narrow else WIDE, layout(narrow)
-        look = {"facecolor": color("surface"), "edgecolor": color("rule")}
-        figure.add_artist(Rectangle((0, 0), 1, 1, transform=figure.transFigure, zorder=-1, **look))
-        left, below = CARD_MARGIN / width, height - CARD_MARGIN
+        whole = Rectangle((0, 0), 1, 1, facecolor=color("surface"), edgecolor=color("rule"), zorder=-1)
+        whole.set_transform(figure.transFigure)
+        figure.add_artist(whole)
+        left, below = CARD_MARGIN / width, float(height - CARD_MARGIN)
         for part, size, role in zip(parts, sizes, ("accent", "ink", "muted"), strict=True):
             for line in part:
                 figure.text(left, below / height, line, size=size, color=color(role), va="top")
                 below -= CARD_LINE * size
             if role == "accent" and bars:
                 below -= CARD_BAR * len(bars)
-                _draw_speeds(
-                    figure, bars, (left, below / height, 1 - 2 * left, CARD_BAR * len(bars) / height)
-                )
+                place = (left, below / height, 1 - 2 * left, CARD_BAR * len(bars) / height)
+                _draw_speeds(figure, bars, place)
             below -= CARD_BAR / 2
 
-    table = Table(
-        "The answer of the tuner",
-        ["Part", "Answer"],
-        [["Gain", headline], *(["", line] for line in card.lines)],
-    )
-    heights = (layout(False)[-1], layout(True)[-1])
-    return draw(
-        "card", headline, ". ".join([headline, *card.lines, ""]).strip(), paint, table, heights=heights
-    )
+    rows = [["Gain", headline], *(["", line] for line in card.lines)]
+    table = Table("The answer of the tuner", ["Part", "Answer"], rows)
+    words = ". ".join([headline, *card.lines, ""]).strip()
+    return draw("card", headline, words, paint, table, heights=(layout(False)[-1], layout(True)[-1]))
 
 
-def _draw_speeds(figure: Figure, speeds: Mapping[str, float], place: tuple[float, ...]) -> None:
+def _draw_speeds(
+    figure: Figure, speeds: Mapping[str, float], place: tuple[float, float, float, float]
+) -> None:
     """Draw a bar for each speed at a place of a card."""
     axes = figure.add_axes(place)
     axes.set_axis_off()
@@ -416,9 +420,7 @@ def training_figure(
     Returns:
         The picture; None if there are no records.
     """
-    records = [record for _, record in sorted({record.step: record for record in metrics}.items())]
-    if records and not records[-1].validation:
-        records[-1] = msgspec.structs.replace(records[-1], validation=dict(held_out or {}))
+    records = _in_order(metrics, held_out or {})
     speeds = dict(_speeds(records))
     panels: dict[str, list[Curve]] = {}
     for curve in _curves(records, speeds):
@@ -470,6 +472,14 @@ def training_figure(
     tall = 130 + 100 * len(panels)
     places = [record.step for record in chosen]
     return draw("training", "Training", words, paint, table, heights=(tall, tall), x=places)
+
+
+def _in_order(metrics: Sequence[StepRecord], held_out: Mapping[str, float | None]) -> list[StepRecord]:
+    """Return the last record of each step, in order, the last with the held-out figures at the end."""
+    records = [record for _, record in sorted({record.step: record for record in metrics}.items())]
+    if records and not records[-1].validation:
+        records[-1] = msgspec.structs.replace(records[-1], validation=dict(held_out))
+    return records
 
 
 def _plot(axes: Axes, curve: Curve, role: str) -> None:
@@ -558,26 +568,113 @@ def times_figure(phase_seconds: Mapping[str, float]) -> Picture | None:
     return draw("times", "Where the time went", words, paint, table, heights=(60, 60))
 
 
-def losses_figure(runs: Sequence[RunRecord], names: Sequence[str]) -> Picture | None:
-    """Draw the training losses of runs over the samples seen. Return None if no run has any."""
-    curves = []
+Overlay = dict[str, dict[str, dict[float, float]]]
+"""Panels by title; in each the curves by the name of the run, as values by place."""
+
+
+def curves_figure(runs: Sequence[RunRecord], names: Sequence[str]) -> Picture | None:
+    """Draw loss, held-out figures, throughput and memory of runs over each other, by the samples seen.
+
+    Returns:
+        The picture; None if no run has any.
+    """
+    panels: Overlay = {}
+    peaks: dict[str, dict[float, float]] = {}
     for run, name in zip(runs, names, strict=True):
-        points = [(row.samples, row.loss) for row in run.metrics if row.loss is not None]
-        if points:
-            losses = [loss for _, loss in points]
-            curves.append((name, [samples for samples, _ in points], smoothed(losses) or losses))
-    if not curves:
+        records = _in_order(run.metrics, run.training.validation if run.training else {})
+        samples = {record.step: float(record.samples) for record in records}
+        for curve in _curves(records, dict(_speeds(records))):
+            if curve.steps and (curve.label in NOISY or curve.label.startswith("held-out")):
+                values = zip(curve.steps, curve.values, strict=True)
+                panels.setdefault(curve.label, {})[name] = {samples[step]: value for step, value in values}
+        peaks[name] = {samples[one.step]: peak for one in records if (peak := peak_bytes(one)) is not None}
+    panels |= _in_units("peak memory of a step", peaks)
+    title = "Loss, held-out figures, throughput and memory"
+    return _draw_overlay("curves", title, panels, names, xlabel="samples seen")
+
+
+def memory_curves_figure(runs: Sequence[RunRecord], names: Sequence[str]) -> Picture | None:
+    """Draw the live memory of runs over one optimizer step, over each other. Return None if it is unknown."""
+    totals: dict[str, dict[float, float]] = {}
+    phases: list[str] = []
+    for run, name in zip(runs, names, strict=True):
+        if run.memory_curve is not None and run.memory_curve.categories:
+            own, _, places = _in_phases(run.memory_curve)
+            phases = phases or own
+            live = map(sum, zip(*run.memory_curve.categories.values(), strict=True))
+            if own == phases:
+                totals[name] = dict(zip(places, live, strict=True))
+    panels = _in_units("live memory", totals)
+    title = "Memory over one optimizer step"
+    xlabel = "phases of one optimizer step"
+    return _draw_overlay("memory-of-runs", title, panels, names, xlabel=xlabel, phases=phases)
+
+
+def _in_units(title: str, sizes: dict[str, dict[float, float]]) -> Overlay:
+    """Return a panel of sizes in the unit of the largest; none if no size is known."""
+    known = {name: values for name, values in sizes.items() if values}
+    if not known:
+        return {}
+    unit, unit_name = bytes_unit(int(max(max(values.values()) for values in known.values())))
+    scaled = {name: {at: size / unit for at, size in values.items()} for name, values in known.items()}
+    return {f"{title}, {unit_name}": scaled}
+
+
+def _draw_overlay(
+    slug: str, title: str, panels: Overlay, names: Sequence[str], *, xlabel: str, phases: Sequence[str] = ()
+) -> Picture | None:
+    """Draw curves of runs over each other, in panels. Return None if there are none."""
+    if not panels:
         return None
+    drawn = [(panel, name, values) for panel, curves in panels.items() for name, values in curves.items()]
 
     def paint(figure: Figure, narrow: bool) -> None:
-        axes = plain_axes(figure, xlabel="samples seen", title="training loss")
-        for number, (name, samples, losses) in enumerate(curves):
-            style = ("-", "--", ":", "-.")[number % 4]
-            axes.plot(samples, losses, style, color=series(2 * number), label=name)
-        axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, integer=True))
-        axes.margins(x=0.02)
+        tall = [2.0 if panel == "loss" else 1.0 for panel in panels]
+        grid = figure.subplots(len(panels), sharex=True, squeeze=False, gridspec_kw={"height_ratios": tall})
+        of_panel = dict(zip(panels, grid[:, 0], strict=True))
+        for panel, axes in of_panel.items():
+            axes.set_title(panel)
+            axes.margins(x=0.02)
+            axes.yaxis.set_major_locator(MaxNLocator(5 if panel == "loss" else 3))
+        for panel, name, values in drawn:
+            number, heights = names.index(name), list(values.values())
+            if panel in NOISY:
+                heights = smoothed(heights) or heights
+            marker = "o" if len(values) == 1 or panel.startswith("held-out") else ""
+            of_panel[panel].plot(
+                list(values), heights, DASHES[number % 4], color=series(2 * number), marker=marker,
+                markersize=4, label=name, drawstyle="steps-post" if phases else "default",
+            )  # fmt: skip
+        axes = grid[-1, 0]
+        axes.set_xlabel(xlabel)
+        axes.xaxis.set_major_locator(MaxNLocator(3 if narrow else 6, integer=True))
+        if phases:
+            named = [phase.replace(" ", "\n") if narrow else phase for phase in phases]
+            axes.set_xticks([at + 0.5 for at in range(len(phases))], named)
 
-    words = f"The losses of {len(curves)} runs over the samples that they have seen."
-    rows = [[name, count(samples[-1]), decimal(losses[-1])] for name, samples, losses in curves]
-    table = Table("Last losses", ["Run", "Samples", "Loss"], rows)
-    return draw("losses", "Training loss by samples", words, paint, table, heights=(320, 260))
+    seen = sorted({place for *_, values in drawn for place in values})
+    held_out = {at for panel, _, values in drawn if panel.startswith("held-out") for at in values}
+    places = sorted({seen[at] for at in evenly_spaced(len(seen), TABLE_ROWS)} | held_out)
+    table = Table(
+        title,
+        [xlabel.capitalize(), *(f"{name}, {panel}" for panel, name, _ in drawn)],
+        [
+            [
+                phases[int(at)] if phases else count(int(at)),
+                *(_as_of(at, values, is_exact=panel.startswith("held-out")) for panel, _, values in drawn),
+            ]
+            for at in places
+        ],
+    )
+    words = f"{', '.join(panels)} of {plural(len(names), 'run')}."
+    heights = (150 + 110 * len(panels), 130 + 110 * len(panels))
+    return draw(slug, title, words, paint, table, heights=heights, x=places)
+
+
+def _as_of(place: float, values: Mapping[float, float], *, is_exact: bool) -> str:
+    """Write the last value up to a place, or only one that is there; empty outside of a curve."""
+    known = sorted(values)
+    at = bisect_right(known, place) - 1
+    if at < 0 or place > known[-1] or (is_exact and known[at] != place):
+        return ""
+    return decimal(values[known[at]])

@@ -26,8 +26,9 @@ from autobatch.core.text import printable_lines
 from autobatch.report.charts import (
     card_figure,
     comparison_figure,
-    losses_figure,
+    curves_figure,
     memory_curve_figure,
+    memory_curves_figure,
     memory_figure,
     times_figure,
     training_figure,
@@ -40,6 +41,8 @@ from autobatch.report.words import moment, plural
 
 _LONG = 24
 """Length in characters above which a cell counts as a sentence and gets a minimum width."""
+MOST_NAMED = 4
+"""Differences that a headline names one by one."""
 _NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?%?( [KMGT]?i?B)?")
 
 
@@ -172,12 +175,29 @@ def write_comparison(path: Path, runs: Sequence[RunRecord], found: Comparison) -
             "differs", "What differs", tables=[differing] if differing.rows else [], folded=[same], notes=none
         ),
         Section("runs", "What they reached", tables=[found.figures]),
-        Section("losses", "Training loss", drawn=[losses_figure(runs, found.names)]),
+        Section(
+            "curves",
+            "Over each other",
+            drawn=[curves_figure(runs, found.names), memory_curves_figure(runs, found.names)],
+        ),
     ]
     shown = [section for section in sections if not section.is_empty]
     title = ", ".join(dict.fromkeys(run.title or "run" for run in runs))
-    page = _page(f"{title}: runs side by side", shown, eyebrow="autobatch compare", heading=title)
+    page = _page(
+        f"{title}: runs side by side",
+        shown,
+        eyebrow="autobatch compare",
+        heading=title,
+        verdict=_differences([row[0] for row in differing.rows], len(runs)),
+    )
     return write_atomic(path, page.encode())
+
+
+def _differences(names: Sequence[str], runs: int) -> str:
+    """Say in a sentence what differs between runs."""
+    many = f"{len(names)} options, versions and parts of the hardware"
+    what = ", ".join(names) if len(names) <= MOST_NAMED else many
+    return f"{plural(runs, 'run')} that differ in {what}." if names else f"{plural(runs, 'run')} of one kind."
 
 
 def run_html(run: RunRecord, *, report: Path | None = None) -> str:

@@ -114,7 +114,7 @@ class Comparison(NamedTuple):
     @property
     def differing(self) -> Table:
         """The options, versions and hardware that differ."""
-        return self._table("What differs", self.given, differs=True)
+        return self._table("Options, versions and hardware that differ", self.given, differs=True)
 
     @property
     def same(self) -> Table:

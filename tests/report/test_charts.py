@@ -277,3 +277,40 @@ def test_colours_are_readable_by_the_contrast_of_wcag() -> None:
     for role in drawing.PALETTE.keys() - {"paper", "surface", "ink", "rule", "on-accent"}:
         for page in ("#ffffff", "#1e1e1e", "#111111"):
             assert contrast(drawing.PALETTE[role].either, page) >= 3, (role, page)
+
+
+def test_runs_are_drawn_over_each_other_by_samples_and_by_the_phases_of_a_step() -> None:
+    run = a_run()
+    half = [
+        msgspec.structs.replace(
+            one, samples=512 * one.step, validation={"accuracy": 0.5} if one.step == 60 else {}
+        )
+        for one in run.metrics
+    ]
+    bare = a_run(metrics=[], training=None, memory_curve=None)
+    runs, names = [run, a_run(metrics=half), bare], ["a", "b", "c"]
+    picture = drawn(charts.curves_figure(runs, names))
+    titles = ["loss", "samples/s", "held-out accuracy", "peak memory of a step, GiB"]
+    assert all(picture.svg.count(f">{title}</text>") == 2 for title in titles)
+    head, rows = picture.table.head, {row[0]: row for row in picture.table.rows}
+    at = {(name, title): head.index(f"{name}, {title}") for title in titles for name in "ab"}
+    assert len(head) == 1 + len(at), "the third run has no curves"
+    losses = {one.samples: one.loss for one in run.metrics}
+    assert float(rows["40,960"][at["a", "loss"]]) == pytest.approx(losses[40960], abs=1e-4)
+    assert float(rows["30,720"][at["b", "loss"]]) == pytest.approx(half[59].loss, abs=1e-4)
+    assert (rows["30,720"][at["b", "held-out accuracy"]], rows["30,720"][at["a", "held-out accuracy"]]) == (
+        "0.5",
+        "",
+    )
+    assert (
+        rows["61,440"][at["b", "held-out accuracy"]]
+        == rows["122,880"][at["a", "held-out accuracy"]]
+        == "0.9312"
+    )
+    assert rows["122,880"][at["b", "loss"]] == "", "the second run had ended"
+    assert {row[at["a", "peak memory of a step, GiB"]] for row in picture.table.rows} == {"5", ""}
+    memory = drawn(charts.memory_curves_figure(runs, names))
+    assert memory.table.head == ["Phases of one optimizer step", "a, live memory, GiB", "b, live memory, GiB"]
+    peak = max(map(sum, zip(*run.memory_curve.categories.values(), strict=True))) / GiB
+    assert max(float(row[1]) for row in memory.table.rows) == pytest.approx(peak, rel=1e-3)
+    assert charts.curves_figure([bare], ["c"]) is charts.memory_curves_figure([bare], ["c"]) is None

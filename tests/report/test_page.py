@@ -247,8 +247,10 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     page = write_comparison(path, pair, compare_runs(pair, ["<b>a</b>", "b"])).read_text("utf-8")
     check(page)
     assert "<b>a</b>" not in page
-    assert page.count("<figure ") == 1
+    assert page.count("<figure ") == 2
+    assert "2 runs of one kind." in page
     assert "&lt;b&gt;a&lt;/b&gt;</text>" in page
+    bare = msgspec.structs.replace(bare, memory_curve=None)
     without = write_comparison(path, [bare, bare], compare_runs([bare, bare], ["x", "y"])).read_text("utf-8")
     assert "<figure " not in without
     assert "held-out accuracy" not in without
@@ -291,6 +293,20 @@ def test_the_page_at_a_width_in_a_theme(tmp_path, width, theme):
     assert len(png) > 10_000
     assert seen["paper"] == ("rgb(251, 251, 249)" if theme == "light" else "rgb(20, 24, 26)")
     assert seen["accent"] == ("rgb(11, 107, 114)" if theme == "light" else "rgb(92, 192, 196)")
+
+
+@pytest.mark.program
+@in_a_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_runs_side_by_side_at_a_width(tmp_path: Path, width: int) -> None:
+    runs = [a_run(), a_run(options={"memory_budget": "8GiB"}, device=a_device(budget_bytes=8 << 30))]
+    found = compare_runs(runs, ["20261121-140500", "20261122-091500"])
+    page = write_comparison(tmp_path / "compare.html", runs, found).read_text("utf-8")
+    seen, complaints = measure(tmp_path, page, width=width)
+    assert complaints == []
+    assert (seen["overflow"], seen["cut"], seen["escaping"], seen["split"]) == (0, [], [], [])
+    assert (seen["wide"], seen["narrow"]) == ((0, 2) if width == 390 else (2, 0))
+    assert [part.rpartition(",")[0] for part in seen["pointed"][1:3]] == found.names, "both under the pointer"
 
 
 @pytest.mark.program

@@ -100,7 +100,8 @@ onload = async () => {
     await new Promise((resolve) => setTimeout(resolve, 20))
   }
   await new Promise((resolve) => setTimeout(resolve, 50))
-  const chart = [...page.querySelectorAll("#figure-training > svg")].find((svg) => svg.clientWidth > 0)
+  const chart = [...page.querySelectorAll("#figure-training > svg, #figure-curves > svg")]
+    .find((svg) => svg.clientWidth > 0)
   const [left, top, right, bottom] = JSON.parse(chart.dataset.panels)[0]
   const fire = (type, across, down) => {
     const box = chart.getBoundingClientRect(), ratio = box.width / chart.viewBox.baseVal.width
@@ -113,7 +114,7 @@ onload = async () => {
     .map((tick) => tick.textContent.trim())
   const before = ticks()
   fire("pointermove", 0.505, top + 5)
-  const pointed = [...page.querySelectorAll("#figure-training .tip > *")].map((part) => part.textContent)
+  const pointed = [...chart.closest("figure").querySelectorAll(".tip > *")].map((part) => part.textContent)
   fire("pointerdown", 0.5, top + 5)
   fire("pointermove", 0.7, top + 8)
   fire("pointerup", 0.75, top + 8)
@@ -147,7 +148,7 @@ onload = async () => {
     button: button?.textContent,
     saved: Object.fromEntries(saved),
     paper: colour(page.body, "backgroundColor"),
-    accent: colour(line, "stroke"),
+    accent: line && colour(line, "stroke"),
   })
 }
 </script>
