@@ -66,7 +66,7 @@ def tables_of_records() -> str:
                 rows.append(f"| `{ast.unparse(field.target)}` | `{kind}` | {' '.join(meaning.split())} |")
         doc = inspect.cleandoc(ast.get_docstring(record) or "")
         parts += [f"## {record.name}", doc, "\n".join(rows)]
-    return "\n\n".join(parts).replace("``", "`")
+    return re.sub(r"\bNone\b", "null", "\n\n".join(parts).replace("``", "`"))
 
 
 def help_of(command: str) -> str:
