@@ -19,7 +19,7 @@ OUTSIDE = re.compile(
 
 RECORDS = "<!-- records -->"
 KEYWORDS = re.compile(r"<!-- keywords: (\w+) -->")
-FOUND_FIRST = {"options.md": 2000, "meaning.md": 1000}
+FOUND_FIRST = {"options.md": 4000, "meaning.md": 1000}
 """Weight in the search, where a word of a title counts 1,000, of pages that define what the others use."""
 OPTION_OF_A_ROW = re.compile(r"^\| `(--[a-z-]+) ([^`]*)`", re.MULTILINE)
 CODE_OF_A_ROW = re.compile(r"`[^`\n]*\\\|[^`\n]*`")
