@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 from hypothesis import settings
@@ -17,11 +17,14 @@ from tests.support.leftovers import no_leftovers
 from tests.support.rank_server import RankServer, rank_server
 from tests.support.warm_children import fork_children
 
-# An example may take longer on a busy machine.
-settings.register_profile("without-clock", deadline=None)
-settings.load_profile("without-clock")
+# The same examples in every run, however busy the machine is. --hypothesis-profile=drawn has others.
+settings.register_profile("repeated", deadline=None, derandomize=True, database=None)
+settings.register_profile("drawn", deadline=None)
+settings.load_profile("repeated")
 
 
+SEED = 271828
+"""Of what a test draws with no seed of its own."""
 GROUPS = {"server": "ranks", "warm_children": "children"}
 """Fixtures that start a server of processes, which takes seconds: all tests with one run in one worker."""
 
@@ -57,11 +60,23 @@ def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Torch is not imported for this: tests of the command line check that it is not."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
+def same_draws_and_one_thread() -> None:
+    """Let no test depend on the order of the tests.
+
+    Nothing is imported for this: tests of the command line check that torch is not.
+    """
+    random.seed(SEED)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(SEED)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(SEED)
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for no disk, which keeps a test for longer than its work. Only the loss of power would show it."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture(autouse=True)
@@ -94,12 +109,7 @@ def real_copies(copies: None) -> None:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write only the titles of pictures, because drawing takes most of the time of a short run."""
-    from matplotlib.figure import Figure
-
-    def save(_: Figure, file: TextIO, **__: object) -> None:
-        file.write('<svg viewBox="0 0 1 1"></svg>')
-
-    monkeypatch.setattr(Figure, "savefig", save)
+    monkeypatch.setattr("autobatch.report.drawing._drawn", lambda *_: '<svg viewBox="0 0 1 1"></svg>')
 
 
 @pytest.fixture

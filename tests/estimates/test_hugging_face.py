@@ -18,7 +18,7 @@ GPUS = ["t4", "v100-16gb"]
 
 
 def estimate(place: Path, **options: Any):
-    return autobatch.estimate(f"hf:{place}", profile=GPUS, memory_budget="1GiB", **options)
+    return autobatch.estimate(f"hf:{place}", profile=GPUS, memory_budget="64MiB", **options)
 
 
 def weights_of(place: Path) -> int:
@@ -45,7 +45,7 @@ def test_a_config_is_enough(tmp_path: Path, name: str) -> None:
 
 
 def test_the_sequence_the_optimizer_and_adapters_are_counted(tmp_path: Path) -> None:
-    place = config_folder(tmp_path, "qwen3")
+    place = config_folder(tmp_path, "qwen3", num_hidden_layers=1)
     weights = weights_of(place)
 
     def at(**options: Any):
@@ -115,7 +115,7 @@ def test_what_a_config_leaves_open_is_set(
 def test_missing_configs_and_names_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"the folder .* has no config\.json"):
         estimate(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match="is no folder here, and the hub cannot be reached"):
         autobatch.estimate("hf:nobody/nothing", profile=GPUS)
     with pytest.raises(InputError, match="is no folder here and no model on the hub"):

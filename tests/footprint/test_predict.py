@@ -145,7 +145,7 @@ def test_a_large_model_without_memory():
     assert all(one.is_meta for one in built.parameters())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(recipes(), st.integers(1, 60 * MiB), st.integers(1, 90), st.booleans())
 def test_the_largest_against_brute_force(recipe, limit, cap, caching):
     program = Program.fit([(2, trace_of(recipe, 2)), (3, trace_of(recipe, 3))])

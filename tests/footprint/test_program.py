@@ -16,7 +16,7 @@ from autobatch.footprint.program import Derived, DerivedSize, Polynomial, Progra
 from tests.support.recipes import recipes, trace, trace_of
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(recipes(), st.randoms(use_true_random=False))
 def test_two_points_give_every_other_micro_batch(recipe, rng):
     program = Program.fit([(2, trace_of(recipe, 2)), (3, trace_of(recipe, 3, shuffle=rng))])
@@ -28,7 +28,7 @@ def test_two_points_give_every_other_micro_batch(recipe, rng):
     assert program.agrees_with(8, Trace(tuple(bigger), ((0, "forward"),))) is not grows
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(recipes(square=True))
 def test_three_points_give_a_quadratic(recipe):
     program = Program.fit([(m, trace_of(recipe, m)) for m in (2, 3, 5)])
@@ -36,7 +36,7 @@ def test_three_points_give_a_quadratic(recipe):
         assert program.at(m) == trace_of(recipe, m).canonical()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(recipes(), st.randoms(use_true_random=False))
 def test_sorting_frees_changes_no_replay(recipe, rng):
     plain, other = trace_of(recipe, 9), trace_of(recipe, 9, shuffle=rng)

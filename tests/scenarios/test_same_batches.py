@@ -143,6 +143,12 @@ def weights(result: Any) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in result.model.parameters()])
 
 
+@pytest.fixture(autouse=True)
+def impatient_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a loader of torchdata that is dropped wait for its workers for less than 5 seconds."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
+
+
 @pytest.fixture(scope="module")
 def checked_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Log, Any, str]]:
     """Return a function that trains a kind of data with the check, once."""

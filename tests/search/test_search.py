@@ -67,7 +67,7 @@ def assert_proven(machine: Machine, found: Any, cap: int) -> None:
     values=st.lists(st.integers(0, 2 * BUDGET), min_size=1, max_size=60),
     cap=st.integers(1, 60),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_memory_function_gives_a_size_that_ran_below_one_that_does_not_fit(values, cap) -> None:
     """Noise, plateaus, cliffs and holes: the runs prove the answer for any function."""
     machine = Machine(lambda size: values[min(size, len(values)) - 1])
@@ -80,7 +80,7 @@ def test_any_memory_function_gives_a_size_that_ran_below_one_that_does_not_fit(v
     likely=st.integers(0, 5000),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_workload_and_any_prediction_stay_within_the_bound(share, cap, likely, seed) -> None:
     """What fits is drawn at random, and so are the guesses. Twice a prediction is in question at most."""
     machine = Machine(lambda size: 2 * BUDGET * (hash((seed, size)) % 1000 >= share))
@@ -99,7 +99,7 @@ def test_any_workload_and_any_prediction_stay_within_the_bound(share, cap, likel
     kink=st.integers(1, 2000),
     cap=st.integers(1, 5000),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_monotone_memory_gives_exactly_the_limit_in_few_runs(fixed, slope, late, kink, cap) -> None:
     def memory(size: int) -> int:
         return fixed + slope * size // 64 + late * slope * max(0, size - kink) // 64
@@ -132,7 +132,7 @@ SHAPES: dict[str, Callable[[float, float], float]] = {
 )
 @example("saturation", 0.2, 4800, 0, 4700, False)
 @example("bend", 0.15625, 976, 4157, 978, True)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_memory_of_any_shape_gives_a_proven_limit_in_few_runs(
     shape: str, bend: float, edge: int, fixed: int, cap: int, is_recorded: bool
 ) -> None:
@@ -153,7 +153,7 @@ def test_memory_of_any_shape_gives_a_proven_limit_in_few_runs(
 
 
 @given(sizes=LINES, cap=st.integers(1, 4000))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_right_trace_takes_one_run(sizes, cap) -> None:
     machine = machine_of(*lines(sizes))
     found = search(machine.run, cap=cap, replay=replay_of(program_of(*lines(sizes))))
@@ -163,7 +163,7 @@ def test_a_right_trace_takes_one_run(sizes, cap) -> None:
 
 
 @given(sizes=LINES, more=LINES, cap=st.integers(1, 4000))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_events_of_a_run_correct_a_trace_that_misses_some(sizes, more, cap) -> None:
     """The trace lacks scratch that the step takes; known blocks keep their rules."""
     machine = machine_of(*lines(sizes + more))

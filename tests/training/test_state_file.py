@@ -86,7 +86,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(VALUES)
 def test_values_come_back_as_they_were(value: Any) -> None:
     with torch.device("meta"):  # the default device of a user changes nothing

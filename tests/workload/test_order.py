@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
@@ -54,7 +54,6 @@ def simulate(samples: int, target: int, epochs: int, last: str, seed: int) -> li
     last=st.sampled_from(["carry", "flush", "drop"]),
     data=st.data(),
 )
-@settings(deadline=None)
 def test_batches_equal_those_of_the_simulation_from_any_start(
     samples, target, epochs, steps, last, data
 ) -> None:

@@ -102,7 +102,7 @@ def run(allocator, steps, check=lambda: None):
     return live
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(STEPS, LIMITS)
 def test_agrees_with_the_slow_model_event_by_event(steps, limit):
     fast, slow = CachingAllocator(limit), SlowModel(limit)
@@ -127,7 +127,7 @@ def test_agrees_with_the_slow_model_event_by_event(steps, limit):
         assert fast.retries == slow.retries
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(STEPS, LIMITS, st.booleans())
 def test_invariants(steps, limit, expandable):
     allocator = CachingAllocator(limit, AllocatorConfig(expandable_segments=expandable))

@@ -36,14 +36,14 @@ def call(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 12), st.integers(1, 300), st.integers(1, 260), st.integers(1, 130))
 def test_a_workspace_is_predicted_to_the_byte(dtype, steps, samples, features, hidden):
     args = call(steps, samples, features, hidden, dtype=dtype)
     assert whole_pages(Workspaces().parts_of(args)) == LAYER(*args)[3].numel()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 12), st.integers(1, 300), st.integers(1, 5), st.integers(1, 5))
 def test_a_workspace_of_another_layout_is_bounded(steps, samples, features, hidden):
     args = call(steps, samples, 16 * features, 16 * hidden)

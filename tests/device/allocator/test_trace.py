@@ -28,7 +28,7 @@ def a_trace(seed: int, length: int) -> Trace:
     return Trace(tuple(events))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 40))
 def test_the_canonical_form_replays_alike(seed, length):
     trace = a_trace(seed, length)
