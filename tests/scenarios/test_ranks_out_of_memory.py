@@ -111,7 +111,7 @@ def fail_everywhere(kind: str, stride: int) -> tuple[int, float, list[Any]]:
 
 
 @pytest.mark.parametrize(
-    "stride", [9, pytest.param(1, marks=pytest.mark.slow, id="at every operator")], ids=str
+    "stride", [19, pytest.param(1, marks=pytest.mark.slow, id="at every operator")], ids=str
 )
 @pytest.mark.parametrize("kind", ["mean", "tokens", "terms", "terms, step 0"])
 def test_a_batch_runs_again_wherever_memory_ran_out(server: RankServer, kind: str, stride: int) -> None:
@@ -207,7 +207,7 @@ def test_all_ranks_leave_where_a_batch_cannot_run_again_and_start_smaller(
         for site in sites[:: max(1, int(step * stride))]:
             out = tmp_path / f"{phase}-{site}"
             out.mkdir()
-            ended = server.run(leave, str(out), kind, site, seconds=20)
+            ended = server.run(leave, str(out), kind, site)
             assert [one.code for one in ended] == [77, 77], "\n".join(one.error for one in ended)
             assert [path.name for path in list_checkpoints(out / "checkpoints")] == ["step-00000001"]
             if phase in ("forward", "backward"):
