@@ -6,6 +6,7 @@ compares what was printed. Without animation, as on paper, the picture shows the
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import os
 import pty
@@ -170,4 +171,6 @@ def last_screen(drawn: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(picture(COMMAND, rows_of(play(COMMAND))), encoding="utf-8")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.parse_args().file.write_text(picture(COMMAND, rows_of(play(COMMAND))), encoding="utf-8")

@@ -164,7 +164,7 @@ def test_a_loss_over_the_whole_batch_needs_whole_models_and_the_rows_of_all_rank
                 lambda: Transformer(WIDTH),
                 data=Tokens(),
                 loss=WholeBatchLoss(
-                    represent=lambda model, batch: model(batch), loss=lambda rows: rows.sum()
+                    represent=lambda model, batch: model(batch), loss=lambda model, rows: rows.sum()
                 ),
             ),
             {},

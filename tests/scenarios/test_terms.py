@@ -23,8 +23,8 @@ from autobatch.report.facts import describe_training
 from autobatch.report.words import decimal
 from autobatch.setup.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS, attempt
 from autobatch.setup.setup import open_setup
-from autobatch.training.metrics import scalars
 from autobatch.training.split_check.check import check_loss_splits
+from autobatch.training.trackers import scalars
 from autobatch.training.validation import Validator
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.detection import Batch, counts, detection, scenes, terms, whole
