@@ -112,6 +112,13 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autobatch.report.drawing._drawn", lambda *_: '<svg viewBox="0 0 1 1"></svg>')
 
 
+@pytest.fixture(autouse=True)
+def quick_pages(request: pytest.FixtureRequest) -> None:
+    """Draw pictures in tests/report only."""
+    if request.path.parent.name != "report" and "autobatch.report.drawing" in sys.modules:
+        request.getfixturevalue("no_pictures")
+
+
 @pytest.fixture
 def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start children in a tenth of a second. Some of tests/setup/test_child.py start them as a run does."""

@@ -14,6 +14,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 
@@ -250,6 +251,12 @@ def _fragment(
 
 def _filled(name: str, **values: object) -> str:
     """Fill a template. All text is escaped: for HTML, and for terminals, where a page may be printed."""
+    return printable_lines(_templates().get_template(name).render(values), limit=None)
+
+
+@cache
+def _templates() -> Environment:
+    """Return the templates, each of which is compiled once."""
     templates = Environment(
         loader=PackageLoader("autobatch.report"),
         autoescape=True,
@@ -258,7 +265,7 @@ def _filled(name: str, **values: object) -> str:
         undefined=StrictUndefined,
     )
     templates.filters |= {"unbroken": _unbroken, "cell_kind": _cell_kind}
-    return printable_lines(templates.get_template(name).render(values), limit=None)
+    return templates
 
 
 def _unbroken(text: str) -> Markup:

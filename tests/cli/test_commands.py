@@ -75,7 +75,6 @@ def test_profiles_are_listed_with_their_memory_and_shown_as_toml_or_json(said: S
         assert "needs a CUDA GPU, and torch finds none" in said("profiles", "save", "mine", code=2)
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_planted_texts_of_a_profile_are_shown_harmlessly(tmp_path: Path, said: Said) -> None:
     text = json.dumps(PLANTED).replace("\\u001b", "\\u001B")
     figure = f'value = 8\nunit = "B"\nsource = {text}\ndate = "2026-11-21"\nmeasured = false\n'
@@ -113,7 +112,6 @@ def test_the_report_of_a_run_is_written_again(tmp_path: Path, said: Said) -> Non
     assert "a figure of the run is out of range: int too large to convert" in said("report", code=2)
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_a_report_is_written_to_the_run_and_nowhere_else(tmp_path: Path, said: Said) -> None:
     asked = a_folder(tmp_path / "asked" / "one")
     a_folder(asked / "two" / "three")

@@ -117,17 +117,19 @@ def test_an_estimate_plans_the_batch_within_its_micro_batch(monkeypatch):
 
 def test_an_estimate_is_not_capped_by_the_data_and_says_which_option_caps_it():
     """The data have 64 samples, and all GPUs would take them in one micro-batch."""
-    workload, gpus = WORKLOADS["perceptron"](), ["t4", "a100-80gb"]
-    free = estimate_limits(workload, as_options("estimate", profile=gpus), home=NOWHERE)
+
+    def estimated(**options):
+        asked = as_options("estimate", profile=["t4", "a100-80gb"], memory_budget="1%", **options)
+        return estimate_limits(WORKLOADS["perceptron"](), asked, home=NOWHERE)
+
+    free = estimated()
     small, large = (one.micro_batch for one in free.estimates)
     assert 64 < small < large
     assert not any("bounds" in note for note in free.notes)
-    capped = estimate_limits(
-        workload, as_options("estimate", profile=gpus, target_batch=small + 1), home=NOWHERE
-    )
+    capped = estimated(target_batch=small + 1)
     assert [one.micro_batch for one in capped.estimates] == [small, small + 1]
     assert any("--target-batch" in note and "on a100-80gb:" in note for note in capped.notes)
-    asked = estimate_limits(workload, as_options("estimate", profile=gpus, micro_batch=5000), home=NOWHERE)
+    asked = estimated(micro_batch=5000)
     assert [(one.micro_batch, one.fits) for one in asked.estimates] == [(5000, True)] * 2
 
 
@@ -202,7 +204,8 @@ def test_the_error_names_the_fewest_ranks_on_the_smallest_gpu_that_fit():
     ],
 )
 def test_a_profile_names_the_gpu_else_a_simulated_device_does(device, profile, names, is_noted):
-    options = as_options("estimate", device=device, **({"profile": [profile]} if profile else {}))
+    named = {"profile": [profile]} if profile else {}
+    options = as_options("estimate", device=device, memory_budget="1%", **named)
     found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
     assert [one.profile for one in found.estimates] == names
     said = f"an estimate touches no device, so --device {device} was left out"

@@ -119,6 +119,7 @@ def feed_forever(pipe: int) -> None:
 
 
 @LINUX
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("signals", [[signal.SIGTERM, signal.SIGINT], [signal.SIGKILL]])
 def test_the_workers_of_a_killed_run_end_with_it(signals: list[int]) -> None:
     readable, writable = os.pipe()

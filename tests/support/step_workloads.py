@@ -152,7 +152,7 @@ WORKLOADS = {
 
 def deep_transformer() -> Workload:
     """Return a workload whose activations take most of the memory."""
-    return make(lambda: Transformer(depth=4), data=Tokens(), loss=token_loss)
+    return make(lambda: Transformer(depth=3), data=Tokens(), loss=token_loss)
 
 
 def setup(workload: Workload, *, budget: int = GiB, **fields: Any) -> Setup:
