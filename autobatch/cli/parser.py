@@ -252,11 +252,11 @@ def completion_script(shell: str, profiles: Iterable[str], others: Mapping[str, 
     except ImportError as error:
         raise InputError(f"completion needs the package shtab ({error}): pip install shtab") from None
     names = [*profiles]
-    words: dict[str, tuple[Any, ...]] = {
-        "profiles": (("list", "show", "save"), names),
-        "completion": (SHELLS,),
-        "report": (shtab.DIRECTORY,),
-        "compare": (shtab.DIRECTORY, shtab.DIRECTORY),
+    words: dict[str, dict[str, Any]] = {
+        "profiles": {"action": ("list", "show", "save"), "name": names},
+        "completion": {"shell": SHELLS},
+        "report": {"run": shtab.DIRECTORY},
+        "compare": {"run": shtab.DIRECTORY, "other run": shtab.DIRECTORY},
     }
     by_option = {"profile": names, "knobs": [one.name for one in KNOBS], "device": ("auto", "cpu", "cuda")}
     by_metavar = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE, "WORKLOAD": shtab.FILE}
@@ -274,8 +274,8 @@ def completion_script(shell: str, profiles: Iterable[str], others: Mapping[str, 
     for name, text in others.items():
         parser = commands.add_parser(name, help=" ".join(text.split("\n\n")[1].split(".")[0].split()))
         parser.add_argument("--json", action="store_true")
-        for number, found in enumerate(words.get(name, ())):
-            action = parser.add_argument(str(number), nargs="?")
+        for word, found in words.get(name, {}).items():
+            action = parser.add_argument(word, nargs="?")
             if isinstance(found, dict):
                 action.complete = found  # type: ignore[attr-defined]
             else:

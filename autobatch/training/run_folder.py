@@ -39,9 +39,13 @@ class RunFiles:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The options and the plan by name, without lists and what is unset."""
+        """The options and the plan by name, without lists and URLs, which may have passwords."""
         found = self.options.by_name() | self.facts.get("plan", {})
-        return {name: value for name, value in found.items() if isinstance(value, str | int | float)}
+        return {
+            name: value
+            for name, value in found.items()
+            if isinstance(value, str | int | float) and "://" not in str(value)
+        }
 
 
 RUNS = Path("runs")

@@ -227,6 +227,7 @@ def test_a_resumed_run_continues_its_logs_without_doubled_steps(
     libraries: Libraries, tmp_path: Path, no_pictures: None
 ) -> None:
     options = OPTIONS | {"out": tmp_path / "run", "steps": 6, "checkpoint_every": 2, "log": NAMES}
+    options["storage"] = f"sqlite:///{tmp_path}/a-password"
     workload = make_workload(train_data=points(24), validation_data=points(8))
     with pytest.raises(RuntimeError, match="the power is gone"):
         fit(workload, **options | {"progress": Failing()})
@@ -237,6 +238,7 @@ def test_a_resumed_run_continues_its_logs_without_doubled_steps(
     configs = [one["config"] for one in libraries.opened if "config" in one]
     assert len(configs) == 5, "Wandb and Trackio are opened twice"
     assert {str(one["target_batch"]) + one["lr_rule"] for one in configs} == {"8none"}
+    assert "a-password" not in str(configs)
 
 
 @pytest.mark.parametrize("name", NAMES)
