@@ -221,6 +221,8 @@ def notes_on(setting: Setting, recording: Recording) -> list[str]:
         notes.append(
             "selections by values: predicted as if they kept everything, which is their largest result"
         )
+    if recording.has_reads:
+        notes.append("values that NumPy reads from tensors: predicted as if all of them were alike")
     if any(isinstance(module, nn.RNNBase) for module in setting.model.modules()):
         notes.append(
             "recurrent layers: no trace shows what cuDNN keeps, so the size of their gates is counted instead"

@@ -106,7 +106,7 @@ def case(forward):
     ("forward", "words"),
     [
         (lambda y: y * len(torch.unique(y)), "unique.*values of the data"),
-        (lambda y: y + torch.from_numpy(y.detach().numpy()), "does not run without values"),
+        (lambda y: y * sum(y.untyped_storage().tolist()), "does not run without values"),
         (lambda y: torch.cat([y, y[: len(y) // 2]])[: len(y)], "no integer rule|no polynomial|bytes"),
     ],
 )

@@ -9,7 +9,7 @@ batch can as well.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,6 +92,25 @@ def values_kept() -> Iterator[None]:
         yield
     finally:
         fake_tensor.CONSTANT_NUMEL_LIMIT = before
+
+
+@contextmanager
+def readable_as_arrays(read: Callable[[Tensor], Any]) -> Iterator[None]:
+    """Let NumPy, and what takes its arrays, read fakes within the block, by a function that returns an array.
+
+    A fake hands no operator to the mode then: torch refuses ``numpy()`` of a subclass.
+    """
+
+    def numpy(tensor: Any, *, force: bool = False) -> Any:
+        if tensor.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy()")
+        return read(tensor)
+
+    FakeTensor.numpy = numpy  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        del FakeTensor.numpy
 
 
 def fake_with_values(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

@@ -13,6 +13,7 @@ from itertools import zip_longest
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -95,6 +96,8 @@ class Recording:
     has_convolutions: bool
     has_selections: bool
     """True if a selection by values was recorded as if it kept everything."""
+    has_reads: bool = False
+    """True if NumPy read values that were made up."""
     derived: Mapping[int, DerivedSize] = field(default_factory=dict)
     """Blocks whose sizes follow from other numbers by the rule of a library."""
 
@@ -124,7 +127,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         self._phase = "setup"
         self._products: list[Product] = []
         self._has_convolutions = False
-        self._has_selections = False
+        self._has_selections = self._has_reads = False
         self._found_inf: set[int] = set()
         self._workspaces = Workspaces()
         self._derived: dict[int, DerivedSize] = {}
@@ -164,6 +167,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
             products=tuple(self._products),
             has_convolutions=self._has_convolutions,
             has_selections=self._has_selections,
+            has_reads=self._has_reads,
             derived=dict(self._derived),
         )
 
@@ -299,6 +303,16 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
             return _PASSED in vars(tensor)
         # Neither 0 nor 1, because optimizers divide by a value and by its difference from 1.
         return 0.5 if tensor.is_floating_point() else 1
+
+    def array_of(self, tensor: Tensor) -> np.ndarray[Any, Any]:
+        """Return the array that NumPy reads of a tensor, filled as `_value_of` does if values are unknown."""
+        with no_dispatch():
+            known = value_of(tensor)
+            if known is None:
+                self._has_reads = True
+                value = self._value_of(tensor)
+                known = torch.full(tensor.shape, value, dtype=tensor.dtype, device="cpu")
+            return known.numpy().copy()
 
     def _is_known(self, args: tuple[Any, ...]) -> bool:
         """Return whether the values on which a selection depends are known."""

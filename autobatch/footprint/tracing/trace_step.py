@@ -18,7 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.hooks import RemovableHandle
 
 from autobatch.footprint.tracing.cuda_policy import cuda_policy, leave_gpus_alone, prefer_foreach
-from autobatch.footprint.tracing.fakes import fake_batch, fake_model, new_mode, values_kept
+from autobatch.footprint.tracing.fakes import (
+    fake_batch,
+    fake_model,
+    new_mode,
+    readable_as_arrays,
+    values_kept,
+)
 from autobatch.footprint.tracing.trace_mode import Recorder, Recording
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import train_step
@@ -83,6 +89,7 @@ def record(setting: Setting, micro_batch: int) -> Recording:
             stack.enter_context(values_kept())
         stack.enter_context(recorder)
         stack.enter_context(recorder.noticing_resizes())
+        stack.enter_context(readable_as_arrays(recorder.array_of))
         stack.enter_context(_tracked_modules(model, recorder))
         train_state = _build(setting, model, recorder)
         _run_steps(setting, train_state, batch, micro_batch, mode=mode, recorder=recorder)

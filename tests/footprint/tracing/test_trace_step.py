@@ -8,20 +8,25 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
+import autobatch
 from autobatch import Workload
+from autobatch.core.options import Options
 from autobatch.device.allocator.trace import FREE, replay
 from autobatch.footprint.fit import footprint
 from autobatch.footprint.tracing.trace_mode import Recorder
 from autobatch.footprint.tracing.trace_step import record
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
+from autobatch.setup.setup import open_setup
 from tests.support import packed
-from tests.support.probes import work
+from tests.support.probes import mlp, work
 from tests.support.step_workloads import WORKLOADS, image_loss, make, perceptron, setting, setup, sgd
 
 
@@ -97,6 +102,16 @@ def loss_of_samples(model: nn.Module, batch: Any) -> Tensor:
     return -chosen.log_prob(chosen.rsample().detach()).mean()
 
 
+def loss_of_pairs(model: nn.Module, batch: Any) -> Tensor:
+    """Pair rows of the model with rows of the batch at the least cost, on the host."""
+    y = model(batch[0])
+    cost = torch.cdist(y.detach(), torch.zeros_like(y))
+    rows, columns = linear_sum_assignment(cost)
+    assert {*map(len, cost.tolist())} == {len(y)}
+    order = torch.as_tensor(columns[np.argsort(cost[rows, columns].cpu().numpy())])
+    return y[order].square().mean()
+
+
 def selecting() -> Workload:
     rows = list(torch.randint(50, (20, 6), generator=torch.Generator().manual_seed(3)))
     return work(Selecting, train_data=rows, loss=lambda model, ids: model(ids))
@@ -120,6 +135,7 @@ CASES = {
     "distribution": Case(partial(make, perceptron, loss=loss_of_samples)),
     "rate in a tensor": Case(partial(make, perceptron, optimizer=lambda parameters, rate: torch.optim.Adam(
         parameters, lr=torch.tensor(rate)))),
+    "pairs on the host": Case(partial(make, perceptron, loss=loss_of_pairs)),
     "model that keeps its inputs": Case(partial(make, Collector)),
     "recurrent": Case(partial(make, Recurrent, optimizer=sgd)),
     "batch norm in bf16": Case(partial(make, lambda: nn.Sequential(
@@ -141,6 +157,7 @@ def test_records_every_event_of_a_real_attempt(name: str) -> None:
         found = record(replace(one, has_values=case.has_values), size)
         assert found.trace == ran.trace.canonical()
         assert not found.has_selections
+        assert found.has_reads == (name == "pairs on the host")
     if not case.has_values:
         assert record(replace(one, capability=(8, 0)), 7).trace.events
 
@@ -202,6 +219,16 @@ def test_a_selection_keeps_everything(select) -> None:
     assert "selection" in step.notes[0]
     ran = attempt(one, 7).attempt.peak_allocated_bytes
     assert ran <= replay(step.program.at(7), one.device.new_allocator()).peak_allocated_bytes <= 1.1 * ran
+
+
+@pytest.mark.parametrize(("device", "budget"), [("cpu", "800KiB"), ("sim:t4", "6MiB")])
+def test_a_loss_that_reads_values_on_the_host_takes_one_run(device: str, budget: str) -> None:
+    workload = work(lambda: mlp(512), loss=loss_of_pairs)
+    found = autobatch.probe(workload, device=device, memory_budget=budget).probe
+    assert (len(found.attempts), found.limited_by) == (1, "memory")
+    made = open_setup(workload, Options().with_values(device=device, memory_budget=budget))
+    assert not attempt(made, found.micro_batch + 1).attempt.fits
+    assert any("NumPy" in note for note in footprint(setting(made)).notes)
 
 
 @pytest.mark.parametrize(("name", "precision"), [("transformer", "fp16"), ("recomputed", "bf16")])
