@@ -165,7 +165,10 @@ def measure(folder, page, *, width):
         f'<iframe id="page" srcdoc="{escape(page)}" style="width:{width}px;height:900px;border:0"></iframe>'
     )
     file = folder / "frame.html"
-    file.write_text(f'<!doctype html><body><pre id="answer"></pre>{frame}{MEASURE}', encoding="utf-8")
+    file.write_text(
+        f'<!doctype html><meta charset="utf-8"><body><pre id="answer"></pre>{frame}{MEASURE}',
+        encoding="utf-8",
+    )
     command = [
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage",
         "--disable-background-networking", "--enable-logging=stderr", "--virtual-time-budget=4000",
