@@ -116,8 +116,9 @@ class Metrics:
                 getattr(sink, method)(*values)
             except Exception as error:  # whatever a tracker raises, the run continues
                 self._sinks.remove(sink)
+                name = getattr(sink, "name", type(sink).__name__)
                 self._note(
-                    f"{type(sink).__name__}.{method} raised {type(error).__name__}: {error_text(error)}. The "
+                    f"{name}.{method} raised {type(error).__name__}: {error_text(error)}. The "
                     "run continues without this sink"
                 )
 

@@ -181,14 +181,16 @@ class Tracker:
     always.
 
     Args:
-        writer: the run in the library of the tracker.
+        name: the tracker, for notes.
+        writer: the run in its library.
         logged: the last step that it has already.
         clock: returns seconds.
     """
 
     def __init__(
-        self, writer: Writer, *, logged: int = 0, clock: Callable[[], float] = time.monotonic
+        self, name: str, writer: Writer, *, logged: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.name = name
         self._writer = writer
         self._logged = logged
         self._clock = clock
@@ -258,12 +260,15 @@ def open_trackers(names: Sequence[str], run: LoggedRun) -> list[Sink]:
         try:
             writer = _WRITERS[name](run, known.get(name))
         except Exception as error:
+            for sink in sinks:
+                sink.close()
             reason = f"{type(error).__name__}: {error_text(error)}"
             raise InputError(
                 f"--log {name} cannot open the run ({reason}): mend it, or leave it out"
             ) from error
         hides = name == TENSORBOARD  # steps that run again are written anew
-        sinks.append(Tracker(writer, logged=run.logged if name in known and not hides else run.batches_seen))
+        logged = run.logged if name in known and not hides else run.batches_seen
+        sinks.append(Tracker(name, writer, logged=logged))
         known[name] = writer.identifier
     if names:
         write_atomic(path, msgspec.json.encode(known))

@@ -15,6 +15,7 @@ import pytest
 from autobatch import InputError, Progress, StepRecord, fit
 from autobatch.cli import main as cli
 from autobatch.training import trackers
+from autobatch.training.metrics import Metrics
 from autobatch.training.run_folder import move_earlier_run
 from autobatch.training.trackers import LoggedRun, Tracker, open_trackers
 from tests.support.rank_server import RankServer
@@ -199,7 +200,7 @@ def test_a_tracker_gets_every_known_value_the_settings_and_the_end(
 def test_quick_steps_are_thinned_out_except_notable_ones_and_the_last(libraries: Libraries) -> None:
     times = itertools.count()
     writer = trackers.Wandb(LoggedRun(folder=Path("run"), project="workload"), None)
-    sink = Tracker(writer, clock=lambda: next(times) * 0.15 * INTERVAL_S)
+    sink = Tracker("wandb", writer, clock=lambda: next(times) * 0.15 * INTERVAL_S)
     trackers.WRITE_INTERVAL_S = INTERVAL_S  # the fixture restores it
     notable = {10: {"recovered": "no memory"}, 12: {"validation": {"loss": 0.5}}, 13: {"applied": False}}
     for step in range(1, 31):
@@ -222,6 +223,7 @@ class Failing(Progress):
             raise RuntimeError("the power is gone")
 
 
+@pytest.mark.program
 @pytest.mark.filterwarnings("default")
 def test_a_resumed_run_continues_its_logs_without_doubled_steps(
     libraries: Libraries, tmp_path: Path, no_pictures: None
@@ -267,8 +269,24 @@ def test_a_library_that_refuses_the_run_ends_it_before_the_first_step(
     monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
     workload = make_workload(train_data=points(24))
     with pytest.raises(InputError, match=r"--log wandb cannot open the run \(PermissionError: no API key"):
-        fit(workload, **OPTIONS, steps=2, out=tmp_path / "run", log="wandb")
+        fit(workload, **OPTIONS, steps=2, out=tmp_path / "run", log=["trackio", "wandb"])
     assert not (tmp_path / "run/metrics.jsonl").exists()
+    assert libraries.ends == ["finished"], "what was opened before is closed"
+
+
+def test_a_tracker_that_fails_later_is_named_and_left_out(libraries: Libraries, tmp_path: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise ConnectionError("the server is gone")
+
+    libraries.log = fail  # type: ignore[method-assign]
+    notes: list[str] = []
+    sinks = open_trackers(["wandb"], LoggedRun(folder=tmp_path, project="workload"))
+    metrics = Metrics(None, sinks, note=notes.append)
+    for step in (1, 2):
+        metrics.step(a_step(step))
+    assert notes == [
+        "wandb.step raised ConnectionError: the server is gone. The run continues without this sink"
+    ]
 
 
 def logged_by_rank(out: str) -> list[list[int]]:
