@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -18,8 +17,6 @@ from autobatch.core.options import all_fields, fields_of
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/README.md"])
 MOST_LINES = 190
-WIDEST = 92
-"""Columns of code that the site shows at 1280 pixels."""
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]*[a-z])")
@@ -59,19 +56,10 @@ def test_every_document_is_on_the_site_and_the_older_ones_are_linked_from_the_re
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_python_blocks_parse_and_are_formatted(path: Path) -> None:
-    for number, code in enumerate(blocks(path, "python")):
+def test_python_blocks_parse(path: Path) -> None:
+    """`ruff format` checks their form."""
+    for code in blocks(path, "python"):
         ast.parse(code)
-        stdin = ["--stdin-filename", f"block{number}.py", "-"]
-        done = subprocess.run(
-            [sys.executable, "-m", "ruff", "format", "--check", f"--line-length={WIDEST}", *stdin],
-            input=code,
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=ROOT,
-        )
-        assert done.returncode == 0, f"not formatted:\n{code}\n{done.stderr}"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
