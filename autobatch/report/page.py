@@ -196,8 +196,9 @@ def write_comparison(path: Path, runs: Sequence[RunRecord], found: Comparison) -
 
 def _differences(names: Sequence[str], runs: int) -> str:
     """Say in a sentence what differs between runs."""
-    many = f"{len(names)} options, versions and parts of the hardware"
-    what = ", ".join(names) if len(names) <= MOST_NAMED else many
+    what = " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+    if len(names) > MOST_NAMED:
+        what = f"{len(names)} options, versions and parts of the hardware"
     return f"{plural(runs, 'run')} that differ in {what}." if names else f"{plural(runs, 'run')} of one kind."
 
 

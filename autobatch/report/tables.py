@@ -150,9 +150,9 @@ def compare_runs(runs: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
         records: list[dict[str, object]] = [getattr(run, field) for run in runs]
         for name in sorted({name for record in records for name in record} - set(hidden)):
             values = [record.get(name) for record in records]
-            label = f"--{name.replace('_', '-')}" if field == "options" else name
+            label, none = (f"--{name.replace('_', '-')}", "not set") if field == "options" else (name, "–")
             if any(value is not None for value in values):
-                yield label, ["–" if value is None else str(value) for value in values]
+                yield label, [none if value is None else str(value) for value in values]
 
     # Where a run writes and what it prints is no difference.
     output = [name for name, field in all_fields().items() if field.section == "output"]

@@ -20,8 +20,9 @@ from autobatch.report.facts import facts_of, headline, tiles_of, tuning_card
 from autobatch.report.page import render, write_comparison, write_report
 from autobatch.report.result import PlanResult, ProbeResult
 from autobatch.report.tables import compare_runs
+from benchmarks.screenshots import CHROMIUM, IMAGES, MOST_BYTES, shoot
 from benchmarks.wrong_files import PLANTED
-from tests.support.page_checker import CHROMIUM, Page, check, measure
+from tests.support.page_checker import Page, check, measure
 from tests.support.sample_run import a_device, a_probe, a_run, an_estimate
 
 HOSTILE = "<script>alert(1)</script> \" ' &amp; ${x} $$ %s"
@@ -236,7 +237,7 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     assert rows["split"] == ["12 micro-batches (4 × 86, 8 × 85)"] * 2
     assert rows["peak memory"] == ["", "3.00 GiB"]
     assert rows["torch"] == ["2.13.0+cu130", "2.12.0"]
-    assert rows["--seed"] == ["–", "1"]
+    assert rows["--seed"] == ["not set", "1"]
     assert not {"tuned", "--steps"} & rows.keys(), "no run has them"
     assert [row[0] for row in found.same.rows] == ["workload", "device", "budget"]
     path, pair = tmp_path / "compare.html", [one, bare]
@@ -303,6 +304,15 @@ def test_runs_side_by_side_at_a_width(tmp_path: Path, width: int) -> None:
     assert (seen["overflow"], seen["cut"], seen["escaping"], seen["split"]) == (0, [], [], [])
     assert (seen["wide"], seen["narrow"]) == ((0, 2) if width == 390 else (2, 0))
     assert [part.rpartition(",")[0] for part in seen["pointed"][1:3]] == found.names, "both under the pointer"
+
+
+@pytest.mark.program
+@in_a_browser
+def test_a_picture_of_a_page_is_small_and_as_narrow_as_asked(tmp_path: Path) -> None:
+    image = shoot(render(a_run()), tmp_path / "page.png", width=390, height=700, theme="dark").read_bytes()
+    assert (int.from_bytes(image[16:20]), int.from_bytes(image[20:24])) == (390, 700)
+    assert len(image) < MOST_BYTES
+    assert all(path.stat().st_size <= MOST_BYTES for path in IMAGES.glob("*.png"))
 
 
 @pytest.mark.program

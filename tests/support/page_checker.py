@@ -3,10 +3,10 @@
 import itertools
 import json
 import re
-import shutil
-import subprocess
 from html import escape
 from html.parser import HTMLParser
+
+from benchmarks.screenshots import browse
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 SELF_CLOSED = {"path", "use", "rect", "line", "circle", "image"}
@@ -81,7 +81,6 @@ def check(text):
     return page
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MEASURE = """
 <script>
 onload = async () => {
@@ -169,13 +168,7 @@ def measure(folder, page, *, width):
         f'<!doctype html><meta charset="utf-8"><body><pre id="answer"></pre>{frame}{MEASURE}',
         encoding="utf-8",
     )
-    command = [
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage",
-        "--disable-background-networking", "--enable-logging=stderr", "--virtual-time-budget=4000",
-        f"--user-data-dir={folder / 'profile'}", f"--window-size={max(width, 800) + 100},1000",
-        "--dump-dom", file.as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = browse(folder, file, f"--window-size={max(width, 800) + 100},1000", "--dump-dom")
     complaints = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     found = re.search(r'<pre id="answer">(.*?)</pre>', done.stdout, re.DOTALL)
     return json.loads(found[1]), complaints
