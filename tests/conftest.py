@@ -125,6 +125,13 @@ def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
     fork_children(monkeypatch)
 
 
+@pytest.fixture(scope="session")
+def runner() -> Iterator[RankServer]:
+    """Start a server in each worker, for scripts: its imports take as long as those of one script."""
+    with rank_server() as server:
+        yield server
+
+
 @pytest.fixture(scope="session", name="server")
 def opened_server() -> Iterator[RankServer]:
     """Start one warm server of ranks for all tests of this process, if any of them asks for it."""

@@ -1,4 +1,4 @@
-"""The code in docstrings runs as it stands, in a new interpreter that knows only what the text names."""
+"""The code in docstrings runs as it stands, as a script that knows only what the text names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.libraries import installed
+from tests.support.rank_server import RankServer
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = ("integrations",)
@@ -54,35 +54,35 @@ def test_the_modules_of_all_libraries_show_code() -> None:
 
 @pytest.mark.program
 @pytest.mark.parametrize(("owner", "code"), EXAMPLES, ids=[name for name, _ in EXAMPLES])
-def test_the_code_of_a_docstring_runs(owner: str, code: str, tmp_path: Path) -> None:
+def test_the_code_of_a_docstring_runs(owner: str, code: str, runner: RankServer, tmp_path: Path) -> None:
     library = owner.partition(":")[0]
     if library in ("transformers", "lightning", "accelerate"):
         installed(library)
     setting = f"{SETTING}globals().update(set_up({library!r}))\n"
-    done = run(setting + re.sub(r"(?m)^ {4}", "", code), tmp_path)
-    assert done.returncode == 0, done.stderr
+    script = tmp_path / "script.py"
+    script.write_text(setting + re.sub(r"(?m)^ {4}", "", code))
+    runner.script(script, tmp_path)
 
 
 @pytest.mark.program
 @pytest.mark.parametrize("library", ["transformers", "Lightning", "accelerate"])
-def test_the_code_of_the_page_on_libraries_runs(library: str, tmp_path: Path) -> None:
+def test_the_code_of_the_page_on_libraries_runs(library: str, runner: RankServer, tmp_path: Path) -> None:
     installed(library.lower())
     page = (ROOT / "docs/libraries.md").read_text(encoding="utf-8")
     section = page.split(f"\n## {library}\n")[1].split("\n## ")[0]
     blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     setting = f"{SETTING}globals().update(set_up({library.lower()!r}))\n"
-    # The data of the setting are few.
-    done = run(
-        setting + "\n".join(blocks).replace("256", "8").replace("max_epochs=3", "max_epochs=1"), tmp_path
-    )
     assert blocks
-    assert done.returncode == 0, done.stderr
+    script = tmp_path / "script.py"
+    # The data of the setting are few.
+    script.write_text(setting + "\n".join(blocks).replace("256", "8").replace("max_epochs=3", "max_epochs=1"))
+    runner.script(script, tmp_path)
 
 
 @pytest.mark.program
 def test_adapters_are_reached_after_the_plain_import(tmp_path: Path) -> None:
     """Neither torch nor another library is imported before something needs it."""
-    done = run(
+    code = (
         "import sys, autobatch\n"
         "autobatch.integrations\n"
         "assert 'torch' not in sys.modules\n"
@@ -90,21 +90,17 @@ def test_adapters_are_reached_after_the_plain_import(tmp_path: Path) -> None:
         "assert autobatch.integrations.lightning.arguments\n"
         "assert autobatch.integrations.accelerate.arguments\n"
         "assert not {'transformers', 'lightning', 'accelerate'} & set(sys.modules)\n"
-        "try:\n    autobatch.integrations.keras\nexcept AttributeError as error:\n    print(error)\n",
-        tmp_path,
+        "try:\n    autobatch.integrations.keras\nexcept AttributeError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (
         0,
         "module 'autobatch.integrations' has no attribute 'keras'\n",
     ), done.stderr
-
-
-def run(code: str, folder: Path) -> subprocess.CompletedProcess[Any]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(folder), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from benchmarks.clients import gallery
 from tests.support.libraries import installed
+from tests.support.rank_server import RankServer
 from tests.support.sample_run import a_run, a_step
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -46,8 +47,8 @@ def test_the_workload_is_planned_from_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.program
-def test_the_own_loop_takes_exact_batches(tmp_path: Path) -> None:
-    printed = run(tmp_path, str(EXAMPLES / "own_loop.py"))
+def test_the_own_loop_takes_exact_batches(runner: RankServer, tmp_path: Path) -> None:
+    printed = runner.script(EXAMPLES / "own_loop.py", tmp_path)
     samples = [int(one) for one in re.findall(r"^step \d+: (\d+) samples", printed, re.MULTILINE)]
     assert samples[:-1] == [256] * (len(samples) - 1)
     assert sum(samples) == 2000, "two epochs of 1,000 samples"
@@ -105,16 +106,18 @@ OWN = {
 
 @pytest.mark.program
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_a_script_of_a_library_is_planned_and_trained(name: str, tmp_path: Path) -> None:
+def test_a_script_of_a_library_is_planned_and_trained(name: str, runner: RankServer, tmp_path: Path) -> None:
     library, expected = LIBRARIES[name]
     installed(library)
-    assert re.search(expected, run(tmp_path, str(EXAMPLES / f"{name}.py")), re.DOTALL)
+    assert re.search(expected, runner.script(EXAMPLES / f"{name}.py", tmp_path), re.DOTALL)
 
 
 @pytest.mark.program
 @pytest.mark.parametrize("name", OWN)
-def test_a_program_of_the_gallery_trains_in_micro_batches(name: str, tmp_path: Path) -> None:
-    assert re.search(OWN[name], run(tmp_path, str(EXAMPLES / f"{name}.py")), re.DOTALL)
+def test_a_program_of_the_gallery_trains_in_micro_batches(
+    name: str, runner: RankServer, tmp_path: Path
+) -> None:
+    assert re.search(OWN[name], runner.script(EXAMPLES / f"{name}.py", tmp_path), re.DOTALL)
 
 
 @pytest.mark.program

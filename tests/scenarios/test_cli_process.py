@@ -157,6 +157,16 @@ def started(folder: Path, *words: object, until: Path) -> subprocess.Popen[str]:
     return process
 
 
+SLOWED = """
+import pathlib, time
+def slowed(model, batch):
+    time.sleep(0.02 * pathlib.Path("slow").exists())
+    return loss(model, batch)
+def workload():
+    return small(loss=slowed)
+"""
+
+
 @pytest.mark.program
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=SLOW)]
@@ -164,17 +174,20 @@ def started(folder: Path, *words: object, until: Path) -> subprocess.Popen[str]:
 def test_a_stopped_run_prints_the_command_that_resumes_it(
     number: int, code: int, tmp_path: Path, train: Path
 ) -> None:
-    words = (*FIT, "--steps", 3000, "--out", "out")
+    train.write_text(SMALL + SLOWED)
+    (tmp_path / "slow").touch()
+    words = (*FIT, "--steps", 1000, "--out", "out")
     process = started(tmp_path, *words, until=tmp_path / "out" / "metrics.jsonl")
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     line = one_line(Ran(process.returncode, "", err), code)
     assert "with checkpoint out/checkpoints/step-" in line
+    (tmp_path / "slow").unlink()
     again = line.partition("Resume with: autobatch ")[2].split()
     assert again[-1] == "--resume"
     resumed = autobatch(tmp_path, *again, "--json", "--quiet")
     assert resumed.code == 0
-    assert resumed.json["training"]["optimizer_steps"] == 3000
+    assert resumed.json["training"]["optimizer_steps"] == 1000
     assert resumed.json["training"]["resumed_from"].startswith("out/checkpoints/step-")
 
 

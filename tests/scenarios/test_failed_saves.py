@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,9 @@ def test_a_failed_checkpoint_is_tried_again_when_the_next_is_due_by_the_clock(
 
 # Two ranks.
 
+FAULTY = [("replicated", 0), ("sharded", 0), ("sharded", 1)]
+"""How ranks hold the model, and the rank on which a call fails."""
+
 
 def train_over_ranks(out: str, kind: str, faulty: int, failure: str, at: int | None) -> tuple[str, list[str]]:
     """Train or resume with calls of the system that fail on one rank, and leave as the command line does.
@@ -306,12 +310,21 @@ def train_over_ranks(out: str, kind: str, faulty: int, failure: str, at: int | N
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "cases", [pytest.param(3, marks=pytest.mark.program), pytest.param(1000, marks=pytest.mark.slow)]
+    ("failure", "kind", "faulty", "cases"),
+    [
+        *(
+            pytest.param(failure, *one, 3, marks=pytest.mark.program)
+            for failure, one in product(FAILURES, FAULTY)
+            if failure == "one call fails (EIO)" or one == FAULTY[-1]
+        ),
+        *(
+            pytest.param(failure, *one, 1000, marks=pytest.mark.slow)
+            for failure, one in product(FAILURES, FAULTY)
+        ),
+    ],
 )
-@pytest.mark.parametrize(("kind", "faulty"), [("replicated", 0), ("sharded", 0), ("sharded", 1)])
-@pytest.mark.parametrize("failure", FAILURES)
 def test_no_rank_waits_and_no_checkpoint_is_lost_whichever_call_fails(
-    server: RankServer, tmp_path: Path, kind: str, faulty: int, failure: str, cases: int
+    server: RankServer, tmp_path: Path, failure: str, kind: str, faulty: int, cases: int
 ) -> None:
     begun, out = tmp_path / "begun", tmp_path / "run"
     begun.mkdir()
@@ -325,7 +338,7 @@ def test_no_rank_waits_and_no_checkpoint_is_lost_whichever_call_fails(
     for at in range(0, number, max(1, number // cases)):
         shutil.rmtree(out)
         shutil.copytree(begun, out)
-        ended = server.run(train_over_ranks, str(out), kind, faulty, failure, at, seconds=25)
+        ended = server.run(train_over_ranks, str(out), kind, faulty, failure, at)
         errors = "".join(one.error for one in ended)
         assert {one.code for one in ended} in ({0}, {1}, {2}), f"call {at}: {errors}"
         assert not errors, f"call {at}: {errors}"

@@ -191,7 +191,7 @@ KINDS = {
     ("kind", "stride"),
     [
         pytest.param("mean", 1.0, id="whole models"),
-        pytest.param("sharded", 1.0, marks=pytest.mark.program, id="a shared model"),
+        pytest.param("sharded", 3.0, marks=pytest.mark.program, id="a shared model"),
         pytest.param("sharded", 0.0, marks=pytest.mark.slow, id="a shared model, at every operator"),
     ],
 )

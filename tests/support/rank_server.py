@@ -10,10 +10,13 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import io
 import multiprocessing
 import os
 import pickle
+import runpy
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -88,6 +91,23 @@ class RankServer:
         self._process.join(10)
         if self._process.is_alive():
             self._process.kill()
+
+    def script(self, path: Path, folder: Path) -> str:
+        """Run a script in a folder as ``python PATH`` would, and return what it prints."""
+        environ = {"AUTOBATCH_HOME": str(folder / "home")}
+        return str(self.values(_run_script, path, folder, world=1, environ=environ, seconds=300)[0])
+
+
+def _run_script(path: Path, folder: Path) -> str:
+    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in [one for one in os.environ if one in launched or one.startswith("TORCHELASTIC_")]:
+        del os.environ[name]
+    os.chdir(folder)
+    sys.argv, sys.path[:0] = [str(path)], [str(path.parent)]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(str(path), run_name="__main__")
+    return printed.getvalue()
 
 
 @contextlib.contextmanager
