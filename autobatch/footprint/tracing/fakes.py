@@ -9,6 +9,7 @@ batch can as well.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
@@ -92,6 +93,17 @@ def values_kept() -> Iterator[None]:
         yield
     finally:
         fake_tensor.CONSTANT_NUMEL_LIMIT = before
+
+
+@contextmanager
+def without_log() -> Iterator[None]:
+    """Leave out torch's own log within the block: what cannot be traced is told in one line."""
+    log = logging.getLogger(fake_tensor.__name__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @contextmanager

@@ -190,11 +190,24 @@ def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(0)
 
 
+def _grouped(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Return products of groups of rows, as experts have them, of any type: torch's own fake has one type.
+
+    The kernel pads each row to 16 bytes (ATen/native/GroupedMMUtils.h).
+    """
+    groups = [len(offsets)] if a.dim() == b.dim() == 2 and offsets is not None else []
+    batch = [len(a)] if a.dim() == b.dim() == 3 else groups
+    columns, step = b.shape[-1], 16 // a.element_size()
+    return a.new_empty([*batch, a.shape[-2], -(-columns // step) * step])[..., :columns]
+
+
 _ON_CPU: dict[Any, Callable[..., Any]] = {
+    aten._grouped_mm.default: _grouped,
     aten._embedding_bag.default: _embedding_bag_on_cpu,
     aten.mkldnn_rnn_layer_backward.default: _recurrent_backward,
 }
 _ON_GPU: dict[Any, Callable[..., Any]] = {
+    aten._grouped_mm.default: _grouped,
     aten.log_sigmoid_forward.default: _log_sigmoid,
 }
 

@@ -24,6 +24,7 @@ from autobatch.footprint.tracing.fakes import (
     new_mode,
     readable_as_arrays,
     values_kept,
+    without_log,
 )
 from autobatch.footprint.tracing.trace_mode import Recorder, Recording
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
@@ -89,6 +90,7 @@ def record(setting: Setting, micro_batch: int) -> Recording:
             stack.enter_context(values_kept())
         stack.enter_context(recorder)
         stack.enter_context(recorder.noticing_resizes())
+        stack.enter_context(without_log())
         stack.enter_context(readable_as_arrays(recorder.array_of))
         stack.enter_context(_tracked_modules(model, recorder))
         train_state = _build(setting, model, recorder)

@@ -102,6 +102,20 @@ def loss_of_samples(model: nn.Module, batch: Any) -> Tensor:
     return -chosen.log_prob(chosen.rsample().detach()).mean()
 
 
+class Experts(nn.Module):
+    """Three experts, each for a third of the rows, in one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 16), nn.Linear(24, 4)
+        self.experts = nn.Parameter(torch.randn(3, 16, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.inner(x.repeat_interleave(3, 0))
+        ends = torch.arange(len(x), 3 * len(x) + 1, len(x), dtype=torch.int32)
+        return self.head(F.grouped_mm(rows, self.experts.to(rows.dtype), offs=ends)).square().mean()
+
+
 def loss_of_pairs(model: nn.Module, batch: Any) -> Tensor:
     """Pair rows of the model with rows of the batch at the least cost, on the host."""
     y = model(batch[0])
@@ -135,6 +149,8 @@ CASES = {
     "distribution": Case(partial(make, perceptron, loss=loss_of_samples)),
     "rate in a tensor": Case(partial(make, perceptron, optimizer=lambda parameters, rate: torch.optim.Adam(
         parameters, lr=torch.tensor(rate)))),
+    **{f"experts {precision}": Case(partial(work, Experts, train_data=list(torch.ones(20, 4)),
+        loss=lambda model, batch: model(batch)), precision, sizes=(3, 7)) for precision in ("fp32", "bf16")},
     "pairs on the host": Case(partial(make, perceptron, loss=loss_of_pairs)),
     "model that keeps its inputs": Case(partial(make, Collector)),
     "recurrent": Case(partial(make, Recurrent, optimizer=sgd)),
