@@ -11,10 +11,9 @@ const roundValues = ([low, high]) => {
 // Show a range of a panel: curves are stretched, their round markers are not, and there are new ticks.
 const show = (panel, range) => {
   const { group, layer, box, whole } = Object.assign(panel, { range });
-  const [left, right] = range.x.map(scale(whole.x, box.x));
-  const [bottom, top] = range.y.map(scale(whole.y, box.y));
-  layer.setAttribute("viewBox", `${left} ${top} ${right - left} ${bottom - top}`);
-  const across = (right - left) / (box.x[1] - box.x[0]), down = (bottom - top) / (box.y[0] - box.y[1]);
+  const [left, right] = range.x.map(scale(whole.x, box.x)), [low, high] = range.y.map(scale(whole.y, box.y));
+  layer.setAttribute("viewBox", `${left} ${high} ${right - left} ${low - high}`);
+  const across = (right - left) / (box.x[1] - box.x[0]), down = (low - high) / (box.y[0] - box.y[1]);
   for (const mark of layer.querySelectorAll("use")) {
     mark.style.transformOrigin = `${mark.getAttribute("x")}px ${mark.getAttribute("y")}px`;
     mark.style.transform = `scale(${across}, ${down})`;
@@ -27,12 +26,10 @@ const show = (panel, range) => {
       tick.style.display = isIn(range[axis], to) ? "" : "none";
     };
     const ticks = [...group.querySelectorAll(`[id*="-${axis}tick_"]:has(text)`)];
-    if (ticks.some((tick) => isNaN(number(tick)))) {
-      ticks.forEach((tick, at) => put(tick, at + 0.5, at + 0.5)); // a name is in the middle of its part
-      continue;
-    }
-    for (const tick of ticks) tick.style.display = range === whole ? "" : "none";
-    for (const value of range === whole || !ticks[0] ? [] : roundValues(range[axis])) {
+    const isNamed = ticks.some((tick) => isNaN(number(tick)));
+    if (isNamed) ticks.forEach((tick, at) => put(tick, at + 0.5, at + 0.5)); // in the middle of their parts
+    for (const tick of isNamed ? [] : ticks) tick.style.display = range === whole ? "" : "none";
+    for (const value of range === whole || isNamed || !ticks[0] ? [] : roundValues(range[axis])) {
       const tick = group.insertBefore(ticks[0].cloneNode(true), layer);
       tick.classList.add("tick");
       const text = Number(value.toPrecision(6)).toLocaleString("en", { maximumFractionDigits: 9 });
@@ -63,9 +60,9 @@ for (const svg of document.querySelectorAll("svg[data-x]")) {
     const { box, range } = panels[0], pointed = scale(box.x, range.x)(at(event).x);
     const far = points.map((one) => Math.abs(one - pointed)), row = far.indexOf(Math.min(...far));
     const layer = Number(event.target.closest('[id*="Collection_"]')?.id.match(/\d+$/)[0]);
-    tip.replaceChildren(...Array.from(rows[row].cells, ({ textContent: cell }, column) => {
-      const part = document.createElement(column === layer ? "b" : "span");
-      part.textContent = `${head[column].textContent} ${cell}`;
+    tip.replaceChildren(...Array.from(rows[row].cells, ({ textContent: cell }, at) => {
+      const part = document.createElement(at === layer ? "b" : "span");
+      part.textContent = `${head[at].textContent} ${cell}`;
       return /^(0 B)?$/.test(cell) ? "" : part;
     }));
     line.setAttribute("d", `M${scale(range.x, box.x)(points[row])} ${box.y[1]}V${panels.at(-1).box.y[0]}`);
@@ -82,24 +79,21 @@ for (const svg of document.querySelectorAll("svg[data-x]")) {
     return { panel, x, y: y[1] - y[0] < 20 ? sorted(panel.box.y) : y };
   };
   reset();
-  svg.addEventListener("pointerleave", () => { start = null; hide(); });
-  svg.addEventListener("dblclick", reset);
-  svg.addEventListener("pointerdown", (event) => {
-    if (event.pointerType === "mouse" && event.button === 0) start = at(event);
-  });
-  svg.addEventListener("pointermove", (event) => {
+  svg.onpointerleave = () => { start = null; hide(); };
+  svg.ondblclick = reset;
+  svg.onpointerdown = (event) => { start = event.button || event.pointerType !== "mouse" ? null : at(event); };
+  svg.onpointermove = (event) => {
     if (start === null) return point(event);
     const { x, y } = dragged(event);
     frame.setAttribute("d", `M${x[0]} ${y[0]}H${x[1]}V${y[1]}H${x[0]}Z`);
     frame.style.display = "block";
-  });
-  svg.addEventListener("pointerup", (event) => {
+  };
+  svg.onpointerup = (event) => {
     if (start === null) return;
     const { panel, x, y } = dragged(event), { box, range } = panel;
-    start = null;
-    hide();
+    svg.onpointerleave();
     const shown = { x: x.map(scale(box.x, range.x)), y: y.reverse().map(scale(box.y, range.y)) };
     if (x[1] - x[0] < 8) return;
     for (const one of panels) show(one, one === panel ? shown : { ...one.range, x: shown.x });
-  });
+  };
 }
