@@ -108,8 +108,6 @@ def memory_figure(
         )  # fmt: skip
         axes.set_ylim(0, 1.12 * highest / unit)
         axes.set_xlim(-0.02 * widest, 1.06 * widest)
-        axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, integer=True))
-        axes.yaxis.set_major_locator(MaxNLocator(5))
 
     words = (
         f"{plural(sum(one.fits for one in probe.attempts), 'size')} fitted, {len(fails)} did not. "
@@ -181,7 +179,6 @@ def memory_curve_figure(curve: MemoryCurve, budget_bytes: int, setting: str = ""
             axes.axvline(start, color=color("paper"), linewidth=1.5, zorder=1.5)
         named = [phase.replace(" ", "\n") if narrow else phase for phase in phases]
         axes.set_xticks([at + 0.5 for at in range(len(phases))], named)
-        axes.yaxis.set_major_locator(MaxNLocator(5))
 
     chosen = sorted({*evenly_spaced(len(places), TABLE_ROWS), peak_at})
     table = Table(
@@ -266,8 +263,6 @@ def trials_figure(trials: Sequence[Trial]) -> Picture | None:
             )  # fmt: skip
         for number in later:
             axes.axvline(number - 0.5, color=color("rule"), linewidth=1.4, label="continued later")
-        axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, integer=True))
-        axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.margins(x=0.04, y=0.2)
 
     words = f"{plural(len(measured), 'trial')} measured, {len(infeasible)} infeasible."
@@ -421,9 +416,8 @@ def training_figure(
         The picture; None if there are no records.
     """
     records = _in_order(metrics, held_out or {})
-    speeds = dict(_speeds(records))
     panels: dict[str, list[Curve]] = {}
-    for curve in _curves(records, speeds):
+    for curve in _curves(records):
         if len(curve.steps) > curve.panel.startswith("held-out"):  # one figure is no course
             panels.setdefault(curve.panel, []).append(curve)
     if not panels:
@@ -436,7 +430,8 @@ def training_figure(
         for axes, (panel, curves) in zip(grid[:, 0], panels.items(), strict=True):
             axes.set_title(panel)
             axes.margins(x=0.02)
-            axes.yaxis.set_major_locator(MaxNLocator(5 if panel == "loss" else 3))
+            if panel != "loss":
+                axes.yaxis.set_major_locator(MaxNLocator(3))
             for curve in curves:
                 _plot(axes, curve, "series-7" if curve.label != panel else "accent")
             if panel in FROM_ZERO:
@@ -450,7 +445,6 @@ def training_figure(
         if len(records) == 1:
             axes.set_xlim(records[0].step - 1, records[0].step + 1)
         axes.set_xlabel("optimizer step")
-        axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, integer=True))
 
     words = (
         f"{', '.join(curve.label for curves in panels.values() for curve in curves)} over "
@@ -467,7 +461,7 @@ def training_figure(
     table = Table(
         "Every optimizer step" if len(chosen) == len(records) else few,
         ["Step", "Loss", "Learning rate", "Samples/s", "Micro-batch", "Held-out", "Event"],
-        [_cells(record, speeds.get(record.step)) for record in chosen],
+        [_cells(record) for record in chosen],
     )
     tall = 130 + 100 * len(panels)
     places = [record.step for record in chosen]
@@ -505,7 +499,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return [(sums[end] - sums[start]) / (end - start) for start, end in ends]
 
 
-def _curves(records: Sequence[StepRecord], speeds: Mapping[int, float]) -> Iterator[Curve]:
+def _curves(records: Sequence[StepRecord]) -> Iterator[Curve]:
     def curve(panel: str, label: str, value: Callable[[StepRecord], float | None]) -> Curve:
         known = [(record.step, found) for record in records if (found := value(record)) is not None]
         return Curve(panel, label, [step for step, _ in known], [found for _, found in known])
@@ -517,55 +511,22 @@ def _curves(records: Sequence[StepRecord], speeds: Mapping[int, float]) -> Itera
     for name in dict.fromkeys(name for record in records for name in record.terms):
         yield curve(f"loss: {name}", f"loss: {name}", lambda record, name=name: record.terms.get(name))  # type: ignore[misc]
     yield curve("learning rate", "learning rate", lambda record: record.learning_rate)
-    yield curve("samples/s", "samples/s", lambda record: speeds.get(record.step))
+    yield curve("samples/s", "samples/s", lambda record: record.samples_per_s)
     if any(record.oom_recoveries for record in records):
         yield curve("micro-batch", "micro-batch", lambda record: record.micro_batch)
 
 
-def _speeds(records: Sequence[StepRecord]) -> Iterator[tuple[int, float]]:
-    """Yield the throughput of each step whose previous step is known, as that gives its own samples."""
-    before: StepRecord | None = None
-    for record in records:
-        is_known = record.step == 1 or (before is not None and before.step == record.step - 1)
-        own = record.samples - (before.samples if before is not None else 0)
-        if is_known and own > 0 and record.seconds > 0:
-            yield record.step, own / record.seconds
-        before = record
-
-
-def _cells(record: StepRecord, speed: float | None) -> list[str]:
+def _cells(record: StepRecord) -> list[str]:
     skipped = "" if record.applied else "no optimizer step was taken"
     return [
         count(record.step),
         "" if record.loss is None else decimal(record.loss, 6),
         decimal(record.learning_rate, 6),
-        "" if speed is None else decimal(speed),
+        "" if record.samples_per_s is None else decimal(record.samples_per_s),
         count(record.micro_batch),
         ", ".join(metrics_in_words(record.validation)),
         "; ".join(filter(None, (skipped, record.recovered))),
     ]
-
-
-def times_figure(phase_seconds: Mapping[str, float]) -> Picture | None:
-    """Draw the share of each phase of the training in its time. Return None if no time is known."""
-    whole = sum(phase_seconds.values())
-    shares = {name: seconds / whole for name, seconds in phase_seconds.items() if seconds}
-    if not shares:
-        return None
-
-    def paint(figure: Figure, _: bool) -> None:
-        axes = plain_axes(figure, title="where the time went")
-        axes.set_axis_off()
-        left = 0.0
-        for number, (name, share) in enumerate(shares.items()):
-            axes.barh([0], [share], left=[left], color=series(number), label=f"{name} {100 * share:.0f} %")
-            left += share
-        axes.set_xlim(0, 1)
-
-    words = ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items())
-    rows = [[name, decimal(phase_seconds[name], 3), f"{100 * share:.0f} %"] for name, share in shares.items()]
-    table = Table("Where the time went", ["Phase", "Seconds", "Share"], rows)
-    return draw("times", "Where the time went", words, paint, table, heights=(60, 60))
 
 
 Overlay = dict[str, dict[str, dict[float, float]]]
@@ -583,7 +544,7 @@ def curves_figure(runs: Sequence[RunRecord], names: Sequence[str]) -> Picture | 
     for run, name in zip(runs, names, strict=True):
         records = _in_order(run.metrics, run.training.validation if run.training else {})
         samples = {record.step: float(record.samples) for record in records}
-        for curve in _curves(records, dict(_speeds(records))):
+        for curve in _curves(records):
             if curve.steps and (curve.label in NOISY or curve.label.startswith("held-out")):
                 values = zip(curve.steps, curve.values, strict=True)
                 panels.setdefault(curve.label, {})[name] = {samples[step]: value for step, value in values}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.ticker import AutoLocator, MaxNLocator, ScalarFormatter
 
 from autobatch.core.text import error_text
 from autobatch.core.units import GiB, KiB, MiB, TiB
@@ -167,11 +167,16 @@ def _drawn(
         mpl.rcParams["svg.hashsalt"] = salt
         figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
         painter(figure, is_narrow)
-        for axis in [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]:
-            if max(axis.get_view_interval()) >= 1000 and isinstance(
-                axis.get_major_formatter(), ScalarFormatter
-            ):
-                axis.set_major_formatter("{x:,.0f}")
+        for axes in figure.axes:
+            locators = MaxNLocator(4 if is_narrow else 8, integer=True), MaxNLocator(5)
+            for axis, locator in zip((axes.xaxis, axes.yaxis), locators, strict=True):
+                if isinstance(axis.get_major_locator(), AutoLocator):
+                    axis.set_major_locator(locator)
+                if (
+                    isinstance(axis.get_major_formatter(), ScalarFormatter)
+                    and max(axis.get_view_interval()) >= 1000
+                ):
+                    axis.set_major_formatter("{x:,.0f}")
         _add_legend(figure, width, height)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))

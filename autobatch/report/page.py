@@ -31,7 +31,6 @@ from autobatch.report.charts import (
     memory_curve_figure,
     memory_curves_figure,
     memory_figure,
-    times_figure,
     training_figure,
     trials_figure,
 )
@@ -126,8 +125,7 @@ def sections_of(run: RunRecord) -> list[Section]:
         if tuning
         else [],
         "training": [
-            training_figure(run.metrics, run.checkpoints, training.validation if training else {}),
-            times_figure(training.phase_seconds) if training else None,
+            training_figure(run.metrics, run.checkpoints, training.validation if training else None)
         ],
     }
     notes = {
@@ -286,7 +284,7 @@ def _style_sheet() -> str:
     rest = (resources.files(__package__) / "templates" / "page.css").read_text(encoding="utf-8")
     return (
         f":root{{color-scheme:light dark;{light}}}\n"
-        f"@media (prefers-color-scheme:dark){{:root:not([data-theme=light]){{{dark}}}}}\n"
+        f"@media screen and (prefers-color-scheme:dark){{:root:not([data-theme=light]){{{dark}}}}}\n"
         f":root[data-theme=dark]{{color-scheme:dark;{dark}}}\n"
         f":root[data-theme=light]{{color-scheme:light}}\n{rest}"
     )

@@ -78,7 +78,6 @@ def test_what_is_drawn_is_in_words_and_in_the_legend(pictures: dict[str, Any]) -
                    "speed ÷ speed of the default<", ">continued later<", ">infeasible<"],
         "training": ["loss, learning rate, samples/s, micro-batch over 120 optimizer steps, with 1 recovery",
                      ">recovery from out of memory<", ">checkpoint<"],
-        "times": ["backward 48 %, forward 31 %", ">step 9 %<"],
     }  # fmt: skip
     assert pictures.keys() == said.keys()
     for slug, texts in said.items():
@@ -91,7 +90,6 @@ def test_nothing_to_draw_gives_no_picture() -> None:
     assert charts.trials_figure(some_trials()[:1]) is None, "one trial says nothing"
     assert charts.comparison_figure([]) is None
     assert charts.card_figure(a_run(tuning=None)) is None
-    assert charts.times_figure({"forward": 0.0}) is None
     assert charts.memory_figure(a_device(), msgspec.structs.replace(a_probe(), attempts=[])) is None
     assert charts.memory_curve_figure(MemoryCurve(positions=[], categories={}), 1) is None
 
@@ -154,7 +152,7 @@ def test_a_pointer_finds_each_row_on_the_panels_of_a_chart(pictures: dict[str, A
             for left, top, right, bottom, *_ in boxes:
                 assert 0 <= left < right <= float(width)
                 assert 0 <= top < bottom <= float(height)
-    assert "data-x" not in pictures["times"].svg
+    assert "data-x" not in pictures["comparison"].svg
 
 
 def test_trials_count_from_one_and_infeasible_ones_have_no_speed() -> None:
@@ -190,20 +188,14 @@ def test_long_runs_are_thinned_but_keep_their_spikes() -> None:
     assert ">8</text>" not in flat.svg
 
 
-def test_steps_that_ran_again_count_once_and_gaps_have_no_speed() -> None:
-    rows = trained(
-        a_step(1, loss=5.0), a_step(2), a_step(1, loss=4.0), a_step(5, applied=False, loss=None)
-    ).table.rows
+def test_steps_that_ran_again_count_once_and_what_is_unknown_is_left_empty() -> None:
+    untimed = a_step(5, applied=False, loss=None, samples_per_s=None)
+    rows = trained(a_step(1, loss=5.0), a_step(2), a_step(1, loss=4.0), untimed).table.rows
     assert [row[0] for row in rows] == ["1", "2", "5"]
     assert rows[0][1] == "4"
     assert rows[1][3] != ""
     assert rows[2][1:4:2] == ["", ""]
     assert rows[2][-1] == "no optimizer step was taken"
-
-
-def test_the_speed_of_a_step_counts_its_own_samples() -> None:
-    rows = trained(a_step(1, samples=1000, seconds=2.0), a_step(2, samples=1600, seconds=3.0)).table.rows
-    assert [row[3] for row in rows] == ["500", "200"]
 
 
 def test_held_out_figures_are_curves_and_one_step_is_a_point() -> None:

@@ -40,7 +40,7 @@ def test_the_whole_page_is_sound(full):
     figures = [figure["id"] for figure in page.all("figure")]
     assert figures == [
         f"figure-{slug}"
-        for slug in ("memory-over-time", "memory", "card", "comparison", "trials", "training", "times")
+        for slug in ("memory-over-time", "memory", "card", "comparison", "trials", "training")
     ]
     assert len(page.all("svg")) == 2 * len(figures), "each is drawn wide and narrow"
     assert len(page.all("details")) == len(figures), "each has its data"
@@ -202,7 +202,7 @@ def test_a_result_is_shown_with_the_curves_of_its_run_if_that_is_still_there(
     for words in ("Held-out accuracy 93.12 %.", "1.15 × faster: compiled", "step-120.pt"):
         assert words in page.text
     has_curves = left == "its run"
-    assert len(page.all("svg")) == 5 + has_curves
+    assert len(page.all("svg")) == 4 + has_curves
     assert ("Every optimizer step" in page.text) == has_curves
 
 
@@ -265,7 +265,7 @@ def test_the_page_at_a_width_in_a_theme(tmp_path, width, theme):
     seen, complaints = measure(tmp_path, page, width=width)
     assert complaints == []
     assert seen["overflow"] == 0, "the page scrolls sideways"
-    assert (seen["wide"], seen["narrow"]) == ((0, 7) if width == 360 else (7, 0))
+    assert (seen["wide"], seen["narrow"]) == ((0, 6) if width == 360 else (6, 0))
     assert seen["escaping"] == [], "words run out of their picture"
     assert seen["cut"] == [], "columns of a table are out of sight"
     assert seen["split"] == [], "options break across lines"

@@ -84,6 +84,7 @@ def a_step(step, **changes):
         "seconds": 0.56 + 0.02 * math.sin(step / 3) + (0.4 if step == 41 else 0.0),
         "peak_allocated_bytes": 5 * GiB,
         "peak_reserved_bytes": 5 * GiB,
+        "samples_per_s": 1024 / (0.56 + 0.02 * math.sin(step / 3) + (0.4 if step == 41 else 0.0)),
         "oom_recoveries": int(step >= 41),
         "recovered": "CUDA out of memory. Tried to allocate 96.00 MiB" if step == 41 else None,
     }
