@@ -120,6 +120,8 @@ def start_ranks(words: Sequence[str], count: int) -> RanksEnded:
     common = {
         "OMP_NUM_THREADS": str(max(1, usable_cores() // count)),
         "GLOO_SOCKET_IFNAME": loopback(),
+        # Below it, torch prints a stack of C++ for each message to a store that has gone.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         **os.environ,
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -216,9 +217,9 @@ def test_a_killed_rank_ends_all_and_the_user_is_told(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "verdict.json").exists()
 
 
-def begin_run(folder: Path, *, pause_s: float, steps: int, stderr: int) -> subprocess.Popen[str]:
+def begin_run(folder: Path, *, pause: str, steps: int, stderr: int | IO[str]) -> subprocess.Popen[str]:
     """Start a run whose loss pauses, and go on beside it."""
-    (folder / "work.py").write_text(WORKLOAD.replace("EXTRA", f"time.sleep({pause_s})"))
+    (folder / "work.py").write_text(WORKLOAD.replace("EXTRA", pause))
     return subprocess.Popen(
         command(*FIT, "--steps", str(steps)),
         cwd=folder,
@@ -231,7 +232,7 @@ def begin_run(folder: Path, *, pause_s: float, steps: int, stderr: int) -> subpr
 
 @pytest.mark.slow
 def test_a_signal_leaves_one_checkpoint(tmp_path: Path) -> None:
-    process = begin_run(tmp_path, pause_s=0.1, steps=900, stderr=subprocess.PIPE)
+    process = begin_run(tmp_path, pause="time.sleep(0.1)", steps=900, stderr=subprocess.PIPE)
     metrics = tmp_path / "run" / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 2):
         time.sleep(0.1)
@@ -244,8 +245,23 @@ def test_a_signal_leaves_one_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_second_signal_leaves_no_checkpoint_although_native_code_runs(tmp_path: Path) -> None:
+    pause = "steps() and torch.linalg.eigvals(torch.rand(2000, 2000))"
+    process = begin_run(tmp_path, pause=pause, steps=900, stderr=subprocess.PIPE)
+    while process.poll() is None and not (tmp_path / "run" / "metrics.jsonl").exists():
+        time.sleep(0.1)
+    for _ in range(2):
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.slow
 def test_ranks_end_if_what_started_them_is_killed(tmp_path: Path) -> None:
-    process = begin_run(tmp_path, pause_s=0.05, steps=100_000, stderr=subprocess.DEVNULL)
+    with (tmp_path / "errors").open("w") as errors:
+        process = begin_run(tmp_path, pause="time.sleep(0.05)", steps=100_000, stderr=errors)
     metrics = tmp_path / "run" / "metrics.jsonl"
     while process.poll() is None and not metrics.exists():
         time.sleep(0.1)
@@ -260,3 +276,6 @@ def test_ranks_end_if_what_started_them_is_killed(tmp_path: Path) -> None:
     for rank in left:
         os.kill(rank, signal.SIGKILL)
     assert not left
+    lines = (tmp_path / "errors").read_text().splitlines()
+    assert {line.partition(":")[0] for line in lines if "is gone" in line} == {"autobatch"}
+    assert not [line for line in lines if line.startswith(("frame #", "[rank"))]
