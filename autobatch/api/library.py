@@ -171,7 +171,10 @@ def fit(
     Raises:
         InputError: an option, the device, the storage or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
-        AutobatchError: see `autobatch.training.run.train`.
+        NonFiniteError: the loss or the gradient is not finite, and ``on_nonfinite`` is ``raise``.
+        CheckpointError: a checkpoint or another file could not be written.
+        RestartSmallerError: out of memory where the run cannot recover.
+        Interrupted: a signal stopped the run; a checkpoint was written.
     """
     values = {"target_batch": target_batch, **options}
     return FitResult(**_fields(_run("fit", values, workload, progress, sinks=sinks)))
