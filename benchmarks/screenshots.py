@@ -6,6 +6,7 @@ wide, wide and dark, and as narrow as a phone.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -79,6 +80,7 @@ def train() -> dict[str, str]:
 
 def main() -> None:
     """Write every picture."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for name, page in train().items():
         for ending, width, theme in (
             ("", WIDE, "light"),

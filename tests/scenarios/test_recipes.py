@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not can_make_hosts(), reason="hosts are network namespaces, which root may make"),
 ]
 PAGE = (Path(__file__).parents[2] / "docs" / "several-gpus.md").read_text(encoding="utf-8")
-STEPS = 150
+STEPS = 60
 
 
 def block(language: str, of: str) -> str:
@@ -71,7 +71,7 @@ def under_kubernetes(hosts: TwoHosts, runs: Runs) -> list[list[str]]:
     return [hosts.on(host, words) for host in range(2)]
 
 
-@pytest.mark.parametrize("recipe", [under_slurm, under_kubernetes])
+@pytest.mark.parametrize("recipe", [under_slurm, pytest.param(under_kubernetes, marks=pytest.mark.slow)])
 def test_a_recipe_stops_with_a_checkpoint_and_continues(recipe, tmp_path: Path) -> None:
     runs = Runs(tmp_path / "job", STEPS)
     runs.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
