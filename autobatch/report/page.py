@@ -268,9 +268,9 @@ def _templates() -> Environment:
 
 
 def _unbroken(text: str) -> Markup:
-    """Keep each option such as ``--steps`` in one line: a ``--`` alone at a line end misleads."""
+    """Keep each word with a hyphen in one line: ``--steps``, ``held-out``, ``2026-11-22``."""
     span = Markup('<span class="unbroken">{}</span>')
-    return Markup(" ").join(span.format(word) if "--" in word else escape(word) for word in text.split(" "))
+    return Markup(" ").join(span.format(word) if "-" in word else escape(word) for word in text.split(" "))
 
 
 def _cell_kind(text: str) -> str:
