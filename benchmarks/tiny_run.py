@@ -16,7 +16,7 @@ from autobatch.planning import make_plan
 from autobatch.setup.setup import open_setup
 from autobatch.training.build import build_sampler
 from autobatch.training.resume import load_run_state
-from autobatch.training.run import PreparedRun, train_plan
+from autobatch.training.run import RunInputs, train_plan
 from autobatch.training.run_folder import RunFiles
 
 BATCH, MICRO_BATCH, SAMPLES = 8, 4, 48
@@ -80,7 +80,7 @@ def trained_run(
     options = options_from("fit", {**asked, "checkpoint_every": 1, "validate_every": 1})
     stored = load_run_state(out) if resume else None
     _, model = train_plan(
-        PreparedRun(
+        RunInputs(
             setup=setup,
             plan=make_plan(target_batch=BATCH, micro_batch_limit=MICRO_BATCH, learning_rate=0.01),
             sampler=build_sampler(SAMPLES, options),

@@ -55,7 +55,7 @@ from autobatch.training.resume import (
     load_run_state,
     stored_records,
 )
-from autobatch.training.run import PreparedRun, train_plan
+from autobatch.training.run import RunInputs, train_plan
 from autobatch.training.run_folder import CHECKPOINTS, REPORT, RESULT, RunFiles, folder_of, move_earlier_run
 from autobatch.training.trackers import check_trackers
 from autobatch.workload import demo
@@ -121,17 +121,17 @@ def fit(call: Call) -> Result:
         call = call.with_options(**({"steps": demo.STEPS} if call.workload is None else {"epochs": 1}))
     with ExitStack() as lock:
         with preserved_generators(call.workload):
-            result, prepared, out = prepare(call, lock)
-        for line in shared_model_notes(prepared.setup.workload, prepared.setup.model):
+            result, inputs, out = prepare(call, lock)
+        for line in shared_model_notes(inputs.setup.workload, inputs.setup.model):
             call.progress.note(line)
         hint = resume_hint(call.command, out)
         files = RunFiles(out=out, options=call.options, resume_hint=hint, sinks=call.sinks)
-        training, model = train_plan(prepared, files, progress=call.progress, ranks=ranks)
+        training, model = train_plan(inputs, files, progress=call.progress, ranks=ranks)
         whole: nn.Module | None = model
-        if prepared.plan.parallel == "shard":
+        if inputs.plan.parallel == "shard":
             # The command line does not return the model.
             is_wanted = ranks.rank == 0 and not call.isolated
-            whole = whole_model(prepared.setup.model, model, out) if is_wanted else None
+            whole = whole_model(inputs.setup.model, model, out) if is_wanted else None
         result = msgspec.structs.replace(
             result,
             training=training,
@@ -143,15 +143,15 @@ def fit(call: Call) -> Result:
         return _write_result(result, out, call.progress) if ranks.rank == 0 else result
 
 
-class ReadyRun(NamedTuple):
-    """A prepared run, its folder, and the records of the parts before the training."""
+class PlannedRun(NamedTuple):
+    """The plan of a run with all records before the training, what trains it, and its folder."""
 
     result: Result
-    run: PreparedRun
+    inputs: RunInputs
     out: Path
 
 
-def prepare(call: Call, lock: ExitStack) -> ReadyRun:
+def prepare(call: Call, lock: ExitStack) -> PlannedRun:
     """Take the stored plan of a run to resume, else search, plan and tune.
 
     Args:
@@ -160,11 +160,11 @@ def prepare(call: Call, lock: ExitStack) -> ReadyRun:
     """
     if not call.options.train.resume:
         return _prepare_new(call, lock)
-    stored = _open_stored(call, lock)
-    return _plan_again(call, stored) if stored.changes else _continue(call, stored)
+    earlier = _open_earlier(call, lock)
+    return _plan_again(call, earlier) if earlier.changes else _continue(call, earlier)
 
 
-def _prepare_new(call: Call, lock: ExitStack) -> ReadyRun:
+def _prepare_new(call: Call, lock: ExitStack) -> PlannedRun:
     """Search, plan and tune for a new run in one process, and open the setup that trains."""
     options, ranks = call.options, call.ranks
     with ExitStack() as opened:
@@ -197,11 +197,11 @@ def _prepare_new(call: Call, lock: ExitStack) -> ReadyRun:
     if sizes is not None:
         trained.worst_case.take_sizes(sizes)
     sampler = _sampler_of(call, trained, samples)
-    return _ready(result, trained, sampler, out, key=info.key, data=info.data)
+    return _planned(result, trained, sampler, out, key=info.key, data=info.data)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredRun:
+class EarlierRun:
     """A run to resume, with the setup that it continues in."""
 
     checkpoint: Loaded
@@ -224,13 +224,13 @@ class StoredRun:
             **{name: getattr(found, name) for name in BEFORE_TRAINING},
         )
 
-    def ready(self, result: Result, key: Mapping[str, KeyValue], *, is_exact: bool) -> ReadyRun:
+    def planned(self, result: Result, key: Mapping[str, KeyValue], *, is_exact: bool) -> PlannedRun:
         """Return the run that continues with the plan of a result."""
         more = {"resumed": self.checkpoint, "is_exact": is_exact}
-        return _ready(result, self.setup, self.sampler, self.out, key=key, data=self.data, **more)
+        return _planned(result, self.setup, self.sampler, self.out, key=key, data=self.data, **more)
 
 
-def _open_stored(call: Call, lock: ExitStack) -> StoredRun:
+def _open_earlier(call: Call, lock: ExitStack) -> EarlierRun:
     """Open the run to resume, and compare it with what is asked for now."""
     options, ranks = call.options, call.ranks
     call.progress.doing(OPENING)
@@ -248,7 +248,7 @@ def _open_stored(call: Call, lock: ExitStack) -> StoredRun:
     data = data_of_setup(setup)
     check_data_of_ranks(data, ranks, checkpoint)
     changes = changes_since_checkpoint(checkpoint, setup, sampler, ranks, options)
-    return StoredRun(
+    return EarlierRun(
         checkpoint=checkpoint,
         plan=plan,
         setup=setup,
@@ -269,27 +269,27 @@ def layout_to_resume(call: Call, plan: Plan) -> ShardLayout | None:
     return None if before is None else msgspec.structs.replace(before, world=call.ranks.world)
 
 
-def _continue(call: Call, stored: StoredRun) -> ReadyRun:
+def _continue(call: Call, earlier: EarlierRun) -> PlannedRun:
     """Continue with the stored plan, on the same hardware."""
     # Nothing is claimed of a stream, and of values that are random by nature.
-    exactly = ", bit for bit" if stored.data is not None and stored.data.is_fixed else ""
-    call.progress.note(f"resuming from {stored.checkpoint.path} on the same hardware{exactly}")
-    device = stored.setup.device.describe()
+    exactly = ", bit for bit" if earlier.data is not None and earlier.data.is_fixed else ""
+    call.progress.note(f"resuming from {earlier.checkpoint.path} on the same hardware{exactly}")
+    device = earlier.setup.device.describe()
     call.progress.opened(device)
-    call.progress.planned(stored.plan)
-    result = stored.with_records(Result(device=device, plan=stored.plan, title=stored.setup.workload.name))
-    return stored.ready(result, stored.checkpoint.facts.get("key", {}), is_exact=True)
+    call.progress.planned(earlier.plan)
+    result = earlier.with_records(Result(device=device, plan=earlier.plan, title=earlier.setup.workload.name))
+    return earlier.planned(result, earlier.checkpoint.facts.get("key", {}), is_exact=True)
 
 
-def _plan_again(call: Call, stored: StoredRun) -> ReadyRun:
+def _plan_again(call: Call, earlier: EarlierRun) -> PlannedRun:
     """Plan a stored run again, because something has changed, at its learning rate and without tuning."""
     call.progress.note(
-        f"resuming from {stored.checkpoint.path} with another {' and another '.join(stored.changes)}: the "
+        f"resuming from {earlier.checkpoint.path} with another {' and another '.join(earlier.changes)}: the "
         "batch, the learning rate and the order of the data stay, the micro-batch is planned again, and sums "
         "differ by rounding"
     )
     call = call.with_options(trials=0, tune_lr=False)
-    layout = stored.setup.layout
+    layout = earlier.setup.layout
     if layout is not None:
         call = call.with_options(parallel="shard", shard_sync=layout.sync, shard_modules=layout.modules)
     elif call.ranks.world > 1:
@@ -298,19 +298,19 @@ def _plan_again(call: Call, stored: StoredRun) -> ReadyRun:
         setup = OpenSetup(call, opened)
         found = search_and_plan(call, setup)
         # The order of the user's own sampler does not travel to a child.
-        result = finish_plan(call, setup, found, replace(stored.sampler, order=None))
+        result = finish_plan(call, setup, found, replace(earlier.sampler, order=None))
         key = setup.info.key
     assert result.plan is not None
     rate = [name for name in Plan.__struct_fields__ if name.startswith("learning_rate")]
-    tuning = stored.with_records(result).tuning
+    tuning = earlier.with_records(result).tuning
     if tuning is not None and tuning.trials:
         note = "the run went on with another plan, without the choices that were made before"
         tuning = msgspec.structs.replace(tuning, notes=[*tuning.notes, note])
-    plan = msgspec.structs.replace(result.plan, **{name: getattr(stored.plan, name) for name in rate})
-    return stored.ready(msgspec.structs.replace(result, plan=plan, tuning=tuning), key, is_exact=False)
+    plan = msgspec.structs.replace(result.plan, **{name: getattr(earlier.plan, name) for name in rate})
+    return earlier.planned(msgspec.structs.replace(result, plan=plan, tuning=tuning), key, is_exact=False)
 
 
-def _ready(
+def _planned(
     result: Result,
     setup: Setup,
     sampler: GlobalBatchSampler,
@@ -319,15 +319,15 @@ def _ready(
     key: Mapping[str, KeyValue],
     data: DataDigest | None,
     **resumed: Any,
-) -> ReadyRun:
+) -> PlannedRun:
     """Return a run that trains with the budget of its probe, as stored in its key."""
     assert result.plan is not None
     budget_bytes = key.get("budget_bytes")
     if budget_bytes is not None:
         setup = replace(setup, device=setup.device.budgeted(int(budget_bytes)))
     facts = {"records": result.to_json(*BEFORE_TRAINING, "profile"), "data": msgspec.to_builtins(data)}
-    run = PreparedRun(setup=setup, plan=result.plan, sampler=sampler, key=key, facts=facts, **resumed)
-    return ReadyRun(result, run, out)
+    inputs = RunInputs(setup=setup, plan=result.plan, sampler=sampler, key=key, facts=facts, **resumed)
+    return PlannedRun(result, inputs, out)
 
 
 def _open_to_train(call: Call, workload: Workload, shard: ShardLayout | None) -> Setup:

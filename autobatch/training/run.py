@@ -1,6 +1,6 @@
 """A training run on disk: a plan, its loop, and the files, checkpoints, validations and signals of the loop.
 
-    PreparedRun ─► check of the loss ─► loop, restored ─► steps, validations, checkpoints ─► weights, Training
+    RunInputs ─► check of the loss ─► loop, restored ─► steps, validations, checkpoints ─► weights, Training
 
 OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/model-ema.safetensors   OUT/oom.json
 """
@@ -57,8 +57,8 @@ MOST_CHECKED_BYTES = GiB
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedRun:
-    """A run that is ready to be trained."""
+class RunInputs:
+    """What trains a run: the setup, the plan and the batches, and the checkpoint to continue from."""
 
     setup: Setup
     """The device, the data and the model, which is trained in place."""
@@ -85,7 +85,7 @@ class _OutOfMemoryFile(msgspec.Struct, kw_only=True):
 
 @memory_named("the training was prepared")
 def train_plan(
-    run: PreparedRun, files: RunFiles, *, progress: Progress, ranks: Ranks | None = None
+    run: RunInputs, files: RunFiles, *, progress: Progress, ranks: Ranks | None = None
 ) -> tuple[Training, nn.Module]:
     """Train a plan to the end of its run.
 
@@ -149,7 +149,7 @@ def train_plan(
 
 
 def _check_split(
-    run: PreparedRun, files: RunFiles, ranks: Ranks, add_note: Callable[[str], None]
+    run: RunInputs, files: RunFiles, ranks: Ranks, add_note: Callable[[str], None]
 ) -> FirstBatch | None:
     """Check the loss before the training, and return what checks the first batch; None if nothing does.
 
