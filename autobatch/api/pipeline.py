@@ -96,8 +96,17 @@ def run(call: Call) -> Result:
     if call.options.command == "fit":
         return fit(continue_after_restart(call))
     with preserved_generators(call.workload), ExitStack() as opened:
+        asked = call.options.train.out
+        out = None if asked is None else claim_of_ranks(call, lambda: Path(asked), opened)
         setup = OpenSetup(call, opened)
-        return finish_plan(call, setup, search_and_plan(call, setup))
+        result = finish_plan(call, setup, search_and_plan(call, setup))
+        if out is None or call.ranks.rank != 0:
+            return result
+        if earlier := move_earlier_run(out):
+            call.progress.note(f"moved the earlier run of {out} to {earlier}")
+        options = call.options.by_name()
+        result = msgspec.structs.replace(result, options=options, surroundings=_surroundings())
+        return _write_result(result, out, call.progress)
 
 
 def run_estimate(call: Call) -> Estimates:

@@ -100,6 +100,7 @@ class TuneKeywords(BatchKeywords, total=False):
     tune_lr: bool
     lr_trials: int
     lr_steps: int
+    out: StrPath | None
 
 
 class FitKeywords(TuneKeywords, total=False):
@@ -124,7 +125,6 @@ class FitKeywords(TuneKeywords, total=False):
     sample_seeds: bool
     collective_timeout: float
     resume: bool
-    out: StrPath | None
 
 
 class Keyword(NamedTuple):

@@ -272,7 +272,13 @@ class TrainOptions(Section, frozen=True, kw_only=True):
     keep_last: Annotated[int, Meta(ge=2), Option("Checkpoints to keep.", "N")] = 3
     resume: Annotated[bool, Option("Continue from the newest valid checkpoint.", common=True)] = False
     out: Annotated[
-        str | None, Option("Folder of the run. Without it: runs/NAME/DATE.", "DIR", common=True)
+        str | None,
+        Option(
+            "Folder of the run. Without it: runs/NAME/DATE (fit).",
+            "DIR",
+            common=True,
+            commands=("fit", "tune"),
+        ),
     ] = None
 
     @property

@@ -22,6 +22,7 @@ from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.planning import make_plan
+from autobatch.report.result import load_run
 from autobatch.tuning import tune_plan
 from autobatch.tuning.find_fastest import TuningResult
 from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns, result_of
@@ -56,14 +57,21 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], None]:
     return fix
 
 
-def test_the_plan_takes_over_the_chosen_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tuning keeps the target batch, and a second call has nothing left to try."""
+@pytest.mark.usefixtures("no_pictures")
+def test_the_plan_takes_over_the_chosen_configuration(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Tuning keeps the target batch and writes a report, and a second call has nothing left to try."""
     monkeypatch.setattr(tune_plan, "TRIAL_SECONDS", 0.01)
+    out = tmp_path / "tuned"
     first = autobatch.tune(
-        trial_workload(), target_batch=48, memory_budget=400_000, device="cpu", trials=2, seed=1
+        trial_workload(), target_batch=48, memory_budget=400_000, device="cpu", trials=2, seed=1, out=out
     )
     assert first.tuning is not None
     assert first.plan is not None
+    assert load_run(out).tuning == first.tuning
+    assert first.report == out / "report.html"
+    assert sorted(path.name for path in out.iterdir()) == ["report.html", "result.json"]
     assert (sum(first.plan.micro_batches), first.plan.effective_batch) == (48, 48)
     assert first.tuning.trials == 2
     started: list[int] = []
