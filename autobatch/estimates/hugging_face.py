@@ -6,6 +6,7 @@ one length. Weights have the type that the config states, as ``from_pretrained``
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Iterable, Sequence
@@ -82,7 +83,28 @@ def estimate_named(reference: str, options: Options, *, home: Path) -> Estimates
         InputError: there is no such model, its kind is unknown, or it takes no sequence like that.
         DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
-    asked = options.model
+    named = open_named(reference, options.model)
+    found = estimate_limits(named.workload, options, home=home)
+    notes = [named.about, compare_with_weights(found.estimates[0], named.parameters), *found.notes]
+    return msgspec.structs.replace(found, notes=notes)
+
+
+class Named(NamedTuple):
+    """A named model as a workload."""
+
+    workload: Workload
+    about: str
+    """What is trained, and how, in one line."""
+    parameters: int
+    """Of the model without adapters."""
+
+
+def open_named(reference: str, asked: ModelOptions) -> Named:
+    """Return the training of ``hf:NAME_OR_FOLDER`` as a workload of two samples.
+
+    Raises:
+        InputError: there is no such model, its kind is unknown, or it takes no sequence like that.
+    """
     with without_collections():  # transformers is imported
         config = load_config(reference.removeprefix(NAMED_MODEL))
         task = Task.of(config, reference)
@@ -96,14 +118,11 @@ def estimate_named(reference: str, options: Options, *, home: Path) -> Estimates
         learning_rate=LEARNING_RATE,
         name=Path(reference.removeprefix(NAMED_MODEL)).name,
     )
-    found = estimate_limits(workload, options, home=home)
     trained = "all weights" if asked.lora is None else f"adapters of rank {asked.lora} (LoRA)"
     blocks = ", each block recomputed" if asked.checkpointing else ""
     dtype = str(dtype_of(config)).removeprefix("torch.")
     about = f"{task.architecture}: {trained} in {dtype}, {size}, {OPTIMIZERS[asked.optimizer]}{blocks}"
-    weights = sum(one.numel() for one in model.parameters())
-    notes = [about, compare_with_weights(found.estimates[0], weights), *found.notes]
-    return msgspec.structs.replace(found, notes=notes)
+    return Named(workload, about, sum(one.numel() for one in model.parameters()))
 
 
 def compare_with_weights(one: Estimate, parameters: int) -> str:
@@ -130,6 +149,7 @@ def load_config(name: str) -> Any:
     try:
         import transformers
         from huggingface_hub import errors
+        from huggingface_hub.utils import logging as hub_logging
     except ImportError as error:
         raise InputError(
             f"{NAMED_MODEL}{name} needs transformers ({error}): pip install transformers"
@@ -137,6 +157,8 @@ def load_config(name: str) -> Any:
     shown = printable(name, limit=LONGEST_VALUE)
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise InputError(f"the folder {shown} has no config.json: give one that has, or a name on the hub")
+    verbosity = hub_logging.get_verbosity()
+    hub_logging.set_verbosity(logging.ERROR)  # without a network it tells of every attempt
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:
@@ -152,6 +174,8 @@ def load_config(name: str) -> Any:
             version = transformers.__version__
             reason = f"has no config that transformers {version} can read ({one_line(error_text(error))})"
         raise InputError(f"{NAMED_MODEL}{shown} {reason}") from None
+    finally:
+        hub_logging.set_verbosity(verbosity)
 
 
 def dtype_of(config: Any) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from importlib import resources
 from pathlib import Path
@@ -52,6 +53,8 @@ def test_a_shipped_profile_is_whole_and_sane(file):
     for figure in figures:
         assert figure.keys() == {"value", "unit", "source", "date", "measured"}
         assert figure["measured"] is False, "no shipped figure was measured by autobatch"
+        hosts = re.findall(r"https?://([^/]+)/", figure["source"])
+        assert {*hosts} <= {"developer.nvidia.com", "github.com"}, "no maker, and no log of such a GPU"
 
 
 def test_a_path_comes_before_a_name_and_a_saved_profile_before_a_shipped_one(tmp_path):

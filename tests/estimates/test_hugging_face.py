@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -121,6 +127,83 @@ def test_missing_configs_and_names_are_one_line(tmp_path: Path, monkeypatch: pyt
         autobatch.estimate("hf:nobody/nothing", profile=GPUS)
     with pytest.raises(InputError, match="is no folder here and no model on the hub"):
         autobatch.estimate("hf:a/b/c", profile=GPUS)
+    with pytest.raises(InputError, match="no profile 'h1000': did you mean 'h100-80gb'"):
+        autobatch.estimate(f"hf:{config_folder(tmp_path, 'bert')}", profile=["h1000"])
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub whose owners are named after what their models are."""
+
+    def do_GET(self) -> None:
+        """Answer as the hub does, with its codes for errors."""
+        owner, name = self.path.split("/")[1], self.path.rpartition("/")[2]
+        status, code = ERRORS.get(owner, (404, "RepoNotFound"))
+        if owner == "known":
+            status, code = (200, "") if name == "config.json" else (404, "EntryNotFound")
+        body = json.dumps(CONFIGS["bert"]).encode() if status == 200 else b""
+        self.send_response(status)
+        for key, value in {"X-Error-Code": code, "ETag": '"1"', "X-Repo-Commit": "a" * 40}.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body if self.command == "GET" else b"")
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+ERRORS = {
+    "gated": (403, "GatedRepo"),
+    "gone": (401, "RepoNotFound"),
+    "bare": (404, "EntryNotFound"),
+}
+BY_NAME = """
+import json, sys, autobatch
+for name in sys.argv[1:]:
+    try:
+        found = autobatch.estimate("hf:" + name, profile=["t4", "v100-16gb"], micro_batch=2).notes[0]
+    except autobatch.InputError as error:
+        found = str(error)
+    print(json.dumps(found))
+"""
+
+
+def ask_hub(folder: Path, port: int, *names: str) -> list[str]:
+    """Estimate models of a hub by their names, and return the first note or the error of each."""
+    variables = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(folder)}
+    variables = {name: one for name, one in variables.items() if name not in ("HF_HUB_OFFLINE", "HF_TOKEN")}
+    command = [sys.executable, "-W", "error::UserWarning", "-c", BY_NAME, *names]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+@pytest.mark.program
+def test_a_hub_gives_the_config_or_the_reason(tmp_path: Path) -> None:
+    hub = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=hub.serve_forever, daemon=True).start()
+    try:
+        found = ask_hub(tmp_path, hub.server_port, "known/bert", "gated/llama", "gone/away", "bare/weights")
+    finally:
+        hub.shutdown()
+        hub.server_close()
+    assert found[0].startswith("BertForMaskedLM: all weights in float32")
+    said = ["gated/llama is gated", "gone/away is no folder here and no model", "bare/weights has no config"]
+    assert [line.startswith(f"hf:{one}") for line, one in zip(found[1:], said, strict=True)] == [True] * 3
+    # What was fetched before needs no network.
+    assert ask_hub(tmp_path, hub.server_port, "known/bert") == found[:1]
+
+
+@pytest.mark.slow
+def test_without_a_network_the_hub_cannot_be_reached(tmp_path: Path) -> None:
+    """The hub's own client tries for 24 seconds."""
+    (found,) = ask_hub(tmp_path, 9, "known/bert")  # where nothing listens
+    assert found.startswith(
+        "hf:known/bert is no folder here, and the hub cannot be reached: check the network"
+    )
 
 
 def test_only_an_estimate_takes_a_name_and_only_a_name_takes_its_options(tmp_path: Path) -> None:
