@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,19 +20,27 @@ PLAIN = """
 import json, sys
 import torch, transformers
 
-place, size, sequence = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+place, size, sequence, way = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 config = transformers.AutoConfig.from_pretrained(place, use_cache=False)
-model = getattr(transformers, config.architectures[0])(config).cuda().train()
+model = getattr(transformers, config.architectures[0])(config)
+takes = model.main_input_name
+if way == "lora":
+    from peft import LoraConfig, get_peft_model
+    model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+if way == "checkpointing":
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+model.cuda().train()
 tokens = torch.zeros(size, sequence, dtype=torch.long)
-if model.main_input_name == "pixel_values":
+if takes == "pixel_values":
     pixels = torch.zeros(size, 3, config.image_size, config.image_size)
     batch = {"pixel_values": pixels, "labels": tokens[:, 0]}
-elif model.main_input_name == "input_features":
+elif takes == "input_features":
     batch = {"input_features": torch.zeros(size, config.num_mel_bins, 2 * config.max_source_positions)}
     batch["labels"] = tokens
 else:
     batch = {"input_ids": tokens, "labels": tokens.clone()}
-optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+trained = [one for one in model.parameters() if one.requires_grad]
+optimizer = torch.optim.AdamW(trained, fused=True)
 for step in range(3):
     optimizer.zero_grad()
     for micro in range(2):
@@ -46,17 +55,21 @@ print(json.dumps([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reser
 """
 SIZE, SEQUENCE = 64, 64
 """Samples of a micro-batch, and their tokens: activations outweigh the weights of such small models."""
+WAYS: dict[str, dict[str, Any]] = {"full": {}, "checkpointing": {"checkpointing": True}, "lora": {"lora": 16}}
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_predicted_peak_is_that_of_a_plain_training(tmp_path: Path, name: str) -> None:
+def test_a_predicted_peak_is_that_of_a_plain_training(tmp_path: Path, name: str, way: str) -> None:
+    if way == "lora":
+        pytest.importorskip("peft")
     place = config_folder(tmp_path, name, torch_dtype="float32")
     sequence = {} if name == "vit" else {"sequence": SEQUENCE}
     found = autobatch.estimate(
-        f"hf:{place}", profile=["h100-80gb"], micro_batch=SIZE, precision="bf16", **sequence
+        f"hf:{place}", profile=["h100-80gb"], micro_batch=SIZE, precision="bf16", **sequence, **WAYS[way]
     )
     (one,) = found.estimates
-    command = [sys.executable, "-c", PLAIN, str(place), str(SIZE), str(SEQUENCE)]
+    command = [sys.executable, "-c", PLAIN, str(place), str(SIZE), str(SEQUENCE), way]
     # No trace knows the scratch of cuDNN, and that of the stub is made up.
     variables = {**os.environ, "STUB_CUDNN_WORKSPACE_MIB": "0"}
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
