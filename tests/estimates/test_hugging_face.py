@@ -233,10 +233,10 @@ def test_experts_that_do_not_run_without_values_are_one_line(tmp_path: Path, cap
 
 @pytest.mark.program
 def test_the_table_of_ranks_has_gpus_down_and_tabs_in_a_pipe(tmp_path: Path) -> None:
-    place = config_folder(tmp_path, "qwen3")
+    place = config_folder(tmp_path, "qwen3", num_hidden_layers=1)
     ran = command(
         tmp_path, "estimate", f"hf:{place}", "--ranks", "1,2", "--parallel", "shard", "--profile", "t4",
-        "a100-40gb", "--sequence", "32",
+        "a100-40gb", "--sequence", "32", "--memory-budget", "64MiB",
     )  # fmt: skip
     assert ran.code == 0, ran.err
     lines = ran.out.splitlines()
