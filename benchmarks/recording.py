@@ -28,7 +28,7 @@ COMMAND = "autobatch fit --target-batch 1024"
 COLUMNS, ROWS = 80, 40
 CHARACTER, LINE, MARGIN, TOP = 8.4, 20, 20, 44
 """Pixels: the width of a character, the height of a line, and the space beside and above the text."""
-HOLD_S = 12.0
+HOLD_S = 8.0
 """Seconds for which the last screen stays before the recording plays again."""
 FAINT = re.compile(rb"\x1b\[2(?=[;m])")
 COLORS = {
