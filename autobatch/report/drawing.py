@@ -219,7 +219,7 @@ def _inline(file: str, slug: str, name: str, title: str, description: str) -> st
     body = re.sub(r' d="[^"]+"', lambda path: re.sub(r"(\.\d\d)\d+| (?=\n)", r"\1", path[0]), body)
     for role, colors in PALETTE.items():
         body = body.replace(color(role), f"var(--{role}, {colors.light})")
-    start = re.search(r'<svg( data-panels[^>]*")?[^>]*?(viewBox="[^"]+")[^>]*>', body)
+    start = re.search(r'<svg( data-panels="[^"]*" data-x="[^"]*")?[^>]*?(viewBox="[^"]+")[^>]*>', body)
     assert start is not None  # matplotlib always writes it
     return (
         f'<svg class="{name}" {start[2]}{start[1] or ""} xmlns="http://www.w3.org/2000/svg" '

@@ -52,6 +52,7 @@ def test_every_drawing_has_colours_of_the_palette_and_is_drawn_wide_and_narrow(
         ]
         assert picture.svg.count("<title>") == picture.svg.count("<desc id=") == 2
         assert "</text>" in picture.svg, "text stays text"
+        assert not re.search(r"<svg[^>]* width=", picture.svg), "its container decides on its size"
     ids = [found for one in pictures.values() for found in re.findall(r'\bid="([^"]+)"', one.svg)]
     assert len(ids) == len(set(ids))
 
