@@ -244,7 +244,7 @@ def tables(cells: Mapping[str, Mapping[str, Any]]) -> str:
                 for gpu in GPUS
             ]
             rows.append([f"[{name.rpartition('/')[2]}](https://huggingface.co/{name})", *sizes])
-        flags = f", `{way.flags}`" if way.flags else ""
+        flags = f" {way.flags}" if way.flags else ""
         parts.append(f"## {way.title}\n\n`autobatch estimate hf:NAME --precision bf16{flags}`\n\n")
         parts.append(markdown(["model", *GPUS.values()], rows) + "\n")
     return "".join(parts)
