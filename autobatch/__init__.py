@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from autobatch.core.progress import Progress
     from autobatch.core.records import Plan, Probe, StepRecord, Training
     from autobatch.integrations.own_loop import batches
-    from autobatch.report.result import Estimates, Result
+    from autobatch.report.result import (
+        Estimates,
+        FitResult,
+        PlanResult,
+        ProbeResult,
+        Result,
+        TuneResult,
+    )
     from autobatch.training.metrics import Sink
     from autobatch.workload.contract import BatchFunction, Loss, Unbatched, WholeBatchLoss, Workload
 
@@ -40,7 +47,7 @@ _MODULES = {
     "core.progress": ("Progress",),
     "core.records": ("Plan", "Probe", "StepRecord", "Training"),
     "integrations.own_loop": ("batches",),
-    "report.result": ("Estimates", "Result"),
+    "report.result": ("Estimates", "FitResult", "PlanResult", "ProbeResult", "Result", "TuneResult"),
     "training.metrics": ("Sink",),
     "workload.contract": ("BatchFunction", "Loss", "Unbatched", "WholeBatchLoss", "Workload"),
 }
@@ -52,18 +59,22 @@ __all__ = [
     "CheckpointError",
     "DoesNotFitError",
     "Estimates",
+    "FitResult",
     "InputError",
     "Interrupted",
     "Loss",
     "NonFiniteError",
     "Plan",
+    "PlanResult",
     "Probe",
+    "ProbeResult",
     "Progress",
     "RestartSmallerError",
     "Result",
     "Sink",
     "StepRecord",
     "Training",
+    "TuneResult",
     "Unbatched",
     "WholeBatchLoss",
     "Workload",

@@ -237,9 +237,8 @@ def _completion(words: list[str]) -> Answer:
 
     if len(words) != 1 or words[0] not in SHELLS:
         shells = "completion bash, completion zsh or completion fish"
-        raise InputError(
-            f"completion takes the name of a shell, found {quoted(' '.join(words))}: write {shells}"
-        )
+        found = quoted(" ".join(words)) if words else "none"
+        raise InputError(f"completion takes the name of a shell, found {found}: write {shells}")
     profiles = list_profiles(user_dir=data_home(os.environ)).profiles
     script = completion_script(words[0], [one.name for one in profiles], HELP)
     return Answer({"shell": words[0], "script": script}, script)

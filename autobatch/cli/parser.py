@@ -204,6 +204,7 @@ def _parser(name: str, known: Layer, *, shows_all: bool) -> argparse.ArgumentPar
     fields = fields_of(name).values()
     required = {field.name for field in fields if name in field.about.required_by}
     needs = "".join(f" {_spelled(one.name)} {one.about.metavar}" for one in fields if one.name in required)
+    named = ", or hf:NAME_OR_FOLDER" if name == "estimate" else ""
     width = shutil.get_terminal_size().columns
     parser = argparse.ArgumentParser(
         usage=f"autobatch {name} [WORKLOAD]{needs} [options]",
@@ -218,7 +219,7 @@ def _parser(name: str, known: Layer, *, shows_all: bool) -> argparse.ArgumentPar
         "workload",
         nargs="?",
         metavar="WORKLOAD",
-        help=f"file.py or module:function. {_hint(known.get('workload'), 'demo')}",
+        help=f"file.py or module:function{named}. {_hint(known.get('workload'), 'demo')}",
     )
     for field in sorted(fields, key=lambda one: (one.name not in required, not one.about.common)):
         about = field.about

@@ -86,7 +86,8 @@ def _converted(name: str, value: Any, annotation: Any) -> Any:
         value = os.fspath(value)
     elif hasattr(value, "item"):  # a number of NumPy
         value = value.item()
-    if isinstance(value, str) and get_origin(plain_type(annotation)) is list:
+    is_list = get_origin(plain_type(annotation)) is list
+    if isinstance(value, str) and is_list:
         value = [value]
     is_count = AtLeastOne in get_args(plain_type(annotation))
     if is_count and isinstance(value, str) and _COUNT.fullmatch(value):
@@ -97,7 +98,8 @@ def _converted(name: str, value: Any, annotation: Any) -> Any:
     except UNREADABLE:
         found, is_valid = None, False
     if not is_valid:
-        raise InputError(f"{name} must be {expected(annotation)}, found {quoted(value)}")
+        each = value if is_list and isinstance(value, list) else [value]
+        raise InputError(f"{name} must be {expected(annotation)}, found {', '.join(map(quoted, each))}")
     if isinstance(found, int) and found > LARGEST_INTEGER:
         raise InputError(f"{name} must be at most {LARGEST_INTEGER}, found {quoted(found)}")
     for text in found if isinstance(found, list) else [found]:

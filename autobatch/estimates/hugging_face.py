@@ -154,7 +154,7 @@ def load_config(name: str) -> Any:
         raise InputError(
             f"{NAMED_MODEL}{name} needs transformers ({error}): pip install transformers"
         ) from None
-    shown = printable(name, limit=LONGEST_VALUE)
+    shown = printable(name, limit=LONGEST_VALUE) or "."
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise InputError(f"the folder {shown} has no config.json: give one that has, or a name on the hub")
     verbosity = hub_logging.get_verbosity()

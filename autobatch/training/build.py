@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -230,6 +231,11 @@ def build_schedules(
         more["steps_per_epoch"] = sampler.steps_per_epoch
     steps = [sampler.total] if "steps" in takes else []
     with user_code("schedule", make):
+        if not takes and not isinstance(first := make(0), Real | torch.Tensor):
+            raise InputError(
+                "Workload(schedule=…) takes a step and must return the factor of the learning rate, found "
+                f"{kind_of(first)}: name its argument optimizer if it takes that"
+            )
         schedules = [
             make(optimizer, *steps, **more) if takes else LambdaLR(optimizer, make)
             for optimizer in optimizers

@@ -27,6 +27,8 @@ REFUSED = [
     (("fit", "--target-batch", "0"), "--target-batch must be a whole number of 1 or more, found '0'"),
     (("fit", "--target-bacth", "8"), "there is no option --target-bacth; did you mean --target-batch?"),
     ((*FIT, "--frobnicate"), "there is no option --frobnicate; see autobatch fit --help-all"),
+    ((*FIT, "--log", "a"), "--log must be one or more of tensorboard, wandb, mlflow, trackio, found 'a'"),
+    (("completion",), "completion takes the name of a shell, found none: write completion bash, "),
     ((*FIT, "--json=yes"), "--json takes no value, found 'yes'"),
     (("estimate", "--profile", "--json"), "--profile has no value: give one or more names"),
     ((*FIT, "a:b", "c:d"), "give one WORKLOAD, found 'a:b' and 'c:d'; see autobatch fit --help"),

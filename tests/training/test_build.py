@@ -145,6 +145,7 @@ def test_the_steps_of_an_epoch_without_an_end_are_refused() -> None:
     [
         (lambda optimizer, steps: ReduceLROnPlateau(optimizer), "step number alone.*a ReduceLROnPlateau"),
         (lambda optimizer, steps: None, r"must return a schedule of torch\.optim .*, found nothing"),
+        (lambda o: None, r"must return the factor .*, found nothing .*: name its argument optimizer"),
     ],
 )
 def test_a_schedule_that_is_none_is_refused(schedule, message: str) -> None:
