@@ -78,14 +78,19 @@ def test_few_sizes_suffice_if_one_is_left_to_check_them(longest: int, tmp_path: 
     assert limit_of(setup, tmp_path).probe.lengths
 
 
+def by_value(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return model(batch[0]).sum() * float(batch[0].numpy().sum())
+
+
 @pytest.mark.parametrize(
     ("workload", "seconds"),
     [
         (of_lengths([8, 16, 32, 64]), -1.0),
         (of_lengths([8, 16, 32]), 30.0),
         (of_lengths([16]), 30.0),
+        (replace(of_lengths([8, 16, 32, 64]), loss=by_value), 30.0),
     ],
-    ids=["too long to trace", "too few sizes", "one size"],
+    ids=["too long to trace", "too few sizes", "one size", "needs values"],
 )
 def test_a_step_that_follows_no_program_of_the_size_has_no_limits_by_size(
     workload: Workload, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
