@@ -38,6 +38,8 @@ def test_a_config_has_the_parameters_that_its_authors_publish(tmp_path: Path, na
         ("google-bert/bert-base-uncased", "full"),
         ("Qwen/Qwen3-0.6B", "full"),
         ("openai-community/gpt2", "checkpointed"),
+        ("HuggingFaceTB/SmolLM2-135M", "lora"),
+        ("meta-llama/Llama-3.1-8B", "ranks"),
     ],
 )
 def test_a_cell_is_predicted_again(tmp_path: Path, name: str, way: str) -> None:
