@@ -303,8 +303,8 @@ def _resumable(out: Path) -> None:
 def _train(call: Call) -> Any:
     with ExitStack() as lock:
         ready = prepare(call, lock)
-        train_plan(ready.run, RunFiles(out=ready.out, options=call.options), progress=call.progress)
-        return ready.run.resumed
+        train_plan(ready.inputs, RunFiles(out=ready.out, options=call.options), progress=call.progress)
+        return ready.inputs.resumed
 
 
 def _resumed(out: Path) -> tuple[str, str]:

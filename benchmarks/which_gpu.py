@@ -10,6 +10,7 @@ parameters come from the authors' pages too, so that a test can tell that a conf
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 import time
@@ -258,6 +259,7 @@ def write_page(cells: Mapping[str, Mapping[str, Any]]) -> None:
 
 def main() -> None:
     """Predict what is missing in the results, and write the page."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     found: dict[str, Any] = (

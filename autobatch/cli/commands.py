@@ -15,7 +15,7 @@ from autobatch.cli.output import write_json, write_line
 from autobatch.core.errors import InputError
 from autobatch.core.options import options_schema
 from autobatch.core.records import SCHEMA
-from autobatch.core.text import error_text, printable_lines, quoted
+from autobatch.core.text import printable_lines, quoted
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
 from autobatch.device.profiles import (
@@ -164,13 +164,7 @@ def _report(words: list[str]) -> Answer:
 
     folder = find_run(Path(words[0])) if words else newest_runs(Path(RUNS), 1)[0]
     run = load_run(folder)
-    try:
-        path = write_report(folder / "report.html", run)
-    except (ArithmeticError, ValueError) as error:
-        raise InputError(
-            f"the report of {folder} cannot be written, a figure of the run is out of range: "
-            f"{error_text(error)}"
-        ) from error
+    path = write_report(folder / "report.html", run)
     return Answer({"report": str(path)}, str(path))
 
 
