@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import autobatch
-from autobatch import AutobatchError, InputError
+from autobatch import InputError
 from autobatch.workload.reference import check_reference
 from tests.support.commandline import autobatch as command
 from tests.support.configs import CONFIGS, config_folder
@@ -220,14 +220,11 @@ def test_only_an_estimate_takes_a_name_and_only_a_name_takes_its_options(tmp_pat
 
 
 @pytest.mark.program
-def test_experts_that_do_not_run_without_values_are_one_line(tmp_path: Path, capfd: Any) -> None:
+def test_experts_are_predicted_without_a_page_of_torchs_log(tmp_path: Path, capfd: Any) -> None:
     kind = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4}
     place = config_folder(tmp_path, "qwen3", **kind, num_experts_per_tok=2, moe_intermediate_size=64)
-    with pytest.raises(
-        AutobatchError, match="cannot predict: the step does not run without values"
-    ) as raised:
-        autobatch.estimate(f"hf:{place}", profile=["rtx-4090"], sequence=32)
-    assert str(raised.value).isprintable()
+    found = autobatch.estimate(f"hf:{place}", profile=["rtx-4090"], sequence=32).estimates
+    assert found[0].micro_batch > 0
     assert "Traceback" not in capfd.readouterr().err
 
 

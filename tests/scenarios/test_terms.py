@@ -103,7 +103,7 @@ def test_a_run_tells_each_term_wherever_it_tells_the_loss(tmp_path: Path) -> Non
     own["loss"] = sum(own.values())
     assert training.validation == pytest.approx(own, rel=1e-12)
     page = (tmp_path / "report.html").read_text()
-    assert "held-out boxes" in page
+    assert f"boxes {decimal(training.validation['boxes'])}" in page
     assert "loss: boxes" in page
     assert f"(boxes {decimal(training.final_terms['boxes'])}, classes" in describe_training(training)
 
