@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load, save
 
-from autobatch import AutobatchError
+from autobatch import AutobatchError, NonFiniteError
 from autobatch.api.call import Call
 from autobatch.api.pipeline import prepare
 from autobatch.core.check_options import options_from
@@ -312,7 +312,9 @@ def _resumed(out: Path) -> tuple[str, str]:
     try:
         resumed = _train(tiny_call(out, resume=True))
     except AutobatchError as error:
-        return "refused" if error.exit_code == 2 else f"exit {error.exit_code}", str(error)
+        # Weights of a run that diverged are a checkpoint like any other: the first step says so.
+        is_refused = error.exit_code == 2 or isinstance(error, NonFiniteError)
+        return "refused" if is_refused else f"exit {error.exit_code}", str(error)
     except Exception as error:
         return f"raised {type(error).__name__}", repr(error)[:300]
     return "passed over" if resumed.passed_over else "trained", " ".join(resumed.passed_over)

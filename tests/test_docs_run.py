@@ -47,7 +47,8 @@ def promised(recording: Path) -> str:
     """Return the last screen of a recording without what the machine and the hour decide."""
     screen = " ".join(" ".join(last_screen(recording.read_text(encoding="utf-8"))).split())
     screen = re.sub(r"\d+\.[\d.]+|\d{8}-\d{6}|[\d,]+(?= samples/s)", "#", screen)
-    trials = r"trial .* (?=fits 196)", r"(?<=plan batch 1,024 in ).* (?=reached)", r"tuned .* (?=trained)"
+    # The tuner may choose another micro-batch. That of the probe stands before its trials.
+    trials = r"trial .* (?=plan batch)", r"(?<=plan batch 1,024 in ).* (?=reached)", r"tuned .* (?=trained)"
     for its_own in (r"device .* (?=budget)", r"\(predicted .*?\)", *trials):
         screen = re.sub(its_own, "", screen)
     return screen
