@@ -124,7 +124,7 @@ class Comparison(NamedTuple):
 
     @property
     def figures(self) -> Table:
-        """What each run planned and reached."""
+        """The figures that each run planned and reached."""
         return self._table("What each run planned and reached", self.reached)
 
     def _table(self, caption: str, rows: dict[str, list[str]], *, differs: bool | None = None) -> Table:

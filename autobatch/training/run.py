@@ -58,7 +58,7 @@ MOST_CHECKED_BYTES = GiB
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
-    """What trains a run: the setup, the plan and the batches, and the checkpoint to continue from."""
+    """Inputs of a training: the setup, the plan and the batches, and the checkpoint to continue from."""
 
     setup: Setup
     """The device, the data and the model, which is trained in place."""

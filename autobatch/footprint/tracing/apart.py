@@ -9,7 +9,6 @@ at the same time, one per core.
 from __future__ import annotations
 
 import gc
-import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -227,8 +226,6 @@ def _serve(connection: Connection, function: Callable[[], object]) -> None:
     # A collection would write to every object, and so copy the memory that both processes share. The process
     # ends before its garbage matters.
     gc.disable()
-    # What torch logs of an operator that fails in a trace is a page; the error says it in a line.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     # The threads of OpenMP do not exist here. As in a loader worker, nothing may wait for them.
     torch.set_num_threads(1)
     answer: Answer
