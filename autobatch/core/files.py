@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,11 @@ def is_file(path: Path) -> bool:
         return False
 
 
-def write_atomic(path: Path, content: bytes) -> Path:
+def write_atomic(path: Path, content: bytes | Iterable[bytes | memoryview]) -> Path:
     """Write ``content`` to ``path`` so that a reader sees the old file or the new one, never a part.
 
-    A temporary file in the same directory is written, flushed to the disk and renamed over ``path``. Missing
-    parent directories are created. A file that is replaced keeps its mode.
+    The content may come in parts. A temporary file in the same directory is written, flushed to the disk and
+    renamed over ``path``. Missing parent directories are created. A file that is replaced keeps its mode.
 
     Returns:
         ``path``.
@@ -76,7 +76,7 @@ def write_atomic(path: Path, content: bytes) -> Path:
         with temporary.open("xb") as file:
             if path.exists():
                 temporary.chmod(path.stat().st_mode & 0o777)
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import CheckpointError, InputError
+from autobatch.core.files import write_atomic
 from autobatch.core.version import __version__
 from autobatch.distributed.engine import Engine
 from autobatch.setup.session import Session
 from autobatch.step.train_state import TrainState
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
-from autobatch.training.state_file import can_be_written
+from autobatch.training.state_file import can_be_written, tensor_parts
 from autobatch.workload.contract import kind_of
 
 METADATA = {"format": "pt", "autobatch": __version__}
@@ -109,47 +105,21 @@ def _export(model: nn.Module, path: Path, engine: Engine) -> None:
 
 
 def _write(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write one file atomically; tied parameters are stored once."""
-    from safetensors.torch import save_model
-
-    # It refuses a tensor that is a part of a larger one, such as a slice or an expanded buffer.
-    whole = {name: one if _is_whole(one) else one.clone() for name, one in weights.items()}
-    # It asks the model for nothing else.
-    model: Any = SimpleNamespace(state_dict=lambda: whole)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Write one file atomically; tied parameters are stored once, and the metadata name the others."""
+    names: dict[int, str] = {}
+    tensors, metadata = {}, dict(METADATA)
+    for name, one in sorted(weights.items()):
+        storage = one.untyped_storage()
+        # A part of a larger tensor, such as a slice or an expanded buffer, is a tensor of its own.
+        is_whole = one.nbytes == storage.nbytes() > 0
+        first = names.setdefault(storage.data_ptr(), name) if is_whole else name
+        if first == name:
+            tensors[name] = one
+        else:
+            metadata[name] = first
     try:
-        temporary.unlink(missing_ok=True)
-        temporary.touch(exist_ok=False)
-        mode = temporary.stat().st_mode & 0o777
-        save_model(model, str(temporary), metadata=dict(METADATA))
-        _sort_metadata(temporary)
-        temporary.chmod(mode)  # safetensors makes it readable for its owner only
-        temporary.replace(path)
-    except Exception as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if not (isinstance(error, OSError) or type(error).__name__ == "SafetensorError"):
-            raise
+        write_atomic(path, tensor_parts(tensors, metadata))
+    except OSError as error:
         raise CheckpointError(
             f"the weights could not be written to {path}: {error}. The checkpoints hold them too"
         ) from error
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    """Return whether a tensor has all bytes of its storage."""
-    return tensor.nbytes == tensor.untyped_storage().nbytes()
-
-
-def _sort_metadata(path: Path) -> None:
-    """Sort the metadata of a file, which safetensors writes in another order each time.
-
-    Equal weights are then equal files. The header keeps its length: 8 bytes have it, and JSON follows.
-    """
-    with path.open("r+b") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
-        if len(text) == length:
-            file.seek(8)
-            file.write(text)

@@ -101,8 +101,6 @@ class _Facts(msgspec.Struct):
     failed_checkpoints: list[int] = []
     times: dict[str, dict[str, float]] = {}
     data: DataDigest | None = None
-    terms: dict[str, bool] = {}
-    """The form of the loss; empty if it returned none so far."""
     records: dict[str, Any] = {}
 
 

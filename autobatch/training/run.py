@@ -35,7 +35,6 @@ from autobatch.device.oom import first_line, is_oom, memory_named
 from autobatch.distributed.rank_plan import limit_of_rank, share_of_rank
 from autobatch.distributed.ranks import Ranks
 from autobatch.setup.setup import Setup, device_key, with_knobs
-from autobatch.step.loss import Form
 from autobatch.step.optimizers import averaged_weights, switch
 from autobatch.training.build import open_loop, split_of
 from autobatch.training.checkpoint import Loaded, available_host_memory, list_checkpoints, save_checkpoint
@@ -282,8 +281,6 @@ class _Run:
         )
         self._notes: list[str] = files.facts.get("notes", [])
         """A checkpoint holds them too."""
-        self._form = Form({} if resumed is None else resumed.facts.get("terms", {}))
-        """Of the loss so far; empty if unknown."""
         self._limits = [*loop.limits]
         self._saved_at = loop.clock()
         self.request = StopRequest()
@@ -308,8 +305,6 @@ class _Run:
             meter=loop.meter,
             target_batch=loop.sampler.target_batch,
             micro_batch=fixed or (min(loop.limits) if is_shared else loop.split.of_longest(loop.micro_batch)),
-            # If the meter sees no memory, only the end of the process would stop the growth.
-            grows=fixed is None and loop.meter.stats().allocated_bytes is not None,
             ranks=loop.engine.ranks,
             note=self._add_note,
         )
@@ -332,7 +327,6 @@ class _Run:
             self._totals.add(record)
             self._progress.stepped(record, total)
             self._note_memory(record)
-            self._note_other_terms(record)
             if self._checkpoint_is_due(record.step):
                 self._progress.doing("saving a checkpoint")
                 self._save_periodic()
@@ -349,16 +343,6 @@ class _Run:
             (self._add_note if is_kept else self._progress.note)(f"{repeated}: {record.recovered}")
         if record.growth is not None:
             self._add_note(record.growth)
-
-    def _note_other_terms(self, record: StepRecord) -> None:
-        """Say that the loss has other terms than up to the checkpoint; only its first step tells them."""
-        before, now = self._form, self._loop.train_state.form or self._form
-        self._form = now
-        if before and now != before:
-            self._add_note(
-                f"step {record.step}: the loss has changed since the checkpoint, from {before} to {now}; the "
-                "rest of the run trains with it"
-            )
 
     def _add_note(self, line: str) -> None:
         self._notes.append(line)
@@ -464,11 +448,7 @@ class _Run:
         try:
             with loop.times.between_steps("checkpoint"):
                 loop.engine.broadcast(loop.train_state.model.buffers())
-                more = {
-                    "failed_checkpoints": self._failed_steps,
-                    "times": loop.times.state_dict(),
-                    "terms": self._form,
-                }
+                more = {"failed_checkpoints": self._failed_steps, "times": loop.times.state_dict()}
                 self._newest = save_checkpoint(
                     files.out / CHECKPOINTS,
                     step=loop.batches_seen,

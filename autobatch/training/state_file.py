@@ -207,16 +207,22 @@ def write_state(
     files = {STATE: write_file(folder / STATE, [json.dumps(packed.value, indent=1).encode()])}
     for number, tensors in enumerate(_by_file(packed.tensors), 1):
         name = f"state-{number:05d}.safetensors"
-        files[name] = write_file(folder / name, _parts_of(tensors, begin_part))
+        files[name] = write_file(folder / name, tensor_parts(tensors, begin_part=begin_part))
     return files
 
 
-def _parts_of(
-    tensors: Mapping[str, Tensor], begin_part: Callable[[], object]
+def tensor_parts(
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    begin_part: Callable[[], object] = lambda: None,
 ) -> Iterator[bytes | memoryview]:
-    """Yield a safetensors file in parts; the library's own writer takes three copies of the tensors."""
+    """Yield a safetensors file in parts, the same for equal tensors.
+
+    The library's own writer takes three copies of the tensors, and sorts the metadata anew each time.
+    """
     ordered = sorted(tensors.items(), key=lambda one: (-one[1].itemsize, one[0]))  # keeps them aligned
-    header, end = {}, 0
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
     for name, one in ordered:
         offsets = [end, end := end + one.nbytes]
         header[name] = {"dtype": _name_of(one.dtype), "shape": [*one.shape], "data_offsets": offsets}

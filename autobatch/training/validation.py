@@ -1,8 +1,7 @@
 """Validation: means over all held-out samples, independent of the micro-batch.
 
 Each rank computes a range of the samples, and the sums of all ranks give the means: Σ totals ÷ Σ counts in
-float64. A forward pass without gradients keeps no activations, so it may take more samples than training
-does.
+float64.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.utils.data import Subset
 
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.device.base import Device, Meter
-from autobatch.device.oom import Verdict, classify, first_line, loses_context
+from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import split_evenly
 from autobatch.step.loss import named_terms
@@ -35,23 +34,16 @@ SANITY_SAMPLES = 2
 """Validation samples that loss and metrics are tried on before training."""
 Sums: TypeAlias = dict[tuple[str, ...], tuple[float, float]]
 """Total and count of each metric by its name, and of the terms of a loss by ``loss`` and their names."""
-MOST_GROWTH = 2
-"""Most validation samples at once, in training micro-batches. More gain little, and reach kernels with 32-bit
-indices."""
 
 
 class Validator:
     """The loss and the metrics over the validation data.
 
-    The micro-batch is doubled while that fits, and halved after an out-of-memory error; a size that failed is
-    not tried again. The ranks of a sharded model run the same number of passes of the same size, because
-    each waits for the others.
+    The micro-batch is halved after an out-of-memory error. The ranks of a sharded model run the same number
+    of passes of the same size, because each waits for the others.
 
     A `WholeBatchLoss` depends on the number of samples, so it is computed over batches of ``target_batch``,
     of which the last may be short.
-
-    Cached memory is released after an out-of-memory error, and after micro-batches larger than those of the
-    training, which cannot reuse their blocks.
 
     Args:
         workload: has the data, the loss and the metrics.
@@ -60,7 +52,6 @@ class Validator:
         meter: counts each micro-batch.
         target_batch: samples of an optimizer step.
         micro_batch: samples to start with.
-        grows: whether to try larger micro-batches; False if running out of memory would end the process.
         ranks: the ranks, each of which takes a part of the samples; None if this process trains alone.
         note: called with a line if memory runs out at a size that trains.
     """
@@ -74,7 +65,6 @@ class Validator:
         meter: Meter,
         target_batch: int,
         micro_batch: int,
-        grows: bool = False,
         ranks: Ranks | None = None,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -84,13 +74,10 @@ class Validator:
         self._meter = meter
         self._unit = target_batch if isinstance(workload.loss, WholeBatchLoss) else 1
         self.micro_batch = micro_batch
-        self._start_size = micro_batch
-        self._grows = grows and train_state.shared is None
-        self._smallest_failed = math.inf
         self._ranks = ranks or Ranks()
         self._note = note
         self._failed: tuple[str, str] | None = None
-        """Where memory first ran out in a pass at a size that trains, and the message; None if nowhere."""
+        """Where memory first ran out in a pass, and the message; None if nowhere."""
 
     def run(self, is_asked: Callable[[], bool] = lambda: False) -> dict[str, float | None]:
         """Return the mean of the loss and of each metric over the samples of all ranks; all of them call it.
@@ -122,8 +109,6 @@ class Validator:
                 f"training, or its metrics take memory. {reason}"
             )
         self._failed = None
-        if self.micro_batch > self._start_size:
-            self._device.release()
         # Without a backward pass the last gathered parameters are still whole.
         self._train_state.forget_gathered()
         sums: Sums = {}
@@ -160,30 +145,23 @@ class Validator:
                 ids = range(place, min(place + self.micro_batch, batch.stop))
                 found = self._run_micro_batch(ids, batch, rows)
                 # Outside of the except block, so that nothing holds the tensors that failed.
-                self._adapt(len(ids), found)
-                if isinstance(found, dict):
+                if isinstance(found, str):
+                    self._halve(len(ids), found)
+                else:
                     _add(sums, found)
                     place = ids.stop
         # A rank that is done still joins the collectives of the others. What it computes does not count.
         passes, most = (math.ceil(count / self.micro_batch) for count in (end - start, max(units)))
         for _ in range(most - passes if is_shared else 0):
-            self._adapt(1, self._run_micro_batch(range(1), range(1), Rows(1)))
+            found = self._run_micro_batch(range(1), range(1), Rows(1))
+            if isinstance(found, str):
+                self._halve(1, found)
 
-    def _adapt(self, size: int, found: Sums | str) -> None:
-        """Double the micro-batch if a full one ran. Halve it after an error, or raise if that is impossible.
-
-        Args:
-            size: samples of the micro-batch that ran.
-            found: what `_run_micro_batch` returned.
-        """
-        if isinstance(found, dict):
-            most = min(MOST_GROWTH * self._start_size, self._smallest_failed - 1)
-            if self._grows and size == self.micro_batch and 2 * size <= most:
-                self.micro_batch = 2 * size
-            return
+    def _halve(self, size: int, message: str) -> None:
+        """Halve the micro-batch after one of ``size`` samples ran out of memory, or raise."""
         self._device.release()
         where = f"out of memory in validation at a micro-batch of {size}"
-        reason = found.rstrip(".")
+        reason = message.rstrip(".")
         if self._train_state.shared is not None:
             raise DoesNotFitError(
                 f"{where}, for which the other ranks of the sharded model wait: {reason}. Give a smaller "
@@ -191,16 +169,11 @@ class Validator:
             )
         if size == 1:
             raise DoesNotFitError(f"{where}: {reason}. Free memory, or give a larger --memory-budget")
-        self._smallest_failed = min(self._smallest_failed, size)
         self.micro_batch = math.ceil(size / 2)
-        if size <= self._start_size and not self._failed:
-            self._failed = where, reason
+        self._failed = self._failed or (where, reason)
 
     def _run_micro_batch(self, ids: range, batch: range, rows: Rows) -> Sums | str:
-        """Return total and count of each metric, or the message of an error that fewer samples may avoid.
-
-        At a size that the user did not ask for that is any error, for example of a kernel with 32-bit
-        indices; else an out-of-memory error.
+        """Return total and count of each metric, or the message of an out-of-memory error.
 
         A loss over a whole batch collects the rows of ``batch``, of which ``ids`` are a part.
         """
@@ -233,9 +206,7 @@ class Validator:
                                 found[name,] = _total_and_count(name, one, len(ids))
                 return found
         except Exception as error:
-            if loses_context(error):
-                raise
-            if len(ids) > self._start_size or classify(error) in (Verdict.DEVICE, Verdict.HOST):
+            if classify(error) in (Verdict.DEVICE, Verdict.HOST):
                 return first_line(error)
             raise
 

@@ -12,11 +12,9 @@ import autobatch
 from autobatch import (
     DoesNotFitError,
     InputError,
-    Loss,
     NonFiniteError,
     Progress,
     RestartSmallerError,
-    Workload,
 )
 from autobatch.training.checkpoint import load_newest
 from autobatch.training.resume import restore_loop
@@ -26,7 +24,6 @@ from tests.support.runs import (
     HINT,
     STEPS,
     ActingAfter,
-    keep_only,
     open_loop,
     resume,
     rows,
@@ -65,34 +62,6 @@ def test_a_non_finite_loss_leaves_the_checkpoint_and_tells_how_to_resume(tmp_pat
     found = load_newest(tmp_path / "checkpoints")
     assert found.state["counters"]["batches_seen"] == 4
     assert all(torch.isfinite(value).all() for value in found.state["model"].values())
-
-
-@pytest.mark.parametrize(
-    ("later", "told"),
-    [
-        ({"a": 1, "b": 2}, None),
-        ({"a": 1, "b": 2, "c": 3}, "from a (a Loss), b (a Loss) to a (a Loss), b (a Loss), c (a Loss)"),
-        ({"b": 2}, "from a (a Loss), b (a Loss) to b (a Loss)"),
-        ({}, "from a (a Loss), b (a Loss) to a tensor"),
-    ],
-)
-def test_a_term_that_was_added_or_removed_since_the_checkpoint_is_told_once(
-    later: dict[str, float], told: str | None, tmp_path: Path
-) -> None:
-    def workload(**weights: float) -> Workload:
-        def loss(model, batch):
-            mean, count = mean_loss(model, batch), len(batch[0])
-            return {name: Loss(mean * count * one, count) for name, one in weights.items()} or mean
-
-        return make_workload(loss=loss)
-
-    first = settings(tmp_path, checkpoint_every=2)
-    train(open_loop(workload(a=1, b=2)), first, Progress(), None)
-    keep_only(tmp_path, 2)
-    _, done = resume(tmp_path, workload(**later))
-    line = f"step 3: the loss has changed since the checkpoint, {told}; the rest of the run trains with it"
-    assert done.notes == ([] if told is None else [line])
-    assert len(rows(tmp_path)) == STEPS
 
 
 def test_a_run_out_of_memory_in_the_optimizer_is_resumed_smaller(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def miscounted(model: nn.Module, batch: Batch) -> dict[str, Loss]:
             miscounted,
             r"in the term 'boxes' of the loss, the count of .* Loss is 1 for 6 samples at once and 3",
         ),
-        (whole, r"a sum of several means, .*: return a Loss of its own for each, by name"),
+        (whole, r"a sum of several means, .* return a Loss of its own for each, by name"),
     ],
 )
 def test_the_term_that_cannot_be_split_is_named(loss: Callable[..., Any], message: str) -> None:

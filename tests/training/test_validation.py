@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from autobatch import DoesNotFitError, InputError, Loss, RestartSmallerError, WholeBatchLoss
-from autobatch.device.profiles import load_profile
-from autobatch.device.simulated import SimulatedDevice
+from autobatch import DoesNotFitError, InputError, Loss, WholeBatchLoss
 from autobatch.training.validation import Validator, sanity_check_validation
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
@@ -34,7 +30,7 @@ from tests.support.training import (
 HELD_OUT = points(23, seed=1)
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 LOST = RuntimeError("CUDA error: an illegal memory access was encountered")
-INDICES = RuntimeError("Expected canUse32BitIndexMath(input) to be true, but got false.")
+REFUSED = RuntimeError("Expected canUse32BitIndexMath(input) to be true, but got false.")
 
 
 def accuracy(model: nn.Module, batch) -> dict:
@@ -98,9 +94,9 @@ def by_hand(kind: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("start", "grows"), [(1, True), (3, True), (5, False), (23, True)])
-def test_metrics_are_those_of_each_sample_alone(kind: str, start: int, grows: bool) -> None:
-    assert metrics_of(KINDS[kind], start, grows=grows) == pytest.approx(by_hand(kind), rel=1e-12)
+@pytest.mark.parametrize("micro_batch", [1, 3, 5, 23])
+def test_metrics_are_those_of_each_sample_alone(kind: str, micro_batch: int) -> None:
+    assert metrics_of(KINDS[kind], micro_batch) == pytest.approx(by_hand(kind), rel=1e-12)
 
 
 def whole_batches(target_batch: int) -> float:
@@ -133,35 +129,17 @@ def test_out_of_memory_within_a_whole_batch_keeps_its_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "start", "grows", "first", "second"),
-    [
-        (9, 5, True, [5, 10, *[5] * 11], [5] * 12),
-        (100, 2, True, [2, *[4] * 14, 2], [4] * 15),
-        (100, 7, False, [*[7] * 8, 4], [*[7] * 8, 4]),
-        (5, 16, False, [16, 8, *[4] * 15], [4] * 15),
-    ],
+    ("start", "first", "second"), [(7, [7, 4, *[4] * 14], [4] * 15), (16, [16, 8, *[4] * 15], [4] * 15)]
 )
-def test_the_micro_batch_doubles_once_if_it_fits_and_a_failed_size_is_not_tried_again(
-    limit: int, start: int, grows: bool, first: list[int], second: list[int]
-) -> None:
-    """On a large GPU it would climb to tens of GiB, into kernels with 32-bit indices."""
+def test_a_micro_batch_that_failed_is_not_tried_again(start: int, first: list, second: list) -> None:
     seen: list[int] = []
     data = points(60, seed=1)
     expected = metrics_of(make_workload(validation_data=data), 60)
-    found = validator(
-        make_loop(make_workload(validation_data=data, loss=limited(limit, seen))), start, grows=grows
-    )
+    found = validator(make_loop(make_workload(validation_data=data, loss=limited(5, seen))), start)
     for expected_sizes in (first, second):
         assert found.run() == pytest.approx(expected, rel=1e-12), "no sample counts twice"
         assert seen == expected_sizes
         seen.clear()
-
-
-def test_another_error_at_a_grown_micro_batch_is_not_an_error_of_the_workload() -> None:
-    """Kernels with 32-bit indices refuse larger inputs with messages of their own."""
-    workload = make_workload(validation_data=HELD_OUT, loss=limited(6, [], INDICES))
-    expected = {"loss": by_hand("mean")["loss"]}
-    assert metrics_of(workload, 5, grows=True) == pytest.approx(expected, rel=1e-12)
 
 
 class FullModel:
@@ -174,7 +152,7 @@ class FullModel:
 @pytest.mark.parametrize(
     ("limit", "error", "shared", "message"),
     [
-        (6, INDICES, None, "canUse32BitIndexMath"),
+        (6, REFUSED, None, "canUse32BitIndexMath"),
         (6, LOST, None, "illegal memory access"),  # nothing runs after it, so no smaller size is tried
         (0, FULL, None, "in validation at a micro-batch of 1: .* Free memory"),
         (9, FULL, FullModel(), "micro-batch of 7, .* a smaller --validation-micro-batch"),
@@ -185,9 +163,6 @@ def test_an_error_that_no_smaller_size_avoids_is_raised(limit: int, error, share
     loop.train_state.shared = shared
     with pytest.raises((DoesNotFitError, RuntimeError), match=message):
         validator(loop, 7).run()
-    if error is LOST:
-        with pytest.raises(RuntimeError, match=message):
-            validator(loop, 5, grows=True).run()
 
 
 def test_each_mode_is_restored_and_weights_are_unchanged() -> None:
@@ -202,29 +177,6 @@ def test_each_mode_is_restored_and_weights_are_unchanged() -> None:
     assert [module.training for module in (model, *model)] == [True, False, True, True]
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_on_a_simulated_gpu_validation_takes_larger_micro_batches_than_training(tmp_path: Path) -> None:
-    """Without a backward pass 48 MiB hold many more samples."""
-
-    def build() -> nn.Module:
-        blocks = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.Tanh())]
-        return nn.Sequential(nn.Linear(5, 256), *blocks, nn.Linear(256, 3)).double()
-
-    workload = make_workload(model=build, validation_data=points(6_000, seed=1))
-    device = SimulatedDevice(load_profile("rtx-4090", user_dir=tmp_path), memory_budget="48MiB")
-    expected = metrics_of(workload, 512)
-    with device.training() as meter:
-        loop = make_loop(workload, micro_batch=512, target_batch=5000, steps=1, device=device, meter=meter)
-        meter.count(tensor.data for tensor in loop.train_state.model.parameters())
-        larger = validator(loop, 2500, grows=True)
-        assert larger.run() == pytest.approx(expected, rel=1e-12)
-        assert meter.stats().peak_reserved_bytes <= device.budget_bytes
-        assert larger.micro_batch == loop.sampler.target_batch
-        loop.micro_batch = larger.micro_batch
-        with suppress(RestartSmallerError):
-            next(loop.run())
-        assert loop.micro_batch < larger.micro_batch, "training fits fewer samples"
 
 
 def test_the_sanity_check_runs_two_samples_and_keeps_the_random_state() -> None:
@@ -269,7 +221,7 @@ def validate(samples: int, micro_batch: int) -> tuple[float | None, bool]:
     """Return the loss over all ranks, and whether the model is in parts again."""
     group = open_group()
     loop = sharded_loop(group, workload_of(samples))
-    found = validator(loop, micro_batch, grows=True, ranks=group).run()
+    found = validator(loop, micro_batch, ranks=group).run()
     in_parts = all(hasattr(p, "to_local") for p in loop.train_state.model.parameters())
     group.close()
     return found["loss"], in_parts

@@ -33,7 +33,6 @@ from autobatch.training.split_check.samples import (
     collate_split,
     cut_split,
     join_parts,
-    mixes_samples,
 )
 from autobatch.workload.contract import Collated
 from autobatch.workload.data import COLLATE, fetch, load_micro_batch
@@ -129,8 +128,6 @@ def examine_loss(setup: Setup, micro_batch: int, steps: int) -> Finding:
             of_many = _compare_many(setup, choice.ids(many), kind)
             if of_many is not None and (of_many.fault is not None or finding.unchecked is not None):
                 finding = of_many
-        if mixes_samples(setup.workload, samples):
-            written = written._replace(remarks=(*written.remarks, _mixing_remark(steps)))
     return written.explaining(finding)
 
 
@@ -270,15 +267,6 @@ def _tensors_of(train_state: TrainState) -> Iterator[Tensor]:
         yield from tensors_of(list(optimizer.state.values()))
     if train_state.average is not None:
         yield from train_state.average.tensors()
-
-
-def _mixing_remark(steps: int) -> str:
-    return (
-        "the collate function mixes samples at random (as mixup and cutmix do): it draws partners and "
-        f"coefficients for each of the {steps} micro-batches of a step, where one pass over the whole batch "
-        "would draw once. The gradient is exact for the mixed samples; to mix alike at any micro-batch, draw "
-        "a partner and a coefficient for each sample in the dataset"
-    )
 
 
 def _check_single_sample(setup: Setup, meter: Meter, sampler: GlobalBatchSampler) -> None:

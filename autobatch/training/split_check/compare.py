@@ -12,7 +12,6 @@ sample in the whole and in its part (`SameDraws`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
@@ -37,21 +36,26 @@ from autobatch.training.split_check.passes import (
     open_runner,
 )
 from autobatch.training.split_check.samples import Part, SplitSamples
-from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
-from autobatch.workload.nested import map_tensors
+from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
 from autobatch.workload.rng import seed_everything
 
 FLOAT64_BUDGET_SHARE = 0.1
 """Share of the budget below which a loss is compared in float64; model copy and gradient count."""
 STATE_TOLERANCE = 0.01
 """Share of a gradient that may depend on what earlier micro-batches of the step have written."""
-NOISE = 3.0
-"""Size of the change of what the model returns for the other samples, beside its own."""
 ONE_MICRO_BATCH = (
     "In this run every batch is one micro-batch, which is exact as long as memory does not run out"
 )
-MIXED = "the loss depends on several samples at once"
-SEVERAL = "the workload's loss is a sum of several means"
+NO_MEAN = (
+    "the loss depends on several samples at once, or is a sum of several means, each over something else "
+    "than samples"
+)
+NO_MEAN_ADVICE = (
+    "For a contrastive loss or a penalty on the whole batch use WholeBatchLoss(represent=…, loss=…), which "
+    "is accumulated exactly. For several means (boxes, class weights, tokens) return a Loss of its own for "
+    'each, by name: {"boxes": Loss(total, count), "classes": …}. For batch statistics use a target batch '
+    "that fits in one micro-batch"
+)
 
 
 class UncheckedError(Exception):
@@ -90,7 +94,7 @@ class Finding(NamedTuple):
     def explaining(self, found: Finding) -> Finding:
         """Return what a comparison found, with what is known about written state."""
         fault = found.fault
-        if fault is not None and self.writes and _names_no_mean(fault):
+        if fault is not None and self.writes and NO_MEAN in fault:
             fault = f"{fault.partition(': ')[0]}: {_state_cause(self.writes)}"
         remarks = (*found.remarks, *self.remarks)
         return found._replace(fault=fault or self.fault, remarks=remarks, writes=self.writes)
@@ -218,11 +222,6 @@ def _state_cause(names: str) -> str:
     )
 
 
-def _names_no_mean(fault: str) -> bool:
-    """Check whether a fault says that no weights of the parts give the whole."""
-    return MIXED in fault or SEVERAL in fault
-
-
 class _Comparison:
     """A whole batch beside its parts, with the same draws.
 
@@ -251,7 +250,7 @@ class _Comparison:
                 # The wrong order of rows looks like a loss that mixes samples.
                 draws.is_interleaved = True
                 other = self._find_fault()
-                fault = other if other is None or _names_no_mean(fault) else fault
+                fault = other if other is None or NO_MEAN in fault else fault
             if fault is not None:
                 self._check_repeats()
         if fault is not None and is_random and draws.doubts:
@@ -339,25 +338,11 @@ class _Comparison:
         # targets.
         weights = torch.linalg.lstsq(columns, whole.elements[:, None], driver="gelsd").solution[:, 0]
         is_mean = self._error(columns @ weights) <= tolerance
-        cause = _other_mean(whole, weights.tolist()) if is_mean else self._mixed()
+        cause = _other_mean(whole, weights.tolist()) if is_mean else f"{NO_MEAN}. {NO_MEAN_ADVICE}"
         effect = (
             f"the gradient of {whole.samples} samples at once and in parts differs by {format_share(error)}"
         )
         return f"{effect}: {cause}"
-
-    def _mixed(self) -> str:
-        """Name the likely cause if no weights of the parts give the whole."""
-        self._draws.replay(0, self._split.samples)
-        if _is_separable(self._runner, self._split.whole, self._split.samples):
-            return (
-                f"{SEVERAL}, each over something else than samples (boxes, class weights, tokens): return a "
-                'Loss of its own for each, by name: {"boxes": Loss(total, count), "classes": …}'
-            )
-        return (
-            f"{MIXED}, so the batch cannot be split. For a contrastive loss or a penalty on the whole batch "
-            "use WholeBatchLoss(represent=…, loss=…), which is accumulated exactly. For batch statistics use "
-            "a target batch that fits in one micro-batch"
-        )
 
     def _run(self, part: Part) -> SampleGradient:
         """Run some samples with the draws that were recorded for them."""
@@ -402,50 +387,3 @@ def _other_mean(whole: SampleGradient, weights: list[float]) -> str:
         "the workload's loss is a mean over something else than samples (counted tokens, class weights, "
         "pixels): return Loss(total, count) with the sum and the number of its items"
     )
-
-
-def _is_separable(runner: GradientRunner, batch: Collated, samples: int) -> bool:
-    """Check that the loss treats what the model returns for each sample alone, but for constant factors.
-
-    The outputs of the second half of the samples are changed; the gradients of the first half must not. False
-    also if it cannot be told: the loss does not call the model itself, or the model returns something else
-    than one row per sample.
-    """
-    state = torch.get_rng_state()
-    found = []
-    for noise in (0.0, NOISE):
-        torch.set_rng_state(state)
-        leaves: list[Tensor] = []
-        cut_off = functools.partial(_as_leaf, samples=samples, noise=noise, leaves=leaves)
-        handle = runner.model.register_forward_hook(lambda _, __, output: map_tensors(output, cut_off))  # noqa: B023
-        try:
-            runner.state.put_back()
-            loss = runner.loss_of(batch)
-            total = loss.total if isinstance(loss, Loss) else loss
-            total.backward()  # type: ignore[no-untyped-call]
-            gradients = [leaf.grad[: samples // 2].flatten() for leaf in leaves if leaf.grad is not None]
-            found.append(torch.cat(gradients).double())
-        except Exception:  # the cause of a fault stays unknown then
-            return False
-        finally:
-            handle.remove()
-            runner.model.zero_grad(set_to_none=True)
-    one, other = found
-    if one.shape != other.shape or not one.norm():
-        return False
-    return float((one - other).norm()) <= runner.tolerance * float(one.norm())
-
-
-def _as_leaf(output: Tensor, *, samples: int, noise: float, leaves: list[Tensor]) -> Tensor:
-    """Cut an output of a model off, and change its rows of the second half of the samples."""
-    if not output.requires_grad:
-        return output
-    if not output.dim() or len(output) != samples:
-        raise ValueError("the model returns something else than a row per sample")
-    leaf = output.detach().clone()
-    rows = leaf[samples // 2 :]
-    # No random numbers: draws of the loss are recorded, and others would be taken for its own.
-    waves = torch.arange(rows.numel(), device=leaf.device).sin().view_as(rows)
-    rows += noise * leaf.abs().mean() * waves.to(leaf.dtype)
-    leaves.append(leaf.requires_grad_())
-    return leaf

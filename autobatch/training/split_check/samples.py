@@ -36,8 +36,6 @@ CHUNK = 8
 """Samples that are read before the time is asked for again."""
 EXTREMES = 16
 """Cheapest and most expensive samples among the candidates, if all costs are known."""
-MIXING_SEEDS = 8
-"""Seeds with which a collate function shows whether it mixes samples: it may mix some batches only."""
 
 
 class Part(NamedTuple):
@@ -157,27 +155,6 @@ def join_parts(parts: Sequence[tuple[Collated, int]]) -> tuple[Collated, list[in
             forms.setdefault(repr(signature(batch)), []).append((batch, size))
     most = max(forms.values(), key=lambda own: sum(size for _, size in own), default=[])
     return concatenate([batch for batch, _ in most]) if most else None, [size for _, size in most]
-
-
-def mixes_samples(workload: Workload, samples: Sequence[Any]) -> bool:
-    """Check whether a collate function draws at random and puts several samples into one (mixup, cutmix).
-
-    With the same draws, the row of a sample must not change if another sample takes the place of the last. It
-    takes 3 samples to tell.
-    """
-    if workload.collate is None or len(samples) < 3:
-        return False
-    kept = len(samples) - 2
-    for seed in range(MIXING_SEEDS):
-        one, other = (_collated(workload, [*samples[:kept], last], seed) for last in samples[kept:])
-        if not (_has_samples_first(one, kept + 1) and _has_samples_first(other, kept + 1)):
-            return False
-        if [t.shape for t in tensors_of(one)] != [t.shape for t in tensors_of(other)]:
-            return False
-        if not _is_same(cut(one, slice(kept)), cut(other, slice(kept))):
-            # Without draws it is no mixup, and comparing the parts shows what it does.
-            return not _is_same(one, _collated(workload, [*samples[:kept], samples[kept]], seed + 1))
-    return False
 
 
 def _collated(workload: Workload, samples: Sequence[Any], seed: int) -> Collated:

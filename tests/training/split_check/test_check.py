@@ -339,7 +339,7 @@ def test_a_model_in_float64_is_compared_in_it(budget: str) -> None:
     assert check(make_workload(model=Doubles, loss=loss), budget=budget) == []
 
 
-def test_a_sum_of_several_means_is_told_from_a_loss_over_the_batch() -> None:
+def test_a_sum_of_several_means_is_refused() -> None:
     def boxes_and_classes(model, batch):
         scores, shapes = model(batch[0]), model(batch[0].flip(1))
         classes = cross_entropy(scores, batch[1], weight=CLASS_WEIGHTS)
@@ -347,47 +347,6 @@ def test_a_sum_of_several_means_is_told_from_a_loss_over_the_batch() -> None:
 
     with pytest.raises(InputError, match="a sum of several means, each over something else than samples"):
         check(make_workload(loss=boxes_and_classes))
-
-    def with_batch_statistics(model, batch):
-        return boxes_and_classes(model, batch) + model(batch[0]).mean(0).norm()
-
-    with pytest.raises(InputError, match="depends on several samples at once") as caught:
-        check(make_workload(loss=with_batch_statistics))
-    assert "padd" not in str(caught.value)
-
-
-def mixup(samples):
-    inputs, labels = default_collate(samples)
-    share = torch.distributions.Beta(0.8, 0.8).sample()
-    order = torch.randperm(len(inputs))
-    return share * inputs + (1 - share) * inputs[order], labels, labels[order]
-
-
-def cutmix_in_some_batches(samples):
-    inputs, labels = default_collate(samples)
-    if torch.rand(()) < 0.5:
-        inputs = torch.cat([inputs[:, :2], inputs.roll(1, 0)[:, 2:]], dim=1)
-    return inputs, labels, labels
-
-
-def masked(samples):
-    inputs, labels = default_collate(samples)
-    return inputs * (torch.rand(inputs.shape) < 0.9), labels, labels
-
-
-@pytest.mark.parametrize(
-    ("collate", "mixes"), [(mixup, True), (cutmix_in_some_batches, True), (masked, False)]
-)
-def test_samples_that_collate_mixes_at_random_are_named_in_one_note(collate, mixes: bool) -> None:
-    def loss(model, batch):
-        scores = model(batch[0])
-        return 0.6 * cross_entropy(scores, batch[1]) + 0.4 * cross_entropy(scores, batch[2])
-
-    notes = check(make_workload(collate=collate, loss=loss))
-    assert len(notes) == mixes
-    assert all("mixes samples at random (as mixup and cutmix do)" in note for note in notes)
-    assert all("each of the 3 micro-batches" in note for note in notes)
-    assert check(make_workload(collate=collate, loss=loss), micro_batch=24) == []
 
 
 def test_one_odd_sample_of_many_is_compared_if_costs_are_known() -> None:
