@@ -6,7 +6,6 @@ compares what was printed. Without animation, as on paper, the picture shows the
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import os
 import pty
@@ -23,6 +22,8 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 import pyte
+
+from benchmarks.report import arguments
 
 COMMAND = "autobatch fit --target-batch 1024"
 COLUMNS, ROWS = 80, 40
@@ -171,6 +172,4 @@ def last_screen(drawn: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.parse_args().file.write_text(picture(COMMAND, rows_of(play(COMMAND))), encoding="utf-8")
+    arguments(__doc__, file=Path).file.write_text(picture(COMMAND, rows_of(play(COMMAND))), encoding="utf-8")

@@ -1,7 +1,8 @@
-"""What benchmarks share: clocks, the machine and the versions, tables, and the folder of the results."""
+"""What benchmarks share: options, clocks, the machine and the versions, tables, and the results."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -35,13 +36,39 @@ def surroundings(*distributions: str) -> dict[str, Any]:
     }
 
 
-def save(topic: str, content: dict[str, Any], table: str) -> Path:
-    """Write the figures as JSON and the table as Markdown, named by topic, hardware and date."""
+def arguments(about: str | None, /, **defaults: Any) -> argparse.Namespace:
+    """Read the options of a benchmark from the command line.
+
+    Args:
+        about: its docstring, for the help.
+        defaults: the options by name. A list offers its items, all of them by default. ``False`` is a flag,
+            None an optional file, and ``Path`` a file that must be given.
+    """
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=about, formatter_class=layout)
+    for name, value in defaults.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is Path:
+            parser.add_argument(name, type=Path)
+        elif value is False:
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(value, list):
+            listed = f"of {', '.join(map(str, value))}; all by default"
+            parser.add_argument(flag, nargs="*", choices=value, default=value, metavar="NAME", help=listed)
+        else:
+            kind = Path if value is None else type(value)
+            parser.add_argument(flag, type=kind, default=value, help="default: %(default)s")
+    return parser.parse_args()
+
+
+def save(topic: str, content: dict[str, Any], table: str = "") -> Path:
+    """Write the figures as JSON and a table as Markdown, named by topic, hardware and date."""
     slug = re.sub(r"[^a-z0-9]+", "-", content["hardware"]["cpu"].lower()).strip("-")
     path = RESULTS / f"{topic}_{slug}_{content['date']}.json"
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
-    path.with_suffix(".md").write_text(table)
+    if table:
+        path.with_suffix(".md").write_text(table)
     return path
 
 

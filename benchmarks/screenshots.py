@@ -6,7 +6,6 @@ wide, wide and dark, and as narrow as a phone.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -16,6 +15,8 @@ from html import escape
 from pathlib import Path
 
 from PIL import Image
+
+from benchmarks.report import arguments
 
 IMAGES = Path(__file__).parent.parent / "docs" / "img"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -80,7 +81,7 @@ def train() -> dict[str, str]:
 
 def main() -> None:
     """Write every picture."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    arguments(__doc__)
     for name, page in train().items():
         for ending, width, theme in (
             ("", WIDE, "light"),

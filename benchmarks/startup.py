@@ -1,11 +1,10 @@
 """Time of whole processes: the help, the demo in an empty directory, and a small run to its first step.
 
-python -m benchmarks.startup
+python -m benchmarks.startup [--first-step]
 """
 
 from __future__ import annotations
 
-import argparse
 import compileall
 import os
 import statistics
@@ -15,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.report import markdown, save, surroundings
+from benchmarks.report import arguments, markdown, save, surroundings
 
 ROUNDS = 15
 FRESH = 5
@@ -89,15 +88,17 @@ def whole_processes() -> dict[str, list[float]]:
 def first_steps() -> dict[str, list[float]]:
     """Time the first step of a small task in a loop of torch, on the CPU and on a simulated GPU, in turn."""
     small = [
-        "-u",
-        "-m",
-        "autobatch",
-        "fit",
-        "benchmarks.startup:workload",
-        "--target-batch",
-        "64",
-        "--steps",
-        "1",
+        *[
+            "-u",
+            "-m",
+            "autobatch",
+            "fit",
+            "benchmarks.startup:workload",
+            "--target-batch",
+            "64",
+            "--steps",
+            "1",
+        ]
     ]
     kinds = {
         "a loop of torch": ["-c", PLAIN],
@@ -114,11 +115,7 @@ def first_steps() -> dict[str, list[float]]:
 
 def main() -> None:
     """Time each process, print and save the table."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument(
-        "--first-step", action="store_true", help="only runs of a small task to its first step"
-    )
-    only = parser.parse_args().first_step
+    only = arguments(__doc__, first_step=False).first_step
     around = surroundings("optuna")
     times = first_steps() if only else whole_processes() | first_steps()
     table = markdown(

@@ -10,7 +10,6 @@ parameters come from the authors' pages too, so that a test can tell that a conf
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -27,7 +26,7 @@ from autobatch.device.profiles import load_profile
 from autobatch.estimates.estimator import Estimator
 from autobatch.estimates.hugging_face import open_named
 from autobatch.footprint.tracing.apart import run_apart
-from benchmarks.report import RESULTS, markdown
+from benchmarks.report import RESULTS, arguments, markdown
 from tests.support.options import as_options
 
 RESULT = RESULTS / "which-gpu_amd-epyc_2026-11-23.json"
@@ -259,7 +258,7 @@ def write_page(cells: Mapping[str, Mapping[str, Any]]) -> None:
 
 def main() -> None:
     """Predict what is missing in the results, and write the page."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    arguments(__doc__)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     found: dict[str, Any] = (

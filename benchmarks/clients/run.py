@@ -1,11 +1,13 @@
 """The probe on models of other libraries and of `examples/`: runs, errors, and the evidence for the limit.
 
-python -m benchmarks.clients.run [--out FILE]
+python -m benchmarks.clients.run [--out FILE] [--only TEXT]
+
+The rows take the place of those of the same workload in a file. ``--only`` takes workloads by a part of
+their names.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from collections.abc import Iterator
@@ -15,13 +17,13 @@ from typing import Any
 import autobatch
 from benchmarks.clients import gallery, of_others, of_torch, of_transformers
 from benchmarks.clients.data import Build
-from benchmarks.report import markdown
+from benchmarks.report import arguments, markdown
 
 SIZE = 48
 """Samples whose memory is the budget, nearly."""
 ROOM = 1.02
 """Budget as a share of that memory."""
-DEVICES = ("cpu", "sim:t4")
+DEVICES = ["cpu", "sim:t4"]
 HEAD = (
     "workload",
     "device",
@@ -98,11 +100,7 @@ def rows_of(path: Path | None) -> dict[tuple[str, ...], list[object]]:
 
 def main() -> None:
     """Print the rows, and put them in the place of those of the same workload in a file if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", metavar="TEXT", default="", help="workloads whose name has this text")
-    parser.add_argument("--device", nargs="*", choices=DEVICES, default=DEVICES)
-    given = parser.parse_args()
+    given = arguments(__doc__, out=None, only="", device=DEVICES)
     rows = rows_of(given.out)
     for name, build in clients():
         for device in given.device if given.only in name else ():

@@ -8,7 +8,6 @@ whose tensors a budget counts. Scratch space in the CPU's operators is not part 
 
 from __future__ import annotations
 
-import argparse
 import resource
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from autobatch.footprint.fit import footprint
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from autobatch.setup.setup import open_setup
-from benchmarks.report import markdown, save, surroundings
+from benchmarks.report import arguments, markdown, save, surroundings
 from benchmarks.workloads import WORKLOADS
 
 SIZES = (7, 40, 100, 250)
@@ -106,10 +105,7 @@ def table(rows: list[dict[str, Any]], seconds: dict[str, tuple[float, float]]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--only", nargs="*", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results")
-    options = parser.parse_args()
+    options = arguments(__doc__, only=[*WORKLOADS], save=False)
     torch.set_num_threads(1)
     content = surroundings()
     seconds = {name: seconds_of(arguments) for name, arguments in ESTIMATES.items()}

@@ -5,7 +5,6 @@ python -m benchmarks.loop.gradient_dtype
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import get_args
 
@@ -18,6 +17,7 @@ from autobatch.core.records import GradientDtype
 from autobatch.planning import micro_batches
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import accumulate
+from benchmarks.report import arguments
 
 BATCH, WIDTH, CLASSES = 1024, 256, 10
 PARTS = (1, 8, 64, 256, 1024)
@@ -81,7 +81,7 @@ def of_the_parts(parts: Sequence[Sequence[Tensor]]) -> Tensor:
 
 def main() -> None:
     """Print the distance of each gradient from its float64 sum and from the gradient of a float64 model."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    arguments(__doc__)
     draw = torch.Generator().manual_seed(1)
     inputs = torch.randn(BATCH, WIDTH, generator=draw)
     labels = torch.randint(CLASSES, (BATCH,), generator=draw)

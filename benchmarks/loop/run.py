@@ -1,6 +1,6 @@
 """The time of the training loop against loops that do the same work, and against forward, backward and step.
 
-    python -m benchmarks.loop.run [--rounds 400] [--cases mlp,transformer]
+    python -m benchmarks.loop.run [--rounds 400] [--cases mlp transformer]
 
 One process with one thread runs all loops in turn, a short segment of steps each, so that other load on the
 machine affects them equally. Micro-batches are either made before (``made``), or joined from samples in
@@ -16,7 +16,6 @@ the CPU time of the process. They agree on an idle machine. On a busy one, read 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import statistics
@@ -38,7 +37,7 @@ from benchmarks.loop.loops import (
     by_loader,
 )
 from benchmarks.loop.peers import by_accelerate, by_fabric, by_lightning
-from benchmarks.report import CLOCKS, in_turn, markdown, save, surroundings
+from benchmarks.report import CLOCKS, arguments, in_turn, markdown, save, surroundings
 
 OWN = {"fit": by_fit, "batches": by_batches, "batches of a loader": by_loader}
 PEERS = {"fabric": by_fabric, "accelerate": by_accelerate, "lightning": by_lightning}
@@ -103,20 +102,16 @@ def rows(results: list[dict[str, Any]]) -> Iterator[list[str]]:
 
 def main() -> None:
     """Measure every combination, print and save the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=400)
-    parser.add_argument("--cases", default="mlp,transformer")
-    parser.add_argument("--precisions", default="fp32,bf16")
-    parser.add_argument("--sources", default="made,joined")
-    parser.add_argument("--works", default=";".join(WORKS), help="separated by semicolons")
-    parser.add_argument("--no-save", action="store_true")
-    options = parser.parse_args()
+    options = arguments(
+        __doc__, rounds=400, cases=[*CASES], precisions=["fp32", "bf16"], sources=["made", "joined"],
+        works=[*WORKS], no_save=False,
+    )  # fmt: skip
     torch.set_num_threads(1)
     report = surroundings("accelerate", "lightning")
     results: list[dict[str, Any]] = []
     report |= {"rounds": options.rounds, "accumulation": ACCUMULATION, "threads": 1, "results": results}
     asked = (options.cases, options.sources, options.precisions)
-    for about in itertools.product(*(one.split(",") for one in asked), options.works.split(";")):
+    for about in itertools.product(*asked, options.works):
         keys = ("case", "source", "precision", "work")
         loops = compare(*about, options.rounds)
         results.append({**dict(zip(keys, about, strict=True)), "loops": loops})

@@ -17,7 +17,6 @@ not installed is left out.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import multiprocessing
 from statistics import median
@@ -27,7 +26,7 @@ import torch
 
 from benchmarks.probe.finders import by_autobatch, finders
 from benchmarks.probe.limits import BUDGETS, Limit, workload_of
-from benchmarks.report import markdown, save, surroundings
+from benchmarks.report import arguments, markdown, save, surroundings
 
 LIGHTNING = ("mlp-heavy", "conv", "resnet-bn", "gpt", "gpt-ragged", "lstm", "contrastive")
 """Workloads for Lightning, whose trials cost a loader and two loops each."""
@@ -111,16 +110,9 @@ def row(name: str, limits: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="*", help="workloads (default: all)")
-    parser.add_argument("--others", choices=("all", "none"), default="all", help="the other finders")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results")
-    options = parser.parse_args()
+    options = arguments(__doc__, only=[*BUDGETS["cpu"]], others="all", processes=2, save=False)
     content = surroundings("accelerate", "lightning")
-    names = [(device, name) for device in BUDGETS for name in options.only or BUDGETS[device]]
+    names = [(device, name) for device in BUDGETS for name in options.only]
     tasks = [(name, device, options.others == "all") for device, name in names]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         limits = [one for many in pool.imap(measure, tasks, chunksize=1) for one in many]

@@ -1,6 +1,6 @@
 """Whether a limit holds on samples of different sizes: plan a run, then train it and count what fails.
 
-    python -m benchmarks.ragged.promise FOLDER [--replay] [--minutes 9] [--seeds 0 1 2]
+    python -m benchmarks.ragged.promise FOLDER [--replay] [--minutes 9] [--seeds 3]
 
 Plans every workload as ``autobatch fit`` does, under three budgets on a simulated GPU and on the CPU, which
 also enforces its budget in training here. For a split by count, brute force then looks for a plan with fewer
@@ -11,7 +11,6 @@ row is kept in FOLDER as it is measured, so that a call continues an earlier one
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import math
@@ -40,13 +39,13 @@ from autobatch.training.build import build_sampler, open_loop
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.workload.split import SizeSplit, Split
 from benchmarks.gpu.journal import DONE, Journal, last_call
-from benchmarks.ragged.workloads import PAIRS, workload
-from benchmarks.report import markdown, save, surroundings
+from benchmarks.ragged.workloads import MODELS, PAIRS, workload
+from benchmarks.report import arguments, markdown, save, surroundings
 
 TARGET = 64
 SHARES = (0.2, 0.4, 0.7)
 """Budgets, as shares of the memory of a batch in one micro-batch."""
-DEVICES = ("sim:t4", "cpu")
+DEVICES = ["sim:t4", "cpu"]
 
 
 class Case(NamedTuple):
@@ -216,34 +215,28 @@ def text(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure every row that is not in the journal, and save the results of all folders."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--with", dest="others", nargs="*", type=Path, default=[], help="folders to save too")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no row after this time")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--replay", action="store_true", help="replay the steps instead of training them")
-    parser.add_argument("--device", action="append")
-    parser.add_argument("--model", action="append")
-    options = parser.parse_args()
+    """Measure every row that is not in the journal, and save the results."""
+    options = arguments(
+        __doc__, folder=Path, minutes=math.inf, steps=500, seeds=3, replay=False, device=DEVICES,
+        model=[*MODELS],
+    )  # fmt: skip
     options.folder.mkdir(parents=True, exist_ok=True)
     journal = Journal(options.folder, last_call(options.folder) + 1)
     deadline = time.monotonic() + 60 * options.minutes
     done = journal.done()
     # Every workload has its first seed before any has its second one.
     for seed, share, pair, device, split in itertools.product(
-        options.seeds, SHARES, PAIRS, options.device or DEVICES, ("count", "auto")
+        range(options.seeds), SHARES, PAIRS, options.device, ("count", "auto")
     ):
         case = Case(*pair, device, share)
         unit = f"{case.name} {seed} {split}"
-        if unit in done or (options.model is not None and case.model not in options.model):
+        if unit in done or case.model not in options.model:
             continue
         if time.monotonic() > deadline:
             break
         run = Run(case, budget_of(case), seed, options.steps, not options.replay)
         journal.write(unit, DONE, row=measure(run, split, options.folder))
-    rows = [unit["row"] for folder in (options.folder, *options.others) for unit in Journal(folder, 0).rows()]
+    rows = [unit["row"] for unit in journal.rows()]
     print(text(rows))
     save("ragged-promise", {**surroundings(), "rows": rows}, text(rows))
 

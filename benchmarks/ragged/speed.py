@@ -10,7 +10,6 @@ an earlier one. The results are saved once nothing is missing.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -36,7 +35,7 @@ from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.split import SizeSplit
 from benchmarks.gpu.journal import DONE, Journal, last_call
 from benchmarks.ragged.workloads import VOCABULARY, Gpt, workload
-from benchmarks.report import in_turn, markdown, save, surroundings
+from benchmarks.report import arguments, in_turn, markdown, save, surroundings
 from tests.support.probes import Listener
 
 TARGET = 128
@@ -212,13 +211,7 @@ def text(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure every distribution that is not in the journal, and save the results once all are."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--lengths", nargs="*", default=ALL)
-    parser.add_argument("--splits", nargs="*", default=SPLITS, choices=SPLITS)
-    options = parser.parse_args()
+    options = arguments(__doc__, folder=Path, rounds=5, device="cpu", lengths=ALL, splits=SPLITS)
     names = ["count", "auto", *options.splits]
     options.folder.mkdir(parents=True, exist_ok=True)
     journal = Journal(options.folder, last_call(options.folder) + 1)

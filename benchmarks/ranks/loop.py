@@ -9,13 +9,10 @@ machine only the CPU time says something.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +23,7 @@ from autobatch import Workload
 from autobatch.distributed.group import Group
 from benchmarks.loop.loops import ACCUMULATION, loss_of
 from benchmarks.loop.peers import accelerated, fabricated
-from benchmarks.report import RESULTS, in_turn
+from benchmarks.report import arguments, in_turn, save, surroundings
 from tests.support.rank_server import rank_server
 from tests.support.ranked import open_group, ranked_loop
 from tests.support.training import Rows, make_workload
@@ -36,7 +33,6 @@ ROUNDS, STEPS = 30, 3
 BATCHES = 16
 """Batches of an epoch."""
 SAMPLES = ACCUMULATION * MICRO_BATCH * WORLD
-RESULT = RESULTS / "ranks-loop_amd-epyc_2026-11-22.json"
 
 
 def mlp() -> nn.Module:
@@ -148,24 +144,18 @@ def cpu_milliseconds(loop: Mapping[str, Sequence[float]]) -> float:
     return round(1000 * statistics.median(loop["cpu"]), 2)
 
 
-def write(path: Path, results: Mapping[str, Any]) -> None:
-    """Write the figures with the version of torch and the load."""
-    about = {"torch": str(torch.__version__), "load": os.getloadavg()[0]}
-    path.write_text(json.dumps(about | {**results}, indent=1) + "\n")
-
-
 def main() -> None:
     """Measure each model, print and save the figures."""
-    argparse.ArgumentParser(description=str(__doc__).splitlines()[0]).parse_args()
-    results: dict[str, Any] = {}
+    arguments(__doc__)
+    results = surroundings("accelerate", "lightning")
     with rank_server() as server:
         for name in MODELS:
             rounds = server.values(measure, name, world=WORLD, seconds=200)[0]
             hand = rounds.pop("by hand")
             results[name] = {"by hand, ms of CPU a step": cpu_milliseconds(hand)}
             results[name] |= {other: ratios(own, hand) for other, own in rounds.items()}
-    write(RESULT, results)
     print(json.dumps(results, indent=1))
+    save("ranks-loop", results)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ for a log, as the loop of autobatch beside it does; and one that keeps the root 
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,14 +35,12 @@ from benchmarks.ranks.loop import (
     sgd,
     stream,
     workload_of,
-    write,
 )
-from benchmarks.report import RESULTS
+from benchmarks.report import arguments, save, surroundings
 from tests.support.rank_server import rank_server
 from tests.support.ranked import open_group
 from tests.support.sharded_loops import sharded_loop
 
-RESULT = RESULTS / "ranks-shard-loop_amd-epyc_2026-11-22.json"
 KINDS: dict[str, tuple[ShardSync, int]] = {
     "each": ("each", ACCUMULATION),
     "once": ("once", ACCUMULATION),
@@ -136,12 +133,10 @@ def measure(name: str, kind: str) -> dict[str, dict[str, list[float]]]:
 
 def main() -> None:
     """Measure each model in each way, print and save the figures."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(MODELS)}; all if none is given")
-    names = parser.parse_args().names
-    results: dict[str, Any] = {}
+    names = arguments(__doc__, models=[*MODELS]).models
+    results = surroundings()
     with rank_server() as server:
-        for name in names or MODELS:
+        for name in names:
             results[name] = {}
             for kind in KINDS:
                 rounds = server.values(measure, name, kind, world=WORLD, seconds=SECONDS)[0]
@@ -151,8 +146,7 @@ def main() -> None:
                     for hand, own in COMPARED.items()
                 }
                 print(name, kind, json.dumps(results[name][kind], indent=1), flush=True)
-    if not names:
-        write(RESULT, results)
+    save("ranks-shard-loop", results)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Ranks that stop without a word or are killed, hosts that lose power, and links that are cut.
 
     python -m benchmarks.ranks.silence --stops 50 --cuts 20 --losses 20 --kills 100 [--timeout 30] [--save]
+    python -m benchmarks.ranks.silence --restarts 10 --seed 1 --parallel shard [--save]
 
 - A stop sends SIGSTOP to one of two ranks (``--ranks 2``) at a random instant of a run that validates and
   writes a checkpoint after every step, or of its start, and resumes the run afterwards; or of the tuning of
@@ -11,16 +12,17 @@
 - A loss kills all processes of a host at once; then both hosts are started again with ``--resume``.
 - A kill sends SIGKILL to a random rank, which torchrun starts again, or to a launcher or all processes of a
   random host, after which both hosts are started again; a third of them come at any instant of a start.
+- A restart sends SIGKILL to a random rank of one machine under ``torchrun --max-restarts``: half of them come
+  at any instant after a start, half while batches are trained and checkpoints written.
 
 Counted are waits beyond the ``--collective-timeout`` by more than 10 s, ends in the training without a
 named cause, checkpoints that were published and are lost, and runs whose final weights differ from those of
-an undisturbed run in any bit. All but stops need root. With ``--save``, each kind and seed is a part of the
+an undisturbed run in any bit. Two hosts need root. With ``--save``, each kind and seed is a part of the
 file of results, so a long run may be taken in pieces.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -35,11 +37,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ranks.kills import ROOT, WORKLOAD
-from benchmarks.report import RESULTS, surroundings
+from benchmarks.report import RESULTS, arguments, surroundings
 from tests.support.hosts import INTERFACE, TwoHosts, torchrun, two_hosts
 
+ROOT = Path(__file__).parents[2]
 TOLERANCE_S = 10.0
+WORKLOAD = """
+import pathlib, time, torch
+from torch.nn.functional import cross_entropy
+import autobatch
+from tests.support.training import points
+
+def loss(model, batch):
+    if pathlib.Path("slow").exists():
+        time.sleep(0.02)
+    return cross_entropy(model(batch[0]), batch[1])
+
+def workload():
+    return autobatch.Workload(
+        model=lambda: torch.nn.Sequential(
+            torch.nn.Linear(5, 64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 3)
+        ).double(),
+        train_data=points(64), validation_data=points(16), loss=loss, learning_rate=0.01,
+        optimizer=lambda params, rate: torch.optim.AdamW(params, lr=rate),
+    )
+"""
+STEPS = {"replicate": 120, "shard": 30}
+"""Steps for each restart; a sharded checkpoint after every step takes longer."""
 RESULT = RESULTS / "ranks-silence_amd-epyc_2026-11-23.json"
 CAUSES = (
     *("no sign of life", "lets the other ranks wait", "has not answered", "a rank ended", "got further"),
@@ -60,9 +84,10 @@ class Runs:
         folder: empty.
         steps: of the training.
         timeout_s: its ``--collective-timeout`` in seconds.
+        parallel: as the option.
     """
 
-    def __init__(self, folder: Path, steps: int, timeout_s: float = 5) -> None:
+    def __init__(self, folder: Path, steps: int, timeout_s: float = 5, parallel: str = "replicate") -> None:
         self.folder = folder
         self.timeout_s = timeout_s
         self.found = Counter(dict.fromkeys(FAULTS, 0))
@@ -71,7 +96,7 @@ class Runs:
         (folder / "tmp").mkdir(parents=True)  # torchrun leaves folders there
         (folder / "work.py").write_text(WORKLOAD)
         (folder / "slow").touch()
-        self.fit = (*FIT, f"{timeout_s:g}", "--steps", str(steps))
+        self.fit = (*FIT, f"{timeout_s:g}", "--steps", str(steps), "--parallel", parallel)
         self.environ = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -168,6 +193,36 @@ def stop_ranks(runs: Runs, number: int, draw: random.Random) -> Runs:
     return runs
 
 
+def restart_ranks(runs: Runs, number: int, draw: random.Random) -> Runs:
+    """Kill one of two ranks of a machine, which torchrun starts again, as often as asked."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts")
+    command = [sys.executable, *torchrun, str(number), *runs.fit]
+    killed = set[int]()
+    with (runs.folder / "err").open("w") as file:
+        process = subprocess.Popen(command, cwd=runs.folder, env=runs.environ, stdout=file, stderr=file)
+    for index in range(number):
+        runs.wait_until(
+            lambda: process.poll() is not None or len({*_children(process.pid)} - killed) == 2,  # noqa: B023
+            600,
+            "no ranks",
+        )
+        if index % 2:
+            time.sleep(draw.uniform(0, 15))
+        else:
+            runs.wait_for_step(runs.newest)
+            time.sleep(draw.uniform(0, 1))
+        ranks = _children(process.pid) if process.poll() is None else []
+        if len(ranks) < 2:
+            break
+        rank = draw.randrange(2)
+        killed = {*ranks}
+        os.kill(ranks[rank], signal.SIGKILL)
+        runs.judge(f"rank {rank}", lambda: ranks[1 - rank] in _children(process.pid), [])  # noqa: B023
+    (runs.folder / "slow").unlink()
+    runs.found["other exit codes"] += process.wait(300) != 0
+    return runs
+
+
 def disturb_hosts(runs: Runs, kind: str, number: int, draw: random.Random) -> Runs:
     """Disturb two hosts in one way, as often as asked, and let the run end."""
     folder = runs.folder
@@ -238,42 +293,46 @@ def _names_cause(text: Path) -> bool:
 
 
 def _children(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Return the children of a process; none if it has ended."""
+    try:
+        return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def main() -> int:
     """Disturb the runs, print the counts, and return 1 if something did not hold."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for option, number in (("--stops", 50), ("--cuts", 20), ("--losses", 20), ("--kills", 100)):
-        parser.add_argument(option, type=int, default=number)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=5, help="--collective-timeout in seconds")
-    parser.add_argument("--save", action="store_true", help="add the figures to benchmarks/results")
-    given = parser.parse_args()
+    given = arguments(
+        __doc__, stops=50, cuts=20, losses=20, kills=100, restarts=0, seed=1, timeout=5.0,
+        parallel="replicate", save=False,
+    )  # fmt: skip
     faults = 0
-    numbers = {"stop": given.stops, "cut": given.cuts, "loss": given.losses, "kill": given.kills}
+    numbers = {
+        "stop": given.stops, "cut": given.cuts, "loss": given.losses, "kill": given.kills,
+        "restart": given.restarts,
+    }  # fmt: skip
     for kind, number in numbers.items():
         if number:
-            part = measure(kind, number, given.seed, given.timeout)
+            part = measure(kind, number, given.seed, given.timeout, given.parallel)
             faults += sum(part["found"].values())
-            print(
-                json.dumps({name: part[name] for name in ("kind", "number", "found", "longest_s")}),
-                flush=True,
-            )
+            shown = {name: part[name] for name in ("kind", "number", "found", "longest_s")}
+            print(json.dumps(shown), flush=True)
             if given.save:
                 add(part)
     print(json.dumps({"faults": faults}))
     return int(faults > 0)
 
 
-def measure(kind: str, number: int, seed: int, timeout_s: float) -> dict[str, Any]:
+def measure(kind: str, number: int, seed: int, timeout_s: float, parallel: str) -> dict[str, Any]:
     """Disturb a run in one way, compare it with an undisturbed one, and return what was seen."""
-    root, draw, steps = Path(tempfile.mkdtemp(prefix="silence-")), random.Random(seed), 20 * (number + 2)
-    before = surroundings()
-    runs, whole = Runs(root / kind, steps, timeout_s), Runs(root / "whole", steps, timeout_s)
+    root, draw, before = Path(tempfile.mkdtemp(prefix="silence-")), random.Random(seed), surroundings()
+    steps = STEPS[parallel] * number if kind == "restart" else 20 * (number + 2)
+    runs, whole = (Runs(root / name, steps, timeout_s, parallel) for name in (kind, "whole"))
     try:
         if kind == "stop":
             stop_ranks(runs, number, draw)
+        elif kind == "restart":
+            restart_ranks(runs, number, draw)
         else:
             disturb_hosts(runs, kind, number, draw)
         (whole.folder / "slow").unlink()
@@ -281,11 +340,12 @@ def measure(kind: str, number: int, seed: int, timeout_s: float) -> dict[str, An
         subprocess.run(command, cwd=whole.folder, env=whole.environ, check=True)
         weights = [(one.folder / "run" / "model.safetensors").read_bytes() for one in (whole, runs)]
         runs.found["other bits"] += weights[0] != weights[1]
-        longest_s = max(seen["waited_s"] for seen in runs.seen)
+        longest_s = max((seen["waited_s"] for seen in runs.seen), default=0.0)
     except BaseException:
         print(f"the folder of the run is {root}", file=sys.stderr)
         raise
     shutil.rmtree(root, ignore_errors=True)
+    kind = kind if parallel == "replicate" else f"{kind}, {parallel}"
     part = {"kind": kind, "seed": seed, "number": number, "timeout_s": timeout_s, "found": runs.found}
     return part | {"longest_s": longest_s, "seen": runs.seen, "surroundings": before}
 

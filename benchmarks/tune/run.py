@@ -18,7 +18,6 @@ busy machine they are the figure to read.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -32,7 +31,7 @@ import torch
 from autobatch.core.knobs import defaults
 from autobatch.tuning.configuration import Budget, StudyLocation, key_of, size_of
 from autobatch.tuning.find_fastest import find_fastest
-from benchmarks.report import markdown, save, surroundings
+from benchmarks.report import arguments, markdown, save, surroundings
 from benchmarks.tune.grid import (
     LONGEST_TRIAL_SECONDS,
     Case,
@@ -138,13 +137,7 @@ def table(content: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure each workload, print and save the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workloads", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--trials", type=int, default=30)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--passes", type=int, default=2)
-    parser.add_argument("--dry", action="store_true", help="print, and save nothing")
-    given = vars(parser.parse_args())
+    given = vars(arguments(__doc__, workloads=[*CASES], trials=30, seeds=5, passes=2, dry=False))
     torch.set_num_threads(1)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     names, is_dry = given.pop("workloads"), given.pop("dry")

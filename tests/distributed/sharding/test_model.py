@@ -24,6 +24,7 @@ from autobatch.distributed.sharding.model import Sharding
 from autobatch.setup.attempt import attempt
 from autobatch.setup.rehearsal import on_copies
 from autobatch.step.train_step import train_step
+from benchmarks.workloads import WORKLOADS as BENCHMARKED
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.sharded import Case, peak_bytes, predict, run_real, state_of
@@ -31,14 +32,15 @@ from tests.support.step_workloads import WORKLOADS
 from tests.support.training import Rows, make_setup
 
 pytestmark = pytest.mark.distributed
+MADE = {**WORKLOADS, **BENCHMARKED}
 
 
 def real(name: str, case: Case):
-    return run_real(WORKLOADS[name](), case)
+    return run_real(MADE[name](), case)
 
 
 def predicted(name: str, case: Case, world: int):
-    return predict(WORKLOADS[name](), case, world)
+    return predict(MADE[name](), case, world)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +64,14 @@ def test_one_process_predicts_the_bytes_of_real_ranks(server: RankServer, sync, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", ["perceptron", "convolutions", "recomputed"])
-def test_more_workloads_and_ranks(server: RankServer, name, world):
-    for sync in ("each", "once"):
-        case = Case(5, sync)  # type: ignore[arg-type]
-        ran = server.values(real, name, case, world=world)[0]
-        (traced,) = server.values(predicted, name, case, world, world=1)
-        assert peak_bytes(traced) == peak_bytes(ran)
+@pytest.mark.parametrize("sync", ["each", "once"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", BENCHMARKED)
+def test_more_workloads_and_ranks(server: RankServer, name, precision, sync, world):
+    case = Case(3, sync, precision)
+    ran = server.values(real, name, case, world=world)[0]
+    (traced,) = server.values(predicted, name, case, world, world=1)
+    assert peak_bytes(traced) == peak_bytes(ran)
 
 
 def linear_workload() -> Workload:
