@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -16,8 +15,13 @@ from types import FrameType
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 PR_SET_PDEATHSIG = 1
 """prctl(2): set the signal that this process gets when its parent ends."""
-SO_TIMESTAMP = 29
-"""Option of socket(7) on Linux, without a name in `socket`: each message comes with its time."""
+STDERR = 2
+STOPS = "stopping after this step and saving a checkpoint; press Ctrl-C again to end at once"
+"""Line after the first Ctrl-C; its first half after another signal."""
+POLL_S = 0.05
+"""Interval at which a thread looks for signals."""
+NATIVE_S = 2.0
+"""Time within which Python must have handled a second signal. Native code may hold it up for minutes."""
 ECHO_SECONDS = {signal.SIGINT: 0.25}
 """Time within which the same signal counts as the same request; a terminal signals the whole process group,
 and the parent process may forward the signal as well."""
@@ -31,39 +35,50 @@ def is_again(first: int, number: int, seconds: float) -> bool:
     return number != first or seconds > ECHO_SECONDS.get(signal.Signals(number), OTHER_ECHO_SECONDS)
 
 
+def counts_as(number: int | None) -> int:
+    """Return the signal for the exit code: SIGINT for Ctrl-C, SIGTERM for every other."""
+    return signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+
+
 class Arrivals:
-    """The stop signals that came, with their times, whatever the main thread does.
+    """The stop signals that came, as any thread can read them, whatever the main thread does.
 
     Python runs a handler in the main thread between two of its instructions, and once for all signals that
-    came meanwhile. But the interpreter sends the number of each to a socket at once, and the kernel notes the
-    time. Nothing is known outside the main thread, if another library listens, or without such sockets.
+    came meanwhile. But the interpreter sends the number of each to a socket at once. If another library
+    listens there, or outside the main thread, only what a handler adds is known.
+
+    Args:
+        clock: returns seconds.
     """
 
-    def __init__(self) -> None:
-        self.found: list[tuple[int, float]] = []
-        """Signal and time of each, in seconds of the kernel's clock."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._found: list[tuple[int, float]] = []
+        """Signal of each, and the time at which it was read."""
         self._sockets: tuple[socket.socket, ...] = ()
-        is_possible = sys.platform == "linux" and threading.current_thread() is threading.main_thread()
-        if not is_possible:
+        if threading.current_thread() is not threading.main_thread():
             return
-        reader, writer = self._sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        reader.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMP, 1)
+        self._sockets = socket.socketpair()
         for one in self._sockets:
             one.setblocking(False)
-        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        before = signal.set_wakeup_fd(self._sockets[1].fileno(), warn_on_full_buffer=False)
         if before != -1:
             self.close()
             signal.set_wakeup_fd(before)
 
     def read(self) -> list[tuple[int, float]]:
-        """Return what has come so far; any thread may call it."""
+        """Return what has come so far."""
         with suppress(OSError):  # there is no more, or it is closed
             while self._sockets:
-                content, times, _, _ = self._sockets[0].recvmsg(1, 64)
-                seconds, microseconds = struct.unpack("@ll", times[0][2])
-                if content[0] in STOPPING:
-                    self.found.append((content[0], seconds + microseconds / 1e6))
-        return self.found
+                number = self._sockets[0].recv(1)[0]
+                if number in STOPPING:
+                    self._found.append((number, self._clock()))
+        return self._found
+
+    def add(self, number: int) -> None:
+        """Add a signal whose handler runs, unless it is read from the socket."""
+        if not self._sockets:
+            self._found.append((number, self._clock()))
 
     def are_again(self, *only: int) -> bool:
         """Return whether another request came after the first one; by these signals only, if any."""
@@ -85,18 +100,11 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal_number: int | None = None
         """None if no signal came."""
-        self.since = 0.0
-        """Time of the signal, in seconds of the clock."""
 
     @property
     def is_asked(self) -> bool:
         """True if this process was asked to stop."""
         return self.signal_number is not None
-
-    @property
-    def counts_as(self) -> int:
-        """Signal for the exit code: SIGINT for Ctrl-C, SIGTERM for every other."""
-        return signal.SIGINT if self.signal_number == signal.SIGINT else signal.SIGTERM
 
 
 class SharedRequest(StopRequest):
@@ -122,17 +130,16 @@ class SharedRequest(StopRequest):
 
 
 @contextmanager
-def stop_on_signals(
-    clock: Callable[[], float] = time.monotonic, arrivals: Arrivals | None = None
-) -> Iterator[StopRequest]:
+def stop_on_signals(arrivals: Arrivals | None = None, *, tells: bool = True) -> Iterator[StopRequest]:
     """Record the first stop signal within the block; handle a second one as outside of the block, at once.
 
-    Both may come while native code runs, and then Python tells of them once. Nothing is caught outside the
-    main thread, where Python allows no handlers.
+    A thread tells the user of the first one. It ends the process if native code holds up the second one,
+    but not in an interactive session, which would lose its variables. Nothing is caught outside the main
+    thread, where Python allows no handlers.
 
     Args:
-        clock: returns seconds.
         arrivals: those that this process listens to already; None if it does not.
+        tells: whether to write a line to standard error after the first signal.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -140,23 +147,43 @@ def stop_on_signals(
         return
 
     def note(number: int, _: FrameType | None) -> None:
-        if request.signal_number is None:
-            request.signal_number, request.since = number, clock()
-            ends = came.are_again()
-        else:
-            ends = is_again(request.signal_number, number, clock() - request.since) or came.are_again()
-        if ends:
+        came.add(number)
+        request.signal_number = request.signal_number or number
+        if came.are_again():
             signal.signal(number, before[number])
             signal.raise_signal(number)
 
+    def watch() -> None:
+        is_told = not tells
+        while not left.wait(POLL_S):
+            found = came.read()
+            if found and not is_told:
+                is_told = True
+                _write_line(STOPS if found[0][0] == signal.SIGINT else STOPS.partition(";")[0])
+            if came.are_again():
+                if not left.wait(NATIVE_S) and not hasattr(sys, "ps1"):
+                    _write_line("ended within a step; complete checkpoints are intact")
+                    os._exit(128 + counts_as(found[-1][0]))
+                return
+
     before = {number: signal.getsignal(number) or signal.SIG_DFL for number in STOPPING}
-    came = arrivals or Arrivals()
+    came, left = arrivals or Arrivals(), threading.Event()
+    watching = threading.Thread(target=watch, name="stop signals", daemon=True)
     try:
         with handle_signals(STOPPING, note):
+            watching.start()
             yield request
     finally:
+        left.set()
         if arrivals is None:
             came.close()
+
+
+def _write_line(text: str) -> None:
+    """Write a line to standard error from any thread, over the line of progress of a terminal."""
+    with suppress(OSError):
+        begin = "\r\x1b[K" if os.isatty(STDERR) else ""
+        os.write(STDERR, f"{begin}autobatch: {text}\n".encode())
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from autobatch.core.errors import (
 from autobatch.core.files import UNREADABLE, write_atomic
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, StepRecord, Training
-from autobatch.core.signals import StopRequest, stop_on_signals
+from autobatch.core.signals import StopRequest, counts_as, stop_on_signals
 from autobatch.core.units import GiB, format_bytes
 from autobatch.core.version import versions
 from autobatch.device.cpu import CpuDevice
@@ -218,7 +218,8 @@ def train(
         loop.times.load_state_dict(resumed.facts.get("times", {}))
     run = _Run(loop, files, progress, resumed)
     with closing(run.metrics):
-        with stop_on_signals(arrivals=loop.engine.ranks.arrivals) as asked:
+        ranks = loop.engine.ranks
+        with stop_on_signals(ranks.arrivals, tells=not ranks.rank) as asked:
             run.request = loop.engine.shared_request(asked)
             try:
                 run.train_batches(loop.run() if first_batch is None else first_batch.run(loop))
@@ -405,7 +406,7 @@ class _Run:
         raise Interrupted(
             f"stopped after step {self._loop.batches_seen} of {self._loop.sampler.total} with checkpoint "
             f"{self._newest}. Resume with: {self._files.resume_hint}",
-            signal_number=self.request.counts_as,
+            signal_number=counts_as(self.request.signal_number),
         )
 
     def _checkpoint_is_due(self, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""Stop signals: the first is recorded, a second one ends the process."""
+"""Stop signals: the first is recorded and answered, a second one ends the process."""
 
 from __future__ import annotations
 
@@ -11,58 +11,80 @@ from collections.abc import Callable
 
 import pytest
 
-from autobatch.core.signals import hold_back_signals, stop_on_signals
+from autobatch.core import signals
+from autobatch.core.signals import Arrivals, hold_back_signals, stop_on_signals
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-def ending_of(body: Callable[[], None]) -> int:
-    """Run a function in a fork, and return the signal that ended it."""
+def ending_of(body: Callable[[], None]) -> tuple[int, bytes, str]:
+    """Run a function in a fork; return its wait status, what it wrote to descriptor 1, and to 2."""
+    (out, to_out), (err, to_err) = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
+        os.dup2(to_out, 1)
+        os.dup2(to_err, 2)
+        # A shell lets what it starts in the background ignore SIGINT.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         try:
             body()
         finally:
             os._exit(0)
-    return os.WTERMSIG(os.waitpid(pid, 0)[1])
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.close(to_out)
+    os.close(to_err)
+    with os.fdopen(out, "rb") as written, os.fdopen(err) as said:
+        return status, written.read(), said.read()
+
+
+def kill(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def busy(*waits_s: float, then_s: float = 0.0) -> None:
+    """Get SIGINT after each wait while native code waits for a lock; it does not return for a signal."""
+    library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)  # a mutex of zeros is free
+    library.pthread_mutex_lock(lock)
+
+    def press() -> None:
+        for wait_s in waits_s:
+            time.sleep(wait_s)
+            kill(signal.SIGINT)
+        time.sleep(then_s)
+        library.pthread_mutex_unlock(lock)
+
+    threading.Thread(target=press, daemon=True).start()
+    library.pthread_mutex_lock(lock)
 
 
 @pytest.mark.parametrize(("number", "second"), [(signal.SIGINT, 0.05), (signal.SIGTERM, 1.0)])
 def test_the_same_signal_within_a_moment_is_the_same_request(number: int, second: float) -> None:
-    read, write = os.pipe()
-
     def body() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        with stop_on_signals(clock=iter((0.0, second, 4.5 * second, 10 * second)).__next__):
+        with stop_on_signals(Arrivals(iter((0.0, second, 4.5 * second, 10 * second)).__next__)):
             for _ in range(4):
-                os.kill(os.getpid(), number)
-                os.write(write, b"x")
+                kill(number)
+                os.write(1, b"x")
 
-    assert ending_of(body) == number
-    assert os.read(read, 10) == b"xxx", "the fourth comes later and is another request"
-
-
-def test_a_second_signal_does_at_once_what_it_does_outside_of_training() -> None:
-    def body() -> None:
-        # A shell lets what it starts in the background ignore SIGINT.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        with stop_on_signals() as request:
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert request.signal_number == signal.SIGTERM
-            os.kill(os.getpid(), signal.SIGINT)
-
-    assert ending_of(body) == signal.SIGINT
+    ended, written, _ = ending_of(body)
+    assert (ended, written) == (-number, b"xxx"), "the fourth comes later and is another request"
 
 
 @pytest.mark.parametrize("number", STOPPING)
-def test_a_signal_is_recorded_and_the_handlers_come_back(number: int) -> None:
+def test_the_first_signal_is_recorded_and_another_one_does_what_it_does_outside(number: int) -> None:
     before = [signal.getsignal(one) for one in STOPPING]
-    with stop_on_signals(clock=lambda: 7.5) as request:
+    with stop_on_signals() as request:
         assert request.signal_number is None
-        signal.raise_signal(number)
-    assert (request.signal_number, request.since) == (number, 7.5)
-    assert request.counts_as == (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        kill(number)
+        assert request.signal_number == number
     assert [signal.getsignal(one) for one in STOPPING] == before
+    second = signal.SIGTERM if number == signal.SIGINT else signal.SIGINT
+
+    def body() -> None:
+        with stop_on_signals():
+            kill(number)
+            kill(second)
+
+    assert ending_of(body)[0] == -second
 
 
 def test_another_thread_catches_nothing() -> None:
@@ -81,53 +103,56 @@ def test_another_thread_catches_nothing() -> None:
 
 @pytest.mark.parametrize("with_tracker", [False, True])
 def test_a_signal_within_the_block_comes_when_the_block_ends(with_tracker: bool) -> None:
-    read, write = os.pipe()
-
     def body() -> None:
-        signal.signal(signal.SIGUSR1, lambda *_: os.write(write, b"signal "))
+        signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"signal "))
         with hold_back_signals([signal.SIGUSR1], with_tracker=with_tracker):
             signal.raise_signal(signal.SIGUSR1)
-            os.write(write, b"block ")
-        os.write(write, b"end")
+            os.write(1, b"block ")
+        os.write(1, b"end")
 
-    assert ending_of(body) == 0
-    assert os.read(read, 100) == b"block signal end"
+    assert ending_of(body)[:2] == (0, b"block signal end")
 
 
-@pytest.mark.parametrize(("pause_s", "is_again"), [(0.5, True), (0.0, False)])
-def test_a_second_signal_counts_although_native_code_ran_during_both(pause_s: float, is_again: bool) -> None:
-    """Native code that waits for a lock does not return for a signal."""
-    read, write = os.pipe()
+TOLD = f"autobatch: {signals.STOPS}\n"
 
+
+@pytest.mark.parametrize(
+    ("waits_s", "then_s", "found"),
+    [
+        ((0.1,), 0.3, (0, b"told", TOLD)),
+        ((0.1, 0.0), 0.3, (0, b"told", TOLD)),
+        ((0.1, 0.5), 0.0, (-signal.SIGINT, b"", TOLD)),
+        (
+            (0.1, 0.5),
+            60.0,
+            (130, b"", TOLD + "autobatch: ended within a step; complete checkpoints are intact\n"),
+        ),
+    ],
+    ids=["once", "twice in a moment", "again", "again, and native code runs on"],
+)
+def test_signals_are_answered_while_native_code_runs(
+    waits_s: tuple[float, ...], then_s: float, found: tuple[int, bytes, str]
+) -> None:
     def body() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)  # a mutex of zeros is free
-        library.pthread_mutex_lock(lock)
-
-        def press() -> None:
-            for wait_s in (0.2, pause_s):
-                time.sleep(wait_s)
-                os.kill(os.getpid(), signal.SIGINT)
-            library.pthread_mutex_unlock(lock)
-
+        signals.NATIVE_S = 0.2
         with stop_on_signals() as request:
-            threading.Thread(target=press).start()
-            library.pthread_mutex_lock(lock)
-            os.write(write, b"step " if request.signal_number == signal.SIGINT else b"none ")
+            busy(*waits_s, then_s=then_s)
+            os.write(1, b"told" if request.signal_number == signal.SIGINT else b"none")
 
-    ended = ending_of(body)
-    os.close(write)
-    assert (ended, os.read(read, 10)) == ((signal.SIGINT, b"") if is_again else (0, b"step "))
+    assert ending_of(body) == found
 
 
 def test_the_socket_of_another_library_is_left_to_it() -> None:
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer)
-    try:
-        with stop_on_signals():
+    def body() -> None:
+        _, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer)
+        with stop_on_signals() as request:
             assert signal.set_wakeup_fd(writer) == writer
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(reader)
-        os.close(writer)
+            kill(signal.SIGTERM)
+            assert request.signal_number == signal.SIGTERM
+            time.sleep(0.2)
+        assert signal.set_wakeup_fd(-1) == writer
+        os.write(1, b"end")
+
+    assert ending_of(body) == (0, b"end", "autobatch: stopping after this step and saving a checkpoint\n")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
 from autobatch import CheckpointError, InputError
-from autobatch.core.signals import stop_on_signals
+from autobatch.core.signals import Arrivals, stop_on_signals
 from autobatch.distributed import group as group_module
 from autobatch.distributed import watch
 from autobatch.distributed.group import (
@@ -194,7 +194,7 @@ def one_ends_at_once() -> int | None:
     """Lose a rank that a second signal ended, as a launcher sends both to all."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
     group = open_group()
-    with stop_on_signals(itertools.count().__next__):
+    with stop_on_signals(Arrivals(itertools.count().__next__)):
         group.gather(None)
         os.kill(os.getpid(), signal.SIGINT)
         try:
