@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -32,7 +32,6 @@ class Call:
     """True to try a workload in a child process if it is given as a reference."""
     child: ChildProcess | None = None
     """A child that has begun to import torch; None to start one when it is needed."""
-    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     command: str = ""
     """The command line that repeats this call."""
     sinks: tuple[Sink, ...] = ()
@@ -44,7 +43,7 @@ class Call:
     @property
     def home(self) -> Path:
         """The data directory."""
-        return data_home(self.environ)
+        return data_home(os.environ)
 
     def with_options(self, **values: Any) -> Self:
         """Return this call with other values of some options, by their names."""

@@ -28,7 +28,6 @@ from autobatch.api.call import Call
 from autobatch.api.ranks import agree_on_options, check_data_of_ranks, claim_of_ranks, continue_after_restart
 from autobatch.api.stages import OPENING, OpenSetup, finish_plan, layout_of_call, search_and_plan
 from autobatch.core.files import write_atomic
-from autobatch.core.progress import Progress
 from autobatch.core.records import Plan
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
@@ -99,14 +98,19 @@ def run(call: Call) -> Result:
         asked = call.options.train.out
         out = None if asked is None else claim_of_ranks(call, lambda: Path(asked), opened)
         setup = OpenSetup(call, opened)
-        result = finish_plan(call, setup, search_and_plan(call, setup))
-        if out is None or call.ranks.rank != 0:
-            return result
-        if earlier := move_earlier_run(out):
+        result = finish_plan(call, setup, _search_for(call, setup, out))
+        return result if out is None else _write_result(call, result, out)
+
+
+def _search_for(call: Call, setup: OpenSetup, out: Path | None) -> Result:
+    """Search and plan, then move an earlier run out of the folder; None if no folder was asked for."""
+    result, ranks = search_and_plan(call, setup), call.ranks
+    # A run that the launcher has started again has no earlier one, if the store has outlived its start.
+    if out is not None and not (ranks.restart and ranks.earlier_out is not None):
+        earlier = ranks.once(lambda: move_earlier_run(out))
+        if earlier is not None:
             call.progress.note(f"moved the earlier run of {out} to {earlier}")
-        options = call.options.by_name()
-        result = msgspec.structs.replace(result, options=options, surroundings=_surroundings())
-        return _write_result(result, out, call.progress)
+    return result
 
 
 def run_estimate(call: Call) -> Estimates:
@@ -141,15 +145,7 @@ def fit(call: Call) -> Result:
             # The command line does not return the model.
             is_wanted = ranks.rank == 0 and not call.isolated
             whole = whole_model(inputs.setup.model, model, out) if is_wanted else None
-        result = msgspec.structs.replace(
-            result,
-            training=training,
-            model=whole,
-            command=call.command,
-            options=call.options.by_name(),
-            surroundings=_surroundings(),
-        )
-        return _write_result(result, out, call.progress) if ranks.rank == 0 else result
+        return _write_result(call, msgspec.structs.replace(result, training=training, model=whole), out)
 
 
 class PlannedRun(NamedTuple):
@@ -175,7 +171,7 @@ def prepare(call: Call, lock: ExitStack) -> PlannedRun:
 
 def _prepare_new(call: Call, lock: ExitStack) -> PlannedRun:
     """Search, plan and tune for a new run in one process, and open the setup that trains."""
-    options, ranks = call.options, call.ranks
+    options = call.options
     with ExitStack() as opened:
         setup = OpenSetup(call, opened)
         samples = _epoch_samples(call, setup)
@@ -185,13 +181,7 @@ def _prepare_new(call: Call, lock: ExitStack) -> PlannedRun:
         if setup.info.layout is None:
             # Weights that cannot be exported must fail before minutes are spent on a probe.
             setup.process.call("the check of the weights", examine_weights)
-        found = search_and_plan(call, setup)
-        # A run that the launcher has started again has no earlier one, if the store has outlived its start.
-        is_first = not ranks.restart or ranks.earlier_out is None
-        earlier = ranks.once(lambda: move_earlier_run(out)) if is_first else None
-        if earlier is not None:
-            call.progress.note(f"moved the earlier run of {out} to {earlier}")
-        result = finish_plan(call, setup, found, batches)
+        result = finish_plan(call, setup, _search_for(call, setup, out), batches)
         assert result.plan is not None
         process, info, sizes = setup.process, setup.info, None
         if result.plan.size_cut is not None:
@@ -343,7 +333,7 @@ def _open_to_train(call: Call, workload: Workload, shard: ShardLayout | None) ->
     """Open the setup for the training; rank 0 holds a model that ranks share."""
     call.progress.doing(OPENING)
     role = Role(world=call.ranks.world, shard=shard, holds_model=call.ranks.rank == 0, trains=True)
-    return open_setup(workload, call.options, role, environ=call.environ, is_demo=call.workload is None)
+    return open_setup(workload, call.options, role, is_demo=call.workload is None)
 
 
 def _epoch_samples(call: Call, setup: OpenSetup) -> int:
@@ -363,8 +353,8 @@ def _epoch_samples(call: Call, setup: OpenSetup) -> int:
     def count() -> int:
         if isinstance(setup.process, ThisProcess):
             return _count(call.ranks, setup.process.setup.stream)
-        with call.ranks.working(COUNTING):
-            return setup.process.call("counting the samples", count_stream)
+        call.ranks.sign(COUNTING)
+        return setup.process.call("counting the samples", count_stream)
 
     return call.ranks.once(count)
 
@@ -438,25 +428,30 @@ def _commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def _write_result(result: Result, out: Path, progress: Progress) -> Result:
-    """Write ``result.json`` and the report. A failed report is only noted, because the training is done."""
+def _write_result(call: Call, result: Result, out: Path) -> Result:
+    """Write ``result.json`` and the report on rank 0. A failed report is only noted: the run is done."""
+    if call.ranks.rank:
+        return result
     result = msgspec.structs.replace(
         result,
         out=out,
+        command=call.command,
+        options=call.options.by_name(),
+        surroundings=_surroundings(),
         report=out / REPORT,
         versions=versions(),
         created=datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
         checkpoints=[int(path.name.removeprefix("step-")) for path in list_checkpoints(out / CHECKPOINTS)],
     )
     _write_json(result, out)
-    progress.doing("writing the report")
+    call.progress.doing("writing the report")
     # Only here: matplotlib takes half a second to import.
     from autobatch.report.page import write_report
 
     try:
         write_report(out / REPORT, load_run(out))
     except Exception as error:  # whatever drawing raises, the training is done
-        progress.note(f"the report could not be written: {type(error).__name__}: {error_text(error)}")
+        call.progress.note(f"the report could not be written: {type(error).__name__}: {error_text(error)}")
         result = msgspec.structs.replace(result, report=None)
         # The first one says all else, and the disk may be full by now.
         with suppress(OSError):

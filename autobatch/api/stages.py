@@ -7,6 +7,7 @@ its own process, and agree where one of them decides for all.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -185,7 +186,7 @@ def _probe_and_plan(call: Call, setup: OpenSetup) -> Result:
     ranks = call.ranks
     planned_ranks = 1
     if call.options.command == "plan" and ranks.world == 1:
-        planned_ranks = call.options.batch.world_size or launched_world_size(call.environ)
+        planned_ranks = call.options.batch.world_size or launched_world_size(os.environ)
     # An invalid plan must fail before minutes are spent on a probe.
     _plan(call, setup.info, 1, max(planned_ranks, ranks.world), multiple=call.options.multiple or 1)
     limit = _limit(call, setup, samples_of_rank(call.options.target_batch, planned_ranks, 0))

@@ -77,10 +77,6 @@ class Group(Ranks):
         """See `Ranks.listener`."""
         return Broadcast([progress, SignsOfLife(self)])
 
-    def working(self, doing: str) -> AbstractContextManager[None]:
-        """See `Ranks.working`."""
-        return self.activity.working(doing)
-
     def gather(self, value: T) -> list[T]:
         """See `Ranks.gather`."""
         found: list[Any] = [None] * self.world
@@ -94,17 +90,6 @@ class Group(Ranks):
         with self.waiting("receive the data of rank 0"):
             dist.broadcast_object_list(sent, 0, group=self._messages)
         return value if self.rank == 0 else sent[0]  # type: ignore[return-value]
-
-    def send(self, content: bytes) -> bytes:
-        """See `Ranks.send`."""
-        with self.waiting("receive the samples of rank 0"):
-            size = torch.tensor(len(content), device="cpu")
-            dist.broadcast(size, 0, group=self._messages)
-            sent = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-            if self.rank == 0:
-                sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-            dist.broadcast(sent, 0, group=self._messages)
-        return sent.numpy().tobytes()
 
     def agree(self, flag: bool) -> bool:
         """See `Ranks.agree`."""

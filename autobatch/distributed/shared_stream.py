@@ -40,7 +40,7 @@ class SharedStream(StreamView):
         """Send the samples of a batch from rank 0 to all; all ranks call it."""
         super().begin_batch(first, stop)
         own = b"" if self._ranks.rank else pack(self.__getitems__(range(first, stop)))
-        content = self._ranks.send(own)
+        content = self._ranks.broadcast(own)
         if self._ranks.rank:
             self._held = dict(zip(range(first, stop), unpack(content), strict=True))
 

@@ -86,8 +86,6 @@ class Activity:
         self.ended = 0
         self.progress = 0
         self.doing = Sign().doing
-        self.is_limited_itself = False
-        """True while the work has a limit of its own, so that none of its parts needs a sign."""
         self.waits_for = ""
         """Purpose of the newest wait, in the words that follow "could not"."""
         self.since: float | None = None
@@ -97,16 +95,6 @@ class Activity:
         """Show that the main thread gets further."""
         self.doing = doing
         self.progress += 1
-
-    @contextmanager
-    def working(self, doing: str) -> Iterator[None]:
-        """Do within the block what has a limit of its own."""
-        self.sign(doing)
-        self.is_limited_itself = True
-        try:
-            yield
-        finally:
-            self.is_limited_itself = False
 
     @contextmanager
     def waiting(self, act: str) -> Iterator[None]:
@@ -137,8 +125,7 @@ class Activity:
         """Return the sign of life that the other ranks get; the main thread may go on meanwhile."""
         is_waiting = self.since is not None
         doing = f"waiting to {self.waits_for}" if is_waiting else self.doing
-        progress = self.progress + (beat if self.is_limited_itself else 0)
-        return Sign(beat, progress, self.begun, is_waiting, doing)
+        return Sign(beat, self.progress, self.begun, is_waiting, doing)
 
 
 class Watch:

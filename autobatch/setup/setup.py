@@ -134,7 +134,6 @@ def open_setup(
     options: Options,
     role: Role = Role(),
     *,
-    environ: Mapping[str, str] = os.environ,
     is_demo: bool = False,
 ) -> Setup:
     """Open the device and build the model. Random states stay, and no sample is read yet.
@@ -143,7 +142,6 @@ def open_setup(
         workload: what to train.
         options: options of the run.
         role: part of this process among the ranks.
-        environ: environment variables; AUTOBATCH_HOME is the data directory.
         is_demo: the workload is the embedded demo, which has its own default budget.
 
     Raises:
@@ -157,7 +155,7 @@ def open_setup(
         budget = MEMORY_BUDGET.get(device_kind(asked.device))
     stream = workload.train_data if is_stream(workload.train_data) else None
     workload = scanned(workload, options.search.scan, options.batch.target_batch)
-    device = open_device(asked.device, memory_budget=budget, environ=environ)
+    device = open_device(asked.device, memory_budget=budget, environ=os.environ)
     if role.may_share:
         check_whole(workload, device)
     with preserved_random_state():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -177,7 +178,8 @@ def measure(run: Run, split: str, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     options = options_from("fit", asked)
     model = workload(case.model, case.lengths)
-    call = Call(workload=model, options=options, environ={"AUTOBATCH_HOME": str(folder / "home")})
+    os.environ["AUTOBATCH_HOME"] = str(folder / "home")
+    call = Call(workload=model, options=options)
     start = time.process_time()
     with ExitStack() as held:
         result = prepare(call, held).result

@@ -99,7 +99,7 @@ def test_an_interrupt_keeps_the_limit_of_the_most_expensive_samples(monkeypatch)
     assert "not checked" in listener.notes[0]
 
 
-def test_a_sample_that_does_not_fit_alone_is_named_before_training(tmp_path: Path) -> None:
+def test_a_sample_that_does_not_fit_alone_is_named_before_training() -> None:
     class WithOutlier(Sequences):
         def __getitem__(self, index: int):
             if index == 17:
@@ -110,7 +110,7 @@ def test_a_sample_that_does_not_fit_alone_is_named_before_training(tmp_path: Pat
     options = options_from(
         "plan", {"target_batch": 16, "device": "cpu", "memory_budget": "32MiB", "split": "count"}
     )
-    call = Call(workload=workload, options=options, environ={"AUTOBATCH_HOME": str(tmp_path)})
+    call = Call(workload=workload, options=options)
     with pytest.raises(
         DoesNotFitError, match="sample 17 of the training data, the largest: its size is 40000"
     ) as caught:
