@@ -167,6 +167,8 @@ def python_gpu(total_bytes: int = 64 * MiB) -> Iterator[PythonGpu]:
         # A device records nothing with this option, so that predictions come from peaks.
         stack.enter_context(patch.dict("os.environ", PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:512"))
         stack.enter_context(patch.object(torch, "Event", _Event))
+        # A build for CUDA would let the driver pin the memory of a loader.
+        stack.enter_context(patch.object(torch.accelerator, "is_available", lambda: False))
         # A build for CUDA asks the driver whether a graph is recorded.
         recorded = "_accelerator_graph_capture_health_check"
         stack.enter_context(patch.object(torch.optim.Optimizer, recorded, lambda _: None))
