@@ -112,6 +112,8 @@ class Loop:
     """Seconds of the phases of the steps."""
     _random_state: RandomState | None = field(default=None, init=False, repr=False)
     """At the start of the last batch; None before the first."""
+    _phase: str = field(default="", init=False, repr=False)
+    """The phase of the step that runs."""
     _fitted: int = field(default=0, init=False, repr=False)
     """Batches that ran in these micro-batches, in this process."""
     _repeated: int | None = field(default=None, init=False, repr=False)
@@ -274,8 +276,7 @@ class Loop:
         """
         train_state, may_be_suspect = self.train_state, is_first and any(len(part.ids) > 1 for part in parts)
         placed = train_state.feed(self._fetch(batch, parts), self.meter)
-        running = _Running(parts, placed, is_whole=isinstance(train_state.loss, WholeBatchLoss))
-        mark = self._mark if self.times.is_timing else self.meter.mark
+        running = _Running(parts, placed)
         outcome: StepTotals | OutOfMemory
         # Each call ends before an error is looked at, so that nothing holds the tensors of the failed step.
         try:
@@ -283,7 +284,7 @@ class Loop:
                 train_state,
                 self.engine.begin_step(train_state, running, len(parts), batch),
                 len(batch.ids),
-                mark,
+                self._mark,
                 places=[part.places for part in parts],
                 measure_first=len(parts) > 1 and self.noise.is_due(batch.index),
             )
@@ -291,30 +292,29 @@ class Loop:
             outcome = self._out_of_memory(error, batch, running, may_be_suspect=may_be_suspect)
         if isinstance(outcome, OutOfMemory):
             train_state.gradients.clear()
-        running.end()
+        running.part, self._phase = None, ""
         try:
             totals = self.engine.combine(train_state, outcome)
             if isinstance(totals, OutOfMemory):
                 return totals
-            result = finish(train_state, totals, mark=mark)
+            result = finish(train_state, totals, mark=self._mark)
         except Exception as error:
             return self._out_of_memory(error, batch, running, may_be_suspect=may_be_suspect)
         train_state.stepping = False
-        if self.times.is_timing:
-            self.times.lap(OTHER)
+        self.times.lap(OTHER)
         return result
 
     def _fetch(self, batch: GlobalBatch, parts: list[MicroBatchIds]) -> Iterator[tuple[Collated, int]]:
         """Yield the micro-batches of a batch on the host, each with its number of samples, and hold none."""
         fed = self.feed.collated(batch, self.micro_batch)
         for part in parts:
-            if self.times.is_timing:
-                self.times.lap("data")
+            self.times.lap("data")
             # Not in a variable, because this frame lives while the micro-batch trains.
             yield next(fed), len(part.ids)
 
     def _mark(self, phase: str) -> None:
-        """Begin a phase of a step that is timed."""
+        """Begin a phase of a step."""
+        self._phase = phase
         self.meter.mark(phase)
         self.times.lap(phase)
 
@@ -330,7 +330,9 @@ class Loop:
             raise error
         self.times.drop()
         size, smaller = running.failed(self.split, self.micro_batch)
-        is_fatal, is_in_loss = verdict is Verdict.FATAL, running.is_in_loss and not is_step
+        is_fatal = verdict is Verdict.FATAL
+        # A loss over the whole batch runs between two passes over its micro-batches.
+        is_in_loss = self._phase == "loss" and running.part is None
         # Fragmented again and again, every step would run twice.
         is_again = self._repeated is not None and batch.index - self._repeated < REPEATS_APART
         oom = OutOfMemory(
@@ -416,38 +418,21 @@ def _finite(value: float) -> float | None:
 
 
 class _Running:
-    """Iterable over the micro-batches of a batch; it knows which one runs, and holds none of them.
+    """Iterable over the micro-batches of a batch; it knows which one runs, and holds none of them."""
 
-    If ``is_whole``, a loss over the whole batch runs between two passes over them.
-    """
-
-    def __init__(
-        self, parts: list[MicroBatchIds], placed: Iterable[tuple[Collated, int]], *, is_whole: bool
-    ) -> None:
+    def __init__(self, parts: list[MicroBatchIds], placed: Iterable[tuple[Collated, int]]) -> None:
         self._parts = parts
         self._placed = placed
-        self._passes_left = 2 if is_whole else 1
-        self._is_whole = is_whole
-        self._part: MicroBatchIds | None = None
-
-    @property
-    def is_in_loss(self) -> bool:
-        """True between the two passes, when the loss over the whole batch runs."""
-        return self._is_whole and self._part is None and self._passes_left == 1
+        self.part: MicroBatchIds | None = None
+        """The micro-batch that runs; None between passes."""
 
     def __iter__(self) -> Iterator[tuple[Collated, int]]:
         """Begin a pass."""
         placed = iter(self._placed)
         for part in self._parts:
-            self._part = part
+            self.part = part
             yield next(placed)
-        self._part = None
-        self._passes_left -= 1
-
-    def end(self) -> None:
-        """End all passes."""
-        self._part = None
-        self._passes_left = 0
+        self.part = None
 
     def failed(self, split: Split, micro_batch: int) -> tuple[int, int]:
         """Return the samples of the micro-batch that ran out of memory, and the limit that halves it.
@@ -456,7 +441,7 @@ class _Running:
         """
         if not self._parts:
             return 1, 1
-        part = self._part or max(self._parts, key=lambda one: split.halved(one, micro_batch))
+        part = self.part or max(self._parts, key=lambda one: split.halved(one, micro_batch))
         return len(part.ids), split.halved(part, micro_batch)
 
 

@@ -52,7 +52,9 @@ class PhaseTimes:
             self.lap(OTHER)
 
     def lap(self, phase: str) -> None:
-        """Begin a phase of a timed step."""
+        """Begin a phase of a step, if it is timed."""
+        if not self.is_timing:
+            return
         if self._new_event is None:
             self._laps.append((phase, self._clock()))
         else:
@@ -62,9 +64,8 @@ class PhaseTimes:
 
     def end(self) -> None:
         """End a step."""
-        if self.is_timing:
-            self.lap(OTHER)
-            self.is_timing = False
+        self.lap(OTHER)
+        self.is_timing = False
 
     def drop(self) -> None:
         """Forget the current step, which ran out of memory."""

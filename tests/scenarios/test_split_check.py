@@ -11,7 +11,6 @@ from torch.nn.functional import cross_entropy
 
 import autobatch
 from autobatch import InputError, Progress
-from autobatch.tuning.tune_plan import PlanTuner
 from tests.support.split_losses import PAIRS
 from tests.support.training import contrastive_loss, make_workload
 
@@ -77,7 +76,7 @@ def test_a_probe_and_a_plan_note_a_loss_that_cannot_be_split(choice: str, tmp_pa
 
 
 def test_a_tuned_fit_refuses_the_loss_before_its_trials(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(PlanTuner, "tune", lambda *_: pytest.fail("trials ran"))
+    monkeypatch.setattr("autobatch.tuning.tune_plan.PlanTuner.tune", lambda *_: pytest.fail("trials ran"))
     fields, wrong, _, cause = PAIRS["masked tokens"]
     with pytest.raises(InputError, match=cause):
         autobatch.fit(

@@ -8,23 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import autobatch
-from autobatch import InputError, Loss, StepRecord
+from autobatch import InputError, Loss
 from autobatch.core.options import Options
 from autobatch.footprint.fit import footprint
 from autobatch.footprint.tracing.trace_step import record
-from autobatch.report.facts import describe_training
-from autobatch.report.words import decimal
 from autobatch.setup.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS, attempt
 from autobatch.setup.setup import open_setup
 from autobatch.training.split_check.check import check_loss_splits
-from autobatch.training.trackers import scalars
 from autobatch.training.validation import Validator
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.detection import Batch, counts, detection, scenes, terms, whole
@@ -94,18 +90,14 @@ def test_a_run_tells_each_term_wherever_it_tells_the_loss(tmp_path: Path) -> Non
         assert row["accumulation_steps"] == 3
     assert training.final_terms == rows[-1]["terms"]
     assert json.loads((tmp_path / "result.json").read_text())["training"]["final_terms"] == rows[-1]["terms"]
-    assert {"training/loss/boxes", "training/loss/classes"} <= {
-        *scalars(msgspec.json.decode(json.dumps(rows[-1]), type=StepRecord))
-    }
     batch = torch.utils.data.default_collate([held_out[i] for i in range(31)])
     with torch.no_grad():
         own = {name: float(one.total / one.count) for name, one in terms(result.model.eval(), batch).items()}
     own["loss"] = sum(own.values())
     assert training.validation == pytest.approx(own, rel=1e-12)
     page = (tmp_path / "report.html").read_text()
-    assert f"boxes {decimal(training.validation['boxes'])}" in page
     assert "loss: boxes" in page
-    assert f"(boxes {decimal(training.final_terms['boxes'])}, classes" in describe_training(training)
+    assert f"(boxes {training.final_terms['boxes']:.3g}" in page
 
 
 def test_a_metric_with_the_name_of_a_term_is_refused() -> None:

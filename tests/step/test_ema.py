@@ -8,20 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch import InputError
 from autobatch.device.allocator.trace import FREE
 from autobatch.footprint.tracing.trace_step import record
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
-from autobatch.step.ema import WeightAverage, load_average
-from autobatch.step.train_step import train_step
+from autobatch.step.ema import WeightAverage
 from tests.support.step_workloads import setting, setup
-from tests.support.steps import SAMPLES, split, train_state_of
 from tests.support.training import (
     Rows,
     apart,
     make_loop,
     make_workload,
-    mean_loss,
     network,
     points,
     weights,
@@ -57,21 +53,6 @@ def test_steps_too_small_for_16_bits_are_not_lost(dtype: torch.dtype) -> None:
     assert found.tolist() == pytest.approx([2.0 - 0.999**100] * 3, rel=1e-5)
 
 
-def test_an_overflow_leaves_it_unchanged() -> None:
-    workload = make_workload(
-        model=lambda: network(torch.float32), train_data=points(dtype=torch.float32), loss=mean_loss
-    )
-    train_state = train_state_of(workload, precision="fp16", ema=DECAY)
-    assert train_step(train_state, split(workload, [12, 12]), SAMPLES).applied
-    before = flat(train_state.average.tensors())
-    train_state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
-    assert not train_step(train_state, split(workload, [12, 12]), SAMPLES).applied
-    assert torch.equal(flat(train_state.average.tensors()), before)
-    train_state.scaler = torch.amp.GradScaler("cpu")
-    assert train_step(train_state, split(workload, [12, 12]), SAMPLES).applied
-    assert not torch.equal(flat(train_state.average.tensors()), before)
-
-
 def test_a_parameter_unfrozen_later_is_averaged_from_then_on() -> None:
     frozen, free = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.zeros(2))
     average = WeightAverage([frozen, free], 0.5)
@@ -82,7 +63,7 @@ def test_a_parameter_unfrozen_later_is_averaged_from_then_on() -> None:
         average.update()
     assert average.tensors()[1].tolist() == [4.0, 4.0]
     other = WeightAverage([nn.Parameter(torch.ones(2), requires_grad=False), free], 0.5)
-    load_average(other, average.state_dict())
+    other.load_state_dict(average.state_dict())
     assert [tensor.tolist() for tensor in other.tensors()] == [[4.0, 4.0], [0.0, 0.0]]
 
 
@@ -106,28 +87,10 @@ def test_the_averages_replace_the_weights_for_a_while(dtype: torch.dtype) -> Non
     assert torch.equal(flat(average.tensors()), kept)
 
 
-@pytest.mark.parametrize(
-    ("decay", "saved_decay", "said"),
-    [
-        (None, 0.9, "^no --ema does not match the resumed run, which used --ema 0.9: "),
-        (0.5, None, "^--ema 0.5 does not match the resumed run, which used no --ema: "),
-        (0.5, 0.9, "^--ema 0.5 does not match the resumed run, which used --ema 0.9: "),
-    ],
-)
-def test_a_resumed_run_needs_the_same_average(decay, saved_decay, said: str) -> None:
-    def average(of: float | None) -> WeightAverage | None:
-        return None if of is None else WeightAverage([nn.Parameter(torch.ones(2))], of)
-
-    saved = average(saved_decay)
-    with pytest.raises(InputError, match=said):
-        load_average(average(decay), None if saved is None else saved.state_dict())
-
-
 def test_a_saved_average_is_loaded_into_the_same_parameters_only() -> None:
     saved = WeightAverage([nn.Parameter(torch.full((2,), 7.0))], 0.5).state_dict()
-    load_average(None, None)
     with pytest.raises(ValueError, match=r"a parameter has shape \(3,\), its saved average \(2,\)"):
-        load_average(WeightAverage([nn.Parameter(torch.zeros(3))], 0.5), saved)
+        WeightAverage([nn.Parameter(torch.zeros(3))], 0.5).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

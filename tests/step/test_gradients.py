@@ -89,23 +89,6 @@ def test_16_bit_gradients_are_within_one_rounding_of_the_float32_sum(samples: in
         assert apart(got.double(), wanted) < 2.0**-8
 
 
-def test_parameters_of_several_precisions_share_a_norm() -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(5, 8)
-            self.second = nn.Linear(8, 3).bfloat16()
-
-        def forward(self, inputs):
-            return self.second(self.first(inputs).bfloat16())
-
-    workload = make_workload(model=Mixed, train_data=points(dtype=torch.float32))
-    train_state = train_state_of(workload, max_grad_norm=0.5)
-    result = train_step(train_state, split(workload, [12, 12]), SAMPLES)
-    assert result.applied
-    assert result.grad_norm > 0
-
-
 def test_sparse_gradients_are_measured_and_applied() -> None:
     def sparse() -> nn.Module:
         return nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Linear(4, 7)).double()

@@ -142,17 +142,6 @@ def test_a_large_buffer_is_copied_only_after_a_batch_has_changed_it(is_committed
     assert model.large[0] == 1
 
 
-def test_a_snapshot_that_is_kept_restores_twice() -> None:
-    model = Buffers()
-    snapshot = BufferSnapshot(model, copy_all=True)
-    snapshot.take()
-    for keep in (True, True, False):
-        model.small.add_(1)
-        model.large.add_(1)
-        assert snapshot.restore(keep=keep)
-        assert (model.small[0], model.large[0]) == (0, 0)
-
-
 class Scripted(nn.Module):
     """Buffers that a forward pass replaces and writes, for TorchScript."""
 

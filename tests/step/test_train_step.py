@@ -182,31 +182,6 @@ def test_a_probe_and_a_trace_count_what_follows_a_step() -> None:
     assert peaks[0] - peaks[1] > 30 * 4 * sum(p.numel() for p in workload.model().parameters())
 
 
-def test_an_error_of_the_users_names_their_part() -> None:
-    def broken(model, batch):
-        raise ValueError("mine")
-
-    workload = make_workload(loss=broken)
-    with pytest.raises(ValueError, match="mine") as caught:
-        train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
-    assert caught.value.__notes__ == ["raised by the workload: loss"]
-
-
-def test_a_non_finite_loss_moves_nothing_and_the_buffers_can_be_restored() -> None:
-    workload = make_workload(
-        model=lambda: nn.Sequential(nn.BatchNorm1d(5), network(torch.float32)),
-        train_data=points(dtype=torch.float32),
-        loss=lambda model, batch: mean_loss(model, batch) * math.nan,
-    )
-    train_state = train_state_of(workload)
-    before = weights(train_state.model)
-    result = train_step(train_state, split(workload, [12, 12]), SAMPLES)
-    assert (result.applied, result.stepped) == (False, (False,))
-    assert not torch.equal(weights(train_state.model), before), "running statistics moved"
-    assert train_state.buffers.restore()
-    assert torch.equal(weights(train_state.model), before)
-
-
 def test_only_the_optimizer_whose_gradients_overflowed_is_skipped() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -257,15 +232,6 @@ def test_a_loss_scale_that_fell_to_0_takes_no_step() -> None:
 def test_an_invalid_loss_is_refused(loss, said: str) -> None:
     workload = make_workload(loss=loss)
     with pytest.raises(InputError, match=said):
-        train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
-
-
-def test_a_loss_and_a_mean_cannot_be_mixed() -> None:
-    kinds = iter([lambda t: t, lambda t: Loss(t, 12)])
-    workload = make_workload(loss=lambda model, batch: next(kinds)(mean_loss(model, batch)))
-    with pytest.raises(
-        InputError, match="a tensor for one micro-batch and a Loss for another: return one kind"
-    ):
         train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
 
 

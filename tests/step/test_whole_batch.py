@@ -109,16 +109,6 @@ def test_dropout_has_the_same_mask_in_both_passes() -> None:
     assert result.loss == pytest.approx(losses[0], rel=EXACT)
 
 
-def test_bf16_matches_one_pass_in_bf16_within_rounding() -> None:
-    data = points(dtype=torch.float32)
-    workload = make_workload(model=lambda: Towers().float(), loss=CLIP, train_data=data)
-    one, many = train_state_of(workload, precision="bf16"), train_state_of(workload, precision="bf16")
-    whole = train_step(one, split(workload, [24]), SAMPLES)
-    parts = train_step(many, split(workload, [5, 12, 7]), SAMPLES)
-    assert parts.loss == pytest.approx(whole.loss, rel=1e-2)
-    assert off(many, workload, weights(one.model)) < 2e-2
-
-
 @pytest.mark.parametrize(("scale", "applied"), [(4096.0, True), (2.0**60, False)])
 def test_in_fp16_the_loss_is_scaled_and_an_overflow_takes_no_step(scale: float, applied: bool) -> None:
     # At 65536 the gradients of the rows overflow, as they do in one pass.
@@ -176,22 +166,6 @@ def test_an_invalid_part_is_refused_in_one_line(represent, loss, said: str) -> N
     with pytest.raises(InputError, match=said) as caught:
         train_step(train_state_of(workload), split(workload, [12, 11]), 23)
     assert "\n" not in str(caught.value)
-
-
-def test_rows_of_frozen_parts_need_no_gradient() -> None:
-    asked = []
-
-    def loss(model, rows):
-        asked.append(
-            [rows["pair"][0].requires_grad, rows["anchor"].requires_grad, rows["labels"].requires_grad]
-        )
-        return clip(model, rows)
-
-    workload = make_workload(
-        model=lambda: Towers().double(), loss=WholeBatchLoss(represent=two_towers, loss=loss)
-    )
-    train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
-    assert asked == [[True, False, False]]
 
 
 def test_one_micro_batch_at_a_time_is_on_the_device() -> None:

@@ -6,14 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.planning import micro_batches
-from autobatch.training.batchnorm import (
-    batch_norm_notes,
-    batch_norms,
-    rescaled_momentum,
-    smallest_micro_batch,
-)
-from autobatch.workload.order import GlobalBatchSampler
 from tests.support.faults import Fault, Quick, Watching
 from tests.support.training import apart, make_loop, make_workload, network, points
 
@@ -36,7 +28,7 @@ def norm_loop(micro_batch: int, *, auto: bool, momentum: float | None = 0.1, fau
         device=Quick(memory_budget="1GiB"),
     )
     if auto:
-        loop.rescaled_norms = batch_norms(loop.train_state.model)
+        loop.rescaled_norms = [loop.train_state.model[0]]
     return loop
 
 
@@ -80,50 +72,3 @@ def test_a_cumulative_average_is_left_alone() -> None:
     batches = list(loop.sampler.batches())
     inputs = torch.stack([loop.workload.train_data.columns[0][batch.ids] for batch in batches])
     assert apart(loop.train_state.model[0].running_mean, inputs.mean((0, 1))) <= 1e-12
-
-
-def test_the_momentum_is_restored_after_an_error() -> None:
-    norms = [
-        nn.BatchNorm1d(2, momentum=0.3),
-        nn.BatchNorm2d(2, momentum=None),
-        nn.SyncBatchNorm(2, momentum=1.0),
-    ]
-
-    def fail() -> None:
-        with rescaled_momentum(norms, 4):
-            assert 1 - (1 - norms[0].momentum) ** 4 == pytest.approx(0.3)
-            assert [norm.momentum for norm in norms[1:]] == [None, 1.0]
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert [norm.momentum for norm in norms] == [0.3, None, 1.0]
-
-
-def test_the_note_on_batch_norm_has_the_numbers() -> None:
-    sampler = GlobalBatchSampler(samples=24, target_batch=24, seed=0, steps=3)
-    model = nn.Sequential(nn.BatchNorm1d(5), network())
-    (note,) = batch_norm_notes(model, sampler, 7)
-    assert "1 BatchNorm layer computes its statistics over micro-batches of 6 samples" in note
-    assert "not over the batch of 24" in note
-    assert (
-        "move 4 times per step: to match the whole batch, set their momentum to 0.026 instead of 0.1" in note
-    )
-    assert note.endswith("(--bn-momentum auto does this)")
-    assert batch_norm_notes(model, sampler, 24) == []
-    assert batch_norm_notes(network(), sampler, 7) == []
-
-
-@pytest.mark.parametrize("last_batch", ["carry", "flush", "drop"])
-def test_the_smallest_micro_batch_is_that_of_all_batches_of_the_run(last_batch: str) -> None:
-    for samples in range(4, 30):
-        for target in range(1, samples + 3):
-            for epochs in (1, 2, 3):
-                sampler = GlobalBatchSampler(
-                    samples=samples, target_batch=target, seed=0, epochs=epochs, last_batch=last_batch
-                )
-                if sampler.total:
-                    expected = min(
-                        size for i in range(sampler.total) for size in micro_batches(sampler.size(i), 4)
-                    )
-                    assert smallest_micro_batch(sampler, 4) == expected

@@ -31,13 +31,10 @@ from autobatch.workload.user_code import remarks_on
 from tests.support.options import as_options
 from tests.support.training import (
     Rows,
-    apart,
     make_loop,
     make_setup,
     make_workload,
-    mean_loss,
     points,
-    reference,
     weights,
 )
 
@@ -81,32 +78,6 @@ def test_a_run_without_a_batch_is_refused_with_both_numbers() -> None:
     options = as_options("fit", target_batch=25, epochs=3, last_batch="drop")
     with pytest.raises(InputError, match="24 training samples do not fill a target batch of 25"):
         build_sampler(24, options)
-
-
-def test_an_opened_loop_trains_the_plan_with_the_options_of_the_run() -> None:
-    workload = make_workload()
-    loop, trained = opened(workload, on_nonfinite="skip", ema=0.5, max_grad_norm=0.1)
-    batches = [batch.ids for batch in loop.sampler.batches()]
-    expected, _ = reference(workload, batches, mean_loss, clip=0.1)
-    assert apart(trained, expected) < 1e-12
-    assert (loop.micro_batch, loop.train_state.precision) == (3, "fp32")
-    assert (loop.on_nonfinite, loop.train_state.average.decay) == ("skip", 0.5)
-
-
-def test_every_optimizer_has_a_schedule_of_the_whole_run() -> None:
-    seen: list[int] = []
-
-    def schedule(optimizer, steps):
-        seen.append(steps)
-        return StepLR(optimizer, 1, gamma=0.5)
-
-    def optimizers(params, lr):
-        params = list(params)
-        return torch.optim.SGD(params[:2], lr=lr), torch.optim.SGD(params[2:], lr=lr)
-
-    loop, _ = opened(make_workload(optimizer=optimizers, schedule=schedule))
-    assert seen == [3, 3]
-    assert [schedule.last_epoch for schedule in loop.schedules] == [3, 3]
 
 
 def per_epoch(optimizer, steps_per_epoch):

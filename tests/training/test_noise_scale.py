@@ -56,30 +56,6 @@ def test_the_interval_holds_the_truth_in_95_of_100_runs(first: int, batch: int, 
     assert 268 <= held <= 298
 
 
-def test_gradients_of_a_model_give_the_noise_scale_of_its_data() -> None:
-    """Linear regression: sample gradients by hand; norms by autograd on the micro-batch and the batch."""
-    generator = torch.Generator().manual_seed(2)
-    inputs = torch.randn(256, 6, dtype=torch.float64, generator=generator)
-    targets = inputs @ torch.arange(6.0, dtype=torch.float64) + torch.randn(
-        256, dtype=torch.float64, generator=generator
-    )
-    weight = torch.full((6,), 2.0, dtype=torch.float64, requires_grad=True)
-    by_hand = 2 * ((inputs @ weight - targets)[:, None] * inputs).detach()
-    truth = by_hand.mean(0)
-    exact = ((by_hand - truth).square().sum(1).mean() / truth.square().sum()).item()
-    rows = []
-    for _ in range(500):
-        ids = torch.randint(256, (16,), generator=generator)
-        (inputs[ids[:4]] @ weight - targets[ids[:4]]).square().sum().div(16).backward()
-        first = (weight.grad.norm() * 16 / 4).item() ** 2
-        (inputs[ids[4:]] @ weight - targets[ids[4:]]).square().sum().div(16).backward()
-        rows.append((first, 4, weight.grad.norm().item() ** 2, 16))
-        weight.grad = None
-    found = of_norms(rows)
-    assert found.low < exact < found.high
-    assert found.high / found.low < 2
-
-
 def test_a_gradient_that_the_noise_hides_has_no_upper_end() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = drawn(

@@ -23,12 +23,11 @@ from torch import Tensor, nn
 
 from autobatch import InputError
 from autobatch.device.oom import is_oom
-from autobatch.training import state_file
 from autobatch.training.resume import capture_loop
-from autobatch.training.state_file import STATE, pack, read_state, write_state
+from autobatch.training.state_file import pack, read_state, write_state
 from tests.support.training import make_loop, make_workload
 
-TENSORS = "state-00001.safetensors"
+TENSORS, STATE = "state-00001.safetensors", "state.json"
 
 
 def again(value: Any) -> Any:
@@ -133,7 +132,7 @@ def test_names_that_meet_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_large_states_fill_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_file, "FILE_BYTES", 100)
+    monkeypatch.setattr("autobatch.training.state_file.FILE_BYTES", 100)
     state = {str(number): torch.full((20,), float(number)) for number in range(3)}
     files = write_state(tmp_path, pack(state))
     assert files.keys() == {path.name for path in tmp_path.iterdir()}

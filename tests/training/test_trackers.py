@@ -10,21 +10,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from autobatch import InputError, Progress, StepRecord, fit
 from autobatch.cli import main as cli
-from autobatch.training import trackers
-from autobatch.training.metrics import Metrics
-from autobatch.training.run_folder import move_earlier_run
-from autobatch.training.trackers import LoggedRun, Tracker, open_trackers
+from tests.support.probes import Listener
 from tests.support.rank_server import RankServer
-from tests.support.sample_run import a_run, a_step
+from tests.support.runs import rows
 from tests.support.training import make_workload, points
 
 NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
-INTERVAL_S = 0.2
+INTERVAL = "autobatch.training.trackers.WRITE_INTERVAL_S"
 """Least time between two steps that are logged."""
+OPTIONS: dict[str, Any] = {
+    "target_batch": 8, "trials": 0, "device": "cpu", "memory_budget": "1GiB", "progress": False,
+}  # fmt: skip
 
 
 class Libraries:
@@ -124,24 +125,17 @@ class Libraries:
 
         class SummaryWriter:
             def __init__(self, folder: str, purge_step: int) -> None:
-                self.file_writer = self
                 assert Path(folder).name == "tensorboard"
                 libraries.opened.append({"purge_step": purge_step})
                 rows = libraries.rows.get("tensorboard", [])  # as TensorBoard reads the events of a folder
                 libraries.rows["tensorboard"] = [row for row in rows if row[0] < purge_step]
 
-            def add_summary(self, summary: Any, step: int) -> None:
-                libraries.log("tensorboard", {one.tag: one.simple_value for one in summary.value}, step)
+            def add_scalar(self, tag: str, value: float, step: int) -> None:
+                libraries.log("tensorboard", {tag: value}, step)
 
             def close(self) -> None:
                 libraries.ends.append("closed")
 
-        class Summary(SimpleNamespace):
-            Value = SimpleNamespace
-
-        for name in ("tensorboard", "tensorboard.compat", "tensorboard.compat.proto"):
-            yield name, SimpleNamespace(__path__=[])
-        yield "tensorboard.compat.proto.summary_pb2", SimpleNamespace(Summary=Summary)
         yield "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter)
 
 
@@ -153,66 +147,8 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> Libraries:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
-    monkeypatch.setattr(trackers, "WRITE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(INTERVAL, 0.0)
     return found
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_tracker_gets_every_known_value_the_settings_and_the_end(
-    name: str, libraries: Libraries, tmp_path: Path
-) -> None:
-    run = LoggedRun(folder=tmp_path, project="workload", settings={"target_batch": 1024})
-    (sink,) = open_trackers([name, name], run)
-    record = a_step(9, samples_per_s=30.0, loss=None, validation={"loss": 0.25, "accuracy": None})
-    for step in (a_step(8), record):
-        sink.step(step)
-    sink.end(a_run().training)
-    sink.close()
-    curves = {
-        "training/learning_rate": "learning_rate",
-        "training/gradient_norm": "grad_norm",
-        "speed/samples_per_s": "samples_per_s",
-        "memory/peak_allocated_bytes": "peak_allocated_bytes",
-        "memory/peak_reserved_bytes": "peak_reserved_bytes",
-        "memory/micro_batch": "micro_batch",
-        "memory/oom_recoveries": "oom_recoveries",
-    }
-    expected = {curve: getattr(record, field) for curve, field in curves.items()}
-    expected = {curve: value for curve, value in expected.items() if value is not None}
-    ((first, second, last),) = libraries.rows.values()
-    assert (first[0], second) == (8, (9, expected | {"validation/loss": 0.25}))
-    assert last == (9, {"validation/accuracy": 0.9312})
-    if name != "tensorboard":
-        (opened,) = libraries.opened
-        assert opened["project"] == "workload"
-        assert {key: str(one) for key, one in opened["config"].items()} == {"target_batch": "1024"}
-    ends = {
-        "tensorboard": lambda end: end == "closed",
-        "wandb": lambda end: end[0] == 0 and end[1]["optimizer_steps"] == 120,
-        "mlflow": lambda end: end == "FINISHED",
-        "trackio": lambda end: end == "finished",
-    }
-    assert ends[name](libraries.ends[-1])
-    assert move_earlier_run(tmp_path) is not None
-    assert not (tmp_path / "trackers.json").exists(), "a new run in the folder is a new run of the tracker"
-
-
-def test_quick_steps_are_thinned_out_except_notable_ones_and_the_last(libraries: Libraries) -> None:
-    times = itertools.count()
-    writer = trackers.Wandb(LoggedRun(folder=Path("run"), project="workload"), None)
-    sink = Tracker("wandb", writer, clock=lambda: next(times) * 0.15 * INTERVAL_S)
-    trackers.WRITE_INTERVAL_S = INTERVAL_S  # the fixture restores it
-    notable = {10: {"recovered": "no memory"}, 12: {"validation": {"loss": 0.5}}, 13: {"applied": False}}
-    for step in range(1, 31):
-        sink.step(a_step(step, **{"recovered": None, **notable.get(step, {})}))
-    sink.close()
-    assert libraries.steps() == [[1, 8, 10, 12, 13, 20, 27, 30]]
-    assert libraries.ends == [(1, {})], "a run without a summary has failed"
-
-
-OPTIONS: dict[str, Any] = {
-    "target_batch": 8, "trials": 0, "device": "cpu", "memory_budget": "1GiB", "progress": False,
-}  # fmt: skip
 
 
 class Failing(Progress):
@@ -223,24 +159,58 @@ class Failing(Progress):
             raise RuntimeError("the power is gone")
 
 
-@pytest.mark.program
+CURVES = {
+    "training/loss": "loss",
+    "training/learning_rate": "learning_rate",
+    "training/gradient_norm": "grad_norm",
+    "speed/samples_per_s": "samples_per_s",
+    "speed/items_per_s": "items_per_s",
+    "memory/micro_batch": "micro_batch",
+    "memory/oom_recoveries": "oom_recoveries",
+}
+
+
 @pytest.mark.filterwarnings("default")
 def test_a_resumed_run_continues_its_logs_without_doubled_steps(
     libraries: Libraries, tmp_path: Path, no_pictures: None
 ) -> None:
-    options = OPTIONS | {"out": tmp_path / "run", "steps": 6, "checkpoint_every": 2, "log": NAMES}
+    out = tmp_path / "run"
+    options = OPTIONS | {"out": out, "steps": 6, "checkpoint_every": 2, "log": [*NAMES, "wandb"]}
     options["storage"] = f"sqlite:///{tmp_path}/a-password"
     workload = make_workload(train_data=points(24), validation_data=points(8))
     with pytest.raises(RuntimeError, match="the power is gone"):
         fit(workload, **options | {"progress": Failing()})
     assert libraries.steps() == [[1, 2, 3]] * 4
-    fit(workload, **options, resume=True)
+    assert {end for end in libraries.ends if isinstance(end, str)} == {
+        "closed",
+        "finished",
+        "FAILED",
+        "waited",
+    }
+    result = fit(workload, **options, resume=True)
     assert libraries.steps() == [[1, 2, 3, 4, 5, 6]] * 4
-    assert libraries.steps("validation/loss") == [[6]] * 4
     configs = [one["config"] for one in libraries.opened if "config" in one]
     assert len(configs) == 5, "Wandb and Trackio are opened twice"
     assert {str(one["target_batch"]) + one["lr_rule"] for one in configs} == {"8none"}
     assert "a-password" not in str(configs)
+    last = rows(out)[-1]
+    expected = {curve: last[field] for curve, field in CURVES.items()}
+    expected["validation/loss"] = result.training.validation["loss"]
+    for logged in libraries.rows.values():
+        found = {tag: value for step, values in logged if step == 6 for tag, value in values.items()}
+        assert found == pytest.approx(expected)
+    assert (0, msgspec.to_builtins(result.training)) in libraries.ends
+    fit(workload, **options)
+    assert len(libraries.rows) == 7, "a new run of each tracker, of which TensorBoard has a folder"
+
+
+def test_quick_steps_are_thinned_out_except_notable_ones_and_the_last(
+    libraries: Libraries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(INTERVAL, 3600.0)
+    workload = make_workload(train_data=points(24), validation_data=points(8))
+    fit(workload, **OPTIONS, steps=9, validate_every=4, out=tmp_path, log=["wandb"])
+    assert libraries.steps() == [[1, 4, 8, 9]]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -254,9 +224,7 @@ def test_a_missing_library_is_one_line_before_anything_runs(
         fit(make_workload(model=lambda: ran.append(1)), **OPTIONS, log=[name])
     assert not ran
     assert cli.run(["fit", "--target-batch", "8", "--log", name, "--out", "run"]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"autobatch: --log {name} needs the package")
-    assert err.count("\n") == 1
+    assert capsys.readouterr().err.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
@@ -279,12 +247,10 @@ def test_a_tracker_that_fails_later_is_named_and_left_out(libraries: Libraries, 
         raise ConnectionError("the server is gone")
 
     libraries.log = fail  # type: ignore[method-assign]
-    notes: list[str] = []
-    sinks = open_trackers(["wandb"], LoggedRun(folder=tmp_path, project="workload"))
-    metrics = Metrics(None, sinks, note=notes.append)
-    for step in (1, 2):
-        metrics.step(a_step(step))
-    assert notes == [
+    heard = Listener()
+    options = OPTIONS | {"steps": 2, "out": tmp_path, "log": ["wandb"], "progress": heard}
+    assert fit(make_workload(train_data=points(24)), **options).training.optimizer_steps == 2
+    assert [note for note in heard.notes if "sink" in note] == [
         "wandb.step raised ConnectionError: the server is gone. The run continues without this sink"
     ]
 
@@ -293,7 +259,6 @@ def logged_by_rank(out: str) -> list[list[int]]:
     """Train two steps over the ranks with a tracker, and return the steps that this rank has logged."""
     found = Libraries()
     sys.modules.update(found.modules())
-    trackers.WRITE_INTERVAL_S = 0.0
     fit(make_workload(train_data=points(24)), **OPTIONS, steps=2, out=out, log=["wandb"])
     return found.steps()
 
@@ -307,9 +272,9 @@ def test_rank_0_alone_logs(server: RankServer, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore")
 def test_the_real_library_keeps_each_step_once(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None
 ) -> None:
-    """Two processes, of which the second resumed after step 2 although step 4 was logged."""
+    """Two processes, of which the second resumed after step 2 although step 3 was logged."""
     pytest.importorskip(name, exc_type=ImportError)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # wandb leaves files there
@@ -317,20 +282,17 @@ def test_the_real_library_keeps_each_step_once(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    times = itertools.count()
-    for seen, logged, last in ((0, 0, 4), (2, 4, 6)):
-        run = LoggedRun(folder=tmp_path, project="p", settings={"a": 1}, batches_seen=seen, logged=logged)
-        (sink,) = open_trackers([name], run)
-        sink._clock = lambda: float(next(times))  # type: ignore[attr-defined]
-        for step in range(seen + 1, last + 1):
-            sink.step(a_step(step, loss=float(step)))
-        sink.end(a_run().training)
-        sink.close()
-    (identifier,) = trackers.msgspec.json.decode((tmp_path / "trackers.json").read_bytes()).values()
+    monkeypatch.setattr(INTERVAL, 0.0)
+    out = tmp_path / "run"
+    options = OPTIONS | {"out": out, "steps": 6, "checkpoint_every": 2, "log": [name]}
+    with pytest.raises(RuntimeError, match="the power is gone"):
+        fit(make_workload(), **options | {"progress": Failing()})
+    fit(make_workload(), **options, resume=True)
+    (identifier,) = msgspec.json.decode((out / "trackers.json").read_bytes()).values()
     if name == "tensorboard":
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        events = EventAccumulator(str(tmp_path / "tensorboard"))
+        events = EventAccumulator(str(out / "tensorboard"))
         events.Reload()
         found = [(one.step, one.value) for one in events.Scalars("training/loss")]
     elif name == "mlflow":
@@ -342,9 +304,10 @@ def test_the_real_library_keeps_each_step_once(
     elif name == "trackio":
         from trackio.sqlite_storage import SQLiteStorage
 
-        rows = SQLiteStorage.get_logs("p", identifier)
-        found = [(one["step"], one["training/loss"]) for one in rows if "training/loss" in one]
+        logged = SQLiteStorage.get_logs("workload", identifier)
+        found = [(one["step"], one["training/loss"]) for one in logged if "training/loss" in one]
     else:
-        assert len(list(tmp_path.glob(f"wandb/offline-run-*-{identifier}"))) == 2
+        assert len(list(out.glob(f"wandb/offline-run-*-{identifier}"))) == 2
         return
-    assert found == [(step, float(step)) for step in range(1, 7)]
+    assert [step for step, _ in found] == [1, 2, 3, 4, 5, 6]
+    assert [value for _, value in found] == pytest.approx([row["loss"] for row in rows(out)])

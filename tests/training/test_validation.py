@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autobatch import DoesNotFitError, InputError, Loss, WholeBatchLoss
-from autobatch.training.validation import Validator, sanity_check_validation
+from autobatch.training.validation import Validator
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.sharded_loops import sharded_loop
@@ -177,25 +177,6 @@ def test_each_mode_is_restored_and_weights_are_unchanged() -> None:
     assert [module.training for module in (model, *model)] == [True, False, True, True]
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_the_sanity_check_runs_two_samples_and_keeps_the_random_state() -> None:
-    seen: list[int] = []
-
-    def metrics(model, batch):
-        assert not model.training
-        seen.append(len(batch[0]))
-        return {"noise": torch.rand(())}
-
-    for data in (points(9), None):
-        workload = make_workload(validation_data=data, metrics=metrics)
-        loop = make_loop(workload)
-        state = torch.get_rng_state()
-        sanity_check_validation(workload, loop.train_state, device=loop.device, meter=loop.meter)
-        assert torch.equal(torch.get_rng_state(), state)
-        assert loop.train_state.model.training
-    assert seen == [2]
-    assert metrics_of(make_workload(), 4) == {}
 
 
 @pytest.mark.parametrize("count", [-1, float("nan"), float("inf"), torch.tensor(-2.0)])

@@ -18,7 +18,6 @@ from autobatch.training.split_check import check as checks
 from autobatch.training.split_check.check import check_loss_splits, examine_loss
 from autobatch.training.split_check.passes import PassType
 from autobatch.workload.order import GlobalBatchSampler
-from tests.support.kinds import RUNS, Everything
 from tests.support.split_losses import PAIRS
 from tests.support.training import (
     IGNORED,
@@ -170,13 +169,6 @@ def test_wrong_losses_are_found_beside_random_draws_and_right_ones_pass(kind, pa
     assert check(make_workload(**fields, loss=right)) == []
 
 
-def test_if_no_batch_is_split_the_fault_is_a_note() -> None:
-    notes = check(make_workload(loss=contrastive_loss), micro_batch=24)
-    assert len(notes) == 1
-    assert "depends on several samples at once" in notes[0]
-    assert "exact as long as memory does not run out" in notes[0]
-
-
 class Noise(nn.Module):
     """A network with random draws of many kinds, in eval mode too."""
 
@@ -235,18 +227,6 @@ def test_means_over_samples_pass_beside_random_draws(kind: str) -> None:
     )
     with pytest.raises(InputError, match="a mean over something else than samples"):
         check(make_workload(model=lambda: Noise(kind), loss=bare_class_weights))
-
-
-@pytest.mark.parametrize("name", sorted({*RUNS} - {"overflowing", "overflowing, averaged"}))
-def test_runs_of_many_kinds_give_no_fault_but_for_written_state(name: str) -> None:
-    workload, _ = RUNS[name]()
-    fault = examine_loss(make_setup(workload), 8, 3).fault
-    if workload.model is not Everything:
-        assert fault is None
-    elif name == "whole batch":
-        assert "each row from its own sample alone" in str(fault)
-    else:
-        assert "the forward pass writes the buffer average" in str(fault)
 
 
 class Counting:
