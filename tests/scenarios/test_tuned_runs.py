@@ -23,19 +23,21 @@ from autobatch.core.options import Options
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.planning import make_plan
 from autobatch.report.result import load_run
+from autobatch.setup.session import ThisProcess
 from autobatch.tuning import tune_plan
 from autobatch.tuning.find_fastest import TuningResult
 from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns, result_of
-from tests.support.short_runs import (
+from tests.support.probes import Listener
+from tests.support.training import make_setup
+from tests.support.trials import (
     SAMPLES,
     STEPS,
-    linear_setup,
     linear_workload,
-    run_in,
+    open_journal,
+    signed,
     squares,
-    stored_trials,
+    trial_workload,
 )
-from tests.support.trials import signed, trial_workload
 
 TRACED = 1
 """The process id that a trace on fake tensors reads from every sample."""
@@ -146,7 +148,8 @@ def test_a_short_run_has_the_losses_of_fit(loss: Any, tmp_path: Path) -> None:
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ran = [(json.loads(line)["loss"], 12.0) for line in lines]
     plan = make_plan(target_batch=12, micro_batch_limit=5, learning_rate=0.1)
-    assert run_in(linear_setup(loss=loss), LrTrialSpec(plan, steps=8), 3) == result_of(0.1, ran)
+    process = ThisProcess(make_setup(linear_workload(loss=loss)))
+    assert ShortRuns(process, LrTrialSpec(plan, steps=8))(0.1, 3) == result_of(0.1, ran)
 
 
 def options(**more: Any) -> Options:
@@ -163,9 +166,7 @@ def test_an_interrupt_keeps_the_default_learning_rate_and_earlier_results(
         calls.append(given)
         raise KeyboardInterrupt
 
-    notes: list[str] = []
-    progress = Progress()
-    monkeypatch.setattr(progress, "note", notes.append, raising=False)
+    progress = Listener()
     monkeypatch.setattr(ShortRuns, "__call__", interrupted)
     storage = str(tmp_path / "s.log")
     asked = options(storage=storage, study="study")
@@ -174,24 +175,21 @@ def test_an_interrupt_keeps_the_default_learning_rate_and_earlier_results(
     assert result.plan is not None
     assert result.tuning is not None
     assert (result.plan.learning_rate, result.tuning.trials, result.tuning.learning_rate) == (0.1, 1, None)
-    assert notes[-1] == "interrupted: kept the learning rate"
-    assert stored_trials(tmp_path / "s.log")[0].state is TrialState.FAIL
+    assert progress.notes[-1] == "interrupted: kept the learning rate"
+    assert open_journal(tmp_path / "s.log", "study-learning-rate").trials[0].state is TrialState.FAIL
 
 
-class Striking(Progress):
-    """Progress that deletes a storage after the first trial or rate."""
+class Striking(Listener):
+    """Listener that deletes a storage after the first trial or rate."""
 
     def __init__(self, storage: Path) -> None:
+        super().__init__()
         self.storage = storage
-        self.notes: list[str] = []
 
     def measured(self, *_: Any) -> None:
         self.storage.unlink(missing_ok=True)
 
     tried_rate = measured
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 from optuna.trial import TrialState
 
 from tests.support.commandline import environment
+from tests.support.trials import open_journal
 
 WORKERS = 4
 TRIALS = 29
@@ -50,11 +50,6 @@ def start(folder: Path, name: str) -> subprocess.Popen[str]:
     )
 
 
-def trials(folder: Path) -> list[optuna.trial.FrozenTrial]:
-    backend = optuna.storages.journal.JournalFileBackend(str(folder / "study.log"))
-    return optuna.load_study(study_name="shared", storage=optuna.storages.JournalStorage(backend)).trials
-
-
 def answer(worker: subprocess.Popen[str]) -> Any:
     out, err = worker.communicate(timeout=240)
     assert worker.returncode == 0, err
@@ -80,7 +75,7 @@ def test_four_workers_share_a_study_and_one_that_is_killed_does_not_stop_it(tmp_
         for worker in (victim, *others):
             worker.kill()
             worker.communicate()
-    ended = trials(tmp_path)
+    ended = open_journal(tmp_path / "study.log", "shared").trials
     done = [trial for trial in ended if trial.state is TrialState.COMPLETE]
     distinct = {tuple(sorted(trial.params.items())) for trial in done}
     # Each of the others may have been running a last trial when the count was reached.

@@ -1,25 +1,94 @@
-"""Workloads, setups and runners of trials, with a clock that tests advance."""
+"""Studies, trials and short runs: search spaces, workloads, and a clock that tests advance."""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import optuna
 import torch
 from torch import nn
 
 from autobatch import Workload
-from autobatch.core.knobs import TuningContext
-from autobatch.device.profiles import load_profile
-from autobatch.device.simulated import SimulatedDevice
-from autobatch.setup.session import Session, ThisProcess
+from autobatch.core.knobs import SearchAxis
+from autobatch.setup.session import ThisProcess
 from autobatch.setup.setup import Setup
-from autobatch.tuning.trial import Trials, TrialSpec, look_at_workload
+from autobatch.tuning.configuration import Budget, Measurement, StudyLocation
+from autobatch.tuning.find_fastest import TuningResult, find_fastest
+from autobatch.tuning.trial import Trials, TrialSpec
 from tests.support.kinds import Augmented
 from tests.support.training import Rows, make_setup, make_workload, mean_loss, points
+
+# Studies of configurations.
+
+AXES = [
+    SearchAxis("micro_batch_shift", (0, 1, 2, 3)),
+    SearchAxis("precision", ("fp32", "bf16")),
+    SearchAxis("checkpointing", ("none", "full")),
+    SearchAxis("optimizer", ("default", "foreach", "fused")),
+]
+SMALL_AXES = AXES[:2]
+
+
+def all_points(axes: list[SearchAxis]) -> list[dict[str, Any]]:
+    """Return every configuration of some axes."""
+    names = [axis.name for axis in axes]
+    return [dict(zip(names, one, strict=True)) for one in itertools.product(*(axis.choices for axis in axes))]
+
+
+def speed_of(values: Any) -> float:
+    """Return samples per second: bf16 and half the micro-batch are faster, most else is slower."""
+    shift = [1.0, 1.1, 0.9, 0.7][int(values["micro_batch_shift"] or 0)]
+    precision = 1.5 if values["precision"] == "bf16" else 1.0
+    checkpointing = 0.7 if values.get("checkpointing") == "full" else 1.0
+    optimizer = {"default": 1.0, "foreach": 1.02, "fused": 1.06}[str(values.get("optimizer", "default"))]
+    return 1000 * shift * precision * checkpointing * optimizer
+
+
+def exact(values: Any) -> Measurement:
+    return Measurement(speed_of(values), 64 >> int(values["micro_batch_shift"] or 0))
+
+
+class CountingMeasure:
+    """A measurement that keeps the configurations it was asked for."""
+
+    def __init__(self, measure: Callable[[Any], Measurement] = exact) -> None:
+        self.measure = measure
+        self.asked: list[dict[str, Any]] = []
+
+    def __call__(self, values: Any) -> Measurement:
+        self.asked.append(dict(values))
+        return self.measure(values)
+
+
+def search(
+    measure: Callable[[Any], Measurement] = exact,
+    axes: list[SearchAxis] = AXES,
+    *,
+    trials: int = 12,
+    storage: str | None = None,
+    made_for: Mapping[str, Any] = {"target_batch": 64},
+    confirm: Any = lambda _: Measurement(0.0, 8),
+    expired: Callable[[], bool] = lambda: False,
+    run_samples: int | None = None,
+    **more: Any,
+) -> TuningResult:
+    budget = Budget(trials, expired, run_samples)
+    place = StudyLocation("study", storage, made_for)
+    return find_fastest(measure, confirm, axes, budget=budget, seed=0, place=place, **more)
+
+
+def open_journal(path: Path, name: str = "study") -> optuna.Study:
+    backend = optuna.storages.journal.JournalFileBackend(str(path))
+    return optuna.load_study(study_name=name, storage=optuna.storages.JournalStorage(backend))
+
+
+# Trials.
 
 DEFAULTS: dict[str, Any] = {
     "micro_batch_shift": 0,
@@ -28,8 +97,6 @@ DEFAULTS: dict[str, Any] = {
     "channels_last": False,
     "optimizer": "default",
 }
-
-
 LOADING: dict[str, Any] = {"micro_batch_shift": 0, "loader_workers": 0, "expandable_segments": False}
 """Defaults of the knobs that change how data is loaded and memory is kept."""
 
@@ -50,23 +117,16 @@ class Deep(nn.Module):
         return self.head(x)
 
 
-def deep_rows(samples: int = 64) -> Rows:
-    generator = torch.Generator().manual_seed(0)
-    return Rows(
-        torch.randn(samples, 16, generator=generator), torch.randint(3, (samples,), generator=generator)
-    )
-
-
-def trial_workload(**fields: Any) -> Workload:
-    return make_workload(
-        **{
-            "model": Deep,
-            "train_data": deep_rows(),
-            "optimizer": lambda params, lr: torch.optim.AdamW(params, lr=lr),
-            "learning_rate": 1e-3,
-            **fields,
-        }
-    )
+def trial_workload(*, samples: int = 64, **fields: Any) -> Workload:
+    draw = torch.Generator().manual_seed(0)
+    data = Rows(torch.randn(samples, 16, generator=draw), torch.randint(3, (samples,), generator=draw))
+    defaults = {
+        "model": Deep,
+        "train_data": data,
+        "optimizer": lambda params, lr: torch.optim.AdamW(params, lr=lr),
+        "learning_rate": 1e-3,
+    }
+    return make_workload(**{**defaults, **fields})
 
 
 def trial_setup(
@@ -74,10 +134,6 @@ def trial_setup(
 ) -> Setup:
     made = make_setup(trial_workload(**fields), budget)
     return made if clock is None else replace(made, clock=clock)
-
-
-def setup_of(workload: Workload, device: Any | None = None) -> Setup:
-    return make_setup(workload, device=device)
 
 
 def task_with(**fields: Any) -> TrialSpec:
@@ -90,20 +146,6 @@ def make_trials(made: Setup, **fields: Any) -> Trials:
     return Trials(ThisProcess(made), task_with(**fields))
 
 
-def loading_trials(workload: Workload, device: Any | None = None, **fields: Any) -> Trials:
-    """Return trials that choose how data is loaded."""
-    return make_trials(setup_of(workload, device), **{"defaults": LOADING, **fields})
-
-
-def context_of(made: Setup, **fields: Any) -> TuningContext:
-    """Return what decides which knobs apply; ``fields`` change the `TrialSpec`."""
-    return look_at_workload(Session(made), task_with(**fields))
-
-
-def changed(**values: Any) -> Any:
-    return {**DEFAULTS, **values}
-
-
 class Time:
     """A clock that tests advance."""
 
@@ -112,20 +154,6 @@ class Time:
 
     def __call__(self) -> float:
         return self.now
-
-
-def timed_fields(time: Time, *, a_sample: float = 1.0, a_step: float = 5.0) -> dict[str, Any]:
-    """Return a loss and an optimizer that take a fixed time per sample and per step."""
-
-    class Slow(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            time.now += a_step
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        time.now += a_sample * len(batch[0])
-        return mean_loss(model, batch)
-
-    return {"loss": loss, "optimizer": lambda params, lr: Slow(params, lr=lr)}
 
 
 class Signed(Augmented):
@@ -150,10 +178,36 @@ def signed(seen: set[int], **fields: Any) -> Workload:
     return make_workload(**{"model": model, "train_data": data, "loss": loss, **fields})
 
 
-def simulated_gpu(folder: Path, budget: str, **more: Any) -> SimulatedDevice:
-    return SimulatedDevice(load_profile("rtx-4090", user_dir=folder), memory_budget=budget, **more)
+# Short runs of a linear model.
+
+STEPS, FEATURES, SAMPLES = 24, 6, 32
 
 
-def deep_layers() -> nn.Module:
-    layers = [nn.Linear(640, 640) for _ in range(6)]
-    return nn.Sequential(nn.Linear(5, 640), *layers, nn.Linear(640, 3))
+def table() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return inputs of different scales, so that the best learning rate is a compromise, and targets."""
+    draw = np.random.default_rng(0)
+    inputs = draw.standard_normal((SAMPLES, FEATURES)) * np.array([2.0, 1.5, 1.0, 0.7, 0.5, 0.3])
+    return inputs, inputs @ draw.standard_normal(FEATURES) + 0.1 * draw.standard_normal(SAMPLES)
+
+
+class Linear(nn.Module):
+    """A linear model that starts at zero and counts its training samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(FEATURES, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += len(x)
+        return x @ self.weights
+
+
+def squares(model: nn.Module, batch: Any) -> torch.Tensor:
+    return ((model(batch[0]) - batch[1]) ** 2).mean()
+
+
+def linear_workload(**fields: Any) -> Workload:
+    data = Rows(*(torch.from_numpy(column) for column in table()))
+    return make_workload(**{"model": Linear, "train_data": data, "loss": squares, **fields})

@@ -1,4 +1,4 @@
-"""The search for a learning rate, against a grid in NumPy."""
+"""The search for a learning rate, against a gradient descent by hand in NumPy."""
 
 from __future__ import annotations
 
@@ -7,44 +7,94 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from optuna.trial import TrialState
 from torch import nn
 
-from autobatch.tuning.learning_rate import REACH, LrTrialResult, result_of
-from tests.support.short_runs import (
-    STEPS,
-    Curves,
-    descend,
-    find_rate,
-    grid,
-    linear_setup,
-    run_in,
-    squares,
-    stored_trials,
-    task_of,
+from autobatch.core.records import LrTuning
+from autobatch.planning import make_plan
+from autobatch.setup.session import ThisProcess
+from autobatch.tuning.configuration import Budget, StudyLocation
+from autobatch.tuning.learning_rate import (
+    REACH,
+    LrTrialResult,
+    LrTrialSpec,
+    ShortRuns,
+    find_learning_rate,
+    result_of,
 )
+from tests.support.training import make_setup
+from tests.support.trials import FEATURES, SAMPLES, STEPS, linear_workload, open_journal, squares, table
 from tests.support.untouched import fingerprint, with_gradients
 
 
-@pytest.mark.parametrize(("seed", "default"), [(0, 0.01), (1, 0.4)])
-def test_the_best_is_close_to_that_of_a_grid(seed: int, default: float) -> None:
+def runs_of(default: float = 0.01, made: Any = None, **fields: Any) -> ShortRuns:
+    """Return short runs of the linear model; ``fields`` change its workload."""
+    plan = make_plan(target_batch=SAMPLES, micro_batch_limit=12, learning_rate=default)
+    process = ThisProcess(made or make_setup(linear_workload(**fields)))
+    return ShortRuns(process, LrTrialSpec(plan, STEPS))
+
+
+def find_rate(run: Any, *, trials: int = 12, storage: Path | None = None) -> LrTuning:
+    place = StudyLocation("study", None if storage is None else str(storage), {"model": "m"})
+    return find_learning_rate(run, run.task, budget=Budget(trials), seed=0, place=place)
+
+
+class Curves:
+    """Runs whose losses are a function of the learning rate, the seed and the step."""
+
+    def __init__(self, loss: Callable[[float, int, int], float]) -> None:
+        plan = make_plan(target_batch=SAMPLES, micro_batch_limit=12, learning_rate=0.01)
+        self.task = LrTrialSpec(plan, STEPS)
+        self.loss = loss
+        self.begun: list[tuple[float, int]] = []
+
+    def __call__(self, rate: float, seed: int) -> LrTrialResult:
+        self.begun.append((rate, seed))
+        return result_of(rate, [(self.loss(rate, seed, step), 1.0) for step in range(STEPS)])
+
+
+def descend(rate: float) -> float:
+    """Return the mean loss over the last quarter of a gradient descent on the whole table."""
+    inputs, targets = table()
+    weights = np.zeros(FEATURES)
+    losses = []
+    with np.errstate(over="ignore", invalid="ignore"):
+        for _ in range(STEPS):
+            prediction_errors = inputs @ weights - targets
+            losses.append(float(np.mean(prediction_errors**2)))
+            weights = weights - rate * 2 / SAMPLES * inputs.T @ prediction_errors
+        return float(np.mean(losses[-STEPS // 4 :]))
+
+
+def grid(default: float) -> tuple[float, float]:
+    """Return the best of five hundred learning rates within reach, and its loss."""
+    rates = default * np.geomspace(1 / REACH, REACH, 501)
+    losses = np.array([descend(float(rate)) for rate in rates])
+    best = int(np.nanargmin(np.where(np.isfinite(losses), losses, np.nan)))
+    return float(rates[best]), float(losses[best])
+
+
+def test_the_best_is_close_to_that_of_a_grid(tmp_path: Path) -> None:
+    default, storage = 0.01, tmp_path / "s.log"
     _, least = grid(default)
-    found = find_rate(default=default, seed=seed)
+    first = find_rate(runs_of(default), trials=4, storage=storage)
+    found = find_rate(runs_of(default), storage=storage)
     fall = descend(0.0) - least
     assert found.best_loss is not None
     assert found.best_loss <= least + 0.01 * fall
     assert found.best_loss == pytest.approx(descend(found.best), rel=1e-9)
     assert found.best != default
-    assert found.trials == 12
+    assert (found.trials, found.history[:4]) == (12, first.history)
     assert found.history[0].learning_rate == default
     assert all(default / REACH <= one.learning_rate <= default * REACH for one in found.history)
 
 
 def test_a_default_at_the_optimum_is_kept() -> None:
     best, _ = grid(0.05)
-    found = find_rate(default=best)
+    found = find_rate(runs_of(best))
     assert (found.best, found.best_loss) == (best, found.default_loss)
     assert found.default_loss == pytest.approx(descend(best), rel=1e-9)
     assert len(found.notes) == 1
@@ -52,33 +102,29 @@ def test_a_default_at_the_optimum_is_kept() -> None:
 
 
 def test_a_diverging_run_is_complete_infeasible_and_never_the_best(tmp_path: Path) -> None:
-    found = find_rate(default=0.1, storage=str(tmp_path / "s.log"))
-    refused = [one for one in found.history if not one.feasible]
-    assert refused
-    assert math.isfinite(descend(found.best))
-    trials = stored_trials(tmp_path / "s.log")
-    assert {trial.state for trial in trials} == {TrialState.COMPLETE}
-    for trial, row in zip(trials, found.history, strict=True):
-        assert (trial.user_attrs["failure"] is None) is row.feasible
-        if descend(row.learning_rate) > 2 * descend(0.0):
-            assert not row.feasible
-    worst = max(trial.value for trial, row in zip(trials, found.history, strict=True) if row.feasible)
-    assert all(trial.value <= worst for trial in trials)
-
-
-def test_a_diverging_default_is_replaced_by_one_that_trains() -> None:
-    default = 3.0
+    default, made = 3.0, make_setup(linear_workload())
+    with_gradients(made.model)
+    before = fingerprint(made.model)
+    found = find_rate(runs_of(default, made), storage=tmp_path / "s.log")
+    assert fingerprint(made.model) == before
     assert descend(default) > 2 * descend(0.0)
-    found = find_rate(default=default)
     assert found.best < default
     assert descend(found.best) < 0.1 * descend(0.0)
     assert [pair.gain for pair in found.pairs] == [1.0] * 3
+    trials = open_journal(tmp_path / "s.log", "study").trials
+    assert {trial.state for trial in trials} == {TrialState.COMPLETE}
+    for trial, row in zip(trials, found.history, strict=True):
+        assert (trial.user_attrs["failure"] is None) is row.feasible
+        if not descend(row.learning_rate) <= 2 * descend(0.0):
+            assert not row.feasible
+    worst = max(trial.value for trial, row in zip(trials, found.history, strict=True) if row.feasible)
+    assert all(trial.value <= max(worst, trials[0].value) for trial in trials)
 
 
 def test_the_best_is_compared_with_the_default_on_other_data() -> None:
     """What is better on the trials' own data alone is luck."""
     curves = Curves(lambda rate, seed, step: 2.0 - step / STEPS * (1 + (seed == 0) * (rate > 0.02)))
-    found = find_rate(run=curves)
+    found = find_rate(curves)
     assert found.best == 0.01
     assert "within noise" in found.notes[0]
     assert [pair.seed for pair in found.pairs] == [0, 1, 2]
@@ -89,37 +135,22 @@ def test_the_best_is_compared_with_the_default_on_other_data() -> None:
 @pytest.mark.parametrize(
     ("loss", "trials", "best", "note"),
     [
-        (
-            lambda *_: math.nan,
-            4,
-            0.01,
-            "none of 4 learning rates trained. The default one: no loss was finite",
-        ),
+        (lambda *_: math.nan, 4, 0.01, "none of 4 learning rates trained. The default one: no loss"),
         (lambda rate, *_: math.inf if rate > 0.01 else 1.0, 6, 0.01, "no other one reached a lower loss"),
         (lambda *_: 1.0, 0, 0.01, "its own trial was not run"),
         (
             lambda rate, _, step: 5.0 - step / STEPS * math.log(rate / 1e-4),
             16,
             None,
-            "at the edge of the tried range",
+            "edge of the tried range",
         ),
     ],
 )
 def test_the_answer_is_explained(loss, trials: int, best: float | None, note: str) -> None:
-    found = find_rate(run=Curves(loss), trials=trials)
+    found = find_rate(Curves(loss), trials=trials)
     assert note in found.notes[0]
     assert found.trials == trials
     assert found.best == best if best is not None else found.best > 0.01 * REACH / 2
-
-
-def test_a_study_resumes_where_it_stopped(tmp_path: Path) -> None:
-    curves = Curves(lambda rate, seed, step: 5.0 - step * rate, steps=8)
-    first = find_rate(run=curves, trials=3, storage=str(tmp_path / "s.log"))
-    begun = {rate for rate, seed in curves.begun if not seed}
-    curves.begun.clear()
-    found = find_rate(run=curves, trials=6, storage=str(tmp_path / "s.log"))
-    assert (found.trials, found.history[:3]) == (6, first.history)
-    assert not begun & {rate for rate, seed in curves.begun if not seed}
 
 
 def test_an_error_is_raised_at_the_default_and_makes_other_learning_rates_infeasible() -> None:
@@ -131,11 +162,11 @@ def test_an_error_is_raised_at_the_default_and_makes_other_learning_rates_infeas
 
         return make
 
-    found = find_rate(linear_setup(optimizer=brittle(0.02)))
+    found = find_rate(runs_of(optimizer=brittle(0.02)), trials=6)
     notes = {one.note for one in found.history if one.learning_rate >= 0.02}
     assert notes == {"ValueError: 0.02 is too much"}
     with pytest.raises(ValueError, match="too much"):
-        find_rate(linear_setup(optimizer=brittle(0.001)))
+        find_rate(runs_of(optimizer=brittle(0.001)))
 
 
 @pytest.mark.parametrize(
@@ -157,33 +188,22 @@ def test_only_a_gain_beyond_the_noise_replaces_the_default(
         fall = 0.0 if rate == 0.01 else gains[seed] / (1 - gains[seed])
         return scale * (4.0 - (step > 0) * (1 + fall if rate <= 0.04 else 0.5)) + shift
 
-    found = find_rate(run=Curves(loss), trials=5)
+    found = find_rate(Curves(loss), trials=5)
     assert (found.best != 0.01) is better
     assert [pair.gain for pair in found.pairs] == pytest.approx(gains)
 
 
-def test_a_non_finite_gradient_ends_the_run() -> None:
+def test_a_non_finite_gradient_and_memory_that_runs_out_end_the_run() -> None:
     def spoiled(model: nn.Module, batch: Any) -> torch.Tensor:
         return squares(model, batch) + 0 * (model.weights - model.weights.detach()).abs().sqrt().sum()  # type: ignore[operator, union-attr]
 
-    spoiled_setup, task = linear_setup(loss=spoiled), task_of(0.01)
-    assert run_in(spoiled_setup, task).failure == "its loss or gradient is not finite"
-    assert run_in(spoiled_setup, task._replace(skips=True)).failure is None
-
-
-def test_a_short_run_that_runs_out_of_memory_is_infeasible() -> None:
     def full(*_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    assert "Tried to allocate" in (run_in(linear_setup(loss=full), task_of(0.01)).failure or "")
-
-
-def test_short_runs_leave_the_model_unchanged() -> None:
-    made = linear_setup()
-    with_gradients(made.model)
-    before = fingerprint(made.model)
-    assert find_rate(made, trials=8).best != 0.01
-    assert fingerprint(made.model) == before
+    runs = runs_of(loss=spoiled)
+    assert runs(0.01, 0).failure == "its loss or gradient is not finite"
+    assert ShortRuns(runs.process, runs.task._replace(skips=True))(0.01, 0).failure is None
+    assert "Tried to allocate" in (runs_of(loss=full)(0.01, 0).failure or "")
 
 
 def test_the_figure_is_the_mean_over_the_counted_items_of_the_last_quarter() -> None:

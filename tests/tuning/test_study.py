@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,28 +14,27 @@ from typing import Any
 import optuna
 import pytest
 
-from autobatch import InputError
+from autobatch import InputError, Progress
+from autobatch.core.records import Trial, Tuning
 from autobatch.tuning.configuration import Measurement, StorageFailed
 from autobatch.tuning.study import check_storage
-from tests.support.studies import SMALL_AXES, all_points, exact, search, speed_of
+from tests.support.rank_server import RankServer
+from tests.support.trials import SMALL_AXES, all_points, exact, search, speed_of
 
 
 @pytest.mark.parametrize(
     ("storage", "said"),
     [
         ("FOLDER", "IsADirectoryError"),
-        ("FOLDER/file/s.log", "NotADirectoryError|FileExistsError"),
         ("nothing://there", "dialect|Could not parse|plugin"),
         ("postgresql://user:secret@127.0.0.1:9/x", r"postgresql://user:…@127.0.0.1:9/x of the study failed"),
         ("mysql+nodriver://user:secret@/x", "nodriver"),
-        ("mysql+pymysql:///x", "pymysql"),
         ("grpc://127.0.0.1:9", "grpc"),
     ],
 )
 def test_a_storage_that_cannot_be_opened_gives_an_error_of_one_line(
     tmp_path: Path, storage: str, said: str
 ) -> None:
-    (tmp_path / "file").write_text("")
     location = storage.replace("FOLDER", str(tmp_path))
     for act in (lambda: search(storage=location), lambda: check_storage(location)):
         with pytest.raises(InputError, match=said) as found:
@@ -56,57 +54,48 @@ def test_the_lock_of_a_journal_is_an_absolute_link(monkeypatch: pytest.MonkeyPat
     assert {Path(target) for target in links} == {tmp_path / "deep" / "s.log"}
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_database_works_and_a_locked_one_gives_an_error_of_one_line(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/s.db"
-    assert search(axes=SMALL_AXES, trials=4, storage=url).tuning.trials == 4
-    lock = sqlite3.connect(tmp_path / "s.db")
-    lock.execute("BEGIN EXCLUSIVE")
+def search_through_kills(storage: str, acknowledged: Path) -> tuple[int, Any, list[Any]]:
+    """Search in processes each of which is killed in a later trial than the one before, until one ends."""
+
+    class Acknowledging(Progress):
+        def measured(self, trial: Trial, of: int, changes: Any) -> None:
+            with acknowledged.open("a") as file:
+                print(json.dumps(trial.parameters), file=file)
+
+    def run(last: int) -> Tuning:
+        asked: list[Any] = []
+
+        def measure(values: Any) -> Measurement:
+            asked.append(values)
+            if len(asked) == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return exact(values)
+
+        return search(measure, SMALL_AXES, trials=8, storage=storage, progress=Acknowledging()).tuning
+
+    kills = 0
+    while child := os.fork():
+        status = os.waitpid(child, 0)[1]
+        if status != signal.SIGKILL:
+            assert status == 0
+            found = run(100)
+            return kills, found.best, [one.parameters for one in found.history]
+        kills += 1
     try:
-        with pytest.raises(InputError, match=r"failed: .*database is locked|failed: StorageInternalError"):
-            search(axes=SMALL_AXES, trials=5, storage=url)
+        run(2 + kills)
     finally:
-        lock.rollback()
-        lock.close()
-
-
-KILLED = """
-import json, os, signal, sys
-from autobatch import Progress
-from tests.support.studies import SMALL_AXES, all_points, exact, search, speed_of
-
-class Acknowledging(Progress):
-    def measured(self, trial, of, changes):
-        print(json.dumps(trial.parameters), flush=True)
-
-def run(last):
-    asked = []
-    def measure(values):
-        asked.append(values)
-        if len(asked) == last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return exact(values)
-    return search(measure, SMALL_AXES, trials=8, storage=sys.argv[1], progress=Acknowledging()).tuning
-
-kills = 0
-while (child := os.fork()) and os.waitpid(child, 0)[1] == signal.SIGKILL:
-    kills += 1
-if not child:
-    found = run(2 + kills)
-    print(json.dumps([kills, found.best, [one.parameters for one in found.history]]), flush=True)
-    os._exit(0)
-"""
+        os._exit(0)
 
 
 @pytest.mark.parametrize("storage", ["{}/s.log", pytest.param("sqlite:///{}/s.db", marks=pytest.mark.slow)])
-def test_a_search_that_is_killed_in_its_trials_keeps_the_others(storage: str, tmp_path: Path) -> None:
-    """Each process is killed in a later trial than the one before, until one ends."""
-    words = [sys.executable, "-W", "ignore", "-c", KILLED, storage.format(tmp_path)]
-    child = subprocess.run(words, capture_output=True, text=True, check=True)
-    *acknowledged, (kills, best, history) = map(json.loads, child.stdout.splitlines())
+def test_a_search_that_is_killed_in_its_trials_keeps_the_others(
+    server: RankServer, storage: str, tmp_path: Path
+) -> None:
+    acknowledged = tmp_path / "acknowledged"
+    arguments = storage.format(tmp_path), acknowledged
+    ((kills, best, history),) = server.values(search_through_kills, *arguments, world=1)
     assert kills >= 3
-    assert acknowledged == history
+    assert [json.loads(line) for line in acknowledged.read_text().splitlines()] == history
     assert sorted(history, key=str) == sorted(all_points(SMALL_AXES), key=str)
     assert speed_of(best) == max(map(speed_of, history))
 
@@ -123,15 +112,11 @@ def test_a_study_made_for_something_else_is_rejected_with_the_differences(tmp_pa
     with pytest.raises(InputError, match=r"checkpointing is None here and .* Choose another --study"):
         search(axes=SMALL_AXES, trials=1, storage=storage, made_for={"model": "a", "target_batch": 64})
     assert "\n" not in str(found.value)
-
-
-def test_a_study_that_another_program_made_is_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "s.log"
-    backend = optuna.storages.journal.JournalFileBackend(str(path))
-    study = optuna.create_study(study_name="study", storage=optuna.storages.JournalStorage(backend))
+    journal = optuna.storages.journal.JournalFileBackend(str(tmp_path / "other.log"))
+    study = optuna.create_study(study_name="study", storage=optuna.storages.JournalStorage(journal))
     study.tell(study.ask(), 1.0)
     with pytest.raises(InputError, match="made for something else"):
-        search(trials=1, storage=str(path))
+        search(trials=1, storage=str(tmp_path / "other.log"))
 
 
 def _locked(path: Path) -> sqlite3.Connection:
@@ -179,17 +164,3 @@ def test_a_storage_that_is_struck_in_the_middle_names_the_cause_and_what_to_do(
     assert str(caught.value).startswith(f"the storage {url.format(path)} of the study failed: ")
     assert str(caught.value).endswith("then repeat the command to go on with the trials that it has")
     assert str(caught.value).isprintable()
-
-
-def test_a_storage_that_fails_during_the_search_gives_an_error_of_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def gone(*_: Any, **__: Any) -> None:
-        raise OSError(5, "Input/output error")
-
-    def measure(values: Any) -> Measurement:
-        monkeypatch.setattr(optuna.Study, "tell", gone)
-        return exact(values)
-
-    with pytest.raises(InputError, match=r"memory of the study failed: OSError: .*Input/output"):
-        search(measure)

@@ -17,22 +17,12 @@ from autobatch.setup.session import ThisProcess
 from autobatch.tuning import tune_plan
 from autobatch.tuning.configuration import StudyLocation
 from autobatch.tuning.find_fastest import TuningResult
-from autobatch.tuning.learning_rate import LrTrialSpec
 from autobatch.tuning.tune_plan import PlanTuner
 from tests.support.options import as_options
+from tests.support.probes import Listener
 from tests.support.trials import trial_setup
 
 AXES = [SearchAxis("micro_batch_shift", (0, 1)), SearchAxis("precision", ("fp32", "bf16"))]
-
-
-class Notes(Progress):
-    """Progress that keeps the notes."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def tuner_of(home: Path, progress: Progress, budget: str = "1GiB", **fields: Any) -> PlanTuner:
@@ -45,31 +35,18 @@ def located(home: Path, progress: Progress, budget: str = "1GiB", **fields: Any)
     return tuner_of(home, progress, budget, **fields).locate(AXES)
 
 
-def test_a_study_follows_the_requested_budget_and_not_free_memory(tmp_path: Path) -> None:
+def test_a_study_follows_the_requested_budget_and_workers_and_not_free_memory(tmp_path: Path) -> None:
     budgets: list[dict[str, Any]] = [{"memory_budget": budget} for budget in (None, "64MiB")]
     names = [
         located(tmp_path, Progress(), free, **asked).name for asked in budgets for free in ("1GiB", "64MiB")
     ]
     assert names[0] == names[1] != names[2] == names[3]
-
-
-def test_the_study_of_learning_rates_has_another_name_in_the_same_storage(tmp_path: Path) -> None:
-    given = {"study": "mine", "storage": "journal.log", "lr_steps": 8, "lr_trials": 2}
-    tuner = tuner_of(tmp_path, Progress(), **given)
-    plan = make_plan(target_batch=8, micro_batch_limit=4, learning_rate=0.1)
-    place = tuner._locate_lr(LrTrialSpec(plan, steps=8))
-    assert (place.name, place.storage) == ("mine-learning-rate", "journal.log")
-    assert (place.made_for["learning_rate"], place.made_for["lr_steps"]) == (0.1, 8)
-    assert (tuner.locate(AXES).name, tuner.locate(AXES).storage) == ("mine", "journal.log")
-
-
-def test_each_number_of_workers_has_its_own_study(tmp_path: Path) -> None:
-    fields: list[dict[str, Any]] = [{}, {"workers": 0}, {"workers": 2}]
-    assert len({located(tmp_path, Progress(), **one).name for one in fields}) == 3
+    workers: list[dict[str, Any]] = [{}, {"workers": 0}, {"workers": 2}]
+    assert len({located(tmp_path, Progress(), **one).name for one in workers}) == 3
 
 
 def test_a_study_is_kept_in_the_data_directory_or_else_in_memory_with_a_note(tmp_path: Path) -> None:
-    progress = Notes()
+    progress = Listener()
     found = located(tmp_path, progress, study="mine")
     assert (found.name, found.storage) == ("mine", str(tmp_path / "studies" / "mine.log"))
     assert not progress.notes
@@ -97,7 +74,7 @@ def test_a_choice_is_taken_only_if_it_runs_on_every_rank(
     best = {"optimizer": "foreach", "micro_batch_shift": 1}
     found = Tuning(trials=1, best=best, baseline_samples_per_s=1.0, best_samples_per_s=2.0, study="s")
     monkeypatch.setattr(tune_plan, "find_fastest", lambda *_, **__: TuningResult(found, 4))
-    progress = Notes()
+    progress = Listener()
     tuner = replace(tuner_of(tmp_path, progress, knobs=",".join(best)), ranks=TwoRanks(reason))
     plan = make_plan(target_batch=20, micro_batch_limit=8, learning_rate=0.1)
     chosen, tuning = tuner.tune(plan, 8)
