@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -23,7 +22,6 @@ from autobatch.core.errors import AutobatchError, DoesNotFitError
 from autobatch.core.options import Options
 from autobatch.core.records import Estimate, Parallel, Plan, RankEstimate, Remedy, SizeCut
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
 from autobatch.device.allocator.trace import replay
 from autobatch.device.profiles import HardwareProfile
 from autobatch.distributed.sharding.layout import ShardLayout, sync_of
@@ -33,9 +31,7 @@ from autobatch.footprint.explain import explain
 from autobatch.footprint.fit import Footprint, Unpredictable
 from autobatch.footprint.predict import (
     Fitting,
-    Prediction,
     gpu_allocator,
-    in_proportion,
     predict,
     program_on,
 )
@@ -123,7 +119,20 @@ class Estimator:
         start = time.perf_counter()
         budget, source = self.gpus.budget(gpu)
         layout, reason = self._choose(gpu)
-        step, found = self._predict(gpu, layout, budget)
+        try:
+            step = self._step(gpu, layout)
+        except Unpredictable as error:
+            raise Unpredictable(
+                f"{error}. autobatch probe --device sim:{gpu.name} runs the step, on the CPU in a model of "
+                "that GPU's allocator"
+            ) from error
+        found = predict(
+            step,
+            budget_bytes=budget,
+            cap=self.gpus.cap,
+            micro_batch=self.options.search.micro_batch,
+            libraries=gpu.libraries,
+        )
         where = explain(step, max(1, found.micro_batch))
         return Estimate(
             profile=gpu.name,
@@ -190,60 +199,11 @@ class Estimator:
             return replicas, "a whole model fits on each rank, so each has its own (--parallel replicate)"
         return self.layout("shard"), "no whole model fits on a rank, so the ranks share it (--parallel shard)"
 
-    def _predict(self, gpu: HardwareProfile, layout: Layout, budget: int) -> tuple[Footprint, Prediction]:
-        """Return the footprint of a step on a GPU, and its prediction."""
-        asked = self.options.search.micro_batch
-        of_budget = partial(predict, budget_bytes=budget, libraries=gpu.libraries)
-        try:
-            step = self._step(gpu, layout)
-        except Unpredictable as error:
-            if layout.world > 1:
-                raise
-            try:
-                return self._predict_single(gpu, budget, of_budget)
-            except Unpredictable:
-                raise Unpredictable(
-                    f"{error}. autobatch probe --device sim:{gpu.name} runs the step, on the CPU in a model "
-                    "of that GPU's allocator"
-                ) from error
-        return step, of_budget(step, cap=self.gpus.cap, micro_batch=asked)
-
-    def _predict_single(
-        self, gpu: HardwareProfile, budget: int, of_budget: Callable[..., Prediction]
-    ) -> tuple[Footprint, Prediction]:
-        """Predict a step that follows no rule in the micro-batch, from traces at single sizes.
-
-        Each trace is exact for its size. Between them, the step is assumed to grow in proportion.
-        """
-        asked = self.options.search.micro_batch
-
-        def allocator() -> Allocator:
-            made = gpu_allocator(None if asked is not None else budget)
-            size, count = gpu.libraries.workspaces or (0, 0)
-            with suppress(BudgetExceeded):
-                for _ in range(count):
-                    made.malloc(size)
-            return made
-
-        recordings = self.traces.at_single_sizes(gpu.compute_capability, allocator, asked or self.gpus.cap)
-        tried = sorted(recordings) if asked is None else [asked]
-        for m in reversed(tried):
-            one = recordings[m]
-            step = Footprint.of(in_proportion(m, one.trace), one)
-            found = of_budget(step, cap=m, micro_batch=m)
-            if found.fits or asked is not None:
-                above = [other for other in tried if other > m]
-                return step, found._replace(micro_batch_high=above[0] - 1 if above else m)
-        return step, Prediction(0, 0, 0, fits=False, outcome=found.outcome)
-
     def _remedies(self, gpu: HardwareProfile, one: Estimate) -> list[Remedy]:
-        """Return what would let more fit; nothing if the step follows no rule."""
+        """Return what would let more fit."""
         layout = self.layout(one.parallel or "replicate")
         spending = self.gpus.spending(gpu, one.budget_bytes)
-        try:
-            found = self.traces.suggestions(layout, gpu.compute_capability, spending)
-        except Unpredictable:
-            return []
+        found = self.traces.suggestions(layout, gpu.compute_capability, spending)
         others = []
         if layout.parallel == "replicate":
             may_share = layout.world > 1 and not self._sees_batch

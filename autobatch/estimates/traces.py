@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -18,13 +18,11 @@ from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.options import Options
 from autobatch.core.records import Parallel, Remedy, ShardSync
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.host import host_memory, usable_cores
 from autobatch.device.oom import first_line, is_oom
 from autobatch.estimates.gpus import precision_on
 from autobatch.footprint.depth import DeepFootprint, deep_footprint, is_deep, record_few
-from autobatch.footprint.fit import Footprint, notes_on
-from autobatch.footprint.predict import record_single_sizes
+from autobatch.footprint.fit import Footprint
 from autobatch.footprint.suggestions import NATIVE_BF16, Spending, changes_of, find_suggestions
 from autobatch.footprint.tracing.apart import run_in_copies
 from autobatch.footprint.tracing.trace_mode import Recording
@@ -34,9 +32,6 @@ from autobatch.setup.setup import whole_batch_notes, whole_batch_of
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.workload.contract import Workload
 from autobatch.workload.data import WorstCaseSampler
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 Capability = tuple[int, int]
@@ -78,8 +73,6 @@ class Traces:
         self._found: dict[TraceKey, DeepFootprint | AutobatchError] = {}
         """What was traced, or the error with which that failed."""
         self._recorded: dict[TraceKey, Recording] = {}
-        self._single: dict[TraceKey, dict[int, Recording]] = {}
-        """By size, for a step that follows no rule in the micro-batch."""
         self._capabilities: dict[bool, Capability] = {}
 
     def prepare(
@@ -137,20 +130,6 @@ class Traces:
         with self.setting(layout, capability) as setting:
             return find_suggestions(setting, step, spending, trace=trace)
 
-    def at_single_sizes(
-        self, capability: Capability, new_allocator: Callable[[], Allocator], cap: int
-    ) -> dict[int, Recording]:
-        """Return recordings of one rank's step at a few sizes, up to the largest that fits and the next.
-
-        Raises:
-            Unpredictable: the step cannot be traced.
-        """
-        known = self._single.setdefault(self._key(ALONE, capability), {})
-        with self.setting(ALONE, capability) as setting:
-            made = record_single_sizes(setting, new_allocator, cap, known=known)
-        known |= made
-        return made
-
     @contextmanager
     def setting(self, layout: Layout, capability: Capability, change: str = "") -> Iterator[Setting]:
         """Return what is traced, with a change that may help if it is named. Ranks exist in the block."""
@@ -186,13 +165,6 @@ class Traces:
         for key, found in self._found.items():
             if not key.change and isinstance(found, DeepFootprint):
                 yield from found.step.notes
-        for key, recordings in self._single.items():
-            yield (
-                "the step follows no rule in the micro-batch, so it was traced at single sizes "
-                f"({', '.join(map(str, sorted(recordings)))}), with the whole numbers of real batches"
-            )
-            with self.setting(*key) as setting:
-                yield from notes_on(setting, next(iter(recordings.values())))
 
     def _key(self, layout: Layout, capability: Capability, change: str = "") -> TraceKey:
         return TraceKey(layout, self._capabilities.setdefault(capability >= NATIVE_BF16, capability), change)

@@ -2,16 +2,13 @@
 
     Program ──live bytes──► bound ──replays──► m fits, and m + 1 does not
 
-A prediction for another GPU takes milliseconds. A step whose memory depends on the values of its batches, for
-example on the lengths of packed sequences, follows no rule in the micro-batch. A trace that knows the values
-of a batch is exact for that batch, and a few of them end at the largest size that fits and the next one.
+A prediction for another GPU takes milliseconds.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -21,24 +18,16 @@ import torch
 from autobatch.core.largest import halving, largest
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
-from autobatch.device.allocator.trace import FREE, Replay, Trace, replay
+from autobatch.device.allocator.trace import Replay, replay
 from autobatch.device.cuda_allocator import FUSED_WORKSPACE_BYTES, WorkspaceRule, workspace_rule
 from autobatch.device.profiles import Libraries
-from autobatch.footprint.fit import Footprint, Unpredictable, recorded
-from autobatch.footprint.program import Polynomial, Program, Rule, Untraceable
-from autobatch.footprint.tracing.apart import run_apart
-from autobatch.footprint.tracing.trace_mode import Recording
-from autobatch.footprint.tracing.trace_step import Setting
-from autobatch.workload.rng import preserved_random_state
+from autobatch.footprint.fit import Footprint, Unpredictable
+from autobatch.footprint.program import Program, Rule, Untraceable
 
 SCANNED_EVENTS = 200_000
 """Allocations and frees that are replayed below the bound, size after size, which takes half a second."""
 STRIDE = 32
 """Further sizes are tried in steps of one part in this many."""
-FIRST_SIZE = 32
-"""The first single size to trace. A trace takes as long at any size, and small ones may take other steps."""
-MOST_TRACES = 10
-"""Single sizes that are traced at most; three to six usually end the search."""
 
 
 class Fitting:
@@ -231,68 +220,3 @@ def program_on(step: Footprint, libraries: Libraries | None, *, rule: WorkspaceR
         if one.is_fused and rule == "apart":
             first.setdefault((one.is_backward, FUSED_WORKSPACE_BYTES), one.at)
     return program.with_blocks([(at, taken) for (_, taken), at in first.items()], are_freed=False)
-
-
-def record_single_sizes(
-    setting: Setting,
-    new_allocator: Callable[[], Allocator],
-    cap: int,
-    *,
-    known: Mapping[int, Recording] | None = None,
-) -> dict[int, Recording]:
-    """Trace a step at a few micro-batches, up to the largest that fits and the next, in one copy.
-
-    Args:
-        setting: what to trace.
-        new_allocator: returns an empty allocator with the budget as its limit.
-        cap: the largest micro-batch to try, at least 1.
-        known: recordings of an earlier call, which are not made again.
-
-    Raises:
-        Unpredictable: the step cannot be traced.
-    """
-    setting = replace(setting, has_values=True)
-
-    def record_at(size: int) -> Recording:
-        if known and size in known:
-            return known[size]
-        with preserved_random_state():
-            return recorded(setting, size, setting.batch_of(size))
-
-    return run_apart(lambda: close_in(record_at, new_allocator, cap))
-
-
-def close_in(
-    record_at: Callable[[int], Recording], new_allocator: Callable[[], Allocator], cap: int
-) -> dict[int, Recording]:
-    """Record sizes that close in on the largest that fits, and return the recordings by their size."""
-    found: dict[int, Recording] = {}
-    low, high = 0, cap + 1
-    size = cap if new_allocator().limit is None else min(FIRST_SIZE, cap)
-    while high - low > 1 and len(found) < MOST_TRACES:
-        one = found[size] = record_at(size)
-        low, high = (size, high) if replay(one.trace, new_allocator()).fits else (low, size)
-        likely = Fitting([in_proportion(size, one.trace)], new_allocator).largest(cap)
-        size = min(max(likely, low + 1), high - 1)
-    return found
-
-
-def in_proportion(m: int, trace: Trace) -> Program:
-    """Return a program whose blocks grow in proportion to the micro-batch, from one trace.
-
-    Blocks of the size of one that the setup takes are constant: parameters, gradients, the optimizer's state.
-    It serves for steps whose order of allocations depends on the values of the data, as that of packed
-    sequences does.
-
-    Args:
-        m: the micro-batch of the trace.
-        trace: the events of an attempt.
-    """
-    trace = trace.canonical()
-    start = next((index for index, phase in trace.marks if phase != "setup"), 0)
-    constant = {size for _, size in trace.events[:start]}
-    rules = {
-        size: Polynomial(size) if size in constant else Polynomial(0, size, 0, m) for _, size in trace.events
-    }
-    events = tuple((block, None if size == FREE else rules[size]) for block, size in trace.events)
-    return Program(events, trace.marks)

@@ -56,11 +56,15 @@ def probe(name: str, budget_mib: int) -> dict[str, Any]:
 
 
 def estimate(name: str, micro_batch: int) -> dict[str, Any]:
-    """Predict the peaks of a micro-batch, without a GPU."""
+    """Predict the peaks of a micro-batch, without a GPU. Return nothing if they follow no rule."""
     import autobatch
 
     case = CASES[name]
-    found = autobatch.estimate(case.make(), profile=["h100-80gb"], micro_batch=micro_batch, **case.options)
+    options = {"profile": ["h100-80gb"], "micro_batch": micro_batch, **case.options}
+    try:
+        found = autobatch.estimate(case.make(), **options)
+    except autobatch.AutobatchError:
+        return {}
     one = found.estimates[0]
     return {"allocated_bytes": one.peak_allocated_bytes, "reserved_bytes": one.peak_reserved_bytes}
 
@@ -135,7 +139,8 @@ def measure(name: str, budget_mib: int) -> dict[str, Any]:
         row |= alone(probe, name, budget_mib)
         here, above = (alone(loop, name, budget_mib, row["found"] + more) for more in (0, 1))
         row |= {"loop": here, "next_fits": above["fits"], "exact": here["fits"] and not above["fits"]}
-        row["estimate"] = alone(estimate, name, row["found"])
+        if predicted := alone(estimate, name, row["found"]):
+            row["estimate"] = predicted
     except Exception as error:  # the other limits are measured all the same
         row["failed"] = f"{type(error).__name__}: {error}"[:400]
     return row
@@ -165,7 +170,11 @@ def summary(rows: list[dict[str, Any]]) -> str:
         cells = [version, str(len(own)), str(sum(row["exact"] for row in own))]
         cells += [f"{statistics.median(some):g}, {max(some)}" for some in counts]
         for kind in ("allocated_bytes", "reserved_bytes"):
-            ratios = [row["estimate"][kind] / row["loop"][kind] for row in own if row["loop"]["fits"]]
+            ratios = [
+                row["estimate"][kind] / row["loop"][kind]
+                for row in own
+                if "estimate" in row and row["loop"]["fits"]
+            ]
             cells.append(f"{statistics.median(ratios):.4f} ({min(ratios):.3f} to {max(ratios):.3f})")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +14,11 @@ from autobatch import InputError
 from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import BudgetExceeded, CountingAllocator
-from autobatch.device.allocator.trace import FREE, Trace, replay
+from autobatch.device.allocator.trace import replay
 from autobatch.device.profiles import USUAL_PROCESSORS, Libraries
 from autobatch.footprint import predict as predicting
 from autobatch.footprint.fit import Unpredictable, footprint
-from autobatch.footprint.predict import Fitting, close_in, predict, program_on
+from autobatch.footprint.predict import Fitting, predict, program_on
 from autobatch.footprint.program import Program
 from autobatch.footprint.tracing.trace_step import record
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
@@ -192,35 +191,3 @@ def test_the_largest_of_two_orders_fits_in_both():
     other = Program.fit([(1, trace(130)), (2, trace(250))])
     assert Fitting([program, other], allocator).largest(50) == (1000 - 10) // 120
     assert Fitting([other, program], allocator).largest(50) == (1000 - 10) // 120
-
-
-LENGTHS = [7 + 13 * number % 24 for number in range(400)]
-
-
-def packed(size: int) -> Trace:
-    """Return blocks as long as the sequences are."""
-    own = LENGTHS[:size]
-    held = [900, 400]
-    taken = [*held, *(30 * sum(length > at for length in own) for at in range(max(own)))]
-    blocks = list(enumerate(taken))
-    events = (*blocks, *((number, FREE) for number, _ in blocks[len(held) :]), (len(blocks), 1))
-    return Trace(tuple(events), ((len(held), "forward"),)).canonical()
-
-
-@pytest.mark.parametrize("budget", [1_400, 1_600, 2_100, 9_000, 60_000, 144_000, 10**9])
-def test_the_largest_that_fits_is_traced_with_the_next(budget: int) -> None:
-    def needed(size: int) -> int:
-        return 1_300 + 30 * sum(LENGTHS[:size])
-
-    true = max(size for size in range(401) if needed(size) <= max(budget, 1_300))
-    found = close_in(
-        lambda size: SimpleNamespace(trace=packed(size)),
-        lambda: CountingAllocator(budget),
-        400 if true == 400 else 10**6,
-    )
-    # Nothing fits at all, all that there is fits, or the next size does not.
-    expected = {1} if true == 0 else {400} if true == 400 else {true, true + 1}
-    assert expected <= set(found)
-    assert len(found) <= 5
-    assert max(found) <= 1000, "a large cap makes no large traces"
-    assert all(packed(size) == one.trace for size, one in found.items())

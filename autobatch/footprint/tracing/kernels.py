@@ -19,11 +19,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._mode_utils import no_dispatch
 
 from autobatch.footprint.reductions import Dimension, Reduction
 from autobatch.footprint.tracing.attention import efficient_scratch, flash_scratch
-from autobatch.footprint.tracing.fakes import value_of
 from autobatch.step.gradients import LOW_PRECISION
 
 aten = torch.ops.aten
@@ -55,8 +53,6 @@ def kernel_of(func: Any, args: tuple[Any, ...], *, on_gpu: bool) -> Callable[...
     """
     if func in _REDUCED and (args[_REDUCED[func]] if len(args) > _REDUCED[func] else 1):
         return _loss_per_element
-    if func in _BY_VALUES and (known := value_of(args[_BY_VALUES[func][0]])) is not None:
-        return partial(_BY_VALUES[func][1], known)
     if func in _SPARSE and any(map(_is_sparse, args)):
         return _SPARSE[func]
     if func is aten._embedding_bag_backward.default and args[9]:
@@ -74,34 +70,6 @@ def _loss_per_element(x: Tensor, y: Tensor, *_: Any) -> Tensor:
     each = torch.empty(shape, dtype=torch.promote_types(x.dtype, y.dtype), device=x.device)
     one: Tensor = aten.as_strided.default(each, [], [])
     return one
-
-
-def _packed(lengths: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return packed sequences, and the number of them in each step as a real tensor.
-
-    Recurrent layers read it without any operator (ATen/native/PackedSequence.cpp).
-    """
-    with no_dispatch():
-        steps = torch.arange(int(lengths.max()), device=lengths.device)
-        sizes = (lengths[None, :] > steps[:, None]).sum(1)
-        rows = int(lengths.sum())
-    return x.new_empty([rows, *x.shape[2:]]), sizes
-
-
-def _aligned(lengths: Tensor, log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return the losses of CTC, and the probabilities that it keeps for its backward pass.
-
-    These have a column for each label of the longest target, and for the blanks around them
-    (ATen/native/LossCTC.cpp).
-    """
-    with no_dispatch():
-        longest = int(lengths.max())
-    steps, samples, _classes = log_probs.shape
-    return log_probs.new_empty([samples]), log_probs.new_empty([samples, steps, 2 * longest + 1])
-
-
-_BY_VALUES = {aten._pack_padded_sequence.default: (1, _packed), aten._ctc_loss.Tensor: (3, _aligned)}
-"""Operators whose sizes depend on values of an argument: its index, and the kernel if these are known."""
 
 
 def _is_sparse(value: object) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
@@ -27,7 +27,7 @@ from autobatch.device.allocator.tracker import UPDATES, StorageTracker, has_wrap
 from autobatch.device.profiles import USUAL_PROCESSORS
 from autobatch.footprint.program import DerivedSize, Origin, TooLong
 from autobatch.footprint.reductions import Reduction, scratch_bytes
-from autobatch.footprint.tracing.fakes import fake_with_values, has_values, value_of
+from autobatch.footprint.tracing.fakes import value_of
 from autobatch.footprint.tracing.kernels import (
     Memory,
     adds_bias_in_product,
@@ -107,18 +107,12 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
 
     Args:
         on_gpu: record the operators of a GPU, with the scratch memory of its attention.
-        values_in: the mode whose fakes of whole numbers keep their values; None if they have none.
         most_operators: operators after which the trace ends; None for no limit.
     """
 
-    def __init__(
-        self, *, on_gpu: bool, values_in: FakeTensorMode | None = None, most_operators: int | None = None
-    ) -> None:
-        # Sizes of packed sequences are real.
-        device = "meta" if values_in is None else None
-        super().__init__(CountingAllocator(), storage_device=device, on_new=self._label_new)
+    def __init__(self, *, on_gpu: bool, most_operators: int | None = None) -> None:
+        super().__init__(CountingAllocator(), storage_device="meta", on_new=self._label_new)
         self._on_gpu = on_gpu
-        self._values_in = values_in
         self._most_operators = most_operators
         self._operators = 0
         self.modules: list[str] = []
@@ -194,18 +188,12 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         """Run an operator on fakes; see the class."""
         if has_wrappers(types):
             return self._on_wrapper(func, args, kwargs)
-        mode = self._values_in
-        if mode is not None:
-            args = tuple(
-                fake_with_values(one, mode) if type(one) is Tensor and has_values(one) else one
-                for one in args
-            )
         if func in _QUERIES:
             return args[0].fake_device if func is _DEVICE else self._value_of(args[0])
         if _is_in_place_foreach(func):
             return None
         is_update = func in UPDATES and type(args[0]) is FakeTensor and args[0].layout is torch.strided
-        if (is_update and self._known_of(args[0]) is None) or func.name() == _WAIT:
+        if is_update or func.name() == _WAIT:
             # Running an update on fakes takes half of an optimizer step.
             self.settle()
             return args[0]
@@ -213,7 +201,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
             # ``torch.tensor(1.0)`` without a device is on the host, with a GPU too.
             return func(*args, **(kwargs or {}))
         self._observe(func, args, kwargs)
-        if func in _SELECTIONS and not self._is_known(args):
+        if func in _SELECTIONS:
             func, args, kwargs = self._select_all(func, args, kwargs)
         kernel = kernel_of(func, args, on_gpu=self._on_gpu)
         on_gpu = kernel_on_gpu(func) if self._on_gpu else None
@@ -294,7 +282,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         """Return a value for ``.item()`` with which a step succeeds: no overflow, valid values, 1 of each."""
         if tensor.untyped_storage()._cdata in self._found_inf:
             return 0.0
-        # Torch computes with single numbers of the user's code, also if a trace keeps no others.
+        # Torch computes with single numbers of the user's code.
         value = value_of(tensor)
         if value is not None:
             with no_dispatch():
@@ -313,14 +301,6 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
                 value = self._value_of(tensor)
                 known = torch.full(tensor.shape, value, dtype=tensor.dtype, device="cpu")
             return known.numpy().copy()
-
-    def _is_known(self, args: tuple[Any, ...]) -> bool:
-        """Return whether the values on which a selection depends are known."""
-        chosen = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else args[-1:]
-        return all(one is None or self._known_of(one) is not None for one in chosen)
-
-    def _known_of(self, tensor: Tensor) -> Tensor | None:
-        return None if self._values_in is None else value_of(tensor)
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Count a tensor that an operator allocates unseen."""

@@ -23,7 +23,6 @@ from autobatch.footprint.tracing.fakes import (
     fake_model,
     new_mode,
     readable_as_arrays,
-    values_kept,
     without_log,
 )
 from autobatch.footprint.tracing.trace_mode import Recorder, Recording
@@ -52,8 +51,6 @@ class Setting(StepSettings):
     """Micro-batches of each step; the default is `autobatch.setup.attempt.ATTEMPT_STEPS`."""
     samples: int | None = None
     """Samples of a batch if the loss sees all of them; None otherwise."""
-    has_values: bool = False
-    """True to keep the values of whole numbers of a batch, such as lengths; the trace is of it alone."""
     most_operators: int | None = None
     """Operators after which a trace ends; None for no limit."""
     keeps_batches: bool = False
@@ -76,18 +73,12 @@ def record(setting: Setting, micro_batch: int) -> Recording:
     mode = new_mode()
     batch = setting.batch_of(micro_batch)
     on_gpu = setting.capability is not None
-    recorder = Recorder(
-        on_gpu=on_gpu,
-        values_in=mode if setting.has_values else None,
-        most_operators=setting.most_operators,
-    )
+    recorder = Recorder(on_gpu=on_gpu, most_operators=setting.most_operators)
     with preserved_random_state(), ExitStack() as stack:
         model = fake_model(setting.model, mode)
         stack.enter_context(mode)
         if setting.capability is not None:
             stack.enter_context(cuda_policy(setting.capability))
-        if setting.has_values:
-            stack.enter_context(values_kept())
         stack.enter_context(recorder)
         stack.enter_context(recorder.noticing_resizes())
         stack.enter_context(without_log())
@@ -164,7 +155,7 @@ def _run_steps(
 
     def place(batch: Collated) -> Collated:
         with recorder.uncounted():
-            fake = fake_batch(batch, mode, keeps_values=setting.has_values)
+            fake = fake_batch(batch, mode)
         recorder.count_as("batch", tensors_of(fake))
         return fake
 

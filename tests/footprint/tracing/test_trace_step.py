@@ -14,7 +14,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import autobatch
 from autobatch import Workload
@@ -25,7 +25,6 @@ from autobatch.footprint.tracing.trace_mode import Recorder
 from autobatch.footprint.tracing.trace_step import record
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from autobatch.setup.setup import open_setup
-from tests.support import packed
 from tests.support.probes import mlp, work
 from tests.support.step_workloads import WORKLOADS, image_loss, make, perceptron, setting, setup, sgd
 
@@ -53,38 +52,6 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x.flatten(1, 2)[:, :4])[0][:, -1] * self.scale)
-
-
-class Selecting(nn.Module):
-    """A model whose memory depends on how many words are even."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(50, 4)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.words(ids)[ids % 2 == 0].square().mean() * int(ids.max())
-
-
-class Spoken(Dataset):
-    """Sounds of many lengths, with texts of many lengths."""
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return torch.ones(20 + index * index % 13, 4), torch.ones(1 + index % 7, dtype=torch.long)
-
-
-def aligned(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
-    sounds, texts = zip(*samples, strict=True)
-    lengths = (torch.tensor([len(one) for one in each]) for each in (sounds, texts))
-    return nn.utils.rnn.pad_sequence(list(sounds)), torch.cat(texts), *lengths
-
-
-def ctc_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    sounds, *texts = batch
-    return F.ctc_loss(model(sounds).log_softmax(-1), texts[0], texts[1], texts[2])
 
 
 def loss_of_elements(name: str) -> Callable[..., Tensor]:
@@ -126,15 +93,9 @@ def loss_of_pairs(model: nn.Module, batch: Any) -> Tensor:
     return y[order].square().mean()
 
 
-def selecting() -> Workload:
-    rows = list(torch.randint(50, (20, 6), generator=torch.Generator().manual_seed(3)))
-    return work(Selecting, train_data=rows, loss=lambda model, ids: model(ids))
-
-
 class Case(NamedTuple):
     workload: Callable[[], Workload]
     precision: str = "fp32"
-    has_values: bool = False
     sizes: tuple[int, ...] = (5,)
 
 
@@ -157,10 +118,6 @@ CASES = {
     "batch norm in bf16": Case(partial(make, lambda: nn.Sequential(
         nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 5)
     )), "bf16"),
-    **{name: Case(made, has_values=True, sizes=(9, 14)) for name, made in packed.WORKLOADS.items()},
-    "selection by known values": Case(selecting, has_values=True),
-    "ctc": Case(partial(work, partial(nn.Linear, 4, 6), train_data=Spoken(), collate=aligned, loss=ctc_loss),
-        has_values=True, sizes=(7,)),
 }  # fmt: skip
 
 
@@ -170,12 +127,11 @@ def test_records_every_event_of_a_real_attempt(name: str) -> None:
     for size in case.sizes:
         ran = attempt(setup(case.workload(), precision=case.precision), size)
         one = setting(setup(case.workload(), precision=case.precision), steps=ATTEMPT_STEPS)
-        found = record(replace(one, has_values=case.has_values), size)
+        found = record(one, size)
         assert found.trace == ran.trace.canonical()
         assert not found.has_selections
         assert found.has_reads == (name == "pairs on the host")
-    if not case.has_values:
-        assert record(replace(one, capability=(8, 0)), 7).trace.events
+    assert record(replace(one, capability=(8, 0)), 7).trace.events
 
 
 class Words(nn.Module):
