@@ -31,6 +31,7 @@ def test_a_planned_fit_takes_the_steps_of_whole_batches() -> None:
     assert plan.probe.limited_by == "memory"
     assert plan.accumulation_steps > 1
     assert (trainer.accumulate_grad_batches, data.batch_size) == (plan.accumulation_steps, plan.micro_batch)
+    assert "Lightning: each micro-batch has the same weight" in plan.notes[0]
     trainer.fit(module, data)
     expected = Classifier()
     for first in (0, 20):
@@ -41,16 +42,6 @@ def test_a_planned_fit_takes_the_steps_of_whole_batches() -> None:
         )
     assert trainer.global_step == 2
     assert float((weights_of(module) - weights_of(expected)).norm()) < 1e-12
-
-
-def test_a_note_names_the_weight_of_micro_batches() -> None:
-    installed("lightning")
-    from tests.support.lightning_modules import Quiet, Words
-
-    plan = lightning.plan(Quiet(max_steps=1), Words(), target_batch=16, max_micro_batch=8)
-    assert "Lightning: each micro-batch has the same weight" in plan.notes[0]
-    whole = lightning.plan(Quiet(max_steps=1), Words(), target_batch=8, max_micro_batch=8)
-    assert not any("same weight" in note for note in whole.notes)
 
 
 def test_what_a_plan_cannot_describe_is_refused() -> None:

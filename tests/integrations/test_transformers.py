@@ -74,12 +74,9 @@ def test_the_notes_say_how_micro_batches_weigh(tmp_path: Path, caplog: pytest.Lo
     assert f"ignores it makes the gradient {plan.accumulation_steps} times too long" in notes
     assert "differs by" not in notes
     assert "the workload's Loss" not in caplog.text, "a user of the Trainer has written none"
-    trainer.loss_is_scaled_for_ga = False
-    again = transformers.plan(trainer, target_batch=24, memory_budget=BUDGET)
-    assert "each micro-batch has the same weight" in " ".join(again.notes)
 
 
-def test_a_loss_that_logs_logs_no_probe(tmp_path: Path) -> None:
+def test_a_plan_sets_the_rate_and_logs_nothing_of_a_loss_that_logs(tmp_path: Path) -> None:
     class Logging(installed("transformers").Trainer):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, *more: Any, **others: Any) -> Any:
             found = super().compute_loss(model, inputs, *more, **others)
@@ -94,7 +91,8 @@ def test_a_loss_that_logs_logs_no_probe(tmp_path: Path) -> None:
     trainer.figures, trainer.calls = {"train": defaultdict(list, loss=[0.5])}, 0
     trainer.last, trainer.names = deque([1], maxlen=2), {"a"}
     trainer.rows = rows = [0] * 2000
-    transformers.plan(trainer, target_batch=24, memory_budget=BUDGET)
+    transformers.plan(trainer, target_batch=16, base_batch=4, lr_rule="sqrt", max_micro_batch=4)
+    assert trainer.args.learning_rate == pytest.approx(0.2)
     assert trainer.state.log_history == []
     assert (trainer.figures, trainer.calls) == ({"train": {"loss": [0.5]}}, 0)
     assert trainer.figures["train"].default_factory is list
@@ -115,6 +113,8 @@ def test_the_loss_of_the_workload_is_a_sum_and_its_count(tmp_path: Path) -> None
     assert int(found.count) == int((batch["labels"][:, 1:] != -100).sum())
     assert torch.allclose(found.total / found.count, mean_over_words(model, batch))
     assert set(batch) == {"input_ids", "attention_mask", "labels"}
+    trainer.loss_is_scaled_for_ga = False
+    assert isinstance(workload.loss(model, batch), torch.Tensor), "a mean, which the trainer weighs itself"
 
 
 def test_the_optimizer_is_that_of_the_trainer(tmp_path: Path) -> None:
@@ -160,21 +160,11 @@ def test_ways_to_train_that_no_plan_describes_are_refused(tmp_path: Path) -> Non
         transformers.plan(trainer, target_batch=24)
 
 
-def test_the_rule_for_the_learning_rate_sets_it(tmp_path: Path) -> None:
-    trainer = a_trainer(tmp_path)
-    transformers.plan(trainer, target_batch=16, base_batch=4, lr_rule="sqrt", max_micro_batch=4)
-    assert trainer.args.learning_rate == pytest.approx(0.2)
-
-
 def test_an_optimizer_that_was_given_keeps_its_rate(tmp_path: Path) -> None:
     trainer = a_trainer(tmp_path)
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.3)
     before = trainer.args.learning_rate
-    options: dict[str, Any] = {"target_batch": 16, "max_micro_batch": 4}
-    kept = transformers.plan(trainer, **options)
-    assert kept.learning_rate == pytest.approx(0.3)
-    assert "keeps its rate" not in " ".join(kept.notes)
-    plan = transformers.plan(trainer, base_batch=4, lr_rule="sqrt", **options)
+    plan = transformers.plan(trainer, base_batch=4, lr_rule="sqrt", target_batch=16, max_micro_batch=4)
     assert "Trainer: the optimizer keeps its rate of 0.3: build it with plan.learning_rate, 0.6" in plan.notes
     assert trainer.args.learning_rate == before
     assert trainer.optimizer.param_groups[0]["lr"] == 0.3
