@@ -221,11 +221,10 @@ def workload(stream: Any, **fields: Any) -> autobatch.Workload:
     )
 
 
-def rows(steps: int, last: int = 6) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the batches of a stream that begins anew at its end; the last one may be short."""
+def rows(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of a stream that begins anew at its end."""
     for step in range(steps):
-        size = last if step == steps - 1 else 6
-        batch = torch.stack([POINTS[(6 * step + place) % len(POINTS)] for place in range(size)])
+        batch = torch.stack([POINTS[(6 * step + place) % len(POINTS)] for place in range(6)])
         yield batch[:, :3], batch[:, 3]
 
 
@@ -239,17 +238,50 @@ def test_steps_need_no_end_of_the_stream(tmp_path: Path, endless: bool) -> None:
     assert torch.allclose(weights_of(result.model), by_hand(rows(5)), rtol=1e-12)
 
 
+class Long(Stream):
+    """Points whose number is known."""
+
+    def __len__(self) -> int:
+        return len(POINTS)
+
+
+@pytest.mark.parametrize(
+    ("last_batch", "ends"),
+    [
+        ("carry", [6, 12, 18, 24, 30, 36, 40]),
+        ("flush", [6, 12, 18, 20, 26, 32, 38, 40]),
+        ("drop", [6, 12, 18, 20, 26, 32, 38]),
+    ],
+)
+@pytest.mark.parametrize("kind", [Stream, Long])
 def test_epochs_end_with_the_stream_and_the_last_batch_is_weighted_exactly(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, last_batch: Any, ends: list[int]
 ) -> None:
     with caplog.at_level(logging.INFO, logger="autobatch"):
         result = autobatch.fit(
-            workload(Stream()), epochs=2, scan=8, max_micro_batch=4, out=tmp_path / "run", **OPTIONS
-        )
-    assert "so the stream is read once to its end: give --steps if it has no end" in caplog.text
+            workload(kind()), epochs=2, scan=8, max_micro_batch=4, last_batch=last_batch,
+            out=tmp_path / "run", **OPTIONS,
+        )  # fmt: skip
+    is_read = "so the stream is read once to its end: give --steps if it has no end" in caplog.text
+    assert is_read is (kind is Stream)
+    assert "this is planned from its first 8 samples (--scan N reads others)" in caplog.text
+    twice = torch.cat([POINTS, POINTS])
+    batches = [twice[first:stop] for first, stop in zip([0, *ends], ends, strict=False)]
+    if last_batch == "drop":  # the rest of an epoch
+        batches = [one for one in batches if len(one) == 6]
     assert result.training is not None
-    assert (result.training.optimizer_steps, result.training.samples) == (7, 40)
-    assert torch.allclose(weights_of(result.model), by_hand(rows(7, last=4)), rtol=1e-12)
+    counts = len(batches), sum(map(len, batches))
+    assert (result.training.optimizer_steps, result.training.samples) == counts
+    expected = by_hand((one[:, :3], one[:, 3]) for one in batches)
+    assert torch.allclose(weights_of(result.model), expected, rtol=1e-12)
+
+
+def test_a_stream_that_a_plan_has_read_to_its_end_is_planned_as_data_and_an_empty_one_is_refused() -> None:
+    found = autobatch.plan(workload(Stream()), scan=20, target_batch=6, device="cpu", max_micro_batch=4)
+    assert not [note for note in found.notes if "planned from" in note]
+    for stream in (lambda: iter([]), autobatch.Unbatched(lambda: iter([]))):
+        with pytest.raises(InputError, match="has 0 samples: at least 1 is needed"):
+            autobatch.plan(workload(stream), target_batch=6, device="cpu")
 
 
 @pytest.mark.parametrize(

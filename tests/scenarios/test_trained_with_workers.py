@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from autobatch import Progress
 from autobatch.device.allocator.ledger import MemoryStats
@@ -22,7 +25,15 @@ from tests.support.training import fingerprint, make_workload, network, points
 
 @pytest.mark.parametrize("kind", ["augmented, averaged", "ragged", "overflowing", "whole batch"])
 def test_a_run_trains_the_same_with_and_without_workers(kind: str) -> None:
+    """A collate function that draws is seeded by the first sample of its micro-batch."""
+
+    def noisy(samples):
+        inputs, *others = default_collate(samples)
+        return inputs + torch.randn(()) + random.random(), *others
+
     workload, options = RUNS[kind]()
+    if kind.startswith("augmented"):
+        workload = dataclasses.replace(workload, collate=noisy)
     prints = set()
     for workers in (0, 2):
         with fed_loop(workload, workers=workers, sample_seeds=True, **options) as loop:

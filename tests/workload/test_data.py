@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autobatch import InputError, Workload
-from autobatch.workload.data import WorstCaseSampler, elements, load_micro_batch
+from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.user_code import failed_part
 from tests.support.training import make_workload
 
@@ -129,7 +129,7 @@ class Picture:
     ],
 )
 def test_the_numbers_in_a_sample_are_counted(sample: Any, count: int) -> None:
-    assert elements(sample) == count
+    assert WorstCaseSampler(workload([sample])).sizes() == [count]
 
 
 def test_data_that_can_fetch_many_samples_is_asked_once() -> None:
@@ -140,8 +140,8 @@ def test_data_that_can_fetch_many_samples_is_asked_once() -> None:
             asked.append(ids)
             return [torch.zeros(1) for _ in ids]
 
-    assert load_micro_batch(workload(Together([1, 1, 1])), range(1, 3)).shape == (2, 1)
-    assert asked == [[1, 2]]
+    assert WorstCaseSampler(workload(Together([1, 2, 3]))).batch(2).shape == (2, 1)
+    assert asked == [[2, 1]]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_data_that_make_their_own_batches_are_refused_in_one_line(made: Any, fou
 
     message = f"train_data.__getitems__ got 4 indices and returned {found}, which looks like a batch"
     with pytest.raises(InputError, match=message):
-        load_micro_batch(workload(Batches([3] * 8)), range(4))
+        WorstCaseSampler(workload(Batches([3] * 8))).batch(4)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_samples_that_cannot_be_collated_are_described_in_one_line(samples: list
     with pytest.raises(
         InputError, match=r"cannot be collated.*found shapes \[.*: give Workload\(collate"
     ) as found:
-        load_micro_batch(workload(samples), [0, 1])
+        WorstCaseSampler(workload(samples)).batch(2)
     assert "\n" not in str(found.value)
 
 
@@ -197,7 +197,7 @@ def test_errors_of_the_users_functions_pass_and_are_marked() -> None:
 
     for part, broken in (("train_data[0]", workload(Broken([1]))), ("collate", workload([1], collate=fails))):
         with pytest.raises(KeyError) as found:
-            load_micro_batch(broken, [0])
+            WorstCaseSampler(broken).batch(1)
         assert failed_part(found.value) == part
     with pytest.raises(KeyError) as found:
         WorstCaseSampler(workload([1], size_of=fails)).batch(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, namedtuple
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,19 +11,10 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from autobatch import InputError
+from autobatch import Unbatched
 from autobatch.device.base import SilentMeter
-from autobatch.workload.nested import (
-    concatenate,
-    cut,
-    feed,
-    map_tensors,
-    rows_of,
-    samples_along,
-    signature,
-    tensors_of,
-    to_device,
-)
+from autobatch.workload.nested import feed, to_device
+from autobatch.workload.streams import StreamView
 from tests.support.kernels import needs_kernels
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
@@ -58,33 +48,18 @@ class Counting(SilentMeter):
         self.is_counting = True
 
 
-def test_every_tensor_is_found_in_order() -> None:
-    assert [tensor.item() for tensor in tensors_of(nested())] == [1.0, 2.0, 3.0, 4.0]
-    graph = SimpleNamespace(nodes=torch.ones(3), edges=[torch.ones(2)], label="x")
-    assert [len(tensor) for tensor in tensors_of(graph)] == [3, 2]
-    assert list(tensors_of([1, "text", None, torch.Tensor])) == []
-
-
-def test_tensors_are_changed_and_containers_kept() -> None:
-    before = nested()
-    after = map_tensors(before, lambda tensor: tensor * 10)
-    assert type(after) is OrderedDict
-    assert isinstance(after["pair"], Pair)
-    assert type(after["pair"].right) is list
-    assert type(after["rest"]) is tuple
-    assert [tensor.item() for tensor in tensors_of(after)] == [10.0, 20.0, 30.0, 40.0]
-    assert [tensor.item() for tensor in tensors_of(before)] == [1.0, 2.0, 3.0, 4.0]
-    assert (after["name"], after["none"], after["count"]) == ("n", None, 3)
-
-
 def test_tensors_and_objects_move_to_the_device() -> None:
     packed = pack_sequence([torch.ones(2)])
-    moved = to_device([nested(), packed], META)
-    assert {tensor.device.type for tensor in tensors_of(moved[0])} == {"meta"}
-    assert isinstance(moved[1], PackedSequence)
-    assert moved[1].data.device.type == "meta"
-    batch = nested()
-    assert to_device(batch, CPU) is batch
+    before = nested()
+    after, moved = to_device([before, packed], META)
+    assert isinstance(moved, PackedSequence)
+    assert moved.data.device.type == "meta"
+    assert (type(after), type(after["pair"]), type(after["rest"])) == (OrderedDict, Pair, tuple)
+    tensors = [after["pair"].left, *after["pair"].right, after["rest"][0], after["rest"][1]["d"]]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert before["pair"].left.item() == 1.0, "the batch itself stays on the host"
+    assert (after["name"], after["none"], after["count"]) == ("n", None, 3)
+    assert to_device(before, CPU) is before
 
 
 class Copied(torch.Tensor):
@@ -226,23 +201,12 @@ def test_a_second_pass_gets_copies_of_the_same_micro_batches_which_are_fetched_o
     assert (len(meter.counted), len(fetched)) == (4, 2)
 
 
-def batch() -> dict:
-    ids = torch.arange(10).view(5, 2)
-    return {"pair": (ids, [ids * 2]), "names": list("abcde"), "kind": "train"}
-
-
-def test_pieces_make_the_whole_again() -> None:
-    whole = batch()
-    pieces = [cut(whole, slice(0, 3)), cut(whole, slice(3, 5))]
-    assert pieces[1]["pair"][1][0].tolist() == [[12, 14], [16, 18]]
-    assert (pieces[0]["names"], pieces[0]["kind"]) == (["a", "b", "c"], "train")
-    again = concatenate(pieces)
-    assert torch.equal(again["pair"][0], whole["pair"][0])
-    assert again["names"] == whole["names"]
-    assert signature(pieces[0]) == signature(pieces[1]) != signature(pieces[0] | {"kind": "test"})
-    assert list(samples_along(whole)) == [5, 5, 5]
-    with pytest.raises(InputError, match="a 0-d tensor in a batch of the loader cannot be cut"):
-        list(samples_along([torch.zeros(3), torch.tensor(1)]))
+def rows_of(batch: Any, count: int) -> list[Any]:
+    """Return the samples of a stream of one batch."""
+    view = StreamView(Unbatched(lambda: [batch]))
+    found = view.__getitems__(range(count + 1))
+    assert repr(found[-1]) == repr(found[0]), "the next epoch"
+    return found[:-1]
 
 
 @pytest.mark.parametrize(
@@ -260,14 +224,13 @@ def test_pieces_make_the_whole_again() -> None:
     ids=["tuples", "a list at the top", "lists in a dict", "tuples in a list", "a mapping of its own"],
 )
 def test_a_batch_of_plain_values_is_taken_apart_by_samples(batch: Any, last: Any) -> None:
-    found = rows_of(batch)
-    assert len(found) == 2
+    found = rows_of(batch, 2)
     assert (found[-1], type(found[-1])) == (last, type(last))
 
 
 def test_rows_of_tensors_are_their_samples_in_any_container() -> None:
     batch = {"x": torch.arange(6).view(3, 2), "more": [np.arange(3), (torch.eye(3), ["a", "b", "c"])]}
-    first, second, _ = rows_of(batch)
+    first, second, _ = rows_of(batch, 3)
     assert second["x"].tolist() == [2, 3]
     assert second["more"][0] == 1
     assert second["more"][1][0].tolist() == [0, 1, 0]

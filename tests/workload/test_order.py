@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -198,6 +199,16 @@ class Shuffled:
         return iter([order[:2], order[2:4], order[4:6], order[6:]])
 
 
+class Permuted(Shuffled):
+    """Samples in the order of a generator of NumPy, in an object that it holds."""
+
+    def __init__(self, own: Any) -> None:
+        self.held = Shuffled(own)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.held.own.permutation(8))
+
+
 @pytest.mark.parametrize(
     "sampler",
     [
@@ -207,6 +218,7 @@ class Shuffled:
         SubsetRandomSampler([1, 5, 7, 9]),
         Shuffled(),
         Shuffled(random.Random(3)),
+        Permuted(np.random.default_rng(3)),
     ],
 )
 def test_an_epoch_depends_on_the_seed_and_its_number_alone(sampler: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,11 +12,9 @@ import torch
 from autobatch.workload.rng import (
     capture_random_state,
     plain_random_state,
-    preserved_generators,
     preserved_random_state,
     random_state_of,
     restore_random_state,
-    seed_generator,
     seed_generators,
     seed_torch,
 )
@@ -74,23 +71,3 @@ def test_a_state_after_an_earlier_one_is_that_of_a_fresh_read(normals: int) -> N
         draw()
         last = capture_random_state(last)
         assert plain_random_state(last) == plain_random_state()
-
-
-def test_the_generators_that_an_object_holds_are_found_seeded_and_restored() -> None:
-    python, numpy, torchs = random.Random(1), np.random.default_rng(2), torch.Generator().manual_seed(3)
-    owner = SimpleNamespace(own=python, inner=SimpleNamespace(several=[numpy]), sampler=(torchs,))
-
-    def drawn() -> list[float]:
-        return [python.random(), numpy.random(), float(torch.rand((), generator=torchs))]
-
-    with preserved_generators(owner) as found:
-        assert found == [python, numpy, torchs]
-        first = drawn()
-        for seed in (7, 7):
-            for one in found:
-                seed_generator(one, seed)
-            seeded = drawn()
-        for one in found:
-            seed_generator(one, 7)
-        assert drawn() == seeded != first
-    assert drawn() == first
