@@ -16,9 +16,7 @@ import pickle
 import random
 import shutil
 import zipfile
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,16 +25,12 @@ import torch
 from safetensors.torch import load, save
 
 from autobatch import AutobatchError, NonFiniteError
-from autobatch.api.call import Call
-from autobatch.api.pipeline import prepare
-from autobatch.core.check_options import options_from
-from autobatch.core.progress import Progress
 from autobatch.training.checkpoint import MANIFEST, list_checkpoints, read_manifest, write_manifest
 from autobatch.training.resume import load_run_state
-from autobatch.training.run import train_plan
-from autobatch.training.run_folder import CHECKPOINTS, RunFiles
+from autobatch.training.run_folder import CHECKPOINTS
 from autobatch.training.state_file import STATE
-from benchmarks.tiny_run import BATCH, EMA, MICRO_BATCH, tiny_workload, trained_run
+from benchmarks.report import Findings
+from benchmarks.tiny_run import tiny_call, train
 from benchmarks.wrong_files import PLANTED
 
 TENSORS = "state-00001.safetensors"
@@ -53,37 +47,30 @@ class Damage(NamedTuple):
     """Give the changed files a manifest with right sums."""
 
 
-def damage_checkpoints(root: Path, seed: int, number: int) -> tuple[dict[str, Counter[str]], list[str]]:
+def damage_checkpoints(root: Path, seed: int, number: int) -> Findings:
     """Damage the newest of three checkpoints again and again, and load the run.
 
     Args:
         root: an empty folder.
         seed: of the random places.
         number: flips of bits; there are fewer of the other damages.
-
-    Returns:
-        Counts by kind of damage, and what was not caught.
     """
-    trained_run(root, steps=3, workload=tiny_workload())
+    train(tiny_call(root))
     older, newest = list_checkpoints(root / CHECKPOINTS)[-2:]
     sound = {name: (newest / name).read_bytes() for name in (MANIFEST, STATE, TENSORS)}
     other = {name: (older / name).read_bytes() for name in sound}
     assert load_run_state(root).path == newest
-    sentinel = root / "executed"
-    counts: dict[str, Counter[str]] = {}
-    missed: list[str] = []
+    sentinel, findings = root / "executed", Findings()
     for damage in _damages(random.Random(seed), sound, other, sentinel, number):
         _apply(newest, damage)
         found = _outcome(root, older, newest, sentinel)
-        counts.setdefault(damage.kind, Counter())[found] += 1
-        if found != "caught":
-            missed.append(f"{damage.kind}: {found}")
+        findings.add(damage.kind, found, "" if found == "caught" else found)
         sentinel.unlink(missing_ok=True)
         (newest / OF_TORCH).unlink(missing_ok=True)
         for name, content in sound.items():
             (newest / name).write_bytes(content)
     assert load_run_state(root).path == newest
-    return counts, missed
+    return findings
 
 
 def _damages(
@@ -110,7 +97,7 @@ def _damages(
     yield Damage("swaps", {STATE: sound[MANIFEST]})
     yield Damage("swaps", {MANIFEST: sound[STATE]})
     yield Damage("swaps", {STATE: sound[TENSORS], TENSORS: sound[STATE]}, resealed=True)
-    for payload in _payloads(sentinel):
+    for payload in payloads(sentinel):
         for place in (STATE, TENSORS):
             for name, planted in ((place, payload), (OF_TORCH, payload), (OF_TORCH, _in_zip(payload))):
                 yield Damage("planted pickles", {place: None, name: planted})
@@ -127,7 +114,7 @@ class _Calling:
         return self._call
 
 
-def _payloads(sentinel: Path) -> Iterator[bytes]:
+def payloads(sentinel: Path) -> Iterator[bytes]:
     """Yield pickles that make a file if anything executes them."""
     calls = (
         _Calling(Path.touch, sentinel),
@@ -193,43 +180,37 @@ FORGED: tuple[Any, ...] = (None, -1, 2**70, 0.5, math.nan, PLANTED, [], {}, [3],
 """Values in place of each value of a checkpoint."""
 MANY = 3
 """Items of a list that are forged; the first ones."""
-STEPS = 3
 
 
-def forge_checkpoints(
-    root: Path, stride: int = 1, places: Collection[str] = ()
-) -> tuple[dict[str, Counter[str]], list[str]]:
+def forge_checkpoints(root: Path, stride: int = 1, places: Collection[str] = ()) -> Findings:
     """Forge the newest of two checkpoints again and again, with right sums, and resume the run.
 
     Args:
         root: an empty folder.
         stride: forgeries from one that is tried to the next.
         places: forgeries to try, for example ``optimizer/0/exp_avg/0.bias longer``; all if none are given.
-
-    Returns:
-        Counts of the outcomes by what was forged, and what ended otherwise than in one line.
     """
-    begun, folder = root / "begun", root / "forged"
-    _resumable(begun)
-    newest = list_checkpoints(begun / CHECKPOINTS)[-1]
-    facts, state = read_manifest(newest)["facts"], json.loads((newest / STATE).read_bytes())
+    begun, folder, findings = root / "begun", root / "forged", Findings()
+    train(tiny_call(begun))
+    *_, newest, last = list_checkpoints(begun / CHECKPOINTS)
+    shutil.rmtree(last)
+    manifest, state = read_manifest(newest), json.loads((newest / STATE).read_bytes())
     tensors = load((newest / TENSORS).read_bytes())
-    counts: dict[str, Counter[str]] = {}
-    faults = []
-    chosen = (one for one in _forgeries(facts, state, tensors) if not places or one.place in places)
+    chosen = (
+        one for one in _forgeries(manifest["facts"], state, tensors) if not places or one.place in places
+    )
     for forged in islice(chosen, 0, None, stride):
         shutil.copytree(begun, folder)
         path = folder / CHECKPOINTS / newest.name
         (path / STATE).write_text(json.dumps(forged.state))
         (path / TENSORS).write_bytes(save(forged.tensors))
         files = {name: _sums_of(path / name) for name in (STATE, TENSORS)}
-        write_manifest(path / MANIFEST, {"step": STEPS - 1, "facts": forged.facts, "files": files})
+        write_manifest(path / MANIFEST, {"step": manifest["step"], "facts": forged.facts, "files": files})
         found, said = _resumed(folder)
-        counts.setdefault(forged.kind, Counter())[found] += 1
-        if found not in ("passed over", "refused", "trained") or not said.isprintable():
-            faults.append(f"{forged.kind} {forged.place}: {found}: {said!r}")
+        is_fault = found not in ("passed over", "refused", "trained") or not said.isprintable()
+        findings.add(forged.kind, found, f"{forged.place}: {found}: {said!r}" if is_fault else "")
         shutil.rmtree(folder)
-    return counts, faults
+    return findings
 
 
 class _Forgery(NamedTuple):
@@ -286,31 +267,10 @@ def _places(tree: Any) -> Iterator[tuple[Any, ...]]:
             yield from ((key, *rest) for rest in _places(value))
 
 
-def tiny_call(out: Path, *, resume: bool, **more: Any) -> Call:
-    """Return a call of ``fit`` for a tiny workload, with a checkpoint after every step."""
-    asked = {"target_batch": BATCH, "steps": STEPS, "ema": EMA, "split_check": "off", "checkpoint_every": 1}
-    device = {"device": "cpu", "max_micro_batch": MICRO_BATCH, "memory_budget": "64MiB", "trials": 0}
-    options = options_from("fit", {**asked, **device, "out": str(out), "resume": resume, **more})
-    return Call(workload=tiny_workload(), options=options, progress=Progress())
-
-
-def _resumable(out: Path) -> None:
-    """Train a run of which the checkpoint of the last step is lost."""
-    _train(tiny_call(out, resume=False))
-    shutil.rmtree(list_checkpoints(out / CHECKPOINTS)[-1])
-
-
-def _train(call: Call) -> Any:
-    with ExitStack() as lock:
-        ready = prepare(call, lock)
-        train_plan(ready.inputs, RunFiles(out=ready.out, options=call.options), progress=call.progress)
-        return ready.inputs.resumed
-
-
 def _resumed(out: Path) -> tuple[str, str]:
     """Resume a run, and return how that ended, and the line."""
     try:
-        resumed = _train(tiny_call(out, resume=True))
+        resumed = train(tiny_call(out, resume=True)).resumed
     except AutobatchError as error:
         # Weights of a run that diverged are a checkpoint like any other: the first step says so.
         is_refused = error.exit_code == 2 or isinstance(error, NonFiniteError)

@@ -11,7 +11,6 @@ import io
 import os
 import shutil
 import signal
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -26,8 +25,8 @@ from autobatch.api.pipeline import fit
 from autobatch.report import page
 from autobatch.training.checkpoint import is_valid, list_checkpoints
 from autobatch.training.run_folder import CHECKPOINTS
-from benchmarks.damages import tiny_call
-from benchmarks.tiny_run import weights_of
+from benchmarks.report import Findings
+from benchmarks.tiny_run import tiny_call, weights_of
 
 STEPS, KEPT = 4, 2
 READING = ("stat", "lstat", "listdir", "scandir")
@@ -147,46 +146,34 @@ class SystemCalls:
 real_readlink = os.readlink
 
 
-def fail_everywhere(root: Path, stride: int = 1) -> tuple[dict[str, Counter[str]], list[str]]:
+def fail_everywhere(root: Path, stride: int = 1) -> Findings:
     """Resume a run again and again, with calls of the system that fail from another one on each time.
 
     Args:
         root: an empty folder.
         stride: calls from one failure to the next.
-
-    Returns:
-        Counts of the outcomes by failure, and what went wrong.
     """
-    begun, folder = root / "begun", root / "injected"
+    begun, folder, findings = root / "begun", root / "injected", Findings()
     expected = weights_of(_fit(begun, resume=False))
-    for path in list_checkpoints(begun / CHECKPOINTS)[-1:]:
-        shutil.rmtree(path)
-    counts: dict[str, Counter[str]] = {}
-    faults = []
-    for kind, failure in FAILURES.items():
+    shutil.rmtree(list_checkpoints(begun / CHECKPOINTS)[-1])
+
+    def attempt(calls: SystemCalls) -> tuple[str, str]:
         shutil.copytree(begun, folder)
-        calls = SystemCalls(folder)
-        with calls.injected():
-            _fit(folder, resume=True)
-        shutil.rmtree(folder)
-        for at in range(0, sum(name in failure.calls for name in calls.names), stride):
-            shutil.copytree(begun, folder)
-            found, fault = _outcome(folder, SystemCalls(folder, failure, at), expected)
-            counts.setdefault(kind, Counter())[found] += 1
-            if fault:
-                faults.append(f"{kind}, call {at}: {fault}")
+        try:
+            return _outcome(folder, calls, expected)
+        finally:
             shutil.rmtree(folder)
-    for kind, context in (
-        ("every write takes half of its bytes", SystemCalls(folder, shorten=True).injected()),
-        ("a signal interrupts calls all the time (EINTR)", _signals()),
-    ):
-        shutil.copytree(begun, folder)
-        with context:
-            is_same = torch.equal(weights_of(_fit(folder, resume=True)), expected)
-        shutil.rmtree(folder)
-        counts[kind] = Counter({"the same weights" if is_same else "other weights": 1})
-        faults += [] if is_same else [f"{kind}: other weights"]
-    return counts, faults
+
+    for kind, failure in FAILURES.items():
+        unharmed = SystemCalls(folder)
+        attempt(unharmed)
+        for at in range(0, sum(name in failure.calls for name in unharmed.names), stride):
+            found, fault = attempt(SystemCalls(folder, failure, at))
+            findings.add(kind, found, f"call {at}: {fault}" if fault else "")
+    findings.add("every write takes half of its bytes", *attempt(SystemCalls(folder, shorten=True)))
+    with _signals():
+        findings.add("a signal interrupts calls all the time (EINTR)", *attempt(SystemCalls(folder)))
+    return findings
 
 
 @contextmanager
@@ -203,16 +190,15 @@ def _signals() -> Iterator[None]:
 
 def _fit(folder: Path, *, resume: bool) -> nn.Module:
     """Train and write everything but the drawings of the report."""
+    call = tiny_call(folder, resume=resume, steps=STEPS, keep_last=KEPT, validate_every=2)
     with mock.patch.object(page, "render", return_value="page"):
-        model: nn.Module = fit(
-            tiny_call(folder, resume=resume, steps=STEPS, keep_last=KEPT, validate_every=2)
-        ).model
+        model: nn.Module = fit(call).model
     return model
 
 
 def _outcome(folder: Path, calls: SystemCalls, expected: torch.Tensor) -> tuple[str, str]:
     """Resume with failing calls, and again without; return how the first ended, and what is wrong."""
-    before = {path.name for path in list_checkpoints(folder / CHECKPOINTS)}
+    before = len(list_checkpoints(folder / CHECKPOINTS))
     found, fault = "the same weights", ""
     with calls.injected():
         try:
@@ -224,13 +210,17 @@ def _outcome(folder: Path, calls: SystemCalls, expected: torch.Tensor) -> tuple[
                 fault = f"says {str(error)!r}"
         except Exception as error:
             found, fault = type(error).__name__, repr(error)
-    valid = [path for path in list_checkpoints(folder / CHECKPOINTS) if is_valid(path)]
-    if len(valid) < min(KEPT, len(before)):
-        fault += f" only {len(valid)} of {len(before)} checkpoints are valid"
-    left = [path.name for path in folder.rglob("*") if "tmp" in path.name or ".trash" in path.name]
-    if left and not calls.hinders_cleaning:
+    valid = sum(map(is_valid, list_checkpoints(folder / CHECKPOINTS)))
+    if valid < min(KEPT, before):
+        fault += f" only {valid} of {before} checkpoints are valid"
+    if (left := _left_in(folder)) and not calls.hinders_cleaning:
         fault += f" left {left}"
     if not torch.equal(weights_of(_fit(folder, resume=True)), expected):
         fault += " other weights after the next resume"
-    left = [path.name for path in folder.rglob("*") if "tmp" in path.name or ".trash" in path.name]
+    left = _left_in(folder)
     return found, fault + (f" left {left} after the next resume" if left else "")
+
+
+def _left_in(folder: Path) -> list[str]:
+    """Return what should have been cleaned."""
+    return [path.name for path in folder.rglob("*") if "tmp" in path.name or ".trash" in path.name]

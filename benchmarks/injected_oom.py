@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,13 +17,16 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch import DoesNotFitError, RestartSmallerError
-from benchmarks.tiny_run import tiny_workload, trained_run, weights_of
+from autobatch.api.call import Call
+from autobatch.training.checkpoint import list_checkpoints
+from autobatch.training.run_folder import CHECKPOINTS
+from benchmarks.report import Findings
+from benchmarks.tiny_run import tiny_call, train, weights_of
 
-STEPS, CHECKPOINT = 3, 1
 TOLERANCE = 1e-9
 """Relative error of weights in float64 after other micro-batches."""
 MESSAGE = "CUDA out of memory. Tried to allocate 20.00 MiB."
@@ -41,6 +43,7 @@ PHASES = {
     "_look": "check of the split",
 }
 """Functions of autobatch, and the part of a run that they are."""
+EARLY = "setup and data"
 
 
 class _Injection(TorchDispatchMode):
@@ -88,9 +91,7 @@ def _injected(at: int | None) -> Iterator[_Injection]:
         yield injection
 
 
-def inject_everywhere(
-    root: Path, *, stride: int = 1, split_check: str = "off"
-) -> tuple[dict[str, Counter[str]], list[str]]:
+def inject_everywhere(root: Path, *, stride: int = 1, split_check: str = "off") -> Findings:
     """Resume a run again and again, with an error at another operation each time.
 
     Args:
@@ -99,58 +100,53 @@ def inject_everywhere(
         split_check: also check that the loss can be split, as the option says.
 
     Returns:
-        Counts of the outcomes by part of the run, and what went wrong.
+        The outcomes by part of the run.
     """
-    begun = root / "begun"
-    expected = _begin(begun)
-    straight = root / "straight"
-    shutil.copytree(begun, straight)
-    workload = tiny_workload()
+    begun, folder, findings = root / "begun", root / "injected", Findings()
+    expected = weights_of(train(_call(begun, resume=False)).model)
+    for path in list_checkpoints(begun / CHECKPOINTS)[1:]:
+        shutil.rmtree(path)
+    shutil.copytree(begun, folder)
+    call = _call(folder, split_check=split_check)
     with _injected(None) as counting:
-        model = trained_run(straight, steps=STEPS, workload=workload, resume=True, split_check=split_check)
-    assert torch.equal(weights_of(model), expected)
-    counts: dict[str, Counter[str]] = {}
-    faults: list[str] = []
+        assert torch.equal(weights_of(train(call).model), expected)
     # A collection of garbage would look through all modules in each run.
     gc.freeze()
     for at in range(0, counting.count, stride):
-        folder = root / "injected"
+        shutil.rmtree(folder)
         shutil.copytree(begun, folder)
         phase, found = _outcome(folder, at, expected, split_check)
-        counts.setdefault(phase, Counter())[found] += 1
-        if found not in ("recovered", "resumed"):
-            faults.append(f"operation {at} ({phase}): {found}")
-        shutil.rmtree(folder)
-    return counts, faults
+        is_right = found in ("recovered", "resumed")
+        findings.add(phase, found, "" if is_right else f"operation {at}: {found}")
+    return findings
 
 
-def _begin(folder: Path) -> Tensor:
-    """Write a run of which only the first checkpoint is left; return the weights at its end."""
-    expected = weights_of(trained_run(folder, steps=STEPS, workload=tiny_workload()))
-    for step in range(CHECKPOINT + 1, STEPS + 1):
-        shutil.rmtree(folder / "checkpoints" / f"step-{step:08d}")
-    return expected
+def _call(folder: Path, *, resume: bool = True, **options: Any) -> Call:
+    return tiny_call(folder, resume=resume, validate_every=1, **options)
 
 
 def _outcome(folder: Path, at: int, expected: Tensor, split_check: str) -> tuple[str, str]:
     """Resume with an error at one operation; return the part of the run, and what happened."""
     failure: BaseException | None = None
-    model, workload = None, tiny_workload()
+    found: Tensor | None = None
+    call = _call(folder, split_check=split_check)
     with _injected(at) as injection:
         try:
-            model = trained_run(folder, steps=STEPS, workload=workload, resume=True, split_check=split_check)
+            found = weights_of(train(call).model)
         except BaseException as error:
             failure = error.with_traceback(None)
-    if model is not None:
-        return injection.phase, "recovered" if _agree(model, expected) else "other weights"
-    if not isinstance(failure, DoesNotFitError | RestartSmallerError):
+    if found is not None:
+        return injection.phase, "recovered" if _agree(found, expected) else "other weights"
+    # Of an error before the run begins, the command makes one line and exit code 3.
+    is_early = injection.phase == EARLY and isinstance(failure, torch.OutOfMemoryError)
+    if not is_early and not isinstance(failure, DoesNotFitError | RestartSmallerError):
         return injection.phase, f"{type(failure).__name__}: {str(failure)[:200]}"
-    model = trained_run(folder, steps=STEPS, workload=tiny_workload(), resume=True)
-    return injection.phase, "resumed" if _agree(model, expected) else "other weights after a resume"
+    found = weights_of(train(_call(folder)).model)
+    return injection.phase, "resumed" if _agree(found, expected) else "other weights after a resume"
 
 
-def _agree(model: nn.Module, expected: Tensor) -> bool:
-    return bool((weights_of(model) - expected).norm() <= TOLERANCE * expected.norm())
+def _agree(found: Tensor, expected: Tensor) -> bool:
+    return bool((found - expected).norm() <= TOLERANCE * expected.norm())
 
 
 def _phase(frame: FrameType | None) -> str:
@@ -159,4 +155,4 @@ def _phase(frame: FrameType | None) -> str:
         if "/autobatch/" in frame.f_code.co_filename and frame.f_code.co_name in PHASES:
             return PHASES[frame.f_code.co_name]
         frame = frame.f_back
-    return "setup and data"
+    return EARLY

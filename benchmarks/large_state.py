@@ -8,7 +8,6 @@ of this process a hundred times per second.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -24,12 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autobatch import Progress, Workload
 from autobatch.core.units import GiB
+from autobatch.planning import make_plan
+from autobatch.setup.setup import open_setup
+from autobatch.training.build import build_sampler
 from autobatch.training.checkpoint import list_checkpoints, load_newest
-from autobatch.training.resume import check_content
-from autobatch.training.run_folder import CHECKPOINTS
-from benchmarks.report import save, surroundings
-from benchmarks.tiny_run import tiny_workload, trained_run, weights_of
+from autobatch.training.resume import check_content, load_run_state
+from autobatch.training.run import RunInputs, train_plan
+from autobatch.training.run_folder import CHECKPOINTS, RunFiles
+from benchmarks.report import arguments, save, surroundings
+from benchmarks.tiny_run import SAMPLES, tiny_call, tiny_workload, weights_of
 
 STEPS = 2
 
@@ -74,6 +78,21 @@ def memory_taken() -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("RssAnon:"))) * 1024
 
 
+def trained(out: Path, workload: Workload, *, steps: int, resume: bool = False) -> nn.Module:
+    """Train as planned by hand, because a probe would copy the model, and return it."""
+    options = tiny_call(out, steps=steps).options
+    stored = load_run_state(out) if resume else None
+    inputs = RunInputs(
+        setup=open_setup(workload, options),
+        plan=make_plan(target_batch=8, micro_batch_limit=4, learning_rate=0.01),
+        sampler=build_sampler(SAMPLES, options),
+        key={},
+        resumed=stored,
+        is_exact=True,
+    )
+    return train_plan(inputs, RunFiles(out=out, options=options), progress=Progress())[1]
+
+
 def large_state(root: Path, size: int, tensors: int) -> dict[str, Any]:
     """Train with a large state, resume, and load; return what was measured, in bytes and seconds.
 
@@ -83,8 +102,8 @@ def large_state(root: Path, size: int, tensors: int) -> dict[str, Any]:
         tensors: into how many it is cut.
     """
     small = tiny_workload()
-    trained_run(root / "small", steps=STEPS, workload=small)
-    expected = weights_of(trained_run(root / "small", steps=STEPS + 1, workload=small, resume=True))
+    trained(root / "small", small, steps=STEPS)
+    expected = weights_of(trained(root / "small", small, steps=STEPS + 1, resume=True))
     sizes = [size // tensors + 64] * tensors
     before = memory_taken()
     workload = replace(small, model=lambda: Tables(small.model(), sizes))  # type: ignore[operator]
@@ -93,7 +112,7 @@ def large_state(root: Path, size: int, tensors: int) -> dict[str, Any]:
     for name, steps in (("train and save", STEPS), ("resume, train and save", STEPS + 1)):
         start = time.perf_counter()
         with peak_memory(peaks, name):
-            model = trained_run(root / "large", steps=steps, workload=workload, resume=steps > STEPS)
+            model = trained(root / "large", workload, steps=steps, resume=steps > STEPS)
         seconds[name] = round(time.perf_counter() - start, 1)
         is_same = all(bool((one == 1 + number).all()) for number, one in enumerate(_tables(model)))
         found = weights_of(model)
@@ -120,11 +139,7 @@ def _tables(model: nn.Module) -> list[Tensor]:
 
 def main() -> int:
     """Measure, and print the figures as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gib", type=float, default=4)
-    parser.add_argument("--tensors", type=int, default=1)
-    parser.add_argument("--save", action="store_true", help="write the figures to benchmarks/results")
-    given = parser.parse_args()
+    given = arguments(__doc__, gib=4.0, tensors=1, save=False)
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as root:
         found = large_state(Path(root), int(given.gib * GiB), given.tensors)
     text = json.dumps(found, indent=1)

@@ -5,16 +5,18 @@ All runs train on simulated GPUs, whose budgets are drawn at random, and which r
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import shutil
-from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from autobatch import DoesNotFitError, RestartSmallerError
 from autobatch.core.units import KiB, MiB
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
+from benchmarks.report import Findings
 from tests.support.late import Heard, Held, late_workload, trained
 from tests.support.runs import rows
 
@@ -34,7 +36,7 @@ REPEATED = re.compile(r"^step (\d+): out of memory, repeated at micro-batch ")
 FOUND = re.compile(r"^memory grows by .* full at about step ([\d,]+)\.")
 
 
-def growing_runs(root: Path, seed: int, number: int) -> tuple[dict[str, Counter[str]], list[str]]:
+def growing_runs(root: Path, seed: int, number: int) -> Findings:
     """Train runs whose code keeps tensors, and runs whose code keeps as many for a while only.
 
     Args:
@@ -43,9 +45,9 @@ def growing_runs(root: Path, seed: int, number: int) -> tuple[dict[str, Counter[
         number: runs of each kind.
 
     Returns:
-        Counts of what was told by kind, and what was wrong.
+        What was told, by kind.
     """
-    draws, counts, faults = random.Random(seed), dict[str, Counter[str]](), list[str]()
+    draws, findings = random.Random(seed), Findings()
     for index in range(len(KEPT) * number):
         kind = KEPT[index % len(KEPT)]
         budget, heard = draws.randint(12, 48) * MiB, Heard()
@@ -57,23 +59,20 @@ def growing_runs(root: Path, seed: int, number: int) -> tuple[dict[str, Counter[
             said, has_ended = " ".join(heard.notes), False
         except (DoesNotFitError, RestartSmallerError) as error:
             said, has_ended = "; ".join([str(error), *error.__notes__]), True
-        # The budget is full where memory first ran out.
-        metrics = rows(out)
-        full = next((row["step"] for row in metrics if row["recovered"]), metrics[-1]["step"] + 1)
         told = [FOUND.match(one) for one in heard.notes if one.startswith("memory grows")]
+        fault = ""
         if not kind.startswith("kept"):
-            outcome = "FAULT: told" if said else "nothing told, no end"
+            outcome, fault = "nothing told, no end", f"told {said}" if said else ""
         elif "memory grew by" not in said:
-            outcome = f"FAULT: no cause in {said[-200:]!r}"
+            outcome, fault = "no cause", f"no cause in {said[-200:]!r}"
         elif not has_ended:
             outcome = "finished in smaller micro-batches, with the cause told"
         else:
-            outcome = _judge(told, full)
-        counts.setdefault(kind, Counter())[outcome.partition(":")[0]] += 1
-        if outcome.startswith("FAULT"):
-            faults.append(f"run {index}, {kind}, {budget:,} bytes: {outcome}")
+            outcome = "told once, within a fifth of the step that was full, and at the end"
+            fault = _unlike(told, rows(out))
+        findings.add(kind, outcome, f"run {index}, {budget:,} bytes: {fault}" if fault else "")
         shutil.rmtree(out)
-    return counts, faults
+    return findings
 
 
 def _course(kind: str, draws: random.Random, budget: int) -> Held:
@@ -91,17 +90,18 @@ def _course(kind: str, draws: random.Random, budget: int) -> Held:
     return lambda step: max(0, step - start) * rate
 
 
-def _judge(told: list[re.Match[str] | None], full: int) -> str:
-    """Return what was told of a run that ended, whose budget was full at a step."""
+def _unlike(told: list[re.Match[str] | None], metrics: list[dict[str, Any]]) -> str:
+    """Return what is wrong with the forecasts of a run that ended; nothing if all is right."""
+    # The budget is full where memory first ran out.
+    full = next((row["step"] for row in metrics if row["recovered"]), metrics[-1]["step"] + 1)
     if len(told) != 1 or told[0] is None:
-        return f"FAULT: told {len(told)} times"
+        return f"told {len(told)} times"
     foretold = int(told[0][1].replace(",", ""))
-    if abs(foretold - full) > FORETOLD_WITHIN * full:
-        return f"FAULT: foretold step {foretold}, full at step {full}"
-    return "told once, within a fifth of the step that was full, and at the end"
+    is_near = abs(foretold - full) <= FORETOLD_WITHIN * full
+    return "" if is_near else f"foretold step {foretold}, full at step {full}"
 
 
-def late_runs(root: Path, seed: int, number: int) -> tuple[dict[str, Counter[str]], list[str]]:
+def late_runs(root: Path, seed: int, number: int) -> Findings:
     """Train runs of which a later step, or the validation, takes more memory than the first steps.
 
     Args:
@@ -110,17 +110,16 @@ def late_runs(root: Path, seed: int, number: int) -> tuple[dict[str, Counter[str
         number: runs of each kind.
 
     Returns:
-        Counts of repeated steps by kind, and what was wrong.
+        The repeated steps, by kind.
     """
-    draws, counts, faults = random.Random(seed), dict[str, Counter[str]](), list[str]()
+    draws, findings, steps = random.Random(seed), Findings(), 24
     for index in range(len(LATE) * number):
         kind = [*LATE][index % len(LATE)]
-        since, steps = draws.randint(1, 20), 24
+        since = draws.randint(1, 20)
         (micro_batch, budget), heard = draws.choice(LATE[kind]), Heard()
         whole, expected = trained(late_workload(kind, since), root / "whole", Heard(), steps=steps)
         device = SimulatedDevice(load_profile("rtx-4090", user_dir=root), memory_budget=budget)
         out = root / str(index)
-        asked = f"run {index}, {kind} after step {since}, micro-batch {micro_batch}, {budget:,} bytes"
         found, record = trained(
             late_workload(kind, since), out, heard, steps=steps, micro_batch=micro_batch, device=device
         )
@@ -128,17 +127,20 @@ def late_runs(root: Path, seed: int, number: int) -> tuple[dict[str, Counter[str
         outcome = f"{len(repeated)} of {steps} steps repeated"
         if any(one.startswith("out of memory in validation") for one in heard.notes):
             outcome += ", validation continued smaller"
-        if float((found - whole).norm() / whole.norm()) > TOLERANCE:
-            faults.append(f"{asked}: other weights")
-        unlike = record.validation["loss"] or 0.0, expected.validation["loss"] or 1.0
-        if abs(unlike[0] - unlike[1]) > TOLERANCE * unlike[1]:
-            faults.append(f"{asked}: the loss of the validation is {unlike[0]}, not {unlike[1]}")
-        if repeated != [int(one[1]) for one in map(REPEATED.match, heard.notes) if one is not None]:
-            faults.append(f"{asked}: {outcome}, but told {heard.notes}")
-        # Halved from 64 to 1 at the most, and once in memory that is fragmented.
-        if len(repeated) > 1 + micro_batch.bit_length():
-            faults.append(f"{asked}: {outcome}")
-        counts.setdefault(kind, Counter())[outcome] += 1
+        loss, expected_loss = (one.validation["loss"] or math.nan for one in (record, expected))
+        told = [int(one[1]) for one in map(REPEATED.match, heard.notes) if one is not None]
+        faults = {
+            "other weights": float((found - whole).norm() / whole.norm()) > TOLERANCE,
+            f"the loss of the validation is {loss}, not {expected_loss}": not math.isclose(
+                loss, expected_loss, rel_tol=TOLERANCE
+            ),
+            f"{outcome}, but told {heard.notes}": repeated != told,
+            # Halved from 64 to 1 at the most, and once in memory that is fragmented.
+            f"{outcome}, too many": len(repeated) > 1 + micro_batch.bit_length(),
+        }
+        fault = "; ".join(text for text, is_so in faults.items() if is_so)
+        asked = f"run {index} after step {since}, micro-batch {micro_batch}, {budget:,} bytes"
+        findings.add(kind, outcome, f"{asked}: {fault}" if fault else "")
         for folder in (out, root / "whole"):
             shutil.rmtree(folder)
-    return counts, faults
+    return findings

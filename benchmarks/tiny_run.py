@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from autobatch import Progress, Workload
+from autobatch.api.call import Call
+from autobatch.api.pipeline import prepare
 from autobatch.core.check_options import options_from
-from autobatch.core.options import Options
-from autobatch.planning import make_plan
-from autobatch.setup.setup import open_setup
-from autobatch.training.build import build_sampler
-from autobatch.training.resume import load_run_state
-from autobatch.training.run import RunInputs, train_plan
+from autobatch.training.run import train_plan
 from autobatch.training.run_folder import RunFiles
 
-BATCH, MICRO_BATCH, SAMPLES = 8, 4, 48
-EMA = 0.9
+SAMPLES = 48
 
 
 class Points(Dataset[Any]):
@@ -58,40 +55,31 @@ def tiny_workload() -> Workload:
     )
 
 
-def trained_run(
-    out: Path, *, steps: int, workload: Workload, resume: bool = False, split_check: Any = "off"
-) -> nn.Module:
-    """Train, with a checkpoint and a validation after every step.
+def tiny_call(out: Path, *, workload: Workload | None = None, **more: Any) -> Call:
+    """Return a call of ``fit`` that writes a checkpoint after every step; ``more`` are other options."""
+    asked: dict[str, Any] = {
+        "target_batch": 8, "max_micro_batch": 4, "steps": 3, "ema": 0.9, "split_check": "off", "trials": 0,
+        "checkpoint_every": 1, "device": "cpu", "memory_budget": "64MiB", "out": str(out),
+    }  # fmt: skip
+    options = options_from("fit", asked | more)
+    return Call(workload=workload or tiny_workload(), options=options, progress=Progress())
 
-    Args:
-        out: folder of the run.
-        steps: optimizer steps of the whole run.
-        workload: what to train.
-        resume: continue from the newest checkpoint.
-        split_check: as the option.
 
-    Returns:
-        The trained model.
-    """
-    setup = open_setup(
-        workload, Options().with_values(device="cpu", memory_budget="64MiB", precision="fp32", ema=EMA)
-    )
-    asked = {"target_batch": BATCH, "steps": steps, "ema": EMA, "split_check": split_check}
-    options = options_from("fit", {**asked, "checkpoint_every": 1, "validate_every": 1})
-    stored = load_run_state(out) if resume else None
-    _, model = train_plan(
-        RunInputs(
-            setup=setup,
-            plan=make_plan(target_batch=BATCH, micro_batch_limit=MICRO_BATCH, learning_rate=0.01),
-            sampler=build_sampler(SAMPLES, options),
-            key={},
-            resumed=stored,
-            is_exact=True,
-        ),
-        RunFiles(out=out, options=options),
-        progress=Progress(),
-    )
-    return model
+class Trained(NamedTuple):
+    """The end of a run."""
+
+    model: nn.Module
+    resumed: Any
+    """What it was resumed from; None if it was not."""
+
+
+def train(call: Call) -> Trained:
+    """Train, and write the checkpoints, but no result and no page."""
+    with ExitStack() as lock:
+        ready = prepare(call, lock)
+        files = RunFiles(out=ready.out, options=call.options)
+        _, model = train_plan(ready.inputs, files, progress=call.progress)
+        return Trained(model, ready.inputs.resumed)
 
 
 def weights_of(model: nn.Module) -> Tensor:

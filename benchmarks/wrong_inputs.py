@@ -9,8 +9,7 @@ import contextlib
 import io
 import os
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_origin
@@ -20,6 +19,7 @@ from autobatch.api import stages
 from autobatch.cli import main as cli
 from autobatch.core.check_options import choices_of, expected, plain_type
 from autobatch.core.options import COMMANDS, fields_of
+from benchmarks.report import Findings
 from benchmarks.wrong_files import PROFILES, RUNS, TABLES, WORKLOADS
 
 LONGEST_LINE = 2100
@@ -61,16 +61,6 @@ class WrongInput:
     words: list[str]
     files: dict[str, bytes] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer of the command, and what is wrong with it."""
-
-    asked: WrongInput
-    code: int
-    err: str
-    faults: list[str]
 
 
 def _command(dice: random.Random) -> tuple[str, list[str]]:
@@ -140,14 +130,8 @@ def wrong_table(dice: random.Random) -> WrongInput:
 
 def wrong_profile(dice: random.Random) -> WrongInput:
     """Return a hardware profile that is none, under each way to name it."""
-    words = dice.choice(
-        [
-            ["profiles", "show", "p.toml"],
-            ["estimate", "--profile", "p.toml"],
-            ["probe", "--device", "sim:p.toml"],
-        ]
-    )
-    return WrongInput("profile", words, files={"p.toml": dice.choice(PROFILES)})
+    ways = ("profiles show p.toml", "estimate --profile p.toml", "probe --device sim:p.toml")
+    return WrongInput("profile", dice.choice(ways).split(), files={"p.toml": dice.choice(PROFILES)})
 
 
 def wrong_run(dice: random.Random) -> WrongInput:
@@ -166,14 +150,7 @@ def wrong_workload(dice: random.Random) -> WrongInput:
     return WrongInput("workload", [*words, f"{stem}.py:w"], files={f"{stem}.py": text.encode()})
 
 
-MAKERS: tuple[Callable[[random.Random], WrongInput], ...] = (
-    wrong_option,
-    wrong_variable,
-    wrong_table,
-    wrong_profile,
-    wrong_run,
-    wrong_workload,
-)
+MAKERS = (wrong_option, wrong_variable, wrong_table, wrong_profile, wrong_run, wrong_workload)
 
 
 def wrong_inputs(number: int, seed: int) -> Iterator[WrongInput]:
@@ -183,8 +160,8 @@ def wrong_inputs(number: int, seed: int) -> Iterator[WrongInput]:
         yield MAKERS[index % len(MAKERS)](dice)
 
 
-def ask(asked: WrongInput, folder: Path) -> Answer:
-    """Run the command in a folder, and check that it refuses in one line."""
+def ask(asked: WrongInput, folder: Path) -> tuple[int, str]:
+    """Run the command in a folder; return its exit code, and what is wrong with its one line, if anything."""
     for name, content in asked.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
@@ -204,7 +181,9 @@ def ask(asked: WrongInput, folder: Path) -> Answer:
         contextlib.redirect_stderr(err),
     ):
         code = cli.run(list(asked.words))
-    return Answer(asked, code, err.getvalue(), list(_faults(code, out.getvalue(), err.getvalue())))
+    faults = ", ".join(_faults(code, out.getvalue(), err.getvalue()))
+    shown = (asked.words, asked.environ, {name: text[-300:] for name, text in asked.files.items()})
+    return code, f"{faults}: {str(shown)[:900]} {err.getvalue()[:900]!r}" if faults else ""
 
 
 def _faults(code: int, out: str, err: str) -> Iterator[str]:
@@ -220,12 +199,11 @@ def _faults(code: int, out: str, err: str) -> Iterator[str]:
         yield "a traceback, or a bug told"
 
 
-def counts(answers: list[Answer]) -> dict[str, Counter[str]]:
-    """Count the exit codes and the faults of each kind of input."""
-    found: dict[str, Counter[str]] = {}
-    for answer in answers:
-        by_kind = found.setdefault(answer.asked.kind, Counter())
-        by_kind["asked"] += 1
-        by_kind[f"exit {answer.code}"] += 1
-        by_kind["faulty"] += bool(answer.faults)
-    return found
+def ask_all(root: Path, number: int, seed: int) -> Findings:
+    """Ask so many wrong inputs, each in an empty folder."""
+    findings = Findings()
+    for index, asked in enumerate(wrong_inputs(number, seed)):
+        (root / str(index)).mkdir()
+        code, fault = ask(asked, root / str(index))
+        findings.add(asked.kind, f"exit {code}", fault)
+    return findings
