@@ -91,10 +91,9 @@ class _Facts(msgspec.Struct):
     samples: Positive
     last_batch: LastBatch
     total_samples: Positive
-    ranks: list[_Key]
-    key: _Key = msgspec.field(default_factory=_Key)
-    order: int = 1
-    """Version of the order; the first one was kept without a number."""
+    ranks: list[dict[str, Any]]
+    key: _Key
+    order: int
     sampler: str | None = None
     sample_seeds: bool = False
     notes: list[str] = []
@@ -463,7 +462,7 @@ def check_same_data_order(resumed: Loaded, sampler: GlobalBatchSampler, *, sched
     before, now = resumed.facts, data_order_facts(sampler)
     _check_equal(
         resumed,
-        ("version of the data order", ORDER_VERSION, before.get("order", 1), "the run its own autobatch"),
+        ("version of the data order", ORDER_VERSION, before["order"], "the run its own autobatch"),
         ("number of training samples", now["samples"], before["samples"], "the same data"),
         ("order of the sampler", now["sampler"], before.get("sampler"), "the same sampler"),
         ("--last-batch", now["last_batch"], before["last_batch"], "the same"),
@@ -505,7 +504,7 @@ def changes_since_checkpoint(
             changes.append("--max-micro-batch")
         # What the user gave, and not what is free now, which differs each time.
         is_set = options.device.memory_budget is not None
-        if is_set and setup.device.budget_bytes < stored.get("budget_bytes", 0):
+        if is_set and setup.device.budget_bytes < resumed.facts["key"].get("budget_bytes", 0):
             changes.append("--memory-budget")
     else:
         changes.append("number of ranks")

@@ -5,50 +5,20 @@ from __future__ import annotations
 import errno
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
-from autobatch import DoesNotFitError, InputError
-from autobatch.core.options import Options
-from autobatch.core.records import RunOrder
-from autobatch.core.units import GiB, format_bytes
-from autobatch.distributed.ranks import Ranks
-from autobatch.planning import make_plan
-from autobatch.setup.setup import device_key
-from autobatch.training.checkpoint import Loaded, is_valid
-from autobatch.training.resume import (
-    changes_since_checkpoint,
-    check_same_data_order,
-    data_order_facts,
-    load_plan,
-    load_run_state,
-)
-from autobatch.workload.order import GlobalBatchSampler
+from autobatch import DoesNotFitError, InputError, fit
+from autobatch.training.checkpoint import is_valid, list_checkpoints
+from autobatch.training.resume import load_run_state
 from tests.support.checkpoints import STATE, facts_of, reseal, save_run
 from tests.support.kinds import RUNS
-from tests.support.options import as_options
-from tests.support.training import make_loop, make_setup, make_workload
-
-PLAN = make_plan(target_batch=32, micro_batch_limit=16, learning_rate=0.1)
-
-
-def sampler(**changes: Any) -> GlobalBatchSampler:
-    return GlobalBatchSampler(**{"samples": 96, "target_batch": 32, "seed": 0, "steps": 4, **changes})
-
-
-def checkpoint(of: GlobalBatchSampler | None = None, *, done: int = 2, **facts: Any) -> Loaded:
-    of = of or sampler()
-    stored = {"plan": msgspec.to_builtins(PLAN), "ranks": [{}], "seed": 0, "warmup_samples": None}
-    state = {"counters": {"batches_seen": done}}
-    return Loaded(Path("step-2"), state, {**stored, **data_order_facts(of), **facts}, [])
-
-
-def options(**changes: Any) -> Options:
-    return as_options("fit", **{"target_batch": 32, **changes})
+from tests.support.probes import Listener
+from tests.support.training import make_loop, make_workload, points
 
 
 def test_the_newest_checkpoint_is_loaded_after_leftovers_are_cleaned(tmp_path: Path) -> None:
@@ -96,8 +66,7 @@ def test_memory_that_runs_out_while_a_checkpoint_is_read_does_not_make_it_invali
         patch.setattr(place, fail)
         with pytest.raises(DoesNotFitError, match="not enough memory to resume from") as caught:
             load_run_state(tmp_path)
-    size = format_bytes(sum(file.stat().st_size for file in newest.iterdir()))
-    assert f"{newest}: its state takes {size} of host memory, found " in str(caught.value)
+    assert re.search(r"step-00000002: its state takes [\d.]+ KiB of host memory, found ", str(caught.value))
     assert caught.value.exit_code == 3
     assert ".." not in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -111,82 +80,91 @@ def test_a_run_without_checkpoints_cannot_be_resumed(tmp_path: Path) -> None:
         load_run_state(tmp_path)
 
 
+ASKED: dict[str, Any] = {
+    "target_batch": 8,
+    "steps": 2,
+    "trials": 0,
+    "device": "cpu",
+    "memory_budget": "64MiB",
+    "max_micro_batch": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of two steps."""
+    out = tmp_path_factory.mktemp("run")
+    fit(make_workload(), **ASKED, out=out)
+    return out
+
+
+def resume(done: Path, folder: Path, **changes: Any) -> list[str]:
+    """Resume a copy of a run with other fields of its workload, or other options; return what is said."""
+    heard, fields = Listener(), {name: changes.pop(name) for name in ("schedule",) if name in changes}
+    samples, order = changes.pop("samples", 24), changes.pop("order", None)
+    shutil.copytree(done, folder / "copy")
+    if order is not None:
+        (path,) = list_checkpoints(folder / "copy" / "checkpoints")
+        reseal(path, lambda _, facts: facts.update(order=order))
+    options = {**ASKED, "out": folder / "copy", "resume": True, "progress": heard, **changes}
+    fit(make_workload(train_data=points(samples), **fields), **options)
+    return heard.notes
+
+
+def decaying(optimizer: torch.optim.Optimizer, steps: int) -> Any:
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+
+
 @pytest.mark.parametrize(
-    ("facts", "asked", "message"),
+    ("changes", "message"),
     [
-        ({}, {"target_batch": 16}, "--target-batch 16 does not match the checkpoint step-2, which has 32"),
-        ({}, {"seed": 7}, "--seed 7 does not match the checkpoint step-2, which has 0"),
-        ({}, {"warmup_samples": 9}, "--warmup-samples 9 does not match .*, which has none: give the same"),
-        ({"warmup_samples": 9}, {}, "no --warmup-samples does not match .*, which has 9: give the same"),
+        (
+            {"target_batch": 16},
+            "--target-batch 16 does not match the checkpoint .*step-00000002, which has 8",
+        ),
+        ({"seed": 7}, "--seed 7 does not match the checkpoint .*step-00000002, which has 0"),
+        ({"warmup_samples": 9}, "--warmup-samples 9 does not match .*, which has none: give the same"),
+        (
+            {"samples": 23},
+            "number of training samples 23 does not match .*, which has 24: give the same data",
+        ),
+        ({"last_batch": "flush"}, "--last-batch flush does not match .*, which has carry"),
+        ({"steps": 1}, "this run has 1 optimizer steps, but the checkpoint .* has taken 2 already"),
+        ({"order": 3}, "version of the data order 2 does not match .* which has 3: give the run its own"),
+        ({"schedule": decaying, "steps": 9}, "schedule was built for, 9 does not match .*, which has 2"),
     ],
 )
-def test_another_batch_seed_or_warmup_is_refused(facts, asked, message: str) -> None:
-    assert load_plan(checkpoint(), options()) == PLAN
+def test_another_batch_or_another_order_of_the_data_is_refused(
+    done: Path, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(InputError, match=message):
-        load_plan(checkpoint(**facts), options(**asked))
+        resume(done, tmp_path, **changes)
 
 
-SHORT = sampler(samples=80, steps=None, epochs=1)
-"""The third batch has 16 samples, and would have 32 in a longer run."""
-
-
-@pytest.mark.parametrize(
-    ("stored", "now", "message"),
-    [
-        ({}, {"samples": 80}, "number of training samples 80 does not match .* step-2, which has 96: give"),
-        ({}, {"last_batch": "flush"}, "--last-batch flush does not match .*, which has carry"),
-        ({"done": 4}, {"steps": 3}, "this run has 3 optimizer steps, but .* step-2 has taken 4 already"),
-        ({"order": 3}, {}, "version of the data order 2 does not match .* which has 3: give the run its own"),
-        ({"order": None}, {}, "which has 1: give the run its own"),
-        ({"sampler": "1f"}, {}, "no order of the sampler does not match .*, which has 1f"),
-        ({"scheduled": True}, {"steps": 9}, "schedule was built for, 9 does not match .*, which has 4"),
-        ({"of": SHORT, "done": 3}, {"samples": 80, "steps": None, "epochs": 2}, "in 3 .* 96 .* has 80: give"),
-    ],
-)
-def test_another_order_of_the_data_is_refused(stored, now, message: str) -> None:
-    scheduled = stored.get("scheduled", False)
-    found = checkpoint(**stored)
-    # A checkpoint without a version has the first, in which an epoch was a list drawn by torch.
-    if found.facts["order"] is None:
-        del found.facts["order"]
-    with pytest.raises(InputError, match=message):
-        check_same_data_order(found, sampler(**now), scheduled=scheduled)
-
-
-def test_a_run_of_the_same_data_order_may_be_longer() -> None:
-    check_same_data_order(checkpoint(), sampler(), scheduled=True)
-    check_same_data_order(checkpoint(), sampler(steps=9), scheduled=False)
-    check_same_data_order(checkpoint(SHORT, done=3), SHORT, scheduled=False)
+def test_a_run_that_ended_in_a_short_batch_is_not_longer(tmp_path: Path) -> None:
+    """The last batch of one epoch has 8 samples, and would have 16 in two."""
+    asked = {**ASKED, "target_batch": 16, "steps": None}
+    fit(make_workload(), **asked, epochs=1, out=tmp_path / "run")
+    with pytest.raises(
+        InputError, match=r"samples in 2 optimizer steps 32 does not match .* 24: give the same"
+    ):
+        resume(tmp_path / "run", tmp_path, **asked, epochs=2)
 
 
 @pytest.mark.parametrize(
-    ("facts", "asked", "expected"),
+    ("changes", "expected"),
     [
-        ({}, {}, []),
-        ({"other": 2}, {"max_micro_batch": 16}, []),
-        ({"device": "gpu", "torch": "3"}, {}, ["device", "torch"]),
-        ({"precision": "bf16"}, {"max_micro_batch": 15}, ["--precision", "--max-micro-batch"]),
-        # What is free now differs each time: only a budget that the user gave is a change.
-        ({"budget_bytes": 4 * GiB}, {}, []),
-        ({"budget_bytes": 4 * GiB}, {"memory_budget": "1GiB"}, ["--memory-budget"]),
-        ({"budget_bytes": GiB}, {"memory_budget": "1GiB"}, []),
-        ({}, {"split": "size"}, ["--split"]),
+        ({}, "on the same hardware, bit for bit"),
+        ({"max_micro_batch": 3, "memory_budget": "32MiB"}, "another --max-micro-batch and another --mem"),
+        ({"precision": "bf16", "split": "size"}, "another --precision and another --split: the batch"),
     ],
 )
-def test_changes_that_rule_out_a_bit_exact_resume_are_named(facts, asked, expected) -> None:
-    setup = make_setup(make_workload())
-    before = checkpoint(ranks=[{**device_key(setup), **facts}])
-    found = changes_since_checkpoint(before, setup, sampler(), Ranks(), options(**asked))
-    assert found == expected
-
-
-def test_another_number_of_ranks_and_a_run_beyond_its_planned_order_are_changes() -> None:
-    order = RunOrder(batches=3, by="run", micro_batch_in_any_order=8, digest="of other sizes")
-    plan = msgspec.to_builtins(msgspec.structs.replace(PLAN, run_order=order))
-    found = changes_since_checkpoint(
-        checkpoint(plan=plan, ranks=[{}, {}]), make_setup(make_workload()), sampler(), Ranks(), options()
-    )
-    assert found == ["number of ranks", "sizes of the samples", "number of optimizer steps"]
+def test_what_rules_out_a_bit_exact_resume_is_named(
+    done: Path, changes: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    notes = resume(done, tmp_path, **changes)
+    assert expected in next(note for note in notes if note.startswith("resuming from"))
+    assert "nothing is left to train: all 2 steps of the run are done" in notes
 
 
 # what a checkpoint holds
@@ -239,7 +217,6 @@ def edit(path: Path, keys: tuple[str | int, ...], value: Any = None) -> None:
         (("facts", "plan", "micro_batches"), [-2, 9], "micro_batches"),
         (("facts", "plan", "learning_rate"), math.nan, "learning_rate"),
         (("facts", "key", "budget_bytes"), "all", "budget_bytes"),
-        (("facts", "ranks", 0, "budget_bytes"), [], "budget_bytes"),
         (("facts", "records"), {"device": 3}, "device"),
         (("facts", "notes"), [3], "notes"),
         (("facts", "samples"), 0, "samples"),
@@ -265,11 +242,10 @@ def test_a_missing_entry_is_named(tmp_path: Path) -> None:
     (path,) = save_run(tmp_path / "checkpoints", open_loop(), 1)
     state, facts = load_run_state(tmp_path).state, facts_of(open_loop())
     files = {file.name: file.read_bytes() for file in path.iterdir()}
-    # Without a version of the order it is that of the first version, which a resume refuses by name.
     for keys in (
         *(("state", name) for name in state.keys() - {"stream", "names"}),
         *(("state", "counters", name) for name in state["counters"]),
-        *(("facts", name) for name in facts.keys() - {"key", "order", "sampler"}),
+        *(("facts", name) for name in facts.keys() - {"sampler"}),
     ):
         edit(path, keys)
         file = "state" if keys[0] == "state" else "manifest"
