@@ -15,6 +15,7 @@ import struct
 import sys
 import tempfile
 import termios
+import textwrap
 import time
 from itertools import groupby
 from pathlib import Path
@@ -26,7 +27,7 @@ import pyte
 from benchmarks.report import arguments
 
 COMMAND = "autobatch fit --target-batch 1024"
-COLUMNS, ROWS = 80, 40
+COLUMNS, ROWS = 80, 60
 CHARACTER, LINE, MARGIN, TOP = 8.4, 20, 20, 44
 """Pixels: the width of a character, the height of a line, and the space beside and above the text."""
 HOLD_S = 8.0
@@ -39,6 +40,15 @@ COLORS = {
     "green": "#7ee787",
     "brown": "#e3b341",  # as pyte calls yellow
 }
+LIGHT = {
+    "default": "#1f2328",
+    "brightblack": "#59636e",
+    "cyan": "#0b7285",
+    "green": "#1a7f37",
+    "brown": "#8a5a00",
+}
+GROUNDS = {"dark": ("#10161d", COLORS), "light": ("#f6f8fa", LIGHT)}
+"""Background and colors of the text, by the theme."""
 SHORTEST_S = 0.03
 """Seconds; what is shown for less is the middle of a change."""
 Run = tuple[int, str, str, bool]
@@ -59,24 +69,21 @@ class Row(NamedTuple):
     """None if it stays until the end."""
 
 
-def play(command: str) -> list[tuple[float, bytes]]:
-    """Run a command in a terminal, in a folder of its own. Return what it prints, and when in seconds."""
+def play(command: str, folder: str, columns: int = COLUMNS) -> list[tuple[float, bytes]]:
+    """Run a command in a terminal, in a folder. Return what it prints, and when in seconds."""
     printed = []
-    with tempfile.TemporaryDirectory() as folder:
-        began = time.monotonic()
-        child, terminal = pty.fork()
-        if child == 0:
-            os.chdir(folder)
-            os.environ.update(
-                TERM="xterm-256color", COLUMNS=str(COLUMNS), LINES=str(ROWS), AUTOBATCH_HOME=folder
-            )
-            os.execv(sys.executable, [sys.executable, "-m", *shlex.split(command)])
-        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-        while text := _read(terminal):
-            printed.append((time.monotonic() - began, text))
-        os.close(terminal)
-        if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-            raise SystemExit(b"".join(text for _, text in printed).decode() + f"\nexit code {code}")
+    began = time.monotonic()
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(folder)
+        os.environ.update(TERM="xterm-256color", COLUMNS=str(columns), LINES=str(ROWS), AUTOBATCH_HOME=folder)
+        os.execv(sys.executable, [sys.executable, "-m", *shlex.split(command)])
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
+    while text := _read(terminal):
+        printed.append((time.monotonic() - began, text))
+    os.close(terminal)
+    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        raise SystemExit(b"".join(text for _, text in printed).decode() + f"\nexit code {code}")
     return printed
 
 
@@ -87,9 +94,9 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
-def rows_of(printed: list[tuple[float, bytes]]) -> list[Row]:
+def rows_of(printed: list[tuple[float, bytes]], columns: int = COLUMNS) -> list[Row]:
     """Return every row that the screen showed, in the order of its beginning."""
-    screen = pyte.Screen(COLUMNS, ROWS)
+    screen = pyte.Screen(columns, ROWS)
     stream = pyte.ByteStream(screen)
     shown: dict[int, tuple[float, tuple[Run, ...]]] = {}
     rows = []
@@ -97,7 +104,7 @@ def rows_of(printed: list[tuple[float, bytes]]) -> list[Row]:
         stream.feed(FAINT.sub(b"\x1b[90", text))
         for number in range(ROWS):
             start_s, before = shown.get(number, (0.0, ()))
-            if (now := _runs(screen.buffer[number])) != before:
+            if (now := _runs(screen.buffer[number], columns)) != before:
                 if before and seconds - start_s > SHORTEST_S:
                     rows.append(Row(number, before, start_s, seconds))
                 shown[number] = (seconds, now)
@@ -105,10 +112,10 @@ def rows_of(printed: list[tuple[float, bytes]]) -> list[Row]:
     return sorted(rows, key=lambda row: (row.start_s, row.number))
 
 
-def _runs(cells: dict[int, pyte.screens.Char]) -> tuple[Run, ...]:
+def _runs(cells: dict[int, pyte.screens.Char], columns: int) -> tuple[Run, ...]:
     runs, column = [], 0
     for (color, bold), group in groupby(
-        (cells[at] for at in range(COLUMNS)), lambda cell: (cell.fg, cell.bold)
+        (cells[at] for at in range(columns)), lambda cell: (cell.fg, cell.bold)
     ):
         text = "".join(cell.data for cell in group)
         if text.strip():
@@ -120,8 +127,6 @@ def _runs(cells: dict[int, pyte.screens.Char]) -> tuple[Run, ...]:
 def picture(command: str, rows: list[Row]) -> str:
     """Draw the rows as an SVG in which each appears and disappears when it did on the screen."""
     total_s = max(row.end_s or row.start_s for row in rows) + HOLD_S
-    width = COLUMNS * CHARACTER + 2 * MARGIN
-    height = TOP + (max(row.number for row in rows) + 2) * LINE + MARGIN
     frames, groups = [], []
     for number, row in enumerate(rows):
         start, end = (
@@ -137,29 +142,59 @@ def picture(command: str, rows: list[Row]) -> str:
         groups.append(
             f'<g class="{kind}" style="animation-name: r{number}">{_texts(row.number + 1, row.runs)}</g>'
         )
-    prompt = _texts(0, ((0, "$", "green", True), (2, command, "default", True)))
+    playing = f"g {{ animation: {total_s:.2f}s step-end infinite }} " + " ".join(frames)
+    motion = f"\n@media (prefers-reduced-motion: no-preference) {{ {playing} }}"
+    height = max(row.number for row in rows) + 2
+    return _window(command, [_texts(0, _prompt(command)), *groups], COLUMNS, height, motion=motion)
+
+
+def still(command: str, rows: list[Row], columns: int, theme: str) -> tuple[str, int, int]:
+    """Draw the last screen. Return the SVG, its width and its height in pixels."""
+    prompt = textwrap.wrap(command, columns - 4, break_on_hyphens=False)
+    lines = [_prompt(prompt[0]), *(((4, line, "default", True),) for line in prompt[1:])]
+    last = [row for row in rows if row.end_s is None]
+    texts = [
+        *(_texts(number, runs, theme) for number, runs in enumerate(lines)),
+        *(_texts(row.number + len(lines), row.runs, theme) for row in last),
+    ]
+    height = max(row.number for row in last) + len(lines) + 1
+    return _window(command, texts, columns, height, theme=theme), *_size(columns, height)
+
+
+def _prompt(command: str) -> tuple[Run, ...]:
+    return ((0, "$", "green", True), (2, command, "default", True))
+
+
+def _size(columns: int, lines: int) -> tuple[int, int]:
+    return round(columns * CHARACTER + 2 * MARGIN), TOP + lines * LINE + MARGIN
+
+
+def _window(
+    command: str, texts: list[str], columns: int, lines: int, *, theme: str = "dark", motion: str = ""
+) -> str:
+    """Draw the window of a terminal."""
+    width, height = _size(columns, lines)
     dots = "".join(
         f'<circle cx="{MARGIN + 4 + 20 * at}" cy="20" r="6" fill="{color}"/>'
         for at, color in enumerate(("#ff5f57", "#febc2e", "#28c840"))
     )
-    playing = f"g {{ animation: {total_s:.2f}s step-end infinite }} " + " ".join(frames)
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
             f"<title>{escape(command)}, in a terminal</title>",
-            f"<style>{STYLE}\n@media (prefers-reduced-motion: no-preference) {{ {playing} }}</style>",
-            f'<rect width="{width:g}" height="{height:g}" rx="8" fill="#10161d"/>{dots}',
-            prompt,
-            *groups,
+            f"<style>{STYLE}{motion}</style>",
+            f'<rect width="{width}" height="{height}" rx="8" fill="{GROUNDS[theme][0]}"/>{dots}',
+            *texts,
             "</svg>\n",
         ]
     )
 
 
-def _texts(number: int, runs: tuple[Run, ...]) -> str:
+def _texts(number: int, runs: tuple[Run, ...], theme: str = "dark") -> str:
+    colors = GROUNDS[theme][1]
     return "".join(
         f'<text x="{MARGIN + column * CHARACTER:.1f}" y="{TOP + (number + 0.7) * LINE:g}" '
-        f'textLength="{len(text) * CHARACTER:.1f}" fill="{COLORS.get(color, "#" + color)}" '
+        f'textLength="{len(text) * CHARACTER:.1f}" fill="{colors.get(color, "#" + color)}" '
         f'font-weight="{700 if bold else 400}">{escape(text)}</text>'
         for column, text, color, bold in runs
     )
@@ -172,4 +207,6 @@ def last_screen(drawn: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    arguments(__doc__, file=Path).file.write_text(picture(COMMAND, rows_of(play(COMMAND))), encoding="utf-8")
+    file = arguments(__doc__, file=Path).file
+    with tempfile.TemporaryDirectory() as folder:
+        file.write_text(picture(COMMAND, rows_of(play(COMMAND, folder))), encoding="utf-8")

@@ -1,11 +1,13 @@
-"""Pictures of the pages for the documentation: ``python -m benchmarks.screenshots`` writes them to docs/img.
+"""Pictures for the documentation: ``python -m benchmarks.screenshots`` writes them to docs/img.
 
 It trains the demo twice, the second time in less memory, compares the runs, and opens both pages in Chromium:
-wide, wide and dark, and as narrow as a phone.
+wide, wide and dark, and as narrow as a phone. It predicts what fits of a model of the hub, whose config is at
+hand, in terminals of those widths.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -16,7 +18,9 @@ from pathlib import Path
 
 from PIL import Image
 
+from benchmarks.recording import play, rows_of, still
 from benchmarks.report import arguments
+from benchmarks.which_gpu import MODELS
 
 IMAGES = Path(__file__).parent.parent / "docs" / "img"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -26,6 +30,12 @@ FIT = "fit --target-batch 512 --steps 120 --validate-every 12 --trials 0 --quiet
 WIDE, NARROW = 1280, 390
 HEIGHTS = {"report": 1240, "compare": 2500}
 """Pixels of each page from its top."""
+SHAPES = (("", WIDE, "light"), ("-dark", WIDE, "dark"), ("-narrow", NARROW, "light"))
+"""End of the name of each picture, its pixels across, and its theme."""
+MODEL = "Qwen/Qwen3-0.6B"
+ESTIMATE = f"autobatch estimate hf:{MODEL} --sequence 2048 --profile rtx-4090"
+COLUMNS = {WIDE: 147, NARROW: 46}
+"""Columns of a terminal of so many pixels."""
 COLORS = 96
 """Colours of a picture: few enough for a small file, and as many as the charts have."""
 MOST_BYTES = 150_000
@@ -79,17 +89,29 @@ def train() -> dict[str, str]:
         return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
 
 
+def estimate(ending: str, width: int, theme: str) -> Path:
+    """Write a picture of a terminal that predicts what fits of a model."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder, MODEL)
+        model.mkdir(parents=True)
+        (model / "config.json").write_text(json.dumps(MODELS[MODEL].config), encoding="utf-8")
+        rows = rows_of(play(ESTIMATE, folder, COLUMNS[width]), COLUMNS[width])
+    drawn, across, down = still(ESTIMATE, rows, COLUMNS[width], theme)
+    page = f'<html lang="en"><body style="margin:0">{drawn}'
+    return shoot(page, IMAGES / f"estimate{ending}.png", width=width, height=width * down // across)
+
+
 def main() -> None:
     """Write every picture."""
     arguments(__doc__)
-    for name, page in train().items():
-        for ending, width, theme in (
-            ("", WIDE, "light"),
-            ("-dark", WIDE, "dark"),
-            ("-narrow", NARROW, "light"),
-        ):
+    pages = train()
+    for ending, width, theme in SHAPES:
+        images = [estimate(ending, width, theme)]
+        for name, page in pages.items():
             image = IMAGES / f"{name}{ending}.png"
-            size = shoot(page, image, width=width, height=HEIGHTS[name], theme=theme).stat().st_size
+            images.append(shoot(page, image, width=width, height=HEIGHTS[name], theme=theme))
+        for image in images:
+            size = image.stat().st_size
             print(f"{image.relative_to(IMAGES.parent.parent)}  {size:,} bytes")
             assert size <= MOST_BYTES, "draw fewer colours, or less of the page"
 

@@ -7,6 +7,7 @@ What fits, the plan and what was reached are printed once, at the end.
 from __future__ import annotations
 
 import html
+import textwrap
 import time
 from collections.abc import Iterable, Mapping
 from importlib import import_module
@@ -179,6 +180,8 @@ class Terminal(Progress):
         self._end()
         for line in estimates.notes:
             self.note(line)
+        if estimates.notes and self._console.is_terminal:
+            self._say("")
         self._print_table(tables.gpu_table(estimates.estimates))
         if estimates.over_ranks:
             of_ranks = tables.rank_table(estimates.over_ranks)
@@ -206,13 +209,21 @@ class Terminal(Progress):
         self._print_lines(tables.remedy_lines(one))
 
     def _print_lines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self._console.print(Text(self._shown(line)), soft_wrap=True)
+        """Print lines; on a terminal a long one continues, between words, below its beginning."""
+        width = self._console.width
+        is_narrow = width < NARROW
+        indent = " " * (3 if is_narrow else LABEL)
+        for line in map(self._shown, lines):
+            text = line.lstrip() if is_narrow else line
+            parts = textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
+            self._console.print(Text("\n".join(parts) if self._console.is_terminal else line), soft_wrap=True)
 
     def _print_table(self, table: tables.Table, *, wraps: bool = False) -> None:
-        """Print a table, in a pipe with tabs between the cells.
+        """Print a table, in a pipe with tabs between the cells, each row as a list where it is too wide.
 
-        One that is wider than the terminal is better than figures that are cut off.
+        Args:
+            table: the table.
+            wraps: whether the first column may be broken into lines.
         """
         if not self._console.is_terminal:
             for row in (table.head, *table.rows):
@@ -220,10 +231,13 @@ class Terminal(Progress):
             return
         grid = self._grid(table, wraps=wraps)
         widest = self._console.options.update(max_width=WIDEST)
-        needed = 0 if wraps else self._console.measure(grid, options=widest).maximum
-        width, self._console.width = self._console.width, max(self._console.width, needed)
-        self._console.print(grid)
-        self._console.width = width
+        if wraps or self._console.measure(grid, options=widest).maximum <= self._console.width:
+            self._console.print(grid)
+            return
+        for first, *cells in table.rows:
+            self._console.print(Text(self._shown(first), style="bold"), soft_wrap=True)
+            for name, cell in zip(table.head[1:], cells, strict=True):
+                self._console.print(Text(self._shown(f"  {name:<12} {cell}")))
 
     def _grid(self, table: tables.Table, *, wraps: bool) -> Table:
         grid = Table(box=None, pad_edge=False)
