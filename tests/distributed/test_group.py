@@ -10,9 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,6 @@ from autobatch.distributed.group import (
     Start,
     check_gpus,
     join_existing,
-    join_launch,
     join_loop,
     meet,
     reach_store,
@@ -73,26 +70,6 @@ def test_ranks_exchange_messages(server: RankServer) -> None:
     assert server.values(exchange, world=3) == [expected] * 3
 
 
-def join_and_end() -> tuple[bool, bool, bool]:
-    """Join a loop twice, then run what the end of the interpreter runs."""
-    ended: list[Any] = []
-    group_module.atexit.register, register = ended.append, group_module.atexit.register  # type: ignore[assignment]
-    try:
-        join_loop()
-        join_loop()
-    finally:
-        group_module.atexit.register = register  # type: ignore[assignment]
-    joined = dist.is_initialized()
-    for leave in [*ended, *ended]:
-        leave()
-    return joined, dist.is_initialized(), len(ended) == 1
-
-
-@pytest.mark.distributed
-def test_a_group_that_a_loop_made_is_left_at_the_end(server: RankServer) -> None:
-    assert server.values(join_and_end, world=2) == [(True, False, True)] * 2
-
-
 def join_what_a_library_made() -> list[Any]:
     alone = join_existing(2)
     dist.init_process_group("gloo")
@@ -103,9 +80,21 @@ def join_what_a_library_made() -> list[Any]:
     return [alone, other, gathered]
 
 
+def join_and_end() -> tuple[int, bool]:
+    """Join a loop twice, then run what the end of the interpreter runs."""
+    ended: list[Any] = []
+    group_module.atexit.register = ended.append  # type: ignore[assignment]
+    for _ in range(2):
+        join_loop().gather(None)
+    for leave in [*ended, *ended]:
+        leave()
+    return len(ended), dist.is_initialized()
+
+
 @pytest.mark.distributed
-def test_only_a_group_that_exists_is_joined(server: RankServer) -> None:
-    assert server.values(join_what_a_library_made, world=2) == [[None, None, [0, 1]]] * 2
+def test_a_loop_joins_a_group_that_exists_and_leaves_its_own(server: RankServer) -> None:
+    assert server.values(join_what_a_library_made) == [[None, None, [0, 1]]] * 2
+    assert server.values(join_and_end) == [(1, False)] * 2
 
 
 def is_running(pid: int) -> bool:
@@ -138,21 +127,22 @@ def test_all_ranks_leave_with_the_code_of_the_first_failure(server: RankServer, 
     assert (verdict.rank, verdict.code, verdict.line) == (1, 77, "memory ran out")
 
 
-def later_start() -> str:
-    environ = {**os.environ, "TORCHELASTIC_RESTART_COUNT": "1"}
+def later_start(code: int) -> str:
+    """Start again after a start that failed with an exit code."""
     ranks = open_ranks(os.environ)
     ranks.gather(None)
-    ranks.fail("a wrong option", 2)
+    ranks.fail("the line", code)
     try:
-        open_ranks(environ)
+        return str(open_ranks({**os.environ, "TORCHELASTIC_RESTART_COUNT": "1"}).gather("meet"))
     except Exception as error:
         return f"{type(error).__name__} {error}"
-    return ""
 
 
 @pytest.mark.distributed
-def test_a_restart_ends_at_once_after_invalid_input(server: RankServer) -> None:
-    assert server.values(later_start) == ["EarlierVerdict a wrong option"] * 2
+@pytest.mark.parametrize("code", [1, 2, 3, 77])
+def test_only_what_a_restart_cannot_change_ends_it(server: RankServer, code: int) -> None:
+    said = "EarlierVerdict the line" if code in (2, 3) else "['meet', 'meet']"
+    assert server.values(later_start, code) == [said] * 2
 
 
 def keep_the_store() -> str:
@@ -227,14 +217,6 @@ def open_watched(out: str) -> Group:
     return group
 
 
-def hangs_in_a_step(out: str) -> None:
-    group = open_watched(out)
-    if group.rank == 1:
-        group.sign("training")
-        time.sleep(100)
-    group.agree(False)
-
-
 def hangs_on_its_own(out: str) -> None:
     group = open_watched(out)
 
@@ -257,6 +239,19 @@ def is_stopped(out: str) -> None:
     time.sleep(100)
 
 
+def works_for_long(out: str) -> None:
+    """Show signs of life on rank 1 for longer than the limit, and hang then."""
+    group = open_watched(out)
+    if group.rank == 1:
+        for _ in range(4):
+            time.sleep(0.5)
+            group.sign("validating")
+        assert not (Path(out) / "verdict.json").exists()
+        group.sign("training")
+        time.sleep(100)
+    group.gather(group.rank)
+
+
 def receives_nothing(out: str) -> None:
     """Wait on all ranks for messages that never arrive."""
     group = open_watched(out)
@@ -271,19 +266,10 @@ LIMIT = "for more than the --collective-timeout of 1.5 s"
 @pytest.mark.parametrize(
     ("hang", "line"),
     [
-        (hangs_in_a_step, f"rank 1 lets the other ranks wait {LIMIT}, while training: it hangs"),
-        (
-            hangs_on_its_own,
-            f"rank 0 lets the other ranks wait {LIMIT}, while saving a checkpoint: it hangs",
-        ),
-        (
-            is_stopped,
-            f"rank 1 showed no sign of life {LIMIT}, last seen validating: the process is stopped",
-        ),
-        (
-            receives_nothing,
-            f"no rank got further {LIMIT}, while they were waiting to sum the batch: check",
-        ),
+        (works_for_long, f"rank 1 lets the other ranks wait {LIMIT}, while training: it hangs"),
+        (hangs_on_its_own, f"rank 0 lets the other ranks wait {LIMIT}, while saving a checkpoint: it"),
+        (is_stopped, f"rank 1 showed no sign of life {LIMIT}, last seen validating: the process is stopped"),
+        (receives_nothing, f"no rank got further {LIMIT}, while they were waiting to sum the batch: check"),
     ],
 )
 def test_a_rank_that_hangs_is_named(server: RankServer, tmp_path: Path, hang: Any, line: str) -> None:
@@ -291,21 +277,6 @@ def test_a_rank_that_hangs_is_named(server: RankServer, tmp_path: Path, hang: An
     assert [one.code for one in ended] == [1, 1, 1]
     verdict = msgspec.json.decode((tmp_path / "verdict.json").read_bytes(), type=Verdict)
     assert verdict.line.startswith(line)
-
-
-def works_for_long(out: str) -> list[int]:
-    """Work on rank 1 for longer than the limit, with signs of life, while the others wait."""
-    group = open_watched(out)
-    if group.rank == 1:
-        for _ in range(4):
-            time.sleep(0.5)
-            group.sign("validating")
-    return group.gather(group.rank)
-
-
-@pytest.mark.distributed
-def test_a_rank_that_gets_further_may_work_for_long(server: RankServer, tmp_path: Path) -> None:
-    assert server.values(works_for_long, str(tmp_path), world=3) == [[0, 1, 2]] * 3
 
 
 def stop_in_a_collective() -> None:
@@ -350,79 +321,41 @@ def connect_to(port: int) -> TCPStore:
     return TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
 
 
-def test_what_does_not_answer_as_a_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        message = f"what listens at 127.0.0.1:{port} took the connection and gave no answer for 0.2 s"
-        with pytest.raises(RankLost, match=message):
-            reach_store(lambda: connect_to(port), "127.0.0.1", port, answer_s=0.2)
-    message = f"nobody answers at 127.0.0.1:{port}, where the ranks meet, for 0.01 s .*refused.*MASTER_ADDR"
-    with pytest.raises(RankLost, match=message):
-        reach_store(lambda: None, "127.0.0.1", port, start_s=0.01)
-
-    def unknown(*_: object, **__: object) -> None:
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(socket, "create_connection", unknown)
-    with pytest.raises(RankLost, match=r"nobody answers at other:1, .* for 0 s .*Name or service not known"):
-        reach_store(lambda: None, "other", 1, start_s=0)
-
-
-def test_a_store_that_starts_later_is_waited_for_and_its_error_is_raised() -> None:
+def test_a_store_is_waited_for_and_what_is_none_is_named() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        named = f"nobody answers at 127.0.0.1:{port}, where the ranks meet, for 0.01 s .*refused.*MASTER_ADDR"
+        with pytest.raises(RankLost, match=named):
+            reach_store(lambda: None, "127.0.0.1", port, start_s=0.01)
         threading.Timer(0.05, listener.listen).start()
-        assert reach_store(lambda: "store", "127.0.0.1", listener.getsockname()[1]) == "store"
+        named = f"what listens at 127.0.0.1:{port} took the connection and gave no answer for 0.2 s"
+        with pytest.raises(RankLost, match=named):
+            reach_store(lambda: connect_to(port), "127.0.0.1", port, answer_s=0.2)
     store = open_store()
     store.set("key", "value")
     assert reach_store(lambda: connect_to(store.port), "127.0.0.1", store.port).get("key") == b"value"
-
-    def fail() -> None:
-        raise TimeoutError("of torch")
-
-    with pytest.raises(TimeoutError, match="of torch"):
-        reach_store(fail, "127.0.0.1", store.port)
 
 
 def launch_of(rank: int, world: int = 2, restart: int = 0) -> Launch:
     return Launch(rank=rank, world=world, address="here", port=1, restart=restart)
 
 
-def start_of(store: HashStore, restarts: Sequence[int]) -> list[Start]:
-    with ThreadPoolExecutor(len(restarts)) as pool:
-        launches = [launch_of(rank, len(restarts), count) for rank, count in enumerate(restarts)]
-        return list(pool.map(lambda launch: meet(store, launch, 10), launches))
-
-
 def test_ranks_of_one_start_meet_though_their_launchers_count_restarts_differently() -> None:
+    """A rank whose place another process has had waits for the next start."""
     store = HashStore()
-    for number, (restarts, expected) in enumerate([((0, 0), 0), ((1, 0), 1), ((1, 0), 2), ((4, 1), 4)], 1):
-        first, second = start_of(store, restarts)
-        assert first == second
+    for number, (restarts, expected) in enumerate(
+        [((0, 0), 0), ((1, 0), 1), ((1, 0), 2), ((4, 1), 4), ((0, 0), 0)], 1
+    ):
+        if number == 5:  # a process that trains again
+            store.add(ENDED, 4)
+        with ThreadPoolExecutor(1) as pool:
+            early = pool.submit(meet, store, launch_of(1, restart=restarts[1]), 10)
+            time.sleep(0.02)
+            assert not early.done()
+            first = meet(store, launch_of(0, restart=restarts[0]), 10)
+        assert first == early.result()
         assert (first.number, first.restart, len(set(first.tokens))) == (number, expected, 2)
-    store.add(ENDED, 4)
-    assert [one.restart for one in start_of(store, (0, 0))] == [0, 0], "a process that trains again"
-
-
-def test_a_rank_waits_for_the_next_start_if_another_process_has_its_place() -> None:
-    store = HashStore()
-    start_of(store, (0, 0))
-    with ThreadPoolExecutor(1) as pool:
-        early = pool.submit(meet, store, launch_of(1), 10)
-        time.sleep(0.05)
-        assert not early.done()
-        assert meet(store, launch_of(0), 10) == early.result()
-
-
-def test_a_launcher_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "LAUNCHER_S", 0)
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        launch = replace(
-            launch_of(1), address="127.0.0.1", port=unused.getsockname()[1], has_agent_store=True
-        )
-        with pytest.raises(RankLost, match=r"nobody answers at 127.0.0.1:.* for 0 s"):
-            join_launch(launch)
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,16 @@
-"""One process, which asks nobody; and the place of a rank, as its environment describes it."""
+"""The place of a rank, as its environment describes it, and failures before the ranks have met."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from autobatch import InputError
-from autobatch.distributed.launch import fail_before_joining, open_ranks
-from autobatch.distributed.ranks import Ranks, read_launch, write_error_file
+from autobatch.distributed.launch import fail_before_joining
+from autobatch.distributed.ranks import read_launch, write_error_file
 
 ENVIRON = {
     "RANK": "5",
@@ -23,48 +20,6 @@ ENVIRON = {
     "MASTER_ADDR": "host",
     "MASTER_PORT": "1234",
 }
-
-
-@pytest.mark.parametrize("environ", [{}, {"WORLD_SIZE": "1", "RANK": "0"}])
-def test_one_process_answers_itself(environ: dict[str, str], tmp_path: Path) -> None:
-    ranks = open_ranks(environ)
-    assert (ranks.rank, ranks.world, ranks.restart, ranks.earlier_out) == (0, 1, 0, None)
-    assert ranks.gather({"a": 1}) == [{"a": 1}]
-    assert ranks.broadcast("text") == "text"
-    assert ranks.once(lambda: 3) == 3
-    assert [ranks.agree(flag) for flag in (True, False)] == [True, False]
-    assert ranks.device("cuda") == "cuda"
-    ranks.check_equal({"--seed": 0})
-    ranks.limit_wait(1.0)
-    ranks.enter(tmp_path)
-    assert ranks.fail("a line", 2) is None
-    ranks.close()
-
-
-def test_one_process_imports_no_torch() -> None:
-    code = (
-        "import sys; from autobatch.distributed.launch import open_ranks; open_ranks({}).close(); "
-        "assert 'torch' not in sys.modules, 'torch'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_rank_that_was_started_otherwise_is_named() -> None:
-    class Three(Ranks):
-        def gather(self, value: Any) -> list[Any]:
-            return [value, value, {"--seed": 1}]
-
-    with pytest.raises(InputError, match=r"differ in --seed: rank 2 has 1, and rank 0 has 0\. Start all"):
-        Three().check_equal({"--seed": 0})
-
-
-def test_the_environment_of_torchrun_is_read() -> None:
-    launch = read_launch(
-        {**ENVIRON, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
-    )
-    assert launch is not None
-    assert (launch.rank, launch.world, launch.local_rank, launch.local_world) == (5, 8, 1, 4)
-    assert (launch.address, launch.port, launch.has_agent_store, launch.restart) == ("host", 1234, True, 2)
 
 
 @pytest.mark.parametrize(
