@@ -44,15 +44,6 @@ def call(group: Any = None, command: str = "fit", **options: Any) -> Call:
     return Call(workload=None, options=asked, ranks=group or Ranks())
 
 
-def test_options_that_ranks_can_follow_stay() -> None:
-    alone = call()
-    assert agree_on_options(alone) is alone
-    assert continue_after_restart(alone) is alone
-    for found in (call(), call(Two(), parallel="shard"), call(Two())):
-        assert agree_on_options(found).options == found.options
-    assert agree_on_options(call(Two(), "plan", own_loop=True)).options.ranks.parallel == "replicate"
-
-
 @pytest.mark.parametrize(
     ("ranks", "command", "options", "message"),
     [

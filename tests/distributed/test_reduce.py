@@ -100,28 +100,27 @@ def gradients_of(rank: int, dtypes: Sequence[torch.dtype]) -> tuple[list[nn.Para
     return parameters, Gradients(nn.ParameterList(parameters), (torch.optim.SGD(parameters, lr=1.0),))
 
 
-def run_ranks(
-    capacity: int, outcomes: list[Any], dtypes: Sequence[torch.dtype], *, times: int = 1
-) -> tuple[list[Any], Threads]:
+def run_ranks(capacity: int, outcomes: list[Any], dtypes: Sequence[torch.dtype]) -> tuple[list[Any], Threads]:
     threads = Threads()
     found: list[Any] = [None] * WORLD
 
     def run(rank: int) -> None:
         reduction = Reduction(Rank(threads, rank))  # type: ignore[arg-type]
-        for _ in range(times):
-            parameters, gradients = gradients_of(rank, dtypes)
-            whole = exchange_buffer(parameters, torch.device("cpu"), world=WORLD)
-            header = num_cells(WORLD, len(RankNumbers._fields)) + len(parameters)
-            state: Any = SimpleNamespace(
-                gradients=gradients, exchange=whole.new_zeros(header + capacity), scaler=None
-            )
-            state.items_per_sample = None
-            try:
-                rows = reduction.run(state, outcomes[rank])
-            except InputError as error:
-                found[rank] = error
-                return
-            found[rank] = rows, [parameter.grad for parameter in parameters]
+        parameters, gradients = gradients_of(rank, dtypes)
+        buffer = exchange_buffer(parameters, torch.device("cpu"), world=WORLD)
+        header = num_cells(WORLD, len(RankNumbers._fields)) + len(parameters)
+        state: Any = SimpleNamespace(
+            gradients=gradients,
+            exchange=buffer.new_zeros(header + capacity),
+            scaler=None,
+            items_per_sample=None,
+        )
+        try:
+            rows = reduction.run(state, outcomes[rank])
+        except InputError as error:
+            found[rank] = error
+            return
+        found[rank] = rows, [parameter.grad for parameter in parameters]
 
     started = [threading.Thread(target=run, args=(rank,)) for rank in range(WORLD)]
     for thread in started:

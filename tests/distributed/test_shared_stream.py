@@ -120,31 +120,18 @@ def test_a_stream_that_is_split_by_rank_is_named(server: RankServer) -> None:
     assert server.values(note_of_first, False) == [None, None]
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.arange(20.0).reshape(4, 5).T[1:],
-        torch.tensor(2.5, dtype=torch.bfloat16),
-        torch.empty(0, 3),
-        torch.tensor([1 + 2j]),
-    ],
-    ids=str,
-)
-def test_a_tensor_is_sent_whole_and_without_the_memory_around_it(tensor: Tensor) -> None:
-    (found,) = unpack(pack([{"x": tensor, "y": "text"}]))
-    assert found["y"] == "text"
-    assert found["x"].dtype == tensor.dtype
-    assert torch.equal(found["x"], tensor)
+def test_samples_are_sent_as_plain_values_without_the_memory_around_them() -> None:
+    pixels = np.arange(6, dtype=np.uint8).reshape(2, 3)[:, ::2]
+    tensors = [torch.arange(20.0).reshape(4, 5).T[1:], torch.tensor(2.5, dtype=torch.bfloat16)]
+    tensors += [torch.empty(0, 3), torch.tensor([1 + 2j])]
+    plain = {"y": "text", "z": (np.float32(0.5), np.array(["a"]), b"1", None)}
+    found, array, others = unpack(pack([tensors, pixels, plain]))
+    assert all(
+        torch.equal(one, sent) and one.dtype == sent.dtype for one, sent in zip(found, tensors, strict=True)
+    )
+    assert np.array_equal(array, pixels)
+    assert (array.dtype, others) == (np.uint8, plain)
     row = torch.zeros(1000, 1000)[3]
     assert len(pack(row)) < 2 * row.nbytes
-
-
-def test_samples_are_sent_as_plain_values_only() -> None:
-    pixels = np.arange(6, dtype=np.uint8).reshape(2, 3)[:, ::2]
-    sample = (pixels, np.float32(0.5), np.array(["a"]), b"1", None)
-    array, *others = unpack(pack(sample))
-    assert np.array_equal(array, pixels)
-    assert array.dtype == np.uint8
-    assert others == [*sample[1:]]
     with pytest.raises(InputError, match=r"as tensors.*, found fractions\.Fraction: convert it where"):
         pack([{"x": fractions.Fraction(1, 3)}])

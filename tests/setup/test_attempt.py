@@ -75,8 +75,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op`:FutureWarning")
-@pytest.mark.parametrize("device", ["cpu", "sim:t4"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "device"),
+    [("batch norm", "cpu"), ("batch norm", "sim:t4"), ("tied", "sim:t4"), ("lstm", "cpu"), ("frozen", "cpu")],
+)
 def test_a_probe_changes_nothing(kind: str, device: str) -> None:
     live = with_gradients(MODELS[kind]())
     workload = work(live)
@@ -124,9 +126,8 @@ def test_a_probe_leaves_an_optimizer_and_data_that_the_user_has_in_use(budget: s
 
 
 @pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op`:FutureWarning")
-@pytest.mark.parametrize("kind", ["batch norm", "tied"])
-def test_forty_out_of_memory_errors_leave_nothing_behind(kind: str) -> None:
-    live = with_gradients(MODELS[kind]())
+def test_forty_out_of_memory_errors_leave_nothing_behind() -> None:
+    live = with_gradients(Tied())
     setup = setup_of(work(live), "20KiB")
     attempt(setup, 100)
     before, count = fingerprint(live), live_tensors()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +12,6 @@ from torch.utils.data import TensorDataset
 
 from autobatch import DoesNotFitError, InputError, WholeBatchLoss, Workload
 from autobatch.core.options import Options
-from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
-from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.cpu import CpuDevice
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.setup.model import check_whole
@@ -23,7 +20,6 @@ from autobatch.setup.setup import (
     Setup,
     describe_setup,
     emulation_notes,
-    new_allocator,
     open_setup,
     placement_notes,
     with_knobs,
@@ -142,23 +138,6 @@ def test_the_key_does_not_depend_on_what_leaves_the_limit_unchanged() -> None:
 
 
 # The description.
-
-
-def test_a_description_makes_the_allocator_of_the_device() -> None:
-    setup = opened(device="sim:t4", memory_budget="64MiB")
-    info = describe_setup(setup)
-    made, expandable = new_allocator(info), new_allocator(info, expandable=True)
-    assert isinstance(made, CachingAllocator)
-    assert (made.limit, made.config) == (64 * 2**20, AllocatorConfig())
-    assert expandable.config == AllocatorConfig(expandable_segments=True)
-    assert new_allocator(describe_setup(replace(setup, device=setup.device.expandable()))).config == (
-        expandable.config
-    )
-    assert new_allocator(info, capped=False).limit is None
-    host = describe_setup(opened(work(base_batch=32)))
-    assert (host.samples, host.base_batch, host.precision, host.allocator) == (600, 32, "fp32", None)
-    assert isinstance(new_allocator(host), CountingAllocator)
-    assert (new_allocator(host).limit, new_allocator(host, capped=False).limit) == (2**20, None)
 
 
 def test_a_configuration_changes_the_precision_the_knobs_and_the_segments() -> None:

@@ -10,8 +10,8 @@ from autobatch.core.options import Options
 from autobatch.core.units import MiB
 from autobatch.setup import trace as traced_setup
 from autobatch.setup.attempt import attempt
-from autobatch.setup.setup import Setup, describe_setup, open_setup, with_knobs
-from autobatch.setup.trace import other_order, predicted_memory, remedies_of, trace_footprint
+from autobatch.setup.setup import Setup, open_setup, with_knobs
+from autobatch.setup.trace import other_order, remedies_of, trace_footprint
 from tests.support.probes import RandomVectors, mlp, work
 from tests.support.step_workloads import WORKLOADS, deep_transformer, setup
 from tests.support.untouched import fingerprint, with_gradients
@@ -72,16 +72,3 @@ def test_remedies_are_true_of_the_setup_that_was_probed() -> None:
         assert attempt(changed, found[name]).attempt.fits
         assert not attempt(changed, found[name] + 1).attempt.fits
     assert remedies_of(setup(WORKLOADS["perceptron"](), budget=10 * MiB), None) == []
-
-
-def test_the_predicted_memory_of_an_answer_has_the_peak_of_its_attempt() -> None:
-    made = setup(deep_transformer(), budget=2 * MiB)
-    size = largest_that_runs(made, 40)
-    points, curve = predicted_memory(trace_footprint(made), describe_setup(made), size)
-    predicted = {point.micro_batch: point.peak_reserved_bytes for point in points}
-    peak = attempt(made, size).attempt.peak_allocated_bytes
-    assert predicted[size] == peak
-    assert predicted[size + 1] > 2 * MiB
-    assert curve is not None
-    assert max(map(sum, zip(*curve.categories.values(), strict=True))) == peak
-    assert predicted_memory(None, describe_setup(made), size) == ([], None)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autobatch import InputError
-from autobatch.distributed.sharding.build import check_resets, on_meta, shard_over
+from autobatch.distributed.sharding.build import on_meta, shard_over
 from autobatch.distributed.sharding.layout import ShardLayout
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
@@ -88,22 +88,6 @@ def test_a_model_that_is_never_whole_draws_other_numbers_on_each_rank(server: Ra
     assert weights.abs().max() <= 1 / 8
     assert weights.std() == pytest.approx(1 / 8 / 3**0.5, rel=0.05)
     assert not torch.equal(weights[:32], weights[32:])
-
-
-def test_a_module_that_cannot_draw_is_named() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential())
-    model[1].register_parameter("own", nn.Parameter(torch.ones(2)))
-    with pytest.raises(InputError, match=r"and 1 \(Sequential\) has no reset_parameters\(\): add one"):
-        check_resets(model)
-    check_resets(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.MultiheadAttention(4, 2)))
-
-
-def test_a_copy_without_memory_keeps_ties_and_types() -> None:
-    model = built()
-    made = on_meta(model)
-    assert made.first.weight is made.again.weight
-    assert {tensor.device.type for tensor in [*made.parameters(), *made.buffers()]} == {"meta"}
-    assert not model.first.weight.is_meta
 
 
 def test_a_model_that_cannot_be_copied_is_refused() -> None:
