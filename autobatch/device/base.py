@@ -34,7 +34,7 @@ GPU_HEADROOM_SHARE = 0.05
 
 
 class Meter(Protocol):
-    """Readings of one session on a device."""
+    """Readings of one session on a device. Here they are those of a session in which nothing is counted."""
 
     def count(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that were made out of sight of the device (a batch, for example).
@@ -42,40 +42,27 @@ class Meter(Protocol):
         Raises:
             torch.OutOfMemoryError: They do not fit in the budget.
         """
+        return
 
     def uncounted(self) -> AbstractContextManager[None]:
         """Count nothing within the block: for work that stays on the host, such as collating a batch."""
-
-    def mark(self, phase: str) -> None:
-        """Record that a phase begins; see `autobatch.step.train_step.Mark`."""
-
-    def stats(self) -> MemoryStats:
-        """Read the allocator. In a probe, wait first until the device has finished its work."""
-
-    def trace(self) -> Trace | None:
-        """Return the allocation events since the session began; None if none are recorded."""
-
-
-class SilentMeter:
-    """A meter for a session in which nothing is counted."""
-
-    def count(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do nothing."""
-
-    def uncounted(self) -> AbstractContextManager[None]:
-        """Do nothing."""
         return nullcontext()
 
     def mark(self, phase: str) -> None:
-        """Do nothing."""
+        """Record that a phase begins; see `autobatch.step.train_step.Mark`."""
+        return
 
     def stats(self) -> MemoryStats:
-        """Return None for every figure."""
+        """Read the allocator. In a probe, wait first until the device has finished its work."""
         return MemoryStats()
 
     def trace(self) -> Trace | None:
-        """Return None: nothing was recorded."""
+        """Return the allocation events since the session began; None if none are recorded."""
         return None
+
+
+class SilentMeter(Meter):
+    """A meter for a session in which nothing is counted."""
 
 
 class Device(ABC):

@@ -266,25 +266,6 @@ def save_or_explain(path: Path, content: bytes) -> Path:
         ) from error
 
 
-def profile_folder(device: str, *, user_dir: Path) -> Path:
-    """Return the folder in the data directory for the cached limits of a device, by its driver's name.
-
-    It is that of the saved profile that lists this name; without one, a folder named after the device.
-    """
-    for _, file in sorted(_saved(user_dir).items()):
-        try:
-            profile = read_profile(file)
-        except InputError:
-            continue
-        if _plain(device) in map(_plain, (profile.title, *profile.device_names)):
-            return file.parent
-    return user_dir / "profiles" / (re.sub(r"[^a-z0-9]+", "-", device.casefold()).strip("-") or "device")
-
-
-def _plain(name: str) -> str:
-    return " ".join(word for word in name.casefold().split() if word not in {"nvidia", "tesla"})
-
-
 def _saved(user_dir: Path) -> dict[str, Path]:
     return {file.parent.name: file for file in (user_dir / "profiles").glob(f"*/{PROFILE}")}
 

@@ -1,8 +1,7 @@
 """Limits that were found on this machine, by everything that changes them, with their traced steps.
 
-One JSON file per key, under ``profiles/<device>/limits`` of the data directory, beside the saved hardware
-profile of that device. A file that cannot be used is ignored with a logged reason and left alone: a newer
-autobatch may have written it.
+One JSON file per key, under ``profiles/<device>/limits`` of the data directory. A file that cannot be used is
+ignored with a logged reason and left alone: a newer autobatch may have written it.
 
 A trace takes seconds, and a later probe of the same workload needs the same one. It is used only if the run
 that confirms the limit allocated exactly what it says, so that changed code is traced again.
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +26,7 @@ from autobatch.core.text import printable
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
 from autobatch.device.allocator.trace import Trace
-from autobatch.device.profiles import profile_folder, save_or_explain
+from autobatch.device.profiles import save_or_explain
 from autobatch.footprint.fit import Footprint
 from autobatch.setup.setup import KeyValue
 
@@ -131,8 +131,9 @@ def entry_path(key: Mapping[str, KeyValue], home: Path) -> Path:
     # Fields that are unknown count as absent.
     known = {field: value for field, value in key.items() if value is not None}
     canonical = msgspec.json.encode(known, order="deterministic")
-    folder = profile_folder(str(key.get("device")), user_dir=home)
-    return folder / "limits" / f"{hashlib.sha256(canonical).hexdigest()}.json"
+    device = re.sub(r"[^a-z0-9]+", "-", str(key.get("device")).casefold()).strip("-")
+    folder = home / "profiles" / (device or "device") / "limits"
+    return folder / f"{hashlib.sha256(canonical).hexdigest()}.json"
 
 
 def _changed(limit: CachedLimit, key: Mapping[str, KeyValue]) -> list[str]:

@@ -18,7 +18,6 @@ from autobatch.device.profiles import (
     format_profile,
     list_profiles,
     load_profile,
-    profile_folder,
     save_profile,
 )
 from tests.support.hardware import a_figure, a_profile
@@ -110,7 +109,6 @@ def test_a_malformed_file_is_named_with_its_field(tmp_path, text, message):
     listing = list_profiles(user_dir=tmp_path)
     assert str(file) in listing.problems[0]
     assert {profile.name for profile in listing.profiles} >= WANTED
-    assert profile_folder("My GPU", user_dir=tmp_path) == tmp_path / "profiles" / "my-gpu"
 
 
 def test_profiles_are_shipped_in_the_package_and_not_beside_an_installed_one(tmp_path, monkeypatch):
@@ -149,14 +147,6 @@ def test_a_home_that_is_not_writable_is_named(tmp_path):
     home = write_atomic(tmp_path / "file", b"") / "home"  # below a file, where even root cannot write
     with pytest.raises(InputError, match=rf"{home.name}.* cannot be written: .*AUTOBATCH_HOME"):
         save_profile(a_profile(), user_dir=home)
-
-
-def test_a_folder_is_named_after_the_saved_profile_of_the_device_else_after_the_device(tmp_path):
-    folder = tmp_path / "profiles"
-    assert profile_folder("NVIDIA H200", user_dir=tmp_path) == folder / "nvidia-h200"
-    assert profile_folder("AMD EPYC (Zen 4)", user_dir=tmp_path) == folder / "amd-epyc-zen-4"
-    save_profile(a_profile(device_names=("NVIDIA H200",)), user_dir=tmp_path)
-    assert profile_folder("nvidia h200", user_dir=tmp_path) == folder / "my-gpu"
 
 
 def test_the_home_is_chosen_by_the_environment(tmp_path):

@@ -156,29 +156,6 @@ def test_invariants(steps, limit, expandable):
     assert allocator.reserved_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("size", "block", "segment"),
-    [
-        (1, 512, 2 * MiB),
-        (512, 512, 2 * MiB),
-        (513, 1024, 2 * MiB),
-        (MiB, MiB, 2 * MiB),
-        (MiB + 1, MiB + 512, 20 * MiB),
-        (10 * MiB - 1, 10 * MiB, 10 * MiB),
-        (10 * MiB - 512, 10 * MiB - 512, 20 * MiB),
-        # The tail of an own segment is at most 2 MiB, and is split off only above 1 MiB.
-        (11 * MiB, 12 * MiB, 12 * MiB),
-        (11 * MiB - 512, 11 * MiB - 512, 12 * MiB),
-        (21 * MiB, 22 * MiB, 22 * MiB),
-        (20 * MiB, 20 * MiB, 20 * MiB),
-    ],
-)
-def test_first_block_and_segment(size, block, segment):
-    allocator = CachingAllocator()
-    assert allocator.malloc(size).size == block
-    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (block, segment)
-
-
 def test_cached_segments_are_freed_before_the_error():
     allocator = CachingAllocator(40 * MiB)
     first = allocator.malloc(30 * MiB)

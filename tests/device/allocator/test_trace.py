@@ -79,31 +79,3 @@ def test_replay_names_the_phase_of_the_peak():
 def test_a_block_whose_number_an_empty_one_had_stays() -> None:
     trace = Trace(((7, 512), (7, FREE), (7, 0), (7, FREE), (8, 100)))
     assert trace.without_empty().events == ((0, 512), (0, FREE), (1, 100))
-
-
-@pytest.mark.parametrize(
-    ("events", "marks", "expected"),
-    [
-        # Frees at the end are no part of a step.
-        (
-            ((0, 5), (1, 6), (1, FREE), (0, FREE)),
-            ((0, "a"), (3, "end")),
-            (((0, 5), (1, 6)), ((0, "a"), (2, "end"))),
-        ),
-        # Nor are those of unknown blocks.
-        (
-            ((7, FREE), (8, 5), (8, FREE), (8, 6)),
-            ((1, "a"),),
-            (((0, 5), (0, FREE), (1, 6)), ((0, "a"),)),
-        ),
-        (
-            ((7, 100), (8, 50), (7, FREE), (9, 1)),
-            ((0, "a"),),
-            (((0, 100), (1, 50), (0, FREE), (2, 1)), ((0, "a"),)),
-        ),
-    ],
-)
-def test_the_canonical_form_numbers_blocks_in_order(events, marks, expected):
-    found = Trace(events, marks).canonical()
-    assert found == Trace(*expected)
-    assert found.canonical() is found
