@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
-from autobatch.step.tensors import is_sharded, local_part, local_parts
+from autobatch.step.gradients import is_sharded, local_part, local_parts
 
 
 class WeightAverage:

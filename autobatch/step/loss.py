@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from autobatch.core.errors import InputError
-from autobatch.step.gradients import LOW_PRECISION
-from autobatch.step.tensors import is_readable
+from autobatch.step.gradients import LOW_PRECISION, is_readable
 from autobatch.workload.contract import Collated, Loss, kind_of
 from autobatch.workload.nested import form_of
 from autobatch.workload.user_code import user_code

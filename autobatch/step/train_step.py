@@ -27,7 +27,7 @@ from torch.autograd import Variable
 
 from autobatch.core.errors import InputError
 from autobatch.core.records import Record
-from autobatch.step.gradients import norm_of
+from autobatch.step.gradients import is_readable, norm_of
 from autobatch.step.loss import (
     Form,
     Number,
@@ -45,7 +45,6 @@ from autobatch.step.loss import (
     read_terms,
     terms_of,
 )
-from autobatch.step.tensors import is_readable
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import Rewind, WholeBatchPasses
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss

@@ -25,7 +25,7 @@ from autobatch.step.train_state import StepSettings, TrainState, build_train_sta
 from autobatch.training.batchnorm import batch_norms
 from autobatch.training.loop import Loop
 from autobatch.training.noise_scale import NoiseScale
-from autobatch.training.phase_times import PhaseTimes
+from autobatch.training.observers import PhaseTimes
 from autobatch.training.validation import sanity_check_validation
 from autobatch.workload.contract import Collated, Workload, kind_of, schedule_arguments
 from autobatch.workload.data import load_micro_batch

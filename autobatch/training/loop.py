@@ -41,9 +41,8 @@ from autobatch.step.loss import StepTotals, mean_of
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.training.batchnorm import rescaled_momentum
-from autobatch.training.growth import MemoryWatch
 from autobatch.training.noise_scale import NoiseScale
-from autobatch.training.phase_times import OTHER, PhaseTimes
+from autobatch.training.observers import OTHER, MemoryWatch, PhaseTimes
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.loader import Feed

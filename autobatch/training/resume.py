@@ -34,7 +34,7 @@ from autobatch.distributed.rank_plan import layout_of
 from autobatch.distributed.ranks import Ranks
 from autobatch.setup.setup import Setup, device_key
 from autobatch.step.ema import load_average
-from autobatch.step.tensors import is_sharded
+from autobatch.step.gradients import is_sharded
 from autobatch.step.train_state import TrainState
 from autobatch.training.checkpoint import (
     MANIFEST,

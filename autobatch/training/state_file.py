@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.units import MiB
-from autobatch.step.tensors import is_sharded, local_part
+from autobatch.step.gradients import is_sharded, local_part
 
 STATE = "state.json"
 """File of a checkpoint with everything but the tensors."""

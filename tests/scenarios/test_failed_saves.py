@@ -155,13 +155,6 @@ def test_memory_that_runs_out_while_a_checkpoint_is_written_ends_the_run(
     assert not leftovers(tmp_path / "checkpoints")
 
 
-def test_a_run_may_continue_without_a_checkpoint_that_lacked_memory(tmp_path: Path, monkeypatch) -> None:
-    lose_memory(monkeypatch, tmp_path, after=1, errors=[MemoryError(), out_of_memory()])
-    options = settings(tmp_path, checkpoint_every=1, on_failed_save="continue")
-    assert train(open_loop(), options, Progress(), None).failed_checkpoints == [2, 3]
-    assert saved_steps(tmp_path)[-1] == STEPS
-
-
 def lose_memory(monkeypatch, out: Path, *, after: int, errors: list[Exception]) -> None:
     """Let the next attempts to write a checkpoint after that of a step raise these errors."""
     write = checkpoint.write_state

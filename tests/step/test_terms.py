@@ -159,40 +159,18 @@ def returning(value: Any) -> Workload:
     ("value", "found"),
     [
         ({}, "needs a name for each, found none"),
-        ({3: 1.0}, "needs a name for each, found 3"),
         ({"loss": 1.0, "boxes": 1.0}, "'loss', 'boxes', whose sum is the loss"),
-        (
-            {"boxes": None},
-            "the term 'boxes' of the workload's loss must be a 0-d tensor or a Loss, found nothing",
-        ),
+        ({"boxes": None}, "the term 'boxes' of the workload's loss must be a 0-d tensor or a Loss, found"),
         ({"boxes": -1.0}, "the count of the term 'boxes' must be finite and at least 0, found -1"),
-        ({"boxes": math.nan}, "the count of the term 'boxes' must be finite and at least 0, found nan"),
-        (
-            lambda zero: {"boxes": Loss(zero, torch.tensor(math.nan))},
-            "the count of the term 'boxes' must be finite",
-        ),
-        (lambda zero: {"boxes": Loss(zero, torch.tensor(math.inf))}, "found inf for the batch"),
+        (lambda zero: {"boxes": Loss(zero, torch.tensor(math.nan))}, "count of the term 'boxes' must be"),
         (lambda zero: {"boxes": Loss(zero, torch.tensor(-1.0))}, "found -1 for a micro-batch"),
         (lambda zero: {"boxes": Loss(zero[None], 1)}, "the total of the term 'boxes' must be a 0-d tensor"),
-        (lambda zero: {"boxes": zero.expand(3)}, "found a tensor of shape (3,)"),
         (lambda zero: (zero, zero), "found a tuple of a tensor of shape (), a tensor of shape ()"),
         (lambda _: [], "found a list of nothing"),
-        (
-            [{"a": 1.0}, {"b": 1.0}],
-            "returned a (a Loss) for one micro-batch and b (a Loss) for another: return the same",
-        ),
-        (
-            [{"a": 1.0}, lambda zero: {"a": zero}],
-            "a (a Loss) for one micro-batch and a (a tensor) for another",
-        ),
-        (
-            [{"a": 1.0}, lambda zero: zero],
-            "a (a Loss) for one micro-batch and a tensor for another: return the same",
-        ),
-        (
-            [{"a": 1.0}, {"a": 2.0}, {"a": 1.0}, {"a": 1.0}],
-            "counts 2 items of a batch while it trains, and 3 were",
-        ),
+        ([{"a": 1.0}, {"b": 1.0}], "a (a Loss) for one micro-batch and b (a Loss) for another: return the"),
+        ([{"a": 1.0}, lambda zero: zero], "a (a Loss) for one micro-batch and a tensor for another: return"),
+        ([lambda zero: zero, lambda zero: Loss(zero, 1)], "a tensor for one micro-batch and a Loss for"),
+        ([{"a": one} for one in (1.0, 2.0, 1.0, 1.0)], "counts 2 items of a batch while it trains, and 3"),
     ],
 )
 def test_a_wrong_loss_is_one_line_and_moves_nothing(value: Any, found: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,19 +16,13 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from autobatch import InputError, Progress, fit
+from autobatch.cli.output import describe_failure
 from autobatch.core.units import MiB
 from autobatch.device.select import open_device
 from autobatch.planning import make_plan
-from autobatch.setup.model import build_model
-from autobatch.training import build
-from autobatch.training.build import build_sampler, build_schedules, open_loop
+from autobatch.training.build import build_sampler, open_loop
 from autobatch.training.checkpoint import load_newest
-from autobatch.training.loop import Loop
 from autobatch.workload.contract import Loading
-from autobatch.workload.loader import AHEAD
-from autobatch.workload.order import GlobalBatchSampler
-from autobatch.workload.streams import ENDLESS, StreamView
-from autobatch.workload.user_code import remarks_on
 from tests.support.options import as_options
 from tests.support.training import (
     Rows,
@@ -35,22 +30,16 @@ from tests.support.training import (
     make_setup,
     make_workload,
     points,
-    weights,
 )
 
-
-def opened(workload=None, **options: Any) -> tuple[Loop, torch.Tensor]:
-    """Open a loop and train it; return it with the trained weights."""
-    workload = workload or make_workload()
-    asked = as_options("fit", **{"target_batch": 7, "steps": 3, **options})
-    plan = make_plan(target_batch=7, micro_batch_limit=3, learning_rate=workload.learning_rate)
-    setup = make_setup(workload)
-    sampler = build_sampler(len(workload.train_data), asked)
-    with open_loop(setup, plan, asked, sampler) as loop:
-        assert loop.batches_seen == loop.steps_applied == 0
-        assert loop.train_state.model is setup.model
-        list(loop.run())
-    return loop, weights(setup.model)
+OPTIONS: dict[str, Any] = {
+    "target_batch": 7,
+    "steps": 3,
+    "trials": 0,
+    "device": "cpu",
+    "memory_budget": "1GiB",
+    "max_micro_batch": 3,
+}
 
 
 @pytest.mark.parametrize(
@@ -65,19 +54,19 @@ def opened(workload=None, **options: Any) -> tuple[Loop, torch.Tensor]:
         ("counts", lambda batch: "none"),
     ],
 )
-def test_a_wrong_result_of_a_function_is_refused_with_its_line(field: str, function: Any) -> None:
-    given = make_workload(**{"validation_data": points(), field: function})
-    workload = given if field != "model" else replace(given, model=lambda: build_model(given))
+def test_a_wrong_result_of_a_function_is_refused_with_its_line(
+    field: str, function: Any, tmp_path: Path
+) -> None:
     with pytest.raises(InputError) as caught:
-        opened(workload)
+        fit(make_workload(**{"validation_data": points(), field: function}), **OPTIONS, out=tmp_path)
     place = f"{__file__}:{function.__code__.co_firstlineno}"
-    assert remarks_on(caught.value) == [f"look at the workload's {field} ({place})"]
+    assert f"look at the workload's {field} ({place})" in str(describe_failure(caught.value))
 
 
-def test_a_run_without_a_batch_is_refused_with_both_numbers() -> None:
-    options = as_options("fit", target_batch=25, epochs=3, last_batch="drop")
+def test_a_run_without_a_batch_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    asked = {**OPTIONS, "target_batch": 25, "steps": None, "epochs": 3, "last_batch": "drop"}
     with pytest.raises(InputError, match="24 training samples do not fill a target batch of 25"):
-        build_sampler(24, options)
+        fit(make_workload(), **asked, out=tmp_path)
 
 
 def per_epoch(optimizer, steps_per_epoch):
@@ -103,12 +92,13 @@ def test_a_schedule_takes_what_its_arguments_are_called(schedule, rates, last: s
     assert [record.learning_rate for record in loop.run()] == pytest.approx([0.1 * one for one in rates])
 
 
-def test_the_steps_of_an_epoch_without_an_end_are_refused() -> None:
-    endless = GlobalBatchSampler(samples=ENDLESS, target_batch=8, seed=0, steps=3)
-    with pytest.raises(
-        InputError, match=r"asks for steps_per_epoch, but the length of the stream is unknown"
-    ):
-        build_schedules(make_workload(schedule=per_epoch), (), endless)
+def test_the_steps_of_an_epoch_without_an_end_are_refused(tmp_path: Path) -> None:
+    def stream() -> Iterator[Any]:
+        while True:
+            yield points()[0]
+
+    with pytest.raises(InputError, match=r"asks for steps_per_epoch, but the length of the stream is"):
+        fit(make_workload(schedule=per_epoch, train_data=stream), **OPTIONS, out=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -119,14 +109,12 @@ def test_the_steps_of_an_epoch_without_an_end_are_refused() -> None:
         (lambda o: None, r"must return the factor .*, found nothing .*: name its argument optimizer"),
     ],
 )
-def test_a_schedule_that_is_none_is_refused(schedule, message: str) -> None:
+def test_a_schedule_that_is_none_is_refused(schedule, message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
-        opened(make_workload(schedule=schedule))
+        fit(make_workload(schedule=schedule), **OPTIONS, out=tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "is_noted"), [(True, False, False), (False, True, True), (False, False, False)]
-)
+@pytest.mark.parametrize(("first", "then", "is_noted"), [(True, False, False), (False, True, True)])
 def test_samples_stay_seeded_after_a_resume_and_a_change_is_noted(
     tmp_path: Path, first: bool, then: bool, is_noted: bool
 ) -> None:
@@ -175,31 +163,21 @@ def test_the_first_step_starts_with_an_empty_cache_as_a_probe_does() -> None:
         ({}, {"workers": 1, "prefetch": 5}, {}, (1, 5)),
         ({"loader_workers": 2, "prefetch": 4}, {"workers": 3, "prefetch": 5}, {}, (2, 4)),
         ({"loader_workers": 2, "prefetch": 4}, {}, {"workers": 1, "prefetch": 1}, (1, 1)),
-        ({"loader_workers": 2}, {"workers": 3}, {"workers": 0}, (0, AHEAD)),
+        ({"loader_workers": 2}, {"workers": 3}, {"workers": 0}, (0, 2)),
     ],
 )
-@pytest.mark.parametrize("is_stream", [False, True])
 def test_the_user_comes_first_then_the_plan_then_the_loader(
-    knobs: dict[str, Any], of_loader: dict[str, Any], given: dict[str, Any], expected, is_stream: bool,
-    monkeypatch,
-) -> None:  # fmt: skip
-    """The workers of a stream read it, and make no micro-batches."""
+    knobs: dict[str, Any], of_loader: dict[str, Any], given: dict[str, Any], expected, monkeypatch
+) -> None:
     fed: dict[str, Any] = {}
-    monkeypatch.setattr(build, "open_feed", lambda *_, **options: fed.update(options) or nullcontext())
-    view = StreamView(points())
-    monkeypatch.setattr(view, "read_with", lambda **options: read.update(options))
-    read: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "autobatch.training.build.open_feed", lambda *_, **options: fed.update(options) or nullcontext()
+    )
     workload = make_workload(loading=Loading(**of_loader))
     asked = as_options("fit", target_batch=8, steps=1, **given)
     plan = make_plan(target_batch=8, micro_batch_limit=4, learning_rate=0.1)
     plan = msgspec.structs.replace(plan, knobs=knobs)
-    sampler = build_sampler(24, asked, view=view if is_stream else None)
-    with open_loop(make_setup(workload), plan, asked, sampler):
+    with open_loop(make_setup(workload), plan, asked, build_sampler(24, asked)):
         pass
-    workers = expected[0]
-    if is_stream:
-        assert (fed["workers"], fed["sample_seeds"]) == (0, False)
-        assert (read.get("num_workers", 0), read.get("prefetch_factor", AHEAD)) == expected
-    else:
-        assert (fed["workers"], fed["prefetch"]) == expected
-        assert fed["sample_seeds"] == (workers > 0), "several workers draw as one"
+    assert (fed["workers"], fed["prefetch"]) == expected
+    assert fed["sample_seeds"] == (expected[0] > 0), "several workers draw as one"

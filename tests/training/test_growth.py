@@ -20,7 +20,7 @@ from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device.host import HostMemory
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.training.growth import MemoryWatch
+from autobatch.training.observers import MemoryWatch
 from autobatch.training.run import train
 from tests.support.runs import rows, settings
 from tests.support.training import make_loop, make_workload, mean_loss, points

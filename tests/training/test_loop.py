@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 
 from autobatch import InputError, Loss, NonFiniteError
-from autobatch.workload.user_code import failed_part
 from tests.support.kinds import Followed
 from tests.support.overflow import flagged
 from tests.support.overflow import loss as overflowing_loss
@@ -66,21 +65,6 @@ def test_a_run_equals_training_on_whole_batches(kind: str, last_batch: str, micr
     assert [record.loss for record in records] == pytest.approx(losses, rel=1e-12)
     assert len(records) == loop.sampler.total == {"carry": 11, "flush": 12, "drop": 9}[last_batch]
     assert records[-1].samples == sum(map(len, batches))
-
-
-def test_the_schedule_ends_exactly_with_the_run() -> None:
-    seen = []
-
-    def schedule(optimizer, steps):
-        seen.append(steps)
-        return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
-
-    loop = make_loop(make_workload(schedule=schedule), target_batch=7, steps=None, epochs=3, micro_batch=3)
-    records = list(loop.run())
-    assert seen == [11] == [len(records)]
-    rates = [record.learning_rate for record in records]
-    assert rates == pytest.approx([0.1 * (1 - k / 11) for k in range(11)])
-    assert loop.train_state.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize(
@@ -201,15 +185,6 @@ def test_nothing_follows_a_step_that_was_skipped() -> None:
     applied = [record.applied for record in loop.run()]
     assert len(set(applied)) == 2
     assert calls == [False] * sum(applied)
-
-
-def test_an_error_after_a_step_names_its_part() -> None:
-    def after_step(model: nn.Module) -> None:
-        raise KeyError("teacher")
-
-    with pytest.raises(KeyError) as caught:
-        list(make_loop(make_workload(after_step=after_step)).run())
-    assert failed_part(caught.value) == "after_step"
 
 
 def test_a_parameter_that_is_replaced_after_a_step_is_refused_by_name() -> None:

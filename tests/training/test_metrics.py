@@ -7,8 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from autobatch import CheckpointError, StepRecord, Training, fit
-from autobatch.training.metrics import Metrics, rewind_metrics
+from autobatch import CheckpointError, Progress, StepRecord, Training, fit
+from autobatch.training.metrics import Metrics
+from autobatch.training.run import train
+from tests.support.runs import keep_only, open_loop, resume, settings
 from tests.support.sample_run import a_step
 from tests.support.training import make_workload, points
 
@@ -60,18 +62,23 @@ def test_a_full_disk_is_named(seconds: float) -> None:
     metrics.close()
 
 
-def test_lines_after_the_resume_and_broken_lines_are_dropped(tmp_path) -> None:
+def test_lines_after_the_resume_and_broken_lines_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    kept = [msgspec.json.encode(a_step(number)) for number in (1, 2)]
+    train(open_loop(), settings(tmp_path, checkpoint_every=2), Progress(), None)
+    keep_only(tmp_path, 4)
+    lines = path.read_bytes().splitlines()
     broken = [
-        b"broken {", b'["step", 1]', b'{"loss": 1}', kept[0].replace(b"1", b'"low"'), b"[" * 100_000,
-        b'{"x": ' * 100_000, b'{"step": ' + b"9" * 5000 + b"}", b"\xff", b"", msgspec.json.encode(a_step(3)),
+        b"broken {", b'["step", 1]', b'{"loss": 1}', lines[0].replace(b"1", b'"low"'), b"[" * 100_000,
+        b'{"x": ' * 100_000, b'{"step": ' + b"9" * 5000 + b"}", b"\xff", b"",
     ]  # fmt: skip
-    path.write_bytes(b"\n".join([kept[0], *broken, kept[1], kept[1][:-9]]))
-    assert rewind_metrics(path, batches_seen=2).samples == a_step(2).samples
-    assert path.read_bytes() == b"\n".join([*kept, b""])
-    assert rewind_metrics(tmp_path / "none.jsonl", batches_seen=2).first_loss is None
-    assert not (tmp_path / "none.jsonl").exists()
+    path.write_bytes(b"\n".join([lines[0], *broken, *lines[1:], lines[5][:-9]]))
+    _, done = resume(tmp_path)
+    assert path.read_bytes().splitlines()[:4] == lines[:4]
+    steps = written(path)
+    assert [step.step for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert (done.first_loss, done.final_loss) == (steps[0].loss, steps[-1].loss)
+    assert done.seconds == pytest.approx(sum(step.seconds for step in steps))
+    assert (done.samples, done.skipped_steps) == (42, 0)
 
 
 class Kept:
@@ -102,27 +109,3 @@ def test_a_run_hands_its_records_to_every_sink_and_leaves_out_one_that_raises(tm
     assert kept.seen == [1, 2, 3, result.training, "closed"]
     assert result.training.validation
     assert broken.seen == [1]
-
-
-def test_a_sink_that_raises_is_noted_with_its_error() -> None:
-    notes: list[str] = []
-    Metrics(None, [Kept(fails_at=1)], note=notes.append).step(a_step(1))
-    assert notes == [
-        "Kept.step raised ConnectionError: the tracker is gone. The run continues without this sink"
-    ]
-
-
-def test_totals_are_those_of_the_whole_run_wherever_it_was_resumed(tmp_path: Path) -> None:
-    losses = [None, 3.0, 2.0, 1.0, None]
-    steps = [
-        a_step(number, loss=loss, applied=number > 1, seconds=2.0, samples=10 * number)
-        for number, loss in enumerate(losses, 1)
-    ]
-    for resumed_after in range(6):
-        path = tmp_path / f"{resumed_after}.jsonl"
-        path.write_bytes(b"".join(msgspec.json.encode(step) + b"\n" for step in steps))
-        totals = rewind_metrics(path, batches_seen=resumed_after)
-        for step in steps[resumed_after:]:
-            totals.add(step)
-        assert (totals.first_loss, totals.final_loss, totals.skipped_steps) == (3.0, 1.0, 1)
-        assert (totals.samples, totals.seconds) == (50, 10.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autobatch.training.phase_times import PhaseTimes
+from autobatch.training.observers import PhaseTimes
 from tests.support.training import make_loop, make_workload
 
 

@@ -42,14 +42,13 @@ NO_MEMORY = {
 }
 
 
-@pytest.mark.parametrize("error", NO_MEMORY)
 @pytest.mark.parametrize(
-    "place",
+    ("place", "error"),
     [
-        "autobatch.training.state_file._read_tensors",
-        "hashlib.file_digest",
-        "json.loads",
-        "pathlib.Path.read_bytes",
+        *(("autobatch.training.state_file._read_tensors", error) for error in NO_MEMORY),
+        ("hashlib.file_digest", "system"),
+        ("json.loads", "python"),
+        ("pathlib.Path.read_bytes", "system"),
     ],
 )
 def test_memory_that_runs_out_while_a_checkpoint_is_read_does_not_make_it_invalid(
@@ -201,26 +200,18 @@ def edit(path: Path, keys: tuple[str | int, ...], value: Any = None) -> None:
     [
         (("state", "counters", "batches_seen"), -3, r"state\.json .*batches_seen"),
         (("state", "counters", "batches_seen"), 1, "has the state of step 1, not 2"),
-        (("state", "counters", "batches_seen"), 1.5, "batches_seen"),
         (("state", "counters", "steps_applied"), -1, "steps_applied"),
-        (("state", "counters", "oom_recoveries"), -1, "oom_recoveries"),
         (("state", "counters", "steps_applied"), 3, "counts more steps than the 2 of its name"),
         (("state", "limits"), [0], "limits"),
         (("state", "noise"), {"every": 0, "pairs": []}, "noise"),
         (("state", "items_per_sample"), 0.0, "items_per_sample"),
         (("state", "model"), "weights", "model"),
-        (("state", "optimizers"), {}, "optimizers"),
         (("state", "random", 0, "torch"), "no numbers", "hexadecimal"),
-        (("state", "random", 0, "numpy"), 3, r"state\.json holds no run"),
         (("facts", "plan"), {}, r"manifest\.json .*plan"),
         (("facts", "plan", "micro_batch"), -1, "micro_batch"),
-        (("facts", "plan", "micro_batches"), [-2, 9], "micro_batches"),
         (("facts", "plan", "learning_rate"), math.nan, "learning_rate"),
         (("facts", "key", "budget_bytes"), "all", "budget_bytes"),
         (("facts", "records"), {"device": 3}, "device"),
-        (("facts", "notes"), [3], "notes"),
-        (("facts", "samples"), 0, "samples"),
-        (("facts", "total_steps"), "4", "total_steps"),
         (("facts", "last_batch"), "twice", "last_batch"),
     ],
 )

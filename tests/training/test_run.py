@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from autobatch import DoesNotFitError, InputError, Progress, RestartSmallerError
-from autobatch.training.checkpoint import list_checkpoints
 from autobatch.training.run import train
 from tests.support.faults import Fault, Noisy, Watching, plain
 from tests.support.runs import STEPS, ActingAfter, open_loop, resume, rows, saved_steps, settings
@@ -20,19 +18,6 @@ from tests.support.training import (
     mean_loss,
     points,
 )
-
-
-def test_a_run_writes_its_metrics_its_checkpoint_and_its_weights(tmp_path: Path) -> None:
-    loop = open_loop()
-    done = train(loop, settings(tmp_path, checkpoint_every=2, keep_last=2), Progress(), None)
-    assert [row["step"] for row in rows(tmp_path)] == list(range(1, STEPS + 1))
-    assert [p.name for p in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000004", "step-00000006"]
-    assert done.checkpoint == str(tmp_path / "checkpoints" / "step-00000006")
-    assert (done.optimizer_steps, done.samples, done.resumed_from) == (STEPS, 42, None)
-    assert (done.first_loss, done.final_loss) == (rows(tmp_path)[0]["loss"], rows(tmp_path)[-1]["loss"])
-    stored = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(stored[k], v) for k, v in loop.train_state.model.state_dict().items())
-
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 DRIVER = RuntimeError("CUDA error: out of memory")

@@ -30,7 +30,7 @@ from autobatch.device.oom import first_line
 from autobatch.distributed.group import Group
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.distributed.sharding.model import ShardedModel, Sharding
-from autobatch.step.tensors import local_part
+from autobatch.step.gradients import local_part
 from autobatch.workload.rng import seed_rank
 
 RESETS = ("reset_parameters", "_reset_parameters", "init_weights")

@@ -20,9 +20,7 @@ from autobatch.training.split_check.passes import PassType
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.split_losses import PAIRS
 from tests.support.training import (
-    IGNORED,
     INFO_NCE,
-    TOKENS,
     Rows,
     contrastive_loss,
     make_setup,
@@ -45,53 +43,24 @@ def check(workload, *, micro_batch: int = 8, target_batch: int = 24, budget: str
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.7], dtype=torch.float64)
 
 
-def bare_tokens(model, batch):
-    ids, labels = batch
-    return cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-
-
 def bare_class_weights(model, batch):
     inputs, labels = batch
     return cross_entropy(model(inputs), labels, weight=CLASS_WEIGHTS.to(inputs.dtype))
-
-
-def class_weights(model, batch):
-    inputs, labels = batch
-    weight = CLASS_WEIGHTS.to(inputs.dtype)
-    return Loss(cross_entropy(model(inputs), labels, weight=weight, reduction="sum"), weight[labels].sum())
 
 
 def batch_penalty(model, batch):
     return mean_loss(model, batch) + model(batch[0]).mean(0).norm()
 
 
-def gradient_penalty(model, batch):
-    """Add a penalty per sample, which can be split although it differentiates too."""
-    inputs = batch[0].clone().requires_grad_()
-    out = model(inputs)
-    (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
-    return cross_entropy(out, batch[1]) + slope.norm(dim=1).pow(2).mean()
-
-
-def batch_gradient_penalty(model, batch):
-    inputs = batch[0].clone().requires_grad_()
-    out = model(inputs)
-    (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
-    return cross_entropy(out, batch[1]) + slope.norm()
-
-
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        TOKENS,
-        {"loss": class_weights},
-        {"loss": gradient_penalty},
         {"model": lambda: network(torch.float32), "train_data": points(dtype=torch.float32)},
         {"model": lambda: nn.Sequential(network(), nn.Dropout(0.5)).double()},
         {"model": lambda: network(torch.bfloat16), "train_data": points(dtype=torch.bfloat16)},
     ],
-    ids=["mean", "tokens", "class weights", "gradient penalty", "fp32", "dropout", "bf16"],
+    ids=["mean", "fp32", "dropout", "bf16"],
 )
 @pytest.mark.parametrize("budget", ["1GiB", "4KiB"])
 def test_losses_that_can_be_split_give_no_note(changes, budget: str) -> None:
@@ -125,10 +94,6 @@ def test_rows_of_a_loss_over_the_whole_batch_must_not_depend_on_other_samples(bu
             r"depends on several samples at once.* use WholeBatchLoss\(represent=…",
         ),
         ({"loss": batch_penalty}, "depends on several samples at once"),
-        ({"loss": batch_gradient_penalty}, "depends on several samples at once"),
-        ({**TOKENS, "loss": bare_tokens}, r"a mean over something else than samples .* Loss\(total, count\)"),
-        ({"loss": bare_class_weights}, "a mean over something else than samples"),
-        ({"loss": lambda m, b: cross_entropy(m(b[0]), b[1], reduction="sum")}, "a sum over the batch"),
         ({"loss": lambda m, b: Loss(mean_loss(m, b), len(b[0]))}, "must be the sum over the items"),
         (
             {"loss": lambda m, b: Loss(mean_loss(m, b) * len(b[0]), 1)},
@@ -392,7 +357,7 @@ def normalised() -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(5), network()).double()
 
 
-@pytest.mark.parametrize("kind", [None, *PAIRS])
+@pytest.mark.parametrize("kind", [None, "augmented views"])
 def test_the_check_changes_nothing(kind: str | None) -> None:
     fields = {} if kind is None else {**PAIRS[kind][0], "loss": PAIRS[kind][2]}
     make = fields.get("model", network)

@@ -192,18 +192,3 @@ def test_a_batch_that_runs_again_starts_from_the_same_teacher(replaces: bool, ba
         model(inputs)
     assert snapshot.restore()
     assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
-
-
-def test_a_large_teacher_is_known_after_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autobatch.step.restore.SMALL_BUFFER", 0)
-    model = Teaching()
-    snapshot = BufferSnapshot(model)
-    inputs = torch.randn(4, 5, dtype=torch.float64)
-    snapshot.take()
-    model(inputs)
-    assert not snapshot.restore(), "nothing large is copied on suspicion"
-    before = model.teacher.weight.clone()
-    snapshot.take()
-    model(inputs)
-    assert snapshot.restore()
-    assert torch.equal(model.teacher.weight, before)
