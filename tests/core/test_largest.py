@@ -18,7 +18,7 @@ ANY_GUESS = st.one_of(
 )
 
 
-@settings(max_examples=1000)
+@settings(max_examples=400)
 @given(INTERVALS, st.integers(0, 2**32), st.floats(0, 1), ANY_GUESS)
 def test_any_guess_finds_an_edge_of_what_fits_within_the_bound(interval, seed, share, guess) -> None:
     """Sizes fit or not at random, and the guesses are right, wrong, or no sizes at all."""
@@ -39,7 +39,7 @@ def test_any_guess_finds_an_edge_of_what_fits_within_the_bound(interval, seed, s
     assert sum(hash((seed, size)) % 1000 >= 1000 * share for size in asked) <= math.log2(answers) / 2 + 2
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(INTERVALS, st.integers(0, 6000), ANY_GUESS)
 def test_what_is_monotone_gives_the_largest_of_all(interval, limit, guess) -> None:
     low, high = interval
