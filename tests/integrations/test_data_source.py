@@ -28,15 +28,11 @@ def test_every_batch_has_the_target_and_every_sample_comes_once_an_epoch(last: s
             assert Counter(i for ids in found for i in ids) == dict.fromkeys(range(23), 2)
 
 
-def test_a_sampler_sets_the_order() -> None:
+def test_a_sampler_sets_the_order_and_samples_are_collated_by_the_given_function() -> None:
     data, plan = torch.arange(6), small_plan(4, 2)
     assert ids_by_batch(autobatch.batches(data, plan, sampler=range(6))) == [[0, 1, 2, 3], [4, 5]]
-    assert ids_by_batch(autobatch.batches(data, plan, sampler=[5, 5, 0, 1])) == [[5, 5, 0, 1]]
-
-
-def test_samples_are_collated_by_the_given_function() -> None:
-    batches = autobatch.batches(range(6), small_plan(6, 4), sampler=range(6), collate=tuple)
-    assert [micro.data for _, micro in walk(batches)] == [(0, 1, 2), (3, 4, 5)]
+    found = walk(autobatch.batches(range(6), plan, sampler=[5, 5, 0, 1], collate=tuple))
+    assert [micro.data for _, micro in found] == [(5, 5), (0, 1)]
 
 
 def test_samples_are_fetched_when_their_micro_batch_is_drawn() -> None:
