@@ -21,11 +21,8 @@ from autobatch.workload.order import (
     ORDER_VERSION,
     GlobalBatchSampler,
     SamplerOrder,
-    epoch_of,
-    order_digest,
     permutation,
 )
-from tests.support.training import make_workload
 
 
 def simulate(samples: int, target: int, epochs: int, last: str, seed: int) -> list[list[int]]:
@@ -233,7 +230,7 @@ def test_an_epoch_depends_on_the_seed_and_its_number_alone(sampler: Any) -> None
     again = SamplerOrder(sampler, 12, seed=3)
     assert [again(number) for number in (2, 1, 0)] == epochs[::-1]
     assert len({tuple(one) for one in epochs}) == 3
-    assert order_digest(drawn) == order_digest(again) != order_digest(SamplerOrder(sampler, 12, seed=4))
+    assert SamplerOrder(sampler, 12, seed=4)(0) != epochs[0]
 
 
 def test_batches_are_cut_from_the_order_over_epochs_of_any_length() -> None:
@@ -242,9 +239,6 @@ def test_batches_are_cut_from_the_order_over_epochs_of_any_length() -> None:
     sampler = GlobalBatchSampler(samples=3, target_batch=4, seed=0, epochs=3, order=drawn)
     assert [batch.ids for batch in sampler.batches()] == [[0, 1, 2, 1], [1, 2, 2, 1], [2]]
     assert [batch.ids for batch in sampler.batches(1)] == [[1, 2, 2, 1], [2]]
-    samples, weighted = epoch_of(make_workload(sampler=WeightedRandomSampler([1.0] * 24, 100)), 0)
-    assert samples == len(weighted(0)) == 100
-    assert epoch_of(make_workload(), 0) == (24, None)
 
 
 @pytest.mark.parametrize(
