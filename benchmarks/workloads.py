@@ -98,7 +98,8 @@ def contrast(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
     """Compare all pairs of the batch: memory grows with its square."""
     features = functional.normalize(model(batch[0]), dim=1)
     scores = features @ features.T / 0.1
-    return Loss(functional.cross_entropy(scores, torch.arange(len(scores)), reduction="sum"), len(scores))
+    targets = torch.arange(len(scores), device=scores.device)
+    return Loss(functional.cross_entropy(scores, targets, reduction="sum"), len(scores))
 
 
 class Block(nn.Module):

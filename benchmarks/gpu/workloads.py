@@ -16,8 +16,19 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint_sequential
 
-from autobatch import Loss, Workload
-from benchmarks.workloads import Block, Experts, Residual, UNet, adamw, mlp, sgd
+from autobatch import Workload
+from benchmarks.workloads import (
+    Block,
+    Experts,
+    Residual,
+    UNet,
+    adamw,
+    classify,
+    contrast,
+    mlp,
+    reconstruct,
+    sgd,
+)
 
 SAMPLES = 1 << 16
 WORDS = 8192
@@ -259,24 +270,8 @@ def pack(samples: list[tuple[Tensor, int]]) -> tuple[Any, Tensor]:
     return pack_sequence(list(rows)), torch.tensor(labels)
 
 
-def classify(model: nn.Module, batch: Any) -> Tensor:
-    return functional.cross_entropy(model(batch[0]), batch[1])
-
-
 def next_token(model: nn.Module, batch: Any) -> Tensor:
     return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=0)
-
-
-def reconstruct(model: nn.Module, batch: Any) -> Tensor:
-    return functional.mse_loss(model(batch[0]), batch[0])
-
-
-def contrast(model: nn.Module, batch: Any) -> Loss:
-    """Compare all pairs of the batch: memory grows with its square."""
-    features = functional.normalize(model(batch[0]), dim=1)
-    scores = features @ features.T / 0.1
-    targets = torch.arange(len(scores), device=scores.device)
-    return Loss(functional.cross_entropy(scores, targets, reduction="sum"), len(scores))
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:

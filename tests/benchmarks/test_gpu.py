@@ -13,7 +13,6 @@ from autobatch.core.units import GiB, MiB
 from autobatch.device.profiles import load_profile, read_profile
 from benchmarks.gpu import claims, commands, keep
 from benchmarks.gpu.__main__ import measure
-from benchmarks.gpu.facts import large_blocks
 from benchmarks.gpu.journal import BEGUN, CUT, DONE, FAILED, FILE, Journal, last_call, latest
 from benchmarks.gpu.recordings import Mismatch, mismatches, reduced
 from benchmarks.gpu.work import LOST, Unit, work
@@ -53,18 +52,6 @@ def test_a_gpu_that_allocates_differently_is_noticed():
     assert mismatches(other)[0] == Mismatch(1, 4 * MiB, 2 * MiB)
 
 
-def test_an_allocation_that_failed_has_no_address():
-    failed = {"action": "oom", "size": 1 << 40, "device_free": 0}
-    assert reduced([failed, *entries(*BY_HAND)]) == reduced(entries(*BY_HAND))
-
-
-def test_blocks_of_at_least_1_mib_are_counted():
-    given = entries(
-        ("alloc", 0, 32 * MiB), ("alloc", 1, 600), ("alloc", 2, 4 * MiB), ("free_completed", 2, 4 * MiB)
-    )
-    assert large_blocks(given) == {"taken": {32 * MiB: 1, 4 * MiB: 1}, "kept": {32 * MiB: 1}}
-
-
 def test_a_dying_process_leaves_the_rows_before_it(tmp_path):
     journal = Journal(tmp_path, 1)
     journal.write("a/1", BEGUN)
@@ -79,16 +66,6 @@ def test_a_dying_process_leaves_the_rows_before_it(tmp_path):
     assert last_call(tmp_path) == 1
     assert Journal(tmp_path, 2).unfinished() is None
     assert Journal(tmp_path, 2).tried_before() == {"a/1", "a/2"}
-
-
-def test_what_was_measured_once_is_not_lost_by_a_later_failure():
-    rows = [
-        {"unit": "a", "status": DONE, "found": 1},
-        {"unit": "a", "status": FAILED, "error": "late"},
-        {"unit": "b", "status": BEGUN},
-        {"unit": "b", "status": CUT},
-    ]
-    assert {name: row["status"] for name, row in latest(rows).items()} == {"a": DONE, "b": CUT}
 
 
 def units(ran, *names, seconds=0.0):
@@ -123,13 +100,6 @@ def test_a_later_call_tries_first_what_no_call_has_tried(tmp_path):
     assert ran == ["a/1", "a/bad", "b/1", "a/bad"]
 
 
-def test_a_unit_that_does_not_fit_in_the_time_is_left(tmp_path):
-    ran = []
-    given = [*units(ran, "a/long", seconds=100.0), *units(ran, "a/short")]
-    work(given, Journal(tmp_path, 1), time.time() + 50, lambda: False)
-    assert ran == ["a/short"]
-
-
 def test_a_lost_context_ends_the_process_and_the_next_one_goes_on(tmp_path):
     ran = []
     given = units(ran, "a/1", "a/2")
@@ -151,11 +121,6 @@ def test_the_unit_in_which_a_process_died_is_told(tmp_path):
     assert journal.rows()[-1] == {
         "call": 1, "unit": "a/1", "status": FAILED, "error": "the process ended with 5"
     }  # fmt: skip
-
-
-def test_a_process_that_dies_before_its_first_unit_is_not_started_again(tmp_path):
-    command = [sys.executable, "-c", "raise SystemExit(1)"]
-    assert measure(command, Journal(tmp_path, 1), time.time() + 60) is False
 
 
 def test_a_unit_that_hangs_is_ended_and_the_next_process_goes_on(tmp_path):
@@ -189,11 +154,6 @@ def test_the_end_of_the_time_ends_the_processes_of_a_unit_too(tmp_path, monkeypa
     pytest.fail("the process of the unit still runs")
 
 
-def test_a_table_without_any_row_says_so():
-    text = claims.table([])
-    assert text.count(claims.UNKNOWN) == len(claims.CLAIMS)
-
-
 def test_a_table_by_hand():
     limit = {"exact": True, "runs": 3, "errors": 1}
     rows = [
@@ -215,25 +175,6 @@ def test_a_table_by_hand():
     assert "- speed/a: RuntimeError: no" in text
 
 
-def test_the_pool_of_a_graph_is_named_where_torch_names_it():
-    row = {"entries": ["None"], "segments": ["(0, 0)", "(0, 1)"], "is_refused": True}
-    assert claims.pools({"facts/pools": row}) == "yes, its pool is named in segments"
-    assert claims.pools({"facts/pools": row | {"segments": [], "is_refused": False}}).startswith("no, ")
-
-
-@pytest.mark.parametrize(
-    ("equal", "repeatable", "said"),
-    [
-        (True, True, "equal weights"),
-        (False, True, "other weights: exits [0, 143, 0]"),
-        (False, False, "other weights, as of two uninterrupted runs: the kernels are not deterministic"),
-    ],
-)
-def test_kernels_that_are_not_deterministic_are_no_fault_of_a_resume(equal, repeatable, said):
-    row = {"exits": [0, 143, 0], "stopped_within": True, "equal": equal, "repeatable": repeatable}
-    assert claims.resume({"fit/resume": row}) == said
-
-
 def test_measured_figures_enter_a_profile(tmp_path):
     found = {
         "facts/versions": {"gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "total_bytes": 150_000_000_000},
@@ -249,27 +190,6 @@ def test_measured_figures_enter_a_profile(tmp_path):
     assert (after.context.value, after.dense_bf16.value) == (700, 790_000_000_000_000)
     assert after.nvml_total == before.nvml_total
     assert keep.slug_of(found) == "nvidia-h200-torch-2.11.0"
-
-
-def test_outcomes_of_tests_are_counted(tmp_path):
-    report = tmp_path / "tests.xml"
-    report.write_text(
-        "<testsuites><testsuite>"
-        '<testcase classname="a" name="one"/>'
-        '<testcase classname="a" name="two"><failure message="it broke">x</failure></testcase>'
-        '<testcase classname="a" name="three"><skipped/></testcase>'
-        "</testsuite></testsuites>"
-    )
-    assert commands.outcomes(report) == {
-        "passed": 1, "skipped": 1, "failed": 1, "failures": {"a::two": "it broke"}
-    }  # fmt: skip
-
-
-def test_a_python_without_pytest_is_named(tmp_path, monkeypatch):
-    said = SimpleNamespace(returncode=1, stdout="", stderr="python: No module named pytest\n")
-    monkeypatch.setattr(commands.subprocess, "run", lambda *_, **__: said)
-    with pytest.raises(RuntimeError, match=r"no report \(exit 1\): python: No module named pytest"):
-        commands.tests(tmp_path)
 
 
 def test_commands_find_the_packages_that_were_carried_along(monkeypatch):
@@ -295,3 +215,22 @@ def test_a_command_that_fails_is_a_failure_with_its_last_words(tmp_path, monkeyp
 
 def test_the_tests_for_a_gpu_are_found():
     assert "tests/gpu/test_allocator.py" in commands.gpu_tests()
+
+
+def test_a_process_that_dies_before_its_first_unit_is_not_started_again(tmp_path):
+    command = [sys.executable, "-c", "raise SystemExit(1)"]
+    assert measure(command, Journal(tmp_path, 1), time.time() + 60) is False
+
+
+def test_outcomes_of_tests_are_counted(tmp_path):
+    report = tmp_path / "tests.xml"
+    report.write_text(
+        "<testsuites><testsuite>"
+        '<testcase classname="a" name="one"/>'
+        '<testcase classname="a" name="two"><failure message="it broke">x</failure></testcase>'
+        '<testcase classname="a" name="three"><skipped/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    assert commands.outcomes(report) == {
+        "passed": 1, "skipped": 1, "failed": 1, "failures": {"a::two": "it broke"}
+    }  # fmt: skip

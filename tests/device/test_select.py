@@ -80,11 +80,6 @@ def test_other_names_and_impossible_budgets_are_refused(spec: str, budget: str |
         open_device(spec, memory_budget=budget, environ={})
 
 
-def test_auto_is_the_cpu_without_a_gpu(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert open_device("auto", memory_budget="64MiB", environ={}).kind == device_kind("auto") == "cpu"
-
-
 def test_auto_is_the_first_gpu_if_there_is_one(monkeypatch) -> None:
     opened = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -53,10 +53,6 @@ def test_a_workspace_of_another_layout_is_bounded(steps, samples, features, hidd
     assert kept <= found <= kept + PARTS * PAGE
 
 
-def test_a_layer_in_evaluation_has_no_workspace():
-    assert whole_pages(Workspaces().parts_of(call(3, 4, 16, 16, train=False))) == 0
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()

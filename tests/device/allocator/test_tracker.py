@@ -142,16 +142,6 @@ def test_resized_storages():
         assert held(meter) == 2 * KiB
 
 
-def test_empty_tensors_take_no_number():
-    with tracker() as meter:
-        empty = torch.empty(0)
-        x = torch.ones(2)
-        assert meter.trace().events == ((0, 8),)
-        assert (list(meter.blocks_of(x)), list(meter.blocks_of(empty))) == ([0], [])
-        empty.resize_(3)
-        assert list(meter.blocks_of(empty)) == [1]
-
-
 @pytest.mark.parametrize("operator", [torch.unique, torch.sort])
 def test_the_error_holds_on_to_nothing_that_did_not_fit(operator):
     with tracker(11_000) as meter:
@@ -312,27 +302,6 @@ def test_errors_from_every_phase_leave_the_count_at_the_baseline(recompute, cach
     assert phases == sorted(phases, key=["forward", "backward", None].index)
 
 
-def test_errors_in_setup_and_in_the_optimizer():
-    with tracker(64 * KiB) as meter:
-        with pytest.raises(torch.OutOfMemoryError):
-            mlp(128)
-        assert held(meter) == 0
-    step = Step()
-    before = {name: p.clone() for name, p in step.model.named_parameters()}
-    size = sum(p.nbytes for p in step.model.parameters())
-    with tracker(3 * size + 8 * KiB) as meter:  # weights, gradients, one moment; not two
-        meter.count(step.model.parameters())
-        failed = False
-        try:
-            step(meter, 4)
-        except torch.OutOfMemoryError:
-            failed = True
-        assert failed
-        assert meter.trace().marks[-1][1] == "optimizer"
-    for name, parameter in step.model.named_parameters():
-        assert torch.equal(parameter, before[name]), name
-
-
 def test_the_mode_changes_no_result():
     results = []
     for counted in (False, True):
@@ -342,24 +311,6 @@ def test_the_mode_changes_no_result():
                 step(meter if counted else StorageTracker(CountingAllocator()), 16)
         results.append([p.detach().clone() for p in step.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_what_is_made_uncounted_is_counted_on_request():
-    with tracker() as meter:
-        with meter.uncounted():
-            batch = torch.stack([torch.arange(10.0) % 3 for _ in range(10)])
-        assert held(meter) == 0
-        meter.count([batch])
-        assert meter.trace().events == ((0, 400),)
-
-
-def test_after_the_session_nothing_is_watched():
-    with tracker() as meter:
-        x = torch.ones(100)
-        meter.mark("setup")
-    del x
-    assert meter.trace().events == ((0, 400),)
-    assert StorageTracker(CountingAllocator(), record=False).trace() is None
 
 
 def test_a_compiled_model_under_the_tracker_compiles_nothing() -> None:
