@@ -73,7 +73,7 @@ def full_at_default(values: Any) -> Measurement:
         (
             lambda _: infeasible("full"),
             {},
-            "kept the plan: none of 8 configurations ran. The first one: ?",
+            "kept the plan: none of 8 configurations ran. The first one: full",
         ),
         (full_at_default, {}, "kept the plan: the default configuration could not be measured (full)"),
         (exact, {"expired": lambda: True}, "kept the plan: no trial was run"),
