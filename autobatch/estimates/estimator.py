@@ -22,7 +22,6 @@ from autobatch.core.errors import AutobatchError, DoesNotFitError
 from autobatch.core.options import Options
 from autobatch.core.records import Estimate, Parallel, Plan, RankEstimate, Remedy, SizeCut
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator.trace import replay
 from autobatch.device.profiles import HardwareProfile
 from autobatch.distributed.sharding.layout import ShardLayout, sync_of
 from autobatch.estimates.gpus import GpuChoice, precision_on
@@ -30,12 +29,10 @@ from autobatch.estimates.traces import ALONE, Layout, Traces
 from autobatch.footprint.explain import explain
 from autobatch.footprint.fit import Footprint, Unpredictable
 from autobatch.footprint.predict import (
-    Fitting,
     gpu_allocator,
     predict,
-    program_on,
 )
-from autobatch.footprint.suggestions import in_words
+from autobatch.footprint.suggestions import Outcome, in_words
 from autobatch.footprint.tracing.apart import run_apart, run_in_copies
 from autobatch.planning import make_plan
 from autobatch.report.result import Estimates
@@ -164,14 +161,9 @@ class Estimator:
         sync = sync_of(self.traces.model, ranks.shard_sync)
         return Layout(world or self.world, parallel, sync, ranks.shard_modules)
 
-    def peak(self, gpu: HardwareProfile, layout: Layout, *, cap: int | None = None) -> tuple[int, int]:
+    def peak(self, gpu: HardwareProfile, layout: Layout, *, cap: int | None = None) -> Outcome:
         """Return the largest micro-batch, 0 if none fits, and its peak; that of 1 if none fits."""
-        budget, _ = self.gpus.budget(gpu)
-        step = self._step(gpu, layout)
-        program = program_on(step, gpu.libraries)
-        size = Fitting([program], lambda: gpu_allocator(budget)).largest(cap or self.gpus.cap, step.multiple)
-        found = replay(program.at(max(1, size)), gpu_allocator(budget if size else None))
-        return size, found.peak_reserved_bytes or found.peak_allocated_bytes
+        return self.gpus.spending(gpu, cap).outcome(self._step(gpu, layout))
 
     def _prepare(self, gpu: HardwareProfile) -> None:
         """Trace at the same time what the answer for one GPU needs, those that take longest first."""
@@ -202,8 +194,7 @@ class Estimator:
     def _remedies(self, gpu: HardwareProfile, one: Estimate) -> list[Remedy]:
         """Return what would let more fit."""
         layout = self.layout(one.parallel or "replicate")
-        spending = self.gpus.spending(gpu, one.budget_bytes)
-        found = self.traces.suggestions(layout, gpu.compute_capability, spending)
+        found = self.traces.suggestions(layout, gpu.compute_capability, self.gpus.spending(gpu))
         others = []
         if layout.parallel == "replicate":
             may_share = layout.world > 1 and not self._sees_batch

@@ -101,12 +101,12 @@ class GpuChoice:
             owner=gpu.title,
         )
 
-    def spending(self, gpu: HardwareProfile, budget_bytes: int) -> Spending:
-        """Return the budget of a GPU, and the largest micro-batch to spend it on."""
+    def spending(self, gpu: HardwareProfile, cap: int | None = None) -> Spending:
+        """Return the budget of a GPU, and the largest micro-batch to try; None for that of all GPUs."""
         return Spending(
-            allocator=partial(gpu_allocator, budget_bytes),
+            allocator=partial(gpu_allocator, self.budget(gpu)[0]),
             unlimited=partial(gpu_allocator, None),
-            cap=self.cap,
+            cap=cap or self.cap,
             libraries=gpu.libraries,
         )
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import re
-import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -57,7 +56,6 @@ class DeepFootprint:
         Raises:
             Unpredictable: the step cannot be traced, or follows no rule in the micro-batch.
         """
-        start = time.perf_counter()
         found = recording or record_few(setting, self.layers)
         before = self.traced.program.at(SIZES[0])
         orders = [[(block, size == FREE) for block, size in one.events] for one in (before, found.trace)]
@@ -70,7 +68,7 @@ class DeepFootprint:
             for (block, rule), origin in zip(self.step.program.events, self._origins, strict=True)
         )
         program = Program(events, self.step.program.marks)
-        return replace(self, step=replace(self.step, program=program, seconds=time.perf_counter() - start))
+        return replace(self, step=replace(self.step, program=program))
 
 
 def is_deep(model: nn.Module) -> bool:
@@ -104,7 +102,6 @@ def deep_footprint(setting: Setting, *, most_tensors: int | None = None) -> Deep
         TooLong: what is traced has more parameter tensors, or more operators than the setting allows.
         Unpredictable: the step cannot be traced, or follows no rule in the micro-batch.
     """
-    start = time.perf_counter()
     stack = like_layers(setting.model)
     if stack is not None and stack.layers >= LEAST_LAYERS:
         few, middle, many = (replace(setting, model=cut_to(setting.model, depth)) for depth in DEPTHS)
@@ -118,9 +115,8 @@ def deep_footprint(setting: Setting, *, most_tensors: int | None = None) -> Deep
                 events_of(deep.trace, deep.labels, deep.products),
                 stack.layers - DEPTHS[1],
             )
-            step = replace(footprint_of(traced, events), seconds=time.perf_counter() - start)
             origins = tuple(event.origin for event in events if event.numbers)
-            return DeepFootprint(step, traced, DEPTHS[1], origins)
+            return DeepFootprint(footprint_of(traced, events), traced, DEPTHS[1], origins)
     _check_size(setting.model, most_tensors)
     step = footprint(setting)
     return DeepFootprint(step, step, None, tuple(range(len(step.program.events))))

@@ -14,7 +14,6 @@ extensions. The interval of a prediction allows for the first.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,16 +62,8 @@ class Footprint:
     """Share of a budget by which a prediction may be too high."""
     notes: tuple[str, ...] = ()
     """Remarks for the user, one line each."""
-    seconds: float = 0.0
-    """Duration of tracing."""
     multiple: int = 1
     """The number whose multiples the step runs at."""
-
-    @classmethod
-    def of(cls, program: Program, recording: Recording) -> Footprint:
-        """Return the footprint of a program, with what a recording of its step tells."""
-        margin = CONVOLUTION_MARGIN if recording.has_convolutions else MARGIN
-        return cls(program=program, labels=recording.labels, products=recording.products, margin=margin)
 
 
 def footprint(setting: Setting) -> Footprint:
@@ -94,7 +85,6 @@ def footprint_beside(
     Raises:
         Unpredictable: a step cannot be traced, or that of the first setting follows no rule.
     """
-    start = time.perf_counter()
     missing = missing_parts()
     if missing:
         raise Unpredictable(f"cannot predict: this torch has no {', '.join(missing)}")
@@ -112,9 +102,14 @@ def footprint_beside(
             notes = notes_on(setting, first)
             if multiple > 1:
                 notes.append(f"the step fails at other sizes, so only multiples of {multiple} are predicted")
-            seconds = time.perf_counter() - start
-            step = replace(
-                Footprint.of(program, first), notes=tuple(notes), seconds=seconds, multiple=multiple
+            margin = CONVOLUTION_MARGIN if first.has_convolutions else MARGIN
+            step = Footprint(
+                program=program,
+                labels=first.labels,
+                products=first.products,
+                margin=margin,
+                notes=tuple(notes),
+                multiple=multiple,
             )
             return step, recordings
     assert refused is not None

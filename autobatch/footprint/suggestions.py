@@ -35,7 +35,7 @@ NATIVE_BF16 = (8, 0)
 Change = Callable[[Setting], Setting]
 Trace = Callable[[str, Setting], Footprint]
 Names: TypeAlias = tuple[str, ...]
-_Outcome: TypeAlias = tuple[int, int]
+Outcome: TypeAlias = tuple[int, int]
 """The largest micro-batch, 0 if none fits, and its peak (that of 1 if 0)."""
 EXPANDABLE = "expandable_segments"
 EXPANDABLE_ADVICE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
@@ -60,15 +60,16 @@ class Spending:
     can_expand: bool = True
     """True if segments can be expandable, and are not yet."""
 
-    def outcome(self, step: Footprint, *, expandable: bool) -> _Outcome | None:
-        """Return what fits of a step; None if its footprint is invalid at a size that was tried."""
+    def outcome(self, step: Footprint, *, expandable: bool = False) -> Outcome:
+        """Return what fits of a step.
+
+        Raises:
+            Untraceable: its footprint is invalid at a size that was tried.
+        """
         program = program_on(step, self.libraries)
-        try:
-            size = Fitting([program], partial(self.allocator, expandable)).largest(self.cap, step.multiple)
-            # If a size fits only after the cache is emptied, the peak is the one within the budget.
-            peaks = replay(program.at(max(1, size)), (self.allocator if size else self.unlimited)(expandable))
-        except Untraceable:
-            return None
+        size = Fitting([program], partial(self.allocator, expandable)).largest(self.cap, step.multiple)
+        # If a size fits only after the cache is emptied, the peak is the one within the budget.
+        peaks = replay(program.at(max(1, size)), (self.allocator if size else self.unlimited)(expandable))
         reserved = peaks.peak_reserved_bytes
         return size, peaks.peak_allocated_bytes if reserved is None else reserved
 
@@ -111,11 +112,14 @@ def find_suggestions(
             return None
 
     @cache
-    def outcome(names: Names) -> _Outcome | None:
+    def outcome(names: Names) -> Outcome | None:
         found = traced(tuple(name for name in names if name != EXPANDABLE))
-        return None if found is None else spending.outcome(found, expandable=EXPANDABLE in names)
+        try:
+            return None if found is None else spending.outcome(found, expandable=EXPANDABLE in names)
+        except Untraceable:
+            return None
 
-    def suggestion(names: Names, then: _Outcome) -> Remedy:
+    def suggestion(names: Names, then: Outcome) -> Remedy:
         advice = " and ".join(changes[name][0] for name in names)
         return Remedy(name="+".join(names), advice=advice, micro_batch=then[0], peak_bytes=then[1])
 
@@ -133,8 +137,8 @@ def find_suggestions(
 
 
 def _together(
-    names: Names, alone: Mapping[str, _Outcome], outcome: Callable[[Names], _Outcome | None]
-) -> tuple[Names, _Outcome] | None:
+    names: Names, alone: Mapping[str, Outcome], outcome: Callable[[Names], Outcome | None]
+) -> tuple[Names, Outcome] | None:
     """Return the changes for a step that no single one makes fit, and their outcome; None if none helps.
 
     If the changes that lower the peak do not suffice together, all changes are tried: in a step with two
@@ -201,7 +205,7 @@ def _may_fuse(workload: Workload) -> bool:
     return not made or any(one.defaults.get("fused", True) in (None, False) for one in made)
 
 
-def _helps(now: _Outcome, then: _Outcome) -> bool:
+def _helps(now: Outcome, then: Outcome) -> bool:
     if then[0] != now[0]:
         return then[0] > now[0]
     return then[1] <= (1 - LEAST_CHANGE) * now[1]

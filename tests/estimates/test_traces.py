@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autobatch import InputError
@@ -45,14 +44,6 @@ def test_a_step_and_its_changes_are_traced_once(monkeypatch):
     assert len(made) == 4, "an older GPU runs other operators"
 
 
-def test_what_fails_fails_when_it_is_asked_for():
-    traces = traces_of()
-    layout = Layout(4, "shard", modules="no such module")
-    traces.prepare(NEW, [layout])
-    with pytest.raises(InputError, match="matches none"):
-        traces.step(layout, NEW)
-
-
 def on_more_ranks() -> bool:
     traces = traces_of(depth=8)
     few, more = Layout(4, "shard"), Layout(6, "shard")
@@ -90,13 +81,3 @@ def test_a_model_that_needs_values_and_more_memory_than_there_is_is_refused_in_o
     with pytest.raises(InputError, match=r"not on the CPU either, where .* are available") as caught:
         on_meta(work(too_large))
     assert "\n" not in str(caught.value)
-
-
-def shares_within_the_block() -> list[bool]:
-    with traces_of().setting(Layout(4, "shard"), NEW) as setting:
-        found = [setting.arrange is not None, setting.world == 1, dist.get_world_size() == 4]
-    return [*found, not dist.is_initialized()]
-
-
-def test_a_rank_that_shares_a_model_has_a_group_within_the_block():
-    assert run_apart(shares_within_the_block) == [True] * 4

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint import explain as explaining
-from autobatch.footprint.explain import Explanation, explain, layers_of, memory_curve, predicted_points
+from autobatch.footprint.explain import explain, layers_of, memory_curve, predicted_points
 from autobatch.footprint.fit import footprint
 from autobatch.setup.attempt import ATTEMPT_STEPS
 from tests.support.step_workloads import WORKLOADS, setting, setup
@@ -111,12 +110,3 @@ def test_an_explanation_adds_up():
         assert found.phase in found.text()
     # An image of 432 numbers, one hidden layer of 48: all per sample, in bytes.
     assert explain(step, 4097).peak_bytes >= large.peak_bytes + 4 * 432
-
-
-def test_an_explanation_is_one_sentence():
-    kinds = {"activations": 4 * MiB, "parameters": 2 * MiB, "temporaries": 0}
-    modules = {"0.a": 2 * MiB, "b": MiB, "c": MiB, "d": 0}
-    assert Explanation(4, 6 * MiB, "backward", kinds, modules).text() == (
-        "6.00 MiB at the peak in the backward: activations 4.00 MiB, parameters 2.00 MiB "
-        "(most activations in `model[0].a` 2.00 MiB, `b` 1.00 MiB, `c` 1.00 MiB)"
-    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autobatch import InputError
-from autobatch.core.units import GiB, KiB, MiB
+from autobatch.core.units import KiB, MiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import BudgetExceeded, CountingAllocator
 from autobatch.device.allocator.trace import replay
@@ -124,24 +122,6 @@ def test_errors_of_the_user_and_of_torch_are_named(monkeypatch):
     monkeypatch.setattr("autobatch.footprint.fit.missing_parts", lambda: ["torch._C._gone"])
     with pytest.raises(Unpredictable, match=r"no torch\._C\._gone"):
         footprint(setting(setup(workload), capability=(8, 0)))
-
-
-def test_a_large_model_without_memory():
-    """0.4 B parameters would take 1.6 GB, and Adam three times as much. None of that exists."""
-
-    def model():
-        return nn.Sequential(nn.Flatten(), nn.Linear(432, 20_000), nn.ReLU(), nn.Linear(20_000, 20_000))
-
-    workload = make(model, loss=lambda m, batch: m(batch[0]).mean())
-    one = setup(make(perceptron))
-    with torch.device("meta"):
-        built = workload.model()
-    step = footprint(replace(setting(one, capability=(9, 0)), workload=workload, model=built))
-    parameters = sum(p.numel() for p in built.parameters()) * 4
-    found = predict(step, budget_bytes=24 * GiB, cap=10**6)
-    assert found.outcome.peak_allocated_bytes > 4 * parameters
-    assert 0 < found.micro_batch < 24 * GiB // (20_000 * 4)
-    assert all(one.is_meta for one in built.parameters())
 
 
 @settings(max_examples=50)

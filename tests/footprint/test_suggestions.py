@@ -19,7 +19,7 @@ from autobatch.footprint import suggestions
 from autobatch.footprint.fit import footprint
 from autobatch.footprint.predict import Fitting
 from autobatch.footprint.program import Polynomial
-from autobatch.footprint.suggestions import Spending, find_suggestions, in_words
+from autobatch.footprint.suggestions import Spending, find_suggestions
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, setting, setup, token_loss
 
@@ -166,15 +166,3 @@ def test_two_peaks_of_one_height_are_lowered_together(traced):
         found.advice == "activation checkpointing of the repeated blocks and a fused optimizer (fused=True)"
     )
     assert find_suggestions(one, step, on_cpu(0.1 * peak), trace=trace) == []
-
-
-def test_suggestions_end_a_sentence():
-    def remedy(**fields):
-        return Remedy(name="x", advice="this", **fields)
-
-    assert in_words(None) == in_words([]) == ""
-    some = [remedy(micro_batch=1200, peak_bytes=1), remedy(micro_batch=0, peak_bytes=3 * MiB)]
-    assert in_words(some) == (
-        ", this (a micro-batch of 1,200 is predicted to fit with it)"
-        ", this (not enough: a micro-batch of 1 is predicted to take 3.00 MiB with it)"
-    )

@@ -41,7 +41,7 @@ def of_length(length: int) -> dict[str, object]:
     [
         ("model", {}, {"model": lambda: mlp(65)}),
         ("optimizer", {}, {"optimizer": amsgrad}),
-        ("shape or type of the samples", of_length(5), of_length(7)),
+        ("samples", of_length(5), of_length(7)),
     ],
     ids=["model", "optimizer", "length"],
 )
@@ -49,18 +49,10 @@ def test_a_changed_workload_is_probed_again_with_a_note_of_the_field(field, befo
     probed(work(**before))
     result, listener = probed(work(**after))
     assert result.probe.source == "search"
-    assert any(f"not used: the {field} changed. It is probed again" in line for line in listener.notes)
+    assert any(f"these changed: {field}. It is probed again" in line for line in listener.notes)
 
 
-def test_another_version_of_torch_is_probed_again_with_a_note(monkeypatch) -> None:
-    probed(work())
-    monkeypatch.setattr(torch, "__version__", "9.9.9")
-    result, listener = probed(work())
-    assert result.probe.source == "search"
-    assert any("not used: torch changed from" in line for line in listener.notes)
-
-
-@pytest.mark.parametrize("field", ["torch", PLANTED, "date"])
+@pytest.mark.parametrize("field", [PLANTED, "date"])
 def test_a_planted_text_in_a_saved_limit_is_shown_harmlessly(
     field: str, own_home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -77,23 +69,13 @@ def test_a_planted_text_in_a_saved_limit_is_shown_harmlessly(
         assert line.isprintable()
 
 
-@pytest.mark.parametrize("options", [{"memory_budget": "100KiB"}, {"precision": "bf16"}])
-def test_other_options_have_a_saved_limit_of_their_own(options: dict) -> None:
+def test_other_options_have_a_saved_limit_of_their_own() -> None:
     first, _ = probed(work())
-    second, _ = probed(work(), **options)
+    second, _ = probed(work(), precision="bf16")
     assert second.probe.source == "search"
     again, listener = probed(work())
     assert again.probe.micro_batch == first.probe.micro_batch
     assert len(listener.sizes) == 1, "the first answer is kept beside the second"
-
-
-@pytest.mark.parametrize("content", [b"\x00" * 40, b'{"schema": 99}'])
-def test_an_unreadable_file_is_probed_again(content: bytes, own_home: Path) -> None:
-    first, _ = probed(work())
-    (file,) = saved_files(own_home)
-    file.write_bytes(content)
-    second, _ = probed(work())
-    assert (second.probe.source, second.probe.micro_batch) == ("search", first.probe.micro_batch)
 
 
 def edited(file: Path, **fields) -> None:

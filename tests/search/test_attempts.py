@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,18 +11,17 @@ import msgspec
 import pytest
 from torch import Tensor, nn
 
-from autobatch import AutobatchError, Progress
-from autobatch.core.units import KiB, MiB
-from autobatch.search.attempts import LOST, Attempts, ask_or_none, nothing_fits, run_attempt
+from autobatch import Progress
+from autobatch.core.units import MiB
+from autobatch.search.attempts import LOST, Attempts, nothing_fits
 from autobatch.search.search import search
 from autobatch.setup.attempt import Outcome
 from autobatch.setup.child import ChildCrashed
 from autobatch.setup.session import ThisProcess
-from autobatch.setup.trace import trace_footprint
 from tests.support.hardware import CpuAsGpu
 from tests.support.probes import classify, probed, work
 from tests.support.sizes import Machine, machine_of, outcome_of, replay_of
-from tests.support.step_workloads import WORKLOADS, deep_transformer, setup
+from tests.support.step_workloads import WORKLOADS, setup
 
 CRASHED = ChildCrashed("the child process ended (SIGSEGV)")
 KILLED = ChildCrashed("the child process ended (SIGKILL)", out_of_memory=True)
@@ -69,22 +67,6 @@ def found_in(process: Process) -> Any:
         replay=replay_of(),
         stopped=lambda: attempts.stopped_by,
     )
-
-
-@pytest.mark.parametrize(
-    ("error", "restarts"), [(CRASHED, 1), (KILLED, 1), (AutobatchError("it cannot be traced"), 0)]
-)
-def test_what_can_be_done_without_is_none_if_it_fails(error: Exception, restarts: int) -> None:
-    process = Process(failing(error))
-    assert ask_or_none(process, "tracing the step", lambda session, size: size, 7) is None
-    assert process.restarts == restarts
-
-
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_a_child_whose_driver_ran_out_of_memory_is_replaced(is_lost: bool) -> None:
-    process = Process(lambda size: outcome_of(size, False, None)._replace(is_context_lost=is_lost))
-    assert not run_attempt(process, 3).attempt.fits
-    assert process.restarts == is_lost
 
 
 def test_a_search_continues_below_a_size_that_killed_its_child() -> None:
@@ -171,18 +153,6 @@ def test_a_probe_names_the_error_and_keeps_its_answer() -> None:
 
 
 # The error if nothing fits.
-
-
-def test_the_error_of_a_probe_names_the_memory_and_what_helps_in_one_line() -> None:
-    made = setup(deep_transformer(), budget=200 * KiB)
-    tried = [run_attempt(ThisProcess(made), size).attempt for size in (2, 1)]
-    text = str(nothing_fits(tried, ThisProcess(made), trace_footprint(made)))
-    assert text.startswith("a micro-batch of 1 does not fit in the budget of 200 KiB: ")
-    for words in ("requested", "free", "in the ", "parameters", "larger --memory-budget"):
-        assert words in text
-    changes = re.findall(r"a micro-batch of ([\d,]+) is predicted to fit", text)
-    assert all(int(size.replace(",", "")) >= 1 for size in changes)
-    assert not re.search(r"\n|\.\.", text)
 
 
 @pytest.mark.parametrize(

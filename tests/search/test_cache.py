@@ -51,7 +51,7 @@ def test_the_nearest_and_newest_stale_limit_names_the_changed_fields(tmp_path):
     key = a_limit(torch="2.13.0", budget_bytes=6 * GiB).key
     assert lookup(key, tmp_path) == (
         None,
-        "the limit saved on 2026-11-21 is not used: the budget changed, torch changed from 2.12.0 to 2.13.0",
+        "the limit saved on 2026-11-21 is not used, because these changed: budget bytes, torch",
     )
 
 
@@ -80,15 +80,6 @@ def test_a_file_that_cannot_be_used_is_ignored_with_a_reason_and_kept(tmp_path, 
     assert str(path) in caplog.text
     assert path.read_bytes() == content
     assert re.search(reason, caplog.text)
-
-
-def test_a_file_under_a_wrong_name_counts_as_stale(tmp_path):
-    path = store(a_limit(), tmp_path)
-    path.write_bytes(msgspec.json.encode(a_limit(torch="2.1.0")))
-    assert lookup(a_limit().key, tmp_path) == (
-        None,
-        "the limit saved on 2026-11-20 is not used: torch changed from 2.1.0 to 2.12.0",
-    )
 
 
 @pytest.mark.parametrize(

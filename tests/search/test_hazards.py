@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from autobatch import Loss, WholeBatchLoss, Workload
-from autobatch.search.hazards import find_obstacle, is_padded
-from tests.support.ragged import CONTRASTIVE, Sequences, joined_workload, pad, ragged_workload, sequence_loss
+from autobatch.search.hazards import find_obstacle
+from tests.support.ragged import CONTRASTIVE, Sequences, pad, ragged_workload, sequence_loss
 from tests.support.training import (
     IGNORED,
     fingerprint,
@@ -171,9 +171,3 @@ def test_sizes_that_were_not_all_read_are_no_base_for_a_split(monkeypatch) -> No
     ticks = itertools.count(step=10.0)
     monkeypatch.setattr(setup.worst_case, "_clock", lambda: next(ticks))
     assert "unknown" in find_obstacle(setup).reason
-
-
-def test_a_collate_function_pads_or_joins() -> None:
-    for workload, expected in ((ragged_workload(), True), (joined_workload(), False)):
-        setup = make_setup(workload)
-        assert is_padded(workload, setup.worst_case.sizes()) is expected

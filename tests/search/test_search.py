@@ -92,24 +92,6 @@ def test_any_workload_and_any_prediction_stay_within_the_bound(share, cap, likel
         assert machine.ooms <= math.log2(reach + 1) / 2 + 2
 
 
-@given(
-    fixed=st.integers(0, BUDGET + 100),
-    slope=st.integers(0, BUDGET),
-    late=st.integers(0, 3),
-    kink=st.integers(1, 2000),
-    cap=st.integers(1, 5000),
-)
-@settings(max_examples=200)
-def test_monotone_memory_gives_exactly_the_limit_in_few_runs(fixed, slope, late, kink, cap) -> None:
-    def memory(size: int) -> int:
-        return fixed + slope * size // 64 + late * slope * max(0, size - kink) // 64
-
-    machine = Machine(memory)
-    found = find(machine, cap)
-    assert found.micro_batch == machine.limit(cap)
-    assert len(machine.asked) <= math.log2(cap + 1) + 8
-
-
 SHAPES: dict[str, Callable[[float, float], float]] = {
     "line": lambda m, _: m,
     "bend": lambda m, bend: m**bend,

@@ -18,10 +18,10 @@ from torch.utils.data import TensorDataset
 
 import autobatch
 from autobatch import AutobatchError, InputError
-from autobatch.footprint.fit import SIZES, Unpredictable, footprint, footprint_beside, record_apart
+from autobatch.footprint.fit import SIZES, footprint_beside, record_apart
 from autobatch.footprint.tracing import apart
-from autobatch.footprint.tracing.apart import run_apart, run_each_apart, run_in_copies
-from tests.support.step_workloads import make, setting, setup
+from autobatch.footprint.tracing.apart import run_apart, run_in_copies
+from tests.support.step_workloads import setting, setup
 
 needs_fork = pytest.mark.skipif(not apart.can_run_apart(), reason="this process cannot be copied")
 
@@ -144,17 +144,6 @@ def test_a_function_that_fails_beside_others_is_called_again_alone(monkeypatch):
         run_in_copies([os.getpid, fails])
 
 
-@needs_fork
-def test_one_call_that_fails_is_the_error_of_all():
-    def fail() -> None:
-        raise InputError("asked 3, found 2")
-
-    before = multiprocessing.active_children()
-    with pytest.raises(InputError, match="asked 3"):
-        run_each_apart([os.getpid, fail, os.getpid])
-    assert multiprocessing.active_children() == before
-
-
 class KeepsWhatItBuilds(nn.Module):
     """A model that scales its input by a window of a cache, and by weights that the class keeps."""
 
@@ -197,13 +186,6 @@ def test_what_user_code_keeps_is_in_each_trace():
     assert step.program.at(4).canonical() == other.trace
     assert step.program.at(7).canonical() == checked.trace
     assert KeepsWhatItBuilds.weights is None, "nothing fake is left in this process"
-
-
-def test_a_step_that_needs_values_is_refused():
-    data = [(torch.ones(16), torch.zeros(1))] * 20
-    one = make(KeepsWhatItBuilds, data=data, loss=lambda model, batch: model(batch[0]).numpy().sum())
-    with pytest.raises(Unpredictable, match="cannot predict"):
-        footprint(setting(setup(one), capability=None))
 
 
 @needs_fork

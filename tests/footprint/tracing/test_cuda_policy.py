@@ -16,7 +16,7 @@ from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.footprint.tracing import cuda_policy as policy
 from autobatch.footprint.tracing.attention import attention_kernel
-from autobatch.footprint.tracing.cuda_policy import cuda_policy, missing_parts, prefer_foreach
+from autobatch.footprint.tracing.cuda_policy import cuda_policy, missing_parts
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -116,17 +116,6 @@ def test_the_policy_of_the_cpu_is_restored():
     with FakeTensorMode(), cuda_policy((9, 0)):
         pass
     assert behaviour() == before
-
-
-def test_optimizers_update_all_parameters_at_once():
-    parameters = [nn.Parameter(torch.zeros(2))]
-    chosen = []
-    for options in ({}, {"foreach": False}, {"fused": True}):
-        optimizer = torch.optim.AdamW(parameters, **options)
-        prefer_foreach(optimizer)
-        chosen.append(optimizer.param_groups[0]["foreach"])
-    assert chosen == [True, False, None] or chosen == [True, False, False]
-    prefer_foreach(torch.optim.LBFGS(parameters))  # has no such choice
 
 
 def test_a_part_that_torch_lacks_is_named(monkeypatch):
