@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch import DoesNotFitError
+import autobatch
+from autobatch import DoesNotFitError, InputError
 from autobatch.core.records import Estimate, RankEstimate, Remedy
 from autobatch.core.units import MiB
 from autobatch.device.profiles import load_profile
@@ -114,7 +115,7 @@ def test_an_estimate_is_not_capped_by_the_data_and_says_which_option_caps_it():
     """The data have 64 samples, and all GPUs would take them in one micro-batch."""
 
     def estimated(**options):
-        asked = as_options("estimate", profile=["t4", "a100-80gb"], memory_budget="1%", **options)
+        asked = as_options("estimate", profile=["l40s", "a100-80gb"], memory_budget="1%", **options)
         return estimate_limits(WORKLOADS["perceptron"](), asked, home=NOWHERE)
 
     free = estimated()
@@ -241,6 +242,33 @@ def test_a_split_by_size_is_left_out_where_it_is_not_possible():
     assert of_sizes(joined_workload()).size_cut is None
     equal = of_sizes(ragged_workload(model=wide_model, train_data=tokens(), collate=None, size_of=None))
     assert (equal.lengths, equal.size_cut) == ([], None)
+
+
+# Models whose constructors need values.
+
+
+def needs_values() -> nn.Module:
+    model = mlp()
+    float(model[0].weight.sum())
+    return model
+
+
+def test_a_model_takes_no_memory_if_its_constructor_reads_no_values():
+    for build in (mlp, needs_values):
+        notes = autobatch.estimate(work(build), profile=["t4"], micro_batch=1).notes
+        said = ["cannot be built on the meta device" in note and "on the CPU" in note for note in notes]
+        assert any(said) == (build is needs_values)
+
+
+def test_a_model_that_needs_values_and_more_memory_than_there_is_is_refused_in_one_line():
+    def too_large() -> nn.Module:
+        model = needs_values()
+        model.register_parameter("large", nn.Parameter(torch.empty(10**15)))
+        return model
+
+    with pytest.raises(InputError, match=r"not on the CPU either, where .* are available") as caught:
+        autobatch.estimate(work(too_large), profile=["t4"])
+    assert "\n" not in str(caught.value)
 
 
 # Steps that follow no rule in the micro-batch.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autobatch import Progress
 from autobatch.core.units import MiB
-from autobatch.search.attempts import LOST, Attempts, nothing_fits
+from autobatch.search.attempts import Attempts, nothing_fits
 from autobatch.search.search import search
 from autobatch.setup.attempt import Outcome
 from autobatch.setup.child import ChildCrashed
@@ -100,7 +100,7 @@ def test_memory_still_bounds_a_search_below_the_errors_and_an_error_before_any_s
 def test_a_process_without_a_child_stops_with_the_best_size_once_its_context_is_lost() -> None:
     process = Process(failing(ILLEGAL, 500), is_replaceable=False)
     found = found_in(process)
-    assert (found.upper_bound_by, found.stopped_by, process.restarts) == (None, LOST, 0)
+    assert (found.upper_bound_by, found.stopped_by, process.restarts) == (None, "lost GPU context", 0)
     assert found.micro_batch == max(one.micro_batch for one in found.attempts if one.fits)
 
 

@@ -10,11 +10,10 @@ import pytest
 
 from autobatch.core.units import GiB
 from autobatch.core.version import __version__
-from autobatch.footprint.fit import footprint
-from autobatch.search.cache import CachedLimit, lookup, save_trace, store
+from autobatch.search.cache import CachedLimit, lookup, store
 from autobatch.setup.trace import trace_footprint
 from tests.support.probes import limit_of
-from tests.support.step_workloads import WORKLOADS, setting, setup
+from tests.support.step_workloads import WORKLOADS, setup
 
 
 def a_limit(**changes):
@@ -120,12 +119,12 @@ def test_a_confirmed_limit_is_traced_again_only_if_its_trace_is_of_no_use(tmp_pa
         return bool(traced)
 
     assert not traces_again()
-    # Damaged, of another step, or of another version.
-    other = footprint(setting(setup(WORKLOADS["transformer"]())))
-    damaged = [b"no trace", file.read_bytes().replace(__version__.encode(), b"0" * len(__version__))]
+    limit_of(setup(WORKLOADS["transformer"]()), tmp_path / "other", max_micro_batch=2)
+    (other,) = tmp_path.glob("other/profiles/*/limits/*.trace")
+    # Damaged, of another version, or of another step.
+    of_version = file.read_bytes().replace(__version__.encode(), b"0" * len(__version__))
+    damaged = [b"no trace", of_version, other.read_bytes()]
     for content in damaged:
         file.write_bytes(content)
         assert traces_again()
-        assert not traces_again()
-    save_trace(other, file)
-    assert traces_again()
+    assert not traces_again()

@@ -120,18 +120,16 @@ def normalised() -> nn.Module:
     return nn.Sequential(language_model(), nn.BatchNorm1d(7))
 
 
+def in_rows(represent) -> WholeBatchLoss:
+    return WholeBatchLoss(represent=represent, loss=info_nce)
+
+
 @pytest.mark.parametrize(
     ("workload", "words"),
     [
         (ragged_workload(model=normalised), "BatchNorm"),
-        (
-            ragged_workload(loss=WholeBatchLoss(represent=lambda m, b: m(b[0]), loss=info_nce)),
-            "the row of sample",
-        ),
-        (
-            ragged_workload(loss=WholeBatchLoss(represent=lambda m, b: m(b[0]).mean(1), loss=info_nce)),
-            "the row of sample",
-        ),
+        (ragged_workload(loss=in_rows(lambda m, b: m(b[0]))), "the row of sample"),
+        (ragged_workload(loss=in_rows(lambda m, b: m(b[0]).mean(1))), "the row of sample"),
         (ragged_workload(model=Pooled, loss=pooled_loss), "depends on its padding"),
         (ragged_workload(loss=mean_over_tokens), "depends on its padding"),
         (detection(), "though it is not padded: .* or is a mean over something else than samples"),
@@ -145,25 +143,21 @@ def test_wrong_results_are_hazards(workload: Workload, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "words", "knobs"),
     [
-        ({"train_data": tokens(), "collate": None, "size_of": None}, "one size"),
-        ({"collate": padded_to_four}, "takes a fixed number"),
-        ({"collate": filled_to_four}, "up to a fixed number"),
-        ({"size_of": lambda sample: float(sample[0].sum() * 7919 % 31)}, "does not explain memory"),
-        ({"train_data": Resized(), "size_of": lambda sample: len(sample[0])}, "at random"),
+        ({"train_data": tokens(), "collate": None, "size_of": None}, "one size", {}),
+        ({"collate": padded_to_four}, "takes a fixed number", {}),
+        ({"collate": filled_to_four}, "up to a fixed number", {}),
+        ({"size_of": lambda sample: float(sample[0].sum() * 7919 % 31)}, "does not explain memory", {}),
+        ({"train_data": Resized(), "size_of": lambda sample: len(sample[0])}, "at random", {}),
+        ({}, "compile", {"compile": "default"}),
     ],
 )
-def test_what_gains_nothing_is_no_hazard(changes, words: str) -> None:
-    found = find_obstacle(make_setup(ragged_workload(**changes)))
+def test_what_gains_nothing_is_no_hazard(changes, words: str, knobs) -> None:
+    found = find_obstacle(replace(make_setup(ragged_workload(**changes)), knobs=knobs))
     assert found is not None
     assert not found.is_hazard
     assert words in found.reason
-
-
-def test_a_compiled_model_is_split_by_count() -> None:
-    compiled = replace(make_setup(ragged_workload()), knobs={"compile": "default"})
-    assert "compile" in find_obstacle(compiled).reason
 
 
 def test_sizes_that_were_not_all_read_are_no_base_for_a_split(monkeypatch) -> None:
