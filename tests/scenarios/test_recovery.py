@@ -42,9 +42,9 @@ EVERY = pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "each"),
     [
-        (plain, 2),
-        (stateful_contrastive, 7),
-        (stateful_terms, 11),
+        (plain, 3),
+        (stateful_contrastive, 11),
+        (stateful_terms, 17),
         *(
             pytest.param(one, 1, marks=EVERY)
             for one in (plain, stateful, contrastive, stateful_contrastive, stateful_terms)
@@ -108,13 +108,13 @@ def test_there_is_no_recovery_inside_the_optimizer_step() -> None:
         assert caught.value.exit_code == 77
 
 
-@pytest.mark.parametrize("make", [stateful, stateful_contrastive, stateful_terms])
+@pytest.mark.parametrize("make", [stateful_contrastive, stateful_terms])
 def test_a_recovery_in_fp16_keeps_the_loss_scale(make) -> None:
     smaller, _ = train(make(torch.float32), None, shrink_to=2, precision="fp16")
     fault = Fault()
     same, _ = train(make(torch.float32), fault, precision="fp16")
     for index in [i for i, phase in enumerate(fault.phases) if phase in ("forward", "loss", "backward")][
-        ::13
+        ::29
     ]:
         loop, records = train(make(torch.float32), Fault(index), precision="fp16")
         expected = same if records[1].micro_batch == 4 else smaller

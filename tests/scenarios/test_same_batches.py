@@ -122,8 +122,6 @@ def loaded(data: Callable[[], Any], **options: Any) -> Callable[[], autobatch.Wo
 
 
 KINDS: dict[str, Callable[[], autobatch.Workload]] = {
-    "map-style": over(Augmented),
-    "iterable": over(Stream),
     "shuffle buffer": over(lambda: shuffled),
     "loader with workers": loaded(Augmented, shuffle=True, num_workers=2),
     "loader of a stream with workers": loaded(Stream, num_workers=1),

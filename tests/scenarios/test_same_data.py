@@ -128,6 +128,7 @@ def test_a_function_that_returns_the_workload_is_called_with_seeded_generators(t
 VARYING = {"created", "phase_seconds", "resumed_from", "checkpoints"}
 
 
+@pytest.mark.program
 def test_the_result_of_a_resumed_run_is_that_of_the_whole_run(tmp_path: Path) -> None:
     def run(steps: int, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         options = {

@@ -33,17 +33,14 @@ class Notes(Progress):
         self.notes.append(text)
 
 
-@pytest.mark.parametrize("splits", [True, False])
-def test_a_loss_that_cannot_be_split_ends_a_fit_before_it_trains(splits: bool, tmp_path: Path) -> None:
+def test_a_loss_that_cannot_be_split_ends_a_fit_before_it_trains(tmp_path: Path) -> None:
     """The check also runs after a probe that found the micro-batch to fit."""
     options = {**OPTIONS, "max_micro_batch": 8, "out": str(tmp_path / "run")}
-    workload = make_workload() if splits else make_workload(loss=contrastive_loss)
-    if not splits:
-        with pytest.raises(InputError, match=r"depends on several samples at once.* use --split-check note"):
-            autobatch.fit(workload, **options)
-        assert not (tmp_path / "run" / "checkpoints").exists()
-        options["split_check"] = "note"
-    assert autobatch.fit(workload, **options).training.optimizer_steps == 2
+    workload = make_workload(loss=contrastive_loss)
+    with pytest.raises(InputError, match=r"depends on several samples at once.* use --split-check note"):
+        autobatch.fit(workload, **options)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert autobatch.fit(workload, split_check="note", **options).training.optimizer_steps == 2
 
 
 def balanced(model, batch):
@@ -61,7 +58,7 @@ def test_a_fault_that_only_training_shows_ends_the_run_before_anything_is_saved(
     assert autobatch.fit(workload, split_check="note", **options).training.optimizer_steps == 2
 
 
-@pytest.mark.parametrize("choice", ["probe", "plan", "tune"])
+@pytest.mark.parametrize("choice", ["probe", "tune"])
 def test_a_probe_and_a_plan_note_a_loss_that_cannot_be_split(choice: str, tmp_path: Path) -> None:
     fields, wrong, right, cause = PAIRS["masked tokens"]
     for loss, expected in ((wrong, [cause]), (right, [])):

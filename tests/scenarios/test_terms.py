@@ -21,7 +21,6 @@ from autobatch.footprint.tracing.trace_step import record
 from autobatch.setup.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS, attempt
 from autobatch.setup.setup import open_setup
 from autobatch.training.split_check.check import check_loss_splits
-from autobatch.training.validation import Validator
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.detection import Batch, counts, detection, scenes, terms, whole
 from tests.support.probes import mlp, work
@@ -100,14 +99,10 @@ def test_a_run_tells_each_term_wherever_it_tells_the_loss(tmp_path: Path) -> Non
     assert f"(boxes {training.final_terms['boxes']:.3g}" in page
 
 
-def test_a_metric_with_the_name_of_a_term_is_refused() -> None:
+def test_a_metric_with_the_name_of_a_term_is_refused(tmp_path: Path) -> None:
     workload = detection(validation_data=scenes(9), metrics=lambda m, b: {"boxes": torch.zeros(())})
-    loop = make_loop(workload)
-    validator = Validator(
-        workload, loop.train_state, device=loop.device, meter=loop.meter, target_batch=8, micro_batch=4
-    )
     with pytest.raises(InputError, match=r"Workload\(metrics=…\) and the loss both have boxes: rename"):
-        validator.run()
+        autobatch.fit(workload, **RUN, out=str(tmp_path))
 
 
 def checked(micro_batch: int = 6, **fields: Any) -> list[str]:

@@ -52,7 +52,7 @@ def test_what_is_traced_is_what_an_attempt_allocates(whole_batch: int | None, pr
     found = WORKLOADS["perceptron"]()
     made = replace(setup(replace(found, loss=LOSS), precision=precision), whole_batch=whole_batch)
     traced = replace(setting(made, steps=ATTEMPT_STEPS), samples=whole_batch)
-    for size in (3, 11, 25, 30):
+    for size in (11, 30):
         assert record(traced, size).trace == attempt(made, size).trace.canonical()
     # Affine, or quadratic if the batch grows with the micro-batch.
     assert footprint(traced).program.agrees_with(23, attempt(made, 23).trace)

@@ -31,7 +31,7 @@ from tests.support.detection import (
 from tests.support.steps import CLASS_WEIGHTS, EXACT, SAMPLES, off, split, train_state_of
 from tests.support.training import Rows, reference, weights
 
-SPLITS = [[24], [12, 12], [8] * 3, [5] * 4 + [4], [1] * 24, [1, 23], [20, 3, 1], [7, 7, 7, 3]]
+SPLITS = [[24], [12, 12], [5] * 4 + [4], [1] * 24, [20, 3, 1]]
 LOSSES: dict[str, tuple[dict[str, Any], Callable[..., Tensor]]] = {
     "counted first": ({"loss": terms}, whole),
     "counted by the data": ({"loss": terms, "counts": counts}, whole),

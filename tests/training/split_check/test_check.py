@@ -110,7 +110,6 @@ def test_losses_that_cannot_be_split_are_errors_that_name_the_cause(changes, mes
 
 PASSES = {
     "float64": None,
-    "float32": PassType(torch.float32, train_mode=False),
     "bf16": PassType(None, train_mode=True, precision="bf16"),
     "fp16": PassType(None, train_mode=True, precision="fp16"),
 }
