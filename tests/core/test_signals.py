@@ -87,20 +87,6 @@ def test_the_first_signal_is_recorded_and_another_one_does_what_it_does_outside(
     assert ending_of(body)[0] == -second
 
 
-def test_another_thread_catches_nothing() -> None:
-    before = [signal.getsignal(one) for one in STOPPING]
-    seen = []
-
-    def body() -> None:
-        with stop_on_signals() as request:
-            seen.append((request.signal_number, [signal.getsignal(one) for one in STOPPING]))
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    assert seen == [(None, before)]
-
-
 @pytest.mark.parametrize("with_tracker", [False, True])
 def test_a_signal_within_the_block_comes_when_the_block_ends(with_tracker: bool) -> None:
     def body() -> None:

@@ -135,9 +135,6 @@ def test_a_function_that_can_be_called_is_taken(field: str, function: Any) -> No
 def test_a_sampler_can_be_iterated_in_every_epoch(sampler: Any) -> None:
     with pytest.raises(InputError, match=r"whenever .*, found a (generator|function): give a list"):
         Workload(**{"train_data": DATA} | FIELDS | {"sampler": sampler})
-
-
-def test_a_sampler_needs_data_with_an_index() -> None:
     with pytest.raises(InputError, match="needs data with an index, found a Numbers, a stream"):
         Workload(train_data=Numbers(), sampler=[1], **FIELDS)
 
@@ -202,19 +199,6 @@ def test_a_loader_around_a_loader_is_named_wherever_it_is_given(name: str) -> No
         Workload(**{"train_data": DATA, **FIELDS, name: Prefetcher()})
     with pytest.raises(InputError, match=PREFETCHED):
         Workload.from_loader(DataLoader(DATA), **{**FIELDS, "validation_data": Prefetcher()})
-
-
-@pytest.mark.parametrize(
-    ("options", "found"), [({"batch_size": 3}, "batch_size=3"), ({"batch_sampler": [[0]]}, "a batch_sampler")]
-)
-def test_a_loader_that_makes_batches_is_not_taken_for_data_that_do(
-    options: dict[str, Any], found: str
-) -> None:
-    message = (
-        rf"batched=True\) is for data .* makes them, with {found}: leave batched=True out .* batch_size=None"
-    )
-    with pytest.raises(InputError, match=message):
-        Workload.from_loader(DataLoader(DATA, **options), batched=True, **FIELDS)
 
 
 def test_a_sampler_draws_for_all_ranks_together() -> None:
@@ -299,11 +283,13 @@ def test_other_samplers_are_kept(sampler: Any) -> None:
         ([1, 2], "takes a torch DataLoader, found a list: give its data as Workload"),
         (Prefetcher(), PREFETCHED),
         (DataLoader(DATA, batch_size=None), "has batch_size=None, so its items may be batches already"),
+        (DataLoader(DATA, batch_size=3), "for data .* makes them, with batch_size=3: leave batched=True out"),
+        (DataLoader(DATA, batch_sampler=[[0]]), "makes them, with a batch_sampler: .* batch_size=None to"),
     ],
 )
 def test_anything_else_than_a_loader_of_batches_is_refused(loader: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Workload.from_loader(loader, **FIELDS)
+        Workload.from_loader(loader, batched="makes them" in message, **FIELDS)
 
 
 def test_a_workload_shows_its_name_its_samples_and_its_rate() -> None:

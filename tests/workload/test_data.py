@@ -51,17 +51,10 @@ def test_the_longest_samples_are_found(lengths: list[int]) -> None:
     data = [[0] * length for length in lengths]
     longest = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     for worst_case in (indices(data), indices(data, size_of=len)):
-        assert worst_case.batch(len(data)) == longest
+        assert worst_case.batch(len(data) + 1) == [*longest, longest[0]]
         assert not worst_case.notes
         assert worst_case.largest() == (None if len(set(lengths)) == 1 else (longest[0], max(lengths) + 1))
     assert indices(data).sizes().tolist() == [length + 1 for length in lengths]
-
-
-def test_a_batch_repeats_the_most_expensive_samples() -> None:
-    worst_case = indices([[0] * n for n in (1, 9, 4, 4)])
-    assert worst_case.known_costs == {}
-    assert worst_case.batch(6) == [1, 2, 3, 0, 1, 2]
-    assert worst_case.known_costs == {0: 2.0, 1: 10.0, 2: 5.0, 3: 5.0}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import multiprocessing
 import multiprocessing.util
@@ -150,21 +149,6 @@ def test_samples_that_cannot_be_sent_to_or_from_workers_are_known_before(
 
 
 # ends of workers
-
-
-def test_a_micro_batch_is_left_unfinished_when_the_feed_closes() -> None:
-    fetched = []
-
-    class Watched(Rows):
-        def __getitem__(self, index: int):
-            fetched.append(index)
-            stop.value = index == 2
-            return super().__getitem__(index)
-
-    stop = ctypes.c_bool(False)
-    workload = make_workload(train_data=Watched(*points().columns))
-    assert MicroBatches(workload, 0, stop)[MicroBatchIds(0, range(4), [4, 2, 9, 1])] is None
-    assert fetched == [4, 2]
 
 
 def die_of(number: int) -> None:

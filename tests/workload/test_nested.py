@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, namedtuple
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from autobatch import Unbatched
-from autobatch.device.base import SilentMeter
-from autobatch.workload.nested import feed, to_device
+from autobatch.workload.nested import to_device
 from autobatch.workload.streams import StreamView
 from tests.support.kernels import needs_kernels
 
@@ -28,24 +26,6 @@ def numbers(*values: float) -> list[torch.Tensor]:
 def nested():
     a, b, c, d = numbers(1.0, 2.0, 3.0, 4.0)
     return OrderedDict(pair=Pair(a, [b]), rest=(c, {"d": d}), name="n", none=None, count=3)
-
-
-class Counting(SilentMeter):
-    """A meter that keeps what it counts, and what runs uncounted."""
-
-    def __init__(self) -> None:
-        self.counted: list[torch.Tensor] = []
-        self.is_counting = True
-
-    def count(self, tensors) -> None:
-        assert self.is_counting
-        self.counted += tensors
-
-    @contextmanager
-    def uncounted(self):
-        self.is_counting = False
-        yield
-        self.is_counting = True
 
 
 def test_tensors_and_objects_move_to_the_device() -> None:
@@ -171,34 +151,6 @@ def test_the_host_does_not_wait_for_a_busy_gpu() -> None:
     moved = to_device(batch, CUDA)
     assert not torch.cuda.current_stream().query(), "the host waited for the GPU"
     assert moved[0].sum().item() == moved[1].data.sum().item() == 1 << 22
-
-
-def test_micro_batches_are_counted_on_the_device_and_fetched_uncounted() -> None:
-    meter = Counting()
-
-    def fetched():
-        for size in (2, 3):
-            assert not meter.is_counting
-            yield torch.ones(size), size
-
-    assert [(len(batch), size) for batch, size in feed(fetched(), CPU, meter)] == [
-        (2, 2),
-        (3, 3),
-    ]
-    assert [len(tensor) for tensor in meter.counted] == [2, 3]
-
-
-def test_a_second_pass_gets_copies_of_the_same_micro_batches_which_are_fetched_once() -> None:
-    meter = Counting()
-    originals = [(torch.ones(2), 2), (torch.zeros(1), 1)]
-    fetched = []
-    batches = feed((fetched.append(one) or one for one in originals), CPU, meter, twice=lambda: True)
-    for _ in range(2):
-        for (batch, size), (original, original_size) in zip(batches, originals, strict=True):
-            assert size == original_size
-            assert torch.equal(batch, original)
-            assert batch.data_ptr() != original.data_ptr()
-    assert (len(meter.counted), len(fetched)) == (4, 2)
 
 
 def rows_of(batch: Any, count: int) -> list[Any]:

@@ -235,13 +235,6 @@ def test_after_an_error_the_failed_sizes_run_in_micro_batches_of_at_most_half(
     assert [one.of_longest(m) for m in (one.largest, 1)] == [longest, 1]
 
 
-def test_a_joined_micro_batch_is_limited_by_its_mean_size() -> None:
-    cut = SizeCut(sizes=[10.0, 20.0, 30.0], micro_batches=[6, 3, 2], limits_by="replay", is_padded=False)
-    split = SizeSplit(sizes=np.array([30.0, 10.0, 10.0, 10.0, 10.0, 10.0]), cut=cut)
-    parts = split.parts(GlobalBatch(0, 0, list(range(6))), 6)
-    assert [part.ids for part in parts] == [[0, 1, 2], [3, 4, 5]]
-
-
 SIZES = np.random.default_rng(0).lognormal(2, 1, 53)
 
 
