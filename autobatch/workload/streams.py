@@ -11,7 +11,6 @@ its draws depend on nothing but how much was read. Reading it again from its sta
 from __future__ import annotations
 
 import inspect
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -124,7 +123,7 @@ def known_length(stream: Any) -> int | None:
 
 
 def count_samples(stream: Any, on_sample: Callable[[], None] = lambda: None) -> int:
-    """Return the length of a stream, which is read once to its end if it has none.
+    """Return the number of samples of a stream whose length is unknown: it is read once to its end.
 
     Args:
         stream: the user's data.
@@ -133,9 +132,6 @@ def count_samples(stream: Any, on_sample: Callable[[], None] = lambda: None) -> 
     Raises:
         InputError: it has no sample.
     """
-    length = known_length(stream)
-    if length is not None:
-        return length
     count = 0
     with preserved_random_state():
         for _ in _first_epoch(stream):
@@ -422,12 +418,11 @@ def _first_epoch(stream: Any, size: int = SCAN) -> Iterator[Any]:
     """
     with user_code("train_data"):
         reader = iter(open_epoch(stream, 0, size))
-    for position in itertools.count():
-        sample = _next(reader, position)
-        if sample is END:
-            break
+    position = 0
+    while (sample := _next(reader, position)) is not END:
+        position += 1
         yield sample
-    if position == 0:
+    if not position:
         raise InputError("the stream of Workload(train_data=…) has 0 samples: at least 1 is needed")
 
 
