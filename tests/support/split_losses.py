@@ -11,7 +11,17 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout, normalize
 
 from autobatch import Loss, WholeBatchLoss
+from autobatch.training.split_check.check import check_loss_splits
+from autobatch.workload.order import GlobalBatchSampler
 from tests.support.training import IGNORED, Rows, language_model, network, points
+
+
+def examined(setup: Any, micro_batch: int = 8) -> Any:
+    """Return what the check before training finds about batches of three micro-batches."""
+    count = len(setup.workload.train_data)
+    sampler = GlobalBatchSampler(samples=count, target_batch=3 * micro_batch, seed=0, steps=3)
+    return check_loss_splits(setup, micro_batch=micro_batch, sampler=sampler, check="note")[1]
+
 
 MASK = 0
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 9.0])

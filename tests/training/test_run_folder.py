@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from autobatch import InputError
-from autobatch.training.run_folder import claim_folder, folder_of, locked_by_file, move_earlier_run
+from autobatch.training.run_folder import claim_folder, folder_of, locked_by_file
 
 
 def hold(out: Path, talk: Connection) -> None:
@@ -107,20 +107,6 @@ def test_the_last_run_that_has_checkpoints_is_the_one_to_resume(tmp_path: Path, 
     (tmp_path / "runs" / "mine" / "20260103-000000").mkdir()
     assert folder_of(None, "mine", resume=True) == Path("runs/mine/20260102-000000")
     assert folder_of(None, "mine", resume=False).parent == Path("runs/mine")
-
-
-def test_an_earlier_run_is_moved_out_of_the_way_and_other_files_stay(tmp_path: Path) -> None:
-    assert move_earlier_run(tmp_path) is None
-    (tmp_path / "notes.txt").touch()
-    for number in (1, 2):
-        (tmp_path / "checkpoints" / f"step-{number}").mkdir(parents=True)
-        (tmp_path / "metrics.jsonl").write_text(str(number))
-        assert move_earlier_run(tmp_path) == str(tmp_path / f"previous-{number}")
-    for number in (1, 2):
-        moved = tmp_path / f"previous-{number}"
-        assert (moved / "checkpoints" / f"step-{number}").is_dir()
-        assert (moved / "metrics.jsonl").read_text() == str(number)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "previous-1", "previous-2"]
 
 
 def test_a_lock_file_keeps_a_second_run_out_and_leaves_nothing(tmp_path: Path) -> None:

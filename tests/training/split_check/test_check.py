@@ -15,10 +15,10 @@ from torch.utils.data import default_collate
 
 from autobatch import InputError, Loss, WholeBatchLoss
 from autobatch.training.split_check import check as checks
-from autobatch.training.split_check.check import check_loss_splits, examine_loss
+from autobatch.training.split_check.check import check_loss_splits
 from autobatch.training.split_check.passes import PassType
 from autobatch.workload.order import GlobalBatchSampler
-from tests.support.split_losses import PAIRS
+from tests.support.split_losses import PAIRS, examined
 from tests.support.training import (
     INFO_NCE,
     Rows,
@@ -304,9 +304,9 @@ def test_one_odd_sample_of_many_is_compared_if_costs_are_known() -> None:
         return (model(batch.sum(1, keepdim=True).expand(-1, 5)).square().sum(1)).sum() / batch.sum()
 
     setup = make_setup(make_workload(train_data=data, collate=collate, loss=loss, size_of=len))
-    assert examine_loss(setup, 8, 3).fault is None
+    assert examined(setup).fault is None
     setup.worst_case.sizes()
-    assert "a mean over something else than samples" in str(examine_loss(setup, 8, 3).fault)
+    assert "a mean over something else than samples" in str(examined(setup).fault)
 
 
 def test_a_collate_function_may_take_entries_out_of_its_samples() -> None:
@@ -366,7 +366,7 @@ def test_the_check_changes_nothing(kind: str | None) -> None:
     setup.model.double()
     with_gradients(setup.model)
     before = fingerprint(setup.model)
-    examine_loss(setup, 8, 3)
+    examined(setup)
     assert fingerprint(setup.model) == before
 
 

@@ -13,10 +13,11 @@ from torch.nn.functional import cross_entropy
 from autobatch import InputError, Loss
 from autobatch.training.resume import capture_loop
 from autobatch.training.split_check import check as checks
-from autobatch.training.split_check.check import FirstBatch, examine_loss
+from autobatch.training.split_check.check import FirstBatch
 from autobatch.training.split_check.compare import Finding
 from benchmarks.workloads import WORKLOADS
 from tests.support.kinds import RUNS
+from tests.support.split_losses import examined
 from tests.support.training import Rows, make_loop, make_setup, make_workload, mean_loss, points
 
 STEPS = 3
@@ -79,7 +80,7 @@ SLEEPERS: dict[str, tuple[Any, Any, Any, str]] = {
 def test_faults_that_the_check_before_training_cannot_see_are_found(kind: str) -> None:
     data, wrong, right, cause = SLEEPERS[kind]
     workload = make_workload(train_data=data(), loss=wrong)
-    assert examine_loss(make_setup(workload), 32, 3) == Finding()
+    assert examined(make_setup(workload), 32) == Finding()
     with pytest.raises(InputError, match=cause) as caught:
         trained(workload)
     assert "(found in the first batch of the run). To train anyway" in str(caught.value)
@@ -102,7 +103,7 @@ def test_faults_that_the_check_before_training_cannot_see_are_found(kind: str) -
 )
 def test_models_of_many_kinds_give_no_alarm(name: str, precision: Any) -> None:
     options = {"target_batch": 12, "micro_batch": 4, "steps": 1, "precision": precision}
-    assert examine_loss(make_setup(WORKLOADS[name]()), 16, 3) == Finding()
+    assert examined(make_setup(WORKLOADS[name]()), 16) == Finding()
     assert trained(WORKLOADS[name](), **options)[2] == []
 
 

@@ -11,8 +11,9 @@ from torch.nn.functional import cross_entropy, normalize
 
 from autobatch import InputError
 from autobatch.step.restore import BufferSnapshot
-from autobatch.training.split_check.check import check_loss_splits, examine_loss
+from autobatch.training.split_check.check import check_loss_splits
 from autobatch.workload.order import GlobalBatchSampler
+from tests.support.split_losses import examined
 from tests.support.training import fingerprint, make_setup, make_workload, network
 
 
@@ -147,7 +148,7 @@ class Remembering(nn.Module):
 def test_what_a_model_keeps_in_attributes_is_put_back_at_the_end() -> None:
     setup = make_setup(make_workload(model=Remembering))
     before = setup.model.own.get_state()
-    assert "keeps state between passes" in str(examine_loss(setup, 8, 3).unchecked)
+    assert "keeps state between passes" in str(examined(setup).unchecked)
     assert list(setup.model.seen) == [0.0]
     assert torch.equal(setup.model.own.get_state(), before)
 
@@ -156,7 +157,7 @@ def test_what_a_model_keeps_in_attributes_is_put_back_at_the_end() -> None:
 def test_state_that_no_gradient_depends_on_is_a_remark(replaces: bool) -> None:
     setup = make_setup(make_workload(model=lambda: Teaching(replaces=replaces)))
     before = fingerprint(setup.model)
-    found = examine_loss(setup, 8, 3)
+    found = examined(setup)
     assert fingerprint(setup.model) == before
     assert found.fault is None
     (remark,) = found.remarks
@@ -169,7 +170,7 @@ def test_state_that_no_gradient_depends_on_is_a_remark(replaces: bool) -> None:
 
 
 def test_state_that_no_sample_enters_is_a_remark() -> None:
-    found = examine_loss(make_setup(make_workload(model=Normed)), 8, 3)
+    found = examined(make_setup(make_workload(model=Normed)))
     assert found.fault is None
     assert "the buffers body.weight_u, body.weight_v" in found.remarks[0]
 
