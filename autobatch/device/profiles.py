@@ -220,6 +220,8 @@ def load_profile(name_or_path: str, *, user_dir: Path) -> HardwareProfile:
     longer = [name for name in sorted(known) if name.startswith(f"{asked}-")]
     near = longer or difflib.get_close_matches(asked, sorted(known), n=1)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    if "," in name_or_path:
+        hint = f"write spaces between names: {quoted(' '.join(name_or_path.replace(',', ' ').split()))}; "
     raise InputError(
         f"no profile {quoted(name_or_path)}: {hint}known are {', '.join(sorted(known)) or 'none'}; or give "
         "the path of a TOML file"

@@ -35,6 +35,7 @@ USUAL_IMAGE = 224
 """Height and width of an image if the config states none, as for ResNet."""
 LEARNING_RATE = 1e-4
 """Any rate: no memory depends on it."""
+HUB_TIMEOUT_S = 5.0
 HEADS = {
     "ForCausalLM": "AutoModelForCausalLM",
     "LMHeadModel": "AutoModelForCausalLM",
@@ -148,7 +149,7 @@ def load_config(name: str) -> Any:
     """
     try:
         import transformers
-        from huggingface_hub import errors
+        from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
         from huggingface_hub.utils import logging as hub_logging
     except ImportError as error:
         raise InputError(
@@ -157,13 +158,22 @@ def load_config(name: str) -> Any:
     shown = printable(name, limit=LONGEST_VALUE) or "."
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise InputError(f"the folder {shown} has no config.json: give one that has, or a name on the hub")
+    instead = "or give a folder with its config.json"
+    try:
+        # Asked once: without an answer, the client behind from_pretrained tries for 24 seconds.
+        if not Path(name).is_dir() and not try_to_load_from_cache(name, "config.json"):
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT_S)
+    except (errors.HfHubHTTPError, errors.HFValidationError):
+        pass  # below, from_pretrained gets the same answer, with its cause
+    except Exception:
+        reason = f"is no folder here, and the hub cannot be reached: check the network, {instead}"
+        raise InputError(f"{NAMED_MODEL}{shown} {reason}") from None
     verbosity = hub_logging.get_verbosity()
     hub_logging.set_verbosity(logging.ERROR)  # without a network it tells of every attempt
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:
         cause = error.__cause__ or error
-        instead = "or give a folder with its config.json"
         if isinstance(cause, errors.GatedRepoError):
             reason = f"is gated: ask for access on its page and run hf auth login, {instead}"
         elif isinstance(cause, errors.LocalEntryNotFoundError):

@@ -159,12 +159,14 @@ class Estimates(Shown, Record, frozen=True, kw_only=True):
 
 
 def find_run(folder: Path) -> Path:
-    """Return the folder of a run: this one, or the newest of the runs directly in it.
+    """Return the folder of a run: this one, that of this result, or the newest of the runs directly in it.
 
     Raises:
         InputError: there is none.
     """
     try:
+        if folder.name == RESULT and folder.is_file():
+            return folder.parent
         if (folder / RESULT).exists():
             return folder
         found = _runs_in(folder, "*")
@@ -191,8 +193,8 @@ def newest_runs(runs: Path, number: int) -> list[Path]:
     known = _runs_in(runs, "*", "*/*")
     if not known:
         raise InputError(f"there is no run in {runs}: give the folder of a run, or train with autobatch fit")
-    title = load_run(known[0]).title if number > 1 else None
-    same = (one for one in known[1:] if load_run(one).title == title)
+    title = _read_result(known[0])["title"] if number > 1 else None
+    same = (one for one in known[1:] if _read_result(one)["title"] == title)
     found = [known[0], *itertools.islice(same, number - 1)]
     if len(found) < number:
         raise InputError(
@@ -225,30 +227,38 @@ def load_run(folder: Path, *, is_whole: bool = False) -> RunRecord:
     Raises:
         InputError: ``result.json`` is missing or is not the result of a run, or metrics are damaged.
     """
-    path, metrics_path = folder / RESULT, folder / "metrics.jsonl"
-    try:
-        found = read_json(path)
-    except InputError as error:
-        raise InputError(f"{error}. Give the folder of a run, which has {path.name}") from error
+    found, metrics_path = _read_result(folder), folder / "metrics.jsonl"
     metrics, unreadable, is_cut = _read_rows(metrics_path)
     if is_whole and unreadable and not is_cut:
         raise InputError(
             f"{metrics_path} is damaged: {unreadable} of its {plural(len(metrics) + unreadable, 'line')} "
             "cannot be read. Give another run, or restore the file"
         )
+    versions = {"autobatch": found["autobatch"]} if "autobatch" in found else {}
     try:
-        if not isinstance(found, dict):
-            raise msgspec.ValidationError(f"expected a JSON object, found {type(found).__name__}")
-        versions = {"autobatch": found["autobatch"]} if "autobatch" in found else {}
-        fields = {"title": folder.resolve().name, "versions": versions} | found | {"metrics": metrics}
-        run = msgspec.convert({name: one for name, one in fields.items() if one is not None}, RunRecord)
+        run = msgspec.convert({"versions": versions} | found | {"metrics": metrics}, RunRecord)
     except UNREADABLE as error:
-        reason = error_text(error)
-        raise InputError(f"{path} is not the result of a run: {reason}. Give the folder of a run") from error
+        raise _not_a_run(folder, error_text(error)) from error
     if not unreadable:
         return run
     left_out = f"left out {plural(unreadable, 'unreadable line')} of metrics.jsonl"
     return msgspec.structs.replace(run, notes=[*run.notes, left_out])
+
+
+def _read_result(folder: Path) -> dict[str, Any]:
+    """Return what ``result.json`` says, with a title, without what did not run."""
+    try:
+        found = read_json(folder / RESULT)
+    except InputError as error:
+        raise InputError(f"{error}. Give the folder of a run, which has {RESULT}") from error
+    if not isinstance(found, dict):
+        raise _not_a_run(folder, f"expected a JSON object, found {type(found).__name__}")
+    known = {name: one for name, one in found.items() if one is not None}
+    return {"title": folder.resolve().name} | known
+
+
+def _not_a_run(folder: Path, reason: str) -> InputError:
+    return InputError(f"{folder / RESULT} is not the result of a run: {reason}. Give the folder of a run")
 
 
 def _read_rows(path: Path) -> tuple[list[StepRecord], int, bool]:

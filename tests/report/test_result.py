@@ -124,7 +124,8 @@ def test_the_newest_run_directly_in_a_folder_is_found(tmp_path: Path) -> None:
     assert find_run(one) == one
     (tmp_path / "door").symlink_to(one)
     assert find_run(tmp_path / "door") == tmp_path / "door", "a link that is asked for is the run"
-    for nowhere in (tmp_path, tmp_path / "nowhere", one / "result.json"):
+    assert find_run(one / "result.json") == one
+    for nowhere in (tmp_path, tmp_path / "nowhere", one / "report.html"):
         with pytest.raises(InputError, match=r"no run in .* or in a folder directly in it: give the folder"):
             find_run(nowhere)
     with pytest.raises(InputError, match=r"cannot look for a run in .*: File name too long"):
