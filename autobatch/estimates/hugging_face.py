@@ -159,6 +159,7 @@ def load_config(name: str) -> Any:
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise InputError(f"the folder {shown} has no config.json: give one that has, or a name on the hub")
     instead = "or give a folder with its config.json"
+    out_of_reach = f"is no folder here, and the hub cannot be reached: check the network, {instead}"
     try:
         # Asked once: without an answer, the client behind from_pretrained tries for 24 seconds.
         if not Path(name).is_dir() and not try_to_load_from_cache(name, "config.json"):
@@ -166,8 +167,7 @@ def load_config(name: str) -> Any:
     except (errors.HfHubHTTPError, errors.HFValidationError):
         pass  # below, from_pretrained gets the same answer, with its cause
     except Exception:
-        reason = f"is no folder here, and the hub cannot be reached: check the network, {instead}"
-        raise InputError(f"{NAMED_MODEL}{shown} {reason}") from None
+        raise InputError(f"{NAMED_MODEL}{shown} {out_of_reach}") from None
     verbosity = hub_logging.get_verbosity()
     hub_logging.set_verbosity(logging.ERROR)  # without a network it tells of every attempt
     try:
@@ -177,7 +177,7 @@ def load_config(name: str) -> Any:
         if isinstance(cause, errors.GatedRepoError):
             reason = f"is gated: ask for access on its page and run hf auth login, {instead}"
         elif isinstance(cause, errors.LocalEntryNotFoundError):
-            reason = f"is no folder here, and the hub cannot be reached: check the network, {instead}"
+            reason = out_of_reach
         elif isinstance(cause, errors.RepositoryNotFoundError | errors.HFValidationError):
             reason = f"is no folder here and no model on the hub: check the name, {instead}"
         else:

@@ -55,6 +55,7 @@ def test_the_help_is_short_and_unknown_options_are_refused(name: str, said: Said
     for word in ("-h", "--help", "--help-all"):
         text = said(name, word)
         assert text.startswith(f"usage: autobatch {name}")
+        assert "[--json]" in text
         assert text.count("\n") < 40
         assert max(map(len, text.splitlines())) <= 80
     assert f"there is no option --foo; see autobatch {name} --help" in said(name, "--foo", code=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -15,6 +16,7 @@ from autobatch.core.units import GiB, MiB
 from autobatch.report import charts, drawing
 from autobatch.report.page import sections_of
 from tests.support.sample_run import a_device, a_memory_curve, a_probe, a_run, a_step, some_trials
+from tests.support.snapshots import check_snapshot
 
 
 def all_pictures() -> list[Any]:
@@ -65,25 +67,17 @@ def test_the_same_data_give_the_same_pictures_whatever_style_the_user_has(
         assert mpl.rcParams["font.size"] == 40, "and it is restored"
 
 
-def test_what_is_drawn_is_in_words_and_in_the_legend(pictures: dict[str, Any]) -> None:
-    said = {
-        "memory": ["4 sizes fitted, 2 did not. The result is 93. The budget is 6.00 GiB.",
-                   "budget 6.00 GiB<", ">ran and fits<", ">result, 93<",
-                   ">did not fit (its peak is unknown)<", ">predicted<"],
-        "memory-over-time": ["Predicted at micro-batch 93. The peak is 4.98 GiB of 6.00 GiB, in backward.",
-                             ">budget 6.00 GiB<", ">peak 4.98 GiB<", ">body.0 … 3<", ">optimizer state<"],
-        "card": ["1.15 × faster: compiled. 1,728 samples/s, the default 1,500.", ">95 % interval 1.11 ×",
-                 ">tuned, 1,728 samples/s<"],
-        "comparison": ["compiled  15 % faster<", ">chosen<"],
-        "trials": ["12 trials measured, 1 infeasible. The study was continued 1 time.",
-                   "speed ÷ speed of the default<", ">continued later<", ">infeasible<"],
-        "training": ["loss, learning rate, samples/s, micro-batch over 120 optimizer steps, with 1 recovery",
-                     ">recovery from out of memory<", ">checkpoint<"],
-    }  # fmt: skip
-    assert pictures.keys() == said.keys()
-    for slug, texts in said.items():
-        for text in texts:
-            assert pictures[slug].svg.count(text) >= 2, text
+def test_what_is_drawn_is_in_words_in_the_legend_and_in_a_table(pictures: dict[str, Any]) -> None:
+    """The file has, of each chart, what it says, its labels, and the ends of its table."""
+    parts = []
+    for slug, picture in pictures.items():
+        wide = picture.svg.partition('<svg class="narrow"')[0]
+        labels = {" ".join(text.split()) for text in re.findall(r">([^<]*[a-z][^<]*)</text>", wide)}
+        head, rows = picture.table[1:]
+        ends = rows if len(rows) <= 13 else [*rows[:2], *rows[40:42], rows[60], *rows[-2:]]
+        cells = [" | ".join(row).rstrip() for row in (head, *ends)]
+        parts.append("\n".join([f"## {slug}", described(picture), *sorted(labels), *cells]))
+    check_snapshot(Path(__file__).with_name("charts.txt"), "\n\n".join(parts) + "\n")
 
 
 def test_nothing_to_draw_gives_no_picture() -> None:
@@ -93,13 +87,6 @@ def test_nothing_to_draw_gives_no_picture() -> None:
     assert charts.card_figure(a_run(tuning=None)) is None
     assert charts.memory_figure(a_device(), msgspec.structs.replace(a_probe(), attempts=[])) is None
     assert charts.memory_curve_figure(MemoryCurve(positions=[], categories={}), 1) is None
-
-
-def test_the_table_of_a_search_has_every_size_that_ran() -> None:
-    rows = drawn(charts.memory_figure(a_device(), a_probe())).table.rows
-    assert [row[0] for row in rows] == ["1", "8", "64", "93", "94", "97"]
-    assert [row[1] for row in rows] == 4 * ["fits"] + 2 * ["does not fit"]
-    assert rows[-1][-1] == "CUDA out of memory. Tried to allocate 512.00 MiB in backward"
 
 
 def test_unknown_peaks_and_nothing_that_fits() -> None:
@@ -128,14 +115,7 @@ def test_memory_over_a_step_is_stacked_with_cached_memory_in_grey() -> None:
     assert drawn(charts.memory_curve_figure(empty, GiB)).table.rows == [["step, 0 %", "0 B", "0 B"]]
 
 
-def test_phases_are_equally_wide_and_activations_are_shown_by_module(pictures: dict[str, Any]) -> None:
-    head, rows = pictures["memory-over-time"].table[1:]
-    assert head == [
-        "Phase", "parameters", "optimizer state", "gradients", "embedding", "body.0 … 3", "All"
-    ]  # fmt: skip
-    assert rows[60] == [
-        "backward, 0 %", "400 MiB", "800 MiB", "0 B", "1.27 GiB", "2.54 GiB", "4.98 GiB"
-    ]  # fmt: skip
+def test_phases_are_equally_wide(pictures: dict[str, Any]) -> None:
     places = json.loads(re.findall('data-x="([^"]*)"', pictures["memory-over-time"].svg)[0])
     assert [places[at] for at in (0, 30, 60, 88, 116)] == [0, 0.5, 1, 1.5, 2]
 
@@ -166,16 +146,11 @@ def test_trials_count_from_one_and_infeasible_ones_have_no_speed() -> None:
     assert "samples/s</text>" in drawn(charts.trials_figure(absolute)).svg
 
 
-def test_configurations_are_compared_with_the_default_by_ratio_and_interval() -> None:
+def test_dollars_and_distant_alphabets_are_no_formulas() -> None:
     comparisons = a_run().tuning.comparisons
-    assert drawn(charts.comparison_figure(comparisons)).table.rows == [
-        ["compiled, workers 3", "1.160", "1.090 to 1.230", "4", ""],
-        ["compiled", "1.152", "1.110 to 1.200", "4", "yes"],
-        ["channels-last", "0.990", "unknown", "1", ""],
-    ]
     odd = msgspec.structs.replace(comparisons[0], changes={"precision": "$x^2$ <b> 学習率"})
     svg = drawn(charts.comparison_figure([odd])).svg
-    assert "$x^2$ &lt;b&gt; 学習率" in svg, "dollars and distant alphabets are no formulas"
+    assert "$x^2$ &lt;b&gt; 学習率" in svg
 
 
 def test_long_runs_are_thinned_but_keep_their_spikes() -> None:
@@ -210,12 +185,8 @@ def test_held_out_figures_are_curves_and_one_step_is_a_point() -> None:
     assert [row[-2] for row in ended.table.rows] == ["f1 0.5, loss 1", "f1 0.5, loss 1", "f1 0.75"]
 
 
-def test_a_recovery_is_on_the_chart_with_the_micro_batch_that_dropped(pictures: dict[str, Any]) -> None:
-    assert ">micro-batch</text>" in pictures["training"].svg
-    (row,) = [row for row in pictures["training"].table.rows if row[-1]]
-    assert row[0] == "41"
-    assert row[4:] == ["64", "", "CUDA out of memory. Tried to allocate 96.00 MiB"]
-    assert ">micro-batch</text>" not in trained(a_step(1), a_step(2)).svg, "it did not change"
+def test_a_micro_batch_that_did_not_change_is_not_drawn() -> None:
+    assert ">micro-batch</text>" not in trained(a_step(1), a_step(2)).svg
 
 
 def test_a_long_noisy_curve_has_a_smoothed_line_over_it() -> None:

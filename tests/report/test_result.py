@@ -8,8 +8,7 @@ import pytest
 
 from autobatch import Estimates, InputError, Result, __version__
 from autobatch.core.files import write_atomic
-from autobatch.report.charts import training_figure
-from autobatch.report.result import PlanResult, find_run, load_run, newest_runs
+from autobatch.report.result import PlanResult, find_run, load_run
 from tests.support.sample_run import a_device, a_probe, a_run, a_step, an_estimate
 
 
@@ -44,20 +43,6 @@ def test_unreadable_rows_are_left_out_and_counted(tmp_path):
     run = load_run(tmp_path)
     assert run.metrics == [a_step(1)]
     assert run.notes == ["left out 4 unreadable lines of metrics.jsonl"]
-
-
-def test_rows_without_speeds_are_read_and_drawn(tmp_path):
-    def picture(rows):
-        write(tmp_path, {"device": msgspec.to_builtins(a_device())}, list(map(msgspec.json.encode, rows)))
-        return training_figure(load_run(tmp_path).metrics)
-
-    new = [msgspec.to_builtins(a_step(step, samples_per_s=1.0, items_per_s=1.0)) for step in range(1, 9)]
-    old = [{k: v for k, v in row.items() if k not in ("samples_per_s", "items_per_s")} for row in new]
-    assert [row[3] for row in picture(new).table.rows] == ["1"] * 8
-    assert [row[3] for row in picture(old).table.rows] == [""] * 8
-    assert load_run(tmp_path).notes == []
-    write(tmp_path, {"device": msgspec.to_builtins(a_device())}, list(map(msgspec.json.encode, old)))
-    assert [row.samples_per_s for row in load_run(tmp_path).metrics] == [None] * 8
 
 
 @pytest.mark.parametrize(
@@ -130,19 +115,6 @@ def test_the_newest_run_directly_in_a_folder_is_found(tmp_path: Path) -> None:
             find_run(nowhere)
     with pytest.raises(InputError, match=r"cannot look for a run in .*: File name too long"):
         find_run(tmp_path / ("x" * 5000))
-
-
-def test_the_newest_runs_are_those_of_the_workload_that_ran_last(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="there is no run in"):
-        newest_runs(tmp_path, 1)
-    first, other = put(tmp_path / "digits" / "1", 1), put(tmp_path / "bert" / "2", 2, "bert")
-    assert newest_runs(tmp_path, 1) == [other]
-    with pytest.raises(InputError, match=r"fewer than 2 runs of bert, found .*bert/2: give RUN RUN"):
-        newest_runs(tmp_path, 2)
-    named = put(tmp_path / "by-name", 3)
-    put(tmp_path / "digits" / "1" / "deep", 4)
-    (tmp_path / "linked").symlink_to(tmp_path / "digits")
-    assert newest_runs(tmp_path, 2) == [first, named]
 
 
 @pytest.mark.parametrize(
