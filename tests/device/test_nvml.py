@@ -1,8 +1,14 @@
-"""The real pynvml against a stand-in for the driver's library."""
+"""The real pynvml against a stand-in for the driver's library.
+
+pynvml loads ``libnvidia-ml.so.1`` by name, so readings run in a child whose loader finds the stand-in.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -12,29 +18,73 @@ import pytest
 
 from autobatch.core.units import GiB
 from autobatch.device import nvml
-from tests.support.nvml_driver import ALPHA, BETA, SLICE_1, SLICE_2, ask, build_driver
+
+ALPHA = "GPU-aaaa1111-0000-0000-0000-000000000000"
+BETA = "GPU-bbbb2222-0000-0000-0000-000000000000"
+SLICE_1 = "MIG-cccc3333-0000-0000-0000-000000000000"
+SLICE_2 = "MIG-dddd4444-0000-0000-0000-000000000000"
+CHILD = """
+import msgspec, os, sys
+from autobatch.device import nvml
+answers = []
+for asked in sys.argv[1:]:
+    os.environ["STUB_MODE"], question = asked.split("|")
+    answers.append(eval(question, vars(nvml)))
+assert "torch" not in sys.modules
+print(msgspec.json.encode([[type(one).__name__, one] for one in answers]).decode())
+"""
+
+
+def ask(*asked: str, said: str = "", **environ: str | Path) -> list[tuple[str, Any]]:
+    """Evaluate expressions in a child, each after a mode of the driver; return their types and their JSON.
+
+    ``said`` is what the child must write to its error stream.
+    """
+    env = {**os.environ, "LD_LIBRARY_PATH": "", **{name: str(value) for name, value in environ.items()}}
+    command = [sys.executable, "-W", "error", "-c", CHILD, *asked]
+    child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (child.returncode, child.stderr) == (0, said)
+    return [(kind, answer) for kind, answer in json.loads(child.stdout)]
+
+
+LOUD = (
+    "read_gpus()",
+    "driver_version()",
+    f"read_gpu({BETA!r})",
+    f"read_gpu('MIG-none', {BETA!r})",
+    "read_gpu('MIG-none', 'GPU-none')",
+    f"read_holders({ALPHA!r})",
+    f"read_holders({BETA!r})",
+)
+OTHERS = (
+    f"mig|read_gpu({SLICE_1!r})",
+    f"private|read_holders({ALPHA!r})",
+    f"noprocesses:3|read_holders({ALPHA!r})",
+    *(
+        f"{mode}|read_gpus()"
+        for mode in ("mig", "memory:3", "zero", "old", "latin", "lost", "init:9", "init:999", "init:998")
+    ),
+)
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the stand-in for the driver's library."""
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Any]]:
+    """The answers of the stand-in, which a C compiler makes."""
+    compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("needs a C compiler on Linux, to build the stand-in for libnvidia-ml")
     folder = tmp_path_factory.mktemp("driver")
-    build_driver(folder)
-    return folder
-
-
-def test_the_gpus_and_who_holds_their_memory(driver: Path) -> None:
-    questions = (
-        "read_gpus()",
-        "driver_version()",
-        f"read_gpu({BETA!r})",
-        f"read_gpu('MIG-none', {BETA!r})",
-        "read_gpu('MIG-none', 'GPU-none')",
-        f"read_holders({ALPHA!r})",
-        f"read_holders({BETA!r})",
-    )
+    source = Path(__file__).parents[1] / "support" / "nvml_stub.c"
+    library = folder / "libnvidia-ml.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source], check=True)
+    asked = [*(f"loud|{question}" for question in LOUD), *OTHERS]
     # Each reading opens the driver, and closes it.
-    found = ask(*questions, said="open\nclose\n" * 7, LD_LIBRARY_PATH=driver, STUB_MODE="loud")
+    found = ask(*asked, said="open\nclose\n" * len(LOUD), LD_LIBRARY_PATH=folder)
+    return dict(zip(asked, found, strict=True))
+
+
+def test_the_gpus_and_who_holds_their_memory(answers: dict[str, Any]) -> None:
+    found = [answers[f"loud|{question}"] for question in LOUD]
     (kind, reading), version, beta, second_name, absent, holders, none = found
     assert (kind, reading["driver_version"], reading["notes"]) == ("NvmlReading", "580.65.06", [])
     alpha, other = reading["gpus"]
@@ -62,30 +112,22 @@ def test_the_gpus_and_who_holds_their_memory(driver: Path) -> None:
     assert none == ("list", [])
 
 
-def asked(driver: Path, mode: str, question: str = "read_gpus()") -> Any:
-    ((_, answer),) = ask(question, LD_LIBRARY_PATH=driver, STUB_MODE=mode)
-    return answer
-
-
-def test_a_mig_slice_is_a_gpu_of_its_own(driver: Path) -> None:
-    (_, reading), (_, piece) = ask(
-        "read_gpus()", f"read_gpu({SLICE_1!r})", LD_LIBRARY_PATH=driver, STUB_MODE="mig"
-    )
+def test_a_mig_slice_is_a_gpu_of_its_own(answers: dict[str, Any]) -> None:
+    (_, reading), (_, piece) = answers["mig|read_gpus()"], answers[f"mig|read_gpu({SLICE_1!r})"]
     assert reading["gpus"][1]["mig_mode"] is True
     assert reading["gpus"][1]["mig_uuids"] == [SLICE_1, SLICE_2]
     assert (piece["total_bytes"], piece["free_bytes"]) == (10 * GiB, 9 * GiB - GiB // 2)
 
 
-@pytest.mark.parametrize("mode", ["memory:3", "zero"])
-def test_memory_that_cannot_be_read_is_none_and_the_gpu_stays(driver: Path, mode: str) -> None:
-    gpus = asked(driver, mode)["gpus"]
-    figures = {(gpu["total_bytes"], gpu["free_bytes"], gpu["used_bytes"]) for gpu in gpus}
-    assert figures == {(None, None, None)}
-    assert [gpu["name"] for gpu in gpus] == ["Alpha", "Beta"]
+def test_figures_that_cannot_be_read_are_none_and_the_gpu_stays(answers: dict[str, Any]) -> None:
+    def read(mode: str) -> Any:
+        return answers[f"{mode}|read_gpus()"][1]
 
-
-def test_old_driver_odd_name_and_lost_gpu_cost_one_figure_each(driver: Path) -> None:
-    old, latin, lost = (asked(driver, mode) for mode in ("old", "latin", "lost"))
+    for mode in ("memory:3", "zero"):
+        gpus = read(mode)["gpus"]
+        assert {gpu[f"{kind}_bytes"] for gpu in gpus for kind in ("total", "free", "used")} == {None}
+        assert [gpu["name"] for gpu in gpus] == ["Alpha", "Beta"]
+    old, latin, lost = map(read, ("old", "latin", "lost"))
     assert old["gpus"][0]["driver_reserved_bytes"] is None
     assert old["gpus"][0]["total_bytes"] == 24 * GiB
     assert [gpu["name"] for gpu in latin["gpus"]] == [None, "Beta"]
@@ -93,29 +135,17 @@ def test_old_driver_odd_name_and_lost_gpu_cost_one_figure_each(driver: Path) -> 
     assert lost["notes"] == ["GPU 1 does not answer: a GPU is lost: it no longer answers on the bus"]
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (9, "driver is not loaded"),
-        (999, "unknown error 999"),
-        (20, "NVML error 20: Insufficient Memory"),
-        (998, "NVML error 998: stub error"),
-    ],
-)
-def test_errors_of_the_driver_become_a_reason(driver: Path, number: int, words: str) -> None:
-    reason = asked(driver, f"init:{number}")["reason"]
-    assert words in reason
-    assert "\n" not in reason
+def test_errors_of_the_driver_become_a_reason(answers: dict[str, Any]) -> None:
+    reasons = [answers[f"init:{number}|read_gpus()"][1]["reason"] for number in (9, 999, 998)]
+    assert "driver is not loaded" in reasons[0]
+    assert "unknown error 999" in reasons[1]
+    assert reasons[2] == "NVML error 998: stub error"
 
 
-def test_holders_whose_memory_is_not_reported(driver: Path) -> None:
-    holders = asked(driver, "private", f"read_holders({ALPHA!r})")
-    assert [(holder["pid"], holder["used_bytes"]) for holder in holders] == [
-        (4711, None),
-        (4712, None),
-        (4713, None),
-    ]
-    absent = asked(driver, "noprocesses:3", f"read_holders({ALPHA!r})")
+def test_holders_whose_memory_is_not_reported(answers: dict[str, Any]) -> None:
+    holders = answers[f"private|read_holders({ALPHA!r})"][1]
+    assert [(one["pid"], one["used_bytes"]) for one in holders] == [(pid, None) for pid in (4711, 4712, 4713)]
+    absent = answers[f"noprocesses:3|read_holders({ALPHA!r})"][1]
     assert absent["reason"].startswith("the GPU does not offer this reading")
 
 
@@ -123,7 +153,7 @@ def test_a_library_that_is_absent_is_a_reason(tmp_path: Path) -> None:
     # A file that is no library: also on a machine with a driver, the loader stops at it.
     (tmp_path / "libnvidia-ml.so.1").write_bytes(b"not a library")
     questions = ("read_gpus()", f"read_gpu({ALPHA!r})", f"read_holders({ALPHA!r})", "driver_version()")
-    *found, version = ask(*questions, LD_LIBRARY_PATH=tmp_path)
+    *found, version = ask(*(f"|{one}" for one in questions), LD_LIBRARY_PATH=tmp_path)
     assert {(kind, "libnvidia-ml" in absent["reason"]) for kind, absent in found} == {("NvmlAbsent", True)}
     assert version == ("NoneType", None)
 
@@ -145,7 +175,7 @@ def test_wrong_module_of_that_name(tmp_path: Path, files: dict[str, str], words:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     path = os.pathsep.join([str(tmp_path), *sys.path[1:]])
-    ((kind, absent),) = ask("read_gpus()", PYTHONPATH=path)
+    ((kind, absent),) = ask("|read_gpus()", PYTHONPATH=path)
     assert kind == "NvmlAbsent"
     assert words in absent["reason"]
 
