@@ -6,7 +6,7 @@ from collections import Counter, namedtuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader
@@ -122,6 +122,7 @@ def test_a_batch_function_is_called_once_per_batch_of_the_target() -> None:
     assert ids_by_batch(found) == [[0, 1, 2, 3], [10, 11, 12, 13], [20, 21, 22, 23]]
 
 
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8),
     target=st.integers(1, 20),

@@ -60,7 +60,9 @@ def test_the_trainer_takes_the_step_of_the_whole_batch(tmp_path: Path) -> None:
     assert float((weights_of(trainer.model) - expected).norm() / (expected - before).norm()) < 1e-5
 
 
-def test_the_notes_say_how_micro_batches_weigh(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_notes_say_how_micro_batches_weigh_and_that_an_optimizer_keeps_its_rate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The loss draws noise and has a wrong sum: no note claims to have measured either."""
 
     class Ignoring(installed("transformers").Trainer):  # type: ignore[misc]
@@ -69,8 +71,13 @@ def test_the_notes_say_how_micro_batches_weigh(tmp_path: Path, caplog: pytest.Lo
             return (loss, None) if return_outputs else loss
 
     trainer = a_trainer(tmp_path, kind=Ignoring)
-    plan = transformers.plan(trainer, target_batch=24, memory_budget=BUDGET)
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.3)
+    before = trainer.args.learning_rate
+    plan = transformers.plan(trainer, target_batch=24, memory_budget=BUDGET, base_batch=6, lr_rule="sqrt")
     notes = " ".join(plan.notes)
+    assert "Trainer: the optimizer keeps its rate of 0.3: build it with plan.learning_rate, 0.6" in plan.notes
+    assert trainer.args.learning_rate == before
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.3
     assert f"ignores it makes the gradient {plan.accumulation_steps} times too long" in notes
     assert "differs by" not in notes
     assert "the workload's Loss" not in caplog.text, "a user of the Trainer has written none"
@@ -158,16 +165,6 @@ def test_ways_to_train_that_no_plan_describes_are_refused(tmp_path: Path) -> Non
     trainer.train_dataset = None
     with pytest.raises(InputError, match="the Trainer has no train_dataset"):
         transformers.plan(trainer, target_batch=24)
-
-
-def test_an_optimizer_that_was_given_keeps_its_rate(tmp_path: Path) -> None:
-    trainer = a_trainer(tmp_path)
-    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.3)
-    before = trainer.args.learning_rate
-    plan = transformers.plan(trainer, base_batch=4, lr_rule="sqrt", target_batch=16, max_micro_batch=4)
-    assert "Trainer: the optimizer keeps its rate of 0.3: build it with plan.learning_rate, 0.6" in plan.notes
-    assert trainer.args.learning_rate == before
-    assert trainer.optimizer.param_groups[0]["lr"] == 0.3
 
 
 def test_the_callback_plans_at_the_start_of_train_and_logs_the_plan(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -46,6 +46,7 @@ def indices(data: Any, **fields: Any) -> WorstCaseSampler:
     return WorstCaseSampler(workload(numbered, collate=lambda rows: [row[0] for row in rows], **fields))
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=200))
 def test_the_longest_samples_are_found(lengths: list[int]) -> None:
     data = [[0] * length for length in lengths]

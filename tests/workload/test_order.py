@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
@@ -44,6 +44,7 @@ def simulate(samples: int, target: int, epochs: int, last: str, seed: int) -> li
     return batches
 
 
+@settings(max_examples=40)
 @given(
     samples=st.integers(1, 40),
     target=st.integers(1, 60),
