@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 
 from autobatch.distributed.watch import STOP_S, SignalDeadline
-from tests.support.signalled import preserved_handlers
 
 
 @pytest.fixture
 def deadline() -> Iterator[SignalDeadline]:
     """Return a deadline that reads its time from ``now``."""
-    with preserved_handlers():
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            signal.signal(number, lambda *_: None)
-        found = SignalDeadline(lambda: found.now)  # type: ignore[attr-defined]
-        found.now = 0.0  # type: ignore[attr-defined]
-        yield found
-        found.arrivals.close()
-        assert signal.set_wakeup_fd(-1) == -1
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    found = SignalDeadline(lambda: found.now)  # type: ignore[attr-defined]
+    found.now = 0.0  # type: ignore[attr-defined]
+    yield found
+    found.arrivals.close()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_a_request_to_stop_counts_from_its_first_arrival(deadline: Any) -> None:
