@@ -47,7 +47,7 @@ from autobatch.distributed.reduce import (
     sum_totals,
     write_numbers,
 )
-from autobatch.distributed.verdict import is_of_collective, rank_lost
+from autobatch.distributed.watch import is_of_collective, rank_lost
 from autobatch.step.gradients import norm_of
 from autobatch.step.loss import Form, StepTotals
 from autobatch.step.restore import BufferSnapshot

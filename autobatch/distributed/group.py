@@ -29,8 +29,15 @@ from autobatch.core.progress import Broadcast, Progress
 from autobatch.device.oom import is_oom
 from autobatch.device.select import device_of_rank, gpu_uuid
 from autobatch.distributed.ranks import Launch, Ranks, SignsOfLife
-from autobatch.distributed.verdict import OUT, RankLost, check_earlier_starts, rank_lost
-from autobatch.distributed.watch import Activity, Watch, ranks_in_words
+from autobatch.distributed.watch import (
+    OUT,
+    Activity,
+    RankLost,
+    Watch,
+    check_earlier_starts,
+    rank_lost,
+    ranks_in_words,
+)
 
 LAUNCHED_TIMEOUT = datetime.timedelta(days=1)
 """Limit of torch for a collective of ranks that `Watch` watches, which ends them earlier."""

@@ -222,7 +222,7 @@ class _Processes:
 
 def _end_of(codes: list[int], restart: int, store: Store) -> RanksEnded:
     """Return the end of one start: as a rank has reported it, unless a signal ended a rank."""
-    from autobatch.distributed.verdict import OUT, Verdict, read_verdict
+    from autobatch.distributed.watch import OUT, Verdict, read_verdict
 
     if not any(codes):
         return RanksEnded(0)

@@ -91,27 +91,6 @@ def test_ranks_that_cannot_meet_are_refused_before_anything_runs(tmp_path: Path,
 SHORT: dict[str, Any] = {"target_batch": 32, "max_micro_batch": 16}
 
 
-def test_a_resume_that_would_take_other_batches_is_refused(tmp_path: Path) -> None:
-    fit(make_workload(train_data=points(96)), tmp_path, **SHORT)
-    for changed, samples, said in (
-        ({"steps": None}, 96, r"this run has 3 optimizer steps, but the checkpoint .* has taken 4 already"),
-        ({"last_batch": "flush"}, 96, r"--last-batch flush does not match .* which has carry"),
-        ({}, 80, r"number of training samples 80 does not match .* which has 96"),
-        ({"target_batch": 16}, 96, r"--target-batch 16 does not match .* which has 32"),
-    ):
-        with pytest.raises(InputError, match=said):
-            fit(make_workload(train_data=points(samples)), tmp_path, **{**SHORT, **changed}, resume=True)
-
-
-def test_a_run_that_ended_with_a_short_batch_cannot_continue(tmp_path: Path) -> None:
-    workload = make_workload(train_data=points(80))
-    epochs: dict[str, Any] = {**SHORT, "steps": None, "epochs": 1}
-    assert fit(workload, tmp_path, **epochs).training.samples == 80
-    assert fit(workload, tmp_path, **epochs, resume=True).training.samples == 80
-    with pytest.raises(InputError, match=r"number of samples in 3 optimizer steps 96 .* has 80"):
-        fit(workload, tmp_path, **{**epochs, "epochs": 2}, resume=True)
-
-
 def test_a_resume_may_take_more_steps_and_smaller_micro_batches(tmp_path: Path) -> None:
     workload = make_workload(train_data=points(96))
     whole = fit(workload, tmp_path / "whole", **SHORT, steps=7)

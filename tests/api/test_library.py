@@ -13,7 +13,6 @@ import pytest
 import autobatch
 from autobatch import InputError, Result
 from autobatch.api import library
-from autobatch.report import terminal
 from tests.support.options import all_changed, as_options, required
 from tests.support.probes import Listener, work
 from tests.support.sample_run import a_device, a_probe, a_run, a_step
@@ -118,7 +117,7 @@ def test_a_notebook_shows_a_bar_that_stays_after_a_training(
 
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=shell, __path__=[]))
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
-    monkeypatch.setattr(terminal, "REFRESHES", 1e9)
+    monkeypatch.setattr("autobatch.report.terminal.REFRESHES", 1e9)
     with library.listening("auto") as progress:
         progress.doing("tracing <b>a step")
         progress.note("one remark")

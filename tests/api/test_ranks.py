@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import nn
@@ -17,12 +16,11 @@ from torch.nn.functional import cross_entropy
 import autobatch
 from autobatch import InputError
 from autobatch.api.call import Call
-from autobatch.api.pipeline import layout_to_resume, run
-from autobatch.api.ranks import agree_on_options, claim_of_ranks, continue_after_restart
+from autobatch.api.pipeline import run
+from autobatch.api.ranks import claim_of_ranks
 from autobatch.distributed.ranks import Ranks
 from tests.support.options import as_options
 from tests.support.rank_server import RankServer
-from tests.support.sample_run import a_run
 from tests.support.training import make_workload, points
 
 
@@ -60,16 +58,7 @@ def test_what_ranks_cannot_do_is_refused_by_name(
     ranks: Any, command: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
-        agree_on_options(call(ranks, command, **options))
-
-
-def test_a_restart_continues_in_its_folder(tmp_path: Path) -> None:
-    ranks = Two()
-    ranks.restart, ranks.earlier_out = 1, tmp_path
-    train = continue_after_restart(call(ranks)).options.train
-    assert (train.out, train.resume) == (str(tmp_path), False)
-    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
-    assert continue_after_restart(call(ranks)).options.train.resume
+        run(call(ranks, command, **options))
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -92,21 +81,6 @@ def test_a_folder_that_a_rank_does_not_see_is_refused(tmp_path: Path) -> None:
     with ExitStack() as held, pytest.raises(InputError, match="rank 1 on b does not see the folder"):
         claim_of_ranks(call(Blind()), lambda: tmp_path, held)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_resume_keeps_the_layout_unless_another_is_asked_for() -> None:
-    plan = a_run().plan
-    assert plan is not None
-    shared = msgspec.structs.replace(plan, parallel="shard", shard_sync="once", world_size=3)
-    two = Two()
-    kept = layout_to_resume(call(two), shared)
-    assert kept is not None
-    assert (kept.world, kept.sync) == (2, "once")
-    asked = layout_to_resume(call(two, parallel="shard"), plan)
-    assert asked is not None
-    assert (asked.world, asked.sync) == (2, "each")
-    for other, before in ((call(two, parallel="replicate"), shared), (call(), shared), (call(two), plan)):
-        assert layout_to_resume(other, before) is None
 
 
 @pytest.mark.parametrize("is_resume", [False, True])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import json
 import os
 import re
 import signal
@@ -14,19 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
-from autobatch import CheckpointError, InputError
+from autobatch import AutobatchError, CheckpointError, InputError
 from autobatch.core.signals import Arrivals, stop_on_signals
-from autobatch.distributed import group as group_module
 from autobatch.distributed import watch
 from autobatch.distributed.group import (
-    ENDED,
     Group,
-    Start,
     check_gpus,
     join_existing,
     join_loop,
@@ -35,7 +33,6 @@ from autobatch.distributed.group import (
 )
 from autobatch.distributed.launch import open_ranks, open_store
 from autobatch.distributed.ranks import Launch
-from autobatch.distributed.verdict import RankLost, Verdict
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 
@@ -83,7 +80,7 @@ def join_what_a_library_made() -> list[Any]:
 def join_and_end() -> tuple[int, bool]:
     """Join a loop twice, then run what the end of the interpreter runs."""
     ended: list[Any] = []
-    group_module.atexit.register = ended.append  # type: ignore[assignment]
+    atexit.register = ended.append  # type: ignore[assignment]
     for _ in range(2):
         join_loop().gather(None)
     for leave in [*ended, *ended]:
@@ -123,8 +120,8 @@ def test_all_ranks_leave_with_the_code_of_the_first_failure(server: RankServer, 
     ended = server.run(fails_then_leaves, str(tmp_path), 77, world=3)
     assert [one.code for one in ended] == [77, 77, 77]
     assert max(ended[0].ended_s, ended[2].ended_s) < ended[1].ended_s
-    verdict = msgspec.json.decode((tmp_path / "verdict.json").read_bytes(), type=Verdict)
-    assert (verdict.rank, verdict.code, verdict.line) == (1, 77, "memory ran out")
+    verdict = json.loads((tmp_path / "verdict.json").read_text())
+    assert (verdict["rank"], verdict["code"], verdict["line"]) == (1, 77, "memory ran out")
 
 
 def later_start(code: int) -> str:
@@ -191,7 +188,7 @@ def one_ends_at_once() -> int | None:
             if group.rank == 1:
                 os.kill(os.getpid(), signal.SIGINT)
             group.gather(None)
-        except RankLost as error:
+        except AutobatchError as error:
             return group.fail(str(error), 1)
         except KeyboardInterrupt:
             group.fail("interrupted", 130)
@@ -275,8 +272,7 @@ LIMIT = "for more than the --collective-timeout of 1.5 s"
 def test_a_rank_that_hangs_is_named(server: RankServer, tmp_path: Path, hang: Any, line: str) -> None:
     ended = server.run(hang, str(tmp_path), world=3)
     assert [one.code for one in ended] == [1, 1, 1]
-    verdict = msgspec.json.decode((tmp_path / "verdict.json").read_bytes(), type=Verdict)
-    assert verdict.line.startswith(line)
+    assert json.loads((tmp_path / "verdict.json").read_text())["line"].startswith(line)
 
 
 def stop_in_a_collective() -> None:
@@ -326,11 +322,11 @@ def test_a_store_is_waited_for_and_what_is_none_is_named() -> None:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         named = f"nobody answers at 127.0.0.1:{port}, where the ranks meet, for 0.01 s .*refused.*MASTER_ADDR"
-        with pytest.raises(RankLost, match=named):
+        with pytest.raises(AutobatchError, match=named):
             reach_store(lambda: None, "127.0.0.1", port, start_s=0.01)
         threading.Timer(0.05, listener.listen).start()
         named = f"what listens at 127.0.0.1:{port} took the connection and gave no answer for 0.2 s"
-        with pytest.raises(RankLost, match=named):
+        with pytest.raises(AutobatchError, match=named):
             reach_store(lambda: connect_to(port), "127.0.0.1", port, answer_s=0.2)
     store = open_store()
     store.set("key", "value")
@@ -348,7 +344,7 @@ def test_ranks_of_one_start_meet_though_their_launchers_count_restarts_different
         [((0, 0), 0), ((1, 0), 1), ((1, 0), 2), ((4, 1), 4), ((0, 0), 0)], 1
     ):
         if number == 5:  # a process that trains again
-            store.add(ENDED, 4)
+            store.add("ended", 4)
         with ThreadPoolExecutor(1) as pool:
             early = pool.submit(meet, store, launch_of(1, restart=restarts[1]), 10)
             time.sleep(0.02)
@@ -365,10 +361,10 @@ def test_ranks_of_one_start_meet_though_their_launchers_count_restarts_different
 def test_ranks_that_never_start_are_named(others: list[int], message: str) -> None:
     store = HashStore()
     for rank in others:
-        store.set(Start(1).keys(3)[rank], "token")
-    with pytest.raises(RankLost, match=message):
+        store.set(f"start/1/rank/{rank}", "token")
+    with pytest.raises(AutobatchError, match=message):
         meet(store, launch_of(0, 3), 0)
-    with pytest.raises(RankLost, match="and rank 0 did not start"):
+    with pytest.raises(AutobatchError, match="and rank 0 did not start"):
         meet(HashStore(), launch_of(1, 3), 0)
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from autobatch import InputError
-from autobatch.distributed.launch import fail_before_joining
-from autobatch.distributed.ranks import read_launch, write_error_file
+from autobatch.distributed.launch import fail_before_joining, open_ranks
 
 ENVIRON = {
     "RANK": "5",
@@ -36,7 +35,7 @@ ENVIRON = {
 def test_an_invalid_environment_is_named(change: dict[str, str | None], message: str) -> None:
     environ = {name: value for name, value in {**ENVIRON, **change}.items() if value is not None}
     with pytest.raises(InputError, match=re.escape(message)):
-        read_launch(environ)
+        open_ranks(environ)
     assert fail_before_joining(environ, "line", is_common=True)
 
 
@@ -50,12 +49,11 @@ def test_a_rank_that_fails_alone_reports_it_and_torchrun_reads_the_line(
     found = json.loads(path.read_text())
     assert found["message"] == "line"
     assert found["timestamp"].isdecimal()
-    write_error_file(None, "without torchrun nothing is written")
 
     def full(*_: object, **__: object) -> None:
         path.touch()
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    write_error_file(path, "one line")
+    fail_before_joining({**environ, "RANK": "0"}, "one line", is_common=True)
     assert not path.exists()

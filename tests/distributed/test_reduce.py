@@ -16,18 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autobatch import InputError
-from autobatch.distributed.reduce import (
-    RankNumbers,
-    Reduction,
-    num_cells,
-    read_numbers,
-    write_numbers,
-)
-from autobatch.step.gradients import Gradients, exchange_buffer
+from autobatch.distributed.reduce import Reduction, read_numbers, write_numbers
+from autobatch.step.gradients import Gradients
 from autobatch.step.loss import StepTotals
 
 WORLD = 3
 SIZES = [(3, 2), (40,), (2,), (5, 5), (6, 2), (1,)]
+HEADER = WORLD * 10 * 8 + len(SIZES)
+"""Elements with ten numbers of each rank, a byte in each, and a flag for each parameter."""
 SPARSE = 4
 DTYPES = [torch.float32, torch.float64]
 NUMBERS = st.one_of(
@@ -40,7 +36,7 @@ NUMBERS = st.one_of(
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(rows=st.lists(st.lists(NUMBERS, min_size=3, max_size=3), min_size=1, max_size=4))
 def test_every_rank_reads_the_rows_of_all_bit_for_bit(dtype: torch.dtype, rows: list[list[float]]) -> None:
-    whole = torch.zeros(num_cells(len(rows), 3), dtype=dtype)
+    whole = torch.zeros(len(rows) * 3 * 8, dtype=dtype)
     for rank, row in enumerate(rows):
         cells = torch.full_like(whole, 7.0)
         write_numbers(cells, rank, [row[0], torch.tensor(row[1], dtype=torch.float64), row[2]])
@@ -107,11 +103,9 @@ def run_ranks(capacity: int, outcomes: list[Any], dtypes: Sequence[torch.dtype])
     def run(rank: int) -> None:
         reduction = Reduction(Rank(threads, rank))  # type: ignore[arg-type]
         parameters, gradients = gradients_of(rank, dtypes)
-        buffer = exchange_buffer(parameters, torch.device("cpu"), world=WORLD)
-        header = num_cells(WORLD, len(RankNumbers._fields)) + len(parameters)
         state: Any = SimpleNamespace(
             gradients=gradients,
-            exchange=buffer.new_zeros(header + capacity),
+            exchange=torch.zeros(HEADER + capacity, dtype=max(dtypes, key=lambda one: one.itemsize)),
             scaler=None,
             items_per_sample=None,
         )

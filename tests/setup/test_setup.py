@@ -14,18 +14,16 @@ from autobatch import DoesNotFitError, InputError, WholeBatchLoss, Workload
 from autobatch.core.options import Options
 from autobatch.device.cpu import CpuDevice
 from autobatch.distributed.sharding.layout import ShardLayout
-from autobatch.setup.model import check_whole
 from autobatch.setup.setup import (
     Role,
     Setup,
+    check_whole,
     describe_setup,
     emulation_notes,
     open_setup,
     placement_notes,
     with_knobs,
 )
-from autobatch.workload.demo import MEMORY_BUDGET
-from autobatch.workload.reference import find_workload
 from tests.support.probes import WIDTH, RandomVectors, amsgrad, classify, mlp, vectors, work
 from tests.support.training import INFO_NCE, make_workload
 from tests.support.untouched import fingerprint, with_gradients
@@ -34,17 +32,6 @@ from tests.support.untouched import fingerprint, with_gradients
 def opened(workload: Workload | None = None, role: Role | None = None, **options: Any) -> Setup:
     asked = Options().with_values(**{"device": "cpu", "memory_budget": "1MiB", **options})
     return open_setup(workload or work(), asked, role or Role())
-
-
-@pytest.mark.parametrize(
-    ("device", "asked", "budget"),
-    [("cpu", None, MEMORY_BUDGET["cpu"]), ("sim:t4", None, MEMORY_BUDGET["sim"]), ("cpu", "9MiB", "9MiB")],
-)
-def test_the_demo_has_a_budget_of_its_own(device: str, asked: str | None, budget: str) -> None:
-    options = Options().with_values(device=device, memory_budget=asked)
-    made = open_setup(find_workload(None, 0), options, is_demo=True).device
-    assert made.budget_bytes == opened(device=device, memory_budget=budget).device.budget_bytes
-    assert opened(memory_budget=None).device.budget_bytes > 2**28
 
 
 def test_opening_and_describing_draw_nothing_although_model_and_data_do() -> None:

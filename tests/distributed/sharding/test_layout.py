@@ -7,19 +7,14 @@ import torch
 from torch import nn
 
 from autobatch import InputError
-from autobatch.distributed.sharding.layout import ShardLayout, check_sharding, modules_to_shard
+from autobatch.distributed.sharding.layout import check_sharding
 from tests.support.step_workloads import Transformer
-
-
-def test_layouts_with_other_memory_have_other_texts() -> None:
-    layouts = [ShardLayout(world=2, sync=sync, modules=m) for sync in ("each", "once") for m in (None, "x")]  # type: ignore[arg-type]
-    assert len(set(map(str, layouts))) == 4
 
 
 def test_blocks_are_sharded_by_default_and_a_pattern_chooses_others() -> None:
     model = Transformer()
-    assert modules_to_shard(model) == list(model.blocks)
-    assert modules_to_shard(model, r"blocks\.\d+\.mlp") == [model.blocks[1].mlp, model.blocks[0].mlp]
+    assert check_sharding(model, None) == list(model.blocks)
+    assert check_sharding(model, r"blocks\.\d+\.mlp") == [model.blocks[1].mlp, model.blocks[0].mlp]
 
 
 class Tied(nn.Module):
