@@ -75,10 +75,12 @@ def test_without_a_terminal_a_remark_is_a_warning_and_all_else_is_information(
     assert (levels["device"], levels["fits:"], levels["plan:"]) == ("INFO", "INFO", "INFO")
     assert caplog.messages[-1].startswith("plan: batch 90 in 15 micro-batches")
     assert capfd.readouterr() == ("", "")
+    assert not any("larger than the data" in line for line in caplog.messages)
     caplog.clear()
-    autobatch.plan(work(), target_batch=8000, max_micro_batch=6, device="cpu")
+    autobatch.plan(work(), target_batch=1800, max_micro_batch=6, device="cpu")
     [record] = [one for one in caplog.records if "larger than the data" in one.getMessage()]
     assert record.levelname == "WARNING"
+    assert record.getMessage().endswith("each step takes 3 epochs of 600 samples")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import autobatch
 from autobatch import AutobatchError, InputError
 from autobatch.core.units import MiB
-from tests.support.probes import WIDTH, Listener, mlp, work
+from tests.support.probes import Listener, mlp, work
 from tests.support.ragged import CONTRASTIVE, pad, ragged_workload
 from tests.support.step_workloads import deep_transformer
 from tests.support.training import language_model, make_workload
@@ -94,35 +94,6 @@ def test_a_plan_is_for_the_ranks_that_were_asked_for_or_launched(
     if world == 4:
         found, _ = plan(make_workload(), 8)
         assert (found.probe.micro_batch, found.probe.limited_by) == (2, "target_batch")
-
-
-def test_a_batch_that_is_larger_than_the_data_is_noted() -> None:
-    samples = len(make_workload().train_data)  # type: ignore[arg-type]
-    _, notes = plan(make_workload(), samples, max_micro_batch=4)
-    assert not any("larger than the data" in line for line in notes)
-    _, notes = plan(make_workload(), 3 * samples, max_micro_batch=4)
-    [note] = [line for line in notes if "larger than the data" in line]
-    assert note.endswith(f"each step takes 3 epochs of {samples:,} samples")
-
-
-class Queued(nn.Module):
-    """A model that keeps its last outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(WIDTH, 4)
-        self.register_buffer("queue", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs = self.head(x)
-        self.queue.copy_(outputs.detach().mean(0))
-        return outputs
-
-
-@pytest.mark.parametrize(("target_batch", "count"), [(40, 1), (10, 0)])
-def test_a_plan_names_what_each_micro_batch_writes(target_batch: int, count: int) -> None:
-    _, notes = plan(work(Queued), target_batch, memory_budget="1MiB", max_micro_batch=10)
-    assert sum("writes the buffer queue: each of the 4 micro-batches" in one for one in notes) == count
 
 
 def mean_of_all(model: nn.Module, batch: Any) -> Tensor:

@@ -1,17 +1,22 @@
-"""A shared model begins with the weights of one process, or draws its parts if it is never whole."""
+"""Models that can be shared, their first weights, and the state of one process that ranks take over."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autobatch import InputError
 from autobatch.distributed.sharding.build import on_meta, shard_over
-from autobatch.distributed.sharding.layout import ShardLayout
+from autobatch.distributed.sharding.layout import ShardLayout, check_sharding
+from autobatch.distributed.sharding.state import shard_like
+from autobatch.training.resume import capture_loop
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
+from tests.support.sharded_loops import block_workload, sharded_loop, step_together
+from tests.support.step_workloads import Transformer
+from tests.support.training import make_loop
 
 
 class Tied(nn.Module):
@@ -95,3 +100,66 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
     model.lock = (one for one in "a generator")  # type: ignore[assignment]
     with pytest.raises(InputError, match=r"copy\.deepcopy can copy"):
         on_meta(model)
+
+
+def test_blocks_are_sharded_by_default_and_a_pattern_chooses_others() -> None:
+    model = Transformer()
+    assert check_sharding(model, None) == list(model.blocks)
+    assert check_sharding(model, r"blocks\.\d+\.mlp") == [model.blocks[1].mlp, model.blocks[0].mlp]
+
+
+class TiedToBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)])
+        self.blocks[0][0].weight = self.head.weight  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("model", "pattern", "message"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), None, r"SyncBatchNorm \(1\)"),
+        (nn.Sequential(nn.Embedding(4, 2, sparse=True)), None, "the sparse gradient of 0: use sparse=False"),
+        (TiedToBlock(), None, "blocks.0.0.weight belongs to two of them"),
+        (nn.ParameterDict({"scale": torch.tensor(2.6)}), None, "cannot split scale, .* give it the shape"),
+        (
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()),
+            None,
+            "0.bias is float32, and 1.bias is float64",
+        ),
+        (nn.Sequential(nn.Linear(2, 2)), "blocks", "--shard-modules blocks matches none of the 1 modules"),
+        (nn.Linear(2, 2), "(", "is no regular expression"),
+    ],
+)
+def test_what_cannot_be_sharded_is_named_in_one_line(
+    model: nn.Module, pattern: str | None, message: str
+) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        check_sharding(model, pattern)
+    assert "\n" not in str(caught.value)
+
+
+def like_parameters() -> list[str]:
+    """Shard the state of one process, with an entry of another shape, and return its placements."""
+    group = open_group()
+    whole = make_loop(block_workload(), ema=0.9)
+    step_together(whole, 1)
+    state = capture_loop(whole)
+    state["optimizers"][0]["state"][0]["column"] = torch.ones(5)
+    loop = sharded_loop(group, block_workload(), ema=0.9)
+    found = shard_like(loop.train_state, state, loop.engine.mesh)
+    own = found["optimizers"][0]["state"][0]
+    assert not isinstance(own["step"], DTensor)
+    assert not isinstance(found["model"]["offset"], DTensor)
+    assert torch.equal(own["exp_avg"].full_tensor(), state["optimizers"][0]["state"][0]["exp_avg"])
+    tensors = [found["model"]["mix.weight"], found["average"]["averages"][0], own["exp_avg"], own["column"]]
+    placements = [str(one.placements) for one in tensors]
+    group.close()
+    return placements
+
+
+@pytest.mark.distributed
+def test_whole_tensors_are_sharded_as_their_parameters(server: RankServer) -> None:
+    cut, same = str((Shard(0),)), str((Replicate(),))
+    assert server.values(like_parameters, world=3) == [[cut, cut, cut, same]] * 3
