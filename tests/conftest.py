@@ -115,7 +115,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def quick_pages(request: pytest.FixtureRequest) -> None:
     """Draw pictures in tests/report only."""
-    if request.path.parent.name != "report" and "autobatch.report.drawing" in sys.modules:
+    if request.path.parent.name != "report" and "torch" in sys.modules:
         request.getfixturevalue("no_pictures")
 
 

@@ -101,24 +101,31 @@ def train(kind: str, limits: list[int], sync: str, options: dict[str, Any]) -> t
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sync", ["each", "once"])
+KNOBS = {"checkpointing": "full", "optimizer": "for-loop"}
+
+
 @pytest.mark.parametrize(
-    "limits",
+    ("kind", "sync", "limits", "changes"),
     [
-        [5, 3],
-        pytest.param([12, 12], marks=pytest.mark.slow),
-        pytest.param([7, 2, 4], marks=pytest.mark.slow),
-        pytest.param([7, 2, 4, 1], marks=pytest.mark.slow),
+        *((kind, sync, [5, 3], {}) for kind in KINDS for sync in ("each", "once")),
+        pytest.param("means", "each", [5, 3], {"knobs": KNOBS}, id="knobs"),
+        pytest.param("means", "each", [1, 1, 1], {"target_batch": 2}, id="a rank without samples"),
+        *(
+            pytest.param(kind, sync, limits, {}, marks=pytest.mark.slow)
+            for kind in KINDS
+            for sync in ("each", "once")
+            for limits in ([12, 12], [7, 2, 4], [7, 2, 4, 1])
+        ),
     ],
 )
 def test_steps_are_those_of_whole_batches(
-    server: RankServer, kind: str, sync: str, limits: list[int]
+    server: RankServer, kind: str, sync: str, limits: list[int], changes: dict[str, Any]
 ) -> None:
-    alone = make_loop(KINDS[kind](), micro_batch=14, **OPTIONS)
+    options = {**OPTIONS, **changes}
+    alone = make_loop(KINDS[kind](), micro_batch=14, **{**options, "knobs": {}})
     expected = figures_of(alone)
     assert alone.train_state.average is not None
-    for weights, averages, figures in server.values(train, kind, limits, sync, OPTIONS, world=len(limits)):
+    for weights, averages, figures in server.values(train, kind, limits, sync, options, world=len(limits)):
         assert apart(as_double(weights), whole(alone.train_state.model.parameters())) < 1e-12
         assert apart(as_double(averages), whole(alone.train_state.average.tensors())) < 1e-12
         for of_step, other in zip(figures, expected, strict=True):
@@ -165,24 +172,6 @@ def test_a_run_with_drawn_counts_continues_bit_exactly(server: RankServer, tmp_p
     expected = server.values(train_hidden, tmp_path)
     assert [before for before, _ in expected] == [0, 0]
     assert server.values(train_hidden, tmp_path) == [(2, weights) for _, weights in expected]
-
-
-@pytest.mark.parametrize("knobs", [{"checkpointing": "full", "optimizer": "for-loop"}])
-def test_knobs_of_shared_models_change_no_step(server: RankServer, knobs: dict[str, Any]) -> None:
-    alone = make_loop(means(), micro_batch=14, **OPTIONS)
-    expected = figures_of(alone)
-    for weights, _, figures in server.values(train, "means", [5, 3], "each", {**OPTIONS, "knobs": knobs}):
-        assert apart(as_double(weights), whole(alone.train_state.model.parameters())) < 1e-12
-        for of_step, other in zip(figures, expected, strict=True):
-            assert of_step == pytest.approx(other, rel=1e-12)
-
-
-def test_ranks_without_samples_keep_the_others_company(server: RankServer) -> None:
-    options = {**OPTIONS, "target_batch": 2}
-    alone = make_loop(means(), micro_batch=2, **options)
-    list(alone.run())
-    for weights, _, _ in server.values(train, "means", [1, 1, 1], "each", options, world=3):
-        assert apart(as_double(weights), whole(alone.train_state.model.parameters())) < 1e-12
 
 
 def noisy_means() -> Any:
