@@ -17,7 +17,8 @@ from autobatch.core.units import KiB, MiB
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from benchmarks.report import Findings
-from tests.support.late import Heard, Held, late_workload, trained
+from tests.support.late import Held, late_workload, trained
+from tests.support.probes import Listener
 from tests.support.runs import rows
 
 TOLERANCE = 1e-12
@@ -50,7 +51,7 @@ def growing_runs(root: Path, seed: int, number: int) -> Findings:
     draws, findings = random.Random(seed), Findings()
     for index in range(len(KEPT) * number):
         kind = KEPT[index % len(KEPT)]
-        budget, heard = draws.randint(12, 48) * MiB, Heard()
+        budget, heard = draws.randint(12, 48) * MiB, Listener()
         held = _course(kind, draws, budget)
         device = SimulatedDevice(load_profile("rtx-4090", user_dir=root), memory_budget=budget)
         out = root / str(index)
@@ -116,8 +117,8 @@ def late_runs(root: Path, seed: int, number: int) -> Findings:
     for index in range(len(LATE) * number):
         kind = [*LATE][index % len(LATE)]
         since = draws.randint(1, 20)
-        (micro_batch, budget), heard = draws.choice(LATE[kind]), Heard()
-        whole, expected = trained(late_workload(kind, since), root / "whole", Heard(), steps=steps)
+        (micro_batch, budget), heard = draws.choice(LATE[kind]), Listener()
+        whole, expected = trained(late_workload(kind, since), root / "whole", Listener(), steps=steps)
         device = SimulatedDevice(load_profile("rtx-4090", user_dir=root), memory_budget=budget)
         out = root / str(index)
         found, record = trained(

@@ -13,8 +13,16 @@ from torch.utils.data import DataLoader
 
 import autobatch
 from autobatch import InputError
-from tests.support.custom_loops import EXACT, Stream, ids_by_batch, mean_over_tokens, small_plan, walk
-from tests.support.training import IGNORED, apart, language_model, make_workload, points, token_loss
+from tests.support.custom_loops import EXACT, Stream, ids_by_batch, small_plan, walk
+from tests.support.training import (
+    IGNORED,
+    apart,
+    language_model,
+    make_workload,
+    points,
+    token_loss,
+    whole_tokens,
+)
 
 
 @pytest.mark.parametrize("last", ["carry", "flush", "drop"])
@@ -200,7 +208,7 @@ def test_batches_padded_to_different_lengths_stay_exact() -> None:
     batch = next(iter(autobatch.batches(loader, small_plan(10, 5))))
     torch.manual_seed(0)
     model = workload.model()
-    mean_over_tokens(model, pad(data)).backward()
+    whole_tokens(model, pad(data)).backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     found, sizes = [], []

@@ -33,7 +33,7 @@ from tests.support.custom_loops import (
     train_in_own_loop,
     walk,
 )
-from tests.support.ragged import pad, ragged_split, ragged_workload, sequence_loss
+from tests.support.ragged import pad, ragged_split, ragged_workload
 from tests.support.training import (
     IGNORED,
     Rows,
@@ -540,7 +540,7 @@ def train_by_size(data, **options):
     for batch in autobatch.batches(data, BY_SIZE, steps=4, **options):
         counts.append([])
         for micro in batch:
-            batch.backward(sequence_loss(model, micro.data))
+            batch.backward(token_loss(model, micro.data))
             counts[-1].append((micro.samples, micro.data[0].shape[1]))
         batch.step(optimizer)
     return weights(model), counts

@@ -16,14 +16,15 @@ from autobatch import Training
 from autobatch.core.units import GiB
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from tests.support.late import TARGET, Heard, late_workload, trained
+from tests.support.late import TARGET, late_workload, trained
+from tests.support.probes import Listener
 from tests.support.runs import rows
 from tests.support.training import apart
 
 SINCE, STEPS = 4, 7
 
 
-def train(kind: str, out: Path, heard: Heard, **where: Any) -> tuple[Tensor, Training]:
+def train(kind: str, out: Path, heard: Listener, **where: Any) -> tuple[Tensor, Training]:
     return trained(late_workload(kind, SINCE), out, heard, steps=STEPS, **where)
 
 
@@ -47,7 +48,7 @@ def address_space(more_bytes: int) -> Iterator[None]:
 def test_a_step_that_takes_more_than_those_before_runs_again_in_smaller_micro_batches_once(
     kind: str, budget: str, tmp_path: Path
 ) -> None:
-    heard, silent = Heard(), Heard()
+    heard, silent = Listener(), Listener()
     whole, expected = train(kind, tmp_path / "whole", silent)
     found, record = train(kind, tmp_path / "run", heard, device=simulated(budget, tmp_path))
     assert apart(found, whole) <= 1e-12
@@ -69,7 +70,7 @@ def check_told(out: Path, notes: list[str], record: Any) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit of the address space is Linux's")
 def test_a_step_that_takes_more_than_the_host_has_runs_again_in_smaller_micro_batches(tmp_path: Path) -> None:
-    heard = Heard()
+    heard = Listener()
     whole, _ = train("on the host", tmp_path / "whole", heard)
     # 64 samples take 2.5 GiB in the late layer, and 32 of them half of it.
     with address_space(2 * GiB):
@@ -82,8 +83,8 @@ def test_a_step_that_takes_more_than_the_host_has_runs_again_in_smaller_micro_ba
 def test_a_validation_that_takes_more_than_the_training_runs_on_in_smaller_micro_batches(
     tmp_path: Path,
 ) -> None:
-    heard = Heard()
-    whole, expected = train("validation", tmp_path / "whole", Heard())
+    heard = Listener()
+    whole, expected = train("validation", tmp_path / "whole", Listener())
     found, record = train(
         "validation", tmp_path / "run", heard, micro_batch=32, device=simulated("2MiB", tmp_path)
     )

@@ -18,7 +18,7 @@ from autobatch.core.signals import stop_on_signals
 from autobatch.workload.loader import open_feed
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.commandline import SMALL, command, environment
-from tests.support.processes import loader_workers
+from tests.support.feeds import loader_workers
 from tests.support.training import Rows, make_workload, points
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

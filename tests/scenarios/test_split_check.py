@@ -10,7 +10,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import autobatch
-from autobatch import InputError, Progress
+from autobatch import InputError
+from tests.support.probes import Listener
 from tests.support.split_losses import PAIRS
 from tests.support.training import contrastive_loss, make_workload
 
@@ -21,16 +22,6 @@ OPTIONS: dict[str, Any] = {
     "steps": 2,
     "trials": 0,
 }
-
-
-class Notes(Progress):
-    """Progress that keeps the notes."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def test_a_loss_that_cannot_be_split_ends_a_fit_before_it_trains(tmp_path: Path) -> None:
@@ -63,7 +54,7 @@ def test_a_probe_and_a_plan_note_a_loss_that_cannot_be_split(choice: str, tmp_pa
     fields, wrong, right, cause = PAIRS["masked tokens"]
     for loss, expected in ((wrong, [cause]), (right, [])):
         options: dict[str, Any] = {"device": "cpu", "memory_budget": "64MiB", "max_micro_batch": 16}
-        notes = Notes()
+        notes = Listener()
         options |= {} if choice == "probe" else {"target_batch": 64}
         options |= {"trials": 0} if choice == "tune" else {}
         getattr(autobatch, choice)(make_workload(**fields, loss=loss), progress=notes, **options)

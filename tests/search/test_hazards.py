@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from autobatch import Loss, WholeBatchLoss, Workload
 from autobatch.search.hazards import find_obstacle
-from tests.support.ragged import CONTRASTIVE, Sequences, pad, ragged_workload, sequence_loss
+from tests.support.ragged import CONTRASTIVE, Sequences, pad, ragged_workload
 from tests.support.training import (
     IGNORED,
     fingerprint,
@@ -22,6 +22,7 @@ from tests.support.training import (
     language_model,
     make_setup,
     make_workload,
+    token_loss,
     tokens,
 )
 
@@ -43,7 +44,7 @@ def pooled_loss(model, batch):
 
 
 def mean_over_tokens(model, batch):
-    loss = sequence_loss(model, batch)
+    loss = token_loss(model, batch)
     return loss.total / loss.count
 
 
@@ -75,7 +76,7 @@ class Masked(Sequences):
 
 
 def random_loss(model, batch):
-    found = sequence_loss(model, batch)
+    found = token_loss(model, batch)
     return Loss(found.total * torch.rand(()), found.count)
 
 

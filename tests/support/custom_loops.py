@@ -8,14 +8,13 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, softplus
+from torch.nn.functional import softplus
 from torch.utils.data import IterableDataset
 
 from autobatch import Loss, Plan, Workload
 from autobatch.planning import make_plan
 from tests.support.detection import counts, detection, scenes, whole
 from tests.support.training import (
-    IGNORED,
     Rows,
     language_model,
     make_workload,
@@ -23,6 +22,7 @@ from tests.support.training import (
     token_loss,
     tokens,
     weights,
+    whole_tokens,
 )
 
 EXACT = 1e-12
@@ -36,17 +36,11 @@ def small_plan(target: int = SAMPLES, limit: int = 5, *, last_batch: str = "carr
     return msgspec.structs.replace(planned, last_batch=last_batch)
 
 
-def mean_over_tokens(model: nn.Module, batch: Any) -> Tensor:
-    """Return the mean over all counted tokens of a whole batch."""
-    ids, labels = batch
-    return cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-
-
 KINDS = {
     "mean": (make_workload(), mean_loss),
     "tokens": (
         make_workload(model=language_model, train_data=tokens(), loss=token_loss),
-        mean_over_tokens,
+        whole_tokens,
     ),
     "terms": (detection(train_data=scenes(SAMPLES), counts=counts), whole),
 }

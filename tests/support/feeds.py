@@ -1,9 +1,11 @@
-"""Loops that are fed as ``fit`` feeds them, and the samples that a feed yields."""
+"""Loops that are fed as ``fit`` feeds them, the samples that a feed yields, and its worker processes."""
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 import torch
@@ -55,3 +57,8 @@ def fed_samples(
             for ids, inputs, _ in feed.collated(batch, micro_batch):
                 found += list(zip(ids.tolist(), inputs.tolist(), strict=True))
     return found
+
+
+def loader_workers() -> list[ForkProcess]:
+    """Return the loader workers that run. The server that forks ranks for other tests was spawned."""
+    return [child for child in multiprocessing.active_children() if isinstance(child, ForkProcess)]

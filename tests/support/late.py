@@ -83,16 +83,6 @@ def late_workload(kind: str, since: int, held: Held | None = None) -> Workload:
     )
 
 
-class Heard(Progress):
-    """Progress that keeps the notes."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
 def trained(
     workload: Workload,
     out: Path,

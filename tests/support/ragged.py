@@ -19,7 +19,7 @@ from autobatch.device.simulated import SimulatedDevice
 from autobatch.setup.setup import Setup
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.split import SizeSplit, digest_of
-from tests.support.training import IGNORED, info_nce, language_model, make_loop, make_setup
+from tests.support.training import IGNORED, info_nce, language_model, make_loop, make_setup, token_loss
 
 
 class Sequences:
@@ -49,12 +49,6 @@ def pad(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     )
 
 
-def sequence_loss(model: nn.Module, batch: Any) -> Loss:
-    ids, labels = batch
-    total = cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    return Loss(total, (labels != IGNORED).sum())
-
-
 def pooled_rows(model: nn.Module, batch: Any) -> Tensor:
     """Return a row per sequence: the mean over the positions that have a label, and so over no padding."""
     ids, labels = batch
@@ -70,7 +64,7 @@ def ragged_workload(**changes: Any) -> Workload:
         "model": language_model,
         "train_data": Sequences(),
         "collate": pad,
-        "loss": sequence_loss,
+        "loss": token_loss,
         "optimizer": lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate),
         "learning_rate": 0.01,
         "size_of": lambda sample: len(sample[0]),

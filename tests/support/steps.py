@@ -11,7 +11,6 @@ from torch.nn.functional import cross_entropy, normalize
 from autobatch import Loss, WholeBatchLoss, Workload
 from autobatch.step.train_state import StepSettings, build_train_state
 from tests.support.training import (
-    IGNORED,
     INFO_NCE,
     apart,
     language_model,
@@ -19,6 +18,7 @@ from tests.support.training import (
     token_loss,
     tokens,
     weights,
+    whole_tokens,
 )
 
 SAMPLES = 24
@@ -48,11 +48,6 @@ def split(workload: Workload, sizes: list[int], first: int = 0) -> list[tuple[An
         found.append((torch.utils.data.default_collate(samples), size))
         first += size
     return found
-
-
-def whole_tokens(model: nn.Module, batch) -> torch.Tensor:
-    ids, labels = batch
-    return cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.7], dtype=torch.float64)

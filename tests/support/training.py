@@ -78,6 +78,12 @@ def token_loss(model: nn.Module, batch: Any) -> Loss:
     return Loss(total, (labels != IGNORED).sum())
 
 
+def whole_tokens(model: nn.Module, batch: Any) -> Tensor:
+    """Return the mean over all counted tokens, as a loop without micro-batches writes it."""
+    ids, labels = batch
+    return cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
 def features(model: nn.Module, batch: Any) -> Tensor:
     return model(batch[0])
 

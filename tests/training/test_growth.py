@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from autobatch import DoesNotFitError, Progress, RestartSmallerError
+from autobatch import DoesNotFitError, RestartSmallerError
 from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device.host import HostMemory
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.training.observers import MemoryWatch
 from autobatch.training.run import train
+from tests.support.probes import Listener
 from tests.support.runs import rows, settings
 from tests.support.training import make_loop, make_workload, mean_loss, points
 
@@ -152,16 +153,6 @@ class Hidden(nn.Module):
         return self.outer(self.hidden)
 
 
-class Heard(Progress):
-    """Progress that keeps the notes."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
 @pytest.mark.parametrize(("steps", "ends"), [(400, True), (40, False)])
 def test_a_list_of_losses_and_activations_is_named_before_it_fills_a_simulated_gpu(
     steps: int, ends: bool, tmp_path: Path
@@ -181,7 +172,7 @@ def test_a_list_of_losses_and_activations_is_named_before_it_fills_a_simulated_g
         optimizer=lambda params, rate: torch.optim.AdamW(params, lr=rate),
     )
     gpu = SimulatedDevice(load_profile("rtx-4090", user_dir=tmp_path), memory_budget="16MiB")
-    heard, out = Heard(), tmp_path / "run"
+    heard, out = Listener(), tmp_path / "run"
     with gpu.training() as meter:
         loop = make_loop(workload, target_batch=64, micro_batch=32, steps=steps, device=gpu, meter=meter)
         meter.count(one.data for one in loop.train_state.model.parameters())

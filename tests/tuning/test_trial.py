@@ -25,8 +25,8 @@ from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns
 from autobatch.tuning.trial import TrialResults, Trials, look_at_workload
 from autobatch.workload.rng import capture_random_state
 from tests.support.commandline import SMALL
+from tests.support.feeds import loader_workers
 from tests.support.kinds import Augmented
-from tests.support.processes import loader_workers
 from tests.support.training import Rows, make_setup, mean_loss, points
 from tests.support.trials import (
     DEFAULTS,

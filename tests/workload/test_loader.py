@@ -33,9 +33,8 @@ from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import capture_random_state
 from autobatch.workload.split import MicroBatchIds
 from autobatch.workload.user_code import user_code
-from tests.support.feeds import augmented, fed_loop, fed_samples
+from tests.support.feeds import augmented, fed_loop, fed_samples, loader_workers
 from tests.support.kinds import Augmented
-from tests.support.processes import loader_workers
 from tests.support.training import Rows, make_workload, points
 
 PART = MicroBatchIds(0, range(2), [2, 5])
