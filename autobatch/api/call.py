@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,7 +37,6 @@ class Call:
     """Receive the records of the training besides the files of the run."""
     entered: Callable[[Path], None] = lambda _: None
     """Receives the folder of a run as soon as it is known."""
-    clock: Callable[[], float] = time.monotonic
 
     @property
     def home(self) -> Path:

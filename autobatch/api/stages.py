@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -170,7 +171,6 @@ def _limit(call: Call, setup: OpenSetup, samples: int | None) -> Limit:
             share=samples,
             home=call.home,
             progress=call.progress,
-            clock=call.clock,
         )
     )
     info = setup.info
@@ -341,7 +341,7 @@ def _check_loss(call: Call, setup: OpenSetup, result: Result) -> None:
 
 def _open_tuner(call: Call, setup: OpenSetup, steps: int) -> PlanTuner:
     """Return the tuner of a plan, and start its time limit; it has no trials if ranks share the model."""
-    start, options = call.clock(), call.options
+    start, options = time.monotonic(), call.options
     seconds = options.tune.timeout
     if setup.info.layout is not None and (options.tune.trials != 0 or options.tune.tune_lr):
         call.progress.note("nothing is tuned, because the ranks share the model")
@@ -353,8 +353,7 @@ def _open_tuner(call: Call, setup: OpenSetup, steps: int) -> PlanTuner:
         home=call.home,
         progress=call.progress,
         ranks=call.ranks,
-        expired=lambda: seconds is not None and call.clock() - start > seconds,
-        clock=call.clock,
+        expired=lambda: seconds is not None and time.monotonic() - start > seconds,
     )
 
 

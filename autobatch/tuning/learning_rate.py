@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -94,25 +94,21 @@ class ShortRuns:
 
 
 def find_learning_rate(
-    run: Callable[[float, int], LrTrialResult],
-    task: LrTrialSpec,
+    run: ShortRuns,
     *,
     budget: Budget,
     seed: int,
     place: StudyLocation,
     progress: Progress = SILENT,
-    clock: Callable[[], float] = time.monotonic,
 ) -> LrTuning:
     """Find the learning rate after which the loss is lowest.
 
     Args:
-        run: trains at a learning rate on the batches that a seed draws.
-        task: the settings of the runs, with the default learning rate.
+        run: trains at a learning rate on the batches that a seed draws; the default is that of its plan.
         budget: trials and time.
         seed: of the trials' data and of the sampler; the same seed gives the same answer.
         place: the study.
         progress: receives every trial.
-        clock: seconds.
 
     Returns:
         The best learning rate; the default if none is better beyond the noise.
@@ -124,12 +120,12 @@ def find_learning_rate(
     # Only here: Optuna takes half a second to import.
     from autobatch.tuning.study import study_of_rates
 
-    start, default = clock(), task.plan.learning_rate
+    start, default, steps = time.monotonic(), run.task.plan.learning_rate, run.task.steps
     study = study_of_rates(place, RATE, default, FIRST_FACTORS, reach=REACH, seed=seed)
     tried = _tried(study)
     while len(tried) < budget.trials and not budget.expired():
         request = study.ask()
-        progress.doing(f"learning rate {len(tried) + 1}: a run of {task.steps} steps")
+        progress.doing(f"learning rate {len(tried) + 1}: a run of {steps} steps")
         try:
             found = run(float(request.params[RATE]), seed)
         except BaseException:
@@ -150,7 +146,7 @@ def find_learning_rate(
     chosen = best if decide(pairs) else known
     return LrTuning(
         trials=len(tried),
-        steps=task.steps,
+        steps=steps,
         default=default,
         best=default if chosen is None else chosen.rate,
         default_loss=None if known is None else known.loss,
@@ -162,7 +158,7 @@ def find_learning_rate(
         ],
         pairs=pairs,
         sampler="tree-structured Parzen estimators",
-        seconds=clock() - start,
+        seconds=time.monotonic() - start,
         notes=_explain(default, tried, best, pairs),
     )
 
@@ -178,9 +174,7 @@ def _tried(study: Study) -> list[LrTrialResult]:
     ]
 
 
-def _compare(
-    run: Callable[[float, int], LrTrialResult], known: LrTrialResult, best: LrTrialResult, seed: int
-) -> Iterator[LrComparison]:
+def _compare(run: ShortRuns, known: LrTrialResult, best: LrTrialResult, seed: int) -> Iterator[LrComparison]:
     """Compare the default with the best on the study's data and on other data; each goes first in turn."""
     yield _comparison(seed, known, best)
     for number in range(1, OTHER_SEEDS + 1):

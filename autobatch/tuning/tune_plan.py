@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -63,7 +62,6 @@ class PlanTuner:
     """Asked before every trial whether the time is over."""
     ranks: Ranks = field(default_factory=Ranks)
     """The processes that train together; all of them make the same calls."""
-    clock: Callable[[], float] = time.monotonic
 
     @property
     def trials(self) -> int:
@@ -133,7 +131,6 @@ class PlanTuner:
             seed=options.device.seed,
             place=self.locate(axes),
             progress=self.progress,
-            clock=self.clock,
         )
         return found, defaults(axes)
 
@@ -183,12 +180,10 @@ class PlanTuner:
         found = self._answer_or_note(
             lambda: find_learning_rate(
                 ShortRuns(self.process, task),
-                task,
                 budget=Budget(self.lr_trials, self.expired),
                 seed=self.options.device.seed,
                 place=self._locate_lr(task),
                 progress=self.progress,
-                clock=self.clock,
             )
         )
         if found is None:

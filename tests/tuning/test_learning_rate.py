@@ -39,7 +39,7 @@ def runs_of(default: float = 0.01, made: Any = None, **fields: Any) -> ShortRuns
 
 def find_rate(run: Any, *, trials: int = 12, storage: Path | None = None) -> LrTuning:
     place = StudyLocation("study", None if storage is None else str(storage), {"model": "m"})
-    return find_learning_rate(run, run.task, budget=Budget(trials), seed=0, place=place)
+    return find_learning_rate(run, budget=Budget(trials), seed=0, place=place)
 
 
 class Curves:
