@@ -24,32 +24,13 @@ from autobatch.setup.setup import (
     placement_notes,
     with_knobs,
 )
-from tests.support.probes import WIDTH, RandomVectors, amsgrad, classify, mlp, vectors, work
+from tests.support.probes import WIDTH, amsgrad, classify, mlp, vectors, work
 from tests.support.training import INFO_NCE, make_workload
-from tests.support.untouched import fingerprint, with_gradients
 
 
 def opened(workload: Workload | None = None, role: Role | None = None, **options: Any) -> Setup:
     asked = Options().with_values(**{"device": "cpu", "memory_budget": "1MiB", **options})
     return open_setup(workload or work(), asked, role or Role())
-
-
-def test_opening_and_describing_draw_nothing_although_model_and_data_do() -> None:
-    live = with_gradients(mlp())
-
-    def model() -> nn.Module:
-        torch.rand(7)
-        return live
-
-    before = fingerprint(live)
-    describe_setup(opened(work(model, train_data=RandomVectors())))
-    assert fingerprint(live) == before
-
-
-def test_the_seed_decides_the_weights() -> None:
-    one, same, other = (next(opened(seed=seed).model.parameters()) for seed in (1, 1, 2))
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
 
 
 def test_a_model_function_that_returns_no_module_is_an_error() -> None:

@@ -11,9 +11,8 @@ from autobatch.core.units import MiB
 from autobatch.setup.attempt import attempt
 from autobatch.setup.setup import Setup, open_setup, with_knobs
 from autobatch.setup.trace import other_order, remedies_of, trace_footprint
-from tests.support.probes import RandomVectors, mlp, work
+from tests.support.probes import mlp, work
 from tests.support.step_workloads import WORKLOADS, deep_transformer, setup
-from tests.support.untouched import fingerprint, with_gradients
 
 
 def largest_that_runs(made: Setup, cap: int) -> int:
@@ -30,14 +29,6 @@ def test_the_traces_of_both_orders_are_the_events_of_an_attempt() -> None:
     assert first.program.at(size) == ran.trace.canonical()
     assert second.at(size) == ran.other.canonical()
     assert ran.trace.canonical() != ran.other.canonical()
-
-
-def test_a_trace_draws_nothing_although_augmented_data_does() -> None:
-    live = with_gradients(mlp())
-    made = open_setup(work(lambda: live, train_data=RandomVectors()), Options().with_values(device="cpu"))
-    before = fingerprint(live)
-    assert trace_footprint(made) is not None
-    assert fingerprint(live) == before
 
 
 def test_a_model_of_very_many_tensors_is_run_in_place_of_traced(monkeypatch) -> None:
