@@ -144,8 +144,8 @@ def _number_of_parts(plan: Plan) -> str:
         return f"about {plan.size_cut.steps:.1f} micro-batches"
     if len({one.kind for one in plan.ranks}) > 1:
         return f"parts of {plural(plan.world_size, 'rank')} that differ"
-    ranks = f" on each of {plural(plan.world_size, 'rank')}" if plan.world_size > 1 else ""
-    return plural(plan.accumulation_steps, "micro-batch", "micro-batches") + ranks
+    parts = plural(plan.accumulation_steps, "micro-batch", "micro-batches")
+    return parts + _on_each_rank(plan.world_size)
 
 
 def _limit_of(plan: Plan, probe: Probe | None) -> str:
@@ -271,11 +271,18 @@ def _on_ranks(probe: Probe) -> str:
     limits = [one.limit for one in probe.ranks]
     if not limits:
         return ""
-    shared = ", which share the model" if probe.parallel == "shard" else ""
     if len(set(limits)) == 1:
-        return f" on each of {count(len(limits))} ranks{shared}"
+        return _on_each_rank(len(limits), probe.parallel)
     others = ", ".join(map(count, sorted(set(limits[1:]), reverse=True)))
-    return f" on rank 0, and {others} on others{shared}"
+    return f" on rank 0, and {others} on others{_SHARED[probe.parallel]}"
+
+
+_SHARED = {"shard": ", which share the model", "replicate": "", None: ""}
+
+
+def _on_each_rank(world: int, parallel: str | None = None) -> str:
+    """Return the ranks that each do what is said; empty for one process."""
+    return "" if world == 1 else f" on each of {count(world)} ranks{_SHARED[parallel]}"
 
 
 def _describe_runs(probe: Probe) -> str:
@@ -352,8 +359,7 @@ def describe_plan(plan: Plan) -> str:
 
 def describe_split(plan: Plan) -> str:
     """Describe the micro-batches of one rank: ``12 micro-batches (4 × 86, 8 × 85)``."""
-    together = ", which share the model" if plan.parallel == "shard" else ""
-    ranks = f" on each of {count(plan.world_size)} ranks{together}" if plan.world_size > 1 else ""
+    ranks = _on_each_rank(plan.world_size, plan.parallel)
     if plan.size_cut is not None and plan.size_cut.steps is not None:
         words = f"about {plan.size_cut.steps:.1f} micro-batches, cut by size"
         return f"{words},{ranks}" if ranks else words
@@ -363,7 +369,7 @@ def describe_split(plan: Plan) -> str:
         return f"{_sizes_in_words(sizes)}{ranks}"
     first = {one.kind: one.micro_batches for one in reversed(plan.ranks)}
     parts = [f"{_sizes_in_words(first[kind])} on {plural(counts[kind], 'rank')}" for kind in sorted(first)]
-    return ", ".join(parts) + together
+    return ", ".join(parts) + _SHARED[plan.parallel]
 
 
 def _sizes_in_words(sizes: Sequence[int]) -> str:
@@ -564,9 +570,7 @@ def _loss(training: Training) -> str:
 
 def describe_estimate(one: Estimate) -> str:
     """Describe what is predicted to fit on a GPU."""
-    budget = format_bytes(one.budget_bytes)
-    if one.world_size > 1:
-        budget += f" on each of {count(one.world_size)} ranks ({one.parallel})"
+    budget = format_bytes(one.budget_bytes) + _on_each_rank(one.world_size, one.parallel)
     if not one.fits:
         return f"{one.profile}: does not fit in {budget} ({one.precision})"
     plan = "" if one.plan is None else f", batch {count(one.plan.target_batch)} in {describe_split(one.plan)}"

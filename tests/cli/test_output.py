@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autobatch import InputError
-from autobatch.cli.main import run
+from autobatch.cli import main as cli
 from autobatch.cli.output import SafeStream, Terminated, describe_failure
 from tests.support.commandline import SMALL
 
@@ -154,14 +154,14 @@ def test_the_log_of_a_failure_is_in_the_data_directory_if_it_can_be_written(
     (tmp_path / "broken.py").write_text("def workload():\n    raise ValueError('mine')\n")
     words = ["estimate", str(tmp_path / "broken.py"), "--profile", "t4"]
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "home"))
-    assert run(words) == 2
+    assert cli.run(words) == 2
     (log,) = (tmp_path / "home" / "logs").iterdir()
     assert capsys.readouterr().err.endswith(f"; full traceback: {log}\n")
     assert "ValueError: mine" in log.read_text()
     assert log.read_text().splitlines()[0].endswith(f"autobatch estimate {words[1]} --profile t4")
     (tmp_path / "file").touch()
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "file"))
-    assert run(words) == 2
+    assert cli.run(words) == 2
     assert capsys.readouterr().err.endswith("; for the traceback add --verbose\n")
 
 

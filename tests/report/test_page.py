@@ -14,11 +14,10 @@ from urllib.parse import unquote
 import msgspec
 import pytest
 
-from autobatch import Estimates, Result
+from autobatch import Estimates, PlanResult, ProbeResult, Result
 from autobatch.core.records import MemoryHolder
 from autobatch.report.facts import facts_of, headline, tiles_of, tuning_card
 from autobatch.report.page import render, write_comparison, write_report
-from autobatch.report.result import PlanResult, ProbeResult
 from autobatch.report.tables import compare_runs
 from benchmarks.screenshots import CHROMIUM, IMAGES, MOST_BYTES, shoot
 from benchmarks.wrong_files import PLANTED

@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from autobatch import Estimates, InputError, Result, __version__
+from autobatch import Estimates, InputError, PlanResult, Result, __version__
 from autobatch.core.files import write_atomic
-from autobatch.report.result import PlanResult, find_run, load_run
+from autobatch.report.result import find_run, load_run
 from tests.support.sample_run import a_device, a_probe, a_run, a_step, an_estimate
 
 
