@@ -103,19 +103,6 @@ def test_a_batch_that_counts_nothing_takes_no_step_and_the_next_one_does(precisi
     assert math.isfinite(after.loss)
 
 
-@pytest.mark.parametrize("count", [int, float, torch.as_tensor, lambda c: torch.as_tensor(c).float()])
-def test_a_count_may_be_a_number_or_a_tensor(count) -> None:
-    def loss(model: nn.Module, batch) -> Loss:
-        found = token_loss(model, batch)
-        return Loss(found.total, count(found.count))
-
-    workload = make_workload(**{**KINDS["tokens"][0], "loss": loss})
-    expected, _ = reference(workload, [range(SAMPLES)], whole_tokens)
-    train_state = train_state_of(workload)
-    train_step(train_state, split(workload, [5, 19]), SAMPLES)
-    assert off(train_state, workload, expected) <= EXACT
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("norm", [1e-3, 1e3])
 def test_the_norm_and_the_clipping_are_those_of_the_whole_batch(kind: str, norm: float) -> None:

@@ -100,11 +100,11 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def resume(done: Path, folder: Path, **changes: Any) -> list[str]:
     """Resume a copy of a run with other fields of its workload, or other options; return what is said."""
     heard, fields = Listener(), {name: changes.pop(name) for name in ("schedule",) if name in changes}
-    samples, order = changes.pop("samples", 24), changes.pop("order", None)
+    samples, stored = changes.pop("samples", 24), changes.pop("stored", None)
     shutil.copytree(done, folder / "copy")
-    if order is not None:
+    if stored is not None:
         (path,) = list_checkpoints(folder / "copy" / "checkpoints")
-        reseal(path, lambda _, facts: facts.update(order=order))
+        reseal(path, lambda _, facts: facts.update(stored))
     options = {**ASKED, "out": folder / "copy", "resume": True, "progress": heard, **changes}
     fit(make_workload(train_data=points(samples), **fields), **options)
     return heard.notes
@@ -129,7 +129,10 @@ def decaying(optimizer: torch.optim.Optimizer, steps: int) -> Any:
         ),
         ({"last_batch": "flush"}, "--last-batch flush does not match .*, which has carry"),
         ({"steps": 1}, "this run has 1 optimizer steps, but the checkpoint .* has taken 2 already"),
-        ({"order": 3}, "version of the data order 2 does not match .* which has 3: give the run its own"),
+        (
+            {"stored": {"order": 3}},
+            "version of the data order 2 does not match .* which has 3: give the run its own",
+        ),
         ({"schedule": decaying, "steps": 9}, "schedule was built for, 9 does not match .*, which has 2"),
     ],
 )
@@ -156,6 +159,7 @@ def test_a_run_that_ended_in_a_short_batch_is_not_longer(tmp_path: Path) -> None
         ({}, "on the same hardware, bit for bit"),
         ({"max_micro_batch": 3, "memory_budget": "32MiB"}, "another --max-micro-batch and another --mem"),
         ({"precision": "bf16", "split": "size"}, "another --precision and another --split: the batch"),
+        ({"stored": {"ranks": [{}, {}]}}, "with another number of ranks: the batch"),
     ],
 )
 def test_what_rules_out_a_bit_exact_resume_is_named(

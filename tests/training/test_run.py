@@ -159,13 +159,3 @@ def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_
     with pytest.raises(InputError, match="schedules cannot be kept in a checkpoint"):
         train(loop, settings(tmp_path), Progress(), None)
     assert loop.batches_seen == 0
-
-
-def test_checkpoints_are_written_by_the_clock(tmp_path: Path) -> None:
-    loop = open_loop()
-    ticks = count(step=10.0)
-    loop.clock = lambda: next(ticks)
-    train(loop, settings(tmp_path, checkpoint_minutes=1.0, keep_last=STEPS), Progress(), None)
-    steps = saved_steps(tmp_path)
-    assert steps[-1] == STEPS
-    assert 1 < len(steps) < STEPS, "some steps are under a minute after the last checkpoint"

@@ -225,23 +225,3 @@ def test_what_no_file_can_hold_is_refused_by_its_class(make: Any, name: str) -> 
         value = make()
     with pytest.raises(InputError, match=name):
         pack({"deep": [(value,)]})
-
-
-@pytest.mark.parametrize(
-    "told",
-    [
-        "",
-        "[1]",
-        '{"a": {"$run": "rm"}}',
-        '{"a": {"$tensor": "missing"}}',
-        '{"a": {"$dtype": "save"}}',
-        '{"a": {"$bytes": "%"}}',
-        '{"a": {"$dict": [1]}}',
-        "[" * 100_000,
-    ],
-    ids=range(8),
-)
-def test_another_content_is_refused(tmp_path: Path, told: str) -> None:
-    (tmp_path / STATE).write_text(told)
-    with pytest.raises((ValueError, TypeError, KeyError, AttributeError, RecursionError)):
-        read_state(tmp_path)
