@@ -8,7 +8,7 @@ from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint import explain as explaining
-from autobatch.footprint.explain import explain, layers_of, memory_curve, predicted_points
+from autobatch.footprint.explain import explain, layers_of, memory_curve
 from autobatch.footprint.fit import footprint
 from autobatch.setup.attempt import ATTEMPT_STEPS
 from tests.support.step_workloads import WORKLOADS, setting, setup
@@ -81,19 +81,6 @@ def test_the_curve_shows_cached_memory(step):
     totals = [sum(sizes) for sizes in zip(*found.categories.values(), strict=True)]
     assert max(totals) == replay(step.program.at(40), CachingAllocator()).peak_reserved_bytes
     assert min(found.categories["cached"]) >= 0
-
-
-def test_points_lie_around_the_answer(step):
-    found = predicted_points(step, 100, CountingAllocator, cap=110)
-    sizes = [point.micro_batch for point in found]
-    assert sizes == sorted(set(sizes))
-    assert (sizes[0], sizes[-1]) == (1, 110)
-    assert {100, 101} <= set(sizes)
-    assert len(sizes) <= explaining.POINTS + 2
-    for point in found:
-        peak = replay(step.program.at(point.micro_batch), CountingAllocator()).peak_allocated_bytes
-        assert point.peak_reserved_bytes == peak
-    assert [point.micro_batch for point in predicted_points(step, 1, CountingAllocator, cap=1)] == [1]
 
 
 def test_an_explanation_adds_up():

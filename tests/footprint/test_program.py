@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.onednn_workspace import whole_pages
 from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.footprint.program import Derived, DerivedSize, Polynomial, Program, Untraceable
@@ -83,16 +82,6 @@ def test_no_size_is_ever_negative():
     with pytest.raises(Untraceable, match="-10 bytes at micro-batch 1"):
         program.at(1)
     assert not program.agrees_with(1, trace(0))
-
-
-def test_blocks_that_stay_are_inserted_at_their_events():
-    marks = ((0, "forward"), (1, "backward"))
-    program = Program.fit([(m, Trace(((0, 5 * m), (1, 6)), marks)) for m in (1, 2)])
-    more = program.with_blocks([(1, 100), (0, 40)], are_freed=False)
-    assert [size for _, size in more.at(3).events] == [40, 15, 100, 6]
-    assert len({block for block, _ in more.events}) == 4
-    assert more.marks == ((0, "forward"), (2, "backward"))
-    assert replay(more.at(3), CountingAllocator()).peak_allocated_bytes == 161
 
 
 def test_parts_of_whole_pages_are_fitted_before_they_are_rounded():
