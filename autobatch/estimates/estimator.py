@@ -57,10 +57,7 @@ def estimate_limits(workload: Workload, options: Options, *, home: Path) -> Esti
         Unpredictable: the step cannot be traced; the message says why.
         DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
-    choice, ranks = GpuChoice(options, home), options.ranks
-    if ranks.parallel == "shard":
-        asked = ShardLayout(world=choice.world, sync=ranks.shard_sync, modules=ranks.shard_modules)
-        check_loss_of_ranks(workload, asked)
+    GpuChoice(options, home)  # refuses wrong options before data are read
     # The model is built without memory, and its code may keep what it builds.
     with preserved_random_state():
         first = scanned(workload, options.search.scan, options.batch.target_batch)
@@ -76,7 +73,8 @@ class Estimator:
         self.gpus = GpuChoice(options, home)
         self.world = self.gpus.world
         self.traces = Traces(workload, options)
-        self._sees_batch = isinstance(workload.loss, WholeBatchLoss)
+        self._may_share = self.world > 1 and not isinstance(workload.loss, WholeBatchLoss)
+        """True if the ranks may share a model."""
 
     def estimates(self) -> Estimates:
         """Predict for each GPU; for one that is named, alone or too small, also predict what would help."""
@@ -158,8 +156,11 @@ class Estimator:
         if parallel == "replicate":
             return Layout(world or self.world)
         ranks = self.options.ranks
-        sync = sync_of(self.traces.model, ranks.shard_sync)
-        return Layout(world or self.world, parallel, sync, ranks.shard_modules)
+        asked = ShardLayout(
+            world=world or self.world, sync=ranks.shard_sync, modules=ranks.shard_modules
+        ).fitting(self.traces.model)
+        check_loss_of_ranks(self.traces.workload, asked)
+        return Layout(asked.world, parallel, asked.sync, asked.modules)
 
     def peak(self, gpu: HardwareProfile, layout: Layout, *, cap: int | None = None) -> Outcome:
         """Return the largest micro-batch, 0 if none fits, and its peak; that of 1 if none fits."""
@@ -169,9 +170,9 @@ class Estimator:
         """Trace at the same time what the answer for one GPU needs, those that take longest first."""
         capability = gpu.compute_capability
         layouts = [self.layout("replicate")]
-        if self.world > 1 and not self._sees_batch:
+        if self._may_share:
             layouts.insert(0, self.layout("shard"))
-        if len(layouts) > 1 and self.options.ranks.parallel == "auto":
+        if self._may_share and self.options.ranks.parallel == "auto":
             self.traces.prepare(capability, layouts)
         layout, _ = self._choose(gpu)
         first = layouts if layout.parallel == "replicate" else [layout]
@@ -185,7 +186,7 @@ class Estimator:
             return self.layout("shard"), None
         if asked == "replicate" or self.world == 1:
             return replicas, None
-        if self._sees_batch:
+        if not self._may_share:
             return replicas, "the loss sees the whole batch, so each rank has a whole model"
         if self.peak(gpu, replicas, cap=self._step(gpu, replicas).multiple)[0]:
             return replicas, "a whole model fits on each rank, so each has its own (--parallel replicate)"
@@ -197,8 +198,8 @@ class Estimator:
         found = self.traces.suggestions(layout, gpu.compute_capability, self.gpus.spending(gpu))
         others = []
         if layout.parallel == "replicate":
-            may_share = layout.world > 1 and not self._sees_batch
-            others += [("shard", "--parallel shard", self.layout("shard"))] * may_share
+            if self._may_share:
+                others.append(("shard", "--parallel shard", self.layout("shard")))
         elif sync_of(self.traces.model, "each") != layout.sync:
             others.append(("shard_sync", "--shard-sync each", layout._replace(sync="each")))
         for name, advice, other in others:
