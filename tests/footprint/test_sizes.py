@@ -55,16 +55,6 @@ def recording(shape: Shape, rule=lambda m, size: 100 + 8 * m * size + m * size**
     )
 
 
-def test_sizes_are_exact_at_shapes_that_were_not_traced() -> None:
-    program = fit_size_program([(shape, recording(shape)) for shape in SHAPES])
-    assert program.is_exact
-    for shape in (Shape(1, 4.0), Shape(17, 13.0), Shape(200, 24.0)):
-        m, size = shape
-        assert program.later.sizes_at(shape) == [8 * m * size, 100 + 8 * m * size + m * size**2]
-        assert program.first.sizes_at(shape)[2] == 64
-    assert program.setup.blocks == (0,)
-
-
 def test_sizes_that_a_library_rounds_are_bounded_from_above() -> None:
     def rounded(m: int, size: float) -> float:
         return m * (-(-size // 16) * 16) * 100
@@ -72,6 +62,7 @@ def test_sizes_that_a_library_rounds_are_bounded_from_above() -> None:
     points = [(shape, recording(shape, rounded)) for shape in SHAPES]
     program = fit_size_program(points)
     assert not program.is_exact
+    assert program.first.sizes_at(Shape(17, 13.0))[2] == 64
     for shape, _ in points:
         assert program.later.sizes_at(shape)[1] >= rounded(*shape)
 

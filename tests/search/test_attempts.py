@@ -20,7 +20,7 @@ from autobatch.setup.child import ChildCrashed
 from autobatch.setup.session import ThisProcess
 from tests.support.hardware import CpuAsGpu
 from tests.support.probes import classify, probed, work
-from tests.support.sizes import Machine, machine_of, outcome_of, replay_of
+from tests.support.sizes import machine_of, outcome_of, replay_of
 from tests.support.step_workloads import WORKLOADS, setup
 
 CRASHED = ChildCrashed("the child process ended (SIGSEGV)")
@@ -102,24 +102,6 @@ def test_a_process_without_a_child_stops_with_the_best_size_once_its_context_is_
     found = found_in(process)
     assert (found.upper_bound_by, found.stopped_by, process.restarts) == (None, "lost GPU context", 0)
     assert found.micro_batch == max(one.micro_batch for one in found.attempts if one.fits)
-
-
-def test_a_refusal_that_the_budget_did_not_cause_is_repeated_once() -> None:
-    """The first failure is transient: the size fits. The second one stays, and is marked."""
-    machine = Machine(lambda size: size)
-    refusals = {300: 1, 700: 9}
-
-    def run(size: int) -> Outcome:
-        outcome = machine.run(size)
-        refusals[size] -= 1
-        refused = msgspec.structs.replace(outcome.attempt, fits=False, is_below_budget=True)
-        return Outcome(refused, None) if refusals[size] >= 0 else outcome
-
-    attempts = Attempts(Process(run), Progress())
-    assert attempts.run(300, may_fail=True).attempt.fits
-    found = attempts.run(700, may_fail=True).attempt
-    assert (found.fits, found.is_below_budget) == (False, True)
-    assert machine.asked == [300, 300, 700, 700]
 
 
 @pytest.mark.parametrize("may_spill", [True, False])
