@@ -45,9 +45,6 @@ from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.split import digest_of
 from autobatch.workload.streams import scanned, stream_notes
 
-TABLE_SECONDS = 15.0
-"""Time after which no further number of ranks is traced for the table."""
-
 
 def estimate_limits(workload: Workload, options: Options, *, home: Path) -> Estimates:
     """Predict what fits, on one GPU or on each of many ranks. No GPU is touched.
@@ -244,12 +241,9 @@ class Estimator:
         return [*(asked or (n for n in near if n > 1)), self.world]
 
     def _table(self, gpus: Sequence[HardwareProfile], parallel: Parallel) -> list[RankEstimate]:
-        """Predict for other numbers of ranks too, until the time is over; shared models only."""
-        start = time.perf_counter()
+        """Predict for other numbers of ranks too."""
 
         def cells(world: int) -> list[RankEstimate]:
-            if world != self.world and time.perf_counter() - start > TABLE_SECONDS:
-                return []
             layout = self.layout(parallel, world) if world > 1 else ALONE
             peaks = [(gpu, *self.peak(gpu, layout)) for gpu in gpus]
             return [
