@@ -428,15 +428,15 @@ def _commit() -> str | None:
 
 
 def _write_result(call: Call, result: Result, out: Path) -> Result:
-    """Write ``result.json`` and the report on rank 0. A failed report is only noted: the run is done."""
+    """Complete a result; rank 0 writes it and the report. A failed report is only noted: the run is done."""
+    result = msgspec.structs.replace(
+        result, command=call.command, options=call.options.by_name(), surroundings=_surroundings()
+    )
     if call.ranks.rank:
         return result
     result = msgspec.structs.replace(
         result,
         out=out,
-        command=call.command,
-        options=call.options.by_name(),
-        surroundings=_surroundings(),
         report=out / REPORT,
         versions=versions(),
         created=datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
