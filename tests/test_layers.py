@@ -60,10 +60,16 @@ def modules() -> dict[str, Path]:
 
 
 @cache
+def nodes(module: str) -> list[ast.AST]:
+    """Return what the source of a module consists of."""
+    return list(ast.walk(ast.parse(modules()[module].read_text(encoding="utf-8"))))
+
+
+@cache
 def imports(module: str) -> set[str]:
     """Return the dotted names that a module imports, wherever the import stands."""
     found = set()
-    for node in ast.walk(ast.parse(modules()[module].read_text(encoding="utf-8"))):
+    for node in nodes(module):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -127,22 +133,22 @@ def test_tensors_are_made_on_a_named_device() -> None:
     """Else they are on a GPU in a program with ``torch.set_default_device("cuda")``, where a draw fails."""
     found = [
         f"{module}:{node.lineno}"
-        for module, path in modules().items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for module in modules()
+        for node in nodes(module)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
-        and ast.unparse(node.func.value) == "torch"
         and node.func.attr in MAKERS
+        and ast.unparse(node.func.value) == "torch"
         and not any(keyword.arg == "device" for keyword in node.keywords)
     ]
     assert found == []
 
 
 def test_only_the_command_line_prints_or_exits() -> None:
-    for module, path in modules().items():
+    for module in modules():
         calls = {
             node.func.id
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            for node in nodes(module)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         }
         if module != MAY_PRINT:
