@@ -138,7 +138,7 @@ def stop_on_signals(arrivals: Arrivals | None = None, *, tells: bool = True) -> 
     thread, where Python allows no handlers.
 
     Args:
-        arrivals: those that this process listens to already; None if it does not.
+        arrivals: those that another thread watches already, and ends the process for; None if none does.
         tells: whether to write a line to standard error after the first signal.
     """
     request = StopRequest()
@@ -161,7 +161,7 @@ def stop_on_signals(arrivals: Arrivals | None = None, *, tells: bool = True) -> 
                 is_told = True
                 _write_line(STOPS if found[0][0] == signal.SIGINT else STOPS.partition(";")[0])
             if came.are_again():
-                if not left.wait(NATIVE_S) and not hasattr(sys, "ps1"):
+                if arrivals is None and not left.wait(NATIVE_S) and not hasattr(sys, "ps1"):
                     _write_line("ended within a step; complete checkpoints are intact")
                     os._exit(128 + counts_as(found[-1][0]))
                 return
