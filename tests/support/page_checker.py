@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 from benchmarks.screenshots import browse
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
-SELF_CLOSED = {"path", "use", "rect", "line", "circle", "image"}
 
 
 class Page(HTMLParser):
