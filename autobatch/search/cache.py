@@ -23,6 +23,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.files import UNREADABLE, read_json, write_atomic
 from autobatch.core.records import LimitedBy, UpperBoundBy
 from autobatch.core.text import printable
+from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.profiles import save_or_explain
@@ -38,6 +39,29 @@ ASKED_FOR = {
     "ema", "whole_batch", "keeps_batches", "parallel",
 }  # fmt: skip
 """Fields of the key that options change: an answer to another question is not stale."""
+IN_WORDS = {
+    "allocator": "the settings of the allocator",
+    "budget_bytes": "the budget",
+    "device": "the device",
+    "device_kind": "the kind of device",
+    "ema": "the average of the weights",
+    "gradient_dtype": "the type of the gradients",
+    "keeps_batches": "the training loop",
+    "loss": "the loss function",
+    "max_grad_norm": "the clipping of gradients",
+    "model": "the model",
+    "optimizer": "the optimizer",
+    "parallel": "the way ranks share the model",
+    "precision": "the precision",
+    "samples": "the shape or type of the samples",
+    "torch": "torch",
+    "total_bytes": "the memory of the device",
+    "whole_batch": "the number of samples that the loss sees",
+    "world_size": "the number of ranks",
+}
+"""Fields of the key as a user knows them."""
+SHOWN = {"device", "precision", "torch", "world_size"}
+"""Fields whose values are shown as they are; those in bytes are shown with their unit, others not at all."""
 CLOSE_BUDGETS = 0.05
 """Share within which two budgets that follow free memory count as the same."""
 
@@ -74,7 +98,7 @@ def store(limit: CachedLimit, home: Path) -> Path:
 def lookup(
     key: Mapping[str, KeyValue], home: Path, *, may_vary: bool = False
 ) -> tuple[CachedLimit | None, str | None]:
-    """Return the limit of a key; else None, and the fields that differ in a stale one, in a sentence.
+    """Return the limit of a key; else None, and what has changed since a stale one was saved, in words.
 
     Of several stale ones, that counts in which the fewest fields differ, and of those the newest. If the
     budget ``may_vary`` because it follows free memory, the limit of a close one is taken too.
@@ -98,8 +122,8 @@ def lookup(
         return stale, None
     if set(changed) <= ASKED_FOR:
         return None, None
-    changes = ", ".join(name.replace("_", " ") for name in changed)
-    return None, f"the limit saved on {stale.date} is not used, because these changed: {changes}"
+    changes = ", ".join(_in_words(name, stale.key.get(name), key.get(name)) for name in changed)
+    return None, f"the limit saved on {stale.date} is not used: {changes}"
 
 
 def entry_path(key: Mapping[str, KeyValue], home: Path) -> Path:
@@ -115,6 +139,16 @@ def entry_path(key: Mapping[str, KeyValue], home: Path) -> Path:
 def _changed(limit: CachedLimit, key: Mapping[str, KeyValue]) -> list[str]:
     """Return the names of the fields in which the key of a limit differs."""
     return sorted(name for name in limit.key.keys() | key.keys() if limit.key.get(name) != key.get(name))
+
+
+def _in_words(name: str, old: KeyValue, new: KeyValue) -> str:
+    """Describe a change of a field, with both values if a user knows them."""
+    what = f"{IN_WORDS.get(name, name)} changed"
+    if old is None or new is None:
+        return what
+    if name.endswith("_bytes") and isinstance(old, int) and isinstance(new, int):
+        return f"{what} from {format_bytes(old)} to {format_bytes(new)}"
+    return f"{what} from {old} to {new}" if name in SHOWN else what
 
 
 def _has_close_budget(limit: CachedLimit, key: Mapping[str, KeyValue]) -> bool:

@@ -41,7 +41,7 @@ def of_length(length: int) -> dict[str, object]:
     [
         ("model", {}, {"model": lambda: mlp(65)}),
         ("optimizer", {}, {"optimizer": amsgrad}),
-        ("samples", of_length(5), of_length(7)),
+        ("shape or type of the samples", of_length(5), of_length(7)),
     ],
     ids=["model", "optimizer", "length"],
 )
@@ -49,10 +49,10 @@ def test_a_changed_workload_is_probed_again_with_a_note_of_the_field(field, befo
     probed(work(**before))
     result, listener = probed(work(**after))
     assert result.probe.source == "search"
-    assert any(f"these changed: {field}. It is probed again" in line for line in listener.notes)
+    assert any(f"not used: the {field} changed. It is probed again" in line for line in listener.notes)
 
 
-@pytest.mark.parametrize("field", [PLANTED, "date"])
+@pytest.mark.parametrize("field", ["torch", PLANTED, "date"])
 def test_a_planted_text_in_a_saved_limit_is_shown_harmlessly(
     field: str, own_home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -50,7 +50,7 @@ def test_the_nearest_and_newest_stale_limit_names_the_changed_fields(tmp_path):
     key = a_limit(torch="2.13.0", budget_bytes=6 * GiB).key
     assert lookup(key, tmp_path) == (
         None,
-        "the limit saved on 2026-11-21 is not used, because these changed: budget bytes, torch",
+        "the limit saved on 2026-11-21 is not used: the budget changed, torch changed from 2.12.0 to 2.13.0",
     )
 
 
