@@ -97,11 +97,20 @@ def test_a_resumed_view_continues_where_it_was(stream: Any, words: str) -> None:
 def test_a_shuffle_buffer_that_a_state_leaves_out_is_told() -> None:
     """The oracle is the order itself: it never changes without a word."""
     library = installed("datasets")
-    rows = library.Dataset.from_dict({"x": list(range(200))}).to_iterable_dataset(num_shards=2)
-    shuffled = rows.shuffle(seed=1, buffer_size=50)
-    both = library.interleave_datasets([rows, shuffled.map(lambda row: row)])
-    for stream, is_told in ((rows, False), (shuffled, True), (both, True)):
-        whole, first, again = StreamView(stream), StreamView(stream), StreamView(stream)
+    data = library.Dataset.from_dict({"x": list(range(200))})
+
+    def plain() -> Any:
+        return data.to_iterable_dataset(num_shards=2)
+
+    def shuffled() -> Any:
+        return plain().shuffle(seed=1, buffer_size=50)
+
+    def both() -> Any:
+        return library.interleave_datasets([plain(), shuffled().map(lambda row: row)])
+
+    for stream, is_told in ((plain, False), (shuffled, True), (both, True)):
+        # Each has a stream of its own: the threads of interleaved ones would share its state.
+        whole, first, again = (StreamView(stream()) for _ in range(3))
         expected = [whole[place]["x"] for place in range(200)]
         assert [first[place]["x"] for place in range(110)] == expected[:110]
         assert ("its shuffle buffer" in again.load_state_dict(first.state_dict())) is is_told
