@@ -33,9 +33,10 @@ from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.device.host import usable_cores
 from autobatch.device.nvml import driver_version
-from autobatch.distributed.rank_plan import layout_of, open_stream, split_note
+from autobatch.distributed.rank_plan import layout_of
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ShardLayout
+from autobatch.distributed.shared_stream import open_stream, split_note
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.estimates.hugging_face import estimate_named, refuse_model_options
 from autobatch.report.result import Estimates, Result, load_run

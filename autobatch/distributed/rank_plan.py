@@ -1,39 +1,25 @@
-"""The parts of a rank in a run: its limit, its samples of a batch, its model, its engine and its stream.
-
-Rank 0 reads a stream for all ranks, so that they train on the samples of one process. It sends each batch
-whole. A batch that runs again in other shares, or is split by size, needs no further message. The samples are
-read as tensors and plain values.
-"""
+"""The plan of a batch over ranks, and the engine that a loop gets for it."""
 
 from __future__ import annotations
 
-import _codecs
-import hashlib
-import io
 import math
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-import torch
-from torch import Tensor
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from autobatch.core.errors import InputError
 from autobatch.core.records import DeviceRecord, Plan, RankLimit, RankPlan, SizeCut
 from autobatch.distributed.engine import Engine, Filler, Replicate, Shard
 from autobatch.distributed.group import Group
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import micro_batches, split_over_ranks
-from autobatch.workload.nested import map_tensors
 from autobatch.workload.split import SizeSplit, Split
-from autobatch.workload.streams import SCAN, StreamView
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import nn
 
     from autobatch.distributed.sharding.model import ShardedModel
@@ -163,86 +149,6 @@ def open_engine(ranks: Ranks, plan: Plan, split: Split, train_state: TrainState,
         return Engine()
     engine = Replicate if train_state.shared is None else Shard
     return engine(ranks, split, [one.kind for one in plan.ranks], train_state, filler)
-
-
-class SharedStream(StreamView):
-    """A stream as data with an index that only moves forward, on every rank.
-
-    Args:
-        stream: the user's data; read on rank 0 alone.
-        ranks: the ranks.
-        seed: of the run.
-        target_batch: samples that a `BatchFunction` is asked for.
-    """
-
-    def __init__(self, stream: Any, ranks: Ranks, seed: int = 0, target_batch: int = SCAN) -> None:
-        super().__init__(stream, seed, target_batch)
-        self._ranks = ranks
-
-    def begin_batch(self, first: int, stop: int) -> None:
-        """Send the samples of a batch from rank 0 to all; all ranks call it."""
-        super().begin_batch(first, stop)
-        own = b"" if self._ranks.rank else pack(self.__getitems__(range(first, stop)))
-        content = self._ranks.broadcast(own)
-        if self._ranks.rank:
-            self._held = dict(zip(range(first, stop), unpack(content), strict=True))
-
-    def load_state_dict(self, state: dict[str, Any]) -> str:
-        """See `StreamView.load_state_dict`."""
-        return "rank 0 reads the stream" if self._ranks.rank else super().load_state_dict(state)
-
-
-def open_stream(stream: Any, ranks: Ranks, seed: int, target_batch: int) -> StreamView:
-    """Return a stream as data with an index, which all ranks of a run with this seed read together."""
-    if ranks.world == 1:
-        return StreamView(stream, seed, target_batch)
-    return SharedStream(stream, ranks, seed, target_batch)
-
-
-def split_note(first_sample: Any, ranks: Ranks) -> str | None:
-    """Return a remark if the stream of each rank begins with another sample; all ranks call it."""
-    if len(set(ranks.gather(hashlib.sha256(pack(first_sample)).hexdigest()))) == 1:
-        return None
-    return (
-        "the stream begins with another sample on each rank. Rank 0 reads it for all ranks, so it must not "
-        "be split by rank, or only the part of rank 0 is trained"
-    )
-
-
-def pack(samples: Any) -> bytes:
-    """Return samples as bytes for `unpack`, without the memory that a tensor is a part of.
-
-    Raises:
-        InputError: they hold something else than tensors, arrays and plain values.
-    """
-    file = io.BytesIO()
-    torch.save(map_tensors(samples, _compact), file)
-    file.seek(0)
-    with safe_globals(_numpy_globals()):
-        foreign = sorted(get_unsafe_globals_in_checkpoint(file))
-    if foreign:
-        raise InputError(
-            "rank 0 sends the samples of a stream to the other ranks as tensors, NumPy arrays, numbers, text "
-            f"and bytes in dicts, lists and tuples, found {foreign[0]}: convert it where the stream yields it"
-        )
-    return file.getvalue()
-
-
-def unpack(content: bytes) -> Any:
-    """Return samples from their bytes."""
-    with safe_globals(_numpy_globals()):
-        return torch.load(io.BytesIO(content), weights_only=True)
-
-
-def _numpy_globals() -> list[Any]:
-    """Return the functions and classes that make arrays, beside those that torch allows by itself."""
-    kinds = [type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"]
-    makers = [np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
-    return [np.ndarray, np.dtype, _codecs.encode, *makers, *dict.fromkeys(kinds)]
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone()
 
 
 def _kinds_of(devices: Sequence[DeviceRecord]) -> list[int]:

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from autobatch.core.errors import InputError
 from autobatch.core.progress import Progress
+from autobatch.core.records import Attempt, StepRecord, Trial
 from autobatch.core.signals import Arrivals
 
 VERDICT = "verdict.json"
@@ -120,7 +120,7 @@ class Ranks:
 
 
 class SignsOfLife(Progress):
-    """Listener that shows the other ranks with every event that this one gets further.
+    """Listener that shows the other ranks that this one gets further.
 
     Args:
         ranks: the ranks.
@@ -128,25 +128,32 @@ class SignsOfLife(Progress):
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        for event, act in _ACTS.items():
-            setattr(self, event, partial(self._sign, act))
 
     def doing(self, act: str) -> None:
         """See `Progress.doing`."""
         self._ranks.sign(act)
 
-    def _sign(self, act: str, *_: object, **__: object) -> None:
-        self._ranks.sign(act)
+    def attempted(self, attempt: Attempt) -> None:
+        """See `Progress.attempted`."""
+        self._ranks.sign(f"probing after a micro-batch of {attempt.micro_batch}")
 
+    def measured(self, trial: Trial, of: int, changes: Mapping[str, object]) -> None:
+        """See `Progress.measured`."""
+        self._ranks.sign("tuning")
 
-_ACTS = {
-    "attempted": "probing",
-    "measured": "tuning",
-    "tried_rate": "trying learning rates",
-    "saved": "training",
-    "stepped": "training",
-}
-"""What a rank does after an event of `Progress`."""
+    def tried_rate(
+        self, number: int, of: int, learning_rate: float, loss: float | None, failure: str | None
+    ) -> None:
+        """See `Progress.tried_rate`."""
+        self._ranks.sign("trying learning rates")
+
+    def saved(self, step: int) -> None:
+        """See `Progress.saved`."""
+        self._ranks.sign(f"training after the checkpoint of step {step}")
+
+    def stepped(self, step: StepRecord, of: int) -> None:
+        """See `Progress.stepped`."""
+        self._ranks.sign(f"training after step {step.step}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 import autobatch
 from autobatch import InputError
-from autobatch.distributed.rank_plan import pack, split_note, unpack
+from autobatch.distributed.shared_stream import pack, split_note, unpack
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.training import apart, fingerprint, make_workload, points, weights
