@@ -263,10 +263,22 @@ LIMIT = "for more than the --collective-timeout of 1.5 s"
 @pytest.mark.parametrize(
     ("hang", "line"),
     [
-        (works_for_long, f"rank 1 lets the other ranks wait {LIMIT}, while training: it hangs"),
+        pytest.param(
+            works_for_long,
+            f"rank 1 lets the other ranks wait {LIMIT}, while training: it hangs",
+            marks=pytest.mark.program,
+        ),
         (hangs_on_its_own, f"rank 0 lets the other ranks wait {LIMIT}, while saving a checkpoint: it"),
-        (is_stopped, f"rank 1 showed no sign of life {LIMIT}, last seen validating: the process is stopped"),
-        (receives_nothing, f"no rank got further {LIMIT}, while they were waiting to sum the batch: check"),
+        pytest.param(
+            is_stopped,
+            f"rank 1 showed no sign of life {LIMIT}, last seen validating: the process is stopped",
+            marks=pytest.mark.program,
+        ),
+        pytest.param(
+            receives_nothing,
+            f"no rank got further {LIMIT}, while they were waiting to sum the batch: check",
+            marks=pytest.mark.program,
+        ),
     ],
 )
 def test_a_rank_that_hangs_is_named(server: RankServer, tmp_path: Path, hang: Any, line: str) -> None:

@@ -55,6 +55,7 @@ def test_an_estimate_for_one_gpu_explains_its_memory(found):
     ]
 
 
+@pytest.mark.program
 def test_every_named_gpu_that_does_not_fit_has_its_advice():
     def estimated(*names):
         options = as_options(
@@ -232,6 +233,7 @@ def needs_values() -> nn.Module:
     return model
 
 
+@pytest.mark.program
 def test_a_model_takes_no_memory_if_its_constructor_reads_no_values():
     for build in (mlp, needs_values):
         notes = autobatch.estimate(work(build), profile=["t4", "v100-16gb"], micro_batch=1).notes

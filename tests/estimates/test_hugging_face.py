@@ -38,7 +38,13 @@ def weights_of(place: Path) -> int:
         return sum(one.numel() for one in getattr(transformers, config.architectures[0])(config).parameters())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("llama", "bert") else pytest.param(name, marks=pytest.mark.program)
+        for name in CONFIGS
+    ],
+)
 def test_a_config_is_enough(tmp_path: Path, name: str) -> None:
     place = config_folder(tmp_path, name)
     found = estimate(place)
@@ -51,6 +57,7 @@ def test_a_config_is_enough(tmp_path: Path, name: str) -> None:
     assert "accelerate estimate-memory" in found.notes[1]
 
 
+@pytest.mark.program
 def test_the_sequence_the_optimizer_and_adapters_are_counted(tmp_path: Path) -> None:
     place = config_folder(tmp_path, "qwen3", num_hidden_layers=1)
     weights = weights_of(place)

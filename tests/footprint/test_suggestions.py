@@ -62,6 +62,7 @@ def by_name(found: list[Remedy]) -> dict[str, Remedy]:
     return {one.name: one for one in found}
 
 
+@pytest.mark.program
 def test_a_suggestion_equals_a_workload_written_that_way(traced):
     one, step = traced
     found = find_suggestions(one, step, on_gpu(BUDGET))

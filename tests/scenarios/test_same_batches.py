@@ -126,6 +126,11 @@ KINDS: dict[str, Callable[[], autobatch.Workload]] = {
     "loader with workers": loaded(Augmented, shuffle=True, num_workers=2),
     "loader of a stream with workers": loaded(Stream, num_workers=1),
 }
+ALL_KINDS = [
+    pytest.param(kind, marks=pytest.mark.program) if kind == "loader of a stream with workers" else kind
+    for kind in KINDS
+]
+"""The slowest with the programs."""
 
 
 def run(kind: str, out: Path, **options: Any) -> tuple[Log, Any, str]:
@@ -153,7 +158,7 @@ def checked_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
     return functools.cache(lambda kind: run(kind, tmp_path_factory.mktemp("run") / "checked"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_the_check_changes_no_batch_and_draws_nothing(kind: str, checked_run, tmp_path: Path) -> None:
     checked, result, state = checked_run(kind)
     plain, other, expected = run(kind, tmp_path / "plain", split_check="off")
@@ -189,7 +194,7 @@ def test_the_batches_of_a_stream_are_those_that_it_yields(tmp_path: Path) -> Non
     assert len(drawn) == 1001 + 8 * STEPS, "the samples that were planned with, and those that were trained"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_run_that_ended_in_the_middle_goes_on_with_the_same_batches(
     kind: str, checked_run, tmp_path: Path
 ) -> None:

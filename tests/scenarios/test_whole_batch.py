@@ -96,6 +96,7 @@ def test_without_a_target_batch_a_note_says_what_was_taken_for_it() -> None:
     assert not any("target batch" in note for note in probed(work())[1].notes)
 
 
+@pytest.mark.program
 def test_an_estimate_counts_the_whole_batch() -> None:
     def found(**options: Any) -> Any:
         asked = as_options("estimate", profile=["t4"], precision="fp32", micro_batch=8, **options)

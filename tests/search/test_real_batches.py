@@ -47,7 +47,7 @@ def short_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(real_batches, "REPLAYED", STEPS)
 
 
-@pytest.mark.parametrize("is_traced", [True, False])
+@pytest.mark.parametrize("is_traced", [True, pytest.param(False, marks=pytest.mark.program)])
 @pytest.mark.usefixtures("short")
 def test_the_answer_is_the_largest_that_trains_without_running_out(
     is_traced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -60,7 +60,7 @@ def share(is_whole: bool) -> tuple[dict[str, list[float]], bool]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.program)])
 def test_the_first_weights_are_those_of_one_process(server: RankServer, world: int) -> None:
     model = built()
     expected = {name: whole(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
