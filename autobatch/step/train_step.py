@@ -23,6 +23,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from autobatch.core.errors import InputError
 from autobatch.core.records import Record
@@ -247,12 +248,7 @@ def run_backward(
     if trained:
         scaler = train_state.scaler
         losses = [loss if scaler is None else scaler.scale(loss) for loss, _ in trained]
-        # Each weight is a new tensor, because a gradient may keep its memory.
-        begin = [
-            weight.to(loss, copy=True) if isinstance(weight, Tensor) else torch.full_like(loss, weight)
-            for loss, (_, weight) in zip(losses, trained, strict=True)
-        ]
-        torch.autograd.backward(losses, begin)
+        _backward(losses, [weight for _, weight in trained])
     for loss, weight, term in weighted:
         totals.loss = _plus(totals.loss, loss, weight)
         if term is not None:
@@ -269,6 +265,27 @@ def _plus(total: Number, loss: Tensor, weight: Number) -> Number:
     # A sum of its own: a constant loss may be one tensor for all micro-batches.
     own = loss.detach() * weight
     return own + total if isinstance(total, Tensor) or total else own
+
+
+def _backward(losses: Sequence[Tensor], weights: Sequence[Number]) -> None:
+    """Run the backward pass of 0-d losses, which begins with their weights.
+
+    ``torch.autograd.backward`` looks for overrides, functorch and wrong shapes, and hands the context of the
+    caller to the threads of other devices. On the CPU a step of a small model takes a tenth longer with it,
+    and the engine runs in the thread of the caller.
+    """
+    # A new one each time, because a gradient may keep its memory.
+    begin = tuple(
+        weight.to(loss, copy=True) if isinstance(weight, Tensor) else torch.full_like(loss, weight)
+        for loss, weight in zip(losses, weights, strict=True)
+    )
+    engine = getattr(Variable, "_execution_engine", None)
+    if engine is not None and all(type(loss) is Tensor and loss.is_cpu for loss in losses):
+        engine.run_backward(
+            tuple(losses), begin, False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    else:
+        torch.autograd.backward(losses, begin)
 
 
 def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepResult:
