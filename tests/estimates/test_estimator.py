@@ -191,6 +191,7 @@ def of_sizes(workload) -> Estimate:
     return estimate_limits(workload, options, home=NOWHERE).estimates[0]
 
 
+@pytest.mark.program
 def test_each_size_has_the_limit_of_samples_up_to_that_size():
     one = of_sizes(ragged_workload(model=wide_model, train_data=Sequences(samples=300, longest=60)))
     assert one.size_unit == "tokens"
@@ -216,6 +217,7 @@ def normalised() -> nn.Module:
     return nn.Sequential(nn.Embedding(7, 32), nn.Flatten(0, 1), nn.BatchNorm1d(32), nn.Linear(32, 7), Again())
 
 
+@pytest.mark.program
 def test_a_split_by_size_is_left_out_where_it_is_not_possible():
     data = Sequences(samples=300, longest=60)
     assert of_sizes(ragged_workload(model=normalised, train_data=data)).size_cut is None

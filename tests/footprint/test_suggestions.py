@@ -89,6 +89,7 @@ def test_a_suggestion_equals_a_workload_written_that_way(traced):
         assert known[name][0] <= now, name
 
 
+@pytest.mark.program
 def test_a_suggestion_on_the_cpu_really_runs():
     real = setup(deep(), budget=8 * MiB)
     one = setting(real, steps=ATTEMPT_STEPS)

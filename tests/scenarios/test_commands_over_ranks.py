@@ -57,6 +57,7 @@ def test_a_plan_over_replicas_is_that_of_a_fit(server: RankServer, tmp_path: Pat
     assert [(one["rank"], one["limit"]) for one in probe["ranks"]] == [(0, 3), (1, 3)]
 
 
+@pytest.mark.program
 def test_a_plan_of_a_shared_model_tells_how_gradients_are_reduced(server: RankServer, tmp_path: Path) -> None:
     options = {"parallel": "shard"}
     first, _ = server.values(answers, str(tmp_path / "run"), options, torch.bfloat16)

@@ -224,6 +224,7 @@ def test_a_run_moves_between_ranks(server: RankServer, tmp_path: Path, name: str
     assert [line["samples"] for line in rows(out)] == [7 * step for step in range(1, 7)]
 
 
+@pytest.mark.program
 def test_unlike_ranks_take_what_fits_on_each(server: RankServer, tmp_path: Path) -> None:
     options = {"steps": 3, "target_batch": 24}
     budgets = {0: "100KiB", 1: "4KiB", 2: "100KiB"}

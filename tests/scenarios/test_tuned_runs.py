@@ -91,6 +91,7 @@ def test_the_plan_takes_over_the_chosen_configuration(
     )
 
 
+@pytest.mark.program
 def test_a_resumed_run_keeps_the_chosen_configuration(
     choose: Callable[[dict[str, Any]], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -248,6 +248,7 @@ def modules(session: Session) -> list[str]:
     return list(sys.modules)
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("is_copy", [False, True])
 def test_a_child_that_started_early_serves_one_opening_and_a_new_one_the_next(
     is_copy: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

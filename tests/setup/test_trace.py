@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 
+import pytest
 from torch import nn
 
 from autobatch.core.options import Options
@@ -51,6 +52,7 @@ def test_of_like_layers_only_those_count_that_are_traced(monkeypatch) -> None:
     assert step.program.at(7) == attempt(made, 7).trace.canonical()
 
 
+@pytest.mark.program
 def test_remedies_are_true_of_the_setup_that_was_probed() -> None:
     """The oracle is attempts with the change that a remedy names."""
     one = setup(deep_transformer(), budget=MiB * 3 // 4)

@@ -74,6 +74,7 @@ def numbers(loop: Loop) -> dict[str, Any]:
     return {place: one.double().flatten().tolist() for place, one in tensors(loop).items()}
 
 
+@pytest.mark.program
 def test_a_run_moves_between_numbers_of_ranks(server: RankServer, tmp_path: Path) -> None:
     written, *others = server.values(on_ranks, tmp_path, 2, world=2)
     assert others == [written]

@@ -188,6 +188,7 @@ def test_what_user_code_keeps_is_in_each_trace():
     assert KeepsWhatItBuilds.weights is None, "nothing fake is left in this process"
 
 
+@pytest.mark.program
 @needs_fork
 def test_state_that_user_code_keeps_from_its_first_call_has_values(tmp_path, monkeypatch):
     if run_apart(os.getpid) == os.getpid():
