@@ -103,12 +103,24 @@ def why_not_expandable() -> str | None:
         return "only torch's own allocator has them, for CUDA on Linux"
     if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
         return "this torch cannot change it while it runs: set PYTORCH_ALLOC_CONF=expandable_segments:True"
-    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # from torch 2.12 on
-    settings = "" if read is None else str(read())
+    settings = _last_settings()
     # Our own sessions leave torch's default behind.
     if settings.strip() not in ("", "expandable_segments:False"):
         return f"other code has changed the allocator's settings ({settings})"
     return None
+
+
+def _last_settings() -> str:
+    """Return the settings that were made since the process began; empty if torch does not tell."""
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if read is not None:
+        return str(read())
+    # torch 2.11 reports them in a snapshot only.
+    try:
+        settings = torch.cuda.memory._snapshot()["allocator_settings"]
+        return str(next((settings[name] for name in _VARIABLES if name in settings), ""))
+    except (RuntimeError, AttributeError, KeyError, TypeError):
+        return ""
 
 
 def allocator_options(environ: Mapping[str, str]) -> str:

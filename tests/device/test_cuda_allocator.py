@@ -12,7 +12,7 @@ import torch
 from autobatch.core.units import MiB
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.device.cuda import CudaDevice
-from autobatch.device.cuda_allocator import allocator_options, trace_of, workspace_rule
+from autobatch.device.cuda_allocator import allocator_options, trace_of, unmodelled_options, workspace_rule
 from tests.support.fake_cuda import FakeCuda
 
 FIRST_SET: list[tuple[dict[str, str], bool]] = [
@@ -31,10 +31,14 @@ FIRST_SET: list[tuple[dict[str, str], bool]] = [
 ]
 
 
+@pytest.mark.parametrize(("environ", "asks"), FIRST_SET)
+def test_the_first_variable_that_is_set_counts(environ: dict[str, str], asks: bool) -> None:
+    assert ("expandable_segments:true" in allocator_options(environ)) is asks
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("environ", "asks"), FIRST_SET)
 def test_torch_reads_the_same_variable(environ: dict[str, str], asks: bool) -> None:
-    assert ("expandable_segments:true" in allocator_options(environ)) is asks
     code = "import torch; print(torch._C._accelerator_getAllocatorSettings().lower().replace(' ', ''))"
     clean = {name: text for name, text in os.environ.items() if "ALLOC_CONF" not in name}
     done = subprocess.run(
@@ -43,8 +47,26 @@ def test_torch_reads_the_same_variable(environ: dict[str, str], asks: bool) -> N
     assert ("expandable_segments:true" in done.stdout) is asks
 
 
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("", 0),
+        ("expandable_segments:True,pinned_use_cuda_host_register:True", 0),
+        ("max_split_size_mb : 64, Roundup_Power2_Divisions:[256:1,>:4]", 2),
+        ("garbage_collection_threshold:0.8,large_segment_size_mb:40,max_non_split_rounding_mb:2", 3),
+    ],
+)
+def test_options_that_make_it_another_allocator_are_named(text: str, count: int) -> None:
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        assert len(set(unmodelled_options({variable: text}))) == count
+
+
 ONLY_TORCHS = "only torch's own allocator has them, for CUDA on Linux"
 OTHER_CODE = "other code has changed the allocator's settings"
+
+
+def snapshot(settings: str) -> dict[str, object]:
+    return {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": settings}}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +81,10 @@ OTHER_CODE = "other code has changed the allocator's settings"
         ({"torch.version.hip": "6.4"}, ONLY_TORCHS),
         ({"backend": "cudaMallocAsync"}, ONLY_TORCHS),
         ({"lacks": ["_accelerator_setAllocatorSettings"]}, "set PYTORCH_ALLOC_CONF=expandable_segments:True"),
+        # torch 2.11 tells the settings in a snapshot only.
         ({"lacks": ["_accelerator_getAllocatorSettings"]}, None),
+        ({"lacks": ["_accelerator_getAllocatorSettings"], "snapshot": snapshot("max_split:20")}, OTHER_CODE),
+        ({"lacks": ["_accelerator_getAllocatorSettings"], "snapshot": snapshot("")}, None),
     ],
 )
 def test_an_allocator_that_cannot_switch_says_why(
