@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from autobatch import Progress, Workload
 from autobatch.core.units import GiB
 from autobatch.planning import make_plan
-from autobatch.setup.setup import open_setup
+from autobatch.rehearsal.setup import open_setup
 from autobatch.training.build import build_sampler
 from autobatch.training.checkpoint import list_checkpoints, load_newest
 from autobatch.training.resume import check_content, load_run_state

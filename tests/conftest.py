@@ -121,7 +121,7 @@ def quick_pages(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start children in a tenth of a second. Some of tests/setup/test_child.py start them as a run does."""
+    """Start children in a tenth of a second, except in some of tests/rehearsal/test_child.py."""
     fork_children(monkeypatch)
 
 

@@ -22,7 +22,7 @@ LAYERS = [
     "step",
     "distributed",
     "footprint",
-    "setup",
+    "rehearsal",
     "search",
     "estimates",
     "training",

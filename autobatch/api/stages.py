@@ -24,14 +24,14 @@ from autobatch.core.records import Plan, Tuning
 from autobatch.distributed.rank_plan import limits_over_ranks, spread
 from autobatch.distributed.sharding.layout import ONCE, ShardLayout
 from autobatch.planning import launched_world_size, make_plan, samples_of_rank
+from autobatch.rehearsal.session import SetupProcess, open_process
+from autobatch.rehearsal.setup import Role, SetupInfo
+from autobatch.rehearsal.trace import predicted_memory
 from autobatch.report.result import Result
 from autobatch.report.words import decimal, plural
 from autobatch.search.attempts import step_snapshot
 from autobatch.search.find_limit import Limit, check_size, find_limit
 from autobatch.search.plan_split import choose_split
-from autobatch.setup.session import SetupProcess, open_process
-from autobatch.setup.setup import Role, SetupInfo
-from autobatch.setup.trace import predicted_memory
 from autobatch.training.split_check.check import ANYWAY, examine
 from autobatch.training.split_check.compare import Finding
 from autobatch.tuning.tune_plan import PlanTuner

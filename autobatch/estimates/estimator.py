@@ -35,11 +35,11 @@ from autobatch.footprint.predict import (
 from autobatch.footprint.suggestions import Outcome, in_words
 from autobatch.footprint.tracing.apart import run_apart, run_in_copies
 from autobatch.planning import make_plan
+from autobatch.rehearsal.setup import check_loss_of_ranks
 from autobatch.report.result import Estimates
 from autobatch.search.curve import curve_of, trace_sizes
 from autobatch.search.hazards import hazard_in_model, is_padded
 from autobatch.search.plan_split import with_expectations
-from autobatch.setup.setup import check_loss_of_ranks
 from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.split import digest_of

@@ -27,7 +27,7 @@ from autobatch.footprint.suggestions import NATIVE_BF16, Spending, changes_of, f
 from autobatch.footprint.tracing.apart import run_in_copies
 from autobatch.footprint.tracing.trace_mode import Recording
 from autobatch.footprint.tracing.trace_step import Setting
-from autobatch.setup.setup import build_model, whole_batch_notes, whole_batch_of
+from autobatch.rehearsal.setup import build_model, whole_batch_notes, whole_batch_of
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.workload.contract import Workload
 from autobatch.workload.data import WorstCaseSampler

@@ -26,11 +26,11 @@ from autobatch.footprint.explain import explain
 from autobatch.footprint.fit import Footprint
 from autobatch.footprint.program import Untraceable
 from autobatch.footprint.suggestions import in_words
-from autobatch.setup.attempt import Outcome, attempt
-from autobatch.setup.child import ChildCrashed
-from autobatch.setup.session import Session, SetupProcess
-from autobatch.setup.setup import with_knobs
-from autobatch.setup.trace import remedies_of
+from autobatch.rehearsal.attempt import Outcome, attempt
+from autobatch.rehearsal.child import ChildCrashed
+from autobatch.rehearsal.session import Session, SetupProcess
+from autobatch.rehearsal.setup import with_knobs
+from autobatch.rehearsal.trace import remedies_of
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -28,7 +28,7 @@ from autobatch.core.version import __version__
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.profiles import save_or_explain
 from autobatch.footprint.fit import Footprint
-from autobatch.setup.setup import KeyValue
+from autobatch.rehearsal.setup import KeyValue
 
 SCHEMA = 3
 SUFFIX = ".trace"

@@ -23,10 +23,10 @@ from autobatch.footprint.sizes import TRACED_STEPS, Shape, SizeProgram, fit_size
 from autobatch.footprint.tracing.apart import run_each_apart
 from autobatch.footprint.tracing.trace_mode import Recording
 from autobatch.footprint.tracing.trace_step import Setting, record
+from autobatch.rehearsal.session import Session, SetupProcess
+from autobatch.rehearsal.setup import Setup, with_knobs
+from autobatch.rehearsal.trace import setting_of
 from autobatch.search.attempts import ask_or_none
-from autobatch.setup.session import Session, SetupProcess
-from autobatch.setup.setup import Setup, with_knobs
-from autobatch.setup.trace import setting_of
 from autobatch.workload.contract import Collated
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.rng import preserved_random_state

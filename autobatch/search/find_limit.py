@@ -28,16 +28,16 @@ from autobatch.footprint.fit import Footprint
 from autobatch.footprint.predict import Fitting, program_on
 from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.planning import micro_batches
+from autobatch.rehearsal import trace as traced_setup
+from autobatch.rehearsal.attempt import ATTEMPT_STEPS, Outcome
+from autobatch.rehearsal.session import Session, SetupProcess
+from autobatch.rehearsal.setup import new_allocator
 from autobatch.search.attempts import Attempts, ask_or_none, nothing_fits, run_attempt
 from autobatch.search.cache import CachedLimit, entry_path, find_trace, lookup, save_trace, store
 from autobatch.search.curve import find_limits_by_size
 from autobatch.search.real_batches import survive_real_batches
 from autobatch.search.replay import replay_on
 from autobatch.search.search import MULTIPLES, Found, first_size, search
-from autobatch.setup import trace as traced_setup
-from autobatch.setup.attempt import ATTEMPT_STEPS, Outcome
-from autobatch.setup.session import Session, SetupProcess
-from autobatch.setup.setup import new_allocator
 from autobatch.workload.user_code import describe
 
 SUSPECT = 3

@@ -22,8 +22,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from autobatch.core.knobs import COMPILE
 from autobatch.core.units import format_share
 from autobatch.device.oom import Verdict, classify
-from autobatch.setup.rehearsal import on_copies
-from autobatch.setup.setup import Setup
+from autobatch.rehearsal.rehearsal import on_copies
+from autobatch.rehearsal.setup import Setup
 from autobatch.step.loss import terms_of
 from autobatch.step.restore import temporary_weights
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload

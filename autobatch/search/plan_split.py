@@ -13,12 +13,12 @@ from autobatch.core.records import Plan, Probe, SizeCut
 from autobatch.distributed.rank_plan import agree_on_cut
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import NOISE_EVERY
+from autobatch.rehearsal.session import Session, SetupProcess
 from autobatch.report.facts import describe_run_order
 from autobatch.search.attempts import ask_or_none
 from autobatch.search.curve import configured, curve_of, is_of_probe
 from autobatch.search.hazards import Obstacle, find_obstacle
 from autobatch.search.real_batches import RunBatches, first_batches, plan_in_order, run_batches
-from autobatch.setup.session import Session, SetupProcess
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.split import SizeSplit, Split, digest_of, size_of_part
 

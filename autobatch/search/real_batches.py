@@ -25,12 +25,12 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Probe, RealBatches, RunOrder
 from autobatch.footprint.sizes import Shape, SizeProgram, replay_batches
 from autobatch.planning import micro_batches
+from autobatch.rehearsal.rehearsal import batch_of, rehearse
+from autobatch.rehearsal.session import Session, SetupProcess
+from autobatch.rehearsal.setup import Setup
 from autobatch.search.attempts import ask_or_none, run_attempt
 from autobatch.search.curve import configured, program_of
 from autobatch.search.hazards import is_padded, largest_deviation
-from autobatch.setup.rehearsal import batch_of, rehearse
-from autobatch.setup.session import Session, SetupProcess
-from autobatch.setup.setup import Setup
 from autobatch.workload.contract import WholeBatchLoss
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, LastBatch, epoch_of
 from autobatch.workload.split import MicroBatchIds, Split, digest_of, heaviest_batches, size_of_part

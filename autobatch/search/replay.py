@@ -28,8 +28,8 @@ from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.fit import Footprint
 from autobatch.footprint.predict import Fitting, program_on
 from autobatch.footprint.program import Polynomial, Program, Rule, Untraceable, interpolate
-from autobatch.setup.attempt import Outcome
-from autobatch.setup.setup import SetupInfo, new_allocator
+from autobatch.rehearsal.attempt import Outcome
+from autobatch.rehearsal.setup import SetupInfo, new_allocator
 
 MISS = 16
 """After a first failure, the next guess skips one part in this many of the sizes: traces miss little."""

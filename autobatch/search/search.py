@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from autobatch.core.largest import largest
 from autobatch.core.records import Attempt, UpperBoundBy
+from autobatch.rehearsal.attempt import Outcome
 from autobatch.search.replay import Replay
-from autobatch.setup.attempt import Outcome
 
 REACH = 2
 """Ratio of the largest size in question to a prediction. Larger sizes are in question once that one fits."""

@@ -32,7 +32,7 @@ from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
 from autobatch.distributed.rank_plan import layout_of
 from autobatch.distributed.ranks import Ranks
-from autobatch.setup.setup import Setup, device_key
+from autobatch.rehearsal.setup import Setup, device_key
 from autobatch.step.ema import load_average
 from autobatch.step.gradients import is_sharded
 from autobatch.step.train_state import TrainState

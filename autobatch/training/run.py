@@ -34,7 +34,7 @@ from autobatch.device.cpu import CpuDevice
 from autobatch.device.oom import first_line, is_oom, memory_named
 from autobatch.distributed.rank_plan import limit_of_rank, share_of_rank
 from autobatch.distributed.ranks import Ranks
-from autobatch.setup.setup import Setup, device_key, with_knobs
+from autobatch.rehearsal.setup import Setup, device_key, with_knobs
 from autobatch.step.optimizers import averaged_weights, switch
 from autobatch.training.build import open_loop, split_of
 from autobatch.training.checkpoint import Loaded, available_host_memory, list_checkpoints, save_checkpoint

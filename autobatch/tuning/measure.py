@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from autobatch.core.knobs import COMPILE, LOADER_WORKERS
-from autobatch.setup.rehearsal import Batch, Step, rehearse
-from autobatch.setup.setup import Setup
+from autobatch.rehearsal.rehearsal import Batch, Step, rehearse
+from autobatch.rehearsal.setup import Setup
 from autobatch.step.whole_batch import batch_samples
 from autobatch.tuning.configuration import Infeasible
 from autobatch.workload.contract import Collated

@@ -27,13 +27,13 @@ from autobatch.core.knobs import (
 from autobatch.device.host import usable_cores
 from autobatch.device.oom import first_line
 from autobatch.planning import micro_batches
+from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.child import ChildCrashed
+from autobatch.rehearsal.session import Session, SetupProcess
+from autobatch.rehearsal.setup import Setup, describe_setup, with_knobs
+from autobatch.rehearsal.trace import other_order, trace_footprint
 from autobatch.search.replay import replay_on
 from autobatch.search.search import first_size, search
-from autobatch.setup.attempt import attempt
-from autobatch.setup.child import ChildCrashed
-from autobatch.setup.session import Session, SetupProcess
-from autobatch.setup.setup import Setup, describe_setup, with_knobs
-from autobatch.setup.trace import other_order, trace_footprint
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.step.optimizers import stand_in_optimizers
 from autobatch.tuning.configuration import Infeasible, Key, Measurement, changes, infeasible, key_of

@@ -22,8 +22,8 @@ from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import Trace, replay
 from autobatch.footprint.fit import footprint
 from autobatch.footprint.tracing.trace_step import Setting
-from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
-from autobatch.setup.setup import open_setup
+from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
+from autobatch.rehearsal.setup import open_setup
 from benchmarks.report import arguments, markdown, save, surroundings
 from benchmarks.workloads import WORKLOADS
 

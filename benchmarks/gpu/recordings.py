@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from autobatch.core.options import Options
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
-from autobatch.setup.attempt import attempt
-from autobatch.setup.setup import Setup, open_setup
+from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.setup import Setup, open_setup
 from benchmarks.gpu.device import NAME, about, empty, recorded_entries
 from benchmarks.gpu.workloads import CASES
 

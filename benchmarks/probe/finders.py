@@ -18,7 +18,7 @@ import autobatch
 from autobatch import Workload
 from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.device.base import Device, Meter
-from autobatch.setup.attempt import ATTEMPT_STEPS
+from autobatch.rehearsal.attempt import ATTEMPT_STEPS
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.workload.data import load_micro_batch

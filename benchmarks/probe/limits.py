@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from autobatch import Workload
 from autobatch.core.options import Options
-from autobatch.setup.attempt import attempt
-from autobatch.setup.setup import Setup, open_setup
+from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.setup import Setup, open_setup
 from benchmarks.workloads import WORKLOADS, InMemory
 
 BUDGETS: dict[str, dict[str, tuple[str, str, str]]] = {

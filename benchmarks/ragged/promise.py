@@ -31,11 +31,11 @@ from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
 from autobatch.footprint.sizes import SizeProgram
 from autobatch.planning import make_plan
+from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.setup import Setup, open_setup
 from autobatch.search.curve import trace_setup
 from autobatch.search.hazards import is_padded
 from autobatch.search.real_batches import RunBatches, first_batches
-from autobatch.setup.attempt import attempt
-from autobatch.setup.setup import Setup, open_setup
 from autobatch.training.build import build_sampler, open_loop
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.workload.split import SizeSplit, Split

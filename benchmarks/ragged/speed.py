@@ -22,12 +22,12 @@ import torch
 from autobatch.core.options import Options
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan, micro_batches
+from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.rehearsal import batches_of, open_train_state
+from autobatch.rehearsal.session import ThisProcess
+from autobatch.rehearsal.setup import Setup, open_setup
 from autobatch.search.find_limit import check_size
 from autobatch.search.plan_split import choose_split
-from autobatch.setup.attempt import attempt
-from autobatch.setup.rehearsal import batches_of, open_train_state
-from autobatch.setup.session import ThisProcess
-from autobatch.setup.setup import Setup, open_setup
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_step import accumulate, train_step
 from autobatch.workload.data import load_micro_batch

@@ -71,7 +71,7 @@ class Interrupting(Listener):
 def test_an_interrupted_probe_ends_a_plan_with_its_answer_and_a_tuning_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("autobatch.setup.trace.trace_footprint", lambda *_, **__: None)
+    monkeypatch.setattr("autobatch.rehearsal.trace.trace_footprint", lambda *_, **__: None)
     found = autobatch.plan(work(), target_batch=64, progress=Interrupting(), **CPU)
     assert (found.probe.stopped_by, found.probe.micro_batch) == ("interrupt", 2)
     assert sum(found.micro_batches) == 64

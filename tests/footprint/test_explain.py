@@ -10,7 +10,7 @@ from autobatch.device.allocator.trace import replay
 from autobatch.footprint import explain as explaining
 from autobatch.footprint.explain import explain, layers_of, memory_curve
 from autobatch.footprint.fit import footprint
-from autobatch.setup.attempt import ATTEMPT_STEPS
+from autobatch.rehearsal.attempt import ATTEMPT_STEPS
 from tests.support.step_workloads import WORKLOADS, setting, setup
 
 

@@ -19,7 +19,7 @@ from autobatch.footprint.fit import Unpredictable, footprint
 from autobatch.footprint.predict import Fitting, predict, program_on
 from autobatch.footprint.program import Program
 from autobatch.footprint.tracing.trace_step import record
-from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
+from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
 from tests.support.recipes import recipes, trace, trace_of
 from tests.support.step_workloads import WORKLOADS, make, pair_loss, perceptron, setting, setup
 

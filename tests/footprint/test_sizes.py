@@ -12,8 +12,8 @@ from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.program import Untraceable
 from autobatch.footprint.sizes import TRACED_STEPS, Shape, fit_size_program, replay_batches
 from autobatch.footprint.tracing.trace_mode import Label, Recording
+from autobatch.rehearsal.trace import setting_of
 from autobatch.search.curve import trace_sizes
-from autobatch.setup.trace import setting_of
 from autobatch.workload.split import Split
 from tests.support.ragged import Sequences, ragged_split, ragged_workload, simulated_setup, wide_model
 from tests.support.training import make_loop

@@ -20,7 +20,7 @@ from autobatch.footprint.fit import footprint
 from autobatch.footprint.predict import Fitting
 from autobatch.footprint.program import Polynomial
 from autobatch.footprint.suggestions import Spending, find_suggestions
-from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
+from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
 from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, setting, setup, token_loss
 
 BUDGET = 30 * MiB

@@ -12,9 +12,9 @@ from torch.nn import functional
 import autobatch
 from autobatch import Loss, Workload
 from autobatch.core.options import Options
-from autobatch.setup import attempt as attempts
-from autobatch.setup.attempt import attempt
-from autobatch.setup.setup import Setup, open_setup
+from autobatch.rehearsal import attempt as attempts
+from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.setup import Setup, open_setup
 from benchmarks.workloads import WORKLOADS
 from tests.support.probes import WIDTH, Sequences, amsgrad, mlp, pad, vectors, work
 

@@ -15,7 +15,7 @@ from autobatch import WholeBatchLoss, Workload
 from autobatch.core.units import MiB
 from autobatch.device.cpu import CpuDevice
 from autobatch.footprint.tracing.trace_step import Setting, record
-from autobatch.setup.attempt import attempt
+from autobatch.rehearsal.attempt import attempt
 from tests.support.training import make_loop, make_setup, make_workload, network, points
 
 TARGETS = 9000

@@ -18,8 +18,8 @@ from autobatch import InputError, Loss
 from autobatch.core.options import Options
 from autobatch.footprint.fit import footprint
 from autobatch.footprint.tracing.trace_step import record
-from autobatch.setup.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS, attempt
-from autobatch.setup.setup import open_setup
+from autobatch.rehearsal.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS, attempt
+from autobatch.rehearsal.setup import open_setup
 from autobatch.training.split_check.check import check_loss_splits
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.detection import Batch, counts, detection, scenes, terms, whole

@@ -22,8 +22,8 @@ from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.planning import make_plan
+from autobatch.rehearsal.session import ThisProcess
 from autobatch.report.result import load_run
-from autobatch.setup.session import ThisProcess
 from autobatch.tuning import tune_plan
 from autobatch.tuning.find_fastest import TuningResult
 from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns, result_of

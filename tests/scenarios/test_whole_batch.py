@@ -18,8 +18,8 @@ from autobatch.core.units import KiB
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.footprint.fit import footprint
 from autobatch.footprint.tracing.trace_step import record
-from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
-from autobatch.setup.setup import open_setup
+from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
+from autobatch.rehearsal.setup import open_setup
 from tests.support.options import as_options
 from tests.support.probes import WIDTH, probed, vectors, work
 from tests.support.step_workloads import WORKLOADS, setting, setup

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from autobatch import Progress
 from autobatch.core.units import MiB
+from autobatch.rehearsal.attempt import Outcome
+from autobatch.rehearsal.child import ChildCrashed
+from autobatch.rehearsal.session import ThisProcess
 from autobatch.search.attempts import Attempts, nothing_fits
 from autobatch.search.search import search
-from autobatch.setup.attempt import Outcome
-from autobatch.setup.child import ChildCrashed
-from autobatch.setup.session import ThisProcess
 from tests.support.hardware import CpuAsGpu
 from tests.support.probes import classify, probed, work
 from tests.support.sizes import machine_of, outcome_of, replay_of

@@ -10,8 +10,8 @@ import pytest
 
 from autobatch.core.units import GiB
 from autobatch.core.version import __version__
+from autobatch.rehearsal.trace import trace_footprint
 from autobatch.search.cache import CachedLimit, lookup, store
-from autobatch.setup.trace import trace_footprint
 from tests.support.probes import limit_of
 from tests.support.step_workloads import WORKLOADS, setup
 
@@ -107,7 +107,7 @@ def test_a_confirmed_limit_is_traced_again_only_if_its_trace_is_of_no_use(tmp_pa
         traced.append(setup)
         return trace_footprint(setup, **more)
 
-    monkeypatch.setattr("autobatch.setup.trace.trace_footprint", trace)
+    monkeypatch.setattr("autobatch.rehearsal.trace.trace_footprint", trace)
     first = limit_of(setup(WORKLOADS["perceptron"]()), tmp_path)
     (file,) = tmp_path.glob("profiles/*/limits/*.trace")
 

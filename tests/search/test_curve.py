@@ -14,9 +14,9 @@ from torch.utils.data import Subset
 
 from autobatch import Probe, Workload
 from autobatch.core.options import Options
+from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.setup import Setup, open_setup
 from autobatch.search import curve
-from autobatch.setup.attempt import attempt
-from autobatch.setup.setup import Setup, open_setup
 from autobatch.workload.data import WorstCaseSampler
 from tests.support.probes import Listener, limit_of, pad, work
 from tests.support.probes import Sequences as OfLengths

@@ -23,10 +23,10 @@ from autobatch.core.records import RealBatches
 from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory
+from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.session import ThisProcess
+from autobatch.rehearsal.setup import Setup, open_setup
 from autobatch.search.find_limit import find_limit, limit_of_plan
-from autobatch.setup.attempt import attempt
-from autobatch.setup.session import ThisProcess
-from autobatch.setup.setup import Setup, open_setup
 from benchmarks.workloads import WORKLOADS as TEST_WORKLOADS
 from tests.support.hardware import CpuAsGpu
 from tests.support.options import as_options
@@ -109,7 +109,7 @@ def test_the_time_limit_ends_the_search_with_a_size_that_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a trace the search takes two runs or more. Each reading of the clock takes a second."""
-    monkeypatch.setattr("autobatch.setup.trace.trace_footprint", lambda *_, **__: None)
+    monkeypatch.setattr("autobatch.rehearsal.trace.trace_footprint", lambda *_, **__: None)
     made = replace(setup(WORKLOADS["perceptron"]()), device=CpuAsGpu(memory_budget=64 * MiB))
     clock = map(float, count()).__next__
     found = find_limit(

@@ -11,10 +11,10 @@ from autobatch import InputError, Plan
 from autobatch.core.options import Options
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan
+from autobatch.rehearsal.session import ThisProcess
+from autobatch.rehearsal.setup import Setup
 from autobatch.search import curve, plan_split
 from autobatch.search.plan_split import choose_split
-from autobatch.setup.session import ThisProcess
-from autobatch.setup.setup import Setup
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.split import SizeSplit
 from tests.support.probes import Listener, probe_of

@@ -14,11 +14,11 @@ from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
 from autobatch.planning import make_plan
+from autobatch.rehearsal.session import Session, ThisProcess
+from autobatch.rehearsal.setup import Setup
 from autobatch.search import curve, real_batches
 from autobatch.search.find_limit import find_limit
 from autobatch.search.real_batches import plan_in_order, survive_real_batches
-from autobatch.setup.session import Session, ThisProcess
-from autobatch.setup.setup import Setup
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.probes import Listener, probe_of
 from tests.support.ragged import (

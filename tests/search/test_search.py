@@ -16,9 +16,9 @@ from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.footprint.program import Program
+from autobatch.rehearsal.attempt import Outcome
 from autobatch.search.replay import Replay
 from autobatch.search.search import search
-from autobatch.setup.attempt import Outcome
 from tests.support.sizes import BUDGET, Machine, machine_of, outcome_of, program_of, replay_of, trace_of
 
 LINES = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 2000)), min_size=1, max_size=12)

@@ -10,7 +10,7 @@ from torch import nn
 
 from autobatch.device.allocator.trace import FREE
 from autobatch.footprint.tracing.trace_step import record
-from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
+from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
 from autobatch.step.ema import WeightAverage
 from tests.support.step_workloads import setting, setup
 from tests.support.training import (

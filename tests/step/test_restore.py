@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autobatch import InputError
-from autobatch.setup.attempt import attempt
+from autobatch.rehearsal.attempt import attempt
 from autobatch.step.restore import SMALL_BUFFER, BufferSnapshot, temporary_weights
 from autobatch.workload.rng import capture_random_state, restore_random_state
 from tests.support.training import make_setup, make_workload, points

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autobatch import InputError, Loss
 from autobatch.footprint.tracing.trace_step import record
 from autobatch.planning import micro_batches
-from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
+from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
 from autobatch.step.train_step import train_step
 from tests.support.overflow import Overflow
 from tests.support.step_workloads import setting, setup

@@ -16,7 +16,7 @@ from autobatch import Loss, WholeBatchLoss, Workload
 from autobatch.core.records import SizeCut
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.setup.setup import Setup
+from autobatch.rehearsal.setup import Setup
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.split import SizeSplit, digest_of
 from tests.support.training import IGNORED, info_nce, language_model, make_loop, make_setup, token_loss

@@ -8,8 +8,8 @@ from autobatch.core.records import Attempt
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.program import Program
+from autobatch.rehearsal.attempt import Outcome
 from autobatch.search.replay import Replay
-from autobatch.setup.attempt import Outcome
 
 BUDGET = 10_000
 Rule = Callable[[int], int]

@@ -16,7 +16,7 @@ from autobatch.core.units import GiB
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory
 from autobatch.footprint.tracing.trace_step import Setting
-from autobatch.setup.setup import Setup
+from autobatch.rehearsal.setup import Setup
 from tests.support.training import Rows, make_setup
 
 

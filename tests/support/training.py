@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from autobatch import Loss, WholeBatchLoss, Workload
 from autobatch.device.base import SilentMeter
 from autobatch.device.cpu import CpuDevice
-from autobatch.setup.setup import Setup
+from autobatch.rehearsal.setup import Setup
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.build import build_schedules
 from autobatch.training.loop import Loop

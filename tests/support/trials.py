@@ -16,8 +16,8 @@ from torch import nn
 
 from autobatch import Workload
 from autobatch.core.knobs import SearchAxis
-from autobatch.setup.session import ThisProcess
-from autobatch.setup.setup import Setup
+from autobatch.rehearsal.session import ThisProcess
+from autobatch.rehearsal.setup import Setup
 from autobatch.tuning.configuration import Budget, Measurement, StudyLocation
 from autobatch.tuning.find_fastest import TuningResult, find_fastest
 from autobatch.tuning.trial import Trials, TrialSpec

@@ -12,8 +12,8 @@ import pytest
 
 
 def fork_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `autobatch.setup.child` fork from the server; its children have the environment of its start."""
-    from autobatch.setup import child
+    """Let `autobatch.rehearsal.child` fork from the server; children have the environment of its start."""
+    from autobatch.rehearsal import child
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([f"{__name__}_preload"])

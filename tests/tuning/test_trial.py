@@ -18,9 +18,9 @@ from autobatch.device.host import usable_cores
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.planning import make_plan, micro_batches
-from autobatch.setup.attempt import attempt
-from autobatch.setup.session import Session, ThisProcess, open_process
-from autobatch.setup.setup import Setup, with_knobs
+from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.session import Session, ThisProcess, open_process
+from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns
 from autobatch.tuning.trial import TrialResults, Trials, look_at_workload
 from autobatch.workload.rng import capture_random_state

@@ -48,7 +48,7 @@ class Setting(StepSettings):
     capability: tuple[int, int] | None
     """Compute capability of the GPU; None for the CPU with its own operators."""
     steps: Sequence[int] = (1, 2, 2)
-    """Micro-batches of each step; the default is `autobatch.setup.attempt.ATTEMPT_STEPS`."""
+    """Micro-batches of each step; the default is `autobatch.rehearsal.attempt.ATTEMPT_STEPS`."""
     samples: int | None = None
     """Samples of a batch if the loss sees all of them; None otherwise."""
     most_operators: int | None = None

@@ -23,7 +23,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.units import format_share
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line
-from autobatch.setup.setup import Setup
+from autobatch.rehearsal.setup import Setup
 from autobatch.step.loss import ONE, Form, StepTotals, check_form
 from autobatch.training.split_check.passes import (
     SEED,

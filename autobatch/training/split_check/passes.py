@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch.core.records import Precision
 from autobatch.device.base import Meter
-from autobatch.setup.setup import Setup
+from autobatch.rehearsal.setup import Setup
 from autobatch.step.gradients import LOW_PRECISION
 from autobatch.step.loss import ONE, mean_of, terms_of
 from autobatch.step.restore import temporary_weights

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from autobatch.core.errors import InputError
-from autobatch.setup.setup import Setup
+from autobatch.rehearsal.setup import Setup
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.data import collate_samples, elements, fetch, shallow_copies
 from autobatch.workload.nested import (

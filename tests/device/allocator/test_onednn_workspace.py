@@ -17,7 +17,7 @@ from autobatch.device.allocator import onednn_workspace
 from autobatch.device.allocator.onednn_workspace import PAGE, PARTS, Workspaces, whole_pages
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint.fit import footprint
-from autobatch.setup.attempt import attempt
+from autobatch.rehearsal.attempt import attempt
 from tests.support.step_workloads import setting, setup
 
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default

@@ -21,8 +21,8 @@ from autobatch.distributed.sharding import model as sharding_model
 from autobatch.distributed.sharding.build import fake_ranks, sharding_alone
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.distributed.sharding.model import Sharding
-from autobatch.setup.attempt import attempt
-from autobatch.setup.rehearsal import on_copies
+from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.rehearsal import on_copies
 from autobatch.step.train_step import train_step
 from benchmarks.workloads import WORKLOADS as BENCHMARKED
 from tests.support.rank_server import RankServer

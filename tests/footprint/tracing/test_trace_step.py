@@ -23,8 +23,8 @@ from autobatch.device.allocator.trace import FREE, replay
 from autobatch.footprint.fit import footprint
 from autobatch.footprint.tracing.trace_mode import Recorder
 from autobatch.footprint.tracing.trace_step import record
-from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
-from autobatch.setup.setup import open_setup
+from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
+from autobatch.rehearsal.setup import open_setup
 from tests.support.probes import mlp, work
 from tests.support.step_workloads import WORKLOADS, image_loss, make, perceptron, setting, setup, sgd
 

@@ -16,8 +16,8 @@ from autobatch.footprint.predict import program_on
 from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.footprint.suggestions import Spending, find_suggestions
 from autobatch.footprint.tracing.trace_step import Setting
-from autobatch.setup.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS
-from autobatch.setup.setup import Setup, SetupInfo, describe_setup, new_allocator
+from autobatch.rehearsal.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS
+from autobatch.rehearsal.setup import Setup, SetupInfo, describe_setup, new_allocator
 from autobatch.workload.rng import preserved_random_state
 
 MOST_TRACED = 1000

@@ -18,8 +18,8 @@ from autobatch.core.records import Attempt
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.base import Device
-from autobatch.setup.rehearsal import Batch, rehearse
-from autobatch.setup.setup import Setup
+from autobatch.rehearsal.rehearsal import Batch, rehearse
+from autobatch.rehearsal.setup import Setup
 from autobatch.step.train_step import StepResult
 from autobatch.step.whole_batch import batch_samples
 

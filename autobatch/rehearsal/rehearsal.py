@@ -17,7 +17,7 @@ from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line, lost_context_ignored, requested_bytes
-from autobatch.setup.setup import Setup
+from autobatch.rehearsal.setup import Setup
 from autobatch.step.apply_knobs import free_graphs, uses_graphs
 from autobatch.step.restore import restorer_of, temporary_weights
 from autobatch.step.train_state import TrainState, build_train_state

@@ -15,8 +15,8 @@ import autobatch
 from autobatch import DoesNotFitError, InputError, Loss, Workload
 from autobatch.core.options import Options
 from autobatch.device.allocator.tracker import StorageTracker
-from autobatch.setup.attempt import attempt
-from autobatch.setup.setup import Setup, open_setup
+from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.setup import Setup, open_setup
 from tests.support.probes import RandomVectors, classify
 from tests.support.untouched import digest, fingerprint, live_tensors, with_gradients
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from autobatch.core.options import Options
 from autobatch.core.units import MiB
-from autobatch.setup.attempt import attempt
-from autobatch.setup.setup import Setup, open_setup, with_knobs
-from autobatch.setup.trace import other_order, remedies_of, trace_footprint
+from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.setup import Setup, open_setup, with_knobs
+from autobatch.rehearsal.trace import other_order, remedies_of, trace_footprint
 from tests.support.probes import mlp, work
 from tests.support.step_workloads import WORKLOADS, deep_transformer, setup
 
@@ -35,14 +35,14 @@ def test_the_traces_of_both_orders_are_the_events_of_an_attempt() -> None:
 def test_a_model_of_very_many_tensors_is_run_in_place_of_traced(monkeypatch) -> None:
     made = open_setup(work(mlp), Options().with_values(device="cpu", memory_budget="1GiB"))
     tensors = len(list(made.model.parameters()))
-    monkeypatch.setattr("autobatch.setup.trace.MOST_TRACED", tensors)
+    monkeypatch.setattr("autobatch.rehearsal.trace.MOST_TRACED", tensors)
     assert trace_footprint(made) is not None
-    monkeypatch.setattr("autobatch.setup.trace.MOST_TRACED", tensors - 1)
+    monkeypatch.setattr("autobatch.rehearsal.trace.MOST_TRACED", tensors - 1)
     assert trace_footprint(made) is None
 
 
 def test_of_like_layers_only_those_count_that_are_traced(monkeypatch) -> None:
-    monkeypatch.setattr("autobatch.setup.trace.MOST_TRACED", 12)
+    monkeypatch.setattr("autobatch.rehearsal.trace.MOST_TRACED", 12)
     made = open_setup(
         work(lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(40)))),
         Options().with_values(device="sim:t4", memory_budget="4MiB"),

@@ -14,7 +14,7 @@ from autobatch import DoesNotFitError, InputError, WholeBatchLoss, Workload
 from autobatch.core.options import Options
 from autobatch.device.cpu import CpuDevice
 from autobatch.distributed.sharding.layout import ShardLayout
-from autobatch.setup.setup import (
+from autobatch.rehearsal.setup import (
     Role,
     Setup,
     check_whole,

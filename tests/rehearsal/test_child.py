@@ -20,11 +20,11 @@ import pytest
 from autobatch import InputError
 from autobatch.core.errors import UserCodeError
 from autobatch.core.options import Options
+from autobatch.rehearsal import child as child_module
+from autobatch.rehearsal.child import ChildCrashed, ChildProcess, may_copy
+from autobatch.rehearsal.session import Session, open_process
+from autobatch.rehearsal.setup import Role
 from autobatch.search.attempts import ask_or_none, run_attempt
-from autobatch.setup import child as child_module
-from autobatch.setup.child import ChildCrashed, ChildProcess, may_copy
-from autobatch.setup.session import Session, open_process
-from autobatch.setup.setup import Role
 from autobatch.step.optimizers import import_for_optimizers
 from tests.support.commandline import SMALL
 
@@ -273,7 +273,7 @@ def test_a_child_that_started_early_serves_one_opening_and_a_new_one_the_next(
 
 
 def test_the_parent_imports_no_torch_to_start_a_child() -> None:
-    check = "import sys; import autobatch.setup.child; raise SystemExit('torch' in sys.modules)"
+    check = "import sys; import autobatch.rehearsal.child; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 

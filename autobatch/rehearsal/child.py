@@ -30,13 +30,13 @@ from autobatch.core.signals import end_with_parent, hold_back_signals
 from autobatch.device.host import count_oom_kills, has_gpu_driver
 
 if TYPE_CHECKING:
-    from autobatch.setup.setup import Role, SetupInfo
+    from autobatch.rehearsal.setup import Role, SetupInfo
 
 PATIENCE_SECONDS = 2.0
 """Time for a child to leave before it is killed."""
 TAIL_LINES = 5
 """Lines of the child's output in a crash message."""
-SERVE = "autobatch.setup.session:serve"
+SERVE = "autobatch.rehearsal.session:serve"
 """What the child runs, by its name: an import would bring torch into the parent."""
 WARM_UP = "autobatch.step.optimizers:import_for_optimizers"
 """What the child calls before it has a workload, by its name."""

@@ -21,8 +21,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from autobatch.core.options import Options
 from autobatch.device.base import Device
 from autobatch.footprint.tracing.apart import has_left_fakes
-from autobatch.setup.child import ChildProcess
-from autobatch.setup.setup import Role, Setup, SetupInfo, describe_setup, open_setup
+from autobatch.rehearsal.child import ChildProcess
+from autobatch.rehearsal.setup import Role, Setup, SetupInfo, describe_setup, open_setup
 from autobatch.workload.reference import WorkloadSource, find_workload
 from autobatch.workload.user_code import to_picklable
 
@@ -61,7 +61,7 @@ class ThisProcess:
     def call(
         self, act: str, function: Callable[Concatenate[Session, P], T], *args: P.args, **more: P.kwargs
     ) -> T:
-        """Call a function of the session here; see `autobatch.setup.child.ChildProcess.call`."""
+        """Call a function of the session here; see `autobatch.rehearsal.child.ChildProcess.call`."""
         del act
         return function(self._session, *args, **more)
 
