@@ -121,7 +121,7 @@ def quick_pages(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start children in a tenth of a second, except in some of tests/rehearsal/test_child.py."""
+    """Start children in a tenth of a second, except in some of tests/rehearsal/test_process.py."""
     fork_children(monkeypatch)
 
 

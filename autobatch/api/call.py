@@ -12,7 +12,7 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import Ranks
-from autobatch.rehearsal.child import ChildProcess
+from autobatch.rehearsal.process import ChildProcess
 from autobatch.training.metrics import Sink
 from autobatch.workload.reference import WorkloadSource
 

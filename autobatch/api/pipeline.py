@@ -39,7 +39,7 @@ from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.distributed.shared_stream import open_stream, split_note
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.estimates.hugging_face import estimate_named, refuse_model_options
-from autobatch.rehearsal.session import ThisProcess
+from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import KeyValue, Role, Setup, data_of_setup, open_setup
 from autobatch.report.result import Estimates, Result, load_run
 from autobatch.search.plan_split import read_sizes

@@ -24,7 +24,7 @@ from autobatch.core.records import Plan, Tuning
 from autobatch.distributed.rank_plan import limits_over_ranks, spread
 from autobatch.distributed.sharding.layout import ONCE, ShardLayout
 from autobatch.planning import launched_world_size, make_plan, samples_of_rank
-from autobatch.rehearsal.session import SetupProcess, open_process
+from autobatch.rehearsal.process import SetupProcess, open_process
 from autobatch.rehearsal.setup import Role, SetupInfo
 from autobatch.rehearsal.trace import predicted_memory
 from autobatch.report.result import Result

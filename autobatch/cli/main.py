@@ -211,7 +211,7 @@ def run_workload(command: Command) -> int:
 
 def _result_of(command: Command, stream: SafeStream) -> Result | Estimates:
     """Run a command and show its progress and its result."""
-    from autobatch.rehearsal.child import ChildProcess, may_copy
+    from autobatch.rehearsal.process import ChildProcess, may_copy
     from autobatch.report.terminal import Terminal
     from autobatch.workload.reference import check_reference, is_named_model
 

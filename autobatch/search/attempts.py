@@ -27,8 +27,7 @@ from autobatch.footprint.fit import Footprint
 from autobatch.footprint.program import Untraceable
 from autobatch.footprint.suggestions import in_words
 from autobatch.rehearsal.attempt import Outcome, attempt
-from autobatch.rehearsal.child import ChildCrashed
-from autobatch.rehearsal.session import Session, SetupProcess
+from autobatch.rehearsal.process import ChildCrashed, Session, SetupProcess
 from autobatch.rehearsal.setup import with_knobs
 from autobatch.rehearsal.trace import remedies_of
 

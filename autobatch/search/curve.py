@@ -23,7 +23,7 @@ from autobatch.footprint.sizes import TRACED_STEPS, Shape, SizeProgram, fit_size
 from autobatch.footprint.tracing.apart import run_each_apart
 from autobatch.footprint.tracing.trace_mode import Recording
 from autobatch.footprint.tracing.trace_step import Setting, record
-from autobatch.rehearsal.session import Session, SetupProcess
+from autobatch.rehearsal.process import Session, SetupProcess
 from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.rehearsal.trace import setting_of
 from autobatch.search.attempts import ask_or_none

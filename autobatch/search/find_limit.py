@@ -30,7 +30,7 @@ from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.planning import micro_batches
 from autobatch.rehearsal import trace as traced_setup
 from autobatch.rehearsal.attempt import ATTEMPT_STEPS, Outcome
-from autobatch.rehearsal.session import Session, SetupProcess
+from autobatch.rehearsal.process import Session, SetupProcess
 from autobatch.rehearsal.setup import new_allocator
 from autobatch.search.attempts import Attempts, ask_or_none, nothing_fits, run_attempt
 from autobatch.search.cache import CachedLimit, entry_path, find_trace, lookup, save_trace, store

@@ -13,7 +13,7 @@ from autobatch.core.records import Plan, Probe, SizeCut
 from autobatch.distributed.rank_plan import agree_on_cut
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import NOISE_EVERY
-from autobatch.rehearsal.session import Session, SetupProcess
+from autobatch.rehearsal.process import Session, SetupProcess
 from autobatch.report.facts import describe_run_order
 from autobatch.search.attempts import ask_or_none
 from autobatch.search.curve import configured, curve_of, is_of_probe

@@ -25,8 +25,8 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Probe, RealBatches, RunOrder
 from autobatch.footprint.sizes import Shape, SizeProgram, replay_batches
 from autobatch.planning import micro_batches
+from autobatch.rehearsal.process import Session, SetupProcess
 from autobatch.rehearsal.rehearsal import batch_of, rehearse
-from autobatch.rehearsal.session import Session, SetupProcess
 from autobatch.rehearsal.setup import Setup
 from autobatch.search.attempts import ask_or_none, run_attempt
 from autobatch.search.curve import configured, program_of

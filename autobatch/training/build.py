@@ -18,7 +18,7 @@ from autobatch.core.records import Plan
 from autobatch.device.base import Meter
 from autobatch.distributed.rank_plan import limit_of_rank, model_of_ranks, open_engine, split_for
 from autobatch.distributed.ranks import Ranks
-from autobatch.rehearsal.session import Session
+from autobatch.rehearsal.process import Session
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.gradients import Optimizers
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state

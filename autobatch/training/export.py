@@ -12,7 +12,7 @@ from autobatch.core.errors import CheckpointError, InputError
 from autobatch.core.files import write_atomic
 from autobatch.core.version import __version__
 from autobatch.distributed.engine import Engine
-from autobatch.rehearsal.session import Session
+from autobatch.rehearsal.process import Session
 from autobatch.step.train_state import TrainState
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
 from autobatch.training.state_file import can_be_written, tensor_parts

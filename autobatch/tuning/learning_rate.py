@@ -27,9 +27,8 @@ from autobatch.core.knobs import PRECISION
 from autobatch.core.progress import SILENT, Progress
 from autobatch.core.records import LrComparison, LrTrial, LrTuning, Plan
 from autobatch.device.oom import first_line
-from autobatch.rehearsal.child import ChildCrashed
+from autobatch.rehearsal.process import ChildCrashed, Session, SetupProcess
 from autobatch.rehearsal.rehearsal import Batch, Step, batch_of, rehearse
-from autobatch.rehearsal.session import Session, SetupProcess
 from autobatch.rehearsal.setup import with_knobs
 from autobatch.tuning.compare import MINIMUM_GAIN, STUDENT
 from autobatch.tuning.configuration import Budget, StudyLocation

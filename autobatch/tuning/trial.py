@@ -28,8 +28,7 @@ from autobatch.device.host import usable_cores
 from autobatch.device.oom import first_line
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.attempt import attempt
-from autobatch.rehearsal.child import ChildCrashed
-from autobatch.rehearsal.session import Session, SetupProcess
+from autobatch.rehearsal.process import ChildCrashed, Session, SetupProcess
 from autobatch.rehearsal.setup import Setup, describe_setup, with_knobs
 from autobatch.rehearsal.trace import other_order, trace_footprint
 from autobatch.search.replay import replay_on

@@ -26,7 +26,7 @@ from autobatch.core.records import LrTuning, Plan, Tuning
 from autobatch.distributed.rank_plan import limit_of_rank, limits_over_ranks, share_of_rank, spread
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import micro_batches
-from autobatch.rehearsal.session import SetupProcess
+from autobatch.rehearsal.process import SetupProcess
 from autobatch.tuning.configuration import Budget, Measurement, StorageFailed, StudyLocation, changes
 from autobatch.tuning.find_fastest import TuningResult, find_fastest
 from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns, find_learning_rate

@@ -23,8 +23,8 @@ from autobatch.core.options import Options
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan, micro_batches
 from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.rehearsal import batches_of, open_train_state
-from autobatch.rehearsal.session import ThisProcess
 from autobatch.rehearsal.setup import Setup, open_setup
 from autobatch.search.find_limit import check_size
 from autobatch.search.plan_split import choose_split

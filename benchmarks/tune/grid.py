@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from autobatch import Progress, Workload
 from autobatch.core.knobs import Configuration, SearchAxis, applicable, defaults
 from autobatch.core.options import Options
-from autobatch.rehearsal.session import Session, ThisProcess
+from autobatch.rehearsal.process import Session, ThisProcess
 from autobatch.rehearsal.setup import Setup, open_setup
 from autobatch.search.find_limit import find_limit
 from autobatch.tuning.compare import compare

@@ -22,7 +22,7 @@ from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.planning import make_plan
-from autobatch.rehearsal.session import ThisProcess
+from autobatch.rehearsal.process import ThisProcess
 from autobatch.report.result import load_run
 from autobatch.tuning import tune_plan
 from autobatch.tuning.find_fastest import TuningResult

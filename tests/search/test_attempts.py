@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from autobatch import Progress
 from autobatch.core.units import MiB
 from autobatch.rehearsal.attempt import Outcome
-from autobatch.rehearsal.child import ChildCrashed
-from autobatch.rehearsal.session import ThisProcess
+from autobatch.rehearsal.process import ChildCrashed, ThisProcess
 from autobatch.search.attempts import Attempts, nothing_fits
 from autobatch.search.search import search
 from tests.support.hardware import CpuAsGpu

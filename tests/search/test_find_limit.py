@@ -24,7 +24,7 @@ from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory
 from autobatch.rehearsal.attempt import attempt
-from autobatch.rehearsal.session import ThisProcess
+from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Setup, open_setup
 from autobatch.search.find_limit import find_limit, limit_of_plan
 from benchmarks.workloads import WORKLOADS as TEST_WORKLOADS

@@ -11,7 +11,7 @@ from autobatch import InputError, Plan
 from autobatch.core.options import Options
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan
-from autobatch.rehearsal.session import ThisProcess
+from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Setup
 from autobatch.search import curve, plan_split
 from autobatch.search.plan_split import choose_split

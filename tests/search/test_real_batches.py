@@ -14,7 +14,7 @@ from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
 from autobatch.planning import make_plan
-from autobatch.rehearsal.session import Session, ThisProcess
+from autobatch.rehearsal.process import Session, ThisProcess
 from autobatch.rehearsal.setup import Setup
 from autobatch.search import curve, real_batches
 from autobatch.search.find_limit import find_limit

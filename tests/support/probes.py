@@ -18,7 +18,7 @@ from autobatch.api.call import Call
 from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
-from autobatch.rehearsal.session import ThisProcess
+from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Setup
 from autobatch.search.find_limit import find_limit
 

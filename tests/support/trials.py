@@ -16,7 +16,7 @@ from torch import nn
 
 from autobatch import Workload
 from autobatch.core.knobs import SearchAxis
-from autobatch.rehearsal.session import ThisProcess
+from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Setup
 from autobatch.tuning.configuration import Budget, Measurement, StudyLocation
 from autobatch.tuning.find_fastest import TuningResult, find_fastest

@@ -12,9 +12,9 @@ import pytest
 
 
 def fork_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `autobatch.rehearsal.child` fork from the server; children have the environment of its start."""
-    from autobatch.rehearsal import child
+    """Let `autobatch.rehearsal.process` fork from the server; children have the environment of its start."""
+    from autobatch.rehearsal import process
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([f"{__name__}_preload"])
-    monkeypatch.setattr(child, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
+    monkeypatch.setattr(process, "multiprocessing", SimpleNamespace(get_context=lambda _: context))

@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-import autobatch.rehearsal.session
+import autobatch.rehearsal.process
 import autobatch.tuning.trial  # noqa: F401
 
 torch.set_num_threads(1)

@@ -15,7 +15,7 @@ from torch import nn
 
 from autobatch.core.records import LrTuning
 from autobatch.planning import make_plan
-from autobatch.rehearsal.session import ThisProcess
+from autobatch.rehearsal.process import ThisProcess
 from autobatch.tuning.configuration import Budget, StudyLocation
 from autobatch.tuning.learning_rate import (
     REACH,

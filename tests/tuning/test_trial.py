@@ -19,7 +19,7 @@ from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.planning import make_plan, micro_batches
 from autobatch.rehearsal.attempt import attempt
-from autobatch.rehearsal.session import Session, ThisProcess, open_process
+from autobatch.rehearsal.process import Session, ThisProcess, open_process
 from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns
 from autobatch.tuning.trial import TrialResults, Trials, look_at_workload

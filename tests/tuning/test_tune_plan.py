@@ -13,7 +13,7 @@ from autobatch.core.knobs import SearchAxis
 from autobatch.core.records import Tuning
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan
-from autobatch.rehearsal.session import ThisProcess
+from autobatch.rehearsal.process import ThisProcess
 from autobatch.tuning import tune_plan
 from autobatch.tuning.configuration import StudyLocation
 from autobatch.tuning.find_fastest import TuningResult

@@ -21,7 +21,7 @@ from autobatch.core.records import StepRecord
 from autobatch.device.base import Meter
 from autobatch.device.host import host_memory
 from autobatch.planning import micro_batches, split_evenly
-from autobatch.rehearsal.session import Session
+from autobatch.rehearsal.process import Session
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.train_state import TrainState
 from autobatch.training.batchnorm import batch_norm_notes, batch_norms, smallest_micro_batch

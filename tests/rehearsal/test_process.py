@@ -20,9 +20,8 @@ import pytest
 from autobatch import InputError
 from autobatch.core.errors import UserCodeError
 from autobatch.core.options import Options
-from autobatch.rehearsal import child as child_module
-from autobatch.rehearsal.child import ChildCrashed, ChildProcess, may_copy
-from autobatch.rehearsal.session import Session, open_process
+from autobatch.rehearsal import process as child_module
+from autobatch.rehearsal.process import ChildCrashed, ChildProcess, Session, may_copy, open_process
 from autobatch.rehearsal.setup import Role
 from autobatch.search.attempts import ask_or_none, run_attempt
 from autobatch.step.optimizers import import_for_optimizers
@@ -143,6 +142,25 @@ def workload():
         assert not is_running(number)
 
 
+def slow_steps(session: Session, steps: int) -> str:
+    for _ in range(steps):
+        time.sleep(0.4)
+        session.setup.show_life()
+    return "done"
+
+
+@warm
+def test_a_call_that_gets_further_may_take_any_time(train: Path) -> None:
+    with child(train, "workload") as process:
+        process.answer_seconds = 1.5
+        process.call("a look", set_sign_seconds, 0.0)
+        assert process.call("slow steps", slow_steps, 6) == "done"
+
+
+def set_sign_seconds(session: Session, seconds: float) -> None:
+    child_module.SIGN_SECONDS = seconds
+
+
 @warm
 def test_the_output_of_a_child_stays_off_the_terminal(train: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = """
@@ -260,7 +278,7 @@ def test_a_child_that_started_early_serves_one_opening_and_a_new_one_the_next(
     others = set(multiprocessing.active_children())
     with ChildProcess(is_copy=is_copy) as early:
         started = (set(multiprocessing.active_children()) - others).pop().pid
-        with open_process(None, SETTINGS, isolated=True, child=early) as process:
+        with open_process(None, SETTINGS, Role(), isolated=True, child=early) as process:
             assert process.call("a look", pid) == started
             assert ("made_before_the_copy" in process.call("a look", modules)) is is_copy
             assert list(tmp_path.iterdir()) == []
@@ -273,7 +291,7 @@ def test_a_child_that_started_early_serves_one_opening_and_a_new_one_the_next(
 
 
 def test_the_parent_imports_no_torch_to_start_a_child() -> None:
-    check = "import sys; import autobatch.rehearsal.child; raise SystemExit('torch' in sys.modules)"
+    check = "import sys; import autobatch.rehearsal.process; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
