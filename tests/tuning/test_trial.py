@@ -20,7 +20,7 @@ from autobatch.device.simulated import SimulatedDevice
 from autobatch.planning import make_plan, micro_batches
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.process import Session, ThisProcess, open_process
-from autobatch.rehearsal.setup import Setup, with_knobs
+from autobatch.rehearsal.setup import Role, Setup, with_knobs
 from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns
 from autobatch.tuning.trial import TrialResults, Trials, look_at_workload
 from autobatch.workload.rng import capture_random_state
@@ -242,7 +242,7 @@ def test_a_child_runs_trials_and_short_runs_and_one_that_crashes_it_is_infeasibl
     defaults = {**LOADING, "precision": "fp32"}
     task = task_with(limit=8, cap=32, samples=32, defaults=defaults)
     settings = Options().with_values(device="cpu", memory_budget="64MiB")
-    with open_process(f"{path}:workload", settings, isolated=True) as child:
+    with open_process(f"{path}:workload", settings, Role(), isolated=True) as child:
         crashed = Trials(child, task).measure({**defaults, "precision": "bf16"})
         found = Trials(child, task).measure({**defaults, "loader_workers": 2})
         plan = make_plan(target_batch=32, micro_batch_limit=8, learning_rate=0.01)
