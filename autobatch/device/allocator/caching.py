@@ -4,16 +4,24 @@
 fit, splitting, merging, the per-process cap, and the release of cached segments before an error. It does not
 use torch, so a trace replays in milliseconds.
 
-Not modelled: several streams, private pools (CUDA graphs), ``max_split_size_mb`` and other options that are
-off by default. Among free blocks of the same size the lowest is taken, so the order of the segments counts,
-which the driver decides. Here addresses only grow or only fall, and none is used again.
+Each stream has pools of its own, and all count together. Not modelled: blocks that a second stream uses
+(``record_stream``), private pools (CUDA graphs), ``max_split_size_mb`` and other options that are off by
+default. Among free blocks of the same size the lowest is taken, so the order of the segments counts, which
+the driver decides. Here addresses only grow or only fall, and none is used again, unless the caller gives a
+source of addresses.
+
+Recordings of real GPUs confirm the model (tests/recordings): with the driver's addresses of segments, it puts
+each block where the GPU put it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import lcm
+from typing import NamedTuple
 
 from autobatch.core.units import MiB
 from autobatch.device.allocator.ledger import Allocator
@@ -161,14 +169,40 @@ _ADDRESS_SPACE_BYTES = 1 << 47
 """Largest size of an expandable segment. CUDA uses 9/8 of the GPU's memory, which the cap never reaches."""
 
 
-class CachingAllocator(Allocator):
-    """CUDA's caching allocator on one stream; the module lists what is modelled.
+class Segment(NamedTuple):
+    """A segment that the process has already: addresses, and the blocks in it that are held."""
 
-    ``limit`` caps the bytes of segments, as ``per_process_memory_fraction`` does. Expandable segments differ
-    from CUDA's in one point: CUDA's last page may exceed the fraction.
+    address: int
+    size: int
+    """Bytes of its addresses."""
+    is_small: bool
+    """True if it is of the pool for small requests."""
+    stream: int = 0
+    held: tuple[tuple[int, int], ...] = ()
+    """``(address, bytes)`` of each block that is held. All else is free."""
+    unmapped: tuple[tuple[int, int], ...] = ()
+    """``(address, bytes)`` of each range without memory, in an expandable segment."""
+
+
+class CachingAllocator(Allocator):
+    """CUDA's caching allocator; the module lists what is modelled.
+
+    Expandable segments differ from CUDA's in one point: CUDA's last page may exceed the fraction.
+
+    Args:
+        limit: The cap of the bytes of segments, as ``per_process_memory_fraction`` sets it. None for no cap.
+        config: Its settings; None for torch's defaults.
+        addresses: Source of the addresses of segments: called with the bytes of a new one. None for addresses
+            that grow or fall, as ``config`` says.
     """
 
-    def __init__(self, limit: int | None = None, config: AllocatorConfig | None = None) -> None:
+    def __init__(
+        self,
+        limit: int | None = None,
+        config: AllocatorConfig | None = None,
+        *,
+        addresses: Callable[[int], int] | None = None,
+    ) -> None:
         super().__init__(limit)
         self.config = config = AllocatorConfig() if config is None else config
         self.reserved_bytes: int = 0
@@ -176,8 +210,14 @@ class CachingAllocator(Allocator):
         self.retries: int = 0
         # should_split: a small or expandable block is split for any rest, a large one only for over 1 MiB.
         tail = 0 if config.expandable_segments else config.small_bytes
-        self._small = Pool(page_bytes=config.small_segment_bytes, keeps_tail_bytes=0)
-        self._large = Pool(page_bytes=config.large_segment_bytes, keeps_tail_bytes=tail)
+        self._pools: defaultdict[int, tuple[Pool, Pool]] = defaultdict(
+            lambda: (
+                Pool(page_bytes=config.small_segment_bytes, keeps_tail_bytes=0),
+                Pool(page_bytes=config.large_segment_bytes, keeps_tail_bytes=tail),
+            )
+        )
+        """The pools of each stream: for small requests and for large ones."""
+        self._addresses = self._fresh_address if addresses is None else addresses
         self._next_address = 0
         # Looked up for each request.
         self._round_bytes, self._small_bytes = config.round_bytes, config.small_bytes
@@ -187,8 +227,33 @@ class CachingAllocator(Allocator):
             self.malloc(config.held_bytes)
             self.limit = limit
 
-    def malloc(self, size: int) -> Block | None:
-        """Take ``size`` bytes; None for 0 bytes, like CUDA.
+    def begin_with(self, segments: Iterable[Segment]) -> dict[int, Block]:
+        """Put segments in place, as the process left them, and return the handles of held blocks by address.
+
+        They count even above the limit, which only new segments are held against.
+        """
+        handles: dict[int, Block] = {}
+        for segment in segments:
+            pool = self._pools[segment.stream][not segment.is_small]
+            previous: Block | None = None
+            for address, size, is_held, is_mapped in _parts_of(segment):
+                block = Block(pool, address, size, mapped=is_mapped)
+                block.held, block.previous = is_held, previous
+                if previous is not None:
+                    previous.next = block
+                previous = block
+                if is_mapped:
+                    self._reserve(size)
+                if is_held:
+                    handles[address] = block
+                    self.allocated_bytes += size
+                else:
+                    pool.insert(block)
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return handles
+
+    def malloc(self, size: int, stream: int = 0) -> Block | None:
+        """Take ``size`` bytes on a stream; None for 0 bytes, like CUDA.
 
         Raises:
             BudgetExceeded: They do not fit, even after the release of every cached segment.
@@ -196,7 +261,7 @@ class CachingAllocator(Allocator):
         if size == 0:
             return None
         rounded = -(-size // self._round_bytes) * self._round_bytes
-        pool = self._small if rounded <= self._small_bytes else self._large
+        pool = self._pools[stream][rounded > self._small_bytes]
         block = pool.take_best_fit(rounded) or self._grow(pool, rounded)
         if block is None and self.config.retries:
             self.release()
@@ -223,7 +288,7 @@ class CachingAllocator(Allocator):
 
     def release(self) -> None:
         """Free all segments (expandable: pages) without a live block (``release_cached_blocks``)."""
-        for pool in (self._large, self._small):
+        for pool in [pool for pools in self._pools.values() for pool in reversed(pools)]:
             for _, _, block in list(pool.free):
                 if self.config.expandable_segments:
                     self._unmap(block)
@@ -239,13 +304,13 @@ class CachingAllocator(Allocator):
         if self.config.expandable_segments:
             return self._grow_segment(pool, rounded)
         self._reserve(segment_bytes)
-        return Block(pool, self._claim_addresses(segment_bytes), segment_bytes)
+        return Block(pool, self._addresses(segment_bytes), segment_bytes)
 
     def _grow_segment(self, pool: Pool, rounded: int) -> Block | None:
         """Map pages until a block is large enough (``try_allocate_expandable_block``)."""
         block = pool.lowest_with_room(rounded)
         if block is None:
-            address = self._claim_addresses(_ADDRESS_SPACE_BYTES)
+            address = self._addresses(_ADDRESS_SPACE_BYTES)
             block = Block(pool, address, _ADDRESS_SPACE_BYTES, mapped=False)
             pool.insert(block)
         while not block.mapped or block.size < rounded:
@@ -302,7 +367,7 @@ class CachingAllocator(Allocator):
         self.reserved_bytes += size
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
-    def _claim_addresses(self, size: int) -> int:
+    def _fresh_address(self, size: int) -> int:
         # Pages of either size then start at multiples of that size.
         alignment = lcm(self.config.large_segment_bytes, self.config.small_segment_bytes)
         if self.config.falls:
@@ -311,3 +376,16 @@ class CachingAllocator(Allocator):
         address = -(-self._next_address // alignment) * alignment
         self._next_address = address + size
         return address
+
+
+def _parts_of(segment: Segment) -> Iterator[tuple[int, int, bool, bool]]:
+    """Yield the blocks of a segment in order: address, bytes, and whether each is held and mapped."""
+    taken = [(*part, True) for part in segment.held] + [(*part, False) for part in segment.unmapped]
+    position, end = segment.address, segment.address + segment.size
+    for address, size, is_held in sorted(taken):
+        if position < address:
+            yield position, address - position, False, True
+        yield address, size, is_held, is_held
+        position = address + size
+    if position < end:
+        yield position, end - position, False, True
