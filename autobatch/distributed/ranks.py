@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from autobatch.core.errors import InputError
+from autobatch.core.files import write_atomic
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt, StepRecord, Trial
 from autobatch.core.signals import Arrivals
@@ -215,16 +216,15 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
 
 
 def write_error_file(path: Path | None, line: str) -> None:
-    """Write the line that torchrun prints as the cause of a failure; nothing without torchrun."""
+    """Write the line that torchrun prints as the cause of a failure; nothing without torchrun.
+
+    It is written whole, because torchrun may read it as soon as any rank has ended, and fails on a part.
+    """
     if path is None:
         return
     content = json.dumps({"message": line, "timestamp": str(int(time.time()))})
-    try:
-        path.write_text(content, encoding="utf-8")
-    except OSError:
-        # torchrun fails on a part of a file, which a full disk leaves.
-        with suppress(OSError):
-            path.unlink()
+    with suppress(OSError):  # a full disk must not hide the failure
+        write_atomic(path, content.encode())
 
 
 def _number(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,7 @@ def test_an_invalid_environment_is_named(change: dict[str, str | None], message:
     assert fail_before_joining(environ, "line", is_common=True)
 
 
-def test_a_rank_that_fails_alone_reports_it_and_torchrun_reads_the_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_fails_alone_reports_it_and_torchrun_reads_the_line(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     environ = {"WORLD_SIZE": "2", "MASTER_ADDR": "host", "TORCHELASTIC_ERROR_FILE": str(path)}
     for rank, is_common, reports in ((0, True, True), (1, True, False), (1, False, True)):
@@ -50,10 +49,14 @@ def test_a_rank_that_fails_alone_reports_it_and_torchrun_reads_the_line(
     assert found["message"] == "line"
     assert found["timestamp"].isdecimal()
 
-    def full(*_: object, **__: object) -> None:
-        path.touch()
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
-    fail_before_joining({**environ, "RANK": "0"}, "one line", is_common=True)
-    assert not path.exists()
+def test_a_full_disk_leaves_no_part_of_the_cause(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "TORCHELASTIC_ERROR_FILE": str(path)}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        assert fail_before_joining(environ, "one line", is_common=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [*tmp_path.iterdir()] == []

@@ -1,0 +1,89 @@
+"""Files that other processes read: none is opened to write under its own name, so none is read in part."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+import autobatch
+from autobatch import Progress
+from autobatch.api.ranks import joined_ranks
+from autobatch.distributed.launch import fail_before_joining
+from autobatch.training.run import train
+from tests.support.faults import plain
+from tests.support.opened import opened_to_write
+from tests.support.rank_server import RankServer
+from tests.support.runs import open_loop, settings
+from tests.support.training import make_workload, points
+
+GROWING = {"metrics.jsonl"}
+"""Files that grow by whole lines; their readers leave out a last line without an end."""
+
+
+def files_of(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_writes_each_of_its_files_under_another_name(tmp_path: Path, own_home: Path) -> None:
+    out = tmp_path / "run"
+    workload = make_workload(validation_data=points(9, seed=5))
+    options = {"target_batch": 8, "device": "cpu", "trials": 0, "ema": 0.5}
+    with opened_to_write() as opened:
+        autobatch.fit(workload, out=out, steps=4, checkpoint_every=2, **options)  # type: ignore[arg-type]
+        autobatch.fit(workload, out=out, steps=6, resume=True, **options)  # type: ignore[arg-type]
+    published = files_of(out) | files_of(own_home)
+    assert {"result.json", "report.html", "model.safetensors", "manifest.json", "state.json"} <= {
+        path.name for path in published
+    }
+    assert {path.name for path in published & opened} == GROWING
+    assert opened - published, "it has opened other names"
+
+
+def test_the_limits_of_a_run_out_of_memory_are_written_under_another_name(tmp_path: Path) -> None:
+    loop = open_loop(plain(), target_batch=8, micro_batch=4)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    loop.train_state.optimizers[0].register_step_pre_hook(fail)
+    with opened_to_write() as opened, pytest.raises(autobatch.RestartSmallerError):
+        train(loop, settings(tmp_path), Progress(), None)
+    assert json.loads((tmp_path / "oom.json").read_text())["limits"] == [2]
+    assert {path.name for path in files_of(tmp_path) & opened} == GROWING
+
+
+def test_the_launcher_never_reads_a_part_of_a_cause(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "TORCHELASTIC_ERROR_FILE": str(path)}
+    with opened_to_write() as opened:
+        fail_before_joining(environ, "the cause", is_common=True)
+    assert json.loads(path.read_text())["message"] == "the cause"
+    assert opened
+    assert path not in opened
+
+
+def fail_on_a_rank(out: str) -> list[str]:
+    """Fail on rank 1, while rank 0 waits for its verdict; return the files opened under their own names."""
+    with opened_to_write() as opened, suppress(ValueError), joined_ranks(os.environ) as ranks:
+        ranks.enter(Path(out))
+        if not ranks.rank:
+            time.sleep(30)
+        raise ValueError("wrong")
+    return sorted(path.name for path in files_of(Path(out)) & opened)
+
+
+@pytest.mark.distributed
+def test_a_rank_writes_its_verdict_and_the_cause_under_another_name(
+    server: RankServer, tmp_path: Path
+) -> None:
+    files = {rank: {"TORCHELASTIC_ERROR_FILE": str(tmp_path / f"error-{rank}.json")} for rank in range(2)}
+    waiting, failed = server.run(fail_on_a_rank, str(tmp_path), of_rank=files, seconds=60)
+    assert (waiting.code, failed.code, failed.value) == (1, 0, []), failed.error
+    assert json.loads((tmp_path / "verdict.json").read_text())["line"] == "wrong"
+    assert json.loads((tmp_path / "error-1.json").read_text())["message"] == "wrong"
