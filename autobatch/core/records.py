@@ -81,18 +81,6 @@ class Attempt(Record, frozen=True, kw_only=True):
     than the budget refused it."""
 
 
-class LengthLimit(Record, frozen=True, kw_only=True):
-    """Largest micro-batch of samples up to a given size."""
-
-    size: float
-    """Size by `size_of`, else the number of elements of a sample."""
-    micro_batch: int
-    upper_bound_by: UpperBoundBy | None
-    """Proof that the next size does not fit; None if the search ended near the limit, without one."""
-    padded_size: float = 0.0
-    """``size`` × ``micro_batch``: tokens per micro-batch if a size is a number of tokens."""
-
-
 class RealBatches(Record, frozen=True, kw_only=True):
     """Check of a limit against batches of the run, whose samples differ in size."""
 
@@ -132,10 +120,6 @@ class Probe(Record, frozen=True, kw_only=True):
     source: str = "search"
     """``search``, ``saved DATE`` if one run confirmed a cached limit, or ``asked`` if only this size was
     checked."""
-    lengths: list[LengthLimit] = []
-    """Largest micro-batch of samples up to several sizes, ascending; empty if all samples have one size."""
-    size_unit: Literal["tokens"] | None = None
-    """``tokens`` if samples are sequences whose sizes count their tokens; None for any other size."""
     multiple: int = 1
     """Micro-batches are multiples of it, because others fail for another reason than memory."""
     memory_variation: float | None = None
@@ -497,12 +481,6 @@ class Estimate(Record, frozen=True, kw_only=True):
     """Phase of the step that contains the peak."""
     remedies: list[Remedy] | None = None
     """Changes that let more fit, the best first; None if several GPUs were asked about."""
-    lengths: list[LengthLimit] = []
-    """As `Probe.lengths`; empty for several GPUs, or if the step is no program of the size."""
-    size_unit: Literal["tokens"] | None = None
-    """As `Probe.size_unit`."""
-    size_cut: SizeCut | None = None
-    """Split by size of the plan, whose cost is unknown; None without a plan, or if something forbids it."""
     world_size: int = 1
     """Ranks, one per GPU; all figures are those of one rank."""
     parallel: Parallel | None = None

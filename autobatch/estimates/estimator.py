@@ -18,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
-from autobatch.core.errors import AutobatchError, DoesNotFitError
+from autobatch.core.errors import DoesNotFitError
 from autobatch.core.options import Options
-from autobatch.core.records import Estimate, Parallel, Plan, RankEstimate, Remedy, SizeCut
+from autobatch.core.records import Estimate, Parallel, Plan, RankEstimate, Remedy
 from autobatch.core.units import format_bytes
 from autobatch.device.profiles import HardwareProfile
 from autobatch.distributed.sharding.layout import ShardLayout, sync_of
@@ -29,7 +29,6 @@ from autobatch.estimates.traces import ALONE, Layout, Traces
 from autobatch.footprint.explain import explain
 from autobatch.footprint.fit import Footprint, Unpredictable
 from autobatch.footprint.predict import (
-    gpu_allocator,
     predict,
 )
 from autobatch.footprint.suggestions import Outcome, in_words
@@ -37,12 +36,8 @@ from autobatch.footprint.tracing.apart import run_apart, run_in_copies
 from autobatch.planning import make_plan
 from autobatch.rehearsal.setup import check_loss_of_ranks
 from autobatch.report.result import Estimates
-from autobatch.search.curve import curve_of, trace_sizes
-from autobatch.search.hazards import hazard_in_model, is_padded
-from autobatch.search.plan_split import with_expectations
-from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream
+from autobatch.workload.contract import WholeBatchLoss, Workload
 from autobatch.workload.rng import preserved_random_state, seed_everything
-from autobatch.workload.split import digest_of
 from autobatch.workload.streams import scanned, stream_notes
 
 
@@ -80,8 +75,7 @@ class Estimator:
         if is_only:
             self._prepare(gpus[0])
         for gpu in gpus:
-            one = self.limit(gpu)
-            found.append(self._by_size(gpu, one) if is_only and self.world == 1 else one)
+            found.append(self.limit(gpu))
         do_fit = [one.fits for one in found]
         helped = range(len(found)) if self.gpus.names else []
         if not any(do_fit):
@@ -204,35 +198,6 @@ class Estimator:
             if size > one.micro_batch:
                 found.append(Remedy(name=name, advice=advice, micro_batch=size, peak_bytes=peak))
         return sorted(found, key=lambda remedy: (-remedy.micro_batch, remedy.peak_bytes))
-
-    def _by_size(self, gpu: HardwareProfile, one: Estimate) -> Estimate:
-        """Add what fits of smaller samples, beside the workspaces of libraries, and the split by size."""
-        workload, worst_case = self.traces.workload, self.traces.worst_case
-        sizes = None if is_stream(workload.train_data) else worst_case.sizes()
-        if sizes is None or sizes.min() == sizes.max():
-            return one
-        # A size that was asked about is no limit to begin with.
-        if not one.fits or self.options.search.micro_batch is not None:
-            return one
-        try:
-            with self.traces.setting(ALONE, gpu.compute_capability) as setting:
-                program = trace_sizes(setting, sizes)
-        except AutobatchError:
-            return one
-        size, count = gpu.libraries.workspaces or (0, 0)
-        allocator = partial(gpu_allocator, one.budget_bytes - size * count)
-        lengths = curve_of(program, sizes, allocator, limit=one.micro_batch, cap=self.gpus.cap)
-        cut, plan = None, one.plan
-        # Only a run would show whether padding changes a result.
-        if plan is not None and hazard_in_model(self.traces.model) is None and is_padded(workload, sizes):
-            cut = SizeCut(
-                sizes=[each.size for each in lengths],
-                micro_batches=[min(each.micro_batch, plan.target_batch) for each in lengths],
-                limits_by="replay",
-                digest=digest_of(sizes),
-            )
-            cut, _ = with_expectations(cut, sizes, plan, self.options.device.seed)
-        return msgspec.structs.replace(one, lengths=lengths, size_unit=worst_case.size_unit(), size_cut=cut)
 
     def _worlds(self, parallel: Parallel) -> list[int]:
         """Return the numbers of ranks for the table: all that were asked for, or some near the only one."""

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -115,8 +115,6 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     """True if the driver may move memory to the host where an allocation should fail."""
     largest_sample: tuple[int, float] | None = None
     """Index and size of the largest sample; None if all sizes are equal."""
-    size_unit: Literal["tokens"] | None = None
-    """``tokens`` if the sizes of samples count their tokens."""
     layout: ShardLayout | None = None
     """What ranks gather and reduce of a model that they share; None if each has a whole one."""
     data: DataDigest | None = None
@@ -324,8 +322,6 @@ def describe_setup(setup: Setup) -> SetupInfo:
     with preserved_random_state():
         setup.worst_case.check_collate()
         key = setup_key(setup, device)
-        sizes = None if setup.stream is not None else setup.worst_case.sizes()
-        size_unit = None if sizes is None else setup.worst_case.size_unit()
     return SetupInfo(
         device=device,
         key=key,
@@ -344,7 +340,6 @@ def describe_setup(setup: Setup) -> SetupInfo:
         may_spill=setup.device.may_spill,
         largest_sample=setup.worst_case.largest(),
         data=data,
-        size_unit=size_unit,
         layout=setup.layout,
         notes=[
             *device.notes,

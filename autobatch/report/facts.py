@@ -16,7 +16,6 @@ from autobatch.core.records import (
     Attempt,
     DeviceRecord,
     Estimate,
-    LengthLimit,
     LrTuning,
     Plan,
     Probe,
@@ -223,7 +222,6 @@ def _fits_facts(run: RunRecord) -> Iterator[Fact]:
     if run.probe is not None:
         yield Fact("fits", "runs", _describe_runs(run.probe), "more")
         yield Fact("fits", "real batches", _describe_real_batches(run.probe), "more")
-        yield Fact("fits", "by size", _describe_lengths(run.probe.lengths, run.probe.size_unit), "more")
 
 
 def _fits_in_plan(run: RunRecord) -> str:
@@ -303,18 +301,6 @@ def _describe_real_batches(probe: Probe) -> str:
     return (
         f"{words}: of the most expensive samples alone, {count(found.micro_batch_alone)} fit, but many sizes "
         "fragment the memory"
-    )
-
-
-def _describe_lengths(lengths: Sequence[LengthLimit], unit: str | None) -> str:
-    """Describe the limit of small and of large samples; empty if all have one size."""
-    if len(lengths) < 2:
-        return ""
-    first, last = lengths[0], lengths[-1]
-    of = f" {unit}" if unit else ""
-    return (
-        f"{count(first.micro_batch)} samples of up to {decimal(first.size)}{of} fit, and "
-        f"{count(last.micro_batch)} of the largest, {decimal(last.size)}{of}"
     )
 
 

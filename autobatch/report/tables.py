@@ -73,28 +73,6 @@ def memory_table(one: Estimate) -> Table:
     return Table(caption, [caption, "bytes", "share"], rows)
 
 
-def size_lines(one: Estimate) -> Iterator[str]:
-    """Yield what fits of each size of sample, and what a split by size would save."""
-    if len(one.lengths) > 1:
-        tokens = "tokens" if one.size_unit else "size"
-        yield f"predicted micro-batch by {tokens} of the longest sample in it:"
-        # Of sizes with one limit, the largest says it all.
-        for limit in {each.micro_batch: each for each in one.lengths}.values():
-            total = f"{limit.padded_size:,.0f} {one.size_unit} per micro-batch" if one.size_unit else ""
-            yield f"  {limit.micro_batch:>7,}  up to {limit.size:g}  {total}".rstrip()
-    cut = one.size_cut
-    if cut is not None and cut.padding is not None and cut.padding_by_count is not None:
-        yield (
-            f"padding: {_padding(cut.padding)} of a step in {cut.steps:.1f} micro-batches if it is split by "
-            f"size, {_padding(cut.padding_by_count)} in {cut.steps_by_count:.0f} if it is split by count"
-        )
-
-
-def _padding(ratio: float) -> str:
-    """Write the ratio of padded to real elements as the share of padding."""
-    return f"{1 - 1 / max(1.0, ratio):.0%}"
-
-
 def remedy_lines(one: Estimate) -> Iterator[str]:
     """Yield what would let more fit on one GPU."""
     for remedy in one.remedies or ():

@@ -192,7 +192,6 @@ class Terminal(Progress):
             self._console.print()
             self._print_table(tables.memory_table(one), wraps=True)
             self._print_remedies(one, "")
-            self._print_lines(tables.size_lines(one))
             return
         for one in estimates.estimates:
             if not one.fits:

@@ -8,25 +8,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from autobatch.core.errors import AutobatchError
 from autobatch.core.knobs import PRECISION, memory_signature
 from autobatch.core.largest import largest, near
-from autobatch.core.progress import Progress
-from autobatch.core.records import LengthLimit, Plan, Probe, UpperBoundBy
+from autobatch.core.records import Plan
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.footprint.program import Untraceable
 from autobatch.footprint.sizes import TRACED_STEPS, Shape, SizeProgram, fit_size_program, replay_batches
 from autobatch.footprint.tracing.apart import run_each_apart
 from autobatch.footprint.tracing.trace_mode import Recording
 from autobatch.footprint.tracing.trace_step import Setting, record
-from autobatch.rehearsal.process import Session, SetupProcess
+from autobatch.rehearsal.process import Session
 from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.rehearsal.trace import setting_of
-from autobatch.search.attempts import ask_or_none
 from autobatch.workload.contract import Collated
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.rng import preserved_random_state
@@ -116,13 +113,13 @@ def curve_of(
     *,
     limit: int | None,
     cap: int,
-) -> list[LengthLimit]:
+) -> list[tuple[float, int]]:
     """Return the largest micro-batch for samples up to several sizes, in ascending order of size.
 
     The ``limit`` is that of the largest samples, which ran; None to replay that one too.
     """
     knots = np.unique(np.quantile(sizes, np.linspace(0, 1, KNOTS + 1)[1:], method="higher"))
-    found: list[LengthLimit] = []
+    found: list[tuple[float, int]] = []
     least, larger = limit or 1, float(knots[-1])
     for size in knots[::-1].tolist():
 
@@ -136,9 +133,7 @@ def curve_of(
             likely = near(int(least * larger / size) if size > 0 else cap)
             least = largest(fits, least, max(cap, least) + 1, likely)
         larger = size
-        own = min(least, cap)
-        by: UpperBoundBy = "cap" if own == cap else "replay"
-        found.append(LengthLimit(size=size, micro_batch=own, upper_bound_by=by, padded_size=size * own))
+        found.append((size, min(least, cap)))
     return found[::-1]
 
 
@@ -182,30 +177,3 @@ def trace_setup(setup: Setup) -> SizeProgram | None:
             return trace_sizes(setting_of(setup), sizes)
     except AutobatchError:
         return None
-
-
-def find_limits_by_size(process: SetupProcess, found: Probe, cap: int, progress: Progress) -> Probe:
-    """Add the largest micro-batch of smaller samples to a probe, if the step is an exact program of sizes.
-
-    A limit on the tokens of a micro-batch follows: size times micro-batch, if that product is flat.
-    """
-    if process.info.largest_sample is None or found.stopped_by is not None:
-        return found
-    progress.doing("computing the limits of smaller samples")
-    try:
-        lengths = ask_or_none(process, "a curve over size", _find_curve, found.micro_batch, cap)
-    except KeyboardInterrupt:
-        progress.note("interrupted: left out the micro-batches of smaller samples")
-        return found
-    if not lengths:
-        return found
-    lengths[-1] = msgspec.structs.replace(lengths[-1], upper_bound_by=found.upper_bound_by)
-    return msgspec.structs.replace(found, lengths=lengths, size_unit=process.info.size_unit)
-
-
-def _find_curve(session: Session, limit: int, cap: int) -> list[LengthLimit]:
-    """Return the curve up to a limit that ran; empty if the step is no exact program."""
-    sizes, program = session.setup.worst_case.sizes(), program_of(session)
-    if sizes is None or program is None or not program.is_exact:
-        return []
-    return curve_of(program, sizes, session.setup.device.new_allocator, limit=limit, cap=cap)

@@ -34,7 +34,6 @@ from autobatch.rehearsal.process import Session, SetupProcess
 from autobatch.rehearsal.setup import new_allocator
 from autobatch.search.attempts import Attempts, ask_or_none, nothing_fits, run_attempt
 from autobatch.search.cache import CachedLimit, entry_path, find_trace, lookup, save_trace, store
-from autobatch.search.curve import find_limits_by_size
 from autobatch.search.real_batches import survive_real_batches
 from autobatch.search.replay import replay_on
 from autobatch.search.search import MULTIPLES, Found, first_size, search
@@ -75,7 +74,7 @@ def find_limit(
         process: holds the setup.
         options: options of the run: caps, time limit and budget.
         share: samples of a batch that this rank takes, to check the micro-batches of their even split; None
-            for a probe without a plan, which adds the limits of smaller samples instead.
+            for a probe without a plan.
         home: data directory, in which answers are saved.
         progress: receives each attempt and the answer.
         clock: seconds.
@@ -91,8 +90,6 @@ def find_limit(
     progress.probed(limit.probe)
     limit = limit if confirmed else probing.save(limit)
     probe = survive_real_batches(process, limit.probe, share, options.device.seed, progress)
-    if share is None:
-        probe = find_limits_by_size(process, probe, probing.cap, progress)
     limit = limit._replace(probe=probe, planned=probe.micro_batch)
     is_alone = process.info.key["world_size"] in (None, 1)
     return limit if share is None or not is_alone else limit_of_plan(process, limit, share, progress)

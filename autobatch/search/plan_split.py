@@ -159,7 +159,7 @@ def _largest_cut(batches: RunBatches, limit: int, cap: int) -> SizeCut | None:
         # Concatenated samples are not all of the largest size, so no run has shown that limit.
         ran = None if joins else limit
         curve = curve_of(program, sizes, batches.setup.device.new_allocator, limit=ran, cap=cap)
-        knots, limits = [one.size for one in curve], [one.micro_batch for one in curve]
+        knots, limits = [size for size, _ in curve], [micro_batch for _, micro_batch in curve]
     cut = SizeCut(
         sizes=knots,
         micro_batches=limits,

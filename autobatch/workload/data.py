@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from itertools import cycle, islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -225,15 +225,6 @@ class WorstCaseSampler:
         """
         if self.largest() is not None:
             load_micro_batch(self._workload, [self._order[0], self._order[-1]])
-
-    def size_unit(self) -> Literal["tokens"] | None:
-        """Return ``tokens`` if the cost of a sample is the length of a sequence of whole numbers in it."""
-        for index in (self._order[0], self._order[len(self._order) // 2], self._order[-1]):
-            sample = _read_sample(self._data, index)
-            sequences = (t for t in tensors_of(sample) if t.dim() == 1 and not t.is_floating_point())
-            if self._costs[index] not in {float(len(one)) for one in sequences}:
-                return None
-        return "tokens"
 
     def batch(self, size: int) -> Collated:
         """Collate the ``size`` most expensive samples; repeat them if the data has fewer."""

@@ -13,7 +13,7 @@ from torch import nn
 
 import autobatch
 from autobatch import DoesNotFitError, InputError
-from autobatch.core.records import Estimate, RankEstimate
+from autobatch.core.records import RankEstimate
 from autobatch.core.units import MiB
 from autobatch.device.profiles import load_profile
 from autobatch.estimates.estimator import Estimator, estimate_limits, nothing_fits
@@ -22,9 +22,7 @@ from autobatch.footprint.tracing.apart import run_apart
 from autobatch.report.terminal import Terminal
 from tests.support.options import as_options
 from tests.support.probes import mlp, work
-from tests.support.ragged import Sequences, joined_workload, ragged_workload, wide_model
 from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, token_loss
-from tests.support.training import tokens
 
 NOWHERE = Path("nowhere")
 T4 = load_profile("t4", user_dir=NOWHERE)
@@ -176,54 +174,6 @@ def test_a_profile_names_the_gpu_else_a_simulated_device_does(device, profile, n
 
 
 # Samples of many sizes.
-
-
-class UpTo(Sequences):
-    """The sequences of at most a length."""
-
-    def __getitem__(self, index: int):
-        ids, labels = super().__getitem__(index)
-        return ids[: self.cut], labels[: self.cut]
-
-
-def of_sizes(workload) -> Estimate:
-    options = as_options("estimate", profile=["t4"], memory_budget="160MiB", target_batch=384)
-    return estimate_limits(workload, options, home=NOWHERE).estimates[0]
-
-
-@pytest.mark.program
-def test_each_size_has_the_limit_of_samples_up_to_that_size():
-    one = of_sizes(ragged_workload(model=wide_model, train_data=Sequences(samples=300, longest=60)))
-    assert one.size_unit == "tokens"
-    assert one.lengths[-1].size == 60
-    assert one.lengths[-1].micro_batch == one.micro_batch < 384
-    assert one.lengths[0].micro_batch == 384
-    middle = one.lengths[len(one.lengths) * 3 // 4]
-    shorter = UpTo(samples=300, longest=60)
-    shorter.cut = int(middle.size)
-    alone = of_sizes(ragged_workload(model=wide_model, train_data=shorter))
-    assert 0.9 * alone.micro_batch <= middle.micro_batch <= alone.micro_batch_high
-    assert one.size_cut.padding < one.size_cut.padding_by_count
-
-
-class Again(nn.Module):
-    """Give rows of tokens a dimension of their samples again."""
-
-    def forward(self, rows):
-        return rows.unsqueeze(0)
-
-
-def normalised() -> nn.Module:
-    return nn.Sequential(nn.Embedding(7, 32), nn.Flatten(0, 1), nn.BatchNorm1d(32), nn.Linear(32, 7), Again())
-
-
-@pytest.mark.program
-def test_a_split_by_size_is_left_out_where_it_is_not_possible():
-    data = Sequences(samples=300, longest=60)
-    assert of_sizes(ragged_workload(model=normalised, train_data=data)).size_cut is None
-    assert of_sizes(joined_workload()).size_cut is None
-    equal = of_sizes(ragged_workload(model=wide_model, train_data=tokens(), collate=None, size_of=None))
-    assert (equal.lengths, equal.size_cut) == ([], None)
 
 
 # Models whose constructors need values.

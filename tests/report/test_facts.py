@@ -11,7 +11,6 @@ import pytest
 from autobatch import Plan
 from autobatch.core.records import (
     Estimate,
-    LengthLimit,
     LimitedBy,
     RankLimit,
     RankPlan,
@@ -78,10 +77,6 @@ CUT = SizeCut(
     sizes=[16.0, 512.0], micro_batches=[90, 4], limits_by="replay", padding=1.25, padding_by_count=2.5,
     steps=8.9, steps_by_count=12.0, replayed_batches=300,
 )  # fmt: skip
-LENGTHS = [
-    LengthLimit(size=size, micro_batch=m, upper_bound_by="replay", padded_size=size * m)
-    for size, m in ((16.0, 90), (512.0, 4))
-]
 DIVERGED = msgspec.structs.replace(some_rates(), default_loss=None)
 CHOSEN = TrialComparison(
     changes={"precision": "bf16"}, ratio=1.37, low=1.29, high=1.45, rounds=3, chosen=True
@@ -104,8 +99,7 @@ RUNS: dict[str, RunRecord] = {
     "a limit on ranks that share the model": probed(ranks=on_ranks(93, 93), parallel="shard"),
     "a limit on unlike ranks": probed(ranks=on_ranks(93, 12, 93), parallel="replicate"),
     "real batches": probed(
-        real_batches=RealBatches(batches=300, by="replay", micro_batch_alone=120), lengths=LENGTHS,
-        size_unit="tokens",
+        real_batches=RealBatches(batches=300, by="replay", micro_batch_alone=120),
     ),
     "real batches that ran": probed(real_batches=RealBatches(batches=3, by="run", micro_batch_alone=93)),
     "one micro-batch": planned(make_plan(target_batch=93, micro_batch_limit=93, learning_rate=1e-5)),

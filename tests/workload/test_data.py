@@ -86,12 +86,6 @@ def test_a_size_that_no_sample_can_have_is_refused(size: object) -> None:
         WorstCaseSampler(workload([1, 2], size_of=lambda _: size)).batch(1)
 
 
-def test_sizes_are_tokens_if_they_are_lengths_of_whole_numbers() -> None:
-    texts = [{"ids": torch.zeros(n, dtype=torch.long), "label": torch.zeros(())} for n in (3, 1, 2)]
-    assert WorstCaseSampler(workload(texts, size_of=lambda row: len(row["ids"]))).size_unit() == "tokens"
-    assert WorstCaseSampler(workload(texts)).size_unit() is None
-
-
 @dataclass
 class Graph:
     nodes: Tensor
