@@ -1,0 +1,297 @@
+"""State of a run that users have reported: what a resume must restore, and what may be said of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+
+import autobatch
+from autobatch import Progress, StepRecord
+from autobatch.workload.rng import seed_everything
+from tests.support.noted import fit, fit_until, known
+from tests.support.training import apart, make_workload, mean_loss, points, weights
+
+OPTIONS: dict[str, Any] = {"target_batch": 8, "max_micro_batch": 3, "seed": 3}
+ORDER = [(7 * place) % 24 for place in range(24)]
+"""The samples of an epoch, as a sampler draws them."""
+SAVED, STOPPED, STEPS = 5, 7, 9
+EXACTLY = "bit for bit"
+
+
+NOT_SHOWN = known("run: a resume is called exact by a look at five samples, and not by what it trains")
+
+
+class Steps(nn.Sequential):
+    """Model that counts its optimizer steps in a buffer, so that a checkpoint has their number."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.register_buffer("steps", torch.tensor(0))
+
+
+def apart_after_resume(make: Callable[[], Any], tmp_path: Path, **options: Any) -> tuple[float, list[str]]:
+    """Return how far a run that was stopped is from the one that was not, and the remarks of its resume."""
+    options = {**OPTIONS, "steps": STEPS, **options}
+    whole, _ = fit(make(), tmp_path / "whole", **options)
+    fit_until(STOPPED, make(), tmp_path / "parts", checkpoint_every=SAVED, **options)
+    parts, notes = fit(make(), tmp_path / "parts", resume=True, **options)
+    return apart(weights(parts.model), weights(whole.model)), notes
+
+
+def count_steps(model: Any) -> int:
+    model.steps += 1
+    return int(model.steps)
+
+
+def unfreezing() -> Any:
+    def build() -> nn.Module:
+        model = Steps(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        model[0].requires_grad_(False)
+        return model
+
+    def after_step(model: Any) -> None:
+        if count_steps(model) == 3:
+            model[0].requires_grad_(True)
+
+    return make_workload(model=build, after_step=after_step)
+
+
+def stilling() -> Any:
+    def build() -> nn.Module:
+        return Steps(nn.Linear(5, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+
+    def after_step(model: Any) -> None:
+        if count_steps(model) == 3:
+            model[1].eval()
+            model[2].eval()
+
+    return make_workload(model=build, after_step=after_step)
+
+
+class Centred(nn.Module):
+    """Layer whose forward hook keeps a running mean in a buffer that it registers in the first pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 8)
+        self.linear.register_forward_hook(self.keep)
+
+    @staticmethod
+    def keep(module: Any, _: object, output: Tensor) -> Tensor:
+        if not hasattr(module, "mean"):
+            module.register_buffer("mean", torch.zeros(8, dtype=output.dtype))
+        if module.training:
+            module.mean = 0.99 * module.mean + 0.01 * output.detach().mean(0)
+        return output - module.mean.clone()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(inputs)
+
+
+def hooked() -> Any:
+    return make_workload(model=lambda: nn.Sequential(Centred(), nn.Tanh(), nn.Linear(8, 3)).double())
+
+
+@known("run: requires_grad that a run has changed is no state of a checkpoint")
+def test_parameters_that_a_run_has_unfrozen_are_trained_after_a_resume(tmp_path: Path) -> None:
+    difference, _ = apart_after_resume(unfreezing, tmp_path)
+    assert difference == 0
+
+
+@known("run: modes of modules that a run has changed are no state of a checkpoint")
+def test_modes_that_a_run_has_changed_hold_after_a_resume(tmp_path: Path) -> None:
+    difference, _ = apart_after_resume(stilling, tmp_path, split_check="note")
+    assert difference == 0
+
+
+@known("run: a resume refuses a buffer that the first forward pass registers")
+def test_a_buffer_that_a_hook_registers_is_resumed(tmp_path: Path) -> None:
+    difference, _ = apart_after_resume(hooked, tmp_path, split_check="note")
+    assert difference == 0
+
+
+@known("run: nothing tells that more parameters train than the probe has seen")
+def test_a_probe_of_fewer_trained_parameters_is_told(tmp_path: Path) -> None:
+    _, notes = fit(unfreezing(), tmp_path, steps=STEPS, **OPTIONS)
+    assert any(re.search("requires_grad|fr[eo]ez|froz", note) for note in notes), notes
+
+
+def plain_loop(make: Any, batches: list[list[int]]) -> nn.Module:
+    """Train with one pass over each whole batch, in the modes that the model has."""
+    seed_everything(OPTIONS["seed"])
+    model = make.model()
+    optimizer = make.optimizer(model.parameters(), make.learning_rate)
+    for ids in batches:
+        inputs, labels = (
+            torch.stack(column) for column in zip(*(make.train_data[i] for i in ids), strict=True)
+        )
+        optimizer.zero_grad()
+        make.loss(model, (inputs, labels)).backward()
+        optimizer.step()
+        if make.after_step is not None:
+            make.after_step(model)
+    return model
+
+
+def test_a_run_that_unfreezes_trains_what_a_plain_loop_does(tmp_path: Path) -> None:
+    workload = dataclasses.replace(unfreezing(), sampler=ORDER)
+    found, _ = fit(workload, tmp_path, steps=6, **OPTIONS)
+    expected = plain_loop(workload, [(ORDER * 2)[8 * step : 8 * step + 8] for step in range(6)])
+    assert apart(weights(found.model), weights(expected)) < 1e-12
+
+
+class Draws(Dataset[Any]):
+    """Points with noise from a generator: that of the data, or torch's own."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self.rows, self.generator = points(), generator
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, label = self.rows[index]
+        return inputs + torch.randn(5, dtype=torch.float64, generator=self.generator), label
+
+
+def own_generator() -> Any:
+    return make_workload(train_data=Draws(torch.Generator().manual_seed(1)))
+
+
+def global_generator() -> Any:
+    return make_workload(train_data=Draws(None))
+
+
+def remembering() -> Any:
+    """Return a workload whose loss weighs each class by how often it has seen it."""
+    seen = torch.ones(3, dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        inputs, labels = batch
+        if model.training:
+            seen.add_(torch.bincount(labels, minlength=3))
+        return (cross_entropy(model(inputs), labels, reduction="none") / seen[labels]).mean()
+
+    return make_workload(loss=loss)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        make_workload,
+        pytest.param(own_generator, marks=NOT_SHOWN),
+        pytest.param(remembering, marks=NOT_SHOWN),
+        pytest.param(global_generator, marks=NOT_SHOWN),
+    ],
+)
+def test_a_resume_is_called_exact_if_it_is(make: Callable[[], Any], tmp_path: Path) -> None:
+    difference, notes = apart_after_resume(make, tmp_path, split_check="note")
+    assert any(EXACTLY in note for note in notes) == (difference == 0), (difference, notes)
+
+
+class Tuned(nn.Sequential):
+    """Head on a backbone that is still: its statistics stay, and its dropout is off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+        self.head = nn.Linear(8, 3)
+        self.backbone.requires_grad_(False)
+
+
+def still_backbone() -> nn.Module:
+    model = Tuned().double()
+    model.backbone.eval()
+    return model
+
+
+@known("run: every part of a model is put in train mode, also what its function has put in eval mode")
+def test_a_backbone_in_eval_mode_trains_as_in_a_plain_loop(tmp_path: Path) -> None:
+    workload = make_workload(model=still_backbone, sampler=ORDER)
+    found, _ = fit(workload, tmp_path, steps=6, **OPTIONS)
+    expected = plain_loop(workload, [(ORDER * 2)[8 * step : 8 * step + 8] for step in range(6)])
+    assert apart(weights(found.model), weights(expected)) < 1e-12
+
+
+def recording(modes: dict[tuple[str, str], int], act: list[str]) -> Any:
+    def loss(model: Any, batch: Any) -> Tensor:
+        modes[act[0], f"backbone {model.backbone.training}, head {model.head.training}"] = 1
+        return mean_loss(model, batch)
+
+    return make_workload(model=still_backbone, loss=loss, validation_data=points(9, seed=5))
+
+
+@known("run: every part of a model is put in train mode, also what its function has put in eval mode")
+def test_no_part_of_a_run_changes_the_modes_of_a_model(tmp_path: Path) -> None:
+    modes: dict[tuple[str, str], int] = {}
+    act = ["probe"]
+    workload = recording(modes, act)
+    autobatch.probe(workload, device="cpu", memory_budget="1GiB", max_micro_batch=3, progress=False)
+    act[0] = "fit"
+    fit_until(STOPPED, workload, tmp_path, checkpoint_every=SAVED, steps=STEPS, **OPTIONS)
+    act[0] = "resume"
+    fit(workload, tmp_path, steps=STEPS, resume=True, **OPTIONS)
+    assert {name for name, _ in modes} == {"probe", "fit", "resume"}
+    trained = {mode for _, mode in modes if "head True" in mode}
+    assert trained == {"backbone False, head True"}, sorted(modes)
+
+
+@known("run: a checkpoint may outlive the lines of its steps, which are not flushed to the disk before it")
+def test_a_checkpoint_never_has_more_steps_than_the_disk_has_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Look at each flush of the folder that publishes a checkpoint at what a power cut would leave."""
+    flushed, published = [0], []
+
+    def fsync(file: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{file}"))
+        if path.name == "metrics.jsonl":
+            flushed[0] = len(path.read_text().splitlines())
+        if path.name == "checkpoints":
+            steps = [int(name.removeprefix("step-")) for name in os.listdir(path) if "." not in name]
+            published.append((max(steps), flushed[0]))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "fdatasync", fsync)
+    fit(make_workload(), tmp_path, steps=6, checkpoint_every=2, **OPTIONS)
+    assert [step for step, _ in published] == [2, 4, 6]
+    assert all(lines >= step for step, lines in published), published
+
+
+@known("run: without locks of the system, a second run enters the folder of the first and deletes its files")
+def test_a_second_run_deletes_nothing_of_the_first_where_the_system_has_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    for name in ("flock", "lockf"):
+        monkeypatch.setattr(fcntl, name, refuse)
+    unfinished = tmp_path / "run" / ".result.json.12345678.tmp"
+    left = []
+
+    class StartingAnother(Progress):
+        def stepped(self, step: StepRecord, of: int) -> None:
+            if step.step == 1:
+                unfinished.touch()
+                with suppress(autobatch.InputError):
+                    autobatch.fit(make_workload(), out=tmp_path / "run", steps=1, progress=False, **options)
+                left.append(unfinished.exists())
+
+    options = {"device": "cpu", "memory_budget": "1GiB", "trials": 0, **OPTIONS}
+    with suppress(autobatch.AutobatchError):  # the second run may have moved its files away
+        autobatch.fit(make_workload(), out=tmp_path / "run", steps=2, progress=StartingAnother(), **options)
+    assert left == [True]
