@@ -1,0 +1,167 @@
+"""Runs over ranks that users have reported: one answer on all ranks, and no end of what would work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autobatch
+from autobatch import FitResult, Loss, Plan, Progress, StepRecord, Workload
+from autobatch.training.checkpoint import list_checkpoints
+from tests.support.noted import known
+from tests.support.ragged import Sequences, ragged_workload
+from tests.support.rank_server import RankServer
+from tests.support.training import make_workload, mean_loss, network, token_loss
+
+pytestmark = pytest.mark.distributed
+COMMON: dict[str, Any] = {"device": "cpu", "memory_budget": "1GiB", "trials": 0, "seed": 3}
+LARGE = 2**19
+"""Elements of a buffer that no run copies at every step."""
+LONG_S = 24.0
+LONGEST = 48
+"""Tokens of the longest sample."""
+
+
+def fit(workload: Workload, out: str, listener: Progress, **options: Any) -> FitResult:
+    with patch("autobatch.report.page.write_report"):
+        return autobatch.fit(workload, out=out, progress=listener, **{**COMMON, **options})
+
+
+class Started(Progress):
+    """Listener that knows how many steps of the training are done."""
+
+    steps = 0
+    micro_batch = 0
+    """Of the longest samples."""
+
+    def planned(self, plan: Plan) -> None:
+        self.micro_batch = plan.micro_batch
+
+    def stepped(self, step: StepRecord, of: int) -> None:
+        self.steps = step.step
+
+
+class Queued(nn.Module):
+    """Model with a large buffer, of which a run keeps no copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+        self.register_buffer("queue", torch.zeros(LARGE))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs)
+
+
+def end_of_skipped_step(out: str) -> str:
+    """Let the third step have no finite loss, and rank 1 alone write a large buffer; return its error."""
+    torch.set_num_threads(1)
+    listener = Started()
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        found = mean_loss(model, batch)
+        if listener.steps != 2 or not model.training or os.environ["RANK"] == "0":
+            return found
+        model.queue.add_(1)
+        return found * float("nan")
+
+    workload = make_workload(model=Queued, loss=loss)
+    options = {"on_nonfinite": "skip", "collective_timeout": 6}
+    try:
+        fit(workload, out, listener, target_batch=8, steps=6, **options)
+    except autobatch.AutobatchError as error:
+        return type(error).__name__
+    return "ended"
+
+
+@known("run: a rank that cannot restore a large buffer ends, and the others wait for it in the next step")
+def test_all_ranks_end_a_step_that_cannot_be_skipped_alike(server: RankServer, tmp_path: Path) -> None:
+    ended = server.run(end_of_skipped_step, str(tmp_path / "run"), seconds=60)
+    assert [rank.value for rank in ended] in (["NonFiniteError"] * 2, ["ended"] * 2), ended
+
+
+def stop_in_long_step(out: str) -> tuple[str, int]:
+    """Send SIGTERM to this rank in the third step, which takes rank 1 longer than 20 seconds."""
+    torch.set_num_threads(1)
+    listener, asked = Started(), []
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        if listener.steps == 2 and not asked:
+            asked.append(os.kill(os.getpid(), signal.SIGTERM))
+            time.sleep(LONG_S * int(os.environ["RANK"]))
+        return mean_loss(model, batch)
+
+    try:
+        fit(make_workload(loss=loss), out, listener, target_batch=8, steps=6)
+    except autobatch.AutobatchError as error:
+        return type(error).__name__, error.exit_code
+    return "ended", 0
+
+
+@pytest.mark.program
+@known("run: a step that takes longer than 20 seconds after a signal loses its checkpoint")
+def test_a_long_step_ends_with_its_checkpoint_after_a_signal(server: RankServer, tmp_path: Path) -> None:
+    ended = server.run(stop_in_long_step, str(tmp_path), seconds=100)
+    assert [rank.value for rank in ended] == [("Interrupted", 143)] * 2, ended
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000003"]
+
+
+def validate_longest(out: str, options: dict[str, Any]) -> tuple[str, int]:
+    """Train on samples of many lengths, and validate samples of the greatest; memory has room for no more.
+
+    Returns:
+        How the run ended, and its optimizer steps.
+    """
+    torch.set_num_threads(1)
+    data = Sequences(2000, LONGEST)
+    longest = [data[index] for index in range(2000) if len(data[index][0]) == LONGEST]
+
+    def model() -> nn.Module:
+        layers = nn.Embedding(7, 64), nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 7)
+        return nn.Sequential(*layers).double()
+
+    listener = Started()
+
+    def loss(model: Any, batch: Any) -> Loss:
+        is_validated = listener.steps and not torch.is_grad_enabled()
+        if is_validated and batch[0].shape[1] == LONGEST and len(batch[0]) > listener.micro_batch:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return token_loss(model, batch)
+
+    workload = ragged_workload(
+        model=model, loss=loss, train_data=Sequences(96, LONGEST), validation_data=longest
+    )
+    try:
+        found = fit(workload, out, listener, target_batch=48, steps=2, memory_budget="3MiB", **options)
+    except autobatch.AutobatchError as error:
+        return f"{type(error).__name__}: {error}", listener.steps
+    assert found.plan.split == options["split"]
+    return "ended", listener.steps
+
+
+@pytest.mark.program
+@pytest.mark.parametrize(
+    ("parallel", "split"),
+    [
+        ("replicate", "size"),
+        ("shard", "count"),
+        pytest.param(
+            "shard",
+            "size",
+            marks=known("run: a sharded model is validated in micro-batches that fit short samples only"),
+        ),
+    ],
+)
+def test_validation_takes_micro_batches_that_the_longest_samples_fit_in(
+    server: RankServer, tmp_path: Path, parallel: str, split: str
+) -> None:
+    options = {"parallel": parallel, "split": split}
+    assert server.values(validate_longest, str(tmp_path), options) == [("ended", 2)] * 2
