@@ -32,7 +32,6 @@ from autobatch.core.records import Plan
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.device.host import usable_cores
-from autobatch.device.nvml import driver_version
 from autobatch.distributed.rank_plan import layout_of
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ShardLayout
@@ -413,7 +412,6 @@ def _surroundings() -> dict[str, str]:
         "cores": str(usable_cores()),
         "threads of torch": str(torch.get_num_threads()),
         "CUDA of torch": torch.version.cuda,
-        "NVIDIA driver": driver_version(),
     }
     return {name: value for name, value in found.items() if value is not None}
 

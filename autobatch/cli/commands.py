@@ -288,22 +288,22 @@ def examine() -> dict[str, Any]:
     from autobatch.device.host import cpu_name, host_memory
     from autobatch.device.nvml import NvmlAbsent, read_gpus, read_holders
 
-    gpus, reading = visible_gpus(), read_gpus()
+    gpus, shown = visible_gpus(), read_gpus()
     missing = []
     if torch.version.cuda is None:
         missing.append("CUDA: torch was built without it, so training runs on the CPU or on sim:PROFILE")
     elif not torch.cuda.is_available():
         missing.append("a CUDA GPU that torch can use: check the driver and CUDA_VISIBLE_DEVICES")
-    nvml: dict[str, Any] = {"available": not isinstance(reading, NvmlAbsent)}
-    if isinstance(reading, NvmlAbsent):
-        nvml["reason"] = reading.reason
-        missing.append("NVML: budgets use the free memory that the CUDA driver reports")
+    nvml: dict[str, Any] = {"available": not isinstance(shown, NvmlAbsent)}
+    if isinstance(shown, NvmlAbsent):
+        nvml["reason"] = shown.reason
+        missing.append("NVML: the processes that hold memory of a GPU are unknown")
     else:
-        holders = [read_holders(gpu.uuid) for gpu in reading.gpus]
+        holders = [read_holders(gpu.uuid) for gpu in shown]
         nvml["gpus"] = [
             msgspec.to_builtins(gpu)
             | {"holders": msgspec.to_builtins(found) if isinstance(found, list) else []}
-            for gpu, found in zip(reading.gpus, holders, strict=True)
+            for gpu, found in zip(shown, holders, strict=True)
         ]
     for gpu in gpus:
         major, minor = map(int, gpu.capability.split("."))
@@ -335,7 +335,7 @@ def doctor_lines(findings: dict[str, Any]) -> list[str]:
     ]
     lines += [
         f"         cuda:{gpu['index']} {gpu['name']}, {format_bytes(gpu['total_bytes'])}, "
-        f"{format_bytes(gpu['free_bytes'])} free, cc {gpu['capability']}"
+        f"cc {gpu['capability']}"
         for gpu in cuda["gpus"]
     ]
     lines.append(f"nvml     {'available' if nvml['available'] else 'not available: ' + nvml['reason']}")

@@ -114,8 +114,8 @@ class Device(ABC):
         16 bits that are slower than 32 are no choice. fp16 is one only without bf16: at the same speed, it
         needs a loss scale and overflows sooner.
         """
-        names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        native = any(getattr(torch.cpu, name, lambda: False)() for name in names)
+        capabilities = torch.cpu.get_capabilities()
+        native = any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_tile"))
         return ("fp32", "bf16") if native else ("fp32",)
 
     def optimizer_implementations(self) -> tuple[str, ...]:

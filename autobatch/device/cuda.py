@@ -1,4 +1,4 @@
-"""A CUDA GPU as a device: its budget comes from NVML, and its caching allocator enforces and reports it.
+"""A CUDA GPU as a device: its budget is what the driver has free, and torch's allocator enforces it.
 
 Importing this module touches no GPU. `CudaDevice` creates the CUDA context when it is built, so that free
 memory is read after the context has taken its share. The cap (``set_per_process_memory_fraction``) limits
@@ -11,30 +11,22 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
 
 from autobatch.core.errors import InputError
-from autobatch.core.records import DeviceRecord
+from autobatch.core.records import DeviceRecord, MemoryHolder
 from autobatch.core.units import format_bytes
-from autobatch.device import cuda_allocator, nvml
+from autobatch.device import cuda_allocator, nvml, private
 from autobatch.device.allocator.caching import AllocatorConfig
 from autobatch.device.base import GPU_HEADROOM_SHARE, Device, resolve_budget
 from autobatch.device.cuda_allocator import CudaMeter
-from autobatch.device.cuda_gpus import (
-    growth,
-    lacking_kernels,
-    open_context,
-    read_free,
-    read_nvml,
-    require_usable,
-    used_bytes,
-)
-from autobatch.device.host import compiler_missing_on_gpu, is_wsl
+from autobatch.device.cuda_gpus import lacking_kernels, open_context, require_usable
+from autobatch.device.host import compiler_missing_on_gpu, host_memory, is_wsl
 from autobatch.device.oom import lost_context_ignored
 from autobatch.device.profiles import Libraries, Processors
 
@@ -71,14 +63,12 @@ class CudaDevice(Device):
         is_first = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call, unused-ignore]
         gpu = torch.cuda.get_device_properties(index)
         self._index = index
-        self._uuid = str(getattr(gpu, "uuid", "")) or None
+        self._uuid = str(getattr(gpu, "uuid", ""))
         self._is_integrated = bool(gpu.is_integrated)
         self._expandable = False
         """True if its sessions switch the allocator to expandable segments."""
         self._held_bytes: int | None = None
         """What the process held when the session began; None outside of sessions."""
-        self._loaded_bytes: int | None = None
-        """Taken by the kernels and libraries that the first session loaded; None before it."""
         self.torch_device = torch.device("cuda", index)
         self.compute_capability = (gpu.major, gpu.minor)
         self.libraries = Libraries(
@@ -91,12 +81,22 @@ class CudaDevice(Device):
         if lacking is not None:
             raise InputError(f"{lacking}, or use --device cpu")
 
-        before = read_nvml(self._uuid)
-        open_context(index, before)
-        after = read_nvml(self._uuid)
-        self._context_bytes = growth(used_bytes(before), used_bytes(after)) if is_first else 0
-        """Taken by the CUDA context; 0 if it was there before."""
-        free_bytes, source, notes = read_free(index, gpu, after)
+        before = self._read_nvml()
+        open_context(index)
+        after = self._read_nvml()
+        self._pid = _own_pid(before.holders, after.holders) if is_first else os.getpid()
+        """The process id by which NVML may list this process: in a container another one than its own."""
+        # Only for a process that NVML does not list.
+        self._context_bytes = max(0, (after.used_bytes or 0) - (before.used_bytes or 0)) if is_first else 0
+        free_bytes, source, notes = torch.cuda.mem_get_info(index)[0], "the CUDA driver", list[str]()
+        if self._is_integrated:
+            # The driver's figure is the free memory of the host, which counts its page cache as used.
+            host = host_memory()
+            if host.available_bytes is not None:
+                free_bytes, source = host.available_bytes, host.source
+            notes.append("the GPU shares the host's memory")
+        elif after.absent:
+            notes.append(f"no figures from NVML: {after.absent}")
         self._unmodelled = cuda_allocator.unmodelled_options(os.environ)
         if self._unmodelled:
             notes.append(f"{', '.join(self._unmodelled)} of the allocator: predictions come from peaks alone")
@@ -141,24 +141,19 @@ class CudaDevice(Device):
 
     def describe(self) -> DeviceRecord:
         """Read the driver anew and return name, total, budget and the other processes that hold memory."""
-        record, gpu = super().describe(), read_nvml(self._uuid)
-        used = used_bytes(gpu)
-        if isinstance(gpu, nvml.NvmlAbsent) or self._is_integrated:
+        record, reading = super().describe(), self._read_nvml()
+        if reading.used_bytes is None or self._is_integrated:
             return record
-        found = nvml.read_holders(gpu.uuid)
-        listed = [] if isinstance(found, nvml.NvmlAbsent) else found
-        reserved_bytes = torch.cuda.memory_reserved(self._index)
-        own_bytes, notes = reserved_bytes + self._context_bytes + (self._loaded_bytes or 0), record.notes
-        own = [one.used_bytes for one in listed if one.pid == os.getpid() and one.used_bytes is not None]
-        # In a container its id may be that of another process of the host, which holds less.
-        if own and own[0] >= reserved_bytes:
-            own_bytes = own[0]
-        elif used is not None and not self._context_bytes:
-            notes = [*notes, "memory of other processes includes the CUDA context of this process"]
+        reserved_bytes, notes = torch.cuda.memory_reserved(self._index), record.notes
+        own_bytes = next((one.used_bytes for one in reading.holders if one.pid == self._pid), None)
+        # The id may be that of another process of the host, which holds less.
+        if own_bytes is None or own_bytes < reserved_bytes:
+            own_bytes = reserved_bytes + self._context_bytes
+            notes = [*notes, "memory of other processes includes the CUDA libraries of this process"]
         return msgspec.structs.replace(
             record,
-            other_processes_bytes=None if used is None else max(0, used - own_bytes),
-            holders=[one for one in listed if one.pid != os.getpid()],
+            other_processes_bytes=max(0, reading.used_bytes - own_bytes),
+            holders=[one for one in reading.holders if one.pid != self._pid],
             notes=notes,
         )
 
@@ -168,8 +163,8 @@ class CudaDevice(Device):
         # Workspaces of cuBLAS become cached blocks when they are freed, so this comes before the release.
         cuda_allocator.free_workspaces()
         self.release()
-        recording = nullcontext(enter_result=False) if self._unmodelled else cuda_allocator.recorded()
-        with self._session(), recording as records, self._libraries_counted():
+        recording = nullcontext(enter_result=False) if self._unmodelled else private.recording()
+        with self._session(), recording as records:
             yield CudaMeter(self._index, waits=True, records=records)
         cuda_allocator.free_workspaces()
 
@@ -234,22 +229,31 @@ class CudaDevice(Device):
         finally:
             self._held_bytes = before
 
-    @contextmanager
-    def _libraries_counted(self) -> Iterator[None]:
-        """Count what the first session takes outside of the allocator as memory of this process.
+    def _read_nvml(self) -> _Reading:
+        """Read the memory in use and its holders; without figures if NVML has none of this GPU or slice."""
+        gpu = nvml.read_gpu(self._uuid)
+        if isinstance(gpu, nvml.NvmlAbsent):
+            return _Reading(None, (), gpu.reason)
+        if gpu.is_split:
+            return _Reading(None, (), "the GPU is split by MIG, and its figures are not those of the slice")
+        if gpu.used_bytes is None:
+            return _Reading(None, (), "the GPU does not report its memory")
+        holders = nvml.read_holders(gpu.uuid)
+        return _Reading(gpu.used_bytes, () if isinstance(holders, nvml.NvmlAbsent) else tuple(holders), "")
 
-        CUDA loads kernels and libraries when they are first used: some 100 MiB after the context was made.
-        """
-        if self._loaded_bytes is not None:
-            yield
-            return
-        before = self._bytes_outside()
-        try:
-            yield
-        finally:
-            self._loaded_bytes = growth(before, self._bytes_outside())
 
-    def _bytes_outside(self) -> int | None:
-        """Return the bytes that any process holds outside of this process's allocator; None if unknown."""
-        used = used_bytes(read_nvml(self._uuid))
-        return None if used is None else used - torch.cuda.memory_reserved(self._index)
+class _Reading(NamedTuple):
+    """A reading of NVML: the bytes that processes hold, who they are, and the reason if that is unknown."""
+
+    used_bytes: int | None
+    holders: tuple[MemoryHolder, ...]
+    absent: str
+
+
+def _own_pid(before: Iterable[MemoryHolder], after: Iterable[MemoryHolder]) -> int | None:
+    """Return the process id by which NVML lists this process: the one that is new since it made its context.
+
+    In a container that is an id of the host. None if several are new, or none.
+    """
+    new = {holder.pid for holder in after} - {holder.pid for holder in before}
+    return os.getpid() if os.getpid() in new else new.pop() if len(new) == 1 else None

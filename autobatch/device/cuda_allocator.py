@@ -1,8 +1,8 @@
-"""torch's CUDA allocator: its settings, the events that it records, and its readings.
+"""torch's CUDA allocator: its cap, its settings, the events that it records, and its readings.
 
-``torch.cuda.memory`` records every allocation and free with the requested size, hidden workspaces included,
-so runs on a GPU calibrate the same program of events as runs on the CPU. The function is private to torch:
-without it nothing is recorded, and the search uses peaks.
+It records every allocation and free with the requested size, workspaces of libraries included. So a run on a
+GPU gives a `Trace`, as a run on the CPU does. A phase begins after as many events as torch's statistics count
+at its mark. That is exact, which the times of the events are not.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
 
 from autobatch.core.units import KiB, MiB
+from autobatch.device import private
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.device.base import SilentMeter
@@ -43,9 +44,6 @@ WorkspaceRule = Literal["apart", "shared", "freed"]
 2.11), the first of either (until 2.14), or each, which frees it at once (from 2.15 on)."""
 FUSED_WORKSPACE_BYTES = MiB
 """Bytes of a workspace of cuBLASLt's own (``parseCUDABlasLtWorkspaceSize``)."""
-MOST_EVENTS = 300_000
-"""Most events of a recording. A longer one would be incomplete, so its trace is None. 25,000 are usual, and a
-snapshot makes a Python object of each."""
 
 
 @contextmanager
@@ -85,11 +83,11 @@ def expandable_segments(release: Callable[[], None]) -> Iterator[None]:
     memory before each switch.
     """
     release()
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    private.set_allocator_settings("expandable_segments:True")
     try:
         yield
     finally:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        private.set_allocator_settings("expandable_segments:False")
         release()
 
 
@@ -101,26 +99,13 @@ def why_not_expandable() -> str | None:
     is_cuda = sys.platform == "linux" and torch.version.hip is None
     if not is_cuda or torch.cuda.get_allocator_backend() != "native":
         return "only torch's own allocator has them, for CUDA on Linux"
-    if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+    settings = private.allocator_settings()
+    if settings is None:
         return "this torch cannot change it while it runs: set PYTORCH_ALLOC_CONF=expandable_segments:True"
-    settings = _last_settings()
     # Our own sessions leave torch's default behind.
     if settings.strip() not in ("", "expandable_segments:False"):
         return f"other code has changed the allocator's settings ({settings})"
     return None
-
-
-def _last_settings() -> str:
-    """Return the settings that were made since the process began; empty if torch does not tell."""
-    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    if read is not None:
-        return str(read())
-    # torch 2.11 reports them in a snapshot only.
-    try:
-        settings = torch.cuda.memory._snapshot()["allocator_settings"]
-        return str(next((settings[name] for name in _VARIABLES if name in settings), ""))
-    except (RuntimeError, AttributeError, KeyError, TypeError):
-        return ""
 
 
 def allocator_options(environ: Mapping[str, str]) -> str:
@@ -136,10 +121,11 @@ def unmodelled_options(environ: Mapping[str, str]) -> list[str]:
 
 def free_workspaces() -> None:
     """Free the workspaces that cuBLAS keeps, and the pinned host memory that torch keeps for copies."""
-    for name in ("_cuda_clearCublasWorkspaces", "_host_emptyCache"):
-        clear = getattr(torch._C, name, None)
-        if clear is not None:
-            clear()
+    private.clear_cublas_workspaces()
+    # torch 2.11 keeps the pinned memory, which no budget counts.
+    empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)
+    if empty_host_cache is not None:
+        empty_host_cache()
 
 
 def workspace_rule(version: str, environ: Mapping[str, str]) -> WorkspaceRule:
@@ -162,70 +148,9 @@ def usual_workspaces(capability: tuple[int, int]) -> tuple[int, int]:
     return (32 * MiB if capability >= (9, 0) else 4096 * 2 * KiB + 16 * 8 * KiB), 2
 
 
-@contextmanager
-def recorded() -> Iterator[bool]:
-    """Record the allocator's events within the block, for `recorded_trace`.
-
-    Yields:
-        False if torch cannot record, or records for the user already, which another recording would end.
-    """
-    recording = False
-    with suppress(RuntimeError, TypeError, AttributeError):
-        if not torch._C._cuda_isHistoryEnabled():
-            _record("all")
-            recording = True
-    try:
-        yield recording
-    finally:
-        if recording:
-            _record(None)
-
-
-def _record(enabled: Literal["all"] | None) -> None:
-    # Without stacks, which cost more than the allocations.
-    torch.cuda.memory._record_memory_history(enabled=enabled, context=None, max_entries=MOST_EVENTS)
-
-
-def recorded_trace(index: int) -> Trace | None:
-    """Return the events of a GPU since the recording began; None if no replay of them is right.
-
-    That is so if the beginning is lost, the format is unknown, or blocks are in a private pool, as those of
-    CUDA graphs: it shares no block with the others.
-    """
-    try:
-        snapshot = torch.cuda.memory._snapshot(index)
-        entries = snapshot["device_traces"][index]
-        # The entries of torch 2.11 do not name their pool, and its segments do.
-        pools = [one["pool_id"] for one in entries if "pool_id" in one] or [
-            one.get("segment_pool_id") for one in snapshot.get("segments", ()) if one.get("device") == index
-        ]
-        is_private = any(tuple(pool or (0, 0)) != (0, 0) for pool in pools)
-        return None if is_private or len(entries) >= MOST_EVENTS else trace_of(entries)
-    except (RuntimeError, KeyError, IndexError, TypeError, AttributeError):
-        return None
-
-
-def trace_of(entries: Iterable[Mapping[str, Any]]) -> Trace:
-    """Turn a snapshot's entries into a trace: one block per allocation, freed when its free completes.
-
-    Frees of blocks that are older than the recording are left out. So are allocations that failed: their
-    entries have no address (cuDNN catches the error and tries another plan, torch
-    aten/src/ATen/native/cudnn/Conv_v8.cpp).
-    """
-    blocks: dict[int, int] = {}
-    events: list[tuple[int, int]] = []
-    for entry in entries:
-        if entry["action"] == "alloc":
-            blocks[entry["addr"]] = len(events)
-            events.append((blocks[entry["addr"]], int(entry["size"])))
-        elif entry["action"] == "free_completed" and entry["addr"] in blocks:
-            events.append((blocks.pop(entry["addr"]), FREE))
-    return Trace(tuple(events))
-
-
 def snapshot_of(run: Callable[[], T]) -> tuple[T, bytes]:
     """Return what a function returns, and torch's snapshot of its memory as the content of a file."""
-    torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
+    torch.cuda.memory._record_memory_history(max_entries=private.MOST_EVENTS)
     try:
         found = run()
         # As `torch.cuda.memory._dump_snapshot` writes it.
@@ -234,25 +159,62 @@ def snapshot_of(run: Callable[[], T]) -> tuple[T, bytes]:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
+def trace_of(entries: Iterable[Mapping[str, Any]], marks: Sequence[tuple[int, str]] = ()) -> Trace:
+    """Turn a snapshot's entries into a trace: one block per allocation, freed when its free completes.
+
+    Frees of blocks that are older than the recording are left out. So are allocations that failed: their
+    entries have no address (cuDNN catches the error and tries another plan, torch
+    aten/src/ATen/native/cudnn/Conv_v8.cpp).
+
+    Args:
+        entries: Of the allocator of one GPU.
+        marks: ``(allocations and frees before, phase)``, those that are left out included.
+    """
+    blocks: dict[int, int] = {}
+    events: list[tuple[int, int]] = []
+    kept = [0]
+    """The number of events after so many entries."""
+    for entry in entries:
+        if entry["action"] not in ("alloc", "free_completed"):
+            continue
+        address = entry["addr"]
+        if entry["action"] == "alloc":
+            blocks[address] = len(events)
+            events.append((blocks[address], int(entry["size"])))
+        elif address in blocks:
+            events.append((blocks.pop(address), FREE))
+        kept.append(len(events))
+    return Trace(tuple(events), tuple((kept[min(count, len(kept) - 1)], phase) for count, phase in marks))
+
+
 class CudaMeter(SilentMeter):
     """Readings of one session on a GPU. Peaks and retries count from its beginning.
 
     Args:
         index: The GPU.
         waits: Whether readings wait until the GPU has finished its work, as in a probe.
-        records: Whether the session is `recorded`.
+        records: Whether the session is recorded.
     """
 
     def __init__(self, index: int, *, waits: bool = False, records: bool = False) -> None:
         self._index, self._waits, self._records = index, waits, records
         torch.cuda.reset_peak_memory_stats(index)
-        self._retries_before = torch.cuda.memory_stats_as_nested_dict(index)["num_alloc_retries"]
+        # The flat dictionary takes 15 times as long, and a loop reads after every step.
+        figures = torch.cuda.memory_stats_as_nested_dict(index)
+        self._retries_before = figures["num_alloc_retries"]
+        self._events_before = _count_events(figures)
+        self._marks: list[tuple[int, str]] = []
+
+    def mark(self, phase: str) -> None:
+        """Record that a phase begins, after the events so far."""
+        if self._records:
+            count = _count_events(torch.cuda.memory_stats_as_nested_dict(self._index))
+            self._marks.append((count - self._events_before, phase))
 
     def stats(self) -> MemoryStats:
         """Read the allocator, in bytes."""
         if self._waits:
             torch.cuda.synchronize(self._index)
-        # A loop reads after every step, and the flat dictionary takes 15 times as long.
         figures = torch.cuda.memory_stats_as_nested_dict(self._index)
         allocated, reserved = figures["allocated_bytes"]["all"], figures["reserved_bytes"]["all"]
         return MemoryStats(
@@ -264,5 +226,30 @@ class CudaMeter(SilentMeter):
         )
 
     def trace(self) -> Trace | None:
-        """Return the events that the allocator recorded; None in training, which records none."""
-        return recorded_trace(self._index) if self._records else None
+        """Return the events since the session began; None if it records none, or no replay of them is right.
+
+        None is right if the beginning is lost, the format is unknown, or blocks are in a private pool, as
+        those of CUDA graphs: it shares no block with the others.
+        """
+        snapshot = private.snapshot(self._index) if self._records else None
+        if snapshot is None:
+            return None
+        try:
+            entries = snapshot["device_traces"][self._index]
+            # The entries of torch 2.11 do not name their pool, and its segments do.
+            pools = [entry["pool_id"] for entry in entries if "pool_id" in entry] or [
+                segment.get("segment_pool_id")
+                for segment in snapshot.get("segments", ())
+                if segment.get("device") == self._index
+            ]
+            is_private = any(tuple(pool or (0, 0)) != (0, 0) for pool in pools)
+            is_cut = len(entries) >= private.MOST_EVENTS
+            return None if is_private or is_cut else trace_of(entries, self._marks)
+        except (KeyError, IndexError, TypeError, AttributeError):
+            return None
+
+
+def _count_events(figures: Mapping[str, Any]) -> int:
+    """Return how many blocks the allocator has given and taken back since the process began."""
+    active = figures["active"]["all"]
+    return int(active["allocated"] + active["freed"])

@@ -73,7 +73,6 @@ _PATTERNS: tuple[tuple[Verdict, str], ...] = (
     (Verdict.HOST, r"\A(?:std::bad_alloc|bad allocation)\Z"),
     (Verdict.HOST, r"\bCUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED\b"),
     (Verdict.HOST, r"\bunable to mmap \d+ bytes from file .*Cannot allocate memory"),
-    (Verdict.HOST, r"\bcan't start new thread\b"),  # CPython: no memory for another stack
     # Handles created on a full GPU, or with a broken installation.
     (Verdict.SUSPECT, r"\b(?:CUBLAS|HIPBLAS|CUDNN)_STATUS_NOT_INITIALIZED\b"),
     # No plan fits in the remaining memory, or none exists for this shape: pytorch#108645.

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 
 from autobatch.core.errors import InputError
-from autobatch.device import nvml
+from autobatch.device import nvml, private
 from autobatch.device.base import Device
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.cuda import CudaDevice
-from autobatch.device.cuda_gpus import FORKED, is_forked_from_cuda
+from autobatch.device.cuda_gpus import FORKED
 from autobatch.device.host import HostMemory, host_memory
 from autobatch.device.profiles import data_home, load_profile
 from autobatch.device.simulated import SimulatedDevice
@@ -47,19 +47,18 @@ def unused_gpu_notes(environ: Mapping[str, str]) -> list[str]:
     """Return a note if the driver shows a GPU that torch cannot use; nothing if the environment hides it."""
     if environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
         return []
-    reading = nvml.read_gpus()
-    if isinstance(reading, nvml.NvmlAbsent) or not reading.gpus:
+    gpus = nvml.read_gpus()
+    if isinstance(gpus, nvml.NvmlAbsent) or not gpus:
         return []
-    if is_forked_from_cuda():
+    if private.is_forked_from_cuda():
         return [f"this runs on the CPU: {FORKED}"]
     built, advice = "without CUDA", "install a build with CUDA"
     if torch.version.cuda is not None:
         built = f"for CUDA {torch.version.cuda}"
         advice = "update the driver, or install a build for the CUDA version that nvidia-smi shows"
     return [
-        f"this runs on the CPU: the driver (version {reading.driver_version}) shows "
-        f"{reading.gpus[0].name or 'a GPU'}, which torch {torch.__version__}, built {built}, cannot use; "
-        f"{advice}"
+        f"this runs on the CPU: the driver shows {gpus[0].name or 'a GPU'}, which torch {torch.__version__}, "
+        f"built {built}, cannot use; {advice}"
     ]
 
 

@@ -37,15 +37,13 @@ def versions() -> dict[str, Any]:
 
 def readings_of_nvml() -> dict[str, Any]:
     """Read NVML, and check that it lists this process."""
-    uuid = f"GPU-{about()['uuid']}"
     start = time.perf_counter()
-    gpu = nvml.read_gpu(uuid)
+    gpu = nvml.read_gpu(about()["uuid"])
     seconds = time.perf_counter() - start
-    holders = nvml.read_holders(uuid)
+    holders = nvml.read_holders(f"GPU-{about()['uuid']}")
     listed = [] if isinstance(holders, nvml.NvmlAbsent) else [one.pid for one in holders]
     return {
         "gpu": str(gpu),
-        "total_bytes": getattr(gpu, "total_bytes", None),
         "free_bytes": getattr(gpu, "free_bytes", None),
         "cuda_free_bytes": torch.cuda.mem_get_info(GPU)[0],
         "seconds": round(seconds, 4),

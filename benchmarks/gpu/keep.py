@@ -89,7 +89,6 @@ def measured(profile: HardwareProfile, found: Found) -> HardwareProfile:
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     figures = {
         "total": (found["facts/versions"].get("total_bytes"), "B"),
-        "nvml_total": (found.get("facts/nvml", {}).get("total_bytes"), "B"),
         "context": (max(found.get("facts/context", {}).values(), default=None), "B"),
         "memory_bandwidth": (found.get("facts/speeds", {}).get("bytes_per_second"), "B/s"),
         "dense_bf16": (found.get("facts/speeds", {}).get("bf16_per_second"), "FLOP/s"),

@@ -213,14 +213,15 @@ def test_the_doctor_names_the_gpus_the_holders_and_what_is_missing(
 ) -> None:
     from autobatch.device import nvml
 
-    old = VisibleGpu(index=1, name="V100", uuid=None, total_bytes=22 * GiB, free_bytes=None, capability="7.0")
-    new = msgspec.structs.replace(old, index=0, capability="9.0", free_bytes=20 * GiB)
-    figures = dict.fromkeys(nvml.NvmlGpu.__struct_fields__) | {"name": "NVIDIA L4", "free_bytes": 20 * GiB}
-    gpu = nvml.NvmlGpu(**figures | {"uuid": "GPU-1"})  # type: ignore[arg-type]
+    old = VisibleGpu(index=1, name="V100", uuid="1", total_bytes=22 * GiB, capability="7.0")
+    new = msgspec.structs.replace(old, index=0, capability="9.0")
+    gpu = nvml.NvmlGpu(
+        uuid="GPU-1", name="NVIDIA L4", free_bytes=20 * GiB, used_bytes=2 * GiB, is_split=False
+    )
     holder = nvml.MemoryHolder(pid=7, name=None, used_bytes=2 * GiB)
     for place, value in {
         "autobatch.device.cuda_gpus.visible_gpus": [new, old],
-        "autobatch.device.nvml.read_gpus": nvml.NvmlReading(driver_version=None, gpus=[gpu], notes=[]),
+        "autobatch.device.nvml.read_gpus": [gpu],
         "autobatch.device.nvml.read_holders": [holder],
         "torch.cuda.is_available": False,
         "torch.cuda.get_arch_list": ["sm_75", "sm_90"],
@@ -231,8 +232,8 @@ def test_the_doctor_names_the_gpus_the_holders_and_what_is_missing(
     versions = next(number for number, line in enumerate(lines) if line.startswith("versions "))
     assert lines[2:versions] == [
         "cuda     torch built for CUDA 13.0",
-        "         cuda:0 V100, 22.0 GiB, 20.0 GiB free, cc 9.0",
-        "         cuda:1 V100, 22.0 GiB, unknown free, cc 7.0",
+        "         cuda:0 V100, 22.0 GiB, cc 9.0",
+        "         cuda:1 V100, 22.0 GiB, cc 7.0",
         "nvml     available",
         "         NVIDIA L4: 20.0 GiB free",
         "           process 7  2.00 GiB",

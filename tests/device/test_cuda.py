@@ -11,7 +11,6 @@ import torch
 from autobatch import AutobatchError, DoesNotFitError, InputError
 from autobatch.core.records import MemoryHolder
 from autobatch.core.units import GiB, MiB
-from autobatch.device import cuda_gpus
 from autobatch.device.allocator.ledger import BudgetExceeded, MemoryStats
 from autobatch.device.cuda import CudaDevice
 from autobatch.device.cuda_gpus import visible_gpus
@@ -21,19 +20,18 @@ from tests.support.fake_cuda import FakeCuda, gpu_reading
 
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 """Architectures of the wheels of torch 2.11 to 2.15 for CUDA 13 (``PYTORCH_RELEASES_CODE_CC``)."""
-ABSENT = NvmlAbsent(reason="no GPU of that name here")
 
 
 def opened(memory_budget: str | None = "6GiB", index: int = 0) -> CudaDevice:
     return CudaDevice(index=index, memory_budget=memory_budget)
 
 
-def test_the_budget_comes_from_the_gpu_with_that_uuid(fake: FakeCuda) -> None:
+def test_the_budget_comes_from_what_the_driver_has_free(fake: FakeCuda) -> None:
     device = opened(None)
     assert device.budget_bytes == 22 * GiB - int(1.2 * GiB)
     record = device.describe()
     assert (record.kind, record.name, record.total_bytes) == ("cuda", "Alpha", 24 * GiB)
-    assert record.budget_source.startswith("20.0 GiB free (NVML) + 2.00 GiB held by this process")
+    assert record.budget_source.startswith("20.0 GiB free (the CUDA driver) + 2.00 GiB held by this process")
     assert device.torch_device == torch.device("cuda:0")
     assert device.reads_pinned_memory
     assert device.gains_from_compile
@@ -118,8 +116,8 @@ def test_only_drivers_of_windows_and_gpus_without_memory_of_their_own_spill(
 
 def test_a_full_gpu_leaves_no_budget(fake: FakeCuda) -> None:
     fake.figures["reserved_bytes.all.current"] = 0
-    fake.nvml = lambda uuid: gpu_reading(GiB) if uuid == "GPU-a1" else ABSENT
-    with pytest.raises(DoesNotFitError, match=r"1\.00 GiB free \(NVML\) .*--memory-budget"):
+    fake.driver_free = GiB
+    with pytest.raises(DoesNotFitError, match=r"1\.00 GiB free \(the CUDA driver\) .*--memory-budget"):
         opened(None)
     assert opened().budget_bytes == 6 * GiB
 
@@ -171,106 +169,111 @@ def test_segments_are_expandable_inside_a_session_and_nowhere_else(fake: FakeCud
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (NvmlAbsent(reason="the NVIDIA driver is not loaded"), "the NVIDIA driver is not loaded"),
-        (gpu_reading(None), "does not report free memory"),
-        (gpu_reading(70 * GiB, mig=True), "split by MIG"),
+        (NvmlAbsent(reason="the driver is not loaded"), "the driver is not loaded"),
+        (gpu_reading(None), "does not report"),
+        (gpu_reading(70 * GiB, is_split=True), "split by MIG"),
     ],
 )
-def test_the_driver_is_read_if_nvml_has_no_figures(
+def test_without_figures_of_nvml_the_other_processes_are_unknown(
     fake: FakeCuda, answer: NvmlGpu | NvmlAbsent, words: str
 ) -> None:
-    fake.nvml = lambda uuid: answer if uuid == "GPU-a1" else ABSENT
+    fake.nvml = lambda: answer
     fake.driver_free = 10 * GiB
     device = opened(None)
     assert device.budget_bytes == 12 * GiB - int(1.2 * GiB)
     record = device.describe()
     assert record.other_processes_bytes is None
-    assert len(record.notes) == 1
-    assert words in record.notes[0]
-    assert "(the CUDA driver)" in record.budget_source
-
-
-def test_a_slice_is_read_before_its_gpu(fake: FakeCuda) -> None:
-    known = {"MIG-a1": gpu_reading(9 * GiB, total=10 * GiB), "GPU-a1": gpu_reading(70 * GiB, mig=True)}
-    fake.nvml = known.__getitem__
-    assert "9.00 GiB free (NVML)" in opened(None).describe().budget_source
-
-
-@pytest.mark.parametrize(
-    ("less", "source", "notes"),
-    [(200 * MiB, "20.0 GiB free (NVML)", 0), (12 * GiB, "8.00 GiB free (the CUDA driver)", 1)],
-)
-def test_a_limit_of_the_driver_counts_if_nvml_does_not_know_it(
-    fake: FakeCuda, less: int, source: str, notes: int
-) -> None:
-    """A client of MPS may have a limit (CUDA_MPS_PINNED_DEVICE_MEM_LIMIT), which NVML does not report."""
-    fake.driver_free = 20 * GiB - less
-    record = opened(None).describe()
-    assert record.budget_source.startswith(source)
-    assert sum(note.startswith("NVML reports 20.0 GiB free, and") for note in record.notes) == notes
+    (note,) = record.notes
+    assert words in note
 
 
 def test_unified_memory_is_counted_by_the_host(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     host = HostMemory(total_bytes=32 * GiB, available_bytes=12 * GiB, source="what /proc/meminfo says")
-    monkeypatch.setattr(cuda_gpus, "host_memory", lambda: host)
+    monkeypatch.setattr("autobatch.device.cuda.host_memory", lambda: host)
     fake.integrated = 1
     device = opened(None)
     assert device.budget_bytes == 14 * GiB - int(1.2 * GiB)
     record = device.describe()
     assert (record.notes, record.other_processes_bytes) == (["the GPU shares the host's memory"], None)
     assert "12.0 GiB free (what /proc/meminfo says)" in record.budget_source
-    monkeypatch.setattr(cuda_gpus, "host_memory", lambda: host._replace(available_bytes=None))
-    assert "free (NVML)" in opened(None).describe().budget_source
+    monkeypatch.setattr("autobatch.device.cuda.host_memory", lambda: host._replace(available_bytes=None))
+    assert "20.0 GiB free (the CUDA driver)" in opened(None).describe().budget_source
 
 
-def test_others_are_counted_without_this_process(fake: FakeCuda) -> None:
-    """Kernels load when they are first used (CUDA_MODULE_LOADING=LAZY), here 300 MiB in the first session."""
-    fake.figures["reserved_bytes.all.current"] = 0
-    ours, others = {"context": 0, "kernels": 0}, 3 * GiB
+class Machine:
+    """Who holds a GPU: this process, which NVML may list by another id, and others."""
 
-    def read(uuid: str) -> NvmlGpu:
-        ours["context"] = 512 * MiB if fake.initialized else 0
-        free = 24 * GiB - others - sum(ours.values()) - torch.cuda.memory_reserved(0)
-        return gpu_reading(free - 256 * MiB, reserved=256 * MiB)
+    def __init__(self, fake: FakeCuda, own_pid: int | None) -> None:
+        self.fake, self.own_pid = fake, own_pid
+        self.others = {1: 2 * GiB, 7: GiB}
+        self.libraries = 0
+        self.lists_sizes = True
+        fake.figures["reserved_bytes.all.current"] = 0
+        fake.nvml = lambda: gpu_reading(sum(self.others.values()) + self.own())
+        fake.holders = self.holders
 
-    fake.nvml = read
-    # NVML may list this process without its memory.
-    fake.holders = [MemoryHolder(pid=os.getpid(), name=None, used_bytes=None)]
+    def own(self) -> int:
+        reserved = self.fake.figures["reserved_bytes.all.current"]
+        return (512 * MiB if self.fake.initialized else 0) + self.libraries + reserved
+
+    def holders(self) -> list[MemoryHolder]:
+        listed = dict(self.others)
+        if self.own_pid is not None and self.fake.initialized:
+            listed[self.own_pid] = self.own()
+        return [
+            MemoryHolder(pid=pid, name=None, used_bytes=size if self.lists_sizes else None)
+            for pid, size in listed.items()
+        ]
+
+
+@pytest.mark.parametrize("own_pid", [os.getpid(), 4711])
+def test_others_are_counted_without_this_process(fake: FakeCuda, own_pid: int) -> None:
+    """NVML lists it by the host's id in a container. CUDA loads libraries in the first session."""
+    machine = Machine(fake, own_pid)
     device = opened()
-    assert device.describe().other_processes_bytes == others
-    # In a container an id may be that of another process of the host, which holds less than this one.
-    fake.holders = [MemoryHolder(pid=pid, name=None, used_bytes=GiB) for pid in (os.getpid(), 1)]
+    assert device.describe().other_processes_bytes == 3 * GiB
     with device.enforced():
-        ours["kernels"] += 300 * MiB
+        machine.libraries = 300 * MiB
+        machine.others[7] += GiB
         fake.figures["reserved_bytes.all.current"] = 2 * GiB
     record = device.describe()
-    assert (record.other_processes_bytes, record.notes) == (others, [])
-    assert record.holders == fake.holders[1:]
-    # Later sessions may meet other processes that grow.
-    others += GiB
-    with device.enforced():
-        others += GiB
-    assert device.describe().other_processes_bytes == 5 * GiB
+    assert (record.other_processes_bytes, record.notes) == (4 * GiB, [])
+    assert [one.pid for one in record.holders] == [1, 7]
 
-    # Built when the context is there already, it cannot tell the context from what others hold, and says so.
+
+@pytest.mark.parametrize("own_pid", [None, os.getpid()])
+def test_others_that_grow_are_never_counted_as_this_process(fake: FakeCuda, own_pid: int | None) -> None:
+    """NVML may list no process, or none with its memory: then what CUDA loaded counts as that of others."""
+    machine = Machine(fake, own_pid)
+    machine.lists_sizes = False
+    device = opened()
+    assert device.describe().other_processes_bytes == 3 * GiB
+    with device.enforced():
+        machine.libraries = 300 * MiB
+        machine.others[7] += GiB
+    record = device.describe()
+    assert record.other_processes_bytes == 4 * GiB + 300 * MiB
+    assert "includes the CUDA libraries of this process" in record.notes[0]
+
+
+def test_a_process_of_the_host_with_the_same_id_is_another_one(fake: FakeCuda) -> None:
+    machine = Machine(fake, 4711)
+    machine.others[os.getpid()] = GiB
+    fake.figures["reserved_bytes.all.current"] = 3 * GiB
+    assert opened().describe().other_processes_bytes == 4 * GiB
+    # Nor is it where the context was there already.
     late = opened().describe()
-    assert late.other_processes_bytes == others + sum(ours.values())
-    assert late.notes == ["memory of other processes includes the CUDA context of this process"]
-    # Unless NVML lists what this process holds.
-    fake.holders = [MemoryHolder(pid=os.getpid(), name=None, used_bytes=2 * GiB + sum(ours.values()))]
-    record = opened().describe()
-    assert (record.other_processes_bytes, record.notes) == (5 * GiB, [])
+    assert late.other_processes_bytes == 4 * GiB + 512 * MiB
+    assert late.notes
 
 
 def test_training_has_the_budget_of_the_probe_where_that_much_is_free(fake: FakeCuda) -> None:
     """The same share of what is free is some MiB less a minute later, and an answer may need every byte."""
     fake.figures["reserved_bytes.all.current"] = 0
-    free = [20 * GiB]
-    fake.nvml = lambda uuid: gpu_reading(free[0])
     probed = opened(None).budget_bytes
     # Not even the headroom makes up for 3 GiB.
     for change, expected in ((0, probed), (-GiB, probed), (GiB, probed), (-3 * GiB, 17 * GiB)):
-        free[0] = 20 * GiB + change
+        fake.driver_free = 20 * GiB + change
         device = opened(None)
         assert (device.budget_bytes == probed) == (change == 0)
         training = device.budgeted(probed)
@@ -395,29 +398,17 @@ def test_a_gpu_that_cannot_be_used_is_refused(
         ("CUDA-capable device(s) is/are busy", InputError, "cannot be opened.*: CUDA error: .*compute mode"),
     ],
 )
-@pytest.mark.parametrize(
-    ("reading", "free"), [(gpu_reading(GiB // 4), r" \(256 MiB of 24\.0 GiB are free\)"), (ABSENT, "")]
-)
 def test_a_context_that_the_driver_refuses_is_one_line(
-    fake: FakeCuda,
-    said: str,
-    kind: type[AutobatchError],
-    words: str,
-    reading: NvmlGpu | NvmlAbsent,
-    free: str,
+    fake: FakeCuda, said: str, kind: type[AutobatchError], words: str
 ) -> None:
     fake.refused = f"CUDA error: {said}\nSearch for `cudaError' in https://docs.nvidia.com"
-    fake.nvml = lambda uuid: reading
     with pytest.raises(kind, match=f"cuda:0 {words}") as caught:
         opened()
-    assert caught.match(free)
     assert "\n" not in str(caught.value)
 
 
-def test_gpus_are_listed_with_their_free_memory(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_listed(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = visible_gpus()
-    assert (found.index, found.uuid, found.capability, found.free_bytes) == (0, "a1", "8.9", 20 * GiB)
-    fake.nvml = lambda uuid: ABSENT
-    assert visible_gpus()[0].free_bytes is None
+    assert (found.index, found.uuid, found.capability, found.total_bytes) == (0, "a1", "8.9", 24 * GiB)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert visible_gpus() == []

@@ -12,7 +12,7 @@ import torch
 from autobatch.core.units import MiB
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.device.cuda import CudaDevice
-from autobatch.device.cuda_allocator import allocator_options, trace_of, unmodelled_options, workspace_rule
+from autobatch.device.cuda_allocator import allocator_options, trace_of, unmodelled_options
 from tests.support.fake_cuda import FakeCuda
 
 FIRST_SET: list[tuple[dict[str, str], bool]] = [
@@ -106,40 +106,28 @@ def test_an_allocator_that_cannot_switch_says_why(
     assert found is None if said is None else said in str(found)
 
 
-@pytest.mark.parametrize(
-    ("version", "environ", "rule"),
-    [
-        ("2.11.0+cu130", {}, "apart"),
-        ("2.14.1", {}, "shared"),
-        ("2.15.0+cu132", {}, "freed"),
-        ("2.15.0", {"TORCH_CUBLAS_WORKSPACE_CACHE": "1"}, "shared"),
-        ("3.0.0a0", {}, "freed"),
-    ],
-)
-def test_when_each_torch_takes_workspaces(version: str, environ: dict, rule: str) -> None:
-    assert workspace_rule(version, environ) == rule
-
-
 def entry(action: str, address: int, size: int = 0, **more: object) -> dict[str, object]:
     return {"action": action, "addr": address, "size": size, "stream": 0, **more}
 
 
 def test_allocations_and_completed_frees_become_events() -> None:
     """An address that is used again is another block. Failed allocations have none (cuda/Module.cpp)."""
-    trace = trace_of(
-        [
-            entry("free_completed", 7),  # taken before the recording
-            entry("segment_alloc", 1000, 20 * MiB),
-            entry("alloc", 1000, 3 * MiB),
-            entry("alloc", 2000, 5 * MiB),
-            {"action": "oom", "device_free": 5 * MiB, "size": 64 * MiB, "stream": 0},
-            entry("free_requested", 1000),
-            entry("free_completed", 1000),
-            entry("alloc", 1000, 2 * MiB),
-            entry("snapshot", 0),
-        ]
-    )
+    entries = [
+        entry("free_completed", 7),  # taken before the recording
+        entry("segment_alloc", 1000, 20 * MiB),
+        entry("alloc", 1000, 3 * MiB),
+        entry("alloc", 2000, 5 * MiB),
+        {"action": "oom", "device_free": 5 * MiB, "size": 64 * MiB, "stream": 0},
+        entry("free_requested", 1000),
+        entry("free_completed", 1000),
+        entry("alloc", 1000, 2 * MiB),
+        entry("snapshot", 0),
+    ]
+    # Phases begin after so many allocations and frees, the free of the older block included.
+    marks = [(1, "setup"), (3, "forward"), (4, "backward"), (5, "end")]
+    trace = trace_of(entries, marks)
     assert trace.canonical().events == ((0, 3 * MiB), (1, 5 * MiB), (0, FREE), (2, 2 * MiB))
+    assert trace.marks == ((0, "setup"), (2, "forward"), (3, "backward"), (4, "end"))
 
 
 ONE = entry("alloc", 1, 8)
@@ -170,7 +158,10 @@ def test_a_recording_that_no_replay_knows_gives_no_trace(
 ) -> None:
     fake.snapshot = snapshot
     with CudaDevice(index=0, memory_budget="6GiB").enforced() as meter:
-        assert meter.trace() == (Trace(((0, 8),)) if is_traced else None)
+        meter.mark("setup")
+        fake.events_so_far += 1
+        meter.mark("forward")
+        assert meter.trace() == (Trace(((0, 8),), ((0, "setup"), (1, "forward"))) if is_traced else None)
 
 
 @pytest.mark.parametrize("lacks", ["", "_cuda_isHistoryEnabled"])

@@ -135,7 +135,6 @@ BY_TEXT = {
         "to allocate 268435456 bytes. Error code 12 (Cannot allocate memory)",
         "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried",
         "std::bad_alloc",
-        "can't start new thread",
         "unable to mmap 4096 bytes from file </torch_1_2>: Cannot allocate memory (12)",
         "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
     ),
@@ -174,6 +173,7 @@ BY_TEXT = {
         "Triton Error [CUDA]: device kernel image is invalid",
         KILLED + "Segmentation fault. ",
         "DataLoader worker (pid(s) 4711) exited unexpectedly",
+        "can't start new thread",  # the limit of threads, as well as no memory for a stack
     ),
 }
 

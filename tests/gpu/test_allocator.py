@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from autobatch.core.units import GiB, MiB
-from autobatch.device.allocator.trace import replay
+from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.device.allocator.trace import Trace, replay
 from autobatch.device.cuda import CudaDevice
 from autobatch.device.oom import Verdict, classify
 from tests.support.kernels import only_stub
@@ -42,6 +43,32 @@ def test_a_replay_of_the_recorded_events_has_the_peaks_of_torch(expandable: bool
         found = replay(trace, model)
         assert found.peak_allocated_bytes == stats.peak_allocated_bytes
         assert found.peak_reserved_bytes == stats.peak_reserved_bytes
+
+
+def test_a_phase_begins_after_the_events_before_its_mark() -> None:
+    device = CudaDevice(index=0, memory_budget="1GiB")
+    held = []
+    model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512)).to(device.torch_device)
+    with device.enforced() as meter:
+
+        def mark(phase: str) -> None:
+            meter.mark(phase)
+            held.append(torch.cuda.memory_allocated(0))
+
+        for _ in range(2):
+            mark("forward")
+            total = model(torch.randn(300, 512, device=device.torch_device)).sum()
+            mark("backward")
+            total.backward()
+            mark("cleared")
+            del total
+            model.zero_grad()
+        trace = meter.trace()
+    assert trace is not None
+    assert [phase for _, phase in trace.marks] == ["forward", "backward", "cleared"] * 2
+    for (position, _), bytes_held in zip(trace.marks, held, strict=True):
+        found = replay(Trace(trace.events[:position]), CachingAllocator())
+        assert found.allocated_bytes == bytes_held - held[0]
 
 
 def test_the_private_pool_of_a_captured_graph_is_not_replayed() -> None:

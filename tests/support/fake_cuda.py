@@ -16,21 +16,8 @@ from autobatch.device import nvml
 from autobatch.device.nvml import NvmlAbsent, NvmlGpu
 
 
-def gpu_reading(
-    free: int | None = 20 * GiB, *, total: int = 24 * GiB, reserved: int | None = None, mig: bool = False
-) -> NvmlGpu:
-    return NvmlGpu(
-        uuid="GPU-a1",
-        name="Alpha",
-        total_bytes=None if free is None else total,
-        free_bytes=free,
-        used_bytes=None,
-        driver_reserved_bytes=reserved,
-        pci_bus_id=None,
-        mig_mode=mig,
-        mig_uuids=[],
-        driver_version=None,
-    )
+def gpu_reading(used: int | None = 4 * GiB, *, is_split: bool = False) -> NvmlGpu:
+    return NvmlGpu(uuid="GPU-a1", name="Alpha", free_bytes=None, used_bytes=used, is_split=is_split)
 
 
 class FakeCuda:
@@ -38,17 +25,15 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.nvml: Callable[[str], NvmlGpu | NvmlAbsent] = lambda uuid: (
-            gpu_reading() if uuid == "GPU-a1" else NvmlAbsent(reason="no GPU of that name here")
-        )
-        self.holders: list[MemoryHolder] = []
+        self.nvml: Callable[[], NvmlGpu | NvmlAbsent] = gpu_reading
+        self.holders: Callable[[], list[MemoryHolder]] = list
         self.initialized = False
         self.waits = 0
         self.total = 24 * GiB
         self.allowed = self.total
         self.integrated = 0
         self.held = 0
-        self.driver_free = 24 * GiB
+        self.driver_free = 20 * GiB
         self.current = 7
         self.lost = ""
         """Error of every call that reaches the GPU, once its context is lost."""
@@ -60,6 +45,8 @@ class FakeCuda:
         self.settings: list[str] = []
         self.is_recording = False
         self.snapshot: dict[str, Any] = {}
+        self.events_so_far = 100
+        """Allocations since the process began."""
         self.figures = {
             "allocated_bytes.all.current": 1,
             "allocated_bytes.all.peak": 3,
@@ -75,8 +62,10 @@ class FakeCuda:
                 monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda *_: self.snapshot)
         monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self._record)
+        monkeypatch.setattr(
+            torch.accelerator, "empty_host_cache", lambda: self.calls.append("unpin"), raising=False
+        )
         private = {
-            "_host_emptyCache": lambda: self.calls.append("unpin"),
             "_cuda_clearCublasWorkspaces": lambda: self.calls.append("clear"),
             "_cuda_isHistoryEnabled": lambda: self.is_recording,
             "_accelerator_setAllocatorSettings": self.settings.append,
@@ -85,14 +74,10 @@ class FakeCuda:
         for name, function in private.items():
             monkeypatch.setattr(torch._C, name, function, raising=False)
         monkeypatch.setattr("sys.platform", "linux")
-        monkeypatch.setattr(nvml, "read_holders", lambda uuid: self.holders)
-        monkeypatch.setattr(nvml, "read_gpu", self._read_nvml)
+        monkeypatch.setattr(nvml, "read_holders", lambda uuid: self.holders())
+        monkeypatch.setattr(nvml, "read_gpu", lambda uuid: self.nvml())
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
             monkeypatch.delenv(name, raising=False)
-
-    def _read_nvml(self, *uuids: str) -> NvmlGpu | NvmlAbsent:
-        found = [self.nvml(uuid) for uuid in uuids]
-        return next((one for one in found if isinstance(one, NvmlGpu)), found[-1])
 
     def _record(self, *, enabled: str | None, **_: object) -> None:
         self.is_recording = enabled is not None
@@ -145,6 +130,7 @@ class FakeCuda:
 
     def memory_stats_as_nested_dict(self, index: int) -> dict[str, Any]:
         nested: dict[str, Any] = {"num_alloc_retries": self.figures["num_alloc_retries"]}
+        nested["active"] = {"all": {"allocated": self.events_so_far, "freed": 5}}
         for kind in ("allocated_bytes", "reserved_bytes"):
             nested[kind] = {"all": {one: self.figures[f"{kind}.all.{one}"] for one in ("current", "peak")}}
         return nested

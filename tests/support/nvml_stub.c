@@ -1,11 +1,10 @@
 /* A stand-in for libnvidia-ml.so.1: two GPUs, with the fault that STUB_MODE names.
  *
  *   (none)        GPU 0 "Alpha" with 24 GiB, 4 GiB used by two processes; GPU 1 "Beta" with 80 GiB, idle
- *   alike         both are called "Alpha"
  *   init:N        nvmlInit answers N
- *   memory:N      the memory readings answer N
- *   zero          the memory readings answer "0 of 0 bytes"
- *   old           the newer memory reading answers 13 (function not found), as an old driver does
+ *   memory:N      the memory reading answers N
+ *   zero          the memory reading answers "0 of 0 bytes"
+ *   old           the memory reading answers 13 (function not found), as an old driver does
  *   lost          GPU 1 is lost
  *   mig           GPU 1 is split into two slices of 10 GiB
  *   latin         the name of GPU 0 is not UTF-8
@@ -20,17 +19,15 @@
 #define GIB (1ull << 30)
 enum { OK = 0, NOT_SUPPORTED = 3, NOT_FOUND = 6, TOO_SMALL = 7, NO_FUNCTION = 13, LOST = 15 };
 
-typedef struct { const char *uuid, *name, *bus; unsigned long long total, used; } Gpu;
-typedef struct { unsigned long long total, free, used; } Memory;
+typedef struct { const char *uuid, *name; unsigned long long total, used; } Gpu;
 typedef struct { unsigned version; unsigned long long total, reserved, free, used; } Memory2;
-typedef struct { char legacy[16]; unsigned domain, bus, device, id, subsystem; char bus_id[32]; } Pci;
 typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } Process;
 
 static Gpu gpus[] = {
-    {"GPU-aaaa1111-0000-0000-0000-000000000000", "Alpha", "00000000:01:00.0", 24 * GIB, 4 * GIB},
-    {"GPU-bbbb2222-0000-0000-0000-000000000000", "Beta", "00000000:02:00.0", 80 * GIB, 0},
-    {"MIG-cccc3333-0000-0000-0000-000000000000", "Beta MIG 1g.10gb", "00000000:02:00.0", 10 * GIB, 1 * GIB},
-    {"MIG-dddd4444-0000-0000-0000-000000000000", "Beta MIG 1g.10gb", "00000000:02:00.0", 10 * GIB, 0},
+    {"GPU-aaaa1111-0000-0000-0000-000000000000", "Alpha", 24 * GIB, 4 * GIB},
+    {"GPU-bbbb2222-0000-0000-0000-000000000000", "Beta", 80 * GIB, 0},
+    {"MIG-cccc3333-0000-0000-0000-000000000000", "Beta MIG 1g.10gb", 10 * GIB, 1 * GIB},
+    {"MIG-dddd4444-0000-0000-0000-000000000000", "Beta MIG 1g.10gb", 10 * GIB, 0},
 };
 
 static int is(const char *mode) { const char *set = getenv("STUB_MODE"); return set && !strcmp(set, mode); }
@@ -51,7 +48,6 @@ int nvmlShutdown(void) {
     return OK;
 }
 const char *nvmlErrorString(int value) { (void)value; return "stub error"; }
-int nvmlSystemGetDriverVersion(char *out, unsigned size) { return put(out, size, "580.65.06"); }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return OK; }
 
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, Gpu **out) {
@@ -67,39 +63,24 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, Gpu **out) {
 int nvmlDeviceGetUUID(Gpu *gpu, char *out, unsigned size) { return put(out, size, gpu->uuid); }
 int nvmlDeviceGetName(Gpu *gpu, char *out, unsigned size) {
     if (is("latin") && gpu == gpus) return put(out, size, "Alph\xe4");
-    return put(out, size, is("alike") ? "Alpha" : gpu->name);
-}
-int nvmlDeviceGetPciInfo_v3(Gpu *gpu, Pci *out) { return put(out->bus_id, sizeof out->bus_id, gpu->bus); }
-
-int nvmlDeviceGetMemoryInfo(Gpu *gpu, Memory *out) {
-    if (is("zero")) { memset(out, 0, sizeof *out); return OK; }
-    out->total = gpu->total;
-    out->used = gpu->used + GIB / 2; /* the older reading counts the driver's own share as used */
-    out->free = out->total - out->used;
-    return code("memory");
+    return put(out, size, gpu->name);
 }
 int nvmlDeviceGetMemoryInfo_v2(Gpu *gpu, Memory2 *out) {
     if (is("old")) return NO_FUNCTION;
     if (out->version != 0x02000028) return 25;
+    if (is("zero")) { memset(out, 0, sizeof *out); return OK; }
     out->total = gpu->total;
     out->reserved = GIB / 2;
     out->used = gpu->used;
     out->free = out->total - out->used - out->reserved;
     return code("memory");
 }
+
 int nvmlDeviceGetMigMode(Gpu *gpu, unsigned *current, unsigned *pending) {
     if (gpu != &gpus[1]) return NOT_SUPPORTED;
     *current = *pending = is("mig");
     return OK;
 }
-int nvmlDeviceGetMaxMigDeviceCount(Gpu *gpu, unsigned *count) { (void)gpu; *count = 7; return OK; }
-int nvmlDeviceGetMigDeviceHandleByIndex(Gpu *gpu, unsigned index, Gpu **out) {
-    (void)gpu;
-    if (index > 1) return NOT_FOUND;
-    *out = &gpus[2 + index];
-    return OK;
-}
-
 static int list(Gpu *gpu, unsigned *count, Process *out, const Process *found, unsigned n) {
     int answer = code("noprocesses");
     if (answer) return answer;

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from autobatch.device import private
 from autobatch.device.allocator.ledger import Allocator, BudgetExceeded, MemoryStats
 from autobatch.device.allocator.trace import FREE, Trace
 
@@ -142,7 +143,7 @@ class StorageTable:
     def blocks_of(self, tensor: Tensor) -> Iterator[int]:
         """Yield the numbers of the blocks that a tensor holds: several if it wraps others, none uncounted."""
         for storage in _storages_of(tensor):
-            watch = self._live.get(storage._cdata)
+            watch = self._live.get(id(storage))
             if watch is not None and watch.block != EMPTY:
                 yield watch.block
 
@@ -178,7 +179,7 @@ class StorageTable:
 
     def _count_storage(self, storage: torch.UntypedStorage) -> None:
         """Count a storage, unless it is counted already with its size."""
-        key = storage._cdata
+        key = id(storage)
         known = self._live.get(key)
         size = storage.nbytes()
         if known is not None:
@@ -199,7 +200,7 @@ class StorageTable:
             self._recount_storage(tensor.untyped_storage())
 
     def _recount_storage(self, storage: torch.UntypedStorage) -> None:
-        watch = self._live.get(storage._cdata)
+        watch = self._live.get(id(storage))
         if watch is not None and watch.size != storage.nbytes():
             self._resize(watch, storage.nbytes())
 
@@ -211,7 +212,7 @@ class StorageTable:
 
     def _watch_of(self, tensor: Tensor) -> Watch | None:
         try:
-            return self._live.get(tensor.untyped_storage()._cdata)
+            return self._live.get(id(tensor.untyped_storage()))
         except (NotImplementedError, RuntimeError):
             return None
 
@@ -247,7 +248,7 @@ class StorageTable:
         self._undecided = None
         if storage is None:
             return False
-        self._watch(storage, storage._cdata, summand.size, summand.handle, summand.block)
+        self._watch(storage, id(storage), summand.size, summand.handle, summand.block)
         return True
 
     def _watch(self, storage: torch.UntypedStorage, key: int, size: int, handle: Any, block: int) -> None:
@@ -316,17 +317,6 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return ()
 
 
-def _skip_frames(function: Callable[..., Any]) -> bool:
-    """Keep ``torch.compile`` from compiling a function and what it calls; False if torch has no such rule."""
-    try:
-        frames = torch._C._dynamo.eval_frame
-        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        frames.set_code_exec_strategy(function.__code__, strategy)
-    except (AttributeError, TypeError):  # private to torch
-        return False
-    return True
-
-
 class StorageTracker(StorageTable, TorchDispatchMode):
     """A dispatch mode that counts storages, and enforces the allocator's limit on them: a meter.
 
@@ -341,7 +331,7 @@ class StorageTracker(StorageTable, TorchDispatchMode):
 
         If a compiled model runs under a mode, torch does not compile the model, and would compile the mode.
         """
-        return not _skip_frames(cls.__torch_dispatch__)
+        return not private.leave_uncompiled(cls.__torch_dispatch__)
 
     def __init__(self, allocator: Allocator, **options: Any) -> None:
         StorageTable.__init__(self, allocator, **options)
@@ -431,7 +421,7 @@ class StorageTracker(StorageTable, TorchDispatchMode):
         if kind is _VIEW or (kind is _UPDATE and args[0].layout is _STRIDED):
             return func(*args, **kwargs)
         # The sum of two gradients takes over the memory of one of them, so it may fit where no tensor does.
-        is_sum = kind is _SUM and torch._C._current_graph_task_id() >= 0 and not torch.is_grad_enabled()
+        is_sum = kind is _SUM and private.is_in_backward() and not torch.is_grad_enabled()
         if (kind is _NEW or kind is _SUM) and self._checks_first and not is_sum:
             self._refuse_early(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -557,4 +547,4 @@ def _on_meta(values: Any) -> Any:
 def _storages(tensors: Any) -> dict[int, int]:
     """Return the bytes of the storages of a tree of tensors."""
     storages = [one.untyped_storage() for one in tree_leaves(tensors) if isinstance(one, Tensor)]
-    return {storage._cdata: storage.nbytes() for storage in storages}
+    return {id(storage): storage.nbytes() for storage in storages}

@@ -1,0 +1,91 @@
+"""Names that torch keeps private, all that the devices use of them, each with what holds where it is gone.
+
+A release of torch may drop or change any of them. Without them nothing is recorded, and the rest works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+MOST_EVENTS = 300_000
+"""Most events of a recording. A longer one would lack its beginning. 25,000 are usual, and a snapshot makes a
+Python object of each."""
+_GONE = (RuntimeError, TypeError, AttributeError, KeyError, IndexError)
+
+
+@contextmanager
+def recording() -> Iterator[bool]:
+    """Record the events of CUDA's allocator within the block, without stacks, which cost more than they do.
+
+    Yields:
+        False if torch cannot record, or records for the user already, which another recording would end.
+    """
+    is_ours = False
+    with suppress(*_GONE):
+        if not torch._C._cuda_isHistoryEnabled():
+            torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=MOST_EVENTS)
+            is_ours = True
+    try:
+        yield is_ours
+    finally:
+        if is_ours:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def snapshot(index: int) -> dict[str, Any] | None:
+    """Return torch's snapshot of the allocator of a GPU; None if torch makes none."""
+    with suppress(*_GONE):
+        return dict(torch.cuda.memory._snapshot(index))
+    return None
+
+
+def set_allocator_settings(settings: str) -> None:
+    """Change settings of CUDA's allocator, if `allocator_settings` returns any."""
+    torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def allocator_settings() -> str | None:
+    """Return the settings that were made since the process began; None if this torch cannot change them."""
+    if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        return None
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if read is not None:
+        return str(read())
+    # torch 2.11 reports them in a snapshot only.
+    with suppress(*_GONE):
+        settings = torch.cuda.memory._snapshot()["allocator_settings"]
+        names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+        return str(next((settings[name] for name in names if name in settings), ""))
+    return ""
+
+
+def clear_cublas_workspaces() -> None:
+    """Free the workspaces that cuBLAS keeps (until torch 2.14); otherwise they stay, and count as held."""
+    with suppress(*_GONE):
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+def is_in_backward() -> bool:
+    """Return whether autograd runs a backward pass in this thread; False if torch does not tell."""
+    with suppress(*_GONE):
+        return torch._C._current_graph_task_id() >= 0
+    return False
+
+
+def leave_uncompiled(function: Callable[..., Any]) -> bool:
+    """Keep ``torch.compile`` from compiling a function and what it calls; False if torch has no such rule."""
+    with suppress(*_GONE):
+        frames = torch._C._dynamo.eval_frame
+        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        frames.set_code_exec_strategy(function.__code__, strategy)
+        return True
+    return False
+
+
+def is_forked_from_cuda() -> bool:
+    """Return whether this process was forked from one that had started CUDA, so that it has no GPU."""
+    return bool(getattr(torch._C, "_cuda_isInBadFork", bool)())
