@@ -40,14 +40,12 @@ def readings_of_nvml() -> dict[str, Any]:
     start = time.perf_counter()
     gpu = nvml.read_gpu(about()["uuid"])
     seconds = time.perf_counter() - start
-    holders = nvml.read_holders(f"GPU-{about()['uuid']}")
-    listed = [] if isinstance(holders, nvml.NvmlAbsent) else [one.pid for one in holders]
+    listed = [] if isinstance(gpu, nvml.NvmlAbsent) else [one.pid for one in gpu.holders]
     return {
         "gpu": str(gpu),
         "free_bytes": getattr(gpu, "free_bytes", None),
         "cuda_free_bytes": torch.cuda.mem_get_info(GPU)[0],
         "seconds": round(seconds, 4),
-        "holders": str(holders),
         "lists_this_process": os.getpid() in listed,
     }
 
