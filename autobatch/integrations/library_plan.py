@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -66,6 +66,8 @@ class LibraryLoop:
     """True if the loader drops a last micro-batch that is short."""
     sets_rate: bool = False
     """True if the library takes the planned learning rate, False if the user's optimizer keeps its own."""
+    remarks: Sequence[str] = ()
+    """Lines on what was set in the library besides the plan."""
 
 
 class LibraryPlan(PlanResult, frozen=True, kw_only=True):
@@ -115,7 +117,7 @@ def plan_for(
     size, steps = even_split(found)
     fields = {name: getattr(found, name) for name in found.__struct_fields__}
     fields |= {"micro_batch": size, "accumulation_steps": steps, "micro_batches": [size] * steps}
-    remarks = [*of_smallest, *_remarks(loop, workload, found, size, steps)]
+    remarks = [*of_smallest, *loop.remarks, *_remarks(loop, workload, found, size, steps)]
     fields["notes"] = [*found.notes, *(f"{loop.name}: {one}" for one in remarks)]
     return LibraryPlan(**fields, library=loop.name, loader=None if loader is None else loader(size))
 
@@ -189,12 +191,6 @@ def _remarks(
         yield (
             "each micro-batch has the same weight, which is exact for a loss that is a mean over samples and "
             "not for one over tokens: autobatch.batches is exact for both"
-        )
-    elif steps > 1:
-        yield (
-            "the losses of micro-batches are added up, which is exact if each is a sum divided by the "
-            f"num_items_in_batch that it is given; a loss that ignores it makes the gradient {steps} times "
-            "too long: set trainer.loss_is_scaled_for_ga = False"
         )
     data: Any = workload.train_data
     rest = 0 if is_stream(data) else len(data) % found.target_batch

@@ -16,21 +16,22 @@ Its loop is less exact than autobatch, as the notes of the plan and ``docs/libra
 
 from __future__ import annotations
 
-import copy
 import inspect
+import math
 import warnings
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Unpack
 
+import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.keywords import PlanKeywords
 from autobatch.core.records import Plan
+from autobatch.integrations.kept_state import kept_state
 from autobatch.integrations.library_plan import (
     Float32Outputs,
     LibraryLoop,
@@ -41,17 +42,16 @@ from autobatch.integrations.library_plan import (
     split_for,
 )
 from autobatch.workload.contract import Collated, Loss, Workload, parts_of
+from autobatch.workload.data import load_micro_batch
+from autobatch.workload.nested import to_device
+from autobatch.workload.rng import preserved_random_state
+from autobatch.workload.streams import scanned
+from autobatch.workload.user_code import user_code
 
 if TYPE_CHECKING:
     AutobatchCallback: Any
 
 __all__ = ["AutobatchCallback", "arguments", "plan", "workload"]
-
-
-MOST_ITEMS = 1000
-"""Items of a container above which it counts as data, which user code does not write."""
-DEPTH = 3
-"""Containers within each other that are copied: for example figures by name, by mode."""
 
 
 def arguments(plan: Plan, *, max_grad_norm: float | None = None) -> dict[str, Any]:
@@ -98,23 +98,34 @@ def plan(trainer: Any, *, target_batch: int, **options: Unpack[PlanKeywords]) ->
     _check(trainer)
     options.setdefault("precision", "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32")
     options.setdefault("max_grad_norm", args.max_grad_norm or None)
+    with _probing(trainer):
+        is_scaled, remarks = _ask_for_scaling(trainer)
+    if remarks:
+        trainer.loss_is_scaled_for_ga = is_scaled
     loop = LibraryLoop(
         name="Trainer",
         world_size=args.world_size,
         device=args.device,
         divides_by_plan=False,
-        averages_means=not _is_scaled(trainer, 1),
+        averages_means=not is_scaled,
         drop_last=args.dataloader_drop_last,
         sets_rate=trainer.optimizer is None,
+        remarks=remarks,
     )
-    with on_host(trainer.model), _checkpointing(trainer), _kept_state(trainer):
-        trainer.log = lambda *_, **__: None  # of a compute_loss that logs: its probe is no training
+    with on_host(trainer.model), _checkpointing(trainer), _probing(trainer):
         found = plan_for(workload(trainer), loop, target_batch, **options)
     args.per_device_train_batch_size = found.micro_batch
     args.gradient_accumulation_steps = found.accumulation_steps
     if trainer.optimizer is None:
         args.learning_rate = found.learning_rate
     trainer._train_batch_size = args.train_batch_size
+    made = trainer.get_train_dataloader()
+    size = getattr(made, "total_batch_size", getattr(made, "batch_size", None))  # accelerate counts all ranks
+    if size not in (None, found.micro_batch, found.micro_batch * args.world_size):
+        raise InputError(
+            f"get_train_dataloader made a loader of {size} samples, after per_device_train_batch_size was "
+            f"set to {found.micro_batch}: let it read self.args.per_device_train_batch_size"
+        )
     return found
 
 
@@ -182,6 +193,51 @@ def _is_scaled(trainer: Any, count: Any) -> bool:
     return (trainer.model_accepts_loss_kwargs and count is not None) or trainer.compute_loss_func is not None
 
 
+def _ask_for_scaling(trainer: Any) -> tuple[bool, list[str]]:
+    """Find out whether ``compute_loss`` divides by what the whole batch holds, as many models do not.
+
+    It gets two samples, first as the whole batch, then as the half of one.
+
+    Returns:
+        True if it does, and a remark if the trainer takes the loss for another kind.
+    """
+    args, model, steps = trainer.args, trainer.model, trainer.args.gradient_accumulation_steps
+    two = scanned(workload(trainer), 2)
+    losses = []
+    try:
+        with user_code("loss"), preserved_random_state(), trainer.compute_loss_context_manager():
+            inputs = load_micro_batch(two, range(min(2, len(two.train_data))))  # type: ignore[arg-type]
+            inputs = to_device(inputs, next(p.device for p in model.parameters()))
+            count = _count(trainer, inputs)
+            model.eval()
+            for parts in (1, 2):
+                trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps = parts
+                with torch.no_grad(), preserved_random_state():
+                    whole = None if count is None else count * parts
+                    losses.append(float(_compute(trainer, model, inputs, whole)))
+    finally:
+        args.gradient_accumulation_steps = steps
+    is_taken_as_scaled = _is_scaled(trainer, count)
+    if not losses[0] or not math.isfinite(losses[0]):
+        return is_taken_as_scaled, []
+    is_scaled = not math.isclose(*losses, rel_tol=1e-4)
+    if is_scaled == is_taken_as_scaled:
+        return is_scaled, []
+    does, so = ("divides by", "added up") if is_scaled else ("ignores", "averaged")
+    return is_scaled, [
+        f"compute_loss {does} num_items_in_batch, so trainer.loss_is_scaled_for_ga = {is_scaled} was set: "
+        f"the losses of micro-batches are {so}"
+    ]
+
+
+@contextmanager
+def _probing(trainer: Any) -> Iterator[None]:
+    """Keep a trainer and its model as they are around a probe, which is no training and logs nothing."""
+    with kept_state(trainer, trainer.model, trainer.compute_loss_func):
+        trainer.log = lambda *_, **__: None
+        yield
+
+
 def _optimizer(trainer: Any, model: nn.Module) -> Any:
     """Build the trainer's optimizer for a model, which may be a copy; its own one stays."""
     if trainer.optimizer is not None:
@@ -240,31 +296,6 @@ def _check(trainer: Any) -> None:
     ]
     if unknown:
         raise InputError(f"autobatch cannot plan for a Trainer with {' and '.join(unknown)}: turn it off")
-
-
-@contextmanager
-def _kept_state(owner: Any) -> Iterator[None]:
-    """Restore the attributes of an object after the block, and what small containers among them hold.
-
-    Losses log their figures there: a list, a count, or lists by name. Other objects are not copied.
-    """
-    before = {name: _copied(value, DEPTH) for name, value in vars(owner).items()}
-    try:
-        yield
-    finally:
-        vars(owner).clear()
-        vars(owner).update(before)
-
-
-def _copied(value: Any, depth: int) -> Any:
-    if not isinstance(value, dict | list | set | deque) or len(value) > MOST_ITEMS or not depth:
-        return value
-    found: Any = copy.copy(value)
-    if isinstance(found, dict):
-        found.update({key: _copied(one, depth - 1) for key, one in found.items()})
-    elif isinstance(found, list):
-        found[:] = [_copied(one, depth - 1) for one in value]
-    return found
 
 
 if not TYPE_CHECKING:
