@@ -39,6 +39,7 @@ from torch.utils.data import DataLoader
 from autobatch.core.errors import InputError
 from autobatch.core.keywords import PlanKeywords
 from autobatch.core.records import Plan, Precision
+from autobatch.integrations.kept_state import kept_state
 from autobatch.integrations.library_plan import (
     LibraryLoop,
     LibraryPlan,
@@ -135,7 +136,8 @@ def plan(
             drop_last=drops_last(loader),
         )
         resize = None if given is None else partial(resized, given)
-        found = plan_for(workload(module, loader), loop, target_batch, loader=resize, **options)
+        with kept_state(datamodule):
+            found = plan_for(workload(module, loader), loop, target_batch, loader=resize, **options)
         if holder is not None:
             holder.batch_size = found.micro_batch
             made = _loader(module, datamodule).batch_size
@@ -147,6 +149,9 @@ def plan(
     if holder is not None:  # outside, because attributes of the module are restored
         holder.batch_size = found.micro_batch
     trainer.accumulate_grad_batches = found.accumulation_steps
+    holding: Any = import_module("autobatch.integrations.lightning_callback").PlannedFit
+    others = [callback for callback in trainer.callbacks if not isinstance(callback, holding)]
+    trainer.callbacks = [holding(module, found), *others]
     return found
 
 
@@ -205,23 +210,19 @@ def _holder(module: Any, datamodule: Any) -> Any:
 def _outside_of_fit(module: Any, trainer: Any, datamodule: Any = None) -> Iterator[None]:
     """Let the hooks of a module run within the block although no ``fit`` does.
 
-    The data are prepared and the layers of ``configure_model`` are built, as ``fit`` does first. Attributes
-    that this sets are restored: ``fit`` sets them again. So are the random states.
+    The data are prepared and the layers of ``configure_model`` are built, as ``fit`` does first. The state of
+    the module is restored, which ``fit`` sets again. So are the random states.
     """
-    before = vars(module).copy()
     outside = _NoFit(trainer, datamodule)
-    module._trainer = outside
-    module.log = module.log_dict = module.print = _ignore
-    module.optimizers = lambda use_pl_optimizer=True: _one_or_all(outside.optimizers)
-    module.lr_schedulers = lambda: _one_or_all(outside.schedules) or None
-    try:
+    with kept_state(module):
+        module._trainer = outside
+        module.log = module.log_dict = module.print = _ignore
+        module.optimizers = lambda use_pl_optimizer=True: _one_or_all(outside.optimizers)
+        module.lr_schedulers = lambda: _one_or_all(outside.schedules) or None
         with preserved_random_state():
             _set_up(module, trainer, datamodule)
             outside.optimizers, outside.schedules = _configured(module)
         yield
-    finally:
-        vars(module).clear()
-        vars(module).update(before)
 
 
 def _configured(module: Any) -> tuple[list[torch.optim.Optimizer], list[Any]]:

@@ -1,15 +1,62 @@
-"""A callback that plans for its Lightning ``Trainer`` when ``fit`` begins."""
+"""Callbacks of a Lightning ``Trainer``: one holds ``fit`` to its plan, one plans when ``fit`` begins."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any, Unpack
 
-from lightning.pytorch.callbacks import Callback
+try:
+    from lightning.pytorch.callbacks import Callback
+except ImportError:  # the same library under its older name
+    from pytorch_lightning.callbacks import Callback
 
+from autobatch.core.errors import InputError
 from autobatch.core.keywords import PlanKeywords
 from autobatch.integrations import lightning as adapter
-from autobatch.integrations.library_plan import LibraryPlan, tell_plan
+from autobatch.integrations.library_plan import LibraryPlan, logger, tell_plan
+from autobatch.workload.contract import kind_of
+
+
+class PlannedFit(Callback):  # type: ignore[misc]
+    """A callback that holds ``fit`` to its plan, also from a checkpoint of another plan.
+
+    Args:
+        module: the module that was planned for; ``fit`` of another one is left alone.
+        plan: what was set.
+    """
+
+    def __init__(self, module: Any, plan: LibraryPlan) -> None:
+        self._module = module
+        self._plan = plan
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check what a step reads, and count the micro-batches of a resumed epoch in those of the plan.
+
+        Raises:
+            InputError: micro-batches have another size or number than planned.
+        """
+        if pl_module is not self._module:
+            return
+        plan, loader = self._plan, trainer.train_dataloader
+        size, steps = getattr(loader, "batch_size", None), trainer.accumulate_grad_batches
+        if (size, steps) != (plan.micro_batch, plan.accumulation_steps):
+            found = f"{steps} of {kind_of(loader) if size is None else size}"
+            raise InputError(
+                f"the plan is for steps of {plan.accumulation_steps} micro-batches of {plan.micro_batch} "
+                f"samples, and fit would take {found}: give plan.loader to fit, or plan again"
+            )
+        loop = trainer.fit_loop.epoch_loop
+        read = loop.batch_progress.current
+        done = loop.automatic_optimization.optim_progress.optimizer.step.current.completed
+        behind = done * steps - read.ready
+        if not loop.restarting or loop.batch_progress.is_last_batch or not behind:
+            return
+        logger.warning(
+            f"Lightning: the checkpoint is from {done} steps and {read.ready} micro-batches within an epoch, "
+            f"which count as {done * steps} micro-batches of this plan, so that its steps are whole"
+        )
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(read, name, getattr(read, name) + behind)
 
 
 class AutobatchFinder(Callback):  # type: ignore[misc]
@@ -42,5 +89,5 @@ class AutobatchFinder(Callback):  # type: ignore[misc]
             return
         tell_plan(self.plan, is_first=trainer.is_global_zero)
         figures = {"target_batch": self.plan.target_batch, "micro_batch": self.plan.micro_batch}
-        for logger in trainer.loggers:
-            logger.log_hyperparams({f"autobatch/{name}": value for name, value in figures.items()})
+        for tracker in trainer.loggers:
+            tracker.log_hyperparams({f"autobatch/{name}": value for name, value in figures.items()})
