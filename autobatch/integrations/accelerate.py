@@ -27,8 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from autobatch.core.errors import InputError
 from autobatch.core.keywords import PlanKeywords
 from autobatch.core.records import Plan
+from autobatch.integrations.kept_state import kept_state
 from autobatch.integrations.library_plan import (
     Float32Outputs,
     LibraryLoop,
@@ -100,10 +102,30 @@ def plan(
         drop_last=drops_last(loader),
     )
     known = workload(model, optimizer, loader, loss=loss, mixed=accelerator.mixed_precision != "no")
-    with on_host(model):
+    with on_host(model), kept_state(model, loss):
         found = plan_for(known, loop, target_batch, loader=partial(resized, loader), **options)
     accelerator.gradient_accumulation_steps = found.accumulation_steps
+    _hold_to_plan(accelerator, loader, found)
     return found
+
+
+def _hold_to_plan(accelerator: Any, loader: DataLoader[Any], plan: LibraryPlan) -> None:
+    """Let ``prepare`` refuse the loader of another batch size, and ``load_state`` begin with a whole step."""
+    prepare, load = accelerator.prepare_data_loader, accelerator.load_state
+
+    def prepare_data_loader(given: Any, *args: Any, **more: Any) -> Any:
+        if given is loader and loader.batch_size != plan.micro_batch:
+            raise InputError(
+                f"the plan is for micro-batches of {plan.micro_batch} samples, and this loader makes batches "
+                f"of {loader.batch_size}: give plan.loader to prepare"
+            )
+        return prepare(given, *args, **more)
+
+    def load_state(*args: Any, **more: Any) -> None:
+        load(*args, **more)
+        accelerator.step = 0  # that of the checkpoint counts micro-batches of another plan
+
+    accelerator.prepare_data_loader, accelerator.load_state = prepare_data_loader, load_state
 
 
 def workload(

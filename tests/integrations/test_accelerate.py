@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from autobatch import integrations
+from autobatch import InputError, integrations
 from tests.support.libraries import installed
 from tests.support.training import apart, make_workload, mean_loss, reference, weights
 
@@ -87,3 +88,73 @@ def test_the_probe_copies_outputs_to_float32_as_the_library_does() -> None:
     )
     assert plan.precision == "bf16"
     assert set(seen) == {torch.float32}
+
+
+def prepared(micro_batch: int, *, own: bool = False) -> tuple[Any, Any, Any, Any]:
+    """Plan for batches of 24, and prepare what the loop needs, with the user's own loader or the plan's."""
+    installed("accelerate").state.AcceleratorState._reset_state(reset_partial_state=True)
+    installed("accelerate").state.GradientState._reset_state()
+    accelerator = installed("accelerate").Accelerator(cpu=True)
+    workload = make_workload()
+    model = workload.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader([*workload.train_data] * 5, batch_size=2)
+    plan = accelerate.plan(
+        accelerator, model, optimizer, loader, loss=mean_loss, target_batch=24, max_micro_batch=micro_batch
+    )
+    return accelerator, *accelerator.prepare(model, optimizer, loader if own else plan.loader)
+
+
+def samples_of_steps(made: tuple[Any, Any, Any, Any], batches: int) -> list[int]:
+    """Train on some batches, and count the samples of each step; those of a step that has not ended too."""
+    accelerator, model, optimizer, loader = made
+    counts = [0]
+    for _, batch in zip(range(batches), loader, strict=False):
+        with accelerator.accumulate(model):
+            accelerator.backward(mean_loss(model, batch))
+            counts[-1] += len(batch[0])
+            optimizer.step()
+            optimizer.zero_grad()
+            counts += [0] * accelerator.sync_gradients
+    return counts
+
+
+def test_a_loop_resumed_with_another_micro_batch_takes_whole_steps(tmp_path: Path) -> None:
+    """After three steps of one micro-batch, the fourth is not the end of a step of four."""
+    made = prepared(24)
+    assert samples_of_steps(made, 3) == [24, 24, 24, 0]
+    made[0].save_state(str(tmp_path))
+    resumed = prepared(6)
+    resumed[0].load_state(str(tmp_path))
+    assert samples_of_steps(resumed, 8) == [24, 24, 0]
+
+
+def test_a_loader_of_another_size_is_not_prepared() -> None:
+    with pytest.raises(InputError, match=r"micro-batches of 6 samples.* batches of 2: give plan\.loader"):
+        prepared(6, own=True)
+
+
+def test_a_probe_leaves_nothing_in_the_model_or_the_loss() -> None:
+    class Counting:
+        calls = 0
+
+        def __call__(self, model: Any, batch: Any) -> torch.Tensor:
+            self.calls += 1
+            model.seen.append(len(batch[0]))
+            return mean_loss(model, batch)
+
+    workload = make_workload()
+    model, loss = workload.model(), Counting()
+    model.seen = seen = []  # type: ignore[assignment, var-annotated]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerate.plan(
+        installed("accelerate").Accelerator(cpu=True),
+        model,
+        optimizer,
+        DataLoader(workload.train_data, batch_size=2),
+        loss=loss,
+        target_batch=24,
+        max_micro_batch=7,
+    )
+    assert (seen, loss.calls) == ([], 0)
+    assert model.seen is seen  # type: ignore[comparison-overlap]
