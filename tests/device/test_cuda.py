@@ -170,7 +170,8 @@ def test_segments_are_expandable_inside_a_session_and_nowhere_else(fake: FakeCud
     ("answer", "words"),
     [
         (NvmlAbsent(reason="the driver is not loaded"), "the driver is not loaded"),
-        (gpu_reading(None), ""),
+        (gpu_reading(None), "does not report"),
+        (gpu_reading(70 * GiB, is_split=True), "split by MIG"),
     ],
 )
 def test_without_figures_of_nvml_the_other_processes_are_unknown(
@@ -182,7 +183,8 @@ def test_without_figures_of_nvml_the_other_processes_are_unknown(
     assert device.budget_bytes == 12 * GiB - int(1.2 * GiB)
     record = device.describe()
     assert record.other_processes_bytes is None
-    assert words in "".join(record.notes)
+    (note,) = record.notes
+    assert words in note
 
 
 def test_unified_memory_is_counted_by_the_host(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +209,8 @@ class Machine:
         self.libraries = 0
         self.lists_sizes = True
         fake.figures["reserved_bytes.all.current"] = 0
-        fake.nvml = lambda: gpu_reading(sum(self.others.values()) + self.own(), self.holders())
+        fake.nvml = lambda: gpu_reading(sum(self.others.values()) + self.own())
+        fake.holders = self.holders
 
     def own(self) -> int:
         reserved = self.fake.figures["reserved_bytes.all.current"]

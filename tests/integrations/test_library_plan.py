@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, WeightedRandomSampler
 
-from autobatch import AutobatchError, InputError, integrations
+import autobatch
+from autobatch import AutobatchError, InputError, Workload, integrations
+from tests.support.bounded import bounded
 from tests.support.libraries import installed
+from tests.support.noted import known
 from tests.support.rank_server import RankServer
 
 accelerate = integrations.accelerate
@@ -36,9 +39,15 @@ def loader_of(rows: Any = ROWS, **options: Any) -> DataLoader[Tensor]:
 
 
 def plan(loader: Any = None, target_batch: int = 24, *, world: int = 1, **options: Any) -> Any:
-    """Plan for an Accelerator; its adapter reads three attributes."""
+    """Plan for an Accelerator, of which its adapter uses a few attributes."""
     device, precision = torch.device(options.pop("where", "cpu")), options.pop("mixed_precision", "no")
-    accelerator = SimpleNamespace(mixed_precision=precision, num_processes=world, device=device)
+    accelerator = SimpleNamespace(
+        mixed_precision=precision,
+        num_processes=world,
+        device=device,
+        prepare_data_loader=None,
+        load_state=None,
+    )
     model = nn.Linear(1, 1)
     found = accelerate.plan(
         accelerator,
@@ -114,6 +123,37 @@ def test_an_optimizer_is_rebuilt_over_a_copy_by_name() -> None:
     assert made.param_groups[0]["params"] == [*copy[1].parameters()]
     with pytest.raises(InputError, match="AdamW trains parameters that are not the model's"):
         rebuilt(nn.Linear(1, 1))
+
+
+@known("the outside is rewritten: a plan for a loop of one's own says nothing of BatchNorm")
+@pytest.mark.parametrize("is_library", [False, True])
+def test_a_plan_says_what_batch_norm_sees(is_library: bool) -> None:
+    """Statistics are those of 4 micro-batches of 6, as ``fit`` says of its own loop."""
+    model, rows = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)), list(torch.arange(24.0))
+    options: dict[str, Any] = {"target_batch": 24, "max_micro_batch": 6, "memory_budget": "1GiB"}
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch[:, None]).square().mean()  # type: ignore[no-any-return]
+
+    with bounded(120):
+        if is_library:
+            accelerator = SimpleNamespace(
+                mixed_precision="no", num_processes=1, device=torch.device("cpu"),
+                prepare_data_loader=None, load_state=None,
+            )  # fmt: skip
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            data = DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+            notes = accelerate.plan(accelerator, model, optimizer, data, loss=loss, **options).notes
+        else:
+            workload = Workload(
+                model=lambda: model,
+                train_data=rows,
+                loss=loss,
+                optimizer=lambda model, rate: torch.optim.SGD(model.parameters(), lr=rate),
+                learning_rate=0.1,
+            )
+            notes = autobatch.plan(workload, device="cpu", progress=False, **options).notes
+    assert any("BatchNorm" in note and "6" in note for note in notes), notes
 
 
 SHORT = " in 2 of 3 micro-batches and is still divided by 3, so its gradient is 33% too small"

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from autobatch import InputError, Loss, integrations
+from tests.support.bounded import bounded
 from tests.support.libraries import installed
+from tests.support.noted import known
 from tests.support.trainers import BUDGET, Texts, gpt2, gradient_of, mean_over_words, pad, weights_of
 
 transformers = integrations.transformers
@@ -78,7 +84,7 @@ def test_the_notes_say_how_micro_batches_weigh_and_that_an_optimizer_keeps_its_r
     assert "Trainer: the optimizer keeps its rate of 0.3: build it with plan.learning_rate, 0.6" in plan.notes
     assert trainer.args.learning_rate == before
     assert trainer.optimizer.param_groups[0]["lr"] == 0.3
-    assert f"ignores it makes the gradient {plan.accumulation_steps} times too long" in notes
+    assert "compute_loss ignores num_items_in_batch" in notes
     assert "differs by" not in notes
     assert "the workload's Loss" not in caplog.text, "a user of the Trainer has written none"
 
@@ -92,12 +98,18 @@ def test_a_plan_sets_the_rate_and_logs_nothing_of_a_loss_that_logs(tmp_path: Pat
             self.last.append(2)
             self.names.add("b")
             self.calls, self.new = self.calls + 1, 1
+            self.meter.sum += 1
+            self.model.transformer.losses["all"].append(float(found))
+            self.model.total += 1
             return found
 
     trainer = a_trainer(tmp_path, kind=Logging)
     trainer.figures, trainer.calls = {"train": defaultdict(list, loss=[0.5])}, 0
     trainer.last, trainer.names = deque([1], maxlen=2), {"a"}
     trainer.rows = rows = [0] * 2000
+    trainer.meter = SimpleNamespace(sum=0)
+    trainer.model.total = torch.zeros(1)
+    trainer.model.transformer.losses = losses = {"all": [2.5]}
     transformers.plan(trainer, target_batch=16, base_batch=4, lr_rule="sqrt", max_micro_batch=4)
     assert trainer.args.learning_rate == pytest.approx(0.2)
     assert trainer.state.log_history == []
@@ -106,6 +118,9 @@ def test_a_plan_sets_the_rate_and_logs_nothing_of_a_loss_that_logs(tmp_path: Pat
     assert (list(trainer.last), trainer.last.maxlen, trainer.names) == ([1], 2, {"a"})
     assert trainer.rows is rows, "data are not copied"
     assert not hasattr(trainer, "new")
+    assert (trainer.meter.sum, float(trainer.model.total)) == (0, 0.0)
+    assert trainer.model.transformer.losses is losses
+    assert losses == {"all": [2.5]}
     trainer.log({"own": 1.0})
     assert [one["own"] for one in trainer.state.log_history] == [1.0]
 
@@ -167,6 +182,38 @@ def test_ways_to_train_that_no_plan_describes_are_refused(tmp_path: Path) -> Non
         transformers.plan(trainer, target_batch=24)
 
 
+def test_a_loader_of_a_fixed_size_is_refused(tmp_path: Path) -> None:
+    class Fixed(installed("transformers").Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return self.accelerator.prepare(DataLoader(self.train_dataset, batch_size=3, collate_fn=pad))
+
+    with pytest.raises(
+        InputError, match=r"loader of 3 samples, after per_device_train_batch_size was set to 6"
+    ):
+        transformers.plan(a_trainer(tmp_path, kind=Fixed), target_batch=24, max_micro_batch=6)
+
+
+@pytest.mark.program
+def test_a_run_resumed_with_another_micro_batch_takes_whole_steps(tmp_path: Path) -> None:
+    """Steps 2 and 3 have the samples that they have without a stop, in micro-batches of 4 in place of 8."""
+
+    class Noting(installed("transformers").Trainer):  # type: ignore[misc]
+        def training_step(self, model: Any, inputs: Any, *more: Any) -> Any:
+            steps.setdefault(self.state.global_step, []).extend(inputs["labels"].sum(dim=1).tolist())
+            return super().training_step(model, inputs, *more)
+
+    runs = []
+    for micro_batch, resumed in ((8, None), (4, str(tmp_path / "checkpoint-1"))):
+        steps: dict[int, list[int]] = {}
+        trainer = a_trainer(tmp_path, kind=Noting, max_steps=3, save_strategy="steps", save_steps=1)
+        trainer.data_collator = lambda rows: pad([{"input_ids": row["input_ids"][:3]} for row in rows])
+        transformers.plan(trainer, target_batch=16, max_micro_batch=micro_batch)
+        trainer.train(resume_from_checkpoint=resumed)
+        runs.append(steps)
+    assert [len(samples) for samples in runs[0].values()] == [16, 16, 8]
+    assert runs[1] == {step: runs[0][step] for step in (1, 2)}
+
+
 def test_the_callback_plans_at_the_start_of_train_and_logs_the_plan(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,3 +240,19 @@ def test_the_callback_plans_at_the_start_of_train_and_logs_the_plan(
         trainer.train()
     assert callback.plan is plan
     assert str(plan) in capsys.readouterr().err, "printed if no log shows it"
+
+
+@known("the outside is rewritten: the plan of a Trainer promises a repeat")
+def test_a_plan_on_a_stream_promises_no_repeat(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A step of a Trainer that runs out of memory ends its run: no loop of another library repeats it."""
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return itertools.cycle(Texts())  # type: ignore[call-overload, no-any-return]
+
+    trainer = a_trainer(tmp_path)
+    trainer.train_dataset = Stream()
+    with bounded(120):
+        plan = transformers.plan(trainer, target_batch=24, max_micro_batch=6)
+    assert plan.accumulation_steps == 4
+    assert "again" not in str(plan) + caplog.text
