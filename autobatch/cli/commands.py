@@ -286,7 +286,7 @@ def examine() -> dict[str, Any]:
 
     from autobatch.device.cuda_gpus import lacking_kernels, visible_gpus
     from autobatch.device.host import cpu_name, host_memory
-    from autobatch.device.nvml import NvmlAbsent, read_gpus, read_holders
+    from autobatch.device.nvml import NvmlAbsent, read_gpus
 
     gpus, shown = visible_gpus(), read_gpus()
     missing = []
@@ -299,12 +299,7 @@ def examine() -> dict[str, Any]:
         nvml["reason"] = shown.reason
         missing.append("NVML: the processes that hold memory of a GPU are unknown")
     else:
-        holders = [read_holders(gpu.uuid) for gpu in shown]
-        nvml["gpus"] = [
-            msgspec.to_builtins(gpu)
-            | {"holders": msgspec.to_builtins(found) if isinstance(found, list) else []}
-            for gpu, found in zip(shown, holders, strict=True)
-        ]
+        nvml["gpus"] = msgspec.to_builtins(shown)
     for gpu in gpus:
         major, minor = map(int, gpu.capability.split("."))
         lacking = lacking_kernels(gpu.index, (major, minor))

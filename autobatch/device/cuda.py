@@ -11,15 +11,15 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import msgspec
 import torch
 
 from autobatch.core.errors import InputError
-from autobatch.core.records import DeviceRecord, MemoryHolder
+from autobatch.core.records import DeviceRecord
 from autobatch.core.units import format_bytes
 from autobatch.device import cuda_allocator, nvml, private
 from autobatch.device.allocator.caching import AllocatorConfig
@@ -81,13 +81,10 @@ class CudaDevice(Device):
         if lacking is not None:
             raise InputError(f"{lacking}, or use --device cpu")
 
-        before = self._read_nvml()
+        before = nvml.read_gpu(self._uuid)
         open_context(index)
-        after = self._read_nvml()
-        self._pid = _own_pid(before.holders, after.holders) if is_first else os.getpid()
-        """The process id by which NVML may list this process: in a container another one than its own."""
-        # Only for a process that NVML does not list.
-        self._context_bytes = max(0, (after.used_bytes or 0) - (before.used_bytes or 0)) if is_first else 0
+        after = nvml.read_gpu(self._uuid)
+        self._own = _Own.since(before, after) if is_first else _Own(os.getpid(), 0)
         free_bytes, source, notes = torch.cuda.mem_get_info(index)[0], "the CUDA driver", list[str]()
         if self._is_integrated:
             # The driver's figure is the free memory of the host, which counts its page cache as used.
@@ -95,8 +92,8 @@ class CudaDevice(Device):
             if host.available_bytes is not None:
                 free_bytes, source = host.available_bytes, host.source
             notes.append("the GPU shares the host's memory")
-        elif after.absent:
-            notes.append(f"no figures from NVML: {after.absent}")
+        elif isinstance(after, nvml.NvmlAbsent):
+            notes.append(f"no figures from NVML: {after.reason}")
         self._unmodelled = cuda_allocator.unmodelled_options(os.environ)
         if self._unmodelled:
             notes.append(f"{', '.join(self._unmodelled)} of the allocator: predictions come from peaks alone")
@@ -141,19 +138,19 @@ class CudaDevice(Device):
 
     def describe(self) -> DeviceRecord:
         """Read the driver anew and return name, total, budget and the other processes that hold memory."""
-        record, reading = super().describe(), self._read_nvml()
-        if reading.used_bytes is None or self._is_integrated:
+        record, gpu = super().describe(), nvml.read_gpu(self._uuid)
+        if isinstance(gpu, nvml.NvmlAbsent) or gpu.used_bytes is None or self._is_integrated:
             return record
         reserved_bytes, notes = torch.cuda.memory_reserved(self._index), record.notes
-        own_bytes = next((one.used_bytes for one in reading.holders if one.pid == self._pid), None)
+        own_bytes = next((one.used_bytes for one in gpu.holders if one.pid == self._own.pid), None)
         # The id may be that of another process of the host, which holds less.
         if own_bytes is None or own_bytes < reserved_bytes:
-            own_bytes = reserved_bytes + self._context_bytes
+            own_bytes = reserved_bytes + self._own.context_bytes
             notes = [*notes, "memory of other processes includes the CUDA libraries of this process"]
         return msgspec.structs.replace(
             record,
-            other_processes_bytes=max(0, reading.used_bytes - own_bytes),
-            holders=[one for one in reading.holders if one.pid != self._pid],
+            other_processes_bytes=max(0, gpu.used_bytes - own_bytes),
+            holders=[one for one in gpu.holders if one.pid != self._own.pid],
             notes=notes,
         )
 
@@ -229,31 +226,20 @@ class CudaDevice(Device):
         finally:
             self._held_bytes = before
 
-    def _read_nvml(self) -> _Reading:
-        """Read the memory in use and its holders; without figures if NVML has none of this GPU or slice."""
-        gpu = nvml.read_gpu(self._uuid)
-        if isinstance(gpu, nvml.NvmlAbsent):
-            return _Reading(None, (), gpu.reason)
-        if gpu.is_split:
-            return _Reading(None, (), "the GPU is split by MIG, and its figures are not those of the slice")
-        if gpu.used_bytes is None:
-            return _Reading(None, (), "the GPU does not report its memory")
-        holders = nvml.read_holders(gpu.uuid)
-        return _Reading(gpu.used_bytes, () if isinstance(holders, nvml.NvmlAbsent) else tuple(holders), "")
 
+class _Own(NamedTuple):
+    """This process as NVML lists it."""
 
-class _Reading(NamedTuple):
-    """A reading of NVML: the bytes that processes hold, who they are, and the reason if that is unknown."""
+    pid: int | None
+    """In a container an id of the host; None if unknown."""
+    context_bytes: int
+    """Memory of its CUDA context, for when NVML does not list the process."""
 
-    used_bytes: int | None
-    holders: tuple[MemoryHolder, ...]
-    absent: str
-
-
-def _own_pid(before: Iterable[MemoryHolder], after: Iterable[MemoryHolder]) -> int | None:
-    """Return the process id by which NVML lists this process: the one that is new since it made its context.
-
-    In a container that is an id of the host. None if several are new, or none.
-    """
-    new = {holder.pid for holder in after} - {holder.pid for holder in before}
-    return os.getpid() if os.getpid() in new else new.pop() if len(new) == 1 else None
+    @classmethod
+    def since(cls, before: nvml.NvmlGpu | nvml.NvmlAbsent, after: nvml.NvmlGpu | nvml.NvmlAbsent) -> Self:
+        """Compare readings before and after the process made its context: it is the one that is new."""
+        if isinstance(before, nvml.NvmlAbsent) or isinstance(after, nvml.NvmlAbsent):
+            return cls(None, 0)
+        new = {one.pid for one in after.holders} - {one.pid for one in before.holders}
+        pid = os.getpid() if os.getpid() in new else new.pop() if len(new) == 1 else None
+        return cls(pid, max(0, (after.used_bytes or 0) - (before.used_bytes or 0)))

@@ -23,8 +23,10 @@ class NvmlGpu(Record, frozen=True, kw_only=True):
     """With prefix: ``GPU-…``, or ``MIG-…`` for a slice."""
     name: str | None
     free_bytes: int | None
-    used_bytes: int | None  # by processes, without the driver's share
-    is_split: bool  # into slices, by MIG
+    used_bytes: int | None
+    """Held by processes, without the driver's share."""
+    holders: list[MemoryHolder]
+    """Those processes, this one included, largest first, by the host's process ids."""
 
 
 class NvmlAbsent(Record, frozen=True, kw_only=True):
@@ -46,24 +48,12 @@ def read_gpu(uuid: str) -> NvmlGpu | NvmlAbsent:
     """Read a GPU, or a MIG slice, by its UUID without prefix, as torch has it."""
 
     def read(nvml: Any) -> NvmlGpu:
-        part = _or_none(nvml.nvmlDeviceGetHandleByUUID, f"MIG-{uuid}")
-        return _gpu(nvml, part or nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
-
-    return _ask(read)
-
-
-def read_holders(uuid: str) -> list[MemoryHolder] | NvmlAbsent:
-    """List the processes that hold memory of a GPU, largest first, by the host's process ids."""
-
-    def read(nvml: Any) -> list[MemoryHolder]:
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        processes += _or_none(nvml.nvmlDeviceGetGraphicsRunningProcesses, handle) or []
-        used = {process.pid: process.usedGpuMemory for process in processes}
-        return [
-            MemoryHolder(pid=pid, name=_or_none(nvml.nvmlSystemGetProcessName, pid), used_bytes=size)
-            for pid, size in sorted(used.items(), key=lambda item: (-(item[1] or 0), item[0]))
-        ]
+        handle = _or_none(nvml.nvmlDeviceGetHandleByUUID, f"MIG-{uuid}")
+        if handle is None:
+            handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            if (_or_none(nvml.nvmlDeviceGetMigMode, handle) or [0])[0]:
+                raise LookupError("the GPU is split by MIG, and its figures are not those of the slice")
+        return _gpu(nvml, handle)
 
     return _ask(read)
 
@@ -83,13 +73,21 @@ def _ask(question: Callable[[Any], T]) -> T | NvmlAbsent:
 def _gpu(nvml: Any, handle: Any) -> NvmlGpu:
     memory = _or_none(nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
     memory = memory if memory and memory.total else None  # some drivers report unified memory as 0
-    mig = _or_none(nvml.nvmlDeviceGetMigMode, handle)
+    processes = [
+        *(_or_none(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()),
+        *(_or_none(nvml.nvmlDeviceGetGraphicsRunningProcesses, handle) or ()),
+    ]
+    # A process that computes and draws is listed twice, each time with all of its memory.
+    used = {process.pid: process.usedGpuMemory for process in processes}
     return NvmlGpu(
         uuid=nvml.nvmlDeviceGetUUID(handle),
         name=_or_none(nvml.nvmlDeviceGetName, handle),
         free_bytes=memory.free if memory else None,
         used_bytes=memory.used if memory else None,
-        is_split=bool(mig and mig[0]),
+        holders=[
+            MemoryHolder(pid=pid, name=_or_none(nvml.nvmlSystemGetProcessName, pid), used_bytes=size)
+            for pid, size in sorted(used.items(), key=lambda item: (-(item[1] or 0), item[0]))
+        ],
     )
 
 

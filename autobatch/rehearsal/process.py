@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
+import math
 import multiprocessing
 import os
 import signal
@@ -152,7 +153,8 @@ class ChildProcess:
         try:
             with suppress(BrokenPipeError):  # the wait for its answer tells why
                 self._connection.send(self._opened)
-            self.info = self._receive("opening the workload")
+            # Without a limit: the user's code may download a dataset, or build a large model.
+            self.info = self._receive("opening the workload", math.inf)
         except (EOFError, ConnectionResetError):
             message = self._crash_message(self._stop(), "while it opened the workload")
             raise AutobatchError(message) from None
@@ -179,7 +181,7 @@ class ChildProcess:
         self._calls += 1
         try:
             self._connection.send((self._calls, function, args, more))
-            return cast(T, self._receive(act))
+            return cast(T, self._receive(act, self.answer_seconds))
         except (EOFError, BrokenPipeError, ConnectionResetError):
             code = self._stop()
         killed = code == -signal.SIGKILL and self._oom_kills() > kills
@@ -217,15 +219,20 @@ class ChildProcess:
         output.close()
         self._is_started, self._is_copy, self._is_lost = True, False, False
 
-    def _receive(self, act: str) -> Any:
-        """Wait for the answer to the latest call. Ctrl-C ends the wait, and the child ignores it."""
-        deadline = time.monotonic() + self.answer_seconds
-        while self._connection.poll(max(0.0, deadline - time.monotonic())):
+    def _receive(self, act: str, seconds: float) -> Any:
+        """Wait for the answer to the latest call. Ctrl-C ends the wait, and the child ignores it.
+
+        Args:
+            act: the action of the call.
+            seconds: time without a sign of life after which the call counts as hung.
+        """
+        deadline = time.monotonic() + seconds
+        while self._connection.poll(None if deadline == math.inf else max(0.0, deadline - time.monotonic())):
             number, kind, content, is_lost = self._connection.recv()
             if number != self._calls:
                 continue  # the answer to an interrupted call
             if kind == "alive":
-                deadline = time.monotonic() + self.answer_seconds
+                deadline = time.monotonic() + seconds
                 continue
             self._is_lost = is_lost
             if kind == "error":
@@ -233,7 +240,7 @@ class ChildProcess:
             return content
         self._stop(patience=0.0)
         raise ChildCrashed(
-            f"the child process gave no answer in {self.answer_seconds:.0f} s during {act} and was ended. "
+            f"the child process gave no answer in {seconds:.0f} s during {act} and was ended. "
             f"Its last output: {self._tail()}"
         )
 

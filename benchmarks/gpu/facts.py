@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device import nvml
 from autobatch.device.base import Device
-from autobatch.device.cuda_allocator import recorded, recorded_trace, trace_of
+from autobatch.device.cuda_allocator import trace_of
 from benchmarks.gpu.device import BUSY_CYCLES, GPU, about, empty, open_gpu, recorded_entries, room
 
 
@@ -40,14 +40,12 @@ def readings_of_nvml() -> dict[str, Any]:
     start = time.perf_counter()
     gpu = nvml.read_gpu(about()["uuid"])
     seconds = time.perf_counter() - start
-    holders = nvml.read_holders(f"GPU-{about()['uuid']}")
-    listed = [] if isinstance(holders, nvml.NvmlAbsent) else [one.pid for one in holders]
+    listed = [] if isinstance(gpu, nvml.NvmlAbsent) else [one.pid for one in gpu.holders]
     return {
         "gpu": str(gpu),
         "free_bytes": getattr(gpu, "free_bytes", None),
         "cuda_free_bytes": torch.cuda.mem_get_info(GPU)[0],
         "seconds": round(seconds, 4),
-        "holders": str(holders),
         "lists_this_process": os.getpid() in listed,
     }
 
@@ -233,11 +231,11 @@ def norms() -> dict[str, Any]:
 def pools() -> dict[str, Any]:
     """Return where a snapshot names the pool of a CUDA graph, and whether no trace is made of it."""
     x = torch.ones(MiB, device=GPU)
-    with recorded():
+    with open_gpu(GiB).enforced() as meter:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             kept = x * 2
-        is_refused = recorded_trace(GPU.index or 0) is None
+        is_refused = meter.trace() is None
         snapshot = torch.cuda.memory._snapshot(0)
     found = {
         "entries": sorted({str(one.get("pool_id")) for one in snapshot["device_traces"][0]}),

@@ -215,14 +215,13 @@ def test_the_doctor_names_the_gpus_the_holders_and_what_is_missing(
 
     old = VisibleGpu(index=1, name="V100", uuid="1", total_bytes=22 * GiB, capability="7.0")
     new = msgspec.structs.replace(old, index=0, capability="9.0")
-    gpu = nvml.NvmlGpu(
-        uuid="GPU-1", name="NVIDIA L4", free_bytes=20 * GiB, used_bytes=2 * GiB, is_split=False
-    )
     holder = nvml.MemoryHolder(pid=7, name=None, used_bytes=2 * GiB)
+    gpu = nvml.NvmlGpu(
+        uuid="GPU-1", name="NVIDIA L4", free_bytes=20 * GiB, used_bytes=2 * GiB, holders=[holder]
+    )
     for place, value in {
         "autobatch.device.cuda_gpus.visible_gpus": [new, old],
         "autobatch.device.nvml.read_gpus": [gpu],
-        "autobatch.device.nvml.read_holders": [holder],
         "torch.cuda.is_available": False,
         "torch.cuda.get_arch_list": ["sm_75", "sm_90"],
     }.items():

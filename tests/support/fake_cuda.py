@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +16,8 @@ from autobatch.device import nvml
 from autobatch.device.nvml import NvmlAbsent, NvmlGpu
 
 
-def gpu_reading(used: int | None = 4 * GiB, *, is_split: bool = False) -> NvmlGpu:
-    return NvmlGpu(uuid="GPU-a1", name="Alpha", free_bytes=None, used_bytes=used, is_split=is_split)
+def gpu_reading(used: int | None = 4 * GiB, holders: Sequence[MemoryHolder] = ()) -> NvmlGpu:
+    return NvmlGpu(uuid="GPU-a1", name="Alpha", free_bytes=None, used_bytes=used, holders=[*holders])
 
 
 class FakeCuda:
@@ -26,7 +26,6 @@ class FakeCuda:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.nvml: Callable[[], NvmlGpu | NvmlAbsent] = gpu_reading
-        self.holders: Callable[[], list[MemoryHolder]] = list
         self.initialized = False
         self.waits = 0
         self.total = 24 * GiB
@@ -74,7 +73,6 @@ class FakeCuda:
         for name, function in private.items():
             monkeypatch.setattr(torch._C, name, function, raising=False)
         monkeypatch.setattr("sys.platform", "linux")
-        monkeypatch.setattr(nvml, "read_holders", lambda uuid: self.holders())
         monkeypatch.setattr(nvml, "read_gpu", lambda uuid: self.nvml())
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
             monkeypatch.delenv(name, raising=False)

@@ -174,7 +174,6 @@ def python_gpu(total_bytes: int = 64 * MiB) -> Iterator[PythonGpu]:
         stack.enter_context(patch.object(torch.optim.Optimizer, recorded, lambda _: None))
         for name in ("_host_emptyCache", "_cuda_clearCublasWorkspaces"):
             stack.enter_context(patch.object(torch._C, name, lambda: None, create=True))
-        stack.enter_context(patch.object(nvml, "read_holders", lambda _: []))
         stack.enter_context(patch.object(nvml, "read_gpu", lambda *_: NvmlAbsent(reason="not installed")))
         # A checkpoint has the values on the CPU.
         stack.enter_context(patch.object(Packed, "pack", _on_the_cpu(Packed.pack)))

@@ -1,0 +1,66 @@
+"""Estimates for several GPUs: each has the answer that it has alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.data import TensorDataset
+
+import autobatch
+from tests.support.noted import known
+from tests.support.probes import mlp, work
+
+HEAD = 256
+"""Width of a head whose backward pass runs in flash attention on some GPUs only, if it has dropout."""
+FIRST_LAYOUT = known("measure: the table of ranks has all GPUs in the layout of the first")
+FIRST_CAPABILITY = known("measure: a GPU that is named second is traced with the capability of the first")
+
+
+class Attention(nn.Module):
+    """One head of attention with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 3 * HEAD)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        query, key, value = self.project(inputs).unflatten(-1, (3, 1, HEAD)).permute(2, 0, 3, 1, 4)
+        return scaled_dot_product_attention(query, key, value, dropout_p=0.1)
+
+
+def attention() -> autobatch.Workload:
+    data = TensorDataset(torch.ones(64, 256, 16), torch.zeros(64, dtype=torch.int64))
+    return work(Attention, train_data=data, loss=lambda model, batch: model(batch[0]).float().mean())
+
+
+@FIRST_CAPABILITY
+def test_the_answer_for_a_gpu_does_not_depend_on_the_others() -> None:
+    def limits(*gpus: str) -> dict[str, tuple[int, int]]:
+        found = autobatch.estimate(
+            attention(), profile=list(gpus), memory_budget="1GiB", max_micro_batch=4096
+        )
+        return {one.profile: (one.micro_batch, one.peak_reserved_bytes) for one in found.estimates}
+
+    gpus = ("a100-40gb", "l40s")
+    alone = limits(gpus[0]) | limits(gpus[1])
+    assert alone[gpus[0]] != alone[gpus[1]], "the attention of these GPUs takes the same memory"
+    for order in itertools.permutations(gpus):
+        assert limits(*order) == alone
+
+
+@FIRST_LAYOUT
+@pytest.mark.program
+@pytest.mark.parametrize("gpus", [("t4", "a100-80gb"), ("a100-80gb", "t4")])
+def test_each_gpu_has_its_own_layout_in_the_table_of_ranks(gpus: tuple[str, str]) -> None:
+    """A whole model fits on the larger GPU only, so that the ranks on the smaller one share it."""
+    found = autobatch.estimate(
+        work(lambda: mlp(30_000)), profile=list(gpus), ranks="1,2", memory_budget="0.07%"
+    )
+    expected = {one.profile: (one.parallel, one.micro_batch) for one in found.estimates}
+    assert {layout for layout, _ in expected.values()} == {"replicate", "shard"}
+    table = {one.profile: (one.parallel, one.micro_batch) for one in found.over_ranks if one.world_size == 2}
+    assert table == expected

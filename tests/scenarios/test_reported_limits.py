@@ -1,0 +1,266 @@
+"""Limits that users have reported: a size that does not run, and what is said of one that does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+
+import autobatch
+from autobatch import AutobatchError, DoesNotFitError, Loss
+from autobatch.core.records import MemoryHolder
+from autobatch.core.units import GiB, MiB
+from autobatch.device import nvml
+from tests.support.commandline import SMALL
+from tests.support.fake_cuda import gpu_reading
+from tests.support.noted import known
+from tests.support.probes import Listener, Sequences, classify, pad, work
+from tests.support.python_gpu import GpuTensor, python_gpu
+from tests.support.rank_server import RankServer
+
+WIDTH = 8
+SECONDS = 60.0
+"""Wall limit of a case in processes of its own."""
+DIES = known("measure: the choice of a split ends a run if samples that it puts together do not collate")
+REFUTED = known(
+    "measure: if a smaller size fails alone, the larger one that real batches refuted is returned"
+)
+STRANGER = known("measure: the saved limit of another workload of the same name is told as one that changed")
+NONE_ENDED = known("measure: a rank whose limit another rank lowers says that None ended the search")
+NOT_LEAST = known("measure: ranks that are unlike each tell a limit of their own, as that of rank 0")
+NO_MEMORY = known("measure: a thread that cannot start counts as out of memory")
+OURS = known("measure: memory of another process that grows in the first session counts as our own")
+
+
+def result_of(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call, and fail with whatever is raised."""
+    try:
+        return call(*args, **options)
+    except Exception as error:
+        raise AssertionError(f"ended with {type(error).__name__}: {error}") from error
+
+
+class WithHoles(Dataset):
+    """Sequences, some of which cannot be read and are None."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | None:
+        if index in (13, 29, 31, 45, 46, 55, 57):
+            return None
+        return torch.ones(1 + index % 16, WIDTH), torch.tensor(index % 4)
+
+
+def masked_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
+    inputs, labels = batch
+    mask = inputs.ne(0).any(-1, keepdim=True)
+    means = (model(inputs) * mask).sum(1) / mask.sum(1)
+    return Loss(cross_entropy(means, labels, reduction="sum"), len(labels))
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, 4)
+
+
+@DIES
+@pytest.mark.parametrize("limit", [None, 8])
+def test_samples_that_cannot_be_split_by_size_are_split_by_count(limit: int | None) -> None:
+    """A batch of None alone cannot be collated, and no run has one: any 8 samples in a row have others."""
+    workload = work(
+        linear,
+        train_data=WithHoles(),
+        collate=lambda samples: pad([one for one in samples if one is not None]),
+        size_of=lambda sample: 0 if sample is None else len(sample[0]),
+        loss=masked_loss,
+    )
+    listener = Listener()
+    plan = result_of(
+        autobatch.plan,
+        workload,
+        target_batch=32,
+        device="cpu",
+        memory_budget="64MiB",
+        max_micro_batch=limit,
+        own_loop=False,
+        progress=listener,
+    )
+    assert (plan.split, sum(plan.micro_batches), plan.micro_batch) == ("count", 32, limit or 32)
+    assert [note for note in listener.notes if "split by count" in note]
+
+
+@REFUTED
+def test_a_size_that_did_not_run_is_no_answer() -> None:
+    """Batches of many lengths fragment the memory, and then also fewer of the longest samples fail.
+
+    The oracle is the loss, which knows every size that has failed.
+    """
+    failed: set[int] = set()
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, labels = batch
+        count, is_mixed = len(labels), bool((inputs[:, -1] == 0).any())
+        largest = 10 if is_mixed else 7 if failed & {11, 12} else 12
+        if count > largest:
+            failed.add(count)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return cross_entropy(model(inputs).sum(1), labels)
+
+    lengths = [16 if index % 4 == 0 else 1 + index % 5 for index in range(96)]
+    workload = work(
+        lambda: nn.Linear(WIDTH, 4, bias=False), train_data=Sequences(lengths), collate=pad, loss=loss
+    )
+    plan = autobatch.plan(
+        workload,
+        target_batch=24,
+        device="sim:t4",
+        memory_budget="64MiB",
+        split="count",
+        split_check="off",
+        own_loop=False,
+    )
+    assert failed & {11, 12}, "no batch of the run was tried at the limit of the longest samples"
+    assert not failed & {plan.probe.micro_batch, *plan.micro_batches}
+    assert sum(plan.micro_batches) == 24
+
+
+OTHER = '''
+"""Another project, whose file has the usual name, too."""
+import torch
+from torch.utils.data import TensorDataset
+from autobatch import Workload
+
+def criterion(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+def workload():
+    return Workload(
+        model=lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 3)),
+        train_data=TensorDataset(torch.randn(40, 3, 8, 8), torch.arange(40) % 3),
+        loss=criterion,
+        optimizer=lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate),
+        learning_rate=1e-3,
+    )
+'''
+
+
+@STRANGER
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_a_folder_where_nothing_was_probed_has_no_saved_limit(
+    tmp_path: Path, is_shown: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "autobatch")
+    listener = Listener()
+    for name, source in (("mine", SMALL.replace('"name": "small",', "")), ("theirs", OTHER)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "train.py").write_text(source)
+        monkeypatch.chdir(folder)
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.delitem(sys.modules, "train", raising=False)
+        caplog.clear()
+        autobatch.probe(
+            "train.py", device="cpu", memory_budget="64MiB", progress=listener if is_shown else False
+        )
+    assert not [line for line in (*listener.notes, *caplog.messages) if "saved on" in line]
+
+
+def probe_of_rank(budgets: list[str]) -> tuple[int, str]:
+    """Return the limit of this rank and what is said of it."""
+    torch.set_num_threads(1)
+    found = autobatch.probe(work(), device="cpu", memory_budget=budgets[int(os.environ["RANK"])])
+    return found.micro_batch, str(found)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "budgets",
+    [
+        pytest.param(["80KiB", "79KiB"], marks=NONE_ENDED),
+        pytest.param(["80KiB", "40KiB"], marks=NOT_LEAST),
+        pytest.param(["40KiB", "80KiB"], marks=NOT_LEAST),
+    ],
+)
+def test_ranks_whose_limits_differ_all_tell_the_least(
+    server: RankServer, own_home: Path, budgets: list[str]
+) -> None:
+    def probe(budgets: list[str], home: str) -> list[tuple[int, str]]:
+        environ = {"AUTOBATCH_HOME": str(own_home / home)}
+        return server.values(probe_of_rank, budgets, environ=environ, seconds=SECONDS)
+
+    (expected, _), _ = probe([min(budgets)] * 2, "equal")
+    found = probe(budgets, "unlike")
+    for limit, said in found:
+        assert limit == expected
+        assert f" {limit} samples" in said
+        assert "on others" not in said
+        assert "None" not in said
+
+
+def thread_failing_above(samples: int) -> autobatch.Workload:
+    """Return a workload that meets a limit on the threads of a user (``ulimit -u``), whatever the budget."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if len(batch[1]) > samples:
+            raise RuntimeError("can't start new thread")
+        return classify(model, batch)
+
+    return work(loss=loss)
+
+
+@NO_MEMORY
+def test_a_thread_that_cannot_start_is_told_as_itself() -> None:
+    with pytest.raises(AutobatchError, match="thread") as caught:
+        autobatch.probe(thread_failing_above(0), device="cpu", memory_budget="1MiB")
+    assert caught.type is not DoesNotFitError
+
+
+@NO_MEMORY
+def test_a_thread_that_cannot_start_is_no_want_of_memory() -> None:
+    found = autobatch.probe(thread_failing_above(3), device="cpu", memory_budget="1MiB", max_micro_batch=4)
+    assert (found.micro_batch, found.oom_count) == (3, 0)
+
+
+def probe_beside_another_process() -> tuple[int | None, int | None]:
+    """Return what others hold before and after a probe, in whose first step another process takes 1 GiB.
+
+    In a container, NVML lists the other process, and not this one.
+    """
+    torch.set_num_threads(1)
+    held = [GiB]
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if isinstance(batch[0], GpuTensor):
+            held[0] = 2 * GiB
+        return classify(model, batch)
+
+    with python_gpu(24 * GiB) as gpu:
+        readings = {
+            "read_gpu": lambda *_: gpu_reading(24 * GiB - held[0] - gpu.used_bytes),
+            "read_holders": lambda _: [MemoryHolder(pid=1, name="other", used_bytes=held[0])],
+        }
+        with patch.multiple(nvml, **readings):
+            found = autobatch.probe(
+                work(loss=loss), device="cuda", memory_budget=8 * MiB, precision="fp32", max_micro_batch=4
+            )
+    return found.device.other_processes_bytes, found.other_processes_bytes
+
+
+@OURS
+def test_memory_that_another_process_takes_is_told_as_its_own(server: RankServer, own_home: Path) -> None:
+    environ = {"AUTOBATCH_HOME": str(own_home)}
+    ((before, after),) = server.values(
+        probe_beside_another_process, world=1, environ=environ, seconds=SECONDS
+    )
+    assert before == GiB
+    assert after == pytest.approx(2 * GiB, abs=64 * MiB)

@@ -1,0 +1,124 @@
+"""Choices of the tuner that users have reported: numbers that nobody asked to change stay."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
+
+import autobatch
+from tests.support.noted import known
+from tests.support.probes import Listener, work
+from tests.support.python_gpu import python_gpu
+from tests.support.rank_server import RankServer
+
+SWITCHED = known("measure: the tuner switches to bf16 although nobody asked for another precision")
+NOT_OFFERED = known("measure: a faster precision is taken and not offered, by the middle of its interval")
+DEFAULT = known("measure: on a GPU the precision is bf16 although nobody asked for it")
+INPUTS = torch.linspace(-1, 1, 32).view(2, 16)
+TARGETS = torch.tensor([[0.3], [0.7]])
+RATE, STEPS = 0.1, 3
+OPTIONS: dict[str, Any] = {
+    "target_batch": 2,
+    "max_micro_batch": 1,
+    "device": "cpu",
+    "memory_budget": "64MiB",
+    "trials": 4,
+}
+SLOWDOWN = 4
+"""Time of a forward pass in fp32 ÷ that in bf16."""
+
+
+class FastInBf16(nn.Module):
+    """Model whose forward pass takes a quarter of the time in bf16: it sleeps instead of computing."""
+
+    def __init__(self, layer: Callable[[], nn.Linear]) -> None:
+        super().__init__()
+        self.layer = layer()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        time.sleep(0.002 if torch.is_autocast_enabled("cpu") else 0.002 * SLOWDOWN)
+        return self.layer(inputs)
+
+
+def layer() -> nn.Linear:
+    made = nn.Linear(16, 1)
+    with torch.no_grad():
+        made.weight.copy_(torch.linspace(-0.5, 0.5, 16).view(1, 16))
+        made.bias.zero_()
+    return made
+
+
+def workload() -> autobatch.Workload:
+    return work(
+        lambda: FastInBf16(layer),
+        train_data=TensorDataset(INPUTS, TARGETS),
+        loss=lambda model, batch: mse_loss(model(batch[0]), batch[1]),
+        optimizer=lambda params, rate: torch.optim.SGD(params, lr=rate, foreach=False),
+        learning_rate=RATE,
+    )
+
+
+@pytest.fixture
+def native_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the processor have units for bf16."""
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: True, raising=False)
+
+
+@SWITCHED
+@pytest.mark.program
+@pytest.mark.usefixtures("native_bf16")
+def test_a_tuned_run_has_the_weights_of_one_in_fp32(tmp_path: Path) -> None:
+    found = autobatch.fit(workload(), steps=STEPS, out=tmp_path / "run", **OPTIONS)
+    expected = layer().double()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=RATE)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        mse_loss(expected(INPUTS.double()), TARGETS.double()).backward()
+        optimizer.step()
+    weight = found.model.layer.weight.detach()
+    assert weight.dtype is torch.float32
+    assert float((weight - expected.weight.detach()).abs().max()) < 1e-6
+    assert found.plan.precision == "fp32"
+
+
+@NOT_OFFERED
+@pytest.mark.program
+@pytest.mark.usefixtures("native_bf16")
+def test_a_faster_precision_is_offered_by_the_lower_bound_of_its_interval() -> None:
+    listener = Listener()
+    found = autobatch.tune(workload(), progress=listener, **OPTIONS)
+    lines = [line for text in (*listener.notes, str(found)) for line in text.splitlines()]
+    offers = [line for line in lines if "--precision bf16" in line]
+    assert offers
+    (low,) = [one.low for one in found.tuning.comparisons if one.changes == {"precision": "bf16"}]
+    (said,) = {float(ratio) for line in offers for ratio in re.findall(r"([0-9.]+) ×", line)}
+    assert 1 < said <= low + 0.05 < SLOWDOWN
+
+
+def precisions_on_a_gpu() -> dict[str, str]:
+    """Return the precision of a plan on a GPU that computes in bf16, unasked and asked."""
+    torch.set_num_threads(1)
+    options = {**OPTIONS, "device": "cuda", "memory_budget": 4 * 2**20}
+    del options["trials"]
+    with python_gpu():
+        asked = {"unasked": {}, "bf16": {"precision": "bf16"}}
+        return {name: autobatch.plan(workload(), **options, **more).precision for name, more in asked.items()}
+
+
+@DEFAULT
+def test_the_precision_on_a_gpu_is_fp32_unless_another_is_asked_for(
+    server: RankServer, own_home: Path
+) -> None:
+    environ = {"AUTOBATCH_HOME": str(own_home)}
+    (found,) = server.values(precisions_on_a_gpu, world=1, environ=environ, seconds=60)
+    assert found == {"unasked": "fp32", "bf16": "bf16"}
