@@ -202,7 +202,7 @@ class CudaMeter(SilentMeter):
         # The flat dictionary takes 15 times as long, and a loop reads after every step.
         figures = torch.cuda.memory_stats_as_nested_dict(index)
         self._retries_before = figures["num_alloc_retries"]
-        self._events_before = _count_events(figures)
+        self._events_before = _count_events(figures) if records else 0
         self._marks: list[tuple[int, str]] = []
 
     def mark(self, phase: str) -> None:

@@ -38,7 +38,6 @@ REFUTED = known(
 STRANGER = known("measure: the saved limit of another workload of the same name is told as one that changed")
 NONE_ENDED = known("measure: a rank whose limit another rank lowers says that None ended the search")
 NOT_LEAST = known("measure: ranks that are unlike each tell a limit of their own, as that of rank 0")
-OURS = known("measure: memory of another process that grows in the first session counts as our own")
 
 
 def result_of(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -242,18 +241,18 @@ def probe_beside_another_process() -> tuple[int | None, int | None]:
         return classify(model, batch)
 
     with python_gpu(24 * GiB) as gpu:
-        readings = {
-            "read_gpu": lambda *_: gpu_reading(24 * GiB - held[0] - gpu.used_bytes),
-            "read_holders": lambda _: [MemoryHolder(pid=1, name="other", used_bytes=held[0])],
-        }
-        with patch.multiple(nvml, **readings):
+
+        def reading(_: str) -> nvml.NvmlGpu:
+            other = MemoryHolder(pid=1, name="other", used_bytes=held[0])
+            return gpu_reading(held[0] + gpu.used_bytes, [other])
+
+        with patch.object(nvml, "read_gpu", reading):
             found = autobatch.probe(
                 work(loss=loss), device="cuda", memory_budget=8 * MiB, precision="fp32", max_micro_batch=4
             )
     return found.device.other_processes_bytes, found.other_processes_bytes
 
 
-@OURS
 def test_memory_that_another_process_takes_is_told_as_its_own(server: RankServer, own_home: Path) -> None:
     environ = {"AUTOBATCH_HOME": str(own_home)}
     ((before, after),) = server.values(

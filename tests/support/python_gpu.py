@@ -172,8 +172,8 @@ def python_gpu(total_bytes: int = 64 * MiB) -> Iterator[PythonGpu]:
         # A build for CUDA asks the driver whether a graph is recorded.
         recorded = "_accelerator_graph_capture_health_check"
         stack.enter_context(patch.object(torch.optim.Optimizer, recorded, lambda _: None))
-        for name in ("_host_emptyCache", "_cuda_clearCublasWorkspaces"):
-            stack.enter_context(patch.object(torch._C, name, lambda: None, create=True))
+        stack.enter_context(patch.object(torch.accelerator, "empty_host_cache", lambda: None, create=True))
+        stack.enter_context(patch.object(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, create=True))
         stack.enter_context(patch.object(nvml, "read_gpu", lambda *_: NvmlAbsent(reason="not installed")))
         # A checkpoint has the values on the CPU.
         stack.enter_context(patch.object(Packed, "pack", _on_the_cpu(Packed.pack)))
