@@ -1,10 +1,9 @@
 """Prediction of what fits on hardware that need not be here, from shapes alone.
 
 The model is built on the meta device if its constructor allows that, so that a model of many billions of
-parameters needs no memory. The step is traced once for each kind of GPU and each way in which ranks share it,
-with what may help at the same time. A rank that has a whole model is traced with the buffer in which ranks
-sum their gradients; a rank that has a part of it is traced through FSDP2 itself, as rank 0 of a process group
-that exchanges nothing. All else, for example the budget, is a replay.
+parameters needs no memory. A rank that has a whole model is traced with the buffer in which ranks sum their
+gradients; a rank that has a part of it is traced through FSDP2 itself, as rank 0 of a process group that
+exchanges nothing.
 """
 
 from __future__ import annotations
@@ -13,28 +12,22 @@ import math
 import time
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import msgspec
 
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.options import Options
-from autobatch.core.records import Estimate, Parallel, Plan, RankEstimate, Remedy
+from autobatch.core.records import Estimate, Plan, RankEstimate, Remedy
 from autobatch.core.units import format_bytes
 from autobatch.device.profiles import HardwareProfile
-from autobatch.distributed.sharding.layout import ShardLayout, sync_of
-from autobatch.estimates.gpus import GpuChoice, precision_on
-from autobatch.estimates.traces import ALONE, Layout, Traces
-from autobatch.footprint.explain import explain
-from autobatch.footprint.fit import Footprint, Unpredictable
-from autobatch.footprint.predict import (
-    predict,
-)
-from autobatch.footprint.suggestions import Outcome, in_words
-from autobatch.footprint.tracing.apart import run_apart, run_in_copies
+from autobatch.estimates.copies import run_in_copies
+from autobatch.estimates.explain import explain
+from autobatch.estimates.footprints import Footprint, Unpredictable, footprints
+from autobatch.estimates.gpus import Gpus
+from autobatch.estimates.suggestions import helpful, in_words, with_changes
+from autobatch.estimates.traces import Layout, Traces
 from autobatch.planning import make_plan
-from autobatch.rehearsal.setup import check_loss_of_ranks
 from autobatch.report.result import Estimates
 from autobatch.workload.contract import WholeBatchLoss, Workload
 from autobatch.workload.rng import preserved_random_state, seed_everything
@@ -49,85 +42,64 @@ def estimate_limits(workload: Workload, options: Options, *, home: Path) -> Esti
         Unpredictable: the step cannot be traced; the message says why.
         DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
-    GpuChoice(options, home)  # refuses wrong options before data are read
+    gpus = Gpus(options, home)  # refuses wrong options before data are read
     # The model is built without memory, and its code may keep what it builds.
     with preserved_random_state():
         first = scanned(workload, options.search.scan, options.batch.target_batch)
-        return run_apart(lambda: Estimator(first, options, home).estimates())
+        (found,) = run_in_copies([lambda: Estimator(first, options, gpus).estimates()])
+        return found
 
 
 class Estimator:
     """Predictions for a workload."""
 
-    def __init__(self, workload: Workload, options: Options, home: Path) -> None:
+    def __init__(self, workload: Workload, options: Options, gpus: Gpus) -> None:
         seed_everything(options.device.seed)
-        self.options = options
-        self.gpus = GpuChoice(options, home)
-        self.world = self.gpus.world
-        self.traces = Traces(workload, options)
-        self._may_share = self.world > 1 and not isinstance(workload.loss, WholeBatchLoss)
+        self._options, self._gpus = options, gpus
+        self._traces = Traces(workload, options, gpus)
+        self._may_share = gpus.world > 1 and not isinstance(workload.loss, WholeBatchLoss)
         """True if the ranks may share a model."""
 
     def estimates(self) -> Estimates:
-        """Predict for each GPU; for one that is named, alone or too small, also predict what would help."""
-        gpus, found = self.gpus.load(), []
-        is_only = len(gpus) == 1
-        if is_only:
-            self._prepare(gpus[0])
-        for gpu in gpus:
-            found.append(self.limit(gpu))
-        do_fit = [one.fits for one in found]
-        helped = range(len(found)) if self.gpus.names else []
-        if not any(do_fit):
-            helped = [found.index(_largest(found))]  # which the error is about
-        for at in helped:
-            if is_only or not do_fit[at]:
-                found[at] = msgspec.structs.replace(found[at], remedies=self._remedies(gpus[at], found[at]))
-        table: list[RankEstimate] = []
-        if self.world > 1:
-            shown = [*gpus, *(self.gpus.larger(gpus[0]) if is_only else [])]
-            table = self._table(shown, found[0].parallel or "shard")
-        if not self.gpus.names:
-            found.sort(key=_need)
+        """Predict for each GPU; for a single one, or if none suffices, also predict what would help."""
+        found, gpus = self.limits(), self._gpus
+        helped = max(found, key=lambda one: one.budget_bytes)
+        if len(found) == 1 or not any(one.fits for one in found):
+            at = found.index(helped)
+            remedies = self._remedies(gpus.asked[at], helped)
+            found[at] = helped = msgspec.structs.replace(helped, remedies=remedies)
+        table = self._table() if gpus.world > 1 else []
         if not any(one.fits for one in found):
-            raise nothing_fits(found, self.options.search.micro_batch or 1, table)
-        return Estimates(estimates=found, over_ranks=table, notes=self.notes(found))
+            raise nothing_fits(found, helped, self._options.search.micro_batch or 1, table)
+        notes = [f"{one.profile}: {one.parallel_reason}" for one in found if one.parallel_reason]
+        notes += [*gpus.notes(found), *stream_notes(self._traces.workload.train_data), *self._traces.notes()]
+        ordered = found if gpus.are_named else sorted(found, key=_need)
+        return Estimates(estimates=ordered, over_ranks=table, notes=list(dict.fromkeys(notes)))
 
-    def notes(self, estimates: Sequence[Estimate]) -> list[str]:
-        """Return remarks on predictions and on the traces so far, one per line."""
-        notes = [f"{one.profile}: {one.parallel_reason}" for one in estimates if one.parallel_reason]
-        notes += self.gpus.notes(estimates)
-        notes += stream_notes(self.traces.workload.train_data)
-        return list(dict.fromkeys([*notes, *self.traces.notes()]))
-
-    def limit(self, gpu: HardwareProfile) -> Estimate:
-        """Predict what fits on one GPU, without what would help."""
+    def limits(self) -> list[Estimate]:
+        """Predict what fits on each GPU that was asked about."""
         start = time.perf_counter()
-        budget, source = self.gpus.budget(gpu)
-        layout, reason = self._choose(gpu)
-        try:
-            step = self._step(gpu, layout)
-        except Unpredictable as error:
-            raise Unpredictable(
-                f"{error}. autobatch probe --device sim:{gpu.name} runs the step, on the CPU in a model of "
-                "that GPU's allocator"
-            ) from error
-        found = predict(
-            step,
-            budget_bytes=budget,
-            cap=self.gpus.cap,
-            micro_batch=self.options.search.micro_batch,
-            libraries=gpu.libraries,
-        )
-        where = explain(step, max(1, found.micro_batch))
+        chosen = [self._choose(gpu, self._gpus.world) for gpu in self._gpus.asked]
+        predictions = [
+            partial(self._limit, gpu, self._footprint(gpu, layout), layout, reason)
+            for gpu, (layout, reason) in zip(self._gpus.asked, chosen, strict=True)
+        ]
+        found = run_in_copies(predictions)
+        return [msgspec.structs.replace(one, seconds=time.perf_counter() - start) for one in found]
+
+    def _limit(self, gpu: HardwareProfile, step: Footprint, layout: Layout, reason: str | None) -> Estimate:
+        """Predict what fits on one GPU, without what would help."""
+        budget, source = self._gpus.budget(gpu)
+        found = self._gpus.spending(gpu).predict(step, self._options.search.micro_batch)
+        where = explain(step.program.at(max(1, found.micro_batch)))
         return Estimate(
             profile=gpu.name,
             budget_bytes=budget,
             budget_source=source,
-            precision=precision_on(gpu.compute_capability, self.options.device.precision),
+            precision=self._gpus.precision(gpu),
             micro_batch=found.micro_batch,
-            micro_batch_low=found.micro_batch_low,
-            micro_batch_high=found.micro_batch_high,
+            micro_batch_low=found.low,
+            micro_batch_high=found.high,
             fits=found.fits,
             peak_allocated_bytes=found.outcome.peak_allocated_bytes,
             peak_reserved_bytes=found.outcome.peak_reserved_bytes,
@@ -137,111 +109,81 @@ class Estimator:
             phase=where.phase,
             world_size=layout.world,
             parallel=layout.parallel if layout.world > 1 else None,
-            shard_sync=layout.sync if layout.parallel == "shard" else None,
+            shard_sync=None if layout.shard is None else layout.shard.sync,
             parallel_reason=reason,
-            seconds=time.perf_counter() - start,
+            seconds=0.0,
         )
 
-    def layout(self, parallel: Parallel, world: int | None = None) -> Layout:
-        """Return the ranks that were asked for, or another number of them."""
-        if parallel == "replicate":
-            return Layout(world or self.world)
-        ranks = self.options.ranks
-        asked = ShardLayout(
-            world=world or self.world, sync=ranks.shard_sync, modules=ranks.shard_modules
-        ).fitting(self.traces.model)
-        check_loss_of_ranks(self.traces.workload, asked)
-        return Layout(asked.world, parallel, asked.sync, asked.modules)
-
-    def peak(self, gpu: HardwareProfile, layout: Layout, *, cap: int | None = None) -> Outcome:
-        """Return the largest micro-batch, 0 if none fits, and its peak; that of 1 if none fits."""
-        return self.gpus.spending(gpu, cap).outcome(self._step(gpu, layout))
-
-    def _prepare(self, gpu: HardwareProfile) -> None:
-        """Trace at the same time what the answer for one GPU needs, those that take longest first."""
-        capability = gpu.compute_capability
-        layouts = [self.layout("replicate")]
-        if self._may_share:
-            layouts.insert(0, self.layout("shard"))
-        if self._may_share and self.options.ranks.parallel == "auto":
-            self.traces.prepare(capability, layouts)
-        layout, _ = self._choose(gpu)
-        first = layouts if layout.parallel == "replicate" else [layout]
-        others = [self.layout(layout.parallel, world) for world in self._worlds(layout.parallel)[:-1]]
-        self.traces.prepare(capability, first, changed=layout, like=others)
-
-    def _choose(self, gpu: HardwareProfile) -> tuple[Layout, str | None]:
+    def _choose(self, gpu: HardwareProfile, world: int) -> tuple[Layout, str | None]:
         """Return the layout that was asked for; else replicas if one sample fits, and shards if not."""
-        asked, replicas = self.options.ranks.parallel, self.layout("replicate")
+        asked = self._options.ranks.parallel
+        if world == 1 or asked == "replicate":
+            return self._traces.layout("replicate", world), None
         if asked == "shard":
-            return self.layout("shard"), None
-        if asked == "replicate" or self.world == 1:
-            return replicas, None
+            return self._traces.layout("shard", world), None
+        replicas = self._traces.layout("replicate", world)
         if not self._may_share:
             return replicas, "the loss sees the whole batch, so each rank has a whole model"
-        if self.peak(gpu, replicas, cap=self._step(gpu, replicas).multiple)[0]:
+        step = self._footprint(gpu, replicas)
+        if self._gpus.spending(gpu)._replace(cap=step.multiple).largest(step)[0]:
             return replicas, "a whole model fits on each rank, so each has its own (--parallel replicate)"
-        return self.layout("shard"), "no whole model fits on a rank, so the ranks share it (--parallel shard)"
+        return (
+            self._traces.layout("shard", world),
+            "no whole model fits on a rank, so the ranks share it (--parallel shard)",
+        )
 
     def _remedies(self, gpu: HardwareProfile, one: Estimate) -> list[Remedy]:
         """Return what would let more fit."""
-        layout = self.layout(one.parallel or "replicate")
-        found = self.traces.suggestions(layout, gpu.compute_capability, self.gpus.spending(gpu))
-        others = []
-        if layout.parallel == "replicate":
-            if self._may_share:
-                others.append(("shard", "--parallel shard", self.layout("shard")))
-        elif sync_of(self.traces.model, "each") != layout.sync:
-            others.append(("shard_sync", "--shard-sync each", layout._replace(sync="each")))
-        for name, advice, other in others:
-            size, peak = self.peak(gpu, other)
-            if size > one.micro_batch:
-                found.append(Remedy(name=name, advice=advice, micro_batch=size, peak_bytes=peak))
-        return sorted(found, key=lambda remedy: (-remedy.micro_batch, remedy.peak_bytes))
+        layout = self._choose(gpu, self._gpus.world)[0]
+        step = self._footprint(gpu, layout)
+        changes = with_changes(self._traces.step(gpu, layout), are_lines=step.is_line)
+        if self._may_share and layout.shard is None:
+            shared = self._traces.layout("shard", self._gpus.world)
+            changes["shard"] = "--parallel shard", footprints([self._traces.step(gpu, shared)])[0]
+        return helpful(step, changes, self._gpus.spending(gpu))
 
-    def _worlds(self, parallel: Parallel) -> list[int]:
-        """Return the numbers of ranks for the table: all that were asked for, or some near the only one."""
-        asked = self.options.rank_counts[:-1]
-        near = (2 * self.world, 4 * self.world, self.world // 2) if parallel == "shard" else ()
-        return [*(asked or (n for n in near if n > 1)), self.world]
+    def _table(self) -> list[RankEstimate]:
+        """Predict for all numbers of ranks that were asked for."""
+        cells = []
+        for world in self._options.rank_counts:
+            for gpu in self._gpus.in_table:
+                layout, _ = self._choose(gpu, world)
+                cells.append(partial(self._cell, gpu, layout, self._footprint(gpu, layout)))
+        return run_in_copies(cells)
 
-    def _table(self, gpus: Sequence[HardwareProfile], parallel: Parallel) -> list[RankEstimate]:
-        """Predict for other numbers of ranks too."""
+    def _cell(self, gpu: HardwareProfile, layout: Layout, step: Footprint) -> RankEstimate:
+        size, peak = self._gpus.spending(gpu).largest(step)
+        return RankEstimate(
+            profile=gpu.name,
+            world_size=layout.world,
+            parallel=layout.parallel,
+            budget_bytes=self._gpus.budget(gpu)[0],
+            micro_batch=size,
+            peak_reserved_bytes=peak,
+        )
 
-        def cells(world: int) -> list[RankEstimate]:
-            layout = self.layout(parallel, world) if world > 1 else ALONE
-            peaks = [(gpu, *self.peak(gpu, layout)) for gpu in gpus]
-            return [
-                RankEstimate(
-                    profile=gpu.name,
-                    world_size=world,
-                    parallel=layout.parallel,
-                    budget_bytes=self.gpus.budget(gpu)[0],
-                    micro_batch=size,
-                    peak_reserved_bytes=peak,
-                )
-                for gpu, size, peak in peaks
-            ]
-
-        found = run_in_copies([partial(cells, world) for world in self._worlds(parallel)])
-        return sorted(chain.from_iterable(found), key=lambda one: one.world_size)
-
-    def _step(self, gpu: HardwareProfile, layout: Layout) -> Footprint:
-        like = None if layout.world == self.world else layout._replace(world=self.world)
-        return self.traces.step(layout, gpu.compute_capability, like=like)
+    def _footprint(self, gpu: HardwareProfile, layout: Layout) -> Footprint:
+        try:
+            return self._traces.footprint(gpu, layout)
+        except Unpredictable as error:
+            raise Unpredictable(
+                f"{error}. autobatch probe --device sim:{gpu.name} runs the step, on the CPU in a model of "
+                "that GPU's allocator"
+            ) from error
 
     def _plan(self, gpu: HardwareProfile, micro_batch: int, multiple: int) -> Plan | None:
-        if self.options.batch.target_batch is None:
+        if self._options.batch.target_batch is None:
             return None
+        workload = self._traces.workload
         return make_plan(
-            target_batch=self.options.batch.target_batch,
+            target_batch=self._options.batch.target_batch,
             micro_batch_limit=micro_batch,
-            world_size=self.world,
+            world_size=self._gpus.world,
             multiple=multiple,
-            learning_rate=self.traces.workload.learning_rate,
-            base_batch=self.traces.workload.base_batch,
-            precision=precision_on(gpu.compute_capability, self.options.device.precision),
-            gradient_dtype=self.traces.gradient_dtype,
+            learning_rate=workload.learning_rate,
+            base_batch=workload.base_batch,
+            precision=self._gpus.precision(gpu),
+            gradient_dtype=self._traces.gradient_dtype,
         )
 
 
@@ -252,13 +194,17 @@ def _need(one: Estimate) -> tuple[float, int]:
     return (0 if one.plan is None else one.plan.accumulation_steps), one.budget_bytes
 
 
-def _largest(estimates: Sequence[Estimate]) -> Estimate:
-    return max(estimates, key=lambda one: one.budget_bytes)
+def nothing_fits(
+    estimates: Sequence[Estimate], most: Estimate, asked: int, table: Sequence[RankEstimate]
+) -> DoesNotFitError:
+    """Build the error that a micro-batch fits on no GPU: where its memory goes, and what helps.
 
-
-def nothing_fits(estimates: Sequence[Estimate], asked: int, table: Sequence[RankEstimate]) -> DoesNotFitError:
-    """Build the error that a micro-batch fits on no GPU: where its memory goes, and what helps."""
-    most = _largest(estimates)
+    Args:
+        estimates: for all GPUs.
+        most: for the largest of them.
+        asked: the micro-batch.
+        table: predictions for more ranks.
+    """
     where = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in list(most.memory.items())[:3])
     names = ", ".join(one.profile for one in estimates)
     where_not = f"not to fit on {names}" if len(estimates) == 1 else f"to fit on none of {names}"

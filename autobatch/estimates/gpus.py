@@ -1,19 +1,18 @@
-"""The GPUs of an estimate: those that the options name, their budgets, and what is tried on them."""
+"""The GPUs of an estimate: those that the options name, their budgets, and the sizes to try on them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from autobatch.core.errors import InputError
-from autobatch.core.options import Options, PrecisionChoice
+from autobatch.core.options import Options
 from autobatch.core.records import Estimate, Precision
 from autobatch.core.units import GiB, format_bytes
 from autobatch.device.base import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.profiles import HardwareProfile, list_profiles, load_profile
-from autobatch.footprint.predict import gpu_allocator
-from autobatch.footprint.suggestions import NATIVE_BF16, Spending
+from autobatch.estimates.predict import Spending, gpu_allocator
+from autobatch.estimates.suggestions import NATIVE_BF16
 
 LARGEST = 2**31 - 1
 """The largest micro-batch of any search, for a step whose memory does not grow."""
@@ -24,23 +23,15 @@ NCCL_BYTES = 1 * GiB
 channels, links and GPU (github.com/NVIDIA/nccl/issues/864 and 1685)."""
 
 
-def precision_on(capability: tuple[int, int], asked: PrecisionChoice) -> Precision:
-    """Return the precision that was asked for; else bf16 where it is native."""
-    if asked != "auto":
-        return asked
-    return "bf16" if capability >= NATIVE_BF16 else "fp32"
-
-
-class GpuChoice:
-    """The GPUs of an estimate, their budgets, and what is tried on them.
+class Gpus:
+    """The GPUs of an estimate.
 
     Raises:
-        InputError: the model would be shared by a single rank.
+        InputError: a profile is unknown or invalid, or the model would be shared by a single rank.
     """
 
     def __init__(self, options: Options, home: Path) -> None:
-        self._options = options
-        self._home = home
+        self._options, self._home = options, home
         self.world = max(options.rank_counts, default=1)
         """Ranks, one per GPU; the most that were asked for."""
         caps = (options.search.max_micro_batch, options.batch.target_batch, LARGEST)
@@ -51,37 +42,22 @@ class GpuChoice:
                 "--parallel shard shares a model among ranks, found --ranks "
                 f"{options.ranks.ranks or 'unset'}: give --ranks N with N at least 2"
             )
+        search, device = options.search, options.device.device
+        simulated = [device.removeprefix("sim:")] if device.startswith("sim:") else []
+        names = [] if search.all else search.profile or simulated
+        known = list_profiles(user_dir=home).profiles
+        self.are_named = bool(names)
+        """True if the options name GPUs; else these are all that are known."""
+        self.asked = [load_profile(name, user_dir=home) for name in names] or list(known)
+        self.in_table = [*self.asked, *_larger(self.asked[0], known)] if len(names) == 1 else self.asked
+        """Those of the table of ranks: if only one was asked about, also the next larger ones."""
 
-    @property
-    def names(self) -> Sequence[str]:
-        """Names of the GPUs to predict for; none for all that are known."""
-        search, device = self._options.search, self._options.device.device
-        if search.all:
-            return ()
-        return search.profile or ([device.removeprefix("sim:")] if device.startswith("sim:") else [])
-
-    def load(self) -> list[HardwareProfile]:
-        """Return the GPUs that the options name, or all that are known.
-
-        Raises:
-            InputError: a profile is unknown or invalid.
-        """
-        if self.names:
-            return [load_profile(name, user_dir=self._home) for name in self.names]
-        return list(list_profiles(user_dir=self._home).profiles)
-
-    def larger(self, gpu: HardwareProfile) -> list[HardwareProfile]:
-        """Return the next GPUs with more memory and at least the same operators."""
-        others = [
-            other
-            for other in list_profiles(user_dir=self._home).profiles
-            if other.total_bytes > gpu.total_bytes
-            and (other.compute_capability >= NATIVE_BF16) >= (gpu.compute_capability >= NATIVE_BF16)
-        ]
-        by_memory = {
-            other.total_bytes // GiB: other for other in sorted(others, key=lambda o: o.name, reverse=True)
-        }
-        return [by_memory[size] for size in sorted(by_memory)][: TABLE_GPUS - 1]
+    def precision(self, gpu: HardwareProfile) -> Precision:
+        """Return the precision that was asked for; else bf16 where it is native."""
+        asked = self._options.device.precision
+        if asked != "auto":
+            return asked
+        return "bf16" if gpu.compute_capability >= NATIVE_BF16 else "fp32"
 
     def budget(self, gpu: HardwareProfile) -> tuple[int, str]:
         """Return the bytes that the allocator may hold on a GPU, and the reason in words.
@@ -101,14 +77,9 @@ class GpuChoice:
             owner=gpu.title,
         )
 
-    def spending(self, gpu: HardwareProfile, cap: int | None = None) -> Spending:
-        """Return the budget of a GPU, and the largest micro-batch to try; None for that of all GPUs."""
-        return Spending(
-            allocator=partial(gpu_allocator, self.budget(gpu)[0]),
-            unlimited=partial(gpu_allocator, None),
-            cap=cap or self.cap,
-            libraries=gpu.libraries,
-        )
+    def spending(self, gpu: HardwareProfile) -> Spending:
+        """Return the budget of a GPU, and the largest micro-batch to try."""
+        return Spending(self.budget(gpu)[0], gpu_allocator, self.cap)
 
     def notes(self, estimates: Sequence[Estimate]) -> list[str]:
         """Return what the options leave out or bound, one line each."""
@@ -126,7 +97,7 @@ class GpuChoice:
                 f"{option} {cap:,} bounds the micro-batch on {', '.join(names)}: more may fit without it"
             )
         small = sum(not one.fits for one in estimates)
-        if small and not self.names:
+        if small and len(estimates) > 1:
             notes.append(
                 f"nothing fits on {small} of {len(estimates)} GPUs: --profile NAME says what would help"
             )
@@ -135,3 +106,14 @@ class GpuChoice:
                 f"each budget leaves {format_bytes(NCCL_BYTES)} for the buffers of NCCL, not measured here"
             )
         return notes
+
+
+def _larger(gpu: HardwareProfile, known: Sequence[HardwareProfile]) -> list[HardwareProfile]:
+    """Return the next GPUs with more memory and at least the same operators."""
+    by_memory = {
+        other.total_bytes // GiB: other
+        for other in reversed(known)
+        if other.total_bytes > gpu.total_bytes
+        and (other.compute_capability >= NATIVE_BF16) >= (gpu.compute_capability >= NATIVE_BF16)
+    }
+    return [by_memory[size] for size in sorted(by_memory)][: TABLE_GPUS - 1]

@@ -108,6 +108,7 @@ class Program:
     events: tuple[tuple[int, Rule | None], ...]
     """``(block, size)`` for an allocation, ``(block, None)`` for a free."""
     marks: tuple[tuple[int, str], ...]
+    modules: tuple[tuple[int, str], ...] = ()
 
     @classmethod
     def fit(
@@ -147,7 +148,7 @@ class Program:
             if sizes not in known:
                 known[sizes] = interpolate(sizes_of, sizes)
             events.append((block, known[sizes]))
-        return cls(tuple(events), traces[0].marks)
+        return cls(tuple(events), traces[0].marks, traces[0].modules)
 
     def on(self, processors: Processors) -> Self:
         """Return the program with the scratch of a GPU's reductions."""
@@ -194,7 +195,7 @@ class Program:
         for rule in {size for _, size in self.events}:
             if rule is not None:
                 sizes[rule] = rule.at(m)
-        return Trace(tuple((block, sizes[size]) for block, size in self.events), self.marks)
+        return Trace(tuple((block, sizes[size]) for block, size in self.events), self.marks, self.modules)
 
     def begins_with(self, m: int, trace: Trace) -> bool:
         """Return True if the program at micro-batch ``m`` begins with ``trace`` up to its last event."""

@@ -20,8 +20,8 @@ from autobatch import DoesNotFitError
 from autobatch.core.options import Options
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import Trace, replay
-from autobatch.footprint.fit import footprint
-from autobatch.footprint.tracing.trace_step import Setting
+from autobatch.estimates.footprints import footprint
+from autobatch.estimates.traced_step import TracedStep
 from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
 from autobatch.rehearsal.setup import open_setup
 from benchmarks.report import arguments, markdown, save, surroundings
@@ -51,7 +51,7 @@ def measure(name: str, precision: str) -> list[dict[str, Any]]:
     options = Options().with_values(device="cpu", memory_budget="8GiB", precision=precision)
     setup = open_setup(WORKLOADS[name](), options)
     step = footprint(
-        Setting(
+        TracedStep(
             workload=setup.workload,
             model=setup.model,
             batch_of=setup.worst_case.batch,

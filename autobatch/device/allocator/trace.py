@@ -21,6 +21,9 @@ class Trace:
     """``(block, bytes)`` for an allocation, ``(block, FREE)`` for a free. A freed number may be reused."""
     marks: tuple[tuple[int, str], ...] = ()
     """``(number of events before, phase)``: the phase that begins there."""
+    modules: tuple[tuple[int, str], ...] = ()
+    """``(number of events before, dotted name)``: the module whose forward pass runs from there on, empty for
+    none."""
     is_canonical: bool = field(default=False, compare=False)
     """True if `canonical` would change nothing."""
 
@@ -45,6 +48,9 @@ class Trace:
         numbers: dict[int, int] = {}
         events: list[tuple[int, int]] = []
         marks: list[tuple[int, str]] = []
+        modules: list[tuple[int, str]] = []
+        entered = iter(self.modules)
+        entering = next(entered, None)
         coming = list(reversed(self.marks))
         freed: list[int] = []
         fresh = 0
@@ -55,6 +61,10 @@ class Trace:
                 freed.clear()
             while coming and coming[-1][0] <= index:
                 marks.append((len(events), coming.pop()[1]))
+            while entering is not None and entering[0] <= index:
+                place = len(events) + len(freed)
+                modules[len(modules) - (bool(modules) and modules[-1][0] == place) :] = [(place, entering[1])]
+                entering = next(entered, None)
             if size != FREE:
                 numbers[block] = fresh
                 events.append((fresh, size))
@@ -65,7 +75,7 @@ class Trace:
             events.pop()
         marks = [(min(position, len(events)), phase) for position, phase in marks]
         marks.extend((len(events), phase) for _, phase in reversed(coming))
-        return Trace(tuple(events), tuple(marks), is_canonical=True)
+        return Trace(tuple(events), tuple(marks), tuple(modules), is_canonical=True)
 
     def without_empty(self) -> Trace:
         """Return the canonical trace without blocks of no bytes, which no allocator sees."""

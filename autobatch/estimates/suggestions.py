@@ -1,0 +1,139 @@
+"""Suggestions: changes that let a larger micro-batch fit, each traced alone, none by a rule of thumb.
+
+A change is applied to the fake copy of the model as training would apply it (`autobatch.step.apply_knobs`),
+and the new footprint is searched under the same budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from autobatch.core.errors import AutobatchError
+from autobatch.core.knobs import CHECKPOINTING, OPTIMIZER
+from autobatch.core.records import Remedy
+from autobatch.core.units import format_bytes
+from autobatch.estimates.copies import run_in_copies
+from autobatch.estimates.footprints import Footprint, footprint, footprints
+from autobatch.estimates.predict import Outcome, Spending
+from autobatch.estimates.traced_step import TracedStep
+from autobatch.footprint.program import Untraceable
+from autobatch.step.apply_knobs import find_blocks
+from autobatch.step.gradients import low_precision_parameters
+from autobatch.step.optimizers import stand_in_optimizers
+from autobatch.workload.contract import Workload
+
+NATIVE_BF16 = (8, 0)
+"""First compute capability with matrix units for bf16 (NVIDIA Ampere)."""
+EXPANDABLE = "expandable_segments"
+EXPANDABLE_ADVICE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+LEAST_CHANGE = 0.01
+"""Share by which the peak must fall if the micro-batch does not grow."""
+
+
+class Change(NamedTuple):
+    """A change that may let more fit."""
+
+    name: str
+    advice: str
+    """Instruction, in words."""
+    step: TracedStep
+    """The step with the change."""
+
+
+def suggest(step: TracedStep, spending: Spending) -> list[Remedy]:
+    """Return the changes of a step that help, each alone; see `helpful`.
+
+    Raises:
+        AutobatchError: the step cannot be traced.
+    """
+    without = footprint(step)
+    return helpful(without, with_changes(step, are_lines=without.is_line), spending)
+
+
+def with_changes(step: TracedStep, *, are_lines: bool) -> dict[str, tuple[str, Footprint | AutobatchError]]:
+    """Return advice and footprint of a step with each change that may help, by its name."""
+    changes = list(changes_of(step))
+    found = footprints([change.step for change in changes], are_lines=are_lines)
+    return {change.name: (change.advice, one) for change, one in zip(changes, found, strict=True)}
+
+
+def helpful(
+    step: Footprint, changes: Mapping[str, tuple[str, Footprint | AutobatchError]], spending: Spending
+) -> list[Remedy]:
+    """Return the changes with which more fits, those that gain most first.
+
+    Args:
+        step: the footprint without any change.
+        changes: advice and footprint with each change, by name; one that cannot be traced is left out.
+        spending: the budget.
+
+    Returns:
+        If nothing fits with any change, those that lower the peak, with a micro-batch of 0.
+    """
+    tried = [(name, advice, found, False) for name, (advice, found) in changes.items()]
+    if spending.can_expand:
+        tried.append((EXPANDABLE, EXPANDABLE_ADVICE, step, True))
+    now, *outcomes = run_in_copies(
+        [partial(_outcome, spending, found, is_expandable) for _, _, found, is_expandable in
+         [("", "", step, False), *tried]]
+    )  # fmt: skip
+    found = [
+        Remedy(name=name, advice=advice, micro_batch=then[0], peak_bytes=then[1])
+        for (name, advice, _, _), then in zip(tried, outcomes, strict=True)
+        if now is not None and then is not None and _helps(now, then)
+    ]
+    return sorted(found, key=lambda remedy: (-remedy.micro_batch, remedy.peak_bytes))
+
+
+def _outcome(spending: Spending, step: Footprint | AutobatchError, is_expandable: bool) -> Outcome | None:
+    if isinstance(step, AutobatchError):
+        return None
+    try:
+        return spending.largest(step, expandable=is_expandable)
+    except Untraceable:
+        return None
+
+
+def _helps(now: Outcome, then: Outcome) -> bool:
+    if then[0] != now[0]:
+        return then[0] > now[0]
+    return then[1] <= (1 - LEAST_CHANGE) * now[1]
+
+
+def in_words(suggestions: Sequence[Remedy] | None) -> str:
+    """Write suggestions as the end of a sentence, empty without any."""
+    effects = (
+        f"{one.advice} (not enough: a micro-batch of 1 is predicted to take "
+        f"{format_bytes(one.peak_bytes)} with it)"
+        if one.micro_batch == 0
+        else f"{one.advice} (a micro-batch of {one.micro_batch:,} is predicted to fit with it)"
+        for one in suggestions or ()
+    )
+    return "".join(f", {effect}" for effect in effects)
+
+
+def changes_of(step: TracedStep) -> Iterator[Change]:
+    """Yield the changes that need a trace of their own."""
+    knobs = step.knobs
+    if knobs.get(CHECKPOINTING) != "full" and find_blocks(step.model):
+        advice = "activation checkpointing of the repeated blocks"
+        yield Change("checkpointing", advice, replace(step, knobs={**knobs, CHECKPOINTING: "full"}))
+    can_bf16 = step.capability is None or step.capability >= NATIVE_BF16
+    if step.precision == "fp32" and can_bf16:
+        yield Change("bf16", "--precision bf16", replace(step, precision="bf16"))
+    if step.gradient_dtype == "fp32" and low_precision_parameters(step.model):
+        advice = "--gradient-dtype weights, which rounds the gradient after each micro-batch"
+        yield Change("gradient_dtype", advice, replace(step, gradient_dtype="weights"))
+    # On the CPU an optimizer updates one parameter at a time, and a fused one saves nothing.
+    if step.capability is not None and knobs.get(OPTIMIZER) != "fused" and _may_fuse(step.workload):
+        advice = "a fused optimizer (fused=True)"
+        yield Change("fused", advice, replace(step, knobs={**knobs, OPTIMIZER: "fused"}))
+
+
+def _may_fuse(workload: Workload) -> bool:
+    """Return whether an optimizer of the workload may have a fused implementation that it does not use."""
+    made = stand_in_optimizers(workload)
+    return not made or any(one.defaults.get("fused", True) in (None, False) for one in made)
