@@ -22,10 +22,10 @@ import torch
 
 from autobatch import AutobatchError
 from autobatch.core.options import ModelOptions
-from autobatch.device.profiles import load_profile
+from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.estimator import Estimator
+from autobatch.estimates.gpus import Gpus
 from autobatch.estimates.hugging_face import open_named
-from autobatch.footprint.tracing.apart import run_apart
 from benchmarks.report import RESULTS, arguments, markdown
 from tests.support.options import as_options
 
@@ -220,14 +220,9 @@ def sizes(place: Path, way: Way) -> dict[str, int]:
     if way.ranks > 1:
         options = options.with_values(parallel="shard")
     workload = open_named(f"hf:{place}", way.model).workload
-
-    def predicted() -> dict[str, int]:
-        estimator = Estimator(workload, options, NOWHERE)
-        layout = estimator.layout("shard" if way.ranks > 1 else "replicate")
-        gpus = [load_profile(gpu, user_dir=NOWHERE) for gpu in GPUS]
-        return {gpu.name: estimator.peak(gpu, layout)[0] for gpu in gpus}
-
-    return run_apart(predicted)
+    gpus = Gpus(options, NOWHERE)
+    (found,) = run_in_copies([lambda: Estimator(workload, options, gpus).limits()])
+    return {one.profile: one.micro_batch for one in found}
 
 
 def tables(cells: Mapping[str, Mapping[str, Any]]) -> str:

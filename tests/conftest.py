@@ -95,14 +95,17 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> None:
     apart = sys.modules.get("autobatch.footprint.tracing.apart")
     if apart is not None:
         monkeypatch.setattr(apart, "can_run_apart", lambda: False)
+    copies = sys.modules.get("autobatch.estimates.copies")
+    if copies is not None:
+        monkeypatch.setattr(copies, "can_copy", lambda: False)
 
 
 @pytest.fixture
 def real_copies(copies: None) -> None:
     """Skip a test that needs a copy of this process where none answers (engine.cpp, bad autograd fork)."""
-    from autobatch.footprint.tracing.apart import run_apart
+    from autobatch.estimates.copies import run_in_copies
 
-    if run_apart(os.getpid) == os.getpid():
+    if run_in_copies([os.getpid]) == [os.getpid()]:
         pytest.skip("a CUDA build of torch refuses autograd in a copy once it ran here")
 
 

@@ -20,16 +20,17 @@ from autobatch.api.call import Call
 from autobatch.api.ranks import check_data_of_ranks
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
 from autobatch.core.files import write_atomic
-from autobatch.core.records import Plan, Tuning
+from autobatch.core.records import Plan, Remedy, Tuning
 from autobatch.distributed.rank_plan import limits_over_ranks, spread
 from autobatch.distributed.sharding.layout import ONCE, ShardLayout
+from autobatch.estimates.suggestions import in_words, suggest
 from autobatch.planning import launched_world_size, make_plan, samples_of_rank
-from autobatch.rehearsal.process import SetupProcess, open_process
+from autobatch.rehearsal.process import Session, SetupProcess, open_process
 from autobatch.rehearsal.setup import Role, SetupInfo
 from autobatch.rehearsal.trace import predicted_memory
 from autobatch.report.result import Result
 from autobatch.report.words import decimal, plural
-from autobatch.search.attempts import step_snapshot
+from autobatch.search.attempts import ask_or_none, step_snapshot
 from autobatch.search.find_limit import Limit, check_size, find_limit
 from autobatch.search.plan_split import choose_split
 from autobatch.training.split_check.check import ANYWAY, examine
@@ -58,10 +59,11 @@ class OpenSetup:
         self._call = call
         self._opened = opened
         asked = call.options.ranks.parallel
-        self._may_share = asked == "auto" and call.ranks.world > 1
+        self.may_share = asked == "auto" and call.ranks.world > 1
+        """True as long as the ranks may still share the model."""
         self._layout = layout_of_call(call) if asked == "shard" else None
         self._process: SetupProcess | None = None
-        self.reason = "a whole model fits on each rank, so each has its own" if self._may_share else None
+        self.reason = "a whole model fits on each rank, so each has its own" if self.may_share else None
         """The reason for the layout; None if it was asked for."""
         self.fitting(lambda: self.process)
 
@@ -75,7 +77,7 @@ class OpenSetup:
                 world=ranks.world,
                 shard=self._layout,
                 holds_model=ranks.rank == 0,
-                may_share=self._may_share,
+                may_share=self.may_share,
             )
             self._process = self._opened.enter_context(
                 open_process(call.workload, call.options, role, isolated=call.isolated, child=call.child)
@@ -93,7 +95,7 @@ class OpenSetup:
         Raises:
             DoesNotFitError: it does not fit, and ranks cannot share the model, or share it already.
         """
-        if not self._may_share:
+        if not self.may_share:
             return act()
         failure = None
         try:
@@ -108,7 +110,7 @@ class OpenSetup:
             f"no whole model fits on rank {rank}, so the ranks share it (--parallel shard): {failures[rank]}"
         )
         self._opened.close()
-        self._process, self._may_share, self._layout = None, False, layout_of_call(self._call)
+        self._process, self.may_share, self._layout = None, False, layout_of_call(self._call)
         self._call.progress.note(self.reason)
         return act()
 
@@ -164,21 +166,29 @@ def _probe(call: Call, setup: OpenSetup) -> Result:
 
 def _limit(call: Call, setup: OpenSetup, samples: int | None) -> Limit:
     """Find the largest micro-batch on this rank alone, and check that all ranks have the same workload."""
-    limit = setup.fitting(
-        lambda: find_limit(
-            setup.process,
-            call.options,
-            share=samples,
-            home=call.home,
-            progress=call.progress,
-        )
-    )
+
+    def find() -> Limit:
+        process, options = setup.process, call.options
+        try:
+            return find_limit(process, options, share=samples, home=call.home, progress=call.progress)
+        except DoesNotFitError as error:
+            if setup.may_share:
+                raise
+            refused = str(error)
+        found = ask_or_none(process, "looking for what helps", _suggestions) or []
+        raise DoesNotFitError(f"{refused}{in_words(found)}")
+
+    limit = setup.fitting(find)
     info = setup.info
     # For a stream these are only the scanned samples, and rank 0 reads them for all ranks.
     data = None if info.epoch_samples is None else info.samples
     call.ranks.check_equal({"the model": info.key.get("model"), "the data": data})
     check_data_of_ranks(info.data, call.ranks)
     return limit
+
+
+def _suggestions(session: Session) -> list[Remedy]:
+    return suggest(session.setup)
 
 
 def _probe_and_plan(call: Call, setup: OpenSetup) -> Result:

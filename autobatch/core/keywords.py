@@ -39,6 +39,7 @@ class CommonKeywords(TypedDict, total=False):
     scan: int | None
     seed: int
     max_micro_batch: int | None
+    micro_batch_multiple: Literal["auto"] | int
     parallel: ParallelChoice
     shard_sync: ShardSync
     shard_modules: str | None
@@ -61,7 +62,6 @@ class SearchKeywords(CommonKeywords, total=False):
     """Keywords of the calls that search for the largest micro-batch."""
 
     ranks: int | None
-    micro_batch_multiple: Literal["auto"] | int
     time_limit: float | None
     max_grad_norm: float | None
     ema: float | None

@@ -141,7 +141,9 @@ class SearchOptions(Section, frozen=True, kw_only=True):
     ] = None
     micro_batch_multiple: Annotated[
         Literal["auto"] | AtLeastOne,
-        Option("Micro-batches are multiples of N. auto: of what the workload insists on.", "N|auto"),
+        Option(
+            "Micro-batches are multiples of N. auto: of what the workload insists on.", "N|auto", COMMANDS
+        ),
     ] = "auto"
     micro_batch: Annotated[
         AtLeastOne | None,

@@ -56,12 +56,12 @@ def explain(trace: Trace) -> Explanation:
 
 def _kind(trace: Trace, taken_at: int, freed_at: int) -> str:
     """Return the purpose of a block."""
-    phase = trace.phase_at(taken_at)
-    if phase in (None, "setup"):
+    taken, freed = (bisect_right(trace.marks, at, key=lambda mark: mark[0]) for at in (taken_at, freed_at))
+    phase = trace.marks[taken - 1][1] if taken else "setup"
+    if phase == "setup":
         return "parameters"
     if phase in ("forward", "loss"):
         return ACTIVATIONS
-    outlives = trace.phase_at(freed_at) != phase or freed_at == len(trace.events)
-    if not outlives:
+    if freed == taken and freed_at < len(trace.events):
         return "temporaries"
     return "gradients" if phase == "backward" else "optimizer state"

@@ -76,7 +76,7 @@ def cuda_policy(choose: Callable[[Attention], Kernel]) -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
     def replace(name: str, kernel: Callable[..., Any], key: str = "AutogradCPU") -> None:
-        library.impl(name, kernel, key, allow_override=True)
+        library.impl(name, kernel, key, allow_override=True)  # type: ignore[no-untyped-call]
 
     try:
         with warnings.catch_warnings():
@@ -103,7 +103,7 @@ def without_onednn() -> Iterator[None]:
 
     oneDNN hides the gates of such a layer. Without it they are tensors, about as large as what cuDNN keeps.
     """
-    backend = torch.backends.mkldnn
+    backend: Any = torch.backends.mkldnn
     before, backend.enabled = backend.enabled, False
     try:
         yield

@@ -7,19 +7,22 @@ and the new footprint is searched under the same budget.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 from autobatch.core.errors import AutobatchError
-from autobatch.core.knobs import CHECKPOINTING, OPTIMIZER
+from autobatch.core.knobs import CHECKPOINTING, COMPILE, OPTIMIZER
 from autobatch.core.records import Remedy
 from autobatch.core.units import format_bytes
+from autobatch.device.allocator.ledger import Allocator
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.footprints import Footprint, footprint, footprints
 from autobatch.estimates.predict import Outcome, Spending
 from autobatch.estimates.traced_step import TracedStep
 from autobatch.footprint.program import Untraceable
+from autobatch.rehearsal.setup import Setup, describe_setup, new_allocator
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.step.gradients import low_precision_parameters
 from autobatch.step.optimizers import stand_in_optimizers
@@ -43,14 +46,37 @@ class Change(NamedTuple):
     """The step with the change."""
 
 
-def suggest(step: TracedStep, spending: Spending) -> list[Remedy]:
-    """Return the changes of a step that help, each alone; see `helpful`.
+def suggest(setup: Setup) -> list[Remedy]:
+    """Return the changes that let more of a setup fit in the budget of its device; see `helpful`.
 
     Raises:
         AutobatchError: the step cannot be traced.
     """
-    without = footprint(step)
-    return helpful(without, with_changes(step, are_lines=without.is_line), spending)
+    info = describe_setup(setup)
+    step = TracedStep(
+        workload=setup.workload,
+        model=setup.model,
+        batch_of=setup.worst_case.batch,
+        precision=setup.precision,
+        gradient_dtype=setup.gradient_dtype,
+        capability=setup.device.compute_capability,
+        samples=setup.whole_batch,
+        max_grad_norm=setup.max_grad_norm,
+        ema=setup.ema,
+        world=1 if setup.sharding else setup.world,
+        sharding=partial(nullcontext, setup.sharding),
+        keeps_batches=setup.keeps_batches,
+        # A compiled model is traced as its module.
+        knobs={name: value for name, value in setup.knobs.items() if name != COMPILE},
+    )
+
+    def allocator(limit: int | None, is_expandable: bool) -> Allocator:
+        return new_allocator(info, capped=limit is not None, expandable=is_expandable or None)
+
+    can_expand = info.allocator is not None and not info.allocator.expandable_segments
+    spending = Spending(info.device.budget_bytes, allocator, info.samples, can_expand)
+    found = footprint(step)
+    return helpful(found, with_changes(step, are_lines=found.is_line), spending)
 
 
 def with_changes(step: TracedStep, *, are_lines: bool) -> dict[str, tuple[str, Footprint | AutobatchError]]:

@@ -123,8 +123,7 @@ def _build(step: TracedStep, model: nn.Module, recorder: Recorder, sharding: Sha
     for optimizer in train_state.optimizers:
         # Torch's check for CUDA graphs asks the current GPU (torch/optim/optimizer.py), and so opens a
         # context on one that nobody has chosen.
-        if hasattr(optimizer, "_accelerator_graph_capture_health_check"):
-            optimizer._accelerator_graph_capture_health_check = lambda: None
+        setattr(optimizer, "_accelerator_graph_capture_health_check", lambda: None)  # noqa: B010 - a method
         if step.capability is not None:
             as_on_cuda(optimizer)
     if sharded is not None:

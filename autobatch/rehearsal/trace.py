@@ -8,16 +8,15 @@ from functools import partial
 
 from autobatch.core.errors import AutobatchError
 from autobatch.core.knobs import COMPILE
-from autobatch.core.records import MemoryCurve, PredictedPoint, Remedy
+from autobatch.core.records import MemoryCurve, PredictedPoint
 from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.explain import memory_curve, predicted_points
 from autobatch.footprint.fit import Footprint
 from autobatch.footprint.predict import program_on
 from autobatch.footprint.program import Program, TooLong, Untraceable
-from autobatch.footprint.suggestions import Spending, find_suggestions
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.rehearsal.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS
-from autobatch.rehearsal.setup import Setup, SetupInfo, describe_setup, new_allocator
+from autobatch.rehearsal.setup import Setup, SetupInfo, new_allocator
 from autobatch.workload.rng import preserved_random_state
 
 MOST_TRACED = 1000
@@ -58,30 +57,6 @@ def other_order(setup: Setup) -> Program | None:
     """Trace an attempt in the other order. Return None if it cannot be traced."""
     step = trace_footprint(setup, OTHER_ATTEMPT_STEPS)
     return None if step is None else program_on(step, setup.device.libraries)
-
-
-def remedies_of(setup: Setup, step: Footprint | None) -> list[Remedy]:
-    """Return the changes that let a larger micro-batch fit.
-
-    Args:
-        setup: the model and the data that were probed.
-        step: its footprint; None to trace it now.
-
-    Raises:
-        AutobatchError: the step cannot be traced.
-    """
-    info = describe_setup(setup)
-
-    spending = Spending(
-        allocator=lambda expandable: new_allocator(info, expandable=expandable or None),
-        unlimited=lambda expandable: new_allocator(info, capped=False, expandable=expandable or None),
-        cap=info.samples,
-        can_expand=info.allocator is not None and not info.allocator.expandable_segments,
-        libraries=info.libraries,
-    )
-    setting = setting_of(setup)
-    with preserved_random_state():
-        return find_suggestions(setting, step or _trace(setting), spending)
 
 
 def predicted_memory(

@@ -17,7 +17,7 @@ import msgspec
 from autobatch.core.errors import AutobatchError, DoesNotFitError, UserCodeError
 from autobatch.core.knobs import Value
 from autobatch.core.progress import Progress
-from autobatch.core.records import Attempt, Remedy
+from autobatch.core.records import Attempt
 from autobatch.core.text import error_text
 from autobatch.core.units import format_bytes
 from autobatch.device.cuda_allocator import snapshot_of
@@ -25,11 +25,9 @@ from autobatch.device.oom import loses_context
 from autobatch.footprint.explain import explain
 from autobatch.footprint.fit import Footprint
 from autobatch.footprint.program import Untraceable
-from autobatch.footprint.suggestions import in_words
 from autobatch.rehearsal.attempt import Outcome, attempt
 from autobatch.rehearsal.process import ChildCrashed, Session, SetupProcess
 from autobatch.rehearsal.setup import with_knobs
-from autobatch.rehearsal.trace import remedies_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -170,8 +168,7 @@ def nothing_fits(
     # The memory of a loss over the whole batch depends on the target batch, not on the micro-batch.
     smaller = ", a smaller target batch" if last.phase == "loss" else ""
     shorter = ", samples cut shorter or left out" if largest is not None else ""
-    changes = ask_or_none(process, "looking for what helps", _remedies, step) or []
-    parts.append(f"What helps: a larger --memory-budget{smaller}{shorter}{in_words(changes)}")
+    parts.append(f"What helps: a larger --memory-budget{smaller}{shorter}")
     return DoesNotFitError(". ".join(parts))
 
 
@@ -199,10 +196,6 @@ def _unmeasured(size: int, reason: str, seconds: float) -> Outcome:
 
 def _attempt(session: Session, micro_batch: int) -> Outcome:
     return attempt(session.setup, micro_batch)
-
-
-def _remedies(session: Session, step: Footprint | None) -> list[Remedy]:
-    return remedies_of(session.setup, step)
 
 
 def _snapshot(session: Session, micro_batch: int, knobs: dict[str, Value]) -> bytes | None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import bisect
 
-import pytest
 from torch import nn
 
 from autobatch.core.options import Options
-from autobatch.core.units import MiB
 from autobatch.rehearsal.attempt import attempt
-from autobatch.rehearsal.setup import Setup, open_setup, with_knobs
-from autobatch.rehearsal.trace import other_order, remedies_of, trace_footprint
+from autobatch.rehearsal.setup import Setup, open_setup
+from autobatch.rehearsal.trace import other_order, trace_footprint
 from tests.support.probes import mlp, work
-from tests.support.step_workloads import WORKLOADS, deep_transformer, setup
 
 
 def largest_that_runs(made: Setup, cap: int) -> int:
@@ -50,17 +47,3 @@ def test_of_like_layers_only_those_count_that_are_traced(monkeypatch) -> None:
     step = trace_footprint(made)
     assert step is not None
     assert step.program.at(7) == attempt(made, 7).trace.canonical()
-
-
-@pytest.mark.program
-def test_remedies_are_true_of_the_setup_that_was_probed() -> None:
-    """The oracle is attempts with the change that a remedy names."""
-    one = setup(deep_transformer(), budget=MiB * 3 // 4)
-    assert not attempt(one, 12).attempt.fits
-    found = {remedy.name: remedy.micro_batch for remedy in remedies_of(one, None)}
-    for name, knobs in {"checkpointing": {"checkpointing": "full"}, "bf16": {"precision": "bf16"}}.items():
-        changed = with_knobs(one, knobs)
-        assert found[name] >= 12
-        assert attempt(changed, found[name]).attempt.fits
-        assert not attempt(changed, found[name] + 1).attempt.fits
-    assert remedies_of(setup(WORKLOADS["perceptron"](), budget=10 * MiB), None) == []

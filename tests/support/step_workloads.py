@@ -15,6 +15,7 @@ from autobatch import Loss, Workload
 from autobatch.core.units import GiB
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory
+from autobatch.estimates.traced_step import TracedStep
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.rehearsal.setup import Setup
 from tests.support.training import Rows, make_setup
@@ -174,4 +175,21 @@ def setting(
         steps=steps,
         max_grad_norm=of.max_grad_norm,
         ema=of.ema,
+    )
+
+
+def traced_step(
+    of: Setup, *, capability: tuple[int, int] | None = None, steps: Sequence[int] = (1, 2), **fields: Any
+) -> TracedStep:
+    """Return what traces the steps of a setup on fakes; None for the operators of the CPU."""
+    return TracedStep(
+        workload=of.workload,
+        model=of.model,
+        batch_of=of.worst_case.batch,
+        precision=of.precision,
+        capability=capability,
+        steps=steps,
+        max_grad_norm=of.max_grad_norm,
+        ema=of.ema,
+        **fields,
     )

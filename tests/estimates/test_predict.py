@@ -1,0 +1,139 @@
+"""Predictions and suggestions, against real runs on the CPU and workloads that are written that way."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from autobatch.core.units import MiB
+from autobatch.device.allocator.ledger import CountingAllocator
+from autobatch.device.allocator.trace import replay
+from autobatch.estimates.footprints import MARGIN, Unpredictable, footprint
+from autobatch.estimates.predict import Spending, gpu_allocator
+from autobatch.estimates.suggestions import changes_of, helpful, suggest
+from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.setup import Setup, with_knobs
+from tests.support.step_workloads import (
+    WORKLOADS,
+    Tokens,
+    Transformer,
+    deep_transformer,
+    make,
+    setup,
+    token_loss,
+    traced_step,
+)
+
+BUDGET = 30 * MiB
+
+
+def counting(limit: int | None, is_expandable: bool) -> CountingAllocator:
+    del is_expandable
+    return CountingAllocator(limit)
+
+
+@pytest.mark.parametrize("name", ["perceptron", "convolutions", "transformer"])
+def test_the_largest_on_the_cpu_is_the_largest_that_runs(name) -> None:
+    step = footprint(traced_step(setup(WORKLOADS[name]())))
+    budget = 100 + replay(step.program.at(23), CountingAllocator()).peak_allocated_bytes
+    size, peak = Spending(budget, counting, 1000).largest(step)
+    made = setup(WORKLOADS[name](), budget=budget)
+    ran = attempt(made, size).attempt
+    assert (size >= 23, ran.fits, ran.peak_allocated_bytes) == (True, True, peak)
+    assert not attempt(made, size + 1).attempt.fits
+
+
+def test_a_prediction_is_an_interval_around_its_answer() -> None:
+    """The upper end is that of the live bytes, the lower end that of a budget less the margin."""
+    step = footprint(traced_step(setup(WORKLOADS["transformer"](), precision="bf16"), capability=(8, 9)))
+    spending = Spending(256 * MiB, gpu_allocator, 10**6)
+    found = spending.predict(step)
+    assert found.fits
+    assert 0 < found.low < found.micro_batch <= found.high
+    assert found.outcome.peak_allocated_bytes <= found.outcome.peak_reserved_bytes <= 256 * MiB
+    peaks = [
+        replay(step.program.at(m), CountingAllocator()).peak_allocated_bytes
+        for m in (found.high, found.high + 1)
+    ]
+    assert peaks[0] <= 256 * MiB < peaks[1]
+    less = Spending(int(256 * MiB * (1 - MARGIN)), gpu_allocator, 10**6)
+    assert found.low == less.largest(step)[0]
+    assert spending._replace(cap=7).predict(step)[:3] == (7, 7, 7)
+    asked = spending.predict(step, 10**5)
+    assert (asked.fits, asked.outcome.peak_reserved_bytes > 256 * MiB) == (False, True)
+    none = spending._replace(budget_bytes=MiB).predict(step)
+    assert (none.micro_batch, none.fits, none.outcome.peak_allocated_bytes > 0) == (0, False, True)
+
+
+def deep(recompute: bool = False, fused: bool | None = None):
+    """Return a workload deep enough that checkpointing helps."""
+    return make(
+        partial(Transformer, depth=2, recompute=recompute),
+        data=Tokens(),
+        loss=token_loss,
+        optimizer=lambda parameters, rate: torch.optim.AdamW(parameters, lr=rate, fused=fused),
+    )
+
+
+@pytest.mark.program
+def test_a_suggestion_equals_a_workload_written_that_way() -> None:
+    one = traced_step(setup(deep()), capability=(8, 0))
+    step, spending = footprint(one), Spending(BUDGET, gpu_allocator, 5000)
+    changes = {change.name: (change.advice, footprint(change.step)) for change in changes_of(one)}
+    found = helpful(step, changes, spending)
+    assert [r.micro_batch for r in found] == sorted((r.micro_batch for r in found), reverse=True)
+    now = spending.largest(step)[0]
+
+    def limit(made: Setup) -> tuple[int, int]:
+        return spending.largest(footprint(traced_step(made, capability=(8, 0))))
+
+    known = {
+        "checkpointing": limit(setup(deep(recompute=True))),
+        "bf16": limit(setup(deep(), precision="bf16")),
+        "fused": limit(setup(deep(fused=True))),
+        "expandable_segments": spending.largest(step, expandable=True),
+    }
+    named = {remedy.name: (remedy.micro_batch, remedy.peak_bytes) for remedy in found}
+    assert named["checkpointing"][0] > 1.2 * now
+    assert all(known[name] == named[name] if name in named else known[name][0] <= now for name in known)
+
+
+@pytest.mark.program
+def test_suggestions_are_true_of_the_setup_that_was_probed() -> None:
+    """The oracle is attempts with the change that a suggestion names."""
+    one = setup(deep_transformer(), budget=MiB * 3 // 4)
+    assert not attempt(one, 12).attempt.fits
+    found = {remedy.name: remedy.micro_batch for remedy in suggest(one)}
+    assert not {"fused", "expandable_segments"} & {*found}
+    for name, knobs in {"checkpointing": {"checkpointing": "full"}, "bf16": {"precision": "bf16"}}.items():
+        changed = with_knobs(one, knobs)
+        assert found[name] >= 12
+        assert attempt(changed, found[name]).attempt.fits
+        assert not attempt(changed, found[name] + 1).attempt.fits
+    assert suggest(setup(WORKLOADS["perceptron"](), budget=10 * MiB)) == []
+
+
+def test_what_a_gpu_or_a_trace_cannot_do_is_left_out() -> None:
+    one = traced_step(setup(deep()), capability=(8, 0))
+    old = traced_step(setup(deep()), capability=(7, 0))
+    assert {c.name for c in changes_of(one)} - {c.name for c in changes_of(old)} == {"bf16"}
+    untraced = {"fused": ("a fused optimizer", Unpredictable("cannot predict"))}
+    found = helpful(footprint(one), untraced, Spending(BUDGET, gpu_allocator, 5000))
+    assert {remedy.name for remedy in found} <= {"expandable_segments"}
+
+
+def test_what_lowers_the_peak_without_sufficing_is_named_with_a_size_of_0() -> None:
+    one = traced_step(setup(deep_transformer()), steps=(1,))
+    step = footprint(one)
+    changes = {change.name: (change.advice, footprint(change.step)) for change in changes_of(one)}
+    peaks = {
+        name: replay(found.program.at(1), CountingAllocator()).peak_allocated_bytes
+        for name, (_, found) in changes.items()
+    }
+    without = replay(step.program.at(1), CountingAllocator()).peak_allocated_bytes
+    found = helpful(step, changes, Spending(min(peaks.values()) - 1, counting, 100, can_expand=False))
+    lower = {name: (0, peak) for name, peak in peaks.items() if peak <= 0.99 * without}
+    assert {remedy.name: (remedy.micro_batch, remedy.peak_bytes) for remedy in found} == lower
+    assert lower

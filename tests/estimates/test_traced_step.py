@@ -1,0 +1,274 @@
+"""The trace of a step on fake tensors, against the events of a real attempt."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autobatch import InputError, Workload
+from autobatch.core.options import Options
+from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.device.allocator.ledger import CountingAllocator
+from autobatch.device.allocator.trace import FREE, Trace, replay
+from autobatch.estimates.footprints import Unpredictable, footprint, footprints
+from autobatch.estimates.traced_step import record
+from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.setup import open_setup
+from tests.support.probes import mlp, work
+from tests.support.step_workloads import (
+    WORKLOADS,
+    image_loss,
+    make,
+    pair_loss,
+    perceptron,
+    setup,
+    sgd,
+    traced_step,
+)
+
+
+def loss_of_elements(name: str) -> Callable[..., Tensor]:
+    """Return a loss whose result has a storage as large as its input."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        y = model(batch[0]).sigmoid()
+        return getattr(F, name)(y, torch.zeros_like(y).expand(y.shape))
+
+    return loss
+
+
+def loss_of_samples(model: nn.Module, batch: Any) -> Tensor:
+    chosen = torch.distributions.Normal(model(batch[0]), torch.ones(5))
+    return -chosen.log_prob(chosen.rsample().detach()).mean()
+
+
+class Collector(nn.Module):
+    """A model that keeps its inputs, and so grows from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(432, 5)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x * 2)
+        return self.layer(x.flatten(1))
+
+
+class Case(NamedTuple):
+    workload: Callable[[], Workload]
+    precision: str = "fp32"
+
+
+CASES = {
+    **{f"{name} {precision}": Case(made, precision)
+        for name, made in WORKLOADS.items()
+        for precision in ("fp32", "bf16")
+        if (name, precision) != ("convolutions", "bf16")},
+    **{name: Case(partial(make, perceptron, loss=loss_of_elements(name)))
+        for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")},
+    "distribution": Case(partial(make, perceptron, loss=loss_of_samples)),
+    "rate in a tensor": Case(partial(make, perceptron, optimizer=lambda parameters, rate: torch.optim.Adam(
+        parameters, lr=torch.tensor(rate)))),
+    "model that keeps its inputs": Case(partial(make, Collector)),
+}  # fmt: skip
+
+
+def of_steps(trace: Trace, optimizer_steps: int) -> tuple[tuple[int, int], ...]:
+    """Return the events up to the end of a number of optimizer steps."""
+    ends = [at for at, phase in trace.marks if phase == "optimizer"]
+    following = [at for at, _ in trace.marks if at > ends[optimizer_steps - 1]]
+    return trace.events[: following[0]] if following else trace.events
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_allocates_what_a_real_attempt_does(name: str) -> None:
+    case = CASES[name]
+    made = setup(case.workload(), precision=case.precision)
+    ran = attempt(made, 5).trace.canonical()
+    found = record(traced_step(made), 5).trace
+    whole = of_steps(found, 1)
+    assert whole == ran.events[: len(whole)]
+    last = found.events[len(whole) :]
+    # Batches are placed before the mark of a phase, so the ends of both differ in frees.
+    assert last == ran.events[len(whole) : len(found.events)]
+    for allocator in (CountingAllocator, CachingAllocator):
+        peaks = [replay(trace, allocator()) for trace in (found, ran)]
+        if name != "model that keeps its inputs":
+            assert peaks[0].peak_allocated_bytes == peaks[1].peak_allocated_bytes
+            assert peaks[0].peak_reserved_bytes == peaks[1].peak_reserved_bytes
+    assert record(traced_step(made, capability=(8, 0)), 7).trace.events
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_averaged_weights_and_a_loss_scale_are_part_of_a_step(precision) -> None:
+    made = setup(WORKLOADS["transformer"](), precision=precision, ema=0.9)
+    found, ran = record(traced_step(made), 4).trace, attempt(made, 4).trace
+    assert replay(found, CountingAllocator()).peak_allocated_bytes == pytest.approx(
+        replay(ran, CountingAllocator()).peak_allocated_bytes, rel=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda y, keep: y[keep],
+        lambda y, keep: torch.masked_select(y, keep[:, None]).view(-1, 5),
+        lambda y, keep: y[keep.nonzero()[:, 0]],
+    ],
+)
+def test_a_selection_keeps_everything(select) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        y, keep = model(batch[0]), batch[1] >= 0
+        return F.cross_entropy(select(y, keep), batch[1][keep])
+
+    one = setup(make(perceptron, loss=loss))
+    step = footprint(traced_step(one))
+    assert "selection" in step.notes[0]
+    ran = attempt(one, 7).attempt.peak_allocated_bytes
+    assert ran <= replay(step.program.at(7), one.device.new_allocator()).peak_allocated_bytes <= 1.1 * ran
+
+
+@pytest.mark.parametrize("capability", [None, (8, 0)])
+def test_a_trace_asks_no_gpu(capability, monkeypatch) -> None:
+    """Torch's optimizers ask the current stream whether a graph captures it, which opens a context."""
+
+    def asked(_: Any) -> None:
+        raise AssertionError("a step on fakes asked a GPU")
+
+    monkeypatch.setattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", asked)
+    one = setup(WORKLOADS["transformer"]())
+    assert record(traced_step(one, capability=capability), 2).trace.events
+
+
+def test_a_trace_leaves_model_and_random_states_unchanged() -> None:
+    one = setup(WORKLOADS["transformer"]())
+    before = {name: tensor.clone() for name, tensor in one.model.state_dict().items()}
+    objects = [id(p) for p in one.model.parameters()]
+    one.model.eval()
+    random.seed(5)
+    torch.manual_seed(5)
+    record(traced_step(one, capability=(8, 0)), 2)
+    drawn = random.random(), torch.rand(())
+    random.seed(5)
+    torch.manual_seed(5)
+    assert drawn == (random.random(), torch.rand(()))
+    assert not one.model.training
+    assert [id(p) for p in one.model.parameters()] == objects
+    assert all(p.grad is None for p in one.model.parameters())
+    assert all(torch.equal(before[name], tensor) for name, tensor in one.model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in one.model.modules())
+
+
+def test_a_model_without_memory_records_the_same() -> None:
+    one = setup(WORKLOADS["transformer"]())
+    here = record(traced_step(one, capability=(8, 0)), 3)
+    with torch.device("meta"):
+        one = replace(one, model=one.workload.model())
+    assert record(traced_step(one, capability=(8, 0)), 3) == here
+
+
+class Towers(nn.Module):
+    """Two towers that the loss calls directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Flatten(), nn.Linear(432, 8))
+        self.right = nn.Sequential(nn.Flatten(), nn.Linear(432, 8))
+
+
+def test_activations_are_those_of_the_module_that_runs() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return (model.left(batch[0]) * model.right(batch[0])).mean()
+
+    trace = record(traced_step(setup(make(Towers, loss=loss)), steps=(1,)), 4).trace
+    sizes = {}
+    for (start, name), (end, _) in zip(
+        trace.modules, [*trace.modules[1:], (len(trace.events), "")], strict=True
+    ):
+        taken = [size for _, size in trace.events[start:end] if size != FREE]
+        sizes.setdefault(name, []).extend(taken)
+    assert sizes["left.1"] == sizes["right.1"] == [4 * 8 * 4]
+
+
+@pytest.mark.parametrize(("loss", "precision"), [("tokens", "bf16"), ("tokens", "fp16"), ("pairs", "fp32")])
+def test_small_traces_give_large_ones(loss, precision) -> None:
+    """A loss over pairs of samples is quadratic."""
+    workload = make(perceptron, loss=pair_loss) if loss == "pairs" else WORKLOADS["transformer"]()
+    one = traced_step(setup(workload, precision=precision), capability=(8, 0))
+    step = footprint(one)
+    assert step.is_line == (loss != "pairs")
+    expected, found = record(one, 64).trace, step.program.at(64)
+    assert (found.events, found.marks) == (expected.events, expected.marks)
+
+
+def case(forward: Callable[[Tensor], Tensor]) -> Any:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(432, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(self.layer(x.flatten(1)))
+
+    return traced_step(setup(make(Model)), capability=(8, 0))
+
+
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (lambda y: y * len(torch.unique(y)), "unique.*values of the data"),
+        (lambda y: y * sum(y.untyped_storage().tolist()), "does not run without values"),
+        (lambda y: y * float(y.detach().numpy().sum()), "does not run without values"),
+        (lambda y: torch.cat([y, y[: len(y) // 2]])[: len(y)], "no integer rule|no polynomial|bytes"),
+    ],
+)
+def test_an_unpredictable_step_has_a_reason_in_one_line(forward, words) -> None:
+    with pytest.raises(Unpredictable, match=words) as caught:
+        footprint(case(forward))
+    assert "\n" not in str(caught.value)
+
+
+def test_one_step_that_cannot_be_traced_leaves_the_others_their_footprints() -> None:
+    wrong = traced_step(setup(make(perceptron, loss=lambda model, batch: model(batch[0]))))
+    good, bad = footprints([traced_step(setup(WORKLOADS["perceptron"]())), wrong])
+    assert good.program.events
+    assert isinstance(bad, InputError)
+
+
+def test_a_rank_holds_the_buffer_in_which_gradients_are_summed() -> None:
+    made = open_setup(work(lambda: mlp(512)), Options().with_values(device="cpu", memory_budget="1GiB"))
+    alone, beside = (
+        replay(record(traced_step(made, world=world), 4).trace, CountingAllocator()).peak_allocated_bytes
+        for world in (1, 4)
+    )
+    gradients = sum(p.nbytes for p in made.model.parameters())
+    assert 0 < beside - alone <= 1.1 * gradients
+
+
+def test_a_recurrent_step_counts_the_gates_of_its_layers() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.LSTM(12, 16, batch_first=True), nn.Linear(16, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x.flatten(1, 2)[:, :4])[0][:, -1])
+
+    step = footprint(traced_step(setup(make(Recurrent, optimizer=sgd, loss=image_loss)), capability=(8, 0)))
+    assert any("recurrent" in note for note in step.notes)
+    trace = step.program.at(9)
+    gates = sum(size for _, size in trace.events[: of_first_backward(trace)] if size == 9 * 4 * 16 * 4)
+    assert gates >= 4 * 9 * 4 * 16 * 4, "four gates at each of four time steps"
+
+
+def of_first_backward(trace: Trace) -> int:
+    return next(at for at, phase in trace.marks if phase == "backward")
