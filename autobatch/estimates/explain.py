@@ -35,13 +35,14 @@ def explain(trace: Trace) -> Explanation:
             ends[block] = at
         elif at <= outcome.peak_at:
             taken[block] = at, size
+    batches = _batches(trace)
     live = {
         block: one for block, one in taken.items() if ends.get(block, len(trace.events)) > outcome.peak_at
     }
     by_kind: Counter[str] = Counter()
     by_module: Counter[str] = Counter()
     for block, (at, size) in live.items():
-        kind = _kind(trace, at, ends.get(block, len(trace.events)))
+        kind = "batch" if at in batches else _kind(trace, at, ends.get(block, len(trace.events)))
         by_kind[kind] += size
         if kind == ACTIVATIONS:
             place = bisect_right(trace.modules, at, key=lambda one: one[0])
@@ -52,6 +53,17 @@ def explain(trace: Trace) -> Explanation:
         by_kind=dict(by_kind.most_common()),
         by_module=dict(by_module.most_common()),
     )
+
+
+def _batches(trace: Trace) -> set[int]:
+    """Return the places of allocations in a row right before a forward pass, but for those of the model."""
+    found: set[int] = set()
+    for start, phase in trace.marks[2:]:
+        at = start - 1
+        while phase == "forward" and at >= 0 and trace.events[at][1] != FREE:
+            found.add(at)
+            at -= 1
+    return found
 
 
 def _kind(trace: Trace, taken_at: int, freed_at: int) -> str:

@@ -52,7 +52,7 @@ def test_an_estimate_for_one_gpu_explains_its_memory(found):
 
 
 def test_of_several_gpus_those_that_do_not_fit_are_counted():
-    given = {"profile": ["t4", "l40s", "v100-16gb"], "memory_budget": "0.05%", "micro_batch": 3000}
+    given = {"profile": ["t4", "l40s", "v100-16gb"], "memory_budget": "0.05%", "micro_batch": 1500}
     options = as_options("estimate", precision="fp32", **given)
     found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
     assert [one.fits for one in found.estimates] == [False, True, False]

@@ -7,6 +7,8 @@ from functools import partial
 import pytest
 import torch
 
+import autobatch
+from autobatch import DoesNotFitError
 from autobatch.core.units import MiB
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
@@ -125,7 +127,7 @@ def test_what_a_gpu_or_a_trace_cannot_do_is_left_out() -> None:
 
 
 def test_what_lowers_the_peak_without_sufficing_is_named_with_a_size_of_0() -> None:
-    one = traced_step(setup(deep_transformer()), steps=(1,))
+    one = traced_step(setup(deep_transformer()), capability=(8, 0), steps=(1,))
     step = footprint(one)
     changes = {change.name: (change.advice, footprint(change.step)) for change in changes_of(one)}
     peaks = {
@@ -137,3 +139,10 @@ def test_what_lowers_the_peak_without_sufficing_is_named_with_a_size_of_0() -> N
     lower = {name: (0, peak) for name, peak in peaks.items() if peak <= 0.99 * without}
     assert {remedy.name: (remedy.micro_batch, remedy.peak_bytes) for remedy in found} == lower
     assert lower
+
+
+def test_a_probe_in_which_nothing_fits_names_what_would_help(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
+    held = sum(p.nbytes for p in deep_transformer().model().parameters())
+    with pytest.raises(DoesNotFitError, match=r"What helps: a larger --memory-budget.*, --precision bf16 \("):
+        autobatch.probe(deep_transformer(), device="cpu", memory_budget=3 * held, precision="fp32")

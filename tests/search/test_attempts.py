@@ -150,4 +150,3 @@ def test_the_error_of_a_probe_needs_neither_a_trace_nor_a_child(phase, single_er
     process.info = ThisProcess(made).info
     attempt = msgspec.structs.replace(outcome_of(1, False, None).attempt, phase=phase)
     assert words in str(nothing_fits([attempt], process, None, single_error=single_error))
-    assert process.restarts == 1
