@@ -111,7 +111,7 @@ class SimulatedDevice(Device):
             self._session = outer
 
     def _refusal(self, error: BudgetExceeded) -> str:
-        """Return the message of CUDA's own error (``DeviceCachingAllocator::malloc``) for a refusal."""
+        """Return the figures of CUDA's own message (``DeviceCachingAllocator::malloc``) for a refusal."""
         total_bytes, in_use = self._total_bytes, error.reserved + self._context_bytes
         allowed = f"{_cuda_size(error.limit)} allowed; " if error.limit < total_bytes else ""
         return (
@@ -120,10 +120,6 @@ class SimulatedDevice(Device):
             f" free. Including non-PyTorch memory, this process has {_cuda_size(in_use)} memory in use."
             f" {allowed}Of the allocated memory {_cuda_size(error.allocated)} is allocated by PyTorch, and"
             f" {_cuda_size(error.reserved - error.allocated)} is reserved by PyTorch but unallocated."
-            " If reserved but unallocated memory is large try setting"
-            " PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for"
-            " Memory Management  (https://docs.pytorch.org/docs/stable/notes/cuda.html"
-            "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
         )
 
 

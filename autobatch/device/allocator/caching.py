@@ -26,26 +26,29 @@ from typing import NamedTuple
 from autobatch.core.units import MiB
 from autobatch.device.allocator.ledger import Allocator
 
+ROUND_BYTES = 512
+"""Granularity of all sizes (``round_size``): ``kMinBlockSize``."""
+SMALL_BYTES = 1 * MiB
+"""Largest request of the small pool, and largest unsplit tail of a large block: ``kSmallSize``."""
+SMALL_SEGMENT_BYTES = 2 * MiB
+"""Segment that small requests share, and page of an expandable one: ``kSmallBuffer``."""
+OWN_SEGMENT_BYTES = 10 * MiB
+"""Smallest request with a segment of its own size: ``kMinLargeAlloc``."""
+SEGMENT_ROUND_BYTES = 2 * MiB
+"""Granularity of such segments: ``kRoundLarge``."""
+
+ADDRESS_SPACE_BYTES = 1 << 47
+"""Size of an expandable segment. CUDA uses 9/8 of the GPU's memory, which the cap never reaches."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorConfig:
-    """Settings of the caching allocator, with torch's defaults: constants of c10/core/AllocatorConfig.h."""
+    """Settings of the caching allocator, with torch's defaults (c10/core/AllocatorConfig.h)."""
 
     expandable_segments: bool = False
     """One growing segment per pool instead of many fixed ones (``expandable_segments:True``)."""
-    small_segment_bytes: int = 2 * MiB
-    """Segment that small requests share, and page of an expandable one: ``kSmallBuffer``."""
     large_segment_bytes: int = 20 * MiB
-    """The same for requests from 1 to 10 MiB: ``large_segment_size()``, formerly ``kLargeBuffer``."""
-
-    round_bytes: int = 512
-    """Granularity of all sizes (``round_size``): ``kMinBlockSize``."""
-    small_bytes: int = 1 * MiB
-    """Largest request of the small pool, and largest unsplit tail of a large block: ``kSmallSize``."""
-    own_segment_bytes: int = 10 * MiB
-    """Smallest request with a segment of its own size: ``kMinLargeAlloc``."""
-    segment_round_bytes: int = 2 * MiB
-    """Granularity of such segments: ``kRoundLarge``."""
+    """Segment of requests from 1 to 10 MiB, and page of an expandable one: ``large_segment_size()``."""
     falls: bool | None = False
     """Each new segment lies below those before it; False: above them; None: above, or as the driver likes."""
     held_bytes: int = 0
@@ -56,11 +59,11 @@ class AllocatorConfig:
 
     def segment_bytes(self, rounded: int) -> int:
         """Return the bytes to request from the driver for a new segment (``get_allocation_size``)."""
-        if rounded <= self.small_bytes:
-            return self.small_segment_bytes
-        if rounded < self.own_segment_bytes:
+        if rounded <= SMALL_BYTES:
+            return SMALL_SEGMENT_BYTES
+        if rounded < OWN_SEGMENT_BYTES:
             return self.large_segment_bytes
-        return -(-rounded // self.segment_round_bytes) * self.segment_round_bytes
+        return -(-rounded // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
 
 
 class Block:
@@ -165,10 +168,6 @@ def _reach(block: Block) -> int:
     return block.size + (after.size if after is not None and not after.mapped else 0)
 
 
-_ADDRESS_SPACE_BYTES = 1 << 47
-"""Largest size of an expandable segment. CUDA uses 9/8 of the GPU's memory, which the cap never reaches."""
-
-
 class Segment(NamedTuple):
     """A segment that the process has already: addresses, and the blocks in it that are held."""
 
@@ -209,18 +208,16 @@ class CachingAllocator(Allocator):
         self.peak_reserved_bytes: int = 0
         self.retries: int = 0
         # should_split: a small or expandable block is split for any rest, a large one only for over 1 MiB.
-        tail = 0 if config.expandable_segments else config.small_bytes
+        tail = 0 if config.expandable_segments else SMALL_BYTES
         self._pools: defaultdict[int, tuple[Pool, Pool]] = defaultdict(
             lambda: (
-                Pool(page_bytes=config.small_segment_bytes, keeps_tail_bytes=0),
+                Pool(page_bytes=SMALL_SEGMENT_BYTES, keeps_tail_bytes=0),
                 Pool(page_bytes=config.large_segment_bytes, keeps_tail_bytes=tail),
             )
         )
         """The pools of each stream: for small requests and for large ones."""
         self._addresses = self._fresh_address if addresses is None else addresses
         self._next_address = 0
-        # Looked up for each request.
-        self._round_bytes, self._small_bytes = config.round_bytes, config.small_bytes
         if config.held_bytes:
             # Even if that is more than the limit, which only new segments are held against.
             self.limit = None
@@ -260,8 +257,8 @@ class CachingAllocator(Allocator):
         """
         if size == 0:
             return None
-        rounded = -(-size // self._round_bytes) * self._round_bytes
-        pool = self._pools[stream][rounded > self._small_bytes]
+        rounded = -(-size // ROUND_BYTES) * ROUND_BYTES
+        pool = self._pools[stream][rounded > SMALL_BYTES]
         block = pool.take_best_fit(rounded) or self._grow(pool, rounded)
         if block is None and self.config.retries:
             self.release()
@@ -310,8 +307,8 @@ class CachingAllocator(Allocator):
         """Map pages until a block is large enough (``try_allocate_expandable_block``)."""
         block = pool.lowest_with_room(rounded)
         if block is None:
-            address = self._addresses(_ADDRESS_SPACE_BYTES)
-            block = Block(pool, address, _ADDRESS_SPACE_BYTES, mapped=False)
+            address = self._addresses(ADDRESS_SPACE_BYTES)
+            block = Block(pool, address, ADDRESS_SPACE_BYTES, mapped=False)
             pool.insert(block)
         while not block.mapped or block.size < rounded:
             unmapped = block
@@ -369,7 +366,7 @@ class CachingAllocator(Allocator):
 
     def _fresh_address(self, size: int) -> int:
         # Pages of either size then start at multiples of that size.
-        alignment = lcm(self.config.large_segment_bytes, self.config.small_segment_bytes)
+        alignment = lcm(self.config.large_segment_bytes, SMALL_SEGMENT_BYTES)
         if self.config.falls:
             self._next_address = (self._next_address - size) // alignment * alignment
             return self._next_address
