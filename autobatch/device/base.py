@@ -52,6 +52,10 @@ class Meter(Protocol):
         """Record that a phase begins; see `autobatch.step.train_step.Mark`."""
         return
 
+    def enter_module(self, name: str) -> None:
+        """Record that a module's forward pass runs from here on; empty for none."""
+        return
+
     def stats(self) -> MemoryStats:
         """Read the allocator. In a probe, wait first until the device has finished its work."""
         return MemoryStats()

@@ -159,7 +159,11 @@ def snapshot_of(run: Callable[[], T]) -> tuple[T, bytes]:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def trace_of(entries: Iterable[Mapping[str, Any]], marks: Sequence[tuple[int, str]] = ()) -> Trace:
+def trace_of(
+    entries: Iterable[Mapping[str, Any]],
+    marks: Sequence[tuple[int, str]] = (),
+    modules: Sequence[tuple[int, str]] = (),
+) -> Trace:
     """Turn a snapshot's entries into a trace: one block per allocation, freed when its free completes.
 
     Frees of blocks that are older than the recording are left out. So are allocations that failed: their
@@ -169,6 +173,7 @@ def trace_of(entries: Iterable[Mapping[str, Any]], marks: Sequence[tuple[int, st
     Args:
         entries: Of the allocator of one GPU.
         marks: ``(allocations and frees before, phase)``, those that are left out included.
+        modules: The same for the modules that run.
     """
     blocks: dict[int, int] = {}
     events: list[tuple[int, int]] = []
@@ -184,7 +189,11 @@ def trace_of(entries: Iterable[Mapping[str, Any]], marks: Sequence[tuple[int, st
         elif address in blocks:
             events.append((blocks.pop(address), FREE))
         kept.append(len(events))
-    return Trace(tuple(events), tuple((kept[min(count, len(kept) - 1)], phase) for count, phase in marks))
+
+    def placed(counted: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
+        return tuple((kept[min(count, len(kept) - 1)], name) for count, name in counted)
+
+    return Trace(tuple(events), placed(marks), placed(modules))
 
 
 class CudaMeter(SilentMeter):
@@ -204,12 +213,20 @@ class CudaMeter(SilentMeter):
         self._retries_before = figures["num_alloc_retries"]
         self._events_before = _count_events(figures) if records else 0
         self._marks: list[tuple[int, str]] = []
+        self._modules: list[tuple[int, str]] = []
 
     def mark(self, phase: str) -> None:
         """Record that a phase begins, after the events so far."""
+        self._note(self._marks, phase)
+
+    def enter_module(self, name: str) -> None:
+        """Record that a module's forward pass runs from here on; empty for none."""
+        self._note(self._modules, name)
+
+    def _note(self, notes: list[tuple[int, str]], name: str) -> None:
         if self._records:
             count = _count_events(torch.cuda.memory_stats_as_nested_dict(self._index))
-            self._marks.append((count - self._events_before, phase))
+            notes.append((count - self._events_before, name))
 
     def stats(self) -> MemoryStats:
         """Read the allocator, in bytes."""
@@ -244,7 +261,7 @@ class CudaMeter(SilentMeter):
             ]
             is_private = any(tuple(pool or (0, 0)) != (0, 0) for pool in pools)
             is_cut = len(entries) >= private.MOST_EVENTS
-            return None if is_private or is_cut else trace_of(entries, self._marks)
+            return None if is_private or is_cut else trace_of(entries, self._marks, self._modules)
         except (KeyError, IndexError, TypeError, AttributeError):
             return None
 

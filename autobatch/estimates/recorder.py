@@ -6,17 +6,15 @@ smaller than any real one: nothing overflows, and a selection by values keeps ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import zip_longest
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
-from torch.utils.hooks import RemovableHandle
 
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Trace
@@ -61,44 +59,11 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         self._on_gpu = on_gpu
         self.notes: set[str] = set()
         """Remarks on what the trace does not show."""
-        self._modules: list[tuple[int, str]] = []
         self._found_inf: set[int] = set()
 
     def recording(self) -> Trace:
         """Return the trace, outside of the mode; blocks are numbered in the order of their allocation."""
         return Trace(tuple(self.events), tuple(self._marks), tuple(self._modules)).canonical()
-
-    @contextmanager
-    def following(self, model: nn.Module) -> Iterator[None]:
-        """Record which module of a model runs, the innermost one, within the block.
-
-        ``torch.utils.module_tracker.ModuleTracker`` does not serve. It has a set of names in place of a
-        stack. A submodule that the loss calls directly is named after its class, so two towers share a name.
-        Its hooks on gradients change what a recomputing model frees.
-        """
-        running: list[str] = []
-
-        def enter(name: str) -> Callable[..., None]:
-            def run(*_: object) -> None:
-                running.append(name)
-                self._modules.append((len(self.events), name))
-
-            return run
-
-        def leave(*_: object) -> None:
-            if running:
-                running.pop()
-                self._modules.append((len(self.events), running[-1] if running else ""))
-
-        handles: list[RemovableHandle] = []
-        for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(enter(name)))
-            handles.append(module.register_forward_hook(leave, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autobatch.device.allocator.trace import Trace
+from autobatch.device.modules import followed_modules
 from autobatch.estimates.attention import Attention, Capability, Kernel
 from autobatch.estimates.fakes import (
     fake_batch,
@@ -101,7 +102,7 @@ def record(step: TracedStep, micro_batch: int) -> Recording:
         stack.enter_context(recorder)
         stack.enter_context(recorder.noticing_resizes())
         stack.enter_context(without_log())
-        stack.enter_context(recorder.following(model))
+        stack.enter_context(followed_modules(model, recorder))
         train_state = _build(step, model, recorder, sharding)
         _run_steps(step, train_state, batch, micro_batch, mode=mode, recorder=recorder)
     return Recording(recorder.recording(), frozenset(recorder.notes), frozenset(unlike))

@@ -10,6 +10,7 @@ from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import Trace, replay
 from autobatch.device.cuda import CudaDevice
+from autobatch.device.modules import followed_modules
 from autobatch.device.oom import Verdict, classify
 from tests.support.kernels import only_stub
 
@@ -49,7 +50,7 @@ def test_a_phase_begins_after_the_events_before_its_mark() -> None:
     device = CudaDevice(index=0, memory_budget="1GiB")
     held = []
     model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512)).to(device.torch_device)
-    with device.enforced() as meter:
+    with device.enforced() as meter, followed_modules(model, meter):
 
         def mark(phase: str) -> None:
             meter.mark(phase)
@@ -66,6 +67,10 @@ def test_a_phase_begins_after_the_events_before_its_mark() -> None:
         trace = meter.trace()
     assert trace is not None
     assert [phase for _, phase in trace.marks] == ["forward", "backward", "cleared"] * 2
+    assert [name for _, name in trace.modules] == ["", "0", "", "1", "", "2", "", ""] * 2
+    # Each module takes its output as the first block after it was entered.
+    outputs = {name: trace.events[position][1] for position, name in trace.modules if name}
+    assert outputs == {"0": 300 * 2048 * 4, "1": 300 * 2048 * 4, "2": 300 * 512 * 4}
     for (position, _), bytes_held in zip(trace.marks, held, strict=True):
         found = replay(Trace(trace.events[:position]), CachingAllocator())
         assert found.allocated_bytes == bytes_held - held[0]

@@ -340,6 +340,7 @@ class StorageTracker(StorageTable, TorchDispatchMode):
         self._kinds: dict[int, tuple[_Kind, Any]] = {}
         """Kinds by the identity of operators, whose own hash takes longer than the rest of a look-up."""
         self._marks: list[tuple[int, str]] = []
+        self._modules: list[tuple[int, str]] = []
         self._aside = False
 
     def __exit__(self, *error: object) -> None:
@@ -368,13 +369,19 @@ class StorageTracker(StorageTable, TorchDispatchMode):
         self._recount_all()
         self._marks.append((len(self.events), phase))
 
+    def enter_module(self, name: str) -> None:
+        """Record that a module's forward pass runs from here on; empty for none."""
+        self._modules.append((len(self.events), name))
+
     def stats(self) -> MemoryStats:
         """Read the allocator."""
         return self.allocator.stats()
 
     def trace(self) -> Trace | None:
         """Return the events so far; None if they are not recorded."""
-        return Trace(tuple(self.events), tuple(self._marks)) if self._record else None
+        if not self._record:
+            return None
+        return Trace(tuple(self.events), tuple(self._marks), tuple(self._modules))
 
     @contextmanager
     def noticing_resizes(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from autobatch.core.units import KiB, MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.tracker import UPDATES, StorageTracker
+from autobatch.device.modules import followed_modules
 
 F32 = 4
 
@@ -300,6 +301,19 @@ def test_errors_from_every_phase_leave_the_count_at_the_baseline(recompute, cach
     assert phases[0] is not None
     assert phases[-1] is None
     assert phases == sorted(phases, key=["forward", "backward", None].index)
+
+
+def test_blocks_are_told_by_the_module_that_made_them():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+    with tracker() as meter, followed_modules(model, meter):
+        model(torch.zeros(32, 8))
+        with pytest.raises(RuntimeError):
+            model(torch.zeros(32, 9))
+    trace = meter.trace()
+    assert [name for _, name in trace.modules] == ["", "0", "", "1", "", "", "", "0", "", ""]
+    sizes = {name: trace.events[at][1] for at, name in trace.modules[:6] if name}
+    assert sizes == {"0": 2048, "1": 2048}
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_the_mode_changes_no_result():
