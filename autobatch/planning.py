@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +26,6 @@ from autobatch.core.units import significant
 
 Sizes = NDArray[np.float64]
 Counts = NDArray[np.int64]
-NOISE_EVERY = 4
-"""Batches from one measurement of the gradient noise to the next, at first. These are split by count."""
 FIXED_SHARE = 1 / 32
 """Cost of a micro-batch besides its area, as a share of the largest area that fits. Without it, samples of
 unlike sizes would all run alone. With it, a micro-batch that fills the memory is cut in two if that saves
@@ -134,27 +132,6 @@ def cut_by_area(sizes: Sizes, limits: Counts, *, fixed: float, ranks: int = 1) -
     while start < count:
         found.append(int(taken[start]))
         start += found[-1]
-    return found
-
-
-def fewest_joined(sizes: Sizes, limits: Callable[[Sizes], Counts]) -> list[int]:
-    """Cut a sorted list of samples that are joined, and not padded, into the fewest contiguous micro-batches.
-
-    Each takes as many samples as fit. Their cost is that of their samples in any cut, and a fixed part each.
-
-    Args:
-        sizes: sizes of the samples, the largest first.
-        limits: returns the largest micro-batches of samples of the given mean sizes.
-
-    Returns:
-        The samples of each micro-batch, in order.
-    """
-    found: list[int] = []
-    while sum(found) < len(sizes):
-        rest = sizes[sum(found) :]
-        counts = np.arange(1, len(rest) + 1)
-        fits = counts <= limits(np.cumsum(rest) / counts)
-        found.append(max(1, len(rest) if fits.all() else int(fits.argmin())))
     return found
 
 

@@ -301,7 +301,6 @@ def finish_plan(
             result.probe,
             call.options,
             ranks=call.ranks,
-            batches=batches,
             progress=call.progress,
         )
         result = msgspec.structs.replace(result, plan=plan)

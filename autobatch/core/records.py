@@ -85,13 +85,9 @@ class RealBatches(Record, frozen=True, kw_only=True):
     """Check of a limit against batches of the run, whose samples differ in size."""
 
     batches: int
-    """Batches, in the order and the split of the run."""
-    by: Literal["replay", "run"]
-    """Replayed in a model of the allocator, or run."""
+    """Batches that ran one after the other in the micro-batches of the answer; 0 if they do not fit."""
     micro_batch_alone: int
-    """Largest micro-batch of the most expensive samples alone."""
-    is_exact: bool = True
-    """False if the replay bounds some allocations from above."""
+    """Largest micro-batch of the longest samples alone."""
 
 
 class RankLimit(Record, frozen=True, kw_only=True):
@@ -150,48 +146,29 @@ LearningRateRule = Literal["none", "linear", "sqrt"]
 
 
 class SizeCut(Record, frozen=True, kw_only=True):
-    """Split by size: each batch is sorted by the sizes of its samples and cut at its own sizes."""
+    """Split by size: each batch is sorted by the sizes of its samples and cut at its own sizes.
 
-    sizes: list[float]
-    """Sizes of samples in ascending order, the last that of the largest."""
-    micro_batches: list[int]
-    """Largest micro-batch of samples up to each of ``sizes``."""
-    limits_by: Literal["longest", "replay", "run"]
-    """Source of ``micro_batches``: the limit of the longest samples for all, replays, or runs per size."""
-    padding_by_count: float | None = None
+    No micro-batch is larger after padding than the longest samples that fit, ``micro_batch`` × ``longest``.
+    """
+
+    longest: float
+    """Size of the longest sample of the data."""
+    micro_batch: Positive
+    """Largest micro-batch of the longest samples."""
+    max_micro_batch: Positive
+    """Largest micro-batch of samples of any size."""
+    padding_by_count: float = 1.0
     """Padded ÷ real size of a split by count, a mean over batches of the run."""
-    padding: float | None = None
+    padding: float = 1.0
     """Padded ÷ real size of this split."""
-    steps_by_count: float | None = None
+    steps_by_count: float = 1.0
     """Micro-batches of a batch that is split by count."""
-    steps: float | None = None
+    steps: float = 1.0
     """Micro-batches of a batch in this split, a mean over batches of the run."""
     digest: str = ""
     """Digest of the sizes of all samples."""
-    is_padded: bool = True
-    """True if a micro-batch is padded to its largest sample. False if samples are joined end to end, as
-    graphs are: then the mean size of a micro-batch decides on its memory."""
     by_size_of: bool = False
     """True if the sizes come from the workload's ``size_of``, False if they count the numbers in a sample."""
-    replayed_batches: int | None = None
-    """Batches of the run that fit in a replay of this split; None if the step cannot be traced."""
-
-
-class RunOrder(Record, frozen=True, kw_only=True):
-    """Evidence that a micro-batch fits in the order of one run, though not in every order.
-
-    Samples that are joined end to end, as graphs are, take memory by the sum of their sizes, and the largest
-    ones never share a micro-batch of this run.
-    """
-
-    batches: int
-    """Batches of the run, all of which were looked at."""
-    by: Literal["replay", "run"]
-    """The heaviest of them were run. ``replay`` if hundreds were replayed in a model of the allocator too."""
-    micro_batch_in_any_order: int
-    """Micro-batch that the largest samples together allow."""
-    digest: str = ""
-    """Digest of the sizes of all samples."""
 
 
 class RankPlan(RankLimit, frozen=True, kw_only=True):
@@ -232,8 +209,6 @@ class Plan(Record, frozen=True, kw_only=True):
     """``count`` splits a batch into equal counts, ``size`` by the sizes of its samples."""
     size_cut: SizeCut | None = None
     """Rule of the split by size; None if batches are split by count."""
-    run_order: RunOrder | None = None
-    """Evidence for a micro-batch that fits in the order of this run; None if it fits in any order."""
     ranks: list[RankPlan] = []
     """The part of each rank, if several train; ``micro_batches`` are those of rank 0."""
     parallel: Parallel | None = None

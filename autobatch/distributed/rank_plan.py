@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -76,7 +75,7 @@ def spread(plan: Plan, limits: Sequence[RankLimit], layout: ShardLayout | None =
 def limit_of_rank(ranks: Ranks, plan: Plan) -> int:
     """Return the largest micro-batch of this rank in a plan, of samples of any size."""
     if plan.size_cut is not None:
-        return max(plan.size_cut.micro_batches)
+        return plan.size_cut.max_micro_batch
     return plan.ranks[ranks.rank].limit if plan.ranks else plan.micro_batch
 
 
@@ -87,32 +86,29 @@ def share_of_rank(ranks: Ranks, plan: Plan, samples: int) -> int:
 
 
 def agree_on_cut(ranks: Ranks, cut: SizeCut | None) -> SizeCut | None:
-    """Return the least limit of any rank for every size; all of them call it.
+    """Return the cut with the least limits of any rank; all of them call it.
 
     None if a rank splits by count, or has other samples.
     """
-    cuts = [one for one in ranks.gather(cut) if one is not None]
-    if len(cuts) < ranks.world or len({one.digest for one in cuts}) > 1:
+    cuts = [known for known in ranks.gather(cut) if known is not None]
+    if len(cuts) < ranks.world or len({known.digest for known in cuts}) > 1:
         return None
-    knots = sorted({size for one in cuts for size in one.sizes})
-    # The limit of a cut for samples up to a size is that of its next knot.
-    least = [
-        min(one.micro_batches[min(bisect_left(one.sizes, size), len(one.sizes) - 1)] for one in cuts)
-        for size in knots
-    ]
-    return msgspec.structs.replace(cuts[0], sizes=knots, micro_batches=least)
+    return msgspec.structs.replace(
+        cuts[0],
+        micro_batch=min(known.micro_batch for known in cuts),
+        max_micro_batch=min(known.max_micro_batch for known in cuts),
+    )
 
 
-def split_for(ranks: Ranks, plan: Plan, sizes: Sizes | None, measured_every: int | None) -> Split:
+def split_for(ranks: Ranks, plan: Plan, sizes: Sizes | None) -> Split:
     """Return the split of this rank; the sizes of samples are needed if the plan cuts by size."""
     if plan.size_cut is None or sizes is None:
         return Split(ranks.rank, [one.limit for one in plan.ranks], plan.multiple)
     return SizeSplit(
         sizes=sizes,
         cut=plan.size_cut,
-        measured_every=measured_every,
         rank=ranks.rank,
-        limits=[max(plan.size_cut.micro_batches)] * ranks.world,
+        limits=[plan.size_cut.max_micro_batch] * ranks.world,
     )
 
 

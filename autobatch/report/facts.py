@@ -121,7 +121,7 @@ def tiles_of(run: RunRecord) -> list[Tile]:
     found = []
     if plan is not None:
         found.append(Tile("Batch", count(plan.effective_batch), f"exactly, in {_number_of_parts(plan)}"))
-        size = plan.micro_batch if plan.size_cut is None else plan.size_cut.micro_batches[-1]
+        size = plan.micro_batch if plan.size_cut is None else plan.size_cut.micro_batch
         note = _limit_of(plan, probe)
         if training is not None and training.oom_recoveries and training.micro_batch is not None:
             recoveries = plural(training.oom_recoveries, "recovery", "recoveries")
@@ -139,7 +139,7 @@ def tiles_of(run: RunRecord) -> list[Tile]:
 
 
 def _number_of_parts(plan: Plan) -> str:
-    if plan.size_cut is not None and plan.size_cut.steps is not None:
+    if plan.size_cut is not None:
         return f"about {plan.size_cut.steps:.1f} micro-batches"
     if len({one.kind for one in plan.ranks}) > 1:
         return f"parts of {plural(plan.world_size, 'rank')} that differ"
@@ -150,12 +150,9 @@ def _number_of_parts(plan: Plan) -> str:
 def _limit_of(plan: Plan, probe: Probe | None) -> str:
     """Return the limit of the plan's configuration; the limit of another one says nothing about it."""
     if plan.size_cut is not None:
-        smallest = count(plan.size_cut.micro_batches[0])
-        return f"of the largest samples fit, {smallest} of the smallest, {plan.precision}"
+        return f"of the longest samples fit, and more of shorter ones, {plan.precision}"
     if probe is None or not is_probed_configuration(probe, plan):
         return ", ".join(filter(None, (plan.precision, knobs_in_words(plan.knobs))))
-    if plan.run_order is not None:
-        return f"as many fit in the order of this run, {plan.precision}"
     known = "up to {} fit" if probe.stopped_by is None else "{} are known to fit"
     return f"{known.format(count(probe.micro_batch))}, {plan.precision}"
 
@@ -230,8 +227,6 @@ def _fits_in_plan(run: RunRecord) -> str:
     place = f" in {format_bytes(run.device.budget_bytes)}"
     if plan is not None and (probe is None or not is_probed_configuration(probe, plan)):
         return f"{plural(plan.micro_batch, 'sample')} at a time{place}, in the planned configuration"
-    if plan is not None and plan.run_order is not None:
-        return f"{plural(plan.micro_batch, 'sample')} at a time{place}, in the order of this run"
     assert probe is not None
     size = " of the largest size" if plan is not None and plan.size_cut is not None else ""
     return describe_fits(probe, place, size)
@@ -294,14 +289,12 @@ def _describe_real_batches(probe: Probe) -> str:
     found = probe.real_batches
     if found is None:
         return ""
-    how = "were replayed in a model of the allocator" if found.by == "replay" else "ran too"
-    words = f"{plural(found.batches, 'batch', 'batches')} of the run {how}, because samples differ in size"
-    if found.micro_batch_alone <= probe.micro_batch:
-        return words
-    return (
-        f"{words}: of the most expensive samples alone, {count(found.micro_batch_alone)} fit, but many sizes "
-        "fragment the memory"
-    )
+    alone = count(found.micro_batch_alone)
+    lower = f"of the longest samples alone, {alone} fit, but many sizes fragment the memory"
+    if not found.batches:
+        return f"batches of the run do not fit: {lower}"
+    words = f"{plural(found.batches, 'batch', 'batches')} of the run ran too, because samples differ in size"
+    return words if found.micro_batch_alone <= probe.micro_batch else f"{words}: {lower}"
 
 
 def is_probed_configuration(probe: Probe, plan: Plan) -> bool:
@@ -320,7 +313,6 @@ def _plan_facts(plan: Plan) -> Iterator[Fact]:
     yield Fact("plan", "last batch", _LAST_BATCH[plan.last_batch], "more")
     if plan.size_cut is not None:
         yield Fact("plan", "padding", _describe_padding(plan.size_cut), "more")
-    yield Fact("plan", "data order", describe_run_order(plan), "more")
 
 
 _LAST_BATCH = {
@@ -346,7 +338,7 @@ def describe_plan(plan: Plan) -> str:
 def describe_split(plan: Plan) -> str:
     """Describe the micro-batches of one rank: ``12 micro-batches (4 × 86, 8 × 85)``."""
     ranks = _on_each_rank(plan.world_size, plan.parallel)
-    if plan.size_cut is not None and plan.size_cut.steps is not None:
+    if plan.size_cut is not None:
         words = f"about {plan.size_cut.steps:.1f} micro-batches, cut by size"
         return f"{words},{ranks}" if ranks else words
     counts = Counter(one.kind for one in plan.ranks)
@@ -379,27 +371,10 @@ def describe_learning_rate(plan: Plan) -> str:
 
 def _describe_padding(cut: SizeCut) -> str:
     """Describe what a split by size saves."""
-    words = "each batch is sorted by size and cut where little is padding; its gradient stays the same"
-    if cut.padding is None or cut.padding_by_count is None:
-        return words
-    replayed = ""
-    if cut.replayed_batches is not None:
-        replayed = f". A replay of {plural(cut.replayed_batches, 'batch', 'batches')} of the run fits"
     return (
-        f"{words}. For each token or element of a sample, {cut.padding:.2f} are computed with the padding, "
-        f"and {cut.padding_by_count:.2f} if batches were split by count{replayed}"
-    )
-
-
-def describe_run_order(plan: Plan) -> str:
-    """Describe the order that a micro-batch fits in; empty if it fits in any order."""
-    found = plan.run_order
-    if found is None:
-        return ""
-    return (
-        f"a micro-batch of {count(plan.micro_batch)} fits in the order of this run: all of its "
-        f"{plural(found.batches, 'batch', 'batches')} are known, and the heaviest ones ran. For any order, "
-        f"the plan would have {count(found.micro_batch_in_any_order)}"
+        "each batch is sorted by size and cut where little is padding; its gradient stays the same. For each "
+        f"token or element of a sample, {cut.padding:.2f} are computed with the padding, and "
+        f"{cut.padding_by_count:.2f} if batches were split by count"
     )
 
 

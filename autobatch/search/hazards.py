@@ -1,4 +1,4 @@
-"""Reasons against a split by size: models and data whose results would change, or that would gain nothing.
+"""Reasons against a split by size: results that would change, or nothing to gain.
 
 Sorting the samples of a batch keeps Σ totals ÷ Σ counts. It changes results if a layer or a loss sees more
 than one sample at a time, or sees the padding. Such a workload depends on the micro-batch in any split, but a
@@ -7,37 +7,26 @@ split by size makes the error systematic.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.core.knobs import COMPILE
 from autobatch.core.units import format_share
-from autobatch.device.oom import Verdict, classify
 from autobatch.rehearsal.rehearsal import on_copies
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.loss import terms_of
-from autobatch.step.restore import temporary_weights
-from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
-from autobatch.workload.data import collate_samples, fetch, load_micro_batch, shallow_copies
+from autobatch.workload.contract import Loss, WholeBatchLoss
+from autobatch.workload.data import collate_samples, fetch, shallow_copies
 from autobatch.workload.nested import tensors_of, to_device
 from autobatch.workload.rng import preserved_random_state, seed_everything
+from autobatch.workload.split import Sizes
 
-Sizes = NDArray[np.float64]
-Run = Callable[[Callable[[nn.Module, Collated], Any], Sequence[Any], int], Any]
-"""Runs a function of the model and of a micro-batch of samples, with a seed."""
-CHECKED = 32
-"""Samples whose sizes are compared with the numbers in their collated batches."""
-LEAST_CORRELATION = 0.5
-"""Rank correlation of sizes and numbers below which a size does not explain memory."""
 PADDED_SHARE = 0.25
 """Share of the room beside a short sample that must be filled for samples to count as padded."""
 TOLERANCE = 0.01
@@ -46,244 +35,85 @@ ROUNDING = 1e-3
 """Share of its neighbour's loss that rounding may add, in TF32."""
 
 
-class Obstacle(NamedTuple):
-    """Reason against a split by size."""
+def hazard(setup: Setup, sizes: Sizes) -> str | None:
+    """Return why a split by size would change results; None if nothing shows that it would.
 
-    reason: str
-    """In words that follow "batches are split by count: "."""
-    is_hazard: bool = False
-    """True if results would be wrong; False if there is nothing to gain or to go by."""
+    The weights and the random states of the setup stay.
 
-
-def find_obstacle(setup: Setup) -> Obstacle | None:
-    """Return the first obstacle to a split by size; None if there is none.
-
-    The weights, the random states and the position in the data stay.
+    Raises:
+        Exception: whatever the workload raises on two samples.
     """
-    sizes = setup.worst_case.sizes()
-    if setup.stream is not None:
-        return Obstacle("the sizes of a stream's samples are unknown until they are read")
-    if sizes is None:
-        return Obstacle(
-            "the sizes of some samples are unknown, because reading all takes too long: give "
-            "Workload(size_of=…)"
-        )
-    if float(sizes.min()) == float(sizes.max()):
-        return Obstacle("all samples have one size")
-    hazard = hazard_in_model(setup.model)
-    if hazard is not None:
-        return Obstacle(hazard, is_hazard=True)
-    if hasattr(setup.model, "_orig_mod") or setup.knobs.get(COMPILE, "off") != "off":
-        return Obstacle("a compiled model compiles anew for most micro-batches of other shapes")
-    with preserved_random_state():
-        return _in_data(setup, sizes) or _in_collate(setup, sizes) or _in_padding(setup, sizes)
-
-
-def hazard_in_model(model: nn.Module) -> str | None:
-    """Return why a layer forbids a split by size; None if none does."""
-    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+    if any(isinstance(module, _BatchNorm) for module in setup.model.modules()):
         return "BatchNorm computes its statistics over a micro-batch, and those of samples of one size differ"
-    return None
-
-
-def _in_data(setup: Setup, sizes: Sizes) -> Obstacle | None:
-    """Check that a sample has the same size each time that it is read."""
-    order = np.argsort(sizes, kind="stable")
-    for index in (int(order[0]), int(order[len(order) // 2]), int(order[-1])):
-        seed_everything(index + 1)
-        found = setup.worst_case.read_size(index)
-        if found != sizes[index]:
-            return Obstacle(
-                f"sample {index} had a size of {sizes[index]:g} and now has {found:g}, so sizes are drawn at "
-                "random"
-            )
-    return None
-
-
-def _in_collate(setup: Setup, sizes: Sizes) -> Obstacle | None:
-    """Check that batches may have any number of samples, are padded, and grow with the size."""
-    short, longest = _short_and_longest(sizes)
-    counts = []
-    for ids in ([short], [longest], [short, longest], [longest, longest, short]):
-        try:
-            counts.append(_numbers(setup.workload, ids))
-        except Exception:
-            if len(ids) == 1:
-                return None  # another stage reports it
-            return Obstacle("the collate function takes a fixed number of samples only")
-    if not counts[1]:
-        return None  # what it returns holds no tensors to go by
-    if counts[3] == counts[1]:
-        return Obstacle("the collate function fills each micro-batch up to a fixed number of samples")
-    chosen = _of_many_sizes(sizes)
-    numbers = np.array([_numbers(setup.workload, [index]) for index in chosen])
-    if _rank_correlation(sizes[chosen], numbers) < LEAST_CORRELATION:
-        return Obstacle("size does not explain memory: larger samples do not make larger micro-batches")
-    return None
-
-
-def is_padded(workload: Workload, sizes: Sizes) -> bool:
-    """Return whether samples are padded, to the largest or to a fixed number; False if they are joined."""
-    short, longest = _short_and_longest(sizes)
     with preserved_random_state():
-        one, other, both = (
-            _numbers(workload, ids) for ids in ([short], [longest], [short, longest, longest])
-        )
-    return not one < other or abs(both - one - 2 * other) >= PADDED_SHARE * (other - one)
-
-
-def largest_deviation(workload: Workload, sizes: Sizes) -> float:
-    """Return how far the tensors of a collated sample are off a straight line over its size.
-
-    Returns:
-        The largest share of a tensor's numbers, over samples of many sizes; infinite if their tensors differ
-        in number.
-    """
-    chosen = _of_many_sizes(sizes)
-    with preserved_random_state():
-        found = [[t.numel() for t in tensors_of(load_micro_batch(workload, [i]))] for i in chosen]
-    if len({len(one) for one in found}) > 1:
-        return math.inf
-    lines = np.stack([np.ones(CHECKED), sizes[chosen]], axis=1)
-    numbers = np.array(found, float)
-    off = np.abs(lines @ np.linalg.lstsq(lines, numbers, rcond=None)[0] - numbers)
-    return float((off / np.maximum(1.0, numbers)).max(initial=0.0))
-
-
-def _short_and_longest(sizes: Sizes) -> tuple[int, int]:
-    """Return a sample of the shortest quarter, and the longest one."""
-    order = np.argsort(sizes, kind="stable")
-    return int(order[len(order) // 4]), int(order[-1])
-
-
-def _of_many_sizes(sizes: Sizes) -> list[int]:
-    """Return `CHECKED` samples, from the shortest to the longest."""
-    order = np.argsort(sizes, kind="stable")
-    return [int(order[number * (len(order) - 1) // (CHECKED - 1)]) for number in range(CHECKED)]
-
-
-def _numbers(workload: Workload, ids: list[int]) -> int:
-    """Count the numbers in the collated batch of some samples."""
-    return sum(tensor.numel() for tensor in tensors_of(load_micro_batch(workload, ids)))
-
-
-def _rank_correlation(one: NDArray[np.float64], other: NDArray[np.int64]) -> float:
-    """Return Spearman's rank correlation; 0 if either is constant."""
-    ranks = [np.searchsorted(np.sort(values), values) for values in (one, other)]
-    if any(int(each.min()) == int(each.max()) for each in ranks):
-        return 0.0
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
-
-
-def _in_padding(setup: Setup, sizes: Sizes) -> Obstacle | None:
-    """Compare the loss of a short sample alone with its loss beside the longest one."""
-    short, longest = _short_and_longest(sizes)
-    is_whole = isinstance(setup.workload.loss, WholeBatchLoss)
-    difference = None
-    try:
-        # Read once: the data may mask or augment a sample anew each time.
-        samples = fetch(setup.workload.train_data, [short, longest])
-        difference = _change_of_row(setup, samples) if is_whole else _change_of_loss(setup, samples)
-    except Exception as error:  # other stages report what the workload raises
-        if classify(error) is Verdict.NONE:
-            return None
-    if difference is None or difference <= TOLERANCE:
+        change = _change_beside_another(setup, _short_and_longest(setup, sizes))
+    if change <= TOLERANCE:
         return None
-    what = "row" if is_whole else "loss"
-    change = f"the {what} of sample {short} changes by {format_share(difference)} beside sample {longest}"
-    if not _is_padded_beside(setup.workload, short, longest):
-        return Obstacle(
-            f"{change}, though it is not padded: the loss depends on several samples at once, or is a mean "
-            "over something else than samples",
-            is_hazard=True,
-        )
-    counted = "" if is_whole else ", and return Loss(total, count) if the loss is a mean over tokens"
-    return Obstacle(
-        f"{change}, so it depends on its padding: let the model ignore padding with a mask{counted}",
-        is_hazard=True,
+    return (
+        f"the loss of a short sample changes by {format_share(change)} beside the longest, so it depends on "
+        "padding or on other samples: let the model ignore padding with a mask, and return "
+        "Loss(total, count) if the loss is a mean over something else than samples"
     )
 
 
-def _is_padded_beside(workload: Workload, short: int, longest: int) -> bool:
-    """Return whether a tensor of a collated sample is larger for each sample beside another."""
-    alone, both = (
-        [tuple(tensor.shape[1:]) for tensor in tensors_of(load_micro_batch(workload, ids))]
-        for ids in ([short], [short, longest])
-    )
-    return len(alone) == len(both) and alone != both
-
-
-def _change_of_loss(setup: Setup, samples: Sequence[Any]) -> float | None:
-    """Return the share by which a sample's loss changes beside another; None if the loss draws at random."""
-    short, longest = ([one] for one in samples)
-    with _evaluated(setup) as run:
-
-        def totals(chosen: Sequence[Any], seed: int = 1) -> list[tuple[float, float]]:
-            terms = terms_of(run(setup.workload.loss, chosen, seed)).values()
-            return [
-                (float(one.total), float(one.count))
-                if isinstance(one, Loss)
-                else (float(one) * len(chosen), float(len(chosen)))
-                for one in terms
-            ]
-
-        alone, other = totals(short), totals(longest)
-        if (alone, other) != (totals(short, 2), totals(longest, 2)):
-            return None
-        both = totals(samples)
-    return max((_excess(*term) for term in zip(both, alone, other, strict=True) if term[1][0]), default=None)
-
-
-def _excess(both: tuple[float, float], alone: tuple[float, float], other: tuple[float, float]) -> float:
-    """Return the share by which total or count of a sample change beside another one."""
-    excess = abs(both[0] - alone[0] - other[0]) - ROUNDING * abs(other[0])
-    counted = abs(both[1] - alone[1] - other[1])
-    return max(excess / abs(alone[0]), counted / alone[1] if alone[1] else 0.0)
-
-
-def _change_of_row(setup: Setup, samples: Sequence[Any]) -> float | None:
-    """Return the share by which a sample's row changes beside another; None if rows are drawn at random.
-
-    Rows of another form beside it are a change by 100 %: a batch could not be put together from them.
-    """
-    assert isinstance(setup.workload.loss, WholeBatchLoss)
-    represent = setup.workload.loss.represent
-    with _evaluated(setup) as run:
-        alone, again, beside = (
-            [one[0].double() for one in tensors_of(run(represent, chosen, seed))]
-            for chosen, seed in ((samples[:1], 1), (samples[:1], 2), (samples, 1))
+def nothing_to_gain(setup: Setup, sizes: Sizes) -> str | None:
+    """Return why a split by size would save no time; None if it may. See `hazard`."""
+    if hasattr(setup.model, "_orig_mod") or setup.knobs.get(COMPILE, "off") != "off":
+        return "a compiled model compiles anew for most micro-batches of other shapes"
+    with preserved_random_state():
+        samples = _short_and_longest(setup, sizes)
+        short, longest, both = (
+            sum(tensor.numel() for tensor in tensors_of(_collated(setup, chosen)))
+            for chosen in (samples[:1], samples[1:], samples)
         )
-    if any(not torch.equal(one, other) for one, other in zip(alone, again, strict=True)):
-        return None
-    if [one.shape for one in alone] != [one.shape for one in beside]:
-        return 1.0
-    pairs = list(zip(alone, beside, strict=True))
-    scale = math.fsum(float(one.norm() ** 2) for one, _ in pairs)
-    change = math.fsum(float((one - other).norm() ** 2) for one, other in pairs)
-    return math.sqrt(change / scale) if scale else 0.0
+    is_padded = short < longest and both - short - longest >= PADDED_SHARE * (longest - short)
+    # What holds no tensors tells nothing.
+    return None if is_padded or not both else "the collate function does not pad, so there is nothing to save"
 
 
-@contextmanager
-def _evaluated(setup: Setup) -> Iterator[Run]:
-    """Return a function that runs another one on the model, on temporary weights and without gradients."""
-    device = setup.device.torch_device
+def _short_and_longest(setup: Setup, sizes: Sizes) -> list[Any]:
+    """Read a sample of the shortest quarter, and the longest one."""
+    order = np.argsort(sizes, kind="stable")
+    return fetch(setup.workload.train_data, [int(order[len(order) // 4]), int(order[-1])])
 
-    def seeded(call: Callable[..., Any]) -> Run:
-        def run(function: Callable[[nn.Module, Collated], Any], samples: Sequence[Any], seed: int) -> Any:
+
+def _collated(setup: Setup, samples: Sequence[Any]) -> Any:
+    return collate_samples(shallow_copies(samples), setup.workload.collate)
+
+
+def _change_beside_another(setup: Setup, samples: Sequence[Any]) -> float:
+    """Return the share by which what a sample adds to a loss changes beside another; 0 if it is random."""
+    loss: Any = setup.workload.loss
+    # In float32, because rounding is no effect of the padding.
+    setup = replace(setup, precision="fp32")
+    with setup.device.training() as meter, torch.no_grad(), on_copies(setup, meter) as train_state:
+        train_state.model.eval()
+
+        def values(chosen: Sequence[Any], seed: int = 1) -> list[Tensor]:
+            """Return totals and counts of the samples, or the row of the first of them."""
             seed_everything(seed)
-            collated = collate_samples(shallow_copies(samples), setup.workload.collate)
-            return call(function, to_device(collated, device))
+            batch = to_device(_collated(setup, chosen), setup.device.torch_device)
+            if isinstance(loss, WholeBatchLoss):
+                rows = tensors_of(train_state.call(loss.represent, batch))
+                return [torch.cat([row[0].double().flatten().cpu() for row in rows])]
+            terms = terms_of(train_state.call(loss, batch)).values()
+            found = [
+                (term.total, term.count) if isinstance(term, Loss) else (term * len(chosen), len(chosen))
+                for term in terms
+            ]
+            return [torch.tensor([float(value)]).double() for term in found for value in term]
 
-        return run
-
-    with setup.device.training() as meter, torch.no_grad():
-        if setup.sharding is not None:
-            # In float32, because rounding is no effect of the padding.
-            with on_copies(replace(setup, precision="fp32"), meter) as train_state:
-                train_state.model.eval()
-                yield seeded(train_state.call)
-            return
-        with temporary_weights(setup.model, device) as model:
-            meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
-            model.eval()
-            yield seeded(lambda function, batch: function(model, batch))
+        alone, other, both = values(samples[:1]), values(samples[1:]), values(samples)
+        again = values(samples, 2)
+    if isinstance(loss, WholeBatchLoss):
+        other = [torch.zeros_like(row) for row in both]
+    if [value.shape for value in alone] != [value.shape for value in both]:
+        return 1.0  # rows of two forms make no batch
+    if any(not torch.equal(value, repeated) for value, repeated in zip(both, again, strict=True)):
+        return 0.0
+    shares = [
+        float(((together - rest - own).norm() - ROUNDING * rest.norm()) / own.norm())
+        for together, rest, own in zip(both, other, alone, strict=True)
+        if own.norm()
+    ]
+    return max(shares, default=0.0)

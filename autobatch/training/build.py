@@ -24,7 +24,6 @@ from autobatch.step.gradients import Optimizers
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.training.batchnorm import batch_norms
 from autobatch.training.loop import Loop
-from autobatch.training.noise_scale import NoiseScale
 from autobatch.training.observers import PhaseTimes
 from autobatch.training.validation import sanity_check_validation
 from autobatch.workload.contract import Collated, Workload, kind_of, schedule_arguments
@@ -270,4 +269,4 @@ def split_of(setup: Setup, plan: Plan, ranks: Ranks) -> Split:
             "the sizes of the training samples are not those that the plan was made for, so its batches "
             "would be cut at other places: give the same data, or use --split count"
         )
-    return split_for(ranks, plan, sizes, NoiseScale.every)
+    return split_for(ranks, plan, sizes)

@@ -285,7 +285,7 @@ class Loop:
                 len(batch.ids),
                 self._mark,
                 places=[part.places for part in parts],
-                measure_first=len(parts) > 1 and self.noise.is_due(batch.index),
+                measure_first=self.split.is_fair and len(parts) > 1 and self.noise.is_due(batch.index),
             )
         except Exception as error:
             outcome = self._out_of_memory(error, batch, running, may_be_suspect=may_be_suspect)

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autobatch.core.records import Record
-from autobatch.planning import NOISE_EVERY
 
 MIN_BATCHES = 50
 """Fewest measured batches that give an estimate."""
@@ -86,7 +85,7 @@ class NoiseScale:
     The theory holds for plain SGD on samples drawn at random. For Adam the value is a guide.
     """
 
-    every: int = NOISE_EVERY
+    every: int = 4
     """Batches from one measurement to the next, at first."""
     _pairs: deque[tuple[float, float]] = field(
         init=False, repr=False, default_factory=lambda: deque(maxlen=KEPT_BATCHES)

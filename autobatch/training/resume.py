@@ -510,12 +510,9 @@ def changes_since_checkpoint(
         changes.append("number of ranks")
     if options.batch.split not in ("auto", plan.split):
         changes.append("--split")
-    sizes = setup.worst_case.sizes() if plan.size_cut or plan.run_order else None
-    for made_for in (plan.size_cut, plan.run_order):
-        if made_for is not None and (sizes is None or digest_of(sizes) != made_for.digest):
-            changes.append("sizes of the samples")
-    if plan.run_order is not None and sampler.total > plan.run_order.batches:
-        changes.append("number of optimizer steps")
+    sizes = setup.worst_case.sizes() if plan.size_cut is not None else None
+    if plan.size_cut is not None and (sizes is None or digest_of(sizes) != plan.size_cut.digest):
+        changes.append("sizes of the samples")
     return changes if setup.layout == layout_of(plan) else [*changes, "--parallel"]
 
 

@@ -92,9 +92,7 @@ def splits_of(setup: Setup, rounds: int) -> tuple[dict[str, list[Groups]], dict[
     plan = make_plan(target_batch=TARGET, micro_batch_limit=LIMIT, learning_rate=1e-3)
     process, listener = ThisProcess(setup), Listener()
     limit = check_size(process, LIMIT, progress=listener)
-    cut = choose_split(
-        process, plan, limit, Options(), ranks=Ranks(), batches=None, progress=listener
-    ).size_cut
+    cut = choose_split(process, plan, limit, Options(), ranks=Ranks(), progress=listener).size_cut
     sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=TARGET, seed=0, steps=count)
     batches = [GlobalBatch(batch.index, 0, batch.ids) for batch in sampler.batches()]
     found = {
@@ -105,9 +103,9 @@ def splits_of(setup: Setup, rounds: int) -> tuple[dict[str, list[Groups]], dict[
     if cut is None:
         found["auto"] = found["count"]
     else:
-        split = SizeSplit(sizes=sizes, cut=cut, measured_every=4)
+        split = SizeSplit(sizes=sizes, cut=cut)
         found["auto"] = [[part.ids for part in split.parts(batch, split.largest)] for batch in batches]
-    return found, {"note": listener.notes[-1], "cut": None if cut is None else cut.micro_batches}
+    return found, {"note": listener.notes[-1:], "cut": None if cut is None else cut.micro_batch}
 
 
 def measure(lengths: str, device: str, rounds: int, names: list[str]) -> dict[str, Any]:
@@ -144,7 +142,7 @@ def time_splits(setup: Setup, splits: dict[str, list[Groups]], rounds: int) -> d
             batches = iter(epoch)
 
             def step() -> None:
-                train_step(state, batches_of(setup, meter, fetched(setup, next(batches))), TARGET)
+                train_step(state, batches_of(setup, state, meter, fetched(setup, next(batches))), TARGET)
                 setup.device.synchronize()
 
             return step
@@ -174,7 +172,7 @@ def peak_of(setup: Setup, groups: Groups) -> int | None:
     ):
         state = open_train_state(wide, meter)
         for _ in range(2):
-            batches = batches_of(wide, meter, fetched(wide, groups))
+            batches = batches_of(wide, state, meter, fetched(wide, groups))
             train_step(state, batches, TARGET, mark=meter.mark)
         return meter.stats().peak_allocated_bytes
 
@@ -186,7 +184,7 @@ def gradient_error(setup: Setup, groups: Groups, others: Groups) -> float:
     for split in (groups, others):
         with setup.device.training() as meter, temporary_weights(setup.model, setup.device.torch_device):
             state = open_train_state(setup, meter)
-            batches = batches_of(setup, meter, fetched(setup, split))
+            batches = batches_of(setup, state, meter, fetched(setup, split))
             totals = accumulate(state, batches, TARGET, lambda _: None)
             own = [gradient for one in state.gradients.by_optimizer() for gradient in one]
             scale = totals.divisor / float(totals.count or TARGET)

@@ -22,7 +22,6 @@ from autobatch import InputError, NonFiniteError
 from autobatch.api import pipeline
 from autobatch.core.units import GiB, MiB
 from tests.support.probes import Listener, work
-from tests.support.ragged import joined_workload
 from tests.support.training import apart, make_workload, points, weights
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 512, "trials": 0}
@@ -197,21 +196,3 @@ def test_a_tuning_runs_the_stages_that_are_asked_for(
     assert found.tuning is not None
     assert (found.tuning.trials, found.tuning.learning_rate is not None) == (trials, tunes_rate)
     assert sum(found.plan.micro_batches) == 64
-
-
-def test_a_run_takes_what_fits_in_its_order_and_a_longer_resume_is_planned_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("autobatch.search.curve.trace_setup", lambda *_: None)
-    options = {"target_batch": 32, "memory_budget": "2MiB", "steps": 3, "split": "count"}
-    heard = [Listener() for _ in range(3)]
-    plan = fit(joined_workload(), tmp_path, **options, checkpoint_every=3, progress=heard[0]).plan
-    assert plan.run_order.micro_batch_in_any_order < plan.micro_batch == max(plan.micro_batches)
-    assert (sum(plan.micro_batches), plan.run_order.batches, plan.run_order.by) == (32, 3, "run")
-    assert any("fits in the order of this run" in line for line in heard[0].notes)
-    fit(joined_workload(), tmp_path, **options, resume=True, progress=heard[1])
-    assert any("bit for bit" in line for line in heard[1].notes)
-    longer = {**options, "steps": 5}
-    plan = fit(joined_workload(), tmp_path, **longer, resume=True, progress=heard[2]).plan
-    assert any("another number of optimizer steps" in line for line in heard[2].notes)
-    assert plan.run_order is None or plan.run_order.batches == 5

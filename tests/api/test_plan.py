@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import autobatch
-from autobatch import AutobatchError, InputError
+from autobatch import InputError
 from autobatch.core.units import MiB
 from tests.support.probes import Listener, mlp, work
 from tests.support.ragged import CONTRASTIVE, pad, ragged_workload
@@ -126,7 +126,7 @@ def test_a_plan_that_cannot_be_right_is_refused(workload: Any, options: dict[str
 def test_a_plan_by_size_has_its_rule_and_says_what_it_saves(changes: dict[str, Any]) -> None:
     found, notes = plan(ragged_workload(**changes), 24, split="size")
     cut = found.size_cut
-    assert (found.split, cut.micro_batches[-1]) == ("size", min(found.probe.micro_batch, 24))
+    assert (found.split, cut.micro_batch) == ("size", min(found.probe.micro_batch, 24))
     assert cut.padding <= cut.padding_by_count
     assert any("times its real size" in line for line in notes)
 
@@ -138,14 +138,15 @@ def test_a_plan_by_count_and_one_for_ranks_of_another_loop_have_no_cut(options: 
     assert not any("times its real size" in line for line in notes)
 
 
-def test_a_choice_of_the_split_that_fails_leaves_a_plan_by_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise AutobatchError("the clock stands still")
+def test_a_cut_that_cannot_be_rehearsed_leaves_a_plan_by_count() -> None:
+    """The collate function drops samples without tokens, and is given them alone only by a split by size."""
 
-    monkeypatch.setattr("autobatch.search.plan_split._choose", broken)
-    found, notes = plan(ragged_workload(), 24)
+    def dropping(samples: list[Any]) -> Any:
+        return pad([sample for sample in samples if len(sample[0]) > 4])
+
+    found, notes = plan(ragged_workload(collate=dropping), 24, split_check="off")
     assert found.split == "count"
-    assert "batches are split by count: the clock stands still" in notes
+    assert any("batches are split by count: the workload's collate raised" in note for note in notes)
 
 
 def test_a_micro_batch_that_does_not_run_is_in_no_cut() -> None:
@@ -156,7 +157,7 @@ def test_a_micro_batch_that_does_not_run_is_in_no_cut() -> None:
 
     found, _ = plan(ragged_workload(collate=at_most_8), 24, split="size")
     assert (found.probe.micro_batch, found.probe.upper_bound_by) == (8, "error")
-    assert max(found.size_cut.micro_batches) == 8
+    assert found.size_cut.max_micro_batch == 8
 
 
 def test_an_estimate_has_one_prediction_for_each_profile(own_home: Path) -> None:

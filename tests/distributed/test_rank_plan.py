@@ -46,18 +46,14 @@ def test_ranks_of_one_kind_get_the_least_of_it() -> None:
     assert [(one.kind, one.limit) for one in found] == [(0, 9), (1, 2), (0, 9), (3, 8)]
 
 
-def cut_at(sizes: list[float], limits: list[int], digest: str = "same") -> SizeCut:
-    return SizeCut(sizes=sizes, micro_batches=limits, limits_by="replay", digest=digest)
+def cut_of(limit: int, most: int, digest: str = "same") -> SizeCut:
+    return SizeCut(longest=64.0, micro_batch=limit, max_micro_batch=most, digest=digest)
 
 
-def test_ranks_agree_on_the_least_limit_for_every_size() -> None:
-    own, other = cut_at([8.0, 64.0], [16, 2]), cut_at([8.0, 32.0, 64.0], [12, 5, 3])
-    found = agree_on_cut(Told(own, other), own)
-    assert found is not None
-    assert (found.sizes, found.micro_batches) == ([8.0, 32.0, 64.0], [12, 2, 2])
+def test_ranks_agree_on_the_least_limit() -> None:
+    assert agree_on_cut(Told(cut_of(2, 16), cut_of(3, 12)), cut_of(2, 16)) == cut_of(2, 12)
 
 
-@pytest.mark.parametrize("other", [None, cut_at([64.0], [2], digest="other")])
+@pytest.mark.parametrize("other", [None, cut_of(2, 16, digest="other")])
 def test_all_ranks_split_by_count_if_one_does_or_has_other_samples(other: SizeCut | None) -> None:
-    own = cut_at([64.0], [2])
-    assert agree_on_cut(Told(own, other), own) is None
+    assert agree_on_cut(Told(cut_of(2, 16), other), cut_of(2, 16)) is None

@@ -15,7 +15,6 @@ from autobatch.core.records import (
     RankLimit,
     RankPlan,
     RealBatches,
-    RunOrder,
     RunRecord,
     SizeCut,
     Trial,
@@ -74,8 +73,8 @@ def unlike_ranks() -> list[RankPlan]:
 
 
 CUT = SizeCut(
-    sizes=[16.0, 512.0], micro_batches=[90, 4], limits_by="replay", padding=1.25, padding_by_count=2.5,
-    steps=8.9, steps_by_count=12.0, replayed_batches=300,
+    longest=512.0, micro_batch=4, max_micro_batch=1024, padding=1.25, padding_by_count=2.5, steps=8.9,
+    steps_by_count=12.0,
 )  # fmt: skip
 DIVERGED = msgspec.structs.replace(some_rates(), default_loss=None)
 CHOSEN = TrialComparison(
@@ -98,10 +97,9 @@ RUNS: dict[str, RunRecord] = {
     "a limit on like ranks": probed(ranks=on_ranks(93, 93), parallel="replicate"),
     "a limit on ranks that share the model": probed(ranks=on_ranks(93, 93), parallel="shard"),
     "a limit on unlike ranks": probed(ranks=on_ranks(93, 12, 93), parallel="replicate"),
-    "real batches": probed(
-        real_batches=RealBatches(batches=300, by="replay", micro_batch_alone=120),
-    ),
-    "real batches that ran": probed(real_batches=RealBatches(batches=3, by="run", micro_batch_alone=93)),
+    "real batches": probed(real_batches=RealBatches(batches=6, micro_batch_alone=120)),
+    "real batches at the limit": probed(real_batches=RealBatches(batches=6, micro_batch_alone=93)),
+    "real batches that do not fit": probed(real_batches=RealBatches(batches=0, micro_batch_alone=120)),
     "one micro-batch": planned(make_plan(target_batch=93, micro_batch_limit=93, learning_rate=1e-5)),
     "ranks": planned(make_plan(target_batch=1024, micro_batch_limit=93, learning_rate=0.1, world_size=2)),
     "unlike ranks": planned(world_size=4, ranks=unlike_ranks(), parallel="shard"),
@@ -117,7 +115,6 @@ RUNS: dict[str, RunRecord] = {
     ),
     "a split by size": planned(split="size", size_cut=CUT),
     "a split by size on ranks": planned(split="size", size_cut=CUT, world_size=2),
-    "an order of the run": planned(run_order=RunOrder(batches=40, by="run", micro_batch_in_any_order=60)),
     "a gain": tuned(comparisons=[CHOSEN]),
     "no gain": tuned(best_samples_per_s=1000.0),
     "a gain of an earlier day": tuned(best_samples_per_s=900.0, measured="2026-11-22T17:14:00+00:00"),

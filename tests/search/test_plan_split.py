@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from autobatch import InputError, Plan
+from autobatch import InputError, Loss, Plan, WholeBatchLoss, Workload
 from autobatch.core.options import Options
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Setup
-from autobatch.search import curve, plan_split
+from autobatch.search import plan_split
 from autobatch.search.plan_split import choose_split
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.split import SizeSplit
 from tests.support.probes import Listener, probe_of
 from tests.support.ragged import (
+    CONTRASTIVE,
     Sequences,
     joined_workload,
+    pad,
     padded_and_real,
     ragged_workload,
     simulated_setup,
     wide_model,
 )
-from tests.support.training import make_loop, make_setup, tokens
+from tests.support.training import (
+    fingerprint,
+    info_nce,
+    language_model,
+    make_loop,
+    make_setup,
+    make_workload,
+    token_loss,
+    tokens,
+)
 
 PLAN = make_plan(target_batch=24, micro_batch_limit=6, learning_rate=0.01)
 
@@ -35,68 +51,155 @@ def chosen(setup: Setup, plan: Plan = PLAN, split: str = "auto", limit: int = 6)
     """Choose the split of a plan, and return the plan with the notes."""
     listener, options = Listener(), Options().with_values(split=split)
     process, limited = ThisProcess(setup), probe_of(limit)
-    found = choose_split(process, plan, limited, options, ranks=Ranks(), batches=None, progress=listener)
+    found = choose_split(process, plan, limited, options, ranks=Ranks(), progress=listener)
     return found, listener.notes
 
 
-@pytest.fixture(name="untraced")
-def untraced_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no step be traced, as on a GPU."""
-    monkeypatch.setattr(curve, "trace_setup", lambda *_: None)
-
-
-@pytest.mark.usefixtures("untraced")
 def test_ragged_samples_are_split_by_size_with_the_saving_in_the_note() -> None:
     """The oracle counts the padding of the batches that will run."""
     setup = make_setup(ragged_workload())
     plan, (note,) = chosen(setup)
     cut = plan.size_cut
-    assert (plan.split, cut.sizes, cut.micro_batches, cut.limits_by) == ("size", [24.0], [6], "longest")
+    assert (plan.split, cut.longest, cut.micro_batch, cut.max_micro_batch) == ("size", 24.0, 6, 24)
     assert cut.padding < cut.padding_by_count
     assert f"{cut.padding:.2f} times its real size in place of {cut.padding_by_count:.2f} times" in note
     sizes = setup.worst_case.sizes()
-    split = SizeSplit(sizes=sizes, cut=cut, measured_every=4)
+    split = SizeSplit(sizes=sizes, cut=cut)
     padded = real = steps = 0.0
-    for batch in GlobalBatchSampler(samples=48, target_batch=24, seed=0, steps=8).batches():
+    for batch in GlobalBatchSampler(samples=48, target_batch=24, seed=0, steps=3).batches():
         groups = [[batch.ids.index(i) for i in part.ids] for part in split.parts(batch, split.largest)]
-        one, other = padded_and_real(sizes[batch.ids], groups)
-        padded, real, steps = padded + one, real + other, steps + len(groups)
+        of_padded, of_real = padded_and_real(sizes[batch.ids], groups)
+        padded, real, steps = padded + of_padded, real + of_real, steps + len(groups)
     assert cut.padding == pytest.approx(padded / real)
-    assert cut.steps == pytest.approx(steps / 8)
+    assert cut.steps == pytest.approx(steps / 3)
 
 
-def mean_with_padding(model, batch):
-    return model(batch[0]).mean()
+class Pooled(nn.Module):
+    """Classifies a sequence by the mean over its positions, pads included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, ids):
+        return self.head(self.embed(ids).mean(1))
 
 
-EQUAL = {"train_data": tokens(), "collate": None, "size_of": None}
+def pooled_loss(model, batch):
+    return cross_entropy(model(batch[0]), torch.zeros(len(batch[0]), dtype=torch.long))
+
+
+def mean_over_tokens(model, batch):
+    loss = token_loss(model, batch)
+    return loss.total / loss.count
+
+
+def random_loss(model, batch):
+    found = token_loss(model, batch)
+    return Loss(found.total * torch.rand(()), found.count)
+
+
+def two_terms(model, batch):
+    found = token_loss(model, batch)
+    return {"tokens": found, "padded": model(batch[0]).square().mean() * 1e-3}
+
+
+def in_rows(represent) -> WholeBatchLoss:
+    return WholeBatchLoss(represent=represent, loss=info_nce)
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(language_model(), nn.BatchNorm1d(7))
+
+
+def by_image(model: nn.Module, batch: Any) -> Tensor:
+    rows = model(torch.stack(batch[0]))
+    errors = [(row - own).square().sum() for row, own in zip(rows, batch[1], strict=True)]
+    return torch.stack(errors).sum() / sum(map(len, batch[1]))
+
+
+def detection() -> Workload:
+    """Make images of one size, each with its own number of boxes."""
+    draw = torch.Generator().manual_seed(0)
+    data = [(torch.randn(5, generator=draw), torch.rand(1 + n % 6, 3, generator=draw)) for n in range(60)]
+    return make_workload(
+        model=lambda: nn.Linear(5, 3),
+        train_data=data,
+        collate=lambda samples: tuple(zip(*samples, strict=True)),
+        loss=by_image,
+        size_of=lambda sample: len(sample[1]),
+    )
+
+
+WRONG = {
+    "BatchNorm": ragged_workload(model=normalised, loss=lambda model, batch: model(batch[0]).mean()),
+    "rows of the padding": ragged_workload(loss=in_rows(lambda model, batch: model(batch[0]).mean(1))),
+    "rows of two forms": ragged_workload(loss=in_rows(lambda model, batch: model(batch[0]))),
+    "a mean over the padding": ragged_workload(model=Pooled, loss=pooled_loss),
+    "a mean over tokens": ragged_workload(loss=mean_over_tokens),
+    "a term of the padding": ragged_workload(loss=two_terms),
+    "a mean over boxes": detection(),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_split_by_size_that_would_change_results_is_not_made(name: str) -> None:
+    setup = make_setup(WRONG[name])
+    before, drawn = fingerprint(setup.model), torch.get_rng_state()
+    assert chosen(setup)[0] == PLAN
+    assert fingerprint(setup.model) == before
+    assert torch.equal(torch.get_rng_state(), drawn)
+    with pytest.raises(InputError, match=r"--split size is not possible: .* Use --split count"):
+        chosen(setup, split="size")
+
+
+@pytest.mark.parametrize("loss", [CONTRASTIVE, random_loss])
+def test_a_loss_that_ignores_the_padding_may_be_split_and_one_that_draws_has_the_doubt(loss) -> None:
+    assert chosen(make_setup(ragged_workload(loss=loss)))[0].size_cut is not None
+
+
+def pairs_only(samples):
+    if len(samples) > 2:
+        raise ValueError("2 samples only")
+    return pad(samples)
+
+
+def to_one_length(samples):
+    return [nn.functional.pad(rows, (0, 64 - rows.shape[1])) for rows in pad(samples)]
 
 
 @pytest.mark.parametrize(
-    ("changes", "split", "words"),
+    ("changes", "words"),
     [
-        (EQUAL, "auto", None),
-        (EQUAL, "size", "one size"),
-        ({"loss": mean_with_padding}, "count", None),
-        ({"loss": mean_with_padding}, "auto", "padding"),
+        ({"train_data": tokens(), "collate": None, "size_of": None}, None),
+        ({"collate": pairs_only}, "2 samples only"),
+        ({"collate": to_one_length}, "pad"),
+        ({"loss": lambda model, batch: 1 / 0}, "ZeroDivisionError"),
     ],
 )
-def test_what_cannot_be_split_by_size_is_said_where_it_matters(changes, split, words) -> None:
-    plan, notes = chosen(make_setup(ragged_workload(**changes)), split=split)
+def test_what_gains_nothing_or_raises_is_split_by_count_with_a_note(changes, words) -> None:
+    plan, notes = chosen(make_setup(ragged_workload(**changes)))
     assert plan == PLAN
     assert [words in note for note in notes] == [True] * (words is not None)
 
 
-@pytest.mark.parametrize(
-    ("changes", "plan"),
-    [({"loss": mean_with_padding}, PLAN), ({}, msgspec.structs.replace(PLAN, multiple=2))],
-)
-def test_a_split_by_size_that_would_be_wrong_is_refused(changes, plan) -> None:
-    with pytest.raises(InputError, match=r"--split size is not possible: .* Use --split count"):
-        chosen(make_setup(ragged_workload(**changes)), plan, "size")
+def test_a_split_by_count_makes_no_choice() -> None:
+    assert chosen(make_setup(ragged_workload(loss=mean_over_tokens)), split="count") == (PLAN, [])
 
 
-@pytest.mark.usefixtures("untraced")
+def test_multiples_are_not_cut_by_size() -> None:
+    with pytest.raises(InputError, match="multiples of 2"):
+        chosen(make_setup(ragged_workload()), msgspec.structs.replace(PLAN, multiple=2), "size")
+
+
+def test_sizes_that_were_not_all_read_are_no_base_for_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = make_setup(ragged_workload(train_data=Sequences(samples=500)))
+    ticks = itertools.count(step=10.0)
+    monkeypatch.setattr(setup.worst_case, "_clock", lambda: next(ticks))
+    assert "unknown" in chosen(setup)[1][-1]
+
+
 def test_auto_leaves_batches_alone_if_nothing_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_split, "LEAST_GAIN", 9.0)
     setup = make_setup(ragged_workload())
@@ -105,33 +208,21 @@ def test_auto_leaves_batches_alone_if_nothing_is_saved(monkeypatch: pytest.Monke
     assert chosen(setup, split="size")[0].size_cut is not None
 
 
-@pytest.mark.usefixtures("untraced")
 def test_knobs_with_a_limit_of_their_own_bound_the_split() -> None:
     setup = make_setup(ragged_workload())
     plan = msgspec.structs.replace(PLAN, micro_batch=3, knobs={"optimizer": "fused"})
-    assert chosen(setup, plan, limit=20)[0].size_cut.micro_batches == [3]
-    assert chosen(setup, PLAN, limit=20)[0].size_cut.micro_batches == [20]
+    assert chosen(setup, plan, limit=20)[0].size_cut.micro_batch == 3
+    assert chosen(setup, PLAN, limit=20)[0].size_cut.micro_batch == 20
 
 
-@pytest.mark.parametrize("is_padded", [True, False])
-def test_a_traced_step_has_a_limit_for_each_size_at_which_real_batches_train(
-    is_padded: bool, tmp_path: Path
-) -> None:
-    """Samples that are joined fill a micro-batch by their total size."""
+def test_a_cut_is_lowered_until_batches_of_the_run_train_at_it(tmp_path: Path) -> None:
     data = Sequences(samples=300, longest=40)
-    workload = ragged_workload(model=wide_model, train_data=data) if is_padded else joined_workload()
-    setup = simulated_setup(workload, tmp_path, "32MiB" if is_padded else "22MiB")
-    plan = make_plan(target_batch=120, micro_batch_limit=30, learning_rate=0.01)
-    found, (note,) = chosen(setup, plan, "size", 30)
-    cut = found.size_cut
-    assert (cut.limits_by, cut.replayed_batches, cut.is_padded) == ("replay", 300, is_padded)
-    assert cut.micro_batches == sorted(cut.micro_batches, reverse=True)
-    if is_padded:
-        assert cut.micro_batches[0] > 2 * cut.micro_batches[-1]
-    else:
-        assert cut.steps < plan.accumulation_steps
-    assert ("padded" in note) is is_padded
-    split = SizeSplit(sizes=setup.worst_case.sizes(), cut=cut, measured_every=4)
+    workload = ragged_workload(model=wide_model, train_data=data)
+    setup = simulated_setup(workload, tmp_path, "20MiB")
+    plan = make_plan(target_batch=120, micro_batch_limit=20, learning_rate=0.01)
+    cut = chosen(setup, plan, "size", 20)[0].size_cut
+    assert 8 < cut.micro_batch < 20, "12 of the longest fit"
+    split = SizeSplit(sizes=setup.worst_case.sizes(), cut=cut)
     with setup.device.training() as meter:
         loop = make_loop(
             workload, target_batch=120, micro_batch=split.largest, split=split, steps=20,
@@ -141,7 +232,6 @@ def test_a_traced_step_has_a_limit_for_each_size_at_which_real_batches_train(
     assert loop.oom_recoveries == 0
 
 
-@pytest.mark.usefixtures("untraced")
-def test_joined_samples_whose_step_is_not_traced_are_split_by_count() -> None:
+def test_samples_that_are_joined_end_to_end_are_split_by_count() -> None:
     plan, (note,) = chosen(make_setup(joined_workload()))
     assert (plan, "does not pad" in note) == (PLAN, True)

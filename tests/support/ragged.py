@@ -73,14 +73,17 @@ def ragged_workload(**changes: Any) -> Workload:
     return Workload(**{**fields, **changes})
 
 
-def ragged_split(workload: Workload, limit: int = 5, *, measured_every: int | None = 4) -> SizeSplit:
-    """Make a split whose short samples may share larger micro-batches."""
+def ragged_split(workload: Workload, limit: int = 5) -> SizeSplit:
+    """Make a split in which ``limit`` of the longest samples fit, and more of shorter ones."""
     sizes = WorstCaseSampler(workload).sizes()
     assert sizes is not None
-    knots = sorted({float(size) for size in sizes})
-    limits = [limit + 2 * (len(knots) - 1 - number) for number in range(len(knots))]
-    cut = SizeCut(sizes=knots, micro_batches=limits, limits_by="replay", digest=digest_of(sizes))
-    return SizeSplit(sizes=sizes, cut=cut, measured_every=measured_every)
+    cut = SizeCut(
+        longest=float(sizes.max()),
+        micro_batch=limit,
+        max_micro_batch=4 * limit,
+        digest=digest_of(sizes),
+    )
+    return SizeSplit(sizes=sizes, cut=cut)
 
 
 def padded_and_real(sizes: np.ndarray, groups: list[list[int]]) -> tuple[float, float]:

@@ -13,14 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.core.records import SizeCut
-from autobatch.planning import cut_by_area, fewest_joined, split_over_ranks
-from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
-from autobatch.workload.split import (
-    MicroBatchIds,
-    SizeSplit,
-    Split,
-    heaviest_batches,
-)
+from autobatch.planning import cut_by_area, split_over_ranks
+from autobatch.workload.order import GlobalBatch
+from autobatch.workload.split import MicroBatchIds, SizeSplit, Split
 from tests.support.ragged import padded_and_real
 
 LIMITS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
@@ -99,43 +94,21 @@ def test_the_cut_costs_as_little_as_the_best_of_all_set_partitions(seed: int, ra
     assert cost(found) == pytest.approx(best, rel=1e-12)
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(40, 120))
-def test_joined_samples_take_the_fewest_contiguous_micro_batches(sizes: list[int], room: int) -> None:
-    ordered = np.array(sorted(sizes, reverse=True), dtype=float)
-    counts = fewest_joined(ordered, lambda means: np.floor(room / means + 1e-9).astype(np.int64))
-    assert sum(counts) == len(sizes)
-    ends = list(itertools.accumulate(counts))
-    assert all(ordered[end - n : end].sum() <= room for end, n in zip(ends, counts, strict=True))
-    fewest = next(
-        groups
-        for groups in range(1, len(sizes) + 1)
-        for cuts in itertools.combinations(range(1, len(sizes)), groups - 1)
-        if all(ordered[a:b].sum() <= room for a, b in itertools.pairwise([0, *cuts, len(sizes)]))
-    )
-    assert len(counts) == fewest
-
-
-def split_of(sizes: Any, tokens: float, *, is_padded: bool = True, **more: Any) -> SizeSplit:
-    """Make a split in which so many tokens fit, padding included if there is any."""
-    knots = sorted({float(one) for one in sizes})
-    cut = SizeCut(
-        sizes=knots,
-        micro_batches=[max(1, int(tokens // one)) for one in knots],
-        limits_by="replay",
-        is_padded=is_padded,
-    )
+def split_of(sizes: Any, tokens: float, **more: Any) -> SizeSplit:
+    """Make a split in which so many tokens fit, with the padding."""
+    longest = float(max(sizes))
+    limit = max(1, int(tokens // longest))
+    cut = SizeCut(longest=longest, micro_batch=limit, max_micro_batch=max(limit, len(sizes)))
     return SizeSplit(sizes=np.array(sizes, dtype=float), cut=cut, **more)
 
 
 @given(
-    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=60),
+    sizes=st.lists(st.integers(0, 60), min_size=1, max_size=60).filter(any),
     shrunk=st.lists(st.floats(0.1, 1.0), min_size=1, max_size=4),
     index=st.integers(0, 4),
-    is_padded=st.booleans(),
-    measured_every=st.sampled_from([None, 4]),
 )
 def test_ranks_take_each_sample_once_within_their_limits(
-    sizes: list[int], shrunk: list[float], index: int, is_padded: bool, measured_every: int | None
+    sizes: list[int], shrunk: list[float], index: int
 ) -> None:
     largest = split_of(sizes, 120).largest
     limits = [max(1, int(largest * share)) for share in shrunk]
@@ -143,23 +116,21 @@ def test_ranks_take_each_sample_once_within_their_limits(
     seen: list[int] = []
     counts, rounds = [], set()
     for rank in range(len(limits)):
-        split = split_of(
-            sizes, 120, is_padded=is_padded, measured_every=measured_every, rank=rank, limits=limits
-        )
+        split = split_of(sizes, 120, rank=rank, limits=limits)
         parts = split.parts(batch, limits[rank])
         assert split.parts(batch, limits[rank]) is parts
         rounds.add(split.rounds(batch))
         counts.append(len(parts))
         for part in parts:
             assert [batch.ids[place] for place in part.places] == part.ids
-            own = split.sizes[part.ids]
-            size = own.max() if is_padded else own.mean()
-            assert len(part.ids) <= split.limits_at(np.array([size]), limits[rank])[0]
+            area = len(part.ids) * split.sizes[part.ids].max()
+            room = split.cut.micro_batch * split.cut.longest * limits[rank] / largest
+            assert len(part.ids) == 1 or area <= room * (1 + 1e-9)
             seen += part.ids
     assert sorted(seen) == sorted(batch.ids)
     # Every rank knows how many micro-batches the others run.
     assert rounds == {max(counts)}
-    if is_padded and len(sizes) >= 8 * len(limits) * max(limits):
+    if len(sizes) >= 8 * len(limits) * max(limits):
         assert max(counts) - min(counts) <= 1
 
 
@@ -209,41 +180,17 @@ def test_one_cut_follows_from_the_sizes_alone() -> None:
         assert [i for part in equal for i in part.ids] == [4, 0, 3, 1, 2]
 
 
-def test_a_measured_batch_begins_with_samples_as_they_were_drawn() -> None:
-    sizes = [float(1 + (7 * i) % 32) for i in range(32)]
-    one = split_of(sizes, 256, measured_every=4)
-    ids = list(range(32))
-    random.Random(3).shuffle(ids)
-    assert one.parts(GlobalBatch(4, 0, ids), one.largest)[0].ids == ids[:2]
-    assert sizes[one.parts(GlobalBatch(5, 0, ids), one.largest)[0].ids[0]] == 32.0
-
-
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 40))
 def test_after_an_error_the_failed_sizes_run_in_micro_batches_of_at_most_half(
     longest: int, more: int, count: int
 ) -> None:
-    limits = [longest + more, longest]
-    cut = SizeCut(sizes=[1.0, 9.0], micro_batches=limits, limits_by="replay")
-    one = SizeSplit(sizes=np.array([1.0, 9.0]), cut=cut)
-    for index, limit in enumerate(limits):
+    cut = SizeCut(longest=9.0, micro_batch=longest, max_micro_batch=longest + more)
+    split = SizeSplit(sizes=np.array([1.0, 9.0]), cut=cut)
+    for index, limit in enumerate([min(9 * longest, longest + more), longest]):
         size = min(count, limit)
         part = MicroBatchIds(0, range(size), [index] * size)
-        shrunk = one.halved(part, one.largest)
-        assert 1 <= shrunk <= one.largest
-        again = one.parts(GlobalBatch(0, 0, [index] * size), shrunk)
+        shrunk = split.halved(part, split.largest)
+        assert 1 <= shrunk <= split.largest
+        again = split.parts(GlobalBatch(0, 0, [index] * size), shrunk)
         assert max(len(each.ids) for each in again) <= -(-size // 2)
-    assert [one.of_longest(m) for m in (one.largest, 1)] == [longest, 1]
-
-
-SIZES = np.random.default_rng(0).lognormal(2, 1, 53)
-
-
-@pytest.mark.parametrize("last_batch", ["carry", "flush", "drop"])
-def test_the_heaviest_batches_are_those_of_brute_force(last_batch) -> None:
-    sampler = GlobalBatchSampler(samples=53, target_batch=10, seed=3, epochs=4, last_batch=last_batch)
-    found = heaviest_batches(sampler, SIZES, [1, 3, 4, 10], kept=5)
-    for limit, numbers in found.items():
-        totals = [
-            max(SIZES[part.ids].sum() for part in Split().parts(batch, limit)) for batch in sampler.batches()
-        ]
-        assert np.allclose([totals[number] for number in numbers], sorted(totals, reverse=True)[:5])
+    assert [split.of_longest(m) for m in (split.largest, 1)] == [longest, 1]
