@@ -97,11 +97,11 @@ def _change_beside_another(setup: Setup, samples: Sequence[Any]) -> float:
                 rows = tensors_of(train_state.call(loss.represent, batch))
                 return [torch.cat([row[0].double().flatten().cpu() for row in rows])]
             terms = terms_of(train_state.call(loss, batch)).values()
-            found = [
+            pairs = [
                 (term.total, term.count) if isinstance(term, Loss) else (term * len(chosen), len(chosen))
                 for term in terms
             ]
-            return [torch.tensor([float(value)]).double() for term in found for value in term]
+            return list(torch.tensor(pairs, dtype=torch.float64, device="cpu").flatten())
 
         alone, other, both = values(samples[:1]), values(samples[1:]), values(samples)
         again = values(samples, 2)

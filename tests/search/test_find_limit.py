@@ -222,7 +222,7 @@ def test_a_batch_is_split_into_more_if_its_micro_batches_do_not_fit(near: tuple[
 def test_micro_batches_that_fit_or_are_not_known_to_fail_are_not_run(near: tuple[Setup, Any]) -> None:
     """What no replay knows is not doubted, nor what real batches have shown."""
     made, limit = near
-    real = RealBatches(batches=3, by="run", micro_batch_alone=697, is_exact=True)
+    real = RealBatches(batches=3, micro_batch_alone=697)
     checked = limit._replace(probe=msgspec.structs.replace(limit.probe, real_batches=real))
     cases = [(limit, batch) for batch in (697, 2 * 697, 1200, 5)]
     for known, batch in [*cases, (limit._replace(footprint=None), BATCH), (checked, BATCH)]:
