@@ -31,10 +31,6 @@ from tests.support.rank_server import RankServer
 WIDTH = 8
 SECONDS = 60.0
 """Wall limit of a case in processes of its own."""
-DIES = known("measure: the choice of a split ends a run if samples that it puts together do not collate")
-REFUTED = known(
-    "measure: if a smaller size fails alone, the larger one that real batches refuted is returned"
-)
 STRANGER = known("measure: the saved limit of another workload of the same name is told as one that changed")
 NONE_ENDED = known("measure: a rank whose limit another rank lowers says that None ended the search")
 NOT_LEAST = known("measure: ranks that are unlike each tell a limit of their own, as that of rank 0")
@@ -71,7 +67,6 @@ def linear() -> nn.Module:
     return nn.Linear(WIDTH, 4)
 
 
-@DIES
 @pytest.mark.parametrize("limit", [None, 8])
 def test_samples_that_cannot_be_split_by_size_are_split_by_count(limit: int | None) -> None:
     """A batch of None alone cannot be collated, and no run has one: any 8 samples in a row have others."""
@@ -97,7 +92,6 @@ def test_samples_that_cannot_be_split_by_size_are_split_by_count(limit: int | No
     assert [note for note in listener.notes if "split by count" in note]
 
 
-@REFUTED
 def test_a_size_that_did_not_run_is_no_answer() -> None:
     """Batches of many lengths fragment the memory, and then also fewer of the longest samples fail.
 
