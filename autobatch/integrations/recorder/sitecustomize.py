@@ -1,0 +1,110 @@
+"""Recorder of the GPU memory of any program, which Python runs at its start.
+
+Python imports a module of this name before a program, if its folder is on ``PYTHONPATH``; every process that the
+program starts has it, too. It needs nothing but the program's own torch, and imports nothing before the program does.
+
+``AUTOBATCH_RECORDER`` is JSON: ``folder`` for the files, ``steps`` of an optimizer after which they are written,
+``ends`` if the program ends then, ``stacks`` to record the lines of Python that allocate. A process that has touched
+no GPU writes nothing. Each other one writes ``NAME.pickle``, a snapshot as torch makes them, and then ``NAME.json``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+
+VARIABLE = "AUTOBATCH_RECORDER"
+MOST_EVENTS = 4_000_000
+"""Events that a recording keeps, the latest; about a gigabyte with stacks."""
+
+
+class AfterTorch(importlib.abc.MetaPathFinder):
+    """Finder that starts a recording once the program has imported torch."""
+
+    def __init__(self, wanted: dict[str, Any]) -> None:
+        self._wanted = wanted
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """Find torch as Python does, and let its loader call the recorder."""
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_record(module: ModuleType) -> None:
+                execute(module)
+                record(self._wanted)
+
+            spec.loader.exec_module = execute_and_record  # type: ignore[method-assign]
+        return spec
+
+
+def record(wanted: dict[str, Any]) -> None:
+    """Record from now on, until an optimizer has taken so many steps or the process ends."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    if not torch.cuda.is_available():
+        return
+    steps: dict[int, int] = {}
+    owner = os.getpid()
+
+    def write() -> None:
+        """Write what was recorded, unless that is done, or this is a copy of the process that records."""
+        atexit.unregister(write)
+        if os.getpid() != owner or not torch.cuda.is_initialized():
+            return
+        torch.cuda.synchronize()  # other ranks wait for what this one has begun
+        name = os.path.join(wanted["folder"], f"rank-{os.environ.get('RANK', '0')}-{owner}")
+        devices = [torch.cuda.memory_stats(device) for device in range(torch.cuda.device_count())]
+        kept = ("num_ooms", "num_alloc_retries", "allocated_bytes.all.peak", "reserved_bytes.all.peak")
+        facts = {
+            "steps": max(steps.values(), default=0),
+            "devices": [{key: stats.get(key, 0) for key in kept} for stats in devices],
+        }
+        torch.cuda.memory._dump_snapshot(f"{name}.pickle")
+        torch.cuda.memory._record_memory_history(enabled=None)
+        with open(f"{name}.part", "w", encoding="utf-8") as file:
+            json.dump(facts, file)
+        os.replace(f"{name}.part", f"{name}.json")
+
+    def count(optimizer: Any, *_: Any) -> None:
+        steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
+        if steps[id(optimizer)] == wanted["steps"]:
+            handle.remove()
+            write()
+            if wanted["ends"]:
+                for stream in (sys.stdout, sys.stderr):
+                    with suppress(Exception):
+                        stream.flush()
+                os._exit(0)
+
+    torch.cuda.memory._record_memory_history(
+        context="alloc" if wanted["stacks"] else None, stacks="python", max_entries=MOST_EVENTS
+    )
+    handle = register_optimizer_step_post_hook(count)
+    atexit.register(write)
+
+
+def run_next_of_this_name() -> None:
+    """Run the module that this one hides, if the machine has one."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    others = [folder for folder in sys.path if os.path.abspath(folder or ".") != here]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+if VARIABLE in os.environ:
+    sys.meta_path.insert(0, AfterTorch(json.loads(os.environ[VARIABLE])))
+run_next_of_this_name()
