@@ -38,6 +38,7 @@ from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.distributed.shared_stream import open_stream, split_note
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.estimates.hugging_face import estimate_named, refuse_model_options
+from autobatch.estimates.snapshots import estimate_snapshots
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import KeyValue, Role, Setup, data_of_setup, open_setup
 from autobatch.report.result import Estimates, Result, load_run
@@ -116,8 +117,10 @@ def run_estimate(call: Call) -> Estimates:
     """Run ``autobatch estimate``.
 
     Raises:
-        InputError: the options exclude each other, or the workload is invalid.
+        InputError: the options exclude each other, or the workload or a snapshot is invalid.
     """
+    if call.options.search.snapshot:
+        return estimate_snapshots(call.options, home=call.home)
     if is_named_model(call.workload):
         return estimate_named(call.workload, call.options, home=call.home)
     refuse_model_options(call.workload, call.options.model)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from autobatch.cli.output import write_json, write_line
+from autobatch.cli.record import RECORD_HELP
 from autobatch.core.errors import InputError
 from autobatch.core.options import options_schema
 from autobatch.core.records import SCHEMA
@@ -234,7 +235,7 @@ def _completion(words: list[str]) -> Answer:
         found = quoted(" ".join(words)) if words else "none"
         raise InputError(f"completion takes the name of a shell, found {found}: write {shells}")
     profiles = list_profiles(user_dir=data_home(os.environ)).profiles
-    script = completion_script(words[0], [one.name for one in profiles], HELP)
+    script = completion_script(words[0], [one.name for one in profiles], HELP | {"record": RECORD_HELP})
     return Answer({"shell": words[0], "script": script}, script)
 
 

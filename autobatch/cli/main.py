@@ -46,6 +46,7 @@ commands:
   probe      find the largest micro-batch that fits
   tune       probe, plan, and measure which configuration is fastest
   estimate   predict what fits on GPUs that need not be present
+  record     record the memory of any program, for estimate --snapshot
   profiles   hardware profiles: list, show NAME, save NAME
   report     write the report of a run again: report [RUN], else the newest
   compare    show runs side by side: compare RUN RUN, else the newest two
@@ -67,6 +68,7 @@ OVER_RANKS = ("fit", "plan", "probe", "tune")
 """Commands that several processes may run."""
 RUNNING = (*OVER_RANKS, "estimate")
 OTHER = ("profiles", "doctor", "report", "compare", "completion", "schema")
+ALL = (*RUNNING, *OTHER, "record")
 PARTS: dict[str, tuple[str, ...]] = {
     "plan": ("device", "probe", "plan", "profile", "report"),
     "probe": ("device", "probe"),
@@ -107,12 +109,12 @@ def run(arguments: list[str]) -> int:
         print(f"autobatch {__version__}")
         return 0
     name, rest = arguments[0], arguments[1:]
-    if name not in RUNNING + OTHER:
+    if name not in ALL:
         if name.startswith("-"):
             print_error(f"there is no option {quoted(name)} before a command; see autobatch --help")
             return 2
-        near = difflib.get_close_matches(name, RUNNING + OTHER, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(RUNNING + OTHER)}"
+        near = difflib.get_close_matches(name, ALL, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(ALL)}"
         print_error(f"there is no command {quoted(name)}; {hint}")
         return 2
     return _guarded(name, rest)
@@ -130,6 +132,10 @@ def _guarded(name: str, arguments: list[str]) -> int:
         if name not in OVER_RANKS:
             refuse_ranks(os.environ, name)
             ranks = Ranks()
+        if name == "record":
+            from autobatch.cli.record import run_record
+
+            return run_record(arguments)
         if name in OTHER:
             from autobatch.cli.commands import run_command
 
@@ -215,7 +221,9 @@ def _result_of(command: Command, stream: SafeStream) -> Result | Estimates:
     from autobatch.report.terminal import Terminal
     from autobatch.workload.reference import check_reference, is_named_model
 
-    workload, options, is_estimate = command.workload, command.options, command.name == "estimate"
+    options, is_estimate = command.options, command.name == "estimate"
+    snapshots = options.search.snapshot
+    workload = None if snapshots else command.workload
     with contextlib.ExitStack() as opened:
         if workload is not None and not (is_estimate and is_named_model(workload)):
             check_reference(workload)  # before the seconds that torch takes to import
@@ -226,7 +234,7 @@ def _result_of(command: Command, stream: SafeStream) -> Result | Estimates:
             # It imports torch while this process does.
             opened.enter_context(child)
         terminal = opened.enter_context(Terminal(cast("TextIO", stream), quiet=options.output.quiet))
-        terminal.begin(workload, predicts=is_estimate)
+        terminal.begin(", ".join(snapshots) or workload, predicts=is_estimate)
         progress = Broadcast([terminal, command.stopwatch])
         progress.doing("importing torch")
         gc.disable()  # collections while torch makes a million objects take a fifth of its import

@@ -49,6 +49,7 @@ class EstimateKeywords(CommonKeywords, total=False):
     """Keywords of `autobatch.estimate`."""
 
     profile: str | Sequence[str]
+    snapshot: str | Sequence[str]
     all: bool
     micro_batch: int | None
     ranks: int | str | None

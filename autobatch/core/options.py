@@ -185,6 +185,16 @@ class SearchOptions(Section, frozen=True, kw_only=True):
             common=True,
         ),
     ] = []
+    snapshot: Annotated[
+        list[str],
+        Option(
+            "Memory snapshot of a program (torch, autobatch record), in place of a WORKLOAD. One: where its "
+            "memory went. Two or three with their sizes, 8=FILE 16=FILE: what fits.",
+            "[N=]FILE",
+            ("estimate",),
+            common=True,
+        ),
+    ] = []
     all: Annotated[
         bool, Option("All known GPUs, even if --profile names some.", "", ("estimate",), common=True)
     ] = False

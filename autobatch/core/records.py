@@ -435,7 +435,8 @@ class Estimate(Record, frozen=True, kw_only=True):
     profile: str
     budget_bytes: int
     budget_source: str
-    precision: Precision
+    precision: Precision | None
+    """None for a program that was recorded, in its own precision."""
     micro_batch: int
     """Largest micro-batch that is predicted to fit, 0 if none; or the one that was asked about."""
     micro_batch_low: int
@@ -449,11 +450,11 @@ class Estimate(Record, frozen=True, kw_only=True):
     """Duration of the prediction; GPUs that run the same operators share the time of one trace."""
     plan: Plan | None
     memory: dict[str, int]
-    """Live bytes at the peak, by category."""
+    """Live bytes at the peak, by category; of a recorded program, by the line that took them."""
     modules: dict[str, int]
     """Bytes of activations at the peak, by module."""
     phase: str
-    """Phase of the step that contains the peak."""
+    """Phase of the step that contains the peak; empty if unknown."""
     remedies: list[Remedy] | None = None
     """Changes that let more fit, the best first; None if several GPUs were asked about."""
     world_size: int = 1
@@ -464,6 +465,52 @@ class Estimate(Record, frozen=True, kw_only=True):
     """Reason for the choice, in words; None if it was asked for."""
     shard_sync: ShardSync | None = None
     """Reduction of sharded gradients: after ``each`` micro-batch, or ``once`` per step."""
+
+
+class RecordedFit(Record, frozen=True, kw_only=True):
+    """A GPU on which a recorded program would run, or would not."""
+
+    profile: str
+    budget_bytes: int
+    fits: bool
+    fits_expandable: bool
+    """True if it fits with expandable segments."""
+
+
+class Refusal(Record, frozen=True, kw_only=True):
+    """A request for memory that a recorded program was refused."""
+
+    asked_bytes: int
+    device_free_bytes: int
+    """Free on the GPU."""
+    allocated_bytes: int
+    reserved_bytes: int
+    largest_free_bytes: int | None
+    """The largest free piece of what was reserved; None if the recording went on."""
+    reason: Literal["fragmented", "limited", "full"]
+    """``fragmented`` if as much was free, in pieces; ``limited`` if a limit of the process held it back."""
+
+
+class Recorded(Record, frozen=True, kw_only=True):
+    """A program whose memory was recorded once, in a snapshot of torch."""
+
+    file: str
+    device: int
+    """Index of the GPU."""
+    events: int
+    streams: int
+    """Streams and private pools that have blocks."""
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    needed_bytes: int
+    """The reserved peak, with the request that was refused."""
+    expandable_bytes: int
+    """The same with expandable segments, by replay."""
+    memory: dict[str, int]
+    """Live bytes at the peak, or when memory ran out, by the line of the program that took them."""
+    fits: list[RecordedFit]
+    refused: Refusal | None
+    """None if memory did not run out."""
 
 
 class RankEstimate(Record, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
 """Memory snapshots, as `torch.cuda.memory._dump_snapshot` writes them, read without loading any class.
 
-A snapshot holds, for each GPU, the latest events of its allocator and the segments at its end. The state at its
-beginning follows from both. Files of torch 2.0 to 2.15 differ in the fields of an event; those that are read
-here are in all of them, but for the frames, the pools and the settings, which may be missing.
+A snapshot holds, for each GPU, the latest events of its allocator and the segments at its end. The state at
+its beginning follows from both. Files of torch 2.0 to 2.15 differ in the fields of an event; those that are
+read here are in all of them, but for the frames, the pools and the settings, which may be missing.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def read_recordings(path: Path) -> list[Recording]:
             gc.enable()
     if not recordings:
         raise InputError(
-            f"{path} has no allocations: call torch.cuda.memory._record_memory_history() before the first step"
+            f"{path} has no allocations: call torch.cuda.memory._record_memory_history() before the first "
+            "step, or use autobatch record"
         )
     return sorted(recordings, key=lambda recording: -recording.peak_reserved_bytes)
 
@@ -142,13 +143,13 @@ def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings
         action = entry["action"]
         if action == "alloc":
             numbers[entry["addr"]] = len(known)
-            events.append((len(known), int(entry["size"])))
+            events.append((len(known), _bytes(entry["size"])))
             known.append((pool_of(entry), stack_of(entry)))
         elif action == "free_completed":
             number = numbers.pop(entry["addr"], None)
             if number is None:
                 number = len(known)
-                older.append((number, int(entry["size"])))
+                older.append((number, _bytes(entry["size"])))
                 known.append((pool_of(entry), ()))
             events.append((number, FREE))
         elif action in GROWS:
@@ -200,7 +201,14 @@ def _blocks_of(segment: Entry) -> Iterator[Entry]:
 def _asked(block: Entry) -> int:
     """Return the bytes that were asked for; torch 2.0 has them in the history."""
     history = block.get("history") or [{}]
-    return int(block.get("requested_size") or history[0].get("real_size") or block["size"])
+    return _bytes(block.get("requested_size") or history[0].get("real_size") or block["size"])
+
+
+def _bytes(size: Any) -> int:
+    """Return a size; raise ValueError if it is none."""
+    if int(size) < 0:
+        raise ValueError(f"a block has {size} bytes")
+    return int(size)
 
 
 def _pool_id(segment: Entry) -> tuple[int, int]:
@@ -212,7 +220,9 @@ class _Pools:
 
     def __init__(self, segments: Sequence[Entry]) -> None:
         private = [segment for segment in segments if _pool_id(segment) != COMMON_POOL]
-        self._private = sorted((segment["address"], segment["total_size"], _pool_id(segment)) for segment in private)
+        self._private = sorted(
+            (segment["address"], segment["total_size"], _pool_id(segment)) for segment in private
+        )
         self._numbers: dict[object, int] = {}
 
     def __call__(self, entry: Entry) -> int:

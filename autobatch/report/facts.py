@@ -19,6 +19,7 @@ from autobatch.core.records import (
     LrTuning,
     Plan,
     Probe,
+    Recorded,
     RunRecord,
     SizeCut,
     StepRecord,
@@ -532,7 +533,41 @@ def _loss(training: Training) -> str:
 def describe_estimate(one: Estimate) -> str:
     """Describe what is predicted to fit on a GPU."""
     budget = format_bytes(one.budget_bytes) + _on_each_rank(one.world_size, one.parallel)
+    precision = "" if one.precision is None else f" ({one.precision})"
     if not one.fits:
-        return f"{one.profile}: does not fit in {budget} ({one.precision})"
+        return f"{one.profile}: does not fit in {budget}{precision}"
     plan = "" if one.plan is None else f", batch {count(one.plan.target_batch)} in {describe_split(one.plan)}"
-    return f"{one.profile}: {count(one.micro_batch)} samples at a time in {budget} ({one.precision}){plan}"
+    return f"{one.profile}: {count(one.micro_batch)} samples at a time in {budget}{precision}{plan}"
+
+
+def recorded_lines(recorded: Recorded) -> list[str]:
+    """Describe a program that was recorded: its peaks, and why memory ran out."""
+    gap = recorded.peak_reserved_bytes - recorded.peak_allocated_bytes
+    lines = [
+        f"peak reserved {format_bytes(recorded.peak_reserved_bytes)}, allocated "
+        f"{format_bytes(recorded.peak_allocated_bytes)}: {format_bytes(gap)} between them "
+        f"({gap / max(1, recorded.peak_reserved_bytes):.0%}) are fragmentation",
+    ]
+    refused, expandable = recorded.refused, format_bytes(recorded.expandable_bytes)
+    if refused is None:
+        lines.append(f"expandable_segments:True would reserve {expandable}")
+        return lines
+    unused = refused.reserved_bytes - refused.allocated_bytes
+    largest = (
+        ""
+        if refused.largest_free_bytes is None
+        else f", at most {format_bytes(refused.largest_free_bytes)} in one piece"
+    )
+    verdict = {
+        "fragmented": "as much was free, but in pieces: fragmented",
+        "limited": "the GPU had enough: a limit of the process held it back",
+        "full": f"it lacked {format_bytes(refused.asked_bytes - unused - refused.device_free_bytes)}",
+    }
+    lines += [
+        f"out of memory: asked for {format_bytes(refused.asked_bytes)}, and free were "
+        f"{format_bytes(refused.device_free_bytes)} on the GPU and {format_bytes(unused)} of the "
+        f"{format_bytes(refused.reserved_bytes)} that were reserved{largest}; {verdict[refused.reason]}",
+        f"with that request it needs {format_bytes(recorded.needed_bytes)}, and {expandable} with "
+        "expandable_segments:True, and more later",
+    ]
+    return lines

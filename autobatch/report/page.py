@@ -22,7 +22,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from autobatch.core.files import write_atomic
-from autobatch.core.records import Estimate, RunRecord
+from autobatch.core.records import Estimate, Recorded, RunRecord
 from autobatch.core.text import printable_lines
 from autobatch.report.charts import (
     card_figure,
@@ -35,8 +35,8 @@ from autobatch.report.charts import (
     trials_figure,
 )
 from autobatch.report.drawing import PALETTE, Picture
-from autobatch.report.facts import Fact, facts_of, headline, is_probed_configuration, tiles_of
-from autobatch.report.tables import Comparison, Table, gpu_table
+from autobatch.report.facts import Fact, facts_of, headline, is_probed_configuration, recorded_lines, tiles_of
+from autobatch.report.tables import Comparison, Table, gpu_table, recorded_tables
 from autobatch.report.words import moment, plural
 
 _LONG = 24
@@ -211,8 +211,11 @@ def run_html(run: RunRecord, *, report: Path | None = None) -> str:
     return _fragment(headline(run), facts=facts_of(run, report=report), pictures=pictures)
 
 
-def estimates_html(estimates: Sequence[Estimate], notes: Sequence[str]) -> str:
-    """Return the HTML that a notebook shows for an estimate: one row per GPU."""
+def estimates_html(estimates: Sequence[Estimate], notes: Sequence[str], recorded: Recorded | None) -> str:
+    """Return the HTML that a notebook shows for an estimate: one row per GPU, or a recorded program."""
+    if recorded is not None:
+        words, *more = recorded_lines(recorded)
+        return _fragment(words, tables=recorded_tables(recorded), notes=[*more, *notes])
     fitting = sum(one.fits for one in estimates)
     words = f"Predicted to fit on {fitting} of {plural(len(estimates), 'GPU')}. No GPU was used."
     return _fragment(words, tables=[gpu_table(estimates)], notes=notes)

@@ -18,13 +18,14 @@ from autobatch.core.records import (
     Probe,
     RankEstimate,
     Record,
+    Recorded,
     RunRecord,
     StepRecord,
     Training,
 )
 from autobatch.core.text import error_text, printable_lines
 from autobatch.core.version import __version__
-from autobatch.report.facts import describe_estimate, text_of
+from autobatch.report.facts import describe_estimate, recorded_lines, text_of
 from autobatch.report.words import plural
 
 RESULT = "result.json"
@@ -142,6 +143,8 @@ class Estimates(Shown, Record, frozen=True, kw_only=True):
     estimates: list[Estimate]
     over_ranks: list[RankEstimate] = []
     """The same for other numbers of ranks and other GPUs; empty for one rank."""
+    recorded: Recorded | None = None
+    """The program of a single memory snapshot, which has no ``estimates``; else None."""
     notes: list[str] = []
 
     def to_json(self, *_: str) -> dict[str, Any]:
@@ -150,12 +153,13 @@ class Estimates(Shown, Record, frozen=True, kw_only=True):
 
     def _text(self) -> str:
         """Return one line for each GPU, and the notes."""
-        return "\n".join([*map(describe_estimate, self.estimates), *self.notes])
+        recorded = [] if self.recorded is None else recorded_lines(self.recorded)
+        return "\n".join([*map(describe_estimate, self.estimates), *recorded, *self.notes])
 
     def _repr_html_(self) -> str:
         from autobatch.report.page import estimates_html
 
-        return estimates_html(self.estimates, self.notes)
+        return estimates_html(self.estimates, self.notes, self.recorded)
 
 
 def find_run(folder: Path) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from autobatch.core.options import all_fields
-from autobatch.core.records import Estimate, Plan, RankEstimate, RunRecord, Training
+from autobatch.core.records import Estimate, Plan, RankEstimate, Recorded, RunRecord, Training
 from autobatch.core.text import module_in_words
 from autobatch.core.units import format_bytes
 from autobatch.report.facts import describe_split, peak_bytes
@@ -32,7 +32,7 @@ def gpu_table(estimates: Sequence[Estimate]) -> Table:
         "micro-batch": lambda one: count(one.micro_batch) if one.fits else "does not fit",
         "interval": _interval,
         "reserved": lambda one: format_bytes(one.peak_reserved_bytes),
-        "precision": lambda one: one.precision,
+        "precision": lambda one: one.precision or "",
         "steps": lambda one: "" if one.plan is None else count(one.plan.accumulation_steps),
     }
     columns = {name: [cell(one) for one in estimates] for name, cell in cells.items()}
@@ -68,9 +68,27 @@ def memory_table(one: Estimate) -> Table:
             sizes += [
                 (f"  {module_in_words(name)}", own) for name, own in list(one.modules.items())[:TOP_MODULES]
             ]
-    caption = f"memory at the peak of micro-batch {max(1, one.micro_batch):,}, phase {one.phase}"
+    phase = f", phase {one.phase}" if one.phase else ""
+    caption = f"memory at the peak of micro-batch {max(1, one.micro_batch):,}{phase}"
     rows = [[name, format_bytes(size), f"{size / total:.0%}"] for name, size in sizes if size]
     return Table(caption, [caption, "bytes", "share"], rows)
+
+
+def recorded_tables(recorded: Recorded) -> list[Table]:
+    """Return where the memory of a recorded program went, and the GPUs on which it would run."""
+    total = max(1, sum(recorded.memory.values()))
+    caption = "memory at the peak" if recorded.refused is None else "memory when it ran out"
+    lines = [[line, format_bytes(size), f"{size / total:.0%}"] for line, size in recorded.memory.items()]
+    words = {(True, True): "yes", (False, True): "with expandable_segments:True", (False, False): "no"}
+    words[True, False] = "yes, without expandable_segments"
+    gpus = [
+        [fit.profile, format_bytes(fit.budget_bytes), words[fit.fits, fit.fits_expandable]]
+        for fit in recorded.fits
+    ]
+    return [
+        Table(caption, [caption, "bytes", "share"], lines),
+        Table("where it would run", ["GPU", "budget", "runs"], gpus),
+    ]
 
 
 def remedy_lines(one: Estimate) -> Iterator[str]:

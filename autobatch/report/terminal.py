@@ -26,7 +26,15 @@ from autobatch.core.text import LONGEST_VALUE, encodable, printable
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
 from autobatch.report import tables
-from autobatch.report.facts import Fact, describe_trial, device_facts, final_facts, peak_bytes, tuning_card
+from autobatch.report.facts import (
+    Fact,
+    describe_trial,
+    device_facts,
+    final_facts,
+    peak_bytes,
+    recorded_lines,
+    tuning_card,
+)
 from autobatch.report.words import knobs_in_words, metrics_in_words, plural, ratio_in_words, terms_in_words
 
 if TYPE_CHECKING:
@@ -182,6 +190,12 @@ class Terminal(Progress):
             self.note(line)
         if estimates.notes and self._console.is_terminal:
             self._say("")
+        if estimates.recorded is not None:
+            self._print_lines(recorded_lines(estimates.recorded))
+            for table in tables.recorded_tables(estimates.recorded):
+                self._console.print()
+                self._print_table(table, wraps=True)
+            return
         self._print_table(tables.gpu_table(estimates.estimates))
         if estimates.over_ranks:
             of_ranks = tables.rank_table(estimates.over_ranks)

@@ -1,11 +1,14 @@
 """Recorder of the GPU memory of any program, which Python runs at its start.
 
-Python imports a module of this name before a program, if its folder is on ``PYTHONPATH``; every process that the
-program starts has it, too. It needs nothing but the program's own torch, and imports nothing before the program does.
+Python imports a module of this name before a program, if its folder is on ``PYTHONPATH``; every process that
+the program starts has it, too. It needs nothing but the program's own torch, and imports nothing before the
+program does.
 
-``AUTOBATCH_RECORDER`` is JSON: ``folder`` for the files, ``steps`` of an optimizer after which they are written,
-``ends`` if the program ends then, ``stacks`` to record the lines of Python that allocate. A process that has touched
-no GPU writes nothing. Each other one writes ``NAME.pickle``, a snapshot as torch makes them, and then ``NAME.json``.
+``AUTOBATCH_RECORDER`` is JSON: ``folder`` for the files; ``steps`` of an optimizer or ``seconds`` after which
+they are written, both None for the end of the program; ``ends`` if the program ends after the steps;
+``stacks`` to record the lines of Python that allocate; ``at_oom`` to write them when memory runs out. A
+process that has touched no GPU writes nothing. Each other one writes once: ``NAME.pickle``, a snapshot as
+torch makes them, and then ``NAME.json``.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import signal
 import sys
+import threading
 from contextlib import suppress
 from types import ModuleType
 from typing import Any
@@ -57,13 +62,24 @@ def record(wanted: dict[str, Any]) -> None:
     if not torch.cuda.is_available():
         return
     steps: dict[int, int] = {}
-    owner = os.getpid()
+    owner, is_written = os.getpid(), threading.Lock()
 
     def write() -> None:
         """Write what was recorded, unless that is done, or this is a copy of the process that records."""
-        atexit.unregister(write)
-        if os.getpid() != owner or not torch.cuda.is_initialized():
+        is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if os.getpid() != owner or not is_used or not is_written.acquire(blocking=False):
             return
+        is_main = threading.current_thread() is threading.main_thread()
+        earlier = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+        try:
+            dump()
+        except Exception as error:  # the program goes on
+            sys.stderr.write(f"autobatch: the snapshot of memory was not written: {error}\n")
+        finally:
+            if is_main:
+                signal.signal(signal.SIGINT, earlier or signal.SIG_DFL)
+
+    def dump() -> None:
         torch.cuda.synchronize()  # other ranks wait for what this one has begun
         name = os.path.join(wanted["folder"], f"rank-{os.environ.get('RANK', '0')}-{owner}")
         devices = [torch.cuda.memory_stats(device) for device in range(torch.cuda.device_count())]
@@ -72,7 +88,7 @@ def record(wanted: dict[str, Any]) -> None:
             "steps": max(steps.values(), default=0),
             "devices": [{key: stats.get(key, 0) for key in kept} for stats in devices],
         }
-        torch.cuda.memory._dump_snapshot(f"{name}.pickle")
+        torch.cuda.memory._dump_snapshot(f"{name}.pickle")  # type: ignore[no-untyped-call]
         torch.cuda.memory._record_memory_history(enabled=None)
         with open(f"{name}.part", "w", encoding="utf-8") as file:
             json.dump(facts, file)
@@ -94,6 +110,13 @@ def record(wanted: dict[str, Any]) -> None:
     )
     handle = register_optimizer_step_post_hook(count)
     atexit.register(write)
+    if wanted.get("at_oom"):
+        attach = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]
+        attach(lambda *_: write())
+    if wanted.get("seconds"):
+        timer = threading.Timer(wanted["seconds"], write)
+        timer.daemon = True
+        timer.start()
 
 
 def run_next_of_this_name() -> None:

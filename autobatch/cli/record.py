@@ -1,0 +1,91 @@
+"""The command ``record``, whose words after ``--`` are another program's."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from autobatch.cli.output import print_error, write_line
+from autobatch.core.errors import InputError
+from autobatch.core.text import quoted
+
+RECORD_HELP = """\
+usage: autobatch record --out FILE [--steps N] [--seconds S] -- COMMAND
+
+Run a command as it is, and write the memory of its GPU, as torch records it, with
+the lines that took it. Then ask what would fit: autobatch estimate --snapshot FILE
+
+  --out FILE     The snapshot; other ranks write beside it. (required)
+  --steps N      Write it after N steps of an optimizer.
+  --seconds S    Write it after this time.
+
+Without them it is written when the command ends, also by Ctrl-C, and in any case
+when memory runs out. The command goes on then, and its exit code is returned.
+
+  autobatch record --out b8.pickle --steps 3 -- python train.py --batch_size=8"""
+LONGEST = 10**9
+"""Most steps or seconds of a recording; a timer takes no more."""
+
+
+def run_record(arguments: list[str]) -> int:
+    """Run ``autobatch record --out FILE … -- COMMAND``, and return the exit code of the command.
+
+    Raises:
+        InputError: a word is wrong, or the command cannot be started.
+    """
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    own, command = arguments[:at], arguments[at + 1 :]
+    if not {"-h", "--help", "--help-all"}.isdisjoint(own):
+        return write_line(RECORD_HELP)
+    from autobatch.integrations.record import record
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for option in ("--out", "--steps", "--seconds"):
+        parser.add_argument(option)
+    try:
+        given, unknown = parser.parse_known_args(own)
+    except argparse.ArgumentError as error:
+        raise InputError(f"{error.argument_name} has no value; see autobatch record --help") from None
+    if unknown:
+        raise InputError(
+            f"record does not take {quoted(unknown[0])}: the command stands after --, as in autobatch record "
+            "--out b8.pickle -- python train.py"
+        )
+    if not given.out or not command:
+        lacking = "a command after --" if given.out else "--out FILE"
+        raise InputError(f"record needs {lacking}: autobatch record --out b8.pickle -- python train.py")
+    written: list[Path] = []
+
+    def wrote(path: Path) -> None:
+        written.append(path)
+        sys.stderr.write(f"autobatch: wrote {path}\n")
+
+    code = record(
+        command,
+        Path(given.out),
+        steps=_number(given, "steps"),
+        seconds=_number(given, "seconds"),
+        wrote=wrote,
+    )
+    if not written:
+        print_error(
+            f"{given.out} was not written: the command ended with exit code {code}, and no process of it "
+            "used a GPU with torch and came to an end"
+        )
+        return code or InputError.exit_code
+    return code
+
+
+def _number(given: argparse.Namespace, name: str) -> int | None:
+    """Return the whole number of an option; None if it was not given.
+
+    Raises:
+        InputError: it is no whole number of 1 or more.
+    """
+    text = getattr(given, name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) <= LONGEST):
+        raise InputError(f"--{name} must be a whole number of 1 or more, found {quoted(text)}")
+    return int(text)

@@ -1,0 +1,90 @@
+"""Recordings of the GPU memory of a program, as it is: ``autobatch record --out FILE -- COMMAND``.
+
+The recorder comes in by the environment (`autobatch.integrations.recorder`), also into processes that the
+program starts. The program keeps its terminal, its signals and its exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from autobatch.core.errors import InputError
+from autobatch.core.signals import handle_signals
+
+RECORDER = Path(__file__).parent / "recorder"
+"""Folder of the module that Python runs at the start of each process of the program; see there."""
+LOOK_SECONDS = 0.2
+"""Time between two looks for what the program has written."""
+
+
+def record(
+    command: Sequence[str],
+    out: Path,
+    *,
+    steps: int | None,
+    seconds: int | None,
+    wrote: Callable[[Path], None],
+) -> int:
+    """Run a command, write the memory of each of its processes that uses a GPU, and return its exit code.
+
+    Args:
+        command: the words of the command.
+        out: file for the first process; further ones have the number of their rank in the name.
+        steps: steps of an optimizer after which the file is written; None for the end of the program.
+        seconds: time after which it is written; None for the end of the program.
+        wrote: called with each file.
+
+    Raises:
+        InputError: the command cannot be started, or the folder of the file cannot be written.
+    """
+    written: list[Path] = []
+
+    def collect(folder: str) -> None:
+        for facts in sorted(Path(folder).glob("*.json")):
+            _, rank, process = facts.stem.split("-")
+            names = [out] if rank == "0" else []
+            names += [out.with_stem(f"{out.stem}-rank{rank}"), out.with_stem(f"{out.stem}-{process}")]
+            path = next(name for name in names if name not in written)
+            facts.with_suffix(".pickle").replace(path)
+            facts.unlink()
+            written.append(path)
+            wrote(path)
+
+    try:
+        # Beside the file, so that it can be moved there whole.
+        with tempfile.TemporaryDirectory(prefix=".autobatch-", dir=out.absolute().parent) as folder:
+            wanted = {"folder": folder, "steps": steps, "seconds": seconds, "ends": False}
+            wanted |= {"stacks": True, "at_oom": True}
+            found = [str(RECORDER), os.environ.get("PYTHONPATH", "")]
+            paths = os.pathsep.join(filter(None, found))
+            variables = {"AUTOBATCH_RECORDER": json.dumps(wanted), "PYTHONPATH": paths}
+            process = subprocess.Popen(command, env={**os.environ, **variables})
+            # Ctrl-C of a terminal reaches the program without us.
+            own = [signal.SIGTERM] if sys.stdin.isatty() else [signal.SIGTERM, signal.SIGINT]
+            with (
+                handle_signals([signal.SIGINT], lambda *_: None),
+                handle_signals(own, lambda number, _: process.send_signal(number)),
+            ):
+                while (code := _ended(process)) is None:
+                    collect(folder)
+            collect(folder)
+    except OSError as error:
+        what = shlex.join(command) if error.filename == command[0] else out
+        raise InputError(f"{what}: {error.strerror or error}") from error
+    return code if code >= 0 else 128 - code
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int | None:
+    """Return the exit code of a process, after a moment; None while it runs."""
+    try:
+        return process.wait(timeout=LOOK_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None

@@ -1,0 +1,445 @@
+"""Estimates from memory snapshots, by the command, against recordings of real GPUs and brute force."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autobatch.cli import main as cli
+from autobatch.core.units import GiB, MiB
+from autobatch.device.allocator.caching import CachingAllocator
+from tests.support.torch_snapshots import rows_of, segment, snapshot_of, write
+
+Answer = Callable[..., Any]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Answer:
+    """Run ``estimate`` with snapshots; return its JSON, or the line on standard error if it is refused."""
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+    def estimate(snapshots: dict[object, object], *words: object, code: int = 0) -> Any:
+        given = []
+        for size, content in snapshots.items():
+            path = tmp_path / f"{size}.pickle"
+            if isinstance(content, bytes):
+                path.write_bytes(content)
+            elif content is not None:
+                write(path, content)
+            given += ["--snapshot", f"{size}={path.name}" if isinstance(size, int) else path.name]
+        found = cli.run(["estimate", *given, *map(str, words), "--json"])
+        out, err = capsys.readouterr()
+        assert found == code, err
+        if code:
+            last = err.splitlines()[-1]
+            assert last.startswith("autobatch: ")
+            assert "Traceback" not in err
+            assert out == ""
+            return last
+        return json.loads(out)
+
+    return estimate
+
+
+def reserved_peak(name: str) -> int:
+    """Return the peak of the memory that a GPU gave, from the segments of a recording alone."""
+    reserved = peak = 0
+    for action, _, *rest in rows_of(name):
+        sign = {"segment": 1, "mapped": 1, "new": 1, "map": 1, "released": -1}.get(action)
+        reserved += sign * rest[0] if sign else 0
+        peak = max(peak, reserved)
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "tolerance"),
+    [
+        ("context-{}-forward", (100, 150, 200), 0),
+        ("context-{}-step", (100, 150, 200), 0),
+        ("decoder-xl-{}", (128, 256, 512), 0),
+        ("decoder-small-{}-step", (128, 256, 512), 0.02),
+        ("decoder-large-{}", (128, 256, 512), 0.004),
+    ],
+)
+def test_two_lengths_on_a_gpu_give_the_reserved_peak_of_the_third(run, name, lengths, tolerance):
+    *known, third = lengths
+    snapshots = {length: snapshot_of(name.format(length)) for length in known}
+    found = run(snapshots, "--micro-batch", third, "--profile", "h200", "--profile", "b200")["estimates"][0]
+    peaks = [reserved_peak(name.format(length)) for length in lengths]
+    assert found["peak_reserved_bytes"] == pytest.approx(peaks[2], rel=tolerance, abs=0)
+    line = peaks[0] + (peaks[1] - peaks[0]) * (third - lengths[0]) / (lengths[1] - lengths[0])
+    assert abs(found["peak_reserved_bytes"] - peaks[2]) < abs(line - peaks[2])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["context-200-step", "fine-tuning", "expandable/growing", "expandable/decoder-128", "streams/ten"],
+)
+def test_the_peak_of_one_recording_is_that_of_the_gpu(run, name):
+    found = run({"one": snapshot_of(name)})["recorded"]
+    assert found["peak_reserved_bytes"] == found["needed_bytes"] == reserved_peak(name)
+    assert found["peak_allocated_bytes"] <= found["peak_reserved_bytes"]
+    assert found["streams"] == (10 if name == "streams/ten" else 1)
+    if "expandable" in name:
+        assert found["expandable_bytes"] == found["needed_bytes"]
+    for fit in found["fits"]:
+        assert fit["fits"] == (found["needed_bytes"] <= fit["budget_bytes"])
+    assert len(found["fits"]) > 10
+    assert any(fit["fits"] for fit in found["fits"])
+
+
+class Gpu:
+    """An allocator that records what it does, as torch does."""
+
+    def __init__(self, *, pools: Sequence[int] = (0,)) -> None:
+        self.model = CachingAllocator(None, addresses=self._claim)
+        self.events: list[dict[str, Any]] = []
+        self.segments: dict[int, int] = {}
+        self.blocks: dict[int, tuple[Any, int]] = {}
+        self.free_address = 1 << 40
+
+    def _claim(self, size: int) -> int:
+        address, self.free_address = self.free_address, self.free_address + 2 * size
+        self.segments[address] = size
+        self.events.append({"action": "segment_alloc", "addr": address, "size": size, "stream": 0})
+        return address
+
+    def take(self, size: int, *lines: str, stream: int = 0) -> int:
+        """Take a block at a line of code, for example ``train.py:3``, the innermost first."""
+        block = self.model.malloc(size, stream)
+        assert block is not None
+        frames = [
+            {"filename": line.split(":")[0], "line": int(line.split(":")[1]), "name": "step"}
+            for line in lines
+        ]
+        event = {"action": "alloc", "addr": block.address, "size": size, "stream": stream, "frames": frames}
+        self.events.append(event)
+        self.blocks[block.address] = block, size
+        return block.address
+
+    def drop(self, address: int) -> None:
+        block, size = self.blocks.pop(address)
+        for action in ("free_requested", "free_completed"):
+            self.events.append({"action": action, "addr": address, "size": size, "stream": 0, "frames": []})
+        self.model.free(block)
+
+    def snapshot(self) -> dict[str, Any]:
+        segments = []
+        for start, size in self.segments.items():
+            live = sorted(
+                (at, size_of) for at, (_, size_of) in self.blocks.items() if start <= at < start + size
+            )
+            segments.append(segment(start, size, live))
+        return {"segments": segments, "device_traces": [self.events]}
+
+
+Sizes = list[tuple[str, Callable[[int], int], int]]
+"""The blocks of a step: a line, the bytes of a size, and after how many further blocks it is freed."""
+
+
+def a_step(seed: int, length: int = 60) -> Sizes:
+    draw = random.Random(seed)
+    step: Sizes = []
+    for number in range(length):
+        constant, slope = draw.choice([(draw.randrange(1, 5 * MiB), 0), (0, draw.randrange(1, MiB))])
+        line = f"/home/me/train.py:{number}"
+        step.append(
+            (line, lambda m, constant=constant, slope=slope: constant + slope * m, draw.randrange(1, 40))
+        )
+    return step
+
+
+def ran(step: Sizes, m: int, *, scratch_from: int = 10**9) -> Gpu:
+    """Run a step twice at a size; a sum in it takes two further blocks from some size on."""
+    gpu = Gpu()
+    for _ in range(2):
+        due: dict[int, list[int]] = {}
+        for number, (line, size, life) in enumerate(step):
+            if m >= scratch_from and number % 10 == 5:
+                scratch = [gpu.take(3 * MiB, f"/home/me/sum.py:{number}"), gpu.take(16)]
+                for address in scratch:
+                    gpu.drop(address)
+            due.setdefault(number + life, []).append(gpu.take(size(m), line))
+            for address in due.pop(number, []):
+                gpu.drop(address)
+        for addresses in due.values():
+            for address in addresses:
+                gpu.drop(address)
+    return gpu
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("sizes", [(4, 12), (5, 8, 20)])
+def test_the_largest_size_is_that_of_brute_force(run, seed, sizes):
+    """Of which no other fits: all larger sizes run out of the budget, too."""
+    step, budget = a_step(seed), 600 * MiB
+    found = run(
+        {m: ran(step, m, scratch_from=10).snapshot() for m in sizes},
+        *("--profile", "t4", "--profile", "a10", "--memory-budget", budget),
+    )
+    peaks = {m: ran(step, m, scratch_from=10).model.peak_reserved_bytes for m in range(10, 120)}
+    first, second = found["estimates"]
+    most = max(m for m, peak in peaks.items() if peak <= budget)
+    assert 20 < most < 119
+    assert first["micro_batch"] == second["micro_batch"] == most
+    assert first["peak_reserved_bytes"] == peaks[most]
+    assert first["micro_batch_low"] <= most <= first["micro_batch_high"]
+    assert any("14 blocks" in note or "12 blocks" in note or "24 blocks" in note for note in found["notes"])
+
+
+def test_a_batch_is_planned_in_equal_parts(run):
+    step = a_step(1)
+    snapshots = {m: ran(step, m).snapshot() for m in (4, 12)}
+    words = ("--profile", "t4", "--memory-budget", "600MiB")
+    limit = run(snapshots, *words)["estimates"][0]["micro_batch"]
+    for world in (1, 2):
+        (found,) = run(snapshots, *words, "--target-batch", 480, "--ranks", world)["estimates"]
+        share = 480 // world
+        size = max(m for m in range(1, limit + 1) if share % m == 0)
+        assert found["plan"]["micro_batches"] == [size] * (share // size)
+    assert "481" in run(snapshots, *words, "--target-batch", 481, "--ranks", 2, code=2)
+
+
+def test_what_lives_at_the_peak_is_listed_by_the_users_own_line(run):
+    gpu = Gpu()
+    library = "/usr/lib/python3.11/site-packages/torch/nn/linear.py:7"
+    kept = gpu.take(30 * MiB, "/home/me/model.py:3")
+    for _ in range(2):
+        gone = gpu.take(64 * MiB, "/home/me/model.py:9")
+        gpu.drop(gone)
+    gpu.take(8 * MiB, library, "/home/me/train.py:12")
+    gpu.take(4 * MiB, library)
+    gpu.take(50 * MiB)
+    gpu.take(50 * MiB)
+    found = run({"one": gpu.snapshot()})["recorded"]
+    lines = found["memory"]
+    assert kept in gpu.blocks
+    assert lines == {
+        "model.py:3 step": 30 * MiB,
+        "train.py:12 step": 8 * MiB,
+        "linear.py:7 step": 4 * MiB,
+        "2 blocks of 50.0 MiB without a line": 100 * MiB,
+    }
+    assert [*lines][:3] == ["model.py:3 step", "train.py:12 step", "linear.py:7 step"]
+    assert found["peak_allocated_bytes"] == 142 * MiB
+
+
+def test_a_recording_from_the_middle_has_what_is_older(run):
+    """As if its ring had overflowed: the latest events only, and the segments at the end."""
+    step = a_step(3)
+    whole = ran(step, 30)
+    kept = whole.take(77 * MiB)
+    content = whole.snapshot()
+    events = content["device_traces"][0]
+    late = len(events) // 2
+    taken = {event["addr"] for event in events[late:] if event["action"] == "alloc"}
+    before: dict[int, int] = {}
+    for event in events[:late]:
+        if event["action"] == "alloc":
+            before[event["addr"]] = event["size"]
+        elif event["action"] == "free_completed":
+            del before[event["addr"]]
+    assert before
+    assert kept in taken
+    found = run({"one": {**content, "device_traces": [[], events[late:]][1:]}})
+    assert found["recorded"]["peak_reserved_bytes"] == whole.model.peak_reserved_bytes
+    (note,) = [note for note in found["notes"] if "middle" in note]
+    assert f"{len(before)} block" in note
+
+
+def test_other_versions_of_the_format_say_the_same(run):
+    gpu = ran(a_step(2), 20)
+    gpu.take(5 * MiB, "/home/me/train.py:1")
+    content = gpu.snapshot()
+    known = run({"one": content}, "--profile", "t4")["recorded"]
+    oldest = pickle.loads(pickle.dumps(content))
+    for part in oldest["segments"]:
+        for block in part["blocks"]:
+            del block["address"]
+            if size := block.pop("requested_size", 0):
+                block["history"] = [{"addr": 0, "real_size": size}]
+    newest = pickle.loads(pickle.dumps(content)) | {"host_segments": [], "host_traces": []}
+    newest["allocator_settings"] = {"PYTORCH_CUDA_ALLOC_CONF": "", "expandable_segments": False}
+    for part in newest["segments"]:
+        part |= {"segment_pool_id": (0, 0), "is_expandable": False}
+    for event in newest["device_traces"][0]:
+        event |= {"pool_id": (0, 0), "user_metadata": "", "time_us": 7}
+    newest["device_traces"].append([])
+    for version in (oldest, newest):
+        assert run({"one": version}, "--profile", "t4")["recorded"] == known
+
+
+def test_what_a_recording_hides_is_said(run):
+    gpu = Gpu()
+    for size in (30, 40):
+        gpu.drop(gpu.take(size * MiB))
+    content = gpu.snapshot()
+    events = content["device_traces"][0]
+    (address, size), *_ = gpu.segments.items()
+    freed = {"action": "segment_free", "addr": address, "size": size, "stream": 0}
+    content["segments"] = content["segments"][1:]
+    content["segments"][0] |= {"segment_pool_id": (0, 1)}
+    content["allocator_settings"] = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}
+    for part in [*content["segments"]]:
+        content["segments"].append({**part, "device": 1, "total_size": 10 * part["total_size"]})
+    content["device_traces"] = [events, [*events, freed]]
+    notes = " ".join(run({"one": content})["notes"])
+    for word in ("GPU 1", "private pools", "max_split_size_mb", "emptied 1 time"):
+        assert word in notes
+
+
+def out_of_memory(free: int, asked: int, *, pieces: Sequence[int], held: int = 100) -> dict[str, Any]:
+    """Return a recording that ends out of memory, with free pieces between blocks that are held."""
+    gpu = Gpu()
+    gpu.take(held * MiB, "/home/me/train.py:5")
+    for piece in pieces:
+        gpu.drop(gpu.take(piece * MiB))
+    gpu.events.append(
+        {"action": "oom", "device_free": free * MiB, "size": asked * MiB, "stream": 0, "frames": []}
+    )
+    return gpu.snapshot()
+
+
+@pytest.mark.parametrize(
+    ("free", "asked", "pieces", "reason"),
+    [
+        (10, 60, [30, 40], "fragmented"),
+        (10, 75, [30, 40], "fragmented"),
+        (10, 90, [30, 40], "full"),
+        (200, 90, [30, 40], "limited"),
+    ],
+)
+def test_an_error_out_of_memory_is_explained(run, free, asked, pieces, reason):
+    found = run({"one": out_of_memory(free, asked, pieces=pieces)})["recorded"]
+    refused = found["refused"]
+    assert refused["reason"] == reason
+    assert refused["asked_bytes"] == asked * MiB
+    assert refused["device_free_bytes"] == free * MiB
+    assert (
+        refused["reserved_bytes"] - refused["allocated_bytes"] == 40 * MiB if len(pieces) == 1 else 70 * MiB
+    )
+    assert refused["allocated_bytes"] == 100 * MiB
+    assert refused["largest_free_bytes"] == max(pieces) * MiB
+    assert found["needed_bytes"] == found["peak_reserved_bytes"] + (asked + asked % 2) * MiB
+    assert found["expandable_bytes"] <= found["needed_bytes"]
+    assert found["memory"] == {"train.py:5 step": 100 * MiB}
+
+
+class Hostile:
+    """An object whose pickle runs a command."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        import os
+
+        return os.system, (f"touch {self.path}",)
+
+
+def test_a_hostile_file_runs_nothing(run, tmp_path):
+    sentinel = tmp_path / "sentinel"
+    content = snapshot_of("context-100-forward")
+    for place in (content, content["segments"][0], content["device_traces"][0][0]):
+        place["more"] = Hostile(sentinel)
+        assert "no memory snapshot" in run({"one": content}, code=2)
+        del place["more"]
+    assert "no memory snapshot" in run({"one": pickle.dumps(Hostile(sentinel), 0)}, code=2)
+    assert not sentinel.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"PK\x03\x04 no pickle",
+        [],
+        {},
+        {"segments": [], "device_traces": []},
+        {"segments": [], "device_traces": [[]]},
+        {"segments": [], "device_traces": [[{"action": "alloc"}]]},
+        {"segments": [], "device_traces": [[{"action": "alloc", "addr": "x", "size": "y"}]]},
+        {"segments": [], "device_traces": [[{"action": "alloc", "addr": 5, "size": -9}]]},
+        {"segments": [{"address": 0}], "device_traces": [[{"action": "alloc", "addr": 5, "size": 9}]]},
+        {"segments": [], "device_traces": [[{"action": "alloc", "addr": 5, "size": 9, "frames": [3]}]]},
+        {"segments": 3, "device_traces": 4},
+    ],
+)
+def test_a_file_that_is_no_snapshot_is_refused(run, content):
+    assert "one.pickle" in run({"one": content}, code=2)
+
+
+def test_a_damaged_file_is_refused_or_read(run, tmp_path, capsys):
+    whole = pickle.dumps(snapshot_of("context-100-forward"))
+    for cut in range(1, len(whole), len(whole) // 20):
+        assert "one.pickle" in run({"one": whole[:cut]}, code=2)
+    draw = random.Random(0)
+    for _ in range(60):
+        damaged = bytearray(whole)
+        damaged[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        (tmp_path / "damaged.pickle").write_bytes(damaged)
+        code = cli.run(["estimate", "--snapshot", "damaged.pickle", "--json"])
+        out, err = capsys.readouterr()
+        assert code in (0, 2), err
+        assert out if code == 0 else "damaged.pickle" in err.splitlines()[-1]
+
+
+def test_recordings_that_part_too_far_give_no_answer(run):
+    step = a_step(4)
+    other = [(line.replace("train", "other"), size, life) for line, size, life in step]
+    line = run({4: ran(step, 4).snapshot(), 12: ran(other, 12).snapshot()}, code=2)
+    assert "part too far" in line
+    assert "train.py:" in line
+    big = ran(step, 12)
+    big.take(GiB, "/home/me/train.py:99")
+    assert "part too far" in run({4: ran(step, 4).snapshot(), 12: big.snapshot()}, code=2)
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "words", "word"),
+    [
+        ({"a": {}, "b": {}}, (), "size"),
+        ({4: {}, "b": {}}, (), "size"),
+        ({1: {}, 2: {}, 3: {}, 4: {}}, (), "three"),
+        ({"missing": None}, (), "missing.pickle"),
+        ({4: out_of_memory(10, 90, pieces=[30]), 2: snapshot_of("context-100-forward")}, (), "memory"),
+        ({"a": {}}, ("--precision", "bf16"), "precision"),
+        ({"a": {}}, ("--lora", "8"), "lora"),
+        ({"a": {}}, ("--ranks", "2", "--parallel", "shard"), "parallel"),
+        ({"a": {}}, ("--profile", "none-such"), "none-such"),
+    ],
+)
+def test_wrong_words_are_refused(run, snapshots, words, word):
+    assert word in run(snapshots, *words, code=2)
+
+
+def test_nothing_that_fits_is_exit_code_3(run):
+    step = a_step(1)
+    snapshots = {m: ran(step, m).snapshot() for m in (4, 12)}
+    line = run(snapshots, "--profile", "t4", "--memory-budget", "20MiB", code=3)
+    assert "train.py" in line
+
+
+def test_the_tables_and_the_page_show_the_same(run, capsys, tmp_path):
+    from autobatch import estimate
+
+    step = a_step(1)
+    for m in (4, 12):
+        write(tmp_path / f"{m}.pickle", ran(step, m).snapshot())
+    two = estimate(snapshot=["4=4.pickle", "12=12.pickle"], profile="t4", memory_budget="600MiB")
+    one = estimate(snapshot="12.pickle", profile="t4")
+    assert cli.run(["estimate", "--snapshot", "12.pickle", "--profile", "t4"]) == 0
+    shown = capsys.readouterr().out
+    assert one.recorded is not None
+    for line in one.recorded.memory:
+        assert line in shown
+        assert line in one._repr_html_()
+    assert f"{two.estimates[0].micro_batch}" in two._repr_html_()
+    assert str(two.estimates[0].micro_batch) in str(two)

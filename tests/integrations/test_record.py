@@ -1,0 +1,229 @@
+"""The command ``record``: the program's own words, signals and exit code, and when its memory is written.
+
+Torch is a stand-in whose snapshots name what had happened, so that no GPU is needed; `tests/gpu` has the
+real one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autobatch
+from tests.support.commandline import command, environment
+
+TORCH = """
+import json, os, sys
+from types import SimpleNamespace
+from . import optim
+from .optim import optimizer
+
+done = []
+observers = []
+recording = {}
+
+def start(enabled="all", **how):
+    recording.clear()
+    if enabled:
+        recording.update(how)
+
+def dump(path):
+    with open(path, "w") as file:
+        json.dump({"done": list(done), "how": dict(recording)}, file)
+
+def run_out():
+    for observer in observers:
+        observer(0, 1, 2, 3)
+    raise MemoryError("CUDA out of memory")
+
+memory = SimpleNamespace(_record_memory_history=start, _dump_snapshot=dump)
+cuda = SimpleNamespace(
+    memory=memory, is_available=lambda: True, is_initialized=lambda: bool(done), synchronize=lambda: None,
+    device_count=lambda: 1, memory_stats=lambda device: {},
+)
+_C = SimpleNamespace(_cuda_attach_out_of_memory_observer=observers.append)
+"""
+OPTIMIZER = """
+hooks = {}
+
+class Handle:
+    def __init__(self, hook):
+        self.hook = hook
+    def remove(self):
+        hooks.pop(self.hook, None)
+
+def register_optimizer_step_post_hook(hook):
+    hooks[hook] = True
+    return Handle(hook)
+
+class Optimizer:
+    def step(self):
+        import torch
+        torch.done.append("step")
+        for hook in list(hooks):
+            hook(self, (), {})
+"""
+PROGRAM = """
+import sys, time, torch
+from torch.optim.optimizer import Optimizer
+optimizer = Optimizer()
+for _ in range(3):
+    optimizer.step()
+print("trained", *sys.argv[1:], flush=True)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    package = tmp_path / "lib" / "torch" / "optim"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text(TORCH, encoding="utf-8")
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    (package / "optimizer.py").write_text(OPTIMIZER, encoding="utf-8")
+    return tmp_path
+
+
+def started(
+    folder: Path, *own: str, program: str = PROGRAM, rest: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """Start ``record … -- python program.py`` with the stand-in for torch."""
+    (folder / "program.py").write_text(program, encoding="utf-8")
+    paths = os.pathsep.join([str(folder / "lib"), str(Path(autobatch.__file__).parents[1])])
+    return subprocess.Popen(
+        command("record", "--out", "out.pickle", *own, "--", sys.executable, "program.py", *rest),
+        cwd=folder,
+        env=environment(folder, PYTHONPATH=paths),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def written(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_the_memory_is_written_at_the_end_and_the_words_are_untouched(folder):
+    process = started(folder, rest=["--help", "--", "--out", "x y", "{}", "*"])
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "trained --help -- --out x y {} *\n")
+    assert "out.pickle" in err
+    content = written(folder / "out.pickle")
+    assert content["done"] == ["step"] * 3
+    assert content["how"]["stacks"] == "python"
+    assert content["how"]["context"] == "alloc"
+    assert sorted(path.name for path in folder.iterdir() if "autobatch" in path.name) == []
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(7)", "raise ValueError('x')", "os._exit(9)"])
+def test_the_exit_code_is_that_of_the_command(folder, ending):
+    process = started(folder, program=f"{PROGRAM}\nimport os\n{ending}\n")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == {"s": 7, "r": 1, "o": 9}[ending[0]]
+    assert (folder / "out.pickle").exists() == ("_exit" not in ending)
+    assert ("not written" in err) == ("_exit" in ending)
+
+
+def test_after_some_steps_it_is_written_and_the_program_goes_on(folder):
+    go_on = "\nimport os\nwhile not os.path.exists('go'): time.sleep(0.05)\noptimizer.step(); sys.exit(5)\n"
+    process = started(folder, "--steps", "2", program=PROGRAM + go_on)
+    wait_for(folder / "out.pickle")
+    assert process.poll() is None
+    assert written(folder / "out.pickle")["done"] == ["step"] * 2
+    (folder / "go").touch()
+    process.communicate(timeout=60)
+    assert process.returncode == 5
+    assert written(folder / "out.pickle")["done"] == ["step"] * 2
+
+
+def test_after_some_seconds_it_is_written_and_the_program_goes_on(folder):
+    go_on = "\nimport os\nwhile not os.path.exists('go'): time.sleep(0.05)\n"
+    process = started(folder, "--seconds", "1", program=PROGRAM + go_on)
+    wait_for(folder / "out.pickle")
+    assert process.poll() is None
+    (folder / "go").touch()
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_the_program_and_writes(folder, number):
+    """SIGTERM ends a program of Python at once, so nothing is written then."""
+    process = started(folder, program=PROGRAM + "\nopen('ready', 'w').close()\ntime.sleep(60)\n")
+    wait_for(folder / "ready")
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert (folder / "out.pickle").exists() == (number == signal.SIGINT)
+
+
+def test_an_error_out_of_memory_writes_and_the_program_goes_on(folder):
+    caught = "\ntry:\n    torch.run_out()\nexcept MemoryError:\n    optimizer.step()\nsys.exit(4)\n"
+    process = started(folder, program=PROGRAM + caught)
+    process.communicate(timeout=60)
+    assert process.returncode == 4
+    assert written(folder / "out.pickle")["done"] == ["step"] * 3
+
+
+def test_each_rank_has_a_file(folder):
+    both = "\nimport os, subprocess\nif 'RANK' not in os.environ:\n"
+    both += "    subprocess.run([sys.executable, __file__], env={**os.environ, 'RANK': '1'}, check=True)\n"
+    process = started(folder, program=PROGRAM + both)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert written(folder / "out.pickle") == written(folder / "out-rank1.pickle")
+
+
+def test_another_sitecustomize_still_runs(folder):
+    (folder / "lib" / "sitecustomize.py").write_text("open('theirs', 'w').close()", encoding="utf-8")
+    process = started(folder)
+    process.communicate(timeout=60)
+    assert (folder / "theirs").exists()
+    assert (folder / "out.pickle").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "word"),
+    [
+        ([], "--out"),
+        (["--out", "a.pickle"], "after --"),
+        (["--out", "a.pickle", "--"], "after --"),
+        (["--", "true"], "--out"),
+        (["--out"], "--out"),
+        (["--out", "a.pickle", "python", "train.py"], "after --"),
+        (["--out", "a.pickle", "--step", "3", "--", "true"], "--step"),
+        (["--out", "a.pickle", "--steps", "0", "--", "true"], "--steps"),
+        (["--out", "a.pickle", "--steps", "three", "--", "true"], "--steps"),
+        (["--out", "a.pickle", "--seconds", "-1", "--", "true"], "--seconds"),
+        (["--out", "none/a.pickle", "--", "true"], "none/a.pickle"),
+        (["--out", "a.pickle", "--", "no-such-program"], "no-such-program"),
+        (["--out", "a.pickle", "--", "true"], "not written"),
+    ],
+)
+def test_wrong_words_are_one_line(tmp_path, monkeypatch, capsys, words, word):
+    from autobatch.cli import main as cli
+
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["record", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert word in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
