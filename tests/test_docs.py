@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from autobatch.cli.record import RECORD_HELP
 from autobatch.core.check_options import options_from
 from autobatch.core.options import all_fields, fields_of
 
@@ -48,9 +49,10 @@ def test_links_resolve_code_parses_and_options_exist(path: Path) -> None:
         done = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         for line in code.splitlines():
-            command = line.partition("autobatch ")[2].partition("#")[0]
+            command = line.partition("autobatch ")[2].partition("#")[0].partition(" -- ")[0]
             if command and "pip" not in line:
                 known = {field.replace("_", "-") for field in fields_of(command.split()[0])}
+                known |= set(OPTION.findall(RECORD_HELP)) if command.startswith("record ") else set()
                 assert set(OPTION.findall(command)) <= known, command
     for name in re.findall(r"`((?:autobatch|tests|benchmarks)/[\w/.]+)`", text_of(path)):
         assert (ROOT / name).exists(), name

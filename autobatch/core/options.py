@@ -148,7 +148,7 @@ class SearchOptions(Section, frozen=True, kw_only=True):
     micro_batch: Annotated[
         AtLeastOne | None,
         Option(
-            "Only look at this micro-batch instead of searching for the largest.",
+            "Only look at this micro-batch.",
             "N",
             ("probe", "estimate"),
             common=True,
@@ -188,8 +188,7 @@ class SearchOptions(Section, frozen=True, kw_only=True):
     snapshot: Annotated[
         list[str],
         Option(
-            "Memory snapshot of a program (torch, autobatch record), in place of a WORKLOAD. One: where its "
-            "memory went. Two or three with their sizes, 8=FILE 16=FILE: what fits.",
+            "Memory snapshots, in place of a WORKLOAD: see record.",
             "[N=]FILE",
             ("estimate",),
             common=True,
@@ -340,13 +339,11 @@ class ModelOptions(Section, frozen=True, kw_only=True):
 
     sequence: Annotated[
         AtLeastOne | None,
-        Option(
-            "hf: tokens of each sequence. Without it: 2048, or as many as the model takes.", "N", common=True
-        ),
+        Option("hf: tokens of each sequence. Without it: up to 2048.", "N", common=True),
     ] = None
     lora: Annotated[
         AtLeastOne | None,
-        Option("hf: train adapters of this rank on all linear layers, not the weights.", "RANK", common=True),
+        Option("hf: train adapters of this rank, not the weights.", "RANK", common=True),
     ] = None
     optimizer: Annotated[OptimizerChoice, Option("hf: the optimizer.", common=True)] = "adamw"
     checkpointing: Annotated[

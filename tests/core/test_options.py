@@ -158,7 +158,7 @@ def test_the_type_of_a_keyword_is_that_of_its_option(name: str) -> None:
             values = list(get_args(member)) if get_origin(member) is Literal else [SAMPLES[member]]
             for value in [TEXTS[key]] if member is str and key in TEXTS else values:
                 found = as_options(name, **{**required(name), key: value}).by_name()[key]
-                kept = [value] if key in ("profile", "log") and isinstance(value, str) else value
+                kept = [value] if key in ("profile", "snapshot", "log") and isinstance(value, str) else value
                 kept = list(kept) if isinstance(kept, tuple) else kept
                 assert found == (str(value) if isinstance(value, Path) else kept), key
 

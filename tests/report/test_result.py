@@ -83,6 +83,7 @@ def test_the_json_of_estimates():
         "autobatch": __version__,
         "estimates": [],
         "over_ranks": [],
+        "recorded": None,
         "notes": ["a note"],
     }
 

@@ -37,6 +37,7 @@ CHANGED: dict[str, Any] = {
     "prefetch": 5,
     "all": True,
     "profile": ["l4"],
+    "snapshot": ["8=b8.pickle"],
     "quiet": True,
     "resume": True,
     "sample_seeds": True,
