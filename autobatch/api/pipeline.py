@@ -120,7 +120,11 @@ def run_estimate(call: Call) -> Estimates:
         InputError: the options exclude each other, or the workload or a snapshot is invalid.
     """
     if call.options.search.snapshot:
-        return estimate_snapshots(call.options, home=call.home)
+        found = estimate_snapshots(call.options, home=call.home)
+        if call.workload is None:
+            return found
+        note = "the workload was left out: --snapshot says what a program takes"
+        return msgspec.structs.replace(found, notes=[note, *found.notes])
     if is_named_model(call.workload):
         return estimate_named(call.workload, call.options, home=call.home)
     refuse_model_options(call.workload, call.options.model)

@@ -105,6 +105,8 @@ def read_recordings(path: Path) -> list[Recording]:
         ]
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
+    except MemoryError:
+        raise InputError(f"{path} takes more memory to read than there is, or is damaged") from None
     except Exception as error:  # whatever a damaged file makes of the reader
         raise InputError(
             f"{path} is no memory snapshot of torch ({type(error).__name__}: {error_text(error)}). "

@@ -355,10 +355,14 @@ def _predicted(sized: Sequence[Sized], options: Options, gpus: Gpus, notes: Sequ
         )
     said = [*notes, *_differences(recorded, reserved, f"at {largest}")]
     if unpaired:
+        lives = (
+            f"are {share:.0%} of the peak. Recordings at larger sizes say more"
+            if apart
+            else "are not live at the peak"
+        )
         said.append(
             f"{plural(len(unpaired), 'block')} of {count(len(last.pools))} are not in all recordings, or "
-            f"grow by no rule: taken as at {largest}, where they are {share:.0%} of the peak. Recordings at "
-            "larger sizes say more"
+            f"grow by no rule: taken as at {largest}, where they {lives}"
         )
     known = _Prediction(step, apart, last, largest, options, gpus)
     found = run_in_copies([partial(known.estimate, gpu) for gpu in gpus.asked])

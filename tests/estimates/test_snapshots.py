@@ -427,6 +427,12 @@ def test_nothing_that_fits_is_exit_code_3(run):
     assert "train.py" in line
 
 
+def test_a_workload_is_left_out_with_a_note(run, tmp_path):
+    (tmp_path / "autobatch.toml").write_text('workload = "train.py:workload"', encoding="utf-8")
+    found = run({"one": snapshot_of("context-100-forward")})
+    assert any("workload" in note for note in found["notes"])
+
+
 def test_the_tables_and_the_page_show_the_same(run, capsys, tmp_path):
     from autobatch import estimate
 
