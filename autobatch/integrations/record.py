@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from autobatch.core.errors import InputError
@@ -73,18 +74,12 @@ def record(
                 handle_signals([signal.SIGINT], lambda *_: None),
                 handle_signals(own, lambda number, _: process.send_signal(number)),
             ):
-                while (code := _ended(process)) is None:
+                while process.returncode is None:
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(timeout=LOOK_SECONDS)
                     collect(folder)
-            collect(folder)
     except OSError as error:
         what = shlex.join(command) if error.filename == command[0] else out
         raise InputError(f"{what}: {error.strerror or error}") from error
+    code = process.returncode
     return code if code >= 0 else 128 - code
-
-
-def _ended(process: subprocess.Popen[bytes]) -> int | None:
-    """Return the exit code of a process, after a moment; None while it runs."""
-    try:
-        return process.wait(timeout=LOOK_SECONDS)
-    except subprocess.TimeoutExpired:
-        return None

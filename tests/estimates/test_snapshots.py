@@ -71,7 +71,8 @@ def reserved_peak(name: str) -> int:
 def test_two_lengths_on_a_gpu_give_the_reserved_peak_of_the_third(run, name, lengths, tolerance):
     *known, third = lengths
     snapshots = {length: snapshot_of(name.format(length)) for length in known}
-    found = run(snapshots, "--micro-batch", third, "--profile", "h200", "--profile", "b200")["estimates"][0]
+    words = ("--micro-batch", third, "--max-micro-batch", third, "--profile", "h200", "--profile", "b200")
+    found = run(snapshots, *words)["estimates"][0]
     peaks = [reserved_peak(name.format(length)) for length in lengths]
     assert found["peak_reserved_bytes"] == pytest.approx(peaks[2], rel=tolerance, abs=0)
     line = peaks[0] + (peaks[1] - peaks[0]) * (third - lengths[0]) / (lengths[1] - lengths[0])
@@ -175,7 +176,7 @@ def ran(step: Sizes, m: int, *, scratch_from: int = 10**9) -> Gpu:
     return gpu
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("sizes", [(4, 12), (5, 8, 20)])
 def test_the_largest_size_is_that_of_brute_force(run, seed, sizes):
     """Of which no other fits: all larger sizes run out of the budget, too."""
