@@ -8,9 +8,47 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import comb
+from typing import NamedTuple
 
 Guess = Callable[[int, int], int]
 """Names the likely largest size, given one that fits and a larger one that does not."""
+
+
+class Bracket(NamedTuple):
+    """A size that fits, a larger one that does not, and an allowance of questions about those between.
+
+    Proof of the bound. Let S(r, f) = C(r, 0) + … + C(r, f), so that S(r, f) = S(r - 1, f) + S(r - 1, f - 1).
+    At the start r = ⌊log2 n⌋ + 3 and f ≥ r / 2, so S(r, f) ≥ 2^(r - 1) > n. As long as n ≤ S(r, f), there is a
+    size after which at most S(r - 1, f) answers remain if it fits, and at most S(r - 1, f - 1) if not;
+    `nearest` takes the one that is nearest to the guess. As S(r, 0) = S(0, f) = 1, a single answer remains
+    before either allowance is used up.
+    """
+
+    low: int
+    """A size that is known to fit, or the answer if none does."""
+    high: int
+    """A larger size that is known not to fit, or one above the largest to ask for."""
+    asked: int
+    """Questions that are left."""
+    failed: int
+    """Questions that are left whose answer is no."""
+
+    @property
+    def is_open(self) -> bool:
+        """True if there is a size between."""
+        return self.high - self.low > 1
+
+    def nearest(self, guess: int) -> int:
+        """Return the size nearest to a guess after which the remaining questions tell all answers apart."""
+        least = max(self.low + 1, self.high - told_apart(self.asked - 1, self.failed))
+        most = min(self.high - 1, self.low + told_apart(self.asked - 1, self.failed - 1))
+        return min(max(guess, least), most)
+
+    def after(self, size: int, fits: bool) -> Bracket:
+        """Return the bracket after an answer."""
+        if fits:
+            return self._replace(low=size, asked=self.asked - 1)
+        return self._replace(high=size, asked=self.asked - 1, failed=self.failed - 1)
 
 
 def largest(fits: Callable[[int], bool], low: int, high: int, guess: Guess) -> int:
@@ -20,13 +58,7 @@ def largest(fits: Callable[[int], bool], low: int, high: int, guess: Guess) -> i
     answer is the largest of all; else it is the largest of a run of sizes that fit.
 
     With n = ``high - low``, at most ⌊log2 n⌋ + 3 sizes are asked for, and at most ⌊½ log2 n⌋ + 2 of them do
-    not fit.
-
-    Proof. Let S(r, f) = C(r, 0) + … + C(r, f), so that S(r, f) = S(r - 1, f) + S(r - 1, f - 1). At the start
-    r = ⌊log2 n⌋ + 3 and f ≥ r / 2, so S(r, f) ≥ 2^(r - 1) > n. As long as n ≤ S(r, f), there is a size after
-    which at most S(r - 1, f) answers remain if it fits, and at most S(r - 1, f - 1) if not; `_nearest` takes
-    the one that is nearest to the guess. As S(r, 0) = S(0, f) = 1, a single answer remains before either
-    allowance is used up.
+    not fit; see `Bracket`.
 
     Args:
         fits: returns whether a size fits; asked for sizes strictly between ``low`` and ``high``, once each.
@@ -34,16 +66,11 @@ def largest(fits: Callable[[int], bool], low: int, high: int, guess: Guess) -> i
         high: a larger size that is known not to fit, or one above the largest to ask for.
         guess: returns the size to ask for, as far as the bound allows.
     """
-    asked, failed = most_asked(high - low)
-    while high - low > 1:
-        size = _nearest(guess(low, high), low, high, asked, failed)
-        asked -= 1
-        if fits(size):
-            low = size
-        else:
-            high = size
-            failed -= 1
-    return low
+    bracket = Bracket(low, high, *most_asked(high - low))
+    while bracket.is_open:
+        size = bracket.nearest(guess(bracket.low, bracket.high))
+        bracket = bracket.after(size, fits(size))
+    return bracket.low
 
 
 def most_asked(answers: int) -> tuple[int, int]:
@@ -52,14 +79,7 @@ def most_asked(answers: int) -> tuple[int, int]:
     return doublings + 3, doublings // 2 + 2
 
 
-def _nearest(guess: int, low: int, high: int, asked: int, failed: int) -> int:
-    """Return the size nearest to a guess after which the remaining questions tell all answers apart."""
-    least = max(low + 1, high - _told_apart(asked - 1, failed))
-    most = min(high - 1, low + _told_apart(asked - 1, failed - 1))
-    return min(max(guess, least), most)
-
-
-def _told_apart(asked: int, failed: int) -> int:
+def told_apart(asked: int, failed: int) -> int:
     """Return the number of answers that so many questions tell apart, of which some may be answered no."""
     return sum(comb(asked, number) for number in range(failed + 1))
 

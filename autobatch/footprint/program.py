@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import gcd
 from typing import Literal, NamedTuple, Self, TypeAlias
 
 import msgspec
@@ -24,6 +25,10 @@ from autobatch.device.profiles import USUAL_PROCESSORS, Processors
 from autobatch.footprint.reductions import Reduction, scratch_bytes
 
 
+MOST_PARTS = 64
+"""Most parts into which the largest common divisor of sizes is divided in search of a granule."""
+
+
 class Untraceable(AutobatchError, ValueError):  # noqa: N818 - describes the step, not a fault
     """A step whose traces give no footprint, with the reason."""
 
@@ -33,12 +38,14 @@ class TooLong(Untraceable):
 
 
 class Polynomial(NamedTuple):
-    """``(square · m² + slope · m + constant) / denominator`` bytes at micro-batch m."""
+    """``granule · ⌈(square · m² + slope · m + constant) / denominator⌉`` bytes at micro-batch m."""
 
     constant: int
     slope: int = 0
     square: int = 0
     denominator: int = 1
+    granule: int = 1
+    """Bytes that a kernel takes at a time; 1 if sizes are a plain polynomial."""
 
     def at(self, m: int) -> int:
         """Return the size in bytes.
@@ -46,7 +53,7 @@ class Polynomial(NamedTuple):
         Raises:
             Untraceable: the size would be negative, so the rule is invalid there.
         """
-        size = (self.constant + (self.slope + self.square * m) * m) // self.denominator
+        size = self.granule * -(-(self.constant + (self.slope + self.square * m) * m) // self.denominator)
         if size < 0:
             raise Untraceable(f"an allocation would have {size} bytes at micro-batch {m}")
         return size
@@ -117,8 +124,8 @@ class Program:
         """Fit a program to traces at different micro-batches.
 
         Args:
-            points: ``(micro-batch, trace)``. Two give affine sizes, three or more quadratic ones. Any more
-                points check the polynomial.
+            points: ``(micro-batch, trace)``. Two give affine sizes, three or more quadratic ones; else sizes
+                are multiples of one granule. Any more points check the rule.
             derived: for each point the blocks whose sizes follow from numbers; empty if there are none.
 
         Raises:
@@ -146,7 +153,7 @@ class Program:
                 continue
             sizes = tuple(event[1] for event in column)
             if sizes not in known:
-                known[sizes] = interpolate(sizes_of, sizes)
+                known[sizes] = rule_through(sizes_of, sizes)
             events.append((block, known[sizes]))
         return cls(tuple(events), traces[0].marks, traces[0].modules)
 
@@ -232,6 +239,41 @@ def _same_structure(micro_batches: Sequence[int], traces: Sequence[Trace]) -> No
                 f"{micro_batches[0]} ({len(first.events)} events): they differ first at event {where}, in "
                 f"{trace.phase_at(where) or 'no phase'}"
             )
+
+
+def rule_through(points: Sequence[int], sizes: Sequence[int]) -> Polynomial:
+    """Return the rule of a block that has these sizes at these micro-batches.
+
+    Raises:
+        Untraceable: there is none.
+    """
+    try:
+        line = interpolate(points, sizes)
+    except Untraceable:
+        granules = _granules_through(points, sizes)
+        if granules is None:
+            raise
+        return granules
+    if line.constant < 0 and len(points) == 2:
+        # A line that falls below 0 is the chord of a parabola: a loss over all pairs of samples.
+        (m, n), (size, larger) = points, sizes
+        if size * n * n == larger * m * m and size % (m * m) == 0:
+            return Polynomial(0, 0, size // (m * m))
+    return line
+
+
+def _granules_through(points: Sequence[int], sizes: Sequence[int]) -> Polynomial | None:
+    """Return the rule of the largest granule that is taken for a power of two samples; None if none is."""
+    common = gcd(*sizes)
+    if not all(sizes):
+        return None
+    for granule in (common // part for part in range(1, 1 + MOST_PARTS) if common % part == 0):
+        counts = [size // granule for size in sizes]
+        most = min((m - 1) // (count - 1) for m, count in zip(points, counts, strict=True) if count > 1)
+        rule = Polynomial(0, 1, 0, 1 << max(0, most.bit_length() - 1), granule)
+        if [rule.at(m) for m in points] == [*sizes]:
+            return rule
+    return None
 
 
 def interpolate(points: Sequence[int], sizes: Sequence[int]) -> Polynomial:

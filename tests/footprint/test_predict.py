@@ -14,6 +14,7 @@ from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import BudgetExceeded, CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.device.profiles import USUAL_PROCESSORS, Libraries
+from autobatch.footprint import fitting as fittings
 from autobatch.footprint import predict as predicting
 from autobatch.footprint.fit import Unpredictable, footprint
 from autobatch.footprint.predict import Fitting, predict, program_on
@@ -152,7 +153,7 @@ def test_the_largest_above_a_gap_is_found():
 
 
 def test_the_rest_is_searched_if_no_size_near_the_bound_fits(monkeypatch):
-    monkeypatch.setattr(predicting, "SCANNED_EVENTS", 10)
+    monkeypatch.setattr(fittings, "SCANNED_EVENTS", 10)
     program = Program.fit([(1, trace(KiB)), (2, trace(2 * KiB))])
     wasteful = AllocatorConfig(expandable_segments=False)
     found = Fitting([program], lambda: CachingAllocator(3 * MiB, wasteful)).largest(5000)
