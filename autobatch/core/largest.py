@@ -18,8 +18,8 @@ class Bracket(NamedTuple):
     """A size that fits, a larger one that does not, and an allowance of questions about those between.
 
     Proof of the bound. Let S(r, f) = C(r, 0) + … + C(r, f), so that S(r, f) = S(r - 1, f) + S(r - 1, f - 1).
-    At the start r = ⌊log2 n⌋ + 3 and f ≥ r / 2, so S(r, f) ≥ 2^(r - 1) > n. As long as n ≤ S(r, f), there is a
-    size after which at most S(r - 1, f) answers remain if it fits, and at most S(r - 1, f - 1) if not;
+    At the start r = ⌊log2 n⌋ + 3 and f ≥ r / 2, so S(r, f) ≥ 2^(r - 1) > n. As long as n ≤ S(r, f), there is
+    a size after which at most S(r - 1, f) answers remain if it fits, and at most S(r - 1, f - 1) if not;
     `nearest` takes the one that is nearest to the guess. As S(r, 0) = S(0, f) = 1, a single answer remains
     before either allowance is used up.
     """

@@ -1,6 +1,6 @@
 """The sizes at which a program fits in a budget: by live bytes, then by replay in a model of the allocator.
 
-    Program ──live bytes──► bound ──replays──► m fits, and m + 1 does not
+Program ──live bytes──► bound ──replays──► m fits, and m + 1 does not
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from autobatch.footprint.fit import Footprint, Unpredictable
 from autobatch.footprint.fitting import Fitting
 from autobatch.footprint.program import Program, Untraceable
 
+
 class Prediction(NamedTuple):
     """The largest micro-batch that fits on a GPU."""
 

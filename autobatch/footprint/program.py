@@ -24,7 +24,6 @@ from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.device.profiles import USUAL_PROCESSORS, Processors
 from autobatch.footprint.reductions import Reduction, scratch_bytes
 
-
 MOST_PARTS = 64
 """Most parts into which the largest common divisor of sizes is divided in search of a granule."""
 

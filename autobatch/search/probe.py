@@ -3,8 +3,8 @@
     4 samples ──► 12, or ¾ of what a line says ──► replay of both ──► m, the run that confirms
     kernels of large sizes are others: ¾, then 9⁄10 of the line ──► replay of these ──► m
 
-That m + 1 does not fit is proven by a run, by a replay that agrees with the run at m to the byte, or because m
-is the cap. This module knows no device and no model: a size goes in, an `Outcome` comes out.
+That m + 1 does not fit is proven by a run, by a replay that agrees with the run at m to the byte, or because
+m is the cap. This module knows no device and no model: a size goes in, an `Outcome` comes out.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def find_largest(
     new_allocator: Callable[[], Allocator],
     multiple: int = 1,
     guess: int | None = None,
+    known: Sequence[Program] = (),
     first: int = FIRST,
     stopped: Callable[[], str | None] = lambda: None,
 ) -> Found:
@@ -67,7 +68,8 @@ def find_largest(
 
     With s sizes in question, at most log2(s) + 3 run, and at most half of log2(s) + 2 do not fit, whatever
     fits and whatever the runs record; see `autobatch.core.largest.Bracket`. In question are the sizes up to
-    `REACH` times a guess. If the largest of them fits, larger ones are in question, with a bound of their own.
+    `REACH` times a guess, rounded up to a power of two. If the largest of them fits, larger ones are in
+    question, with a bound of their own.
 
     Args:
         run: makes an attempt, and returns the error of one that fails for another reason than memory.
@@ -75,6 +77,7 @@ def find_largest(
         new_allocator: returns an empty model of the device's allocator, limited to the budget.
         multiple: the number whose multiples run.
         guess: the likely answer, which runs first; None if nothing is known.
+        known: programs of the step that came with the guess; a run that agrees with them ends the search.
         first: the first size without a guess.
         stopped: asked before each run once a size fits; a reason ends the search.
 
@@ -84,7 +87,7 @@ def find_largest(
     Raises:
         Exception: the error of the smallest size, if nothing fits for another reason than memory.
     """
-    search = _Search(run, cap // multiple, multiple, stopped, Runs(new_allocator))
+    search = _Search(run, cap // multiple, multiple, stopped, Runs(new_allocator, known))
     stopped_by = None
     try:
         search.begin(first, guess)
@@ -125,16 +128,14 @@ class _Search:
         return min((size for size in self.refused if size > self.low), default=self.cap + 1)
 
     def begin(self, first: int, guess: int | None) -> None:
-        """Make the first runs: two small ones and what their replay says, or large ones if they are unlike."""
-        if guess is not None and self.fits(self.units(guess)):
-            return
-        if not self.fits(self.units(first)):
+        """Run two small sizes and what their replay says, or large ones if the small ones are unlike."""
+        if (guess is not None and self.fits(self.units(guess))) or not self.fits_between(first):
             return
         line = self.runs.line() or self.cap * self.multiple
         self.fits_between(SECOND if line >= SECOND / SHARES[0] else SHARES[0] * line)
-        predicted = self.runs.largest(self.cap * self.multiple, self.multiple)
-        if predicted is not None:
-            self.fits_between(predicted)
+        self.predicted = self.runs.largest(self.cap * self.multiple, self.multiple)
+        if self.predicted is not None:
+            self.fits_between(self.predicted)
             return
         for share in SHARES:
             self.fits_between(share * (self.runs.line() or 0))
@@ -145,10 +146,12 @@ class _Search:
         return self.low < asked < self.high and self.fits(asked)
 
     def find(self) -> None:
-        """Ask between the largest size that fits and the least that does not, until the next size is refused."""
-        bracket = self.bracket([attempt.fits for attempt in self.attempts])
+        """Ask for sizes between one that fits and one that does not, until the next size is refused."""
+        bracket = None
         while not self.proof():
-            if not bracket.is_open:
+            if bracket is None:
+                bracket = self.bracket([attempt.fits for attempt in self.attempts])
+            elif not bracket.is_open:
                 bracket = self.bracket([])
             size = bracket.nearest(self.guess(bracket.low, bracket.high))
             bracket = bracket.after(size, self.fits(size))
@@ -226,17 +229,19 @@ class Runs:
 
     Args:
         new_allocator: returns an empty allocator with the budget as its limit.
+        known: programs of an earlier search, which count until two runs give others.
     """
 
-    def __init__(self, new_allocator: Callable[[], Allocator]) -> None:
+    def __init__(self, new_allocator: Callable[[], Allocator], known: Sequence[Program] = ()) -> None:
         self._new_allocator = new_allocator
+        self._known = [Fit(program, ()) for program in known]
         self._ran: dict[int, Attempt] = {}
         """Runs that fit, by size."""
         self._orders: tuple[dict[int, Trace], ...] = ({}, {})
         """Whole traces in each order of steps, by size."""
-        self._fits: list[Fit] = []
+        self._fits: list[Fit] = self._known
         """What the largest runs of one structure give, for each order that has such."""
-        self._fitting: Fitting | None = None
+        self._fitting = Fitting(self.programs, new_allocator) if known else None
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -246,10 +251,12 @@ class Runs:
     @property
     def is_of_largest(self) -> bool:
         """True if the largest run that fits has the structure of what is replayed."""
-        return bool(self._fits) and max(self._ran, default=0) in self._fits[0].sizes
+        if self._fits is self._known:
+            return bool(self._known)
+        return max(self._ran, default=0) in self._fits[0].sizes
 
     def add(self, outcome: Outcome) -> None:
-        """Learn from a run. One that failed has whole events if it broke a rule, or failed in the other order."""
+        """Learn from a run. One that failed is whole if it broke a rule, or failed in the other order."""
         attempt = outcome.attempt
         if attempt.fits:
             self._ran[attempt.micro_batch] = attempt
@@ -258,7 +265,7 @@ class Runs:
         for traces, trace, whole in zip(self._orders, (outcome.trace, outcome.other), wholes, strict=True):
             if trace is not None and whole:
                 traces[attempt.micro_batch] = trace.canonical()
-        self._fits = [fit for fit in map(fit_largest, self._orders) if fit is not None]
+        self._fits = [fit for fit in map(fit_largest, self._orders) if fit is not None] or self._known
         self._fitting = Fitting(self.programs, self._new_allocator) if self._fits else None
 
     def largest(self, cap: int, multiple: int) -> int | None:
@@ -270,22 +277,15 @@ class Runs:
     def refuse(self, size: int, above: int) -> bool:
         """Return whether a replay that agrees to the byte with the run of a size refuses the next one."""
         ran = self._ran.get(size)
-        if ran is None or not self.is_of_largest:
+        if ran is None or self._fitting is None:
             return False
-        agreeing: list[Program] = []
         with suppress(Untraceable):
-            for fit, traces in zip(self._fits, self._orders, strict=False):
-                if size in traces and fit.program.at(size).events == traces[size].events:
-                    agreeing.append(fit.program)
-            if self._fits[0].program not in agreeing[:1]:
-                return False
-            said = replay(agreeing[0].at(size), self._new_allocator())
-            fitting = Fitting(agreeing, self._new_allocator)
-            agrees = (said.peak_allocated_bytes, said.peak_reserved_bytes) == (
-                ran.peak_allocated_bytes,
-                ran.peak_reserved_bytes,
-            )
-            return agrees and fitting.fits(size) and not fitting.fits(above)
+            said = replay(self._fits[0].program.at(size), self._new_allocator())
+            if ran.peak_reserved_bytes is None:
+                agrees = said.peak_allocated_bytes == ran.peak_allocated_bytes
+            else:
+                agrees = said.peak_reserved_bytes == ran.peak_reserved_bytes
+            return agrees and self._fitting.fits(size) and not self._fitting.fits(above)
         return False
 
     def line(self) -> int | None:
