@@ -16,7 +16,7 @@ from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.allocator.trace import Replay, replay
 from autobatch.estimates.footprints import Footprint, Unpredictable
-from autobatch.footprint.predict import Fitting
+from autobatch.footprint.fitting import Fitting
 from autobatch.footprint.program import Untraceable
 
 Outcome: TypeAlias = tuple[int, int]

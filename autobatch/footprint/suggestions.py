@@ -21,7 +21,8 @@ from autobatch.device.allocator.trace import replay
 from autobatch.device.profiles import Libraries
 from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.fit import Footprint
-from autobatch.footprint.predict import Fitting, program_on
+from autobatch.footprint.fitting import Fitting
+from autobatch.footprint.predict import program_on
 from autobatch.footprint.program import Untraceable
 from autobatch.footprint.tracing.apart import run_in_copies
 from autobatch.footprint.tracing.trace_step import Setting

@@ -25,7 +25,8 @@ from autobatch.core.records import Attempt, LimitedBy, Probe
 from autobatch.core.units import MiB, format_bytes
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.fit import Footprint
-from autobatch.footprint.predict import Fitting, program_on
+from autobatch.footprint.fitting import Fitting
+from autobatch.footprint.predict import program_on
 from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.planning import micro_batches
 from autobatch.rehearsal import trace as traced_setup

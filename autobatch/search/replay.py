@@ -26,7 +26,8 @@ from typing import NamedTuple
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.fit import Footprint
-from autobatch.footprint.predict import Fitting, program_on
+from autobatch.footprint.fitting import Fitting
+from autobatch.footprint.predict import program_on
 from autobatch.footprint.program import Polynomial, Program, Rule, Untraceable, interpolate
 from autobatch.rehearsal.attempt import Outcome
 from autobatch.rehearsal.setup import SetupInfo, new_allocator
