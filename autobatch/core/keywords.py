@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_o
 
 from autobatch.core.options import (
     GradientDtypeChoice,
-    OptimizerChoice,
     ParallelChoice,
     PrecisionChoice,
     SplitCheck,
@@ -55,7 +54,6 @@ class EstimateKeywords(CommonKeywords, total=False):
     ranks: int | str | None
     sequence: int | None
     lora: int | None
-    optimizer: OptimizerChoice
     checkpointing: bool
 
 

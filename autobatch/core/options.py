@@ -45,7 +45,6 @@ GradientDtypeChoice = Literal["auto", "fp32", "weights"]
 ParallelChoice = Literal["auto", "replicate", "shard"]
 SplitChoice = Literal["auto", "count", "size"]
 SplitCheck = Literal["error", "note", "off"]
-OptimizerChoice = Literal["adamw", "adamw8bit", "sgd", "adafactor"]
 TrackerChoice = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
@@ -345,7 +344,6 @@ class ModelOptions(Section, frozen=True, kw_only=True):
         AtLeastOne | None,
         Option("hf: train adapters of this rank, not the weights.", "RANK", common=True),
     ] = None
-    optimizer: Annotated[OptimizerChoice, Option("hf: the optimizer.", common=True)] = "adamw"
     checkpointing: Annotated[
         bool, Option("hf: recompute the activations of each block in the backward pass.", common=True)
     ] = False

@@ -20,8 +20,8 @@ Capability = tuple[int, int]
 Kernel = Literal["cudnn", "flash", "efficient", "math"]
 _LOW = (torch.float16, torch.bfloat16)
 _CUDNN_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
-_CUDNN_ABOVE = 91500
-"""The version of cuDNN above which torch prefers its attention (``check_prefer_cudnn_attention``)."""
+"""Those on which torch prefers cuDNN (``check_prefer_cudnn_attention``) from its version 9.15 on, which is
+taken for granted, because asking cuDNN opens a GPU."""
 
 
 class Attention(NamedTuple):
@@ -57,13 +57,11 @@ class Attention(NamedTuple):
         )
 
     def _runs_on_cudnn(self, capability: Capability) -> bool:
-        cudnn, head = torch.backends.cudnn, self.query.shape[-1]
-        version = cudnn.version() if cudnn.is_available() else None  # type: ignore[no-untyped-call]
+        head = self.query.shape[-1]
         return (
             capability in _CUDNN_CAPABILITIES
             and torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
             and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
-            and (version is None or version > _CUDNN_ABOVE)
             and self.dropout == 0
             and self.query.dtype in _LOW
             and head % 8 == 0

@@ -14,8 +14,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal, TypeVar, cast
@@ -60,10 +59,10 @@ def run_in_copies(functions: Sequence[Callable[[], T]]) -> list[T]:
     """
     if not can_copy():
         return [function() for function in functions]
-    with quick_imports():
-        # Here, or each copy would import again what fakes import at their first use.
-        import torch._dynamo.config
-        import torch.fx.experimental.symbolic_shapes  # noqa: F401
+    # Here, or each copy would import again what fakes import at their first use.
+    import torch._dynamo.config
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
     waiting, running = list(enumerate(functions)), dict[int, _Copy]()
     answers: dict[int, Answer] = {}
     try:
@@ -87,18 +86,6 @@ def run_in_copies(functions: Sequence[Callable[[], T]]) -> list[T]:
             raise cast(AutobatchError, content)
         results.append(function() if kind == "call here" else cast(T, content))
     return results
-
-
-@contextmanager
-def quick_imports() -> Iterator[None]:
-    """Import within the block in three quarters of the time: a million objects come, and none goes."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Copy:

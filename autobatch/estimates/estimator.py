@@ -146,7 +146,7 @@ class Estimator:
         """Predict for all numbers of ranks that were asked for."""
         cells = []
         for world in self._options.rank_counts:
-            for gpu in self._gpus.in_table:
+            for gpu in self._gpus.asked:
                 layout, _ = self._choose(gpu, world)
                 cells.append(partial(self._cell, gpu, layout, self._footprint(gpu, layout)))
         return run_in_copies(cells)

@@ -16,8 +16,6 @@ from autobatch.estimates.suggestions import NATIVE_BF16
 
 LARGEST = 2**31 - 1
 """The largest micro-batch of any search, for a step whose memory does not grow."""
-TABLE_GPUS = 3
-"""GPUs in the table of ranks, if only one was asked about."""
 NCCL_BYTES = 1 * GiB
 """Memory of NCCL on a GPU, outside of the allocator. Users measure from a few hundred MiB to 1.6 GB, by
 channels, links and GPU (github.com/NVIDIA/nccl/issues/864 and 1685)."""
@@ -45,12 +43,11 @@ class Gpus:
         search, device = options.search, options.device.device
         simulated = [device.removeprefix("sim:")] if device.startswith("sim:") else []
         names = [] if search.all else search.profile or simulated
-        known = list_profiles(user_dir=home).profiles
         self.are_named = bool(names)
         """True if the options name GPUs; else these are all that are known."""
-        self.asked = [load_profile(name, user_dir=home) for name in names] or list(known)
-        self.in_table = [*self.asked, *_larger(self.asked[0], known)] if len(names) == 1 else self.asked
-        """Those of the table of ranks: if only one was asked about, also the next larger ones."""
+        self.asked = [load_profile(name, user_dir=home) for name in names]
+        if not names:
+            self.asked += list_profiles(user_dir=home).profiles
 
     def precision(self, gpu: HardwareProfile) -> Precision:
         """Return the precision that was asked for; else bf16 where it is native."""
@@ -106,14 +103,3 @@ class Gpus:
                 f"each budget leaves {format_bytes(NCCL_BYTES)} for the buffers of NCCL, not measured here"
             )
         return notes
-
-
-def _larger(gpu: HardwareProfile, known: Sequence[HardwareProfile]) -> list[HardwareProfile]:
-    """Return the next GPUs with more memory and at least the same operators."""
-    by_memory = {
-        other.total_bytes // GiB: other
-        for other in reversed(known)
-        if other.total_bytes > gpu.total_bytes
-        and (other.compute_capability >= NATIVE_BF16) >= (gpu.compute_capability >= NATIVE_BF16)
-    }
-    return [by_memory[size] for size in sorted(by_memory)][: TABLE_GPUS - 1]

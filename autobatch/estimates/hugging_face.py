@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from autobatch.core.errors import InputError
 from autobatch.core.options import ModelOptions, Options
 from autobatch.core.text import LONGEST_VALUE, error_text, one_line, printable
-from autobatch.estimates.copies import quick_imports
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.report.result import Estimates
 from autobatch.workload.contract import Workload
@@ -50,15 +49,6 @@ INPUTS = {TEXT: "input_ids", CLASSES: "input_ids", IMAGES: "pixel_values", SPEEC
 """First input of a model, by the kind of its samples."""
 OWN_HEADS = ("ForMaskedLM", "ForCausalLM", "ForImageClassification")
 """Heads to train a model with whose config names none, the first that transformers has for it."""
-OPTIMIZERS = {
-    "adamw": "fused AdamW",
-    "adamw8bit": "AdamW in 8 bits (as in bitsandbytes)",
-    "sgd": "SGD without momentum",
-    "adafactor": "Adafactor",
-}
-BLOCK_8BIT, SMALLEST_8BIT = 256, 4096
-"""Elements that share a factor, and those of the smallest tensor in 8 bits, as in ``init_state`` of
-bitsandbytes/optim/optimizer.py."""
 
 
 def refuse_model_options(workload: object, options: ModelOptions) -> None:
@@ -112,30 +102,28 @@ def open_named(reference: str, asked: ModelOptions) -> Named:
     Raises:
         InputError: there is no such model, its kind is unknown, or it takes no sequence like that.
     """
-    with quick_imports():  # transformers is imported
-        config = load_config(reference.removeprefix(NAMED_MODEL))
-        task = Task.of(config, reference)
-        try:
-            with torch.device("meta"):
-                model = task.build(ModelOptions())
-        except Exception as error:
-            reason = one_line(error_text(error))
-            raise InputError(
-                f"{reference}: transformers cannot build {task.architecture} from this config ({reason})"
-            ) from None
+    task = Task.of(load_config(reference.removeprefix(NAMED_MODEL)), reference)
+    try:
+        with torch.device("meta"):
+            model = task.build(ModelOptions())
+    except Exception as error:
+        reason = one_line(error_text(error))
+        raise InputError(
+            f"{reference}: transformers cannot build {task.architecture} from this config ({reason})"
+        ) from None
     sample, size = task.sample(asked.sequence, model)
     workload = Workload(
         model=partial(task.build, asked),
         train_data=[sample, sample],
         loss=own_loss,
-        optimizer=partial(make_optimizer, asked.optimizer),
+        optimizer=fused_adamw,
         learning_rate=LEARNING_RATE,
         name=Path(reference.removeprefix(NAMED_MODEL)).name,
     )
     trained = "all weights" if asked.lora is None else f"adapters of rank {asked.lora} (LoRA)"
     blocks = ", each block recomputed" if asked.checkpointing else ""
     dtype = str(task.dtype).removeprefix("torch.")
-    about = f"{task.architecture}: {trained} in {dtype}, {size}, {OPTIMIZERS[asked.optimizer]}{blocks}"
+    about = f"{task.architecture}: {trained} in {dtype}, {size}, fused AdamW{blocks}"
     return Named(workload, about, sum(one.numel() for one in model.parameters()))
 
 
@@ -294,35 +282,6 @@ def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss
 
 
-def make_optimizer(name: str, params: Iterable[nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
-    """Build an optimizer by its name, for the parameters that are trained."""
-    trained = [one for one in params if one.requires_grad]
-    if name == "adamw8bit":
-        return AdamW8bitMemory(trained, {"lr": learning_rate})
-    if name == "sgd":
-        return torch.optim.SGD(trained, lr=learning_rate, fused=True)
-    if name == "adafactor":
-        return torch.optim.Adafactor(trained, lr=learning_rate)
-    return torch.optim.AdamW(trained, lr=learning_rate, fused=True)
-
-
-class AdamW8bitMemory(torch.optim.Optimizer):
-    """The memory of bitsandbytes' ``AdamW8bit``: its state, and an update in place. It trains nothing."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make the state of each parameter, and write to it as the kernel does."""
-        for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is not None:
-                    self.state[one] = self.state[one] or self._state_of(one)
-                    one.add_(one.grad, alpha=-group["lr"])
-
-    def _state_of(self, one: Tensor) -> dict[str, Tensor]:
-        is_small = one.numel() < SMALLEST_8BIT
-        dtype = torch.float32 if is_small else torch.uint8
-        state = {name: torch.zeros_like(one, dtype=dtype) for name in ("state1", "state2")}
-        for name in () if is_small else ("absmax1", "absmax2"):
-            blocks = math.ceil(one.numel() / BLOCK_8BIT)
-            state[name] = torch.zeros(blocks, dtype=torch.float32, device=one.device)
-        return state
+def fused_adamw(params: Iterable[nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
+    """Build the usual optimizer for the parameters that are trained."""
+    return torch.optim.AdamW([one for one in params if one.requires_grad], lr=learning_rate, fused=True)

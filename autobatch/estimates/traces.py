@@ -118,7 +118,7 @@ class Traces:
             precision=self._gpus.precision(gpu),
             gradient_dtype=self.gradient_dtype,
             capability=gpu.compute_capability,
-            others=[other.compute_capability for other in self._gpus.in_table],
+            others=[other.compute_capability for other in self._gpus.asked],
             multiple=self._options.multiple or 1,
             samples=self.whole_batch,
             sharding=layout.sharding,

@@ -68,10 +68,6 @@ def test_the_sequence_the_optimizer_and_adapters_are_counted(tmp_path: Path) -> 
     assert at(sequence=128).peak_allocated_bytes > usual.peak_allocated_bytes
     assert at(sequence=64, checkpointing=True).memory["activations"] < usual.memory["activations"]
     assert 1 <= usual.memory["optimizer state"] / (8 * weights) < 1.2
-    assert at(sequence=64, optimizer="sgd").memory.get("optimizer state", 0) == 0
-    # Two bytes for each weight, and a float32 for each 256; small tensors stay in 32 bits.
-    assert 2 <= at(sequence=64, optimizer="adamw8bit").memory["optimizer state"] / weights < 2.6
-    assert at(sequence=64, optimizer="adafactor").memory["optimizer state"] < usual.memory["optimizer state"]
     pytest.importorskip("peft")
     adapted = at(sequence=64, lora=2)
     assert adapted.memory.get("gradients", 0) < usual.memory["gradients"] / 5

@@ -54,18 +54,26 @@ def test_a_rank_holds_its_part_and_gathers_layers(tmp_path):
     assert not any("NCCL" in note for note in notes)
 
 
-@pytest.mark.slow
-def test_the_table_has_more_ranks_and_larger_gpus(tmp_path):
+def test_the_table_has_all_ranks_and_gpus_each_with_its_own_layout(tmp_path):
+    """A whole model fits on the larger GPU only, whichever is named first."""
     before = multiprocessing.active_children()
-    found = estimate(tmp_path, parallel="shard", budget=None)
-    assert sorted({cell.world_size for cell in found.over_ranks}) == [2, 4, 8, 16]
-    gpus = list(dict.fromkeys(cell.profile for cell in found.over_ranks))
-    assert gpus[0] == "a100-40gb"
-    assert len(gpus) == 3
-    asked = next(cell for cell in found.over_ranks if (cell.world_size, cell.profile) == (4, "a100-40gb"))
-    assert asked.micro_batch == found.estimates[0].micro_batch
-    budgets = {cell.profile: cell.budget_bytes for cell in found.over_ranks}
-    assert budgets["a100-40gb"] < min(budgets[name] for name in gpus[1:])
+    names = ["a100-40gb", "a100-80gb"]
+    given = {"what": workload(depth=8), "budget": "0.07%", "precision": "fp32", "ranks": "2,4"}
+
+    def cells(*profile):
+        found = estimate(tmp_path, profile=[*profile], **given)
+        layouts = {one.profile: one.parallel for one in found.estimates}
+        return layouts, {
+            (one.profile, one.world_size): (one.parallel, one.micro_batch) for one in found.over_ranks
+        }
+
+    layouts, table = cells(*names)
+    assert layouts == dict(zip(names, ["shard", "replicate"], strict=True))
+    assert {key: parallel for key, (parallel, _) in table.items()} == {
+        (name, world): layouts[name] for name in names for world in (2, 4)
+    }
+    assert all(size > 0 for _, size in table.values())
+    assert cells(*names[::-1]) == (layouts, table)
     assert not dist.is_initialized()
     assert set(multiprocessing.active_children()) <= set(before)
 

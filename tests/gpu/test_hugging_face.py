@@ -70,8 +70,8 @@ def test_a_predicted_peak_is_that_of_a_plain_training(tmp_path: Path, name: str,
     )
     (one,) = found.estimates
     command = [sys.executable, "-c", PLAIN, str(place), str(SIZE), str(SEQUENCE), way]
-    # No trace knows the scratch of cuDNN, and that of the stub is made up.
-    variables = {**os.environ, "STUB_CUDNN_WORKSPACE_MIB": "0"}
+    # No trace knows what cuBLAS and cuDNN hold, and the scratch of the stub's cuDNN is made up.
+    variables = {**os.environ, "STUB_CUDNN_WORKSPACE_MIB": "0", "CUBLAS_WORKSPACE_CONFIG": ":0:0"}
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     assert ran.returncode == 0, ran.stderr
     allocated, reserved = json.loads(ran.stdout.splitlines()[-1])

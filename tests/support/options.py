@@ -49,7 +49,6 @@ CHANGED: dict[str, Any] = {
     "collective_timeout": 60.0,
     "sequence": 11,
     "lora": 3,
-    "optimizer": "sgd",
     "checkpointing": True,
     "seed": 7,
     "split": "count",
