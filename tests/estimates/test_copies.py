@@ -161,5 +161,5 @@ def test_what_user_code_keeps_is_in_each_trace_and_has_values_in_later_steps():
     (alone,) = run_in_copies([lambda: record(made, 7).trace])
     assert step.program.at(7).events == alone.events
     assert KeepsWhatItBuilds.weights is None, "nothing fake is left in this process"
-    autobatch.estimate(workload(), profile=["t4"], memory_budget="1%")
+    autobatch.estimate(workload(), profile=["t4", "v100-16gb"], memory_budget="1%")
     assert torch.equal(KeepsWhatItBuilds.window(16), torch.hann_window(16))

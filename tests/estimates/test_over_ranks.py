@@ -54,6 +54,7 @@ def test_a_rank_holds_its_part_and_gathers_layers(tmp_path):
     assert not any("NCCL" in note for note in notes)
 
 
+@pytest.mark.program
 def test_the_table_has_all_ranks_and_gpus_each_with_its_own_layout(tmp_path):
     """A whole model fits on the larger GPU only, whichever is named first."""
     before = multiprocessing.active_children()

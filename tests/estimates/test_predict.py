@@ -141,6 +141,7 @@ def test_what_lowers_the_peak_without_sufficing_is_named_with_a_size_of_0() -> N
     assert lower
 
 
+@pytest.mark.program
 def test_a_probe_in_which_nothing_fits_names_what_would_help(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
     held = sum(p.nbytes for p in deep_transformer().model().parameters())
