@@ -27,7 +27,7 @@ from autobatch.estimates.attention import Capability
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.recorder import CONVOLUTIONS
 from autobatch.estimates.traced_step import Recording, TracedStep, record
-from autobatch.footprint.program import Program, Untraceable
+from autobatch.footprint.program import Polynomial, Program, Untraceable
 from autobatch.workload.contract import Collated
 from autobatch.workload.rng import preserved_random_state
 
@@ -116,7 +116,7 @@ def _fitted(step: TracedStep, first: Sequence[Recording | AutobatchError]) -> Fo
     small, larger, *check = _checked(first)
     sizes = sizes_of(step)
     points = [(sizes[0], small.trace), (sizes[1], larger.trace)]
-    program, is_line = None, True
+    program = None
     with suppress(Untraceable):
         program = Program.fit(points)
     if program is None or not all(_begins_with(program, sizes[2], one.trace) for one in check):
@@ -125,7 +125,10 @@ def _fitted(step: TracedStep, first: Sequence[Recording | AutobatchError]) -> Fo
         program = Program.fit([*points, (sizes[2], third.trace)])
         if not _begins_with(program, sizes[3], last.trace):
             raise Untraceable("the sizes of its allocations are no polynomial in the micro-batch")
-        is_line = False
+    is_line = all(
+        rule is None or (isinstance(rule, Polynomial) and not rule.square and rule.granule == 1)
+        for _, rule in program.events
+    )
     margin = CONVOLUTION_MARGIN if CONVOLUTIONS in small.notes else MARGIN
     notes = (*sorted(small.notes), *_notes_on(step.model))
     return Footprint(program, margin, notes, step.multiple, is_line, small.unlike)
