@@ -6,6 +6,7 @@ one length. Weights have the type that the config states, as ``from_pretrained``
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Iterable
@@ -136,6 +137,7 @@ def load_config(name: str) -> Any:
     try:
         import transformers
         from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+        from huggingface_hub.utils import logging as hub_logging
     except ImportError as error:
         raise InputError(
             f"{NAMED_MODEL}{name} needs transformers ({error}): pip install transformers"
@@ -145,13 +147,16 @@ def load_config(name: str) -> Any:
     if is_folder and not (Path(name) / "config.json").is_file():
         raise InputError(f"the folder {shown} has no config.json: give one that has, or a name on the hub")
     instead = "or give a folder with its config.json"
+    verbosity = hub_logging.get_verbosity()
+    hub_logging.set_verbosity(logging.ERROR)  # without a network it tells of every attempt
     try:
         # Asked once: without an answer, the client behind from_pretrained tries for 24 seconds.
         if not is_folder and not try_to_load_from_cache(name, "config.json"):
             get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT_S)
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:
-        cause = error.__cause__ or error
+        # transformers raises its own error from the hub's, and the hub raises its own from the client's.
+        cause = error if isinstance(error, errors.HfHubHTTPError) else error.__cause__ or error
         reason = f"has no config that transformers can read ({one_line(error_text(error))})"
         if isinstance(cause, errors.GatedRepoError):
             reason = f"is gated: ask for access on its page and run hf auth login, {instead}"
@@ -160,6 +165,8 @@ def load_config(name: str) -> Any:
         elif not is_folder and not isinstance(cause, errors.HfHubHTTPError | ValueError | KeyError):
             reason = f"is no folder here, and the hub cannot be reached: check the network, {instead}"
         raise InputError(f"{NAMED_MODEL}{shown} {reason}") from None
+    finally:
+        hub_logging.set_verbosity(verbosity)
 
 
 class Task(NamedTuple):
