@@ -16,7 +16,6 @@ from tests.support.probes import mlp, work
 
 HEAD = 256
 """Width of a head whose backward pass runs in flash attention on some GPUs only, if it has dropout."""
-FIRST_LAYOUT = known("measure: the table of ranks has all GPUs in the layout of the first")
 FIRST_CAPABILITY = known("measure: a GPU that is named second is traced with the capability of the first")
 
 
@@ -52,7 +51,6 @@ def test_the_answer_for_a_gpu_does_not_depend_on_the_others() -> None:
         assert limits(*order) == alone
 
 
-@FIRST_LAYOUT
 @pytest.mark.program
 @pytest.mark.parametrize("gpus", [("t4", "a100-80gb"), ("a100-80gb", "t4")])
 def test_each_gpu_has_its_own_layout_in_the_table_of_ranks(gpus: tuple[str, str]) -> None:
