@@ -223,7 +223,7 @@ class Machine:
         ]
 
 
-@pytest.mark.parametrize("own_pid", [os.getpid(), 4711])
+@pytest.mark.parametrize("own_pid", [os.getpid(), 4711], ids=["of this namespace", "of the host"])
 def test_others_are_counted_without_this_process(fake: FakeCuda, own_pid: int) -> None:
     """NVML lists it by the host's id in a container. CUDA loads libraries in the first session."""
     machine = Machine(fake, own_pid)
@@ -238,7 +238,7 @@ def test_others_are_counted_without_this_process(fake: FakeCuda, own_pid: int) -
     assert [one.pid for one in record.holders] == [1, 7]
 
 
-@pytest.mark.parametrize("own_pid", [None, os.getpid()])
+@pytest.mark.parametrize("own_pid", [None, os.getpid()], ids=["unlisted", "listed"])
 def test_others_that_grow_are_never_counted_as_this_process(fake: FakeCuda, own_pid: int | None) -> None:
     """NVML may list no process, or none with its memory: then what CUDA loaded counts as that of others."""
     machine = Machine(fake, own_pid)
