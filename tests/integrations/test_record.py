@@ -106,8 +106,6 @@ def started(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # Ctrl-C is ignored if the tests run in the background.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -161,6 +159,7 @@ def test_after_some_seconds_it_is_written_and_the_program_goes_on(folder):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_the_program_and_writes(folder, number):
     """SIGTERM ends a program of Python at once, so nothing is written then."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
     process = started(folder, program=PROGRAM + "\nopen('ready', 'w').close()\ntime.sleep(60)\n")
     wait_for(folder / "ready")
     process.send_signal(number)
