@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,14 +21,14 @@ from autobatch.api.call import Call
 from autobatch.api.ranks import check_data_of_ranks
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
 from autobatch.core.files import write_atomic
-from autobatch.core.records import Plan, Remedy, Tuning
+from autobatch.core.records import MemoryCurve, Plan, PredictedPoint, Remedy, Tuning
 from autobatch.distributed.rank_plan import limits_over_ranks, spread
 from autobatch.distributed.sharding.layout import ONCE, ShardLayout
 from autobatch.estimates.suggestions import in_words, suggest
+from autobatch.footprint.explain import memory_curve, predicted_points
 from autobatch.planning import launched_world_size, make_plan, samples_of_rank
 from autobatch.rehearsal.process import Session, SetupProcess, open_process
-from autobatch.rehearsal.setup import Role, SetupInfo
-from autobatch.rehearsal.trace import predicted_memory
+from autobatch.rehearsal.setup import Role, SetupInfo, new_allocator
 from autobatch.report.result import Result
 from autobatch.report.words import decimal, plural
 from autobatch.search.attempts import ask_or_none, step_snapshot
@@ -187,6 +188,15 @@ def _limit(call: Call, setup: OpenSetup, samples: int | None) -> Limit:
     return limit
 
 
+def _memory_of(limit: Limit, info: SetupInfo) -> tuple[list[PredictedPoint], MemoryCurve | None]:
+    """Return predicted peaks around a limit, and the memory over a step of the run at it; None if unknown."""
+    unlimited = partial(new_allocator, info, capped=False)
+    ran = max((attempt.micro_batch for attempt in limit.probe.attempts if attempt.fits), default=1)
+    has_phases = limit.trace is not None and limit.trace.marks
+    curve = memory_curve(limit.trace, ran, unlimited()) if limit.trace is not None and has_phases else None
+    return predicted_points(limit.programs, ran, unlimited, info.samples), curve
+
+
 def _suggestions(session: Session) -> list[Remedy]:
     return suggest(session.setup)
 
@@ -207,8 +217,7 @@ def _probe_and_plan(call: Call, setup: OpenSetup) -> Result:
         probe = msgspec.structs.replace(probe, ranks=limits_over_ranks(ranks, limit.planned, info.device))
         plan = spread(plan, probe.ranks, info.layout)
     _report_plan(call, plan, info.epoch_samples)
-    call.progress.doing("predicting the memory of a step")
-    predicted, curve = predicted_memory(limit.footprint, info, probe.micro_batch)
+    predicted, curve = _memory_of(limit, info)
     return Result(
         device=info.device,
         probe=probe,

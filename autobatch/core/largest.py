@@ -44,6 +44,12 @@ class Bracket(NamedTuple):
         most = min(self.high - 1, self.low + told_apart(self.asked - 1, self.failed - 1))
         return min(max(guess, least), most)
 
+    def around(self, guess: int) -> Bracket:
+        """Return the bracket with no more sizes above a guess than leave it to be asked for."""
+        if guess <= self.low:
+            return self
+        return self._replace(high=min(self.high, guess + told_apart(self.asked - 1, self.failed)))
+
     def after(self, size: int, fits: bool) -> Bracket:
         """Return the bracket after an answer."""
         if fits:

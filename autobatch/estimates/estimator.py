@@ -22,11 +22,11 @@ from autobatch.core.records import Estimate, Plan, RankEstimate, Remedy
 from autobatch.core.units import format_bytes
 from autobatch.device.profiles import HardwareProfile
 from autobatch.estimates.copies import run_in_copies
-from autobatch.estimates.explain import explain
 from autobatch.estimates.footprints import Footprint, Unpredictable, footprints
 from autobatch.estimates.gpus import Gpus
 from autobatch.estimates.suggestions import helpful, in_words, with_changes
 from autobatch.estimates.traces import Layout, Traces
+from autobatch.footprint.explain import explain
 from autobatch.planning import make_plan
 from autobatch.report.result import Estimates
 from autobatch.workload.contract import WholeBatchLoss, Workload

@@ -1,7 +1,12 @@
-"""Explanations of a footprint: its peak by purpose and module, its course over a step, and its growth."""
+"""Explanations of a step's memory from its events: the peak by purpose and module, the course, the growth.
+
+The purpose of a block follows from the phase in which it was taken, and from how long it lives. So the events
+of a real run are explained like those of a prediction.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -11,30 +16,20 @@ from autobatch.core.records import MemoryCurve, PredictedPoint
 from autobatch.core.text import module_in_words
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
-from autobatch.device.allocator.trace import FREE, replay
-from autobatch.footprint.fit import Footprint
-from autobatch.footprint.program import Untraceable
+from autobatch.device.allocator.trace import FREE, Trace, replay
+from autobatch.footprint.program import Program, Untraceable
 
 MODULES = 3
 """Modules that an explanation names."""
+DEPTH = 2
+"""Parts of a module's name that an explanation keeps."""
 POINTS = 24
 """Micro-batches whose peaks are predicted for a chart."""
 MOST_POSITIONS = 300
 """Events of a step that a chart keeps."""
 ACTIVATIONS = "activations"
-KINDS = (
-    "parameters",
-    "averaged weights",
-    "optimizer state",
-    "gradients",
-    "gathered layers",
-    "batch",
-    ACTIVATIONS,
-    "temporaries",
-)
+KINDS = ("parameters", "optimizer state", "gradients", "batch", ACTIVATIONS, "temporaries")
 """Kinds of memory from the bottom of a chart upwards, in the order of how long they stay."""
-DEPTH = 2
-"""Parts of a module's name that an explanation keeps."""
 LAYERS = 6
 """Parts of the model that a chart tells apart."""
 OUTSIDE = "loss and rest"
@@ -43,19 +38,56 @@ CACHED = "cached"
 """Memory that the allocator holds without any tensor in it."""
 
 
-class Row(NamedTuple):
-    """Live bytes after an event of a step."""
+class Label(NamedTuple):
+    """The purpose of a block."""
 
-    position: int
-    by_kind: dict[str, int]
-    by_layer: dict[str, int]
-    """Activations by the part of the model that made them."""
+    kind: str
+    """One of `KINDS`."""
+    module: str
+    """Dotted name of the module that ran when an activation was taken; empty for none."""
+
+
+def labels_of(trace: Trace) -> dict[int, Label]:
+    """Return the purpose of each block of a trace, whose blocks have numbers of their own."""
+    freed_at = {block: at for at, (block, size) in enumerate(trace.events) if size == FREE}
+    batches = _batches(trace)
+    labels = {}
+    for at, (block, size) in enumerate(trace.events):
+        if size == FREE:
+            continue
+        kind = "batch" if at in batches else _kind(trace, at, freed_at.get(block, len(trace.events)))
+        place = bisect_right(trace.modules, at, key=lambda entry: entry[0]) if kind == ACTIVATIONS else 0
+        labels[block] = Label(kind, trace.modules[place - 1][1] if place else "")
+    return labels
+
+
+def _batches(trace: Trace) -> set[int]:
+    """Return the places of allocations in a row right before a forward pass, but for those of the model."""
+    places: set[int] = set()
+    for start, phase in trace.marks[2:]:
+        at = start - 1
+        while phase == "forward" and at >= 0 and trace.events[at][1] != FREE:
+            places.add(at)
+            at -= 1
+    return places
+
+
+def _kind(trace: Trace, taken_at: int, freed_at: int) -> str:
+    """Return the purpose of a block that is no batch."""
+    taken, freed = (bisect_right(trace.marks, at, key=lambda mark: mark[0]) for at in (taken_at, freed_at))
+    phase = trace.marks[taken - 1][1] if taken else "setup"
+    if phase == "setup":
+        return "parameters"
+    if phase in ("forward", "loss"):
+        return ACTIVATIONS
+    if freed == taken and freed_at < len(trace.events):
+        return "temporaries"
+    return "gradients" if phase == "backward" else "optimizer state"
 
 
 class Explanation(NamedTuple):
     """Live bytes at the peak of a step."""
 
-    micro_batch: int
     peak_bytes: int
     """Peak of live tensors, without rounding and fragmentation."""
     phase: str
@@ -77,18 +109,11 @@ class Explanation(NamedTuple):
         return f"{format_bytes(self.peak_bytes)} at the peak in the {self.phase}: {parts}{modules}"
 
 
-def explain(step: Footprint, micro_batch: int) -> Explanation:
-    """Explain the peak of a step.
-
-    Args:
-        step: the footprint.
-        micro_batch: the size to explain.
-
-    Raises:
-        Untraceable: the footprint is invalid at that size.
-    """
-    trace = step.program.at(micro_batch)
+def explain(trace: Trace) -> Explanation:
+    """Explain the peak of a trace, or the end of one that ran out of memory there."""
+    trace = trace.canonical()
     outcome = replay(trace, CountingAllocator())
+    labels = labels_of(trace)
     live: dict[int, int] = {}
     for block, size in trace.events[: outcome.peak_at + 1]:
         if size == FREE:
@@ -98,12 +123,11 @@ def explain(step: Footprint, micro_batch: int) -> Explanation:
     by_kind: Counter[str] = Counter()
     by_module: Counter[str] = Counter()
     for block, size in live.items():
-        kind, module = step.labels[block]
+        kind, module = labels[block]
         by_kind[kind] += size
         if kind == ACTIVATIONS:
             by_module[".".join(module.split(".")[:DEPTH]) or "(the model itself)"] += size
     return Explanation(
-        micro_batch=micro_batch,
         peak_bytes=outcome.peak_allocated_bytes,
         phase=outcome.peak_phase or "setup",
         by_kind=dict(by_kind.most_common()),
@@ -111,18 +135,25 @@ def explain(step: Footprint, micro_batch: int) -> Explanation:
     )
 
 
-def memory_curve(step: Footprint, micro_batch: int, allocator: Allocator) -> MemoryCurve:
+class Row(NamedTuple):
+    """Live bytes after an event of a step."""
+
+    position: int
+    by_kind: dict[str, int]
+    by_layer: dict[str, int]
+    """Activations by the part of the model that made them."""
+
+
+def memory_curve(trace: Trace, micro_batch: int, allocator: Allocator) -> MemoryCurve:
     """Return live memory over the events of the last step, in the steady state.
 
     Args:
-        step: the footprint.
-        micro_batch: the size to show.
+        trace: of a few steps.
+        micro_batch: its size.
         allocator: empty, without a limit. If it caches, its cached memory is a category of its own.
-
-    Raises:
-        Untraceable: the footprint is invalid at that size.
     """
-    trace = step.program.at(micro_batch)
+    trace = trace.canonical()
+    labels = labels_of(trace)
     # The last step follows the optimizer of the one before.
     steps = [
         position
@@ -132,8 +163,8 @@ def memory_curve(step: Footprint, micro_batch: int, allocator: Allocator) -> Mem
     first = steps[-1] if steps else 0
     made: Counter[str] = Counter()
     for block, size in trace.events:
-        if size != FREE and step.labels[block].kind == ACTIVATIONS:
-            made[step.labels[block].module] += size
+        if size != FREE and labels[block].kind == ACTIVATIONS:
+            made[labels[block].module] += size
     outside = {"": made.pop("")} if "" in made else {}
     layer_of = layers_of({**made, **outside})
     live = dict.fromkeys(KINDS, 0)
@@ -141,7 +172,7 @@ def memory_curve(step: Footprint, micro_batch: int, allocator: Allocator) -> Mem
     blocks: dict[int, tuple[object, int]] = {}
     rows: list[Row] = []
     for index, (block, size) in enumerate(trace.events):
-        kind, module = step.labels[block]
+        kind, module = labels[block]
         if size == FREE:
             handle, held = blocks.pop(block)
             allocator.free(handle)
@@ -222,12 +253,12 @@ def layers_of(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def predicted_points(
-    step: Footprint, micro_batch: int, new_allocator: Callable[[], Allocator], cap: int
+    programs: Sequence[Program], micro_batch: int, new_allocator: Callable[[], Allocator], cap: int
 ) -> list[PredictedPoint]:
     """Return predicted peaks at micro-batches around an answer, which is among them with its successor.
 
     Args:
-        step: the footprint.
+        programs: of the step, in each order that ran; the largest peak counts.
         micro_batch: the answer.
         new_allocator: returns an empty allocator without a limit.
         cap: the largest micro-batch to predict.
@@ -235,14 +266,13 @@ def predicted_points(
     last = min(cap, max(micro_batch + 1, micro_batch * 5 // 4))
     spread = {1 + (last - 1) * number // (POINTS - 1) for number in range(POINTS)}
     points = []
-    for size in sorted(spread | {micro_batch, min(micro_batch + 1, last)}):
+    for size in sorted(spread | {micro_batch, min(micro_batch + 1, last)} if programs else ()):
         try:
-            outcome = replay(step.program.at(size), new_allocator())
+            outcomes = [replay(program.at(size), new_allocator()) for program in programs]
         except Untraceable:
             continue
-        peak = outcome.peak_reserved_bytes
-        held = outcome.peak_allocated_bytes if peak is None else peak
-        points.append(PredictedPoint(micro_batch=size, peak_reserved_bytes=held))
+        peaks = (outcome.peak_reserved_bytes or outcome.peak_allocated_bytes for outcome in outcomes)
+        points.append(PredictedPoint(micro_batch=size, peak_reserved_bytes=max(peaks)))
     return points
 
 

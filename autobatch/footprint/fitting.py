@@ -12,7 +12,7 @@ import numpy as np
 from autobatch.core.largest import halving, largest
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.allocator.trace import replay
-from autobatch.footprint.program import Program, Rule
+from autobatch.footprint.program import Polynomial, Program
 
 SCANNED_EVENTS = 200_000
 """Allocations and frees that are replayed below the bound, size after size, which takes half a second."""
@@ -90,13 +90,13 @@ class Fitting:
         return self._limit is None or all(peak_at(m) <= self._limit for peak_at in self._live_peaks)
 
 
-def _live_peak(events: Sequence[tuple[int, Rule | None]]) -> Callable[[int], int]:
+def _live_peak(events: Sequence[tuple[int, Polynomial | None]]) -> Callable[[int], int]:
     """Return a function of the micro-batch: the most bytes that are live at the same time.
 
     Args:
         events: of a program. Frees of unknown blocks are left out.
     """
-    numbers: dict[Rule, int] = {}
+    numbers: dict[Polynomial, int] = {}
     held: dict[int, int] = {}
     changes: list[int] = []
     """The number of a rule, from 1, with the sign of what happens to a block of its size."""

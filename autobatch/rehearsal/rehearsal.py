@@ -7,15 +7,17 @@ only in their batches, and in what they read of the steps. This module knows no 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
+from autobatch.core.knobs import COMPILE
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.base import Meter
+from autobatch.device.modules import followed_modules
 from autobatch.device.oom import Verdict, classify, first_line, lost_context_ignored, requested_bytes
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.apply_knobs import free_graphs, uses_graphs
@@ -110,7 +112,11 @@ def rehearse(
         stopwatch = _Stopwatch(setup, meter)
         try:
             stopwatch.mark("setup")
-            with on_copies(setup, meter, learning_rate=learning_rate) as train_state:
+            followed = within_budget and setup.sharding is None and setup.knobs.get(COMPILE, "off") == "off"
+            with (
+                on_copies(setup, meter, learning_rate=learning_rate) as train_state,
+                followed_modules(setup.model, meter) if followed else nullcontext(),
+            ):
                 if within_budget and train_state.scaler is not None:
                     # The usual scale of 65536 may overflow in every step, and no state appears.
                     train_state.scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=1.0)

@@ -104,6 +104,8 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     base_batch: int | None
     precision: Precision
     gradient_dtype: GradientDtype = "fp32"
+    model_bytes: int = 0
+    """Bytes of the parameters that are trained."""
     name: str
     allocator: AllocatorConfig | None = None
     """Settings of the device's caching allocator; None if it caches nothing."""
@@ -333,6 +335,7 @@ def describe_setup(setup: Setup) -> SetupInfo:
         base_batch=workload.base_batch,
         precision=setup.precision,
         gradient_dtype=setup.gradient_dtype,
+        model_bytes=sum(p.nbytes for p in setup.model.parameters() if p.requires_grad),
         name=workload.name,
         allocator=setup.device.allocator_config,
         compute_capability=setup.device.compute_capability,

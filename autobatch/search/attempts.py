@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Concatenate, ParamSpec, TypeVar
 
 import msgspec
@@ -23,8 +22,6 @@ from autobatch.core.units import format_bytes
 from autobatch.device.cuda_allocator import snapshot_of
 from autobatch.device.oom import loses_context
 from autobatch.footprint.explain import explain
-from autobatch.footprint.fit import Footprint
-from autobatch.footprint.program import Untraceable
 from autobatch.rehearsal.attempt import Outcome, attempt
 from autobatch.rehearsal.process import ChildCrashed, Session, SetupProcess
 from autobatch.rehearsal.setup import with_knobs
@@ -144,13 +141,16 @@ class Attempts:
 
 
 def nothing_fits(
-    attempts: list[Attempt], process: SetupProcess, step: Footprint | None, *, single_error: str | None = None
+    process: SetupProcess, smallest: Outcome, single_error: str | None = None
 ) -> DoesNotFitError:
-    """Build the error that explains the memory of the last attempt, the smallest, and lists what helps.
+    """Build the error that explains the memory of the smallest attempt, and lists what helps.
 
-    A ``single_error`` is that of a micro-batch of 1, if it was not out of memory too.
+    Args:
+        process: holds the setup.
+        smallest: the attempt, with its events up to the failure.
+        single_error: the error of a micro-batch of 1, if it was not out of memory, too.
     """
-    last = attempts[-1]
+    last = smallest.attempt
     parts = [
         f"a micro-batch of {last.micro_batch} does not fit in the budget of "
         f"{format_bytes(process.info.device.budget_bytes)}: {str(last.reason).removesuffix('.')}"
@@ -160,9 +160,8 @@ def nothing_fits(
     if largest is not None and last.micro_batch == 1:
         index, size = largest
         parts.append(f"It ran with sample {index} of the training data, the largest: its size is {size:g}")
-    if step is not None:
-        with suppress(Untraceable):
-            parts.append(f"It takes {explain(step, last.micro_batch).text()}")
+    if smallest.trace is not None and smallest.trace.marks:
+        parts.append(f"It took {explain(smallest.trace).text()}")
     if single_error:
         parts.append(f"A micro-batch of 1 cannot run: {single_error.removesuffix('.')}")
     # The memory of a loss over the whole batch depends on the target batch, not on the micro-batch.

@@ -1,10 +1,10 @@
-"""Limits that were found on this machine, by everything that changes them, with their traced steps.
+"""Limits that were found on this machine, by everything that changes them, with the programs of their steps.
 
 One JSON file per key, under ``profiles/<device>/limits`` of the data directory. A file that cannot be used is
 ignored with a logged reason and left alone: a newer autobatch may have written it.
 
-A trace takes seconds, and a later probe of the same workload needs the same one. It is used only if the run
-that confirms the limit allocated exactly what it says, so that changed code is traced again.
+A later probe runs the saved limit first. A run that agrees with the saved programs to the byte ends the
+search; otherwise both are only a guess.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from autobatch.core.records import LimitedBy, UpperBoundBy
 from autobatch.core.text import printable
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
-from autobatch.device.allocator.trace import Trace
 from autobatch.device.profiles import save_or_explain
-from autobatch.footprint.fit import Footprint
+from autobatch.footprint.program import Program
 from autobatch.rehearsal.setup import KeyValue
 
 SCHEMA = 3
-SUFFIX = ".trace"
-"""Ending of the file with the trace of a limit."""
+SUFFIX = ".programs"
+"""Ending of the file with the programs of a limit."""
 Positive = Annotated[int, msgspec.Meta(gt=0, le=2**63 - 1)]
 ASKED_FOR = {
     "budget_bytes", "device", "device_kind", "total_bytes", "precision", "gradient_dtype", "max_grad_norm",
@@ -172,28 +171,25 @@ def _read(file: Path) -> CachedLimit | None:
     return None
 
 
-class _SavedTrace(msgspec.Struct, frozen=True, array_like=True):
-    """A trace with the version that wrote it; another version may trace other events."""
+class _SavedPrograms(msgspec.Struct, frozen=True, array_like=True):
+    """Programs with the version that wrote them; another version may record other events."""
 
     autobatch: str
-    step: Footprint
+    programs: tuple[Program, ...]
 
 
-def save_trace(step: Footprint | None, limit: Path) -> None:
-    """Save the trace of a limit beside its file, if there is a trace and the folder is writable."""
-    if step is None:
-        return
-    with suppress(OSError, InputError):
-        write_atomic(limit.with_suffix(SUFFIX), msgspec.msgpack.encode(_SavedTrace(__version__, step)))
+def save_programs(programs: tuple[Program, ...], limit: Path) -> None:
+    """Save the programs of a limit beside its file, if there are any and the folder is writable."""
+    if programs:
+        content = msgspec.msgpack.encode(_SavedPrograms(__version__, programs))
+        with suppress(OSError, InputError):
+            write_atomic(limit.with_suffix(SUFFIX), content)
 
 
-def find_trace(limit: Path, micro_batch: int, ran: Trace | None) -> Footprint | None:
-    """Return the saved trace of a limit, if its events are those that ran at a micro-batch."""
-    if ran is None:
-        return None
+def load_programs(limit: Path) -> tuple[Program, ...]:
+    """Return the programs that were saved with a limit; none if they are unreadable or of another version."""
     try:
-        saved = msgspec.msgpack.decode(limit.with_suffix(SUFFIX).read_bytes(), type=_SavedTrace)
+        saved = msgspec.msgpack.decode(limit.with_suffix(SUFFIX).read_bytes(), type=_SavedPrograms)
     except (OSError, *UNREADABLE):
-        return None
-    agrees = saved.autobatch == __version__ and saved.step.program.agrees_with(micro_batch, ran)
-    return saved.step if agrees else None
+        return ()
+    return saved.programs if saved.autobatch == __version__ else ()

@@ -1,10 +1,9 @@
-"""The largest micro-batch that fits: one run confirms a saved limit, else a search finds it and saves it.
+"""The largest micro-batch that fits: a search finds it, saves it, and begins at what was saved before.
 
-    saved limit ──► run ──► confirmed ──┐
-                                        ├──► batches of the run ──► micro-batches of the plan ──► Limit
-    trace ──► search, if none is saved ─┘
+    saved limit ──guess──► search by runs ──► batches of the run ──► micro-batches of the plan ──► Limit
 
-A saved limit that a run puts in doubt is searched again.
+One run confirms a saved limit: it agrees with the saved programs to the byte, and their replay says that no
+more fits.
 """
 
 from __future__ import annotations
@@ -24,28 +23,24 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt, LimitedBy, Probe
 from autobatch.core.units import MiB, format_bytes
 from autobatch.device.allocator.trace import FREE, Trace
-from autobatch.footprint.fit import Footprint
 from autobatch.footprint.fitting import Fitting
-from autobatch.footprint.predict import program_on
-from autobatch.footprint.program import Program, TooLong, Untraceable
+from autobatch.footprint.program import Program, Untraceable
 from autobatch.planning import micro_batches
-from autobatch.rehearsal import trace as traced_setup
 from autobatch.rehearsal.attempt import ATTEMPT_STEPS, Outcome
 from autobatch.rehearsal.process import Session, SetupProcess
 from autobatch.rehearsal.setup import new_allocator
 from autobatch.search.attempts import Attempts, ask_or_none, nothing_fits, run_attempt
-from autobatch.search.cache import CachedLimit, entry_path, find_trace, lookup, save_trace, store
+from autobatch.search.cache import CachedLimit, entry_path, load_programs, lookup, save_programs, store
+from autobatch.search.probe import FIRST, Found, find_largest
 from autobatch.search.real_batches import survive_real_batches
-from autobatch.search.replay import replay_on
-from autobatch.search.search import MULTIPLES, Found, first_size, search
 from autobatch.workload.user_code import describe
 
-SUSPECT = 3
-"""A size that is no multiple of any likely number, run if the step could be traced at multiples only."""
+MULTIPLES = (8, 4, 2)
+"""Numbers of samples that a workload may insist on multiples of."""
+STATE_COPIES = 4
+"""Weights, gradients, and two states of each weight, as Adam has them."""
 NOTABLE_GROWTH = 64 * MiB
 """Growth of other processes' memory during a probe that is worth a note: less is noise of drivers."""
-AMPLE_ROOM = 0.8
-"""Share of the budget below which a predicted peak leaves so much room that a saved limit is in doubt."""
 
 
 class Limit(NamedTuple):
@@ -54,8 +49,10 @@ class Limit(NamedTuple):
     probe: Probe
     file: Path | None = None
     """File that keeps the answer; None if it was not saved."""
-    footprint: Footprint | None = None
-    """The traced step; None if nothing was traced."""
+    programs: tuple[Program, ...] = ()
+    """The memory of its steps at any size, in each order that ran; empty if no two runs were alike."""
+    trace: Trace | None = None
+    """The events of the run at the limit; None if none were recorded."""
     planned: int = 0
     """The largest micro-batch that a plan may ask for; less than the limit if an even split does not fit."""
 
@@ -85,11 +82,10 @@ def find_limit(
     """
     _open(process, progress)
     probing = _Probing(process, options, share, home, progress)
-    confirmed = probing.confirm()
-    limit = confirmed or probing.search(clock)
+    limit = probing.search(clock)
     limit = limit._replace(probe=_with_others(limit.probe, process, progress))
     progress.probed(limit.probe)
-    limit = limit if confirmed else probing.save(limit)
+    limit = probing.save(limit)
     probe = survive_real_batches(process, limit.probe, share, options.device.seed, progress)
     limit = limit._replace(probe=probe, planned=probe.micro_batch)
     is_alone = process.info.key["world_size"] in (None, 1)
@@ -132,10 +128,9 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, progress: P
     """
     probe = limit.probe
     largest = probe.micro_batch
-    if limit.footprint is None or probe.real_batches is not None or probe.stopped_by is not None:
+    if not limit.programs or probe.real_batches is not None or probe.stopped_by is not None:
         return limit
-    program = program_on(limit.footprint, process.info.libraries)
-    fitting = Fitting([program], lambda: new_allocator(process.info))
+    fitting = Fitting(limit.programs, lambda: new_allocator(process.info))
     attempts: list[Attempt] = []
 
     def runs(size: int) -> bool:
@@ -184,95 +179,52 @@ class _Probing:
         self._progress = progress
         self._attempts = Attempts(process, progress)
 
-    def confirm(self) -> Limit | None:
-        """Run the saved limit of this key once, and check that no more fits.
-
-        Returns:
-            None if no limit is saved, if it was saved for other caps or multiples, if it no longer fits, or
-            if more fits.
-        """
-        may_vary = self._options.device.memory_budget is None
-        cached, stale = lookup(self._process.info.key, self._home, may_vary=may_vary)
-        if stale is not None:
-            self._progress.note(f"{stale}. It is probed again")
-        if cached is None:
-            return None
-        asked = self._options.multiple
-        multiple = cached.multiple if asked is None else asked
-        size = min(cached.micro_batch, self.cap) // multiple * multiple
-        if not size or cached.multiple % multiple or (cached.limited_by != "memory" and size < self.cap):
-            return None
-        outcome = self._attempts.run(size)
-        if not outcome.attempt.fits:
-            self._progress.note(
-                f"the saved micro-batch of {size} no longer fits, so the limit is probed again"
-            )
-            return None
-        self._progress.doing("checking whether more would fit")
-        file = entry_path(cached.key, self._home)
-        step = find_trace(file, size, outcome.trace)
-        if step is None:
-            step = self._trace()
-            save_trace(step, file)
-        if size + multiple <= self.cap and self._is_too_small(cached, outcome, step, multiple):
-            self._progress.note(
-                f"more than the saved micro-batch of {size} seems to fit, so the limit is probed again"
-            )
-            return None
-        probe = Probe(
-            micro_batch=size,
-            limited_by=self._limited_by(size),
-            upper_bound_by="cap" if size == self.cap else cached.upper_bound_by,
-            predicted_micro_batch=cached.micro_batch,
-            oom_count=0,
-            attempts=[outcome.attempt],
-            multiple=multiple,
-            memory_variation=variation_of(outcome.trace),
-            source=f"saved {cached.date}",
-            precision=self._process.info.precision,
-        )
-        return Limit(probe, file, step)
-
     def search(self, clock: Callable[[], float]) -> Limit:
-        """Search from the trace of the step, or without one if it cannot be traced.
+        """Search by runs, from the saved limit if there is one.
 
         Raises:
             DoesNotFitError: not even a micro-batch of 1 fits.
+            InputError: only multiples of a number run.
         """
         process, progress, start = self._process, self._progress, clock()
-        info, options, attempts = process.info, self._options, self._attempts
-        progress.doing("predicting what fits")
-        step = self._trace()
+        info, attempts, multiple = process.info, self._attempts, self._options.multiple or 1
+        saved = self._saved(multiple)
+        progress.doing("looking for what fits")
         tried: dict[int, Outcome] = {}
 
         def run(size: int) -> Outcome:
             tried[size] = attempts.run(size, may_fail=True)
             return tried[size]
 
-        limit_s = options.search.time_limit or math.inf
-        world = int(info.key["world_size"] or 1)
+        limit_s = self._options.search.time_limit or math.inf
+        is_large = STATE_COPIES * info.model_bytes > info.device.budget_bytes / 2
         try:
-            found = search(
+            found = find_largest(
                 run,
                 cap=self.cap,
-                replay=replay_on(info, step, self._other_order),
-                first=first_size(info.compute_capability),
-                multiple=options.multiple,
-                multiples=sorted({*MULTIPLES, world} - {1}),
-                suspect=SUSPECT if step is not None and step.multiple > 1 else None,
+                new_allocator=lambda: new_allocator(info),
+                multiple=multiple,
+                guess=None if saved is None else saved.micro_batch,
+                known=() if saved is None else load_programs(entry_path(saved.key, self._home)),
+                # An error of a large model costs a whole run.
+                first=FIRST // 2 if is_large else FIRST,
                 stopped=lambda: attempts.stopped_by or ("time limit" if clock() - start > limit_s else None),
             )
         except Exception as error:
+            self._look_for_multiple(tried, error)
             # A batch of 1 is a special case for some operators (batch statistics), and the last resort.
-            refused = [one.attempt for size, one in sorted(tried.items(), reverse=True) if one.error is None]
-            if 1 in tried and refused:
-                raise nothing_fits(refused, process, step, single_error=describe(error)) from error
+            refused = [outcome for _, outcome in sorted(tried.items()) if outcome.error is None]
+            if min(tried, default=0) == 1 and refused:
+                raise nothing_fits(process, refused[0], describe(error)) from error
             raise
         if not found.micro_batch:
             if found.stopped_by == "interrupt":
                 raise KeyboardInterrupt
-            raise nothing_fits(found.attempts, process, step)
-        self._note_next(found)
+            raise nothing_fits(process, tried[min(tried)])
+        self._note_saved(saved, tried)
+        self._note_next(found, multiple)
+        trace = tried[found.micro_batch].trace
+        is_confirmed = saved is not None and [*tried] == [found.micro_batch]
         probe = Probe(
             micro_batch=found.micro_batch,
             limited_by=self._limited_by(found.micro_batch),
@@ -280,9 +232,10 @@ class _Probing:
             predicted_micro_batch=found.predicted,
             oom_count=sum(not (attempt.fits or attempt.is_error) for attempt in found.attempts),
             attempts=found.attempts,
-            multiple=found.multiple,
-            memory_variation=variation_of(tried[found.micro_batch].trace),
+            multiple=multiple,
+            memory_variation=variation_of(trace),
             stopped_by=found.stopped_by,
+            source=f"saved {saved.date}" if saved is not None and is_confirmed else "search",
             precision=info.precision,
         )
         if probe.memory_variation:
@@ -291,7 +244,44 @@ class _Probing:
                 f"{probe.memory_variation:.1%} from draw to draw. Another draw of this size may not fit, and "
                 "one of a larger size may"
             )
-        return Limit(probe, None, step)
+        return Limit(probe, None, found.programs, trace)
+
+    def _saved(self, multiple: int) -> CachedLimit | None:
+        """Return the saved limit of this key, with a note if it is out of date."""
+        may_vary = self._options.device.memory_budget is None
+        saved, stale = lookup(self._process.info.key, self._home, may_vary=may_vary)
+        if stale is not None:
+            self._progress.note(f"{stale}. It is probed again")
+        return None if saved is None or saved.micro_batch < multiple else saved
+
+    def _note_saved(self, saved: CachedLimit | None, tried: dict[int, Outcome]) -> None:
+        """Note that a saved limit no longer fits."""
+        ran = None if saved is None else tried.get(saved.micro_batch)
+        if ran is not None and not ran.attempt.fits:
+            self._progress.note(
+                f"the saved micro-batch of {ran.attempt.micro_batch} no longer fits, so the limit was probed "
+                "again"
+            )
+
+    def _look_for_multiple(self, tried: dict[int, Outcome], error: Exception) -> None:
+        """Raise if sizes failed for another reason than memory, and a multiple of a number runs.
+
+        Raises:
+            InputError: it names the number.
+        """
+        if (
+            any(outcome.attempt.fits for outcome in tried.values())
+            or self._process.info.samples < MULTIPLES[0]
+        ):
+            return
+        failed = [size for size, outcome in tried.items() if outcome.error is not None]
+        if not failed or not self._attempts.run(MULTIPLES[0], may_fail=True).attempt.fits:
+            return
+        raise InputError(
+            f"micro-batches of {', '.join(map(str, sorted(failed)))} fail, and one of {MULTIPLES[0]} runs: give "
+            f"--micro-batch-multiple {MULTIPLES[0]}, or a smaller number whose multiples run. The error of "
+            f"{min(failed)}: {describe(error)}"
+        ) from error
 
     def save(self, limit: Limit) -> Limit:
         """Save the answer and the trace of a search that ran to its end, and return it with its file."""
@@ -313,68 +303,30 @@ class _Probing:
         except InputError as error:
             self._progress.note(f"the limit was not saved: {error}")
             return limit
-        save_trace(limit.footprint, file)
+        save_programs(limit.programs, file)
         return limit._replace(file=file)
 
     def _limited_by(self, micro_batch: int) -> LimitedBy:
         """Return what limits an answer: the first cap that it reaches, else memory."""
         return next((name for name, cap in self._caps.items() if cap == micro_batch == self.cap), "memory")
 
-    def _is_too_small(
-        self, cached: CachedLimit, outcome: Outcome, step: Footprint | None, multiple: int
-    ) -> bool:
-        """Return whether more than a saved limit fits, by the replay or else by the peak of its run.
-
-        The budget is the smaller of now and then, because close budgets count as the same.
-        """
-        info, ran, fits = self._process.info, outcome.attempt, None
-        then, budget = cached.key.get("budget_bytes"), info.device.budget_bytes
-        budget = min(then, budget) if isinstance(then, int) else budget
-        if step is not None:
-            info = msgspec.structs.replace(
-                info, device=msgspec.structs.replace(info.device, budget_bytes=budget)
+    def _note_next(self, found: Found, multiple: int) -> None:
+        """Note the reason that refused the next size if it is not the budget."""
+        next_size = found.micro_batch + multiple
+        above = next((attempt for attempt in found.attempts if attempt.micro_batch == next_size), None)
+        if above is None:
+            return
+        if above.is_error:
+            common = math.gcd(*(attempt.micro_batch for attempt in found.attempts if attempt.fits))
+            number = next(
+                (number for number in MULTIPLES if common % number == 0 != next_size % number), None
             )
-            replay = replay_on(info, step, self._other_order)
-            replay.learn(outcome)
-            fits = replay.says_fits(ran.micro_batch + multiple)
-            if fits:
-                # What fits in one order of micro-batches may fail in the other.
-                replay.add_other_order()
-                fits = replay.says_fits(ran.micro_batch + multiple)
-        if fits is not None:
-            return fits
-        # Memory has a fixed part, so one sample more takes at most its share of the peak.
-        peak = ran.peak_reserved_bytes or ran.peak_allocated_bytes
-        return peak is not None and peak + peak / ran.micro_batch < AMPLE_ROOM * budget
-
-    def _trace(self) -> Footprint | None:
-        """Trace the step. Note the reason if that would take too long."""
-        traced = ask_or_none(self._process, "tracing the step", _trace)
-        if isinstance(traced, str):
-            self._progress.note(
-                f"the memory of a step could not be predicted ({traced}), so only test runs show what fits"
-            )
-            return None
-        return traced
-
-    def _other_order(self) -> Program | None:
-        return ask_or_none(self._process, "tracing the step", _trace_other_order)
-
-    def _note_next(self, found: Found) -> None:
-        """Note which sizes run, and the reason that refused the next size if it is not the budget."""
-        above = next((one for one in found.attempts if one.micro_batch == found.next_size), None)
-        if found.multiple > 1 and self._options.multiple is None:
-            failed = next(one for one in found.attempts if one.is_error)
-            self._progress.note(
-                f"only multiples of {found.multiple} run as micro-batches: {failed.micro_batch:,} fails with "
-                f"{failed.reason} (--micro-batch-multiple {found.multiple})"
-            )
-        if above is not None and above.is_error:
-            self._progress.note(f"a micro-batch of {above.micro_batch:,} does not run: {above.reason}")
-        if above is not None and above.is_below_budget:
+            hint = "" if number is None else f". If only multiples run, give --micro-batch-multiple {number}"
+            self._progress.note(f"a micro-batch of {next_size:,} does not run: {above.reason}{hint}")
+        if above.is_below_budget:
             self._progress.note(
                 f"{self._process.info.device.name}, not the budget, refused a micro-batch of "
-                f"{above.micro_batch:,} twice: {above.reason}. Others may hold its memory, so the limit is "
+                f"{next_size:,} twice: {above.reason}. Others may hold its memory, so the limit is "
                 "not saved: free memory, or give a smaller --memory-budget"
             )
 
@@ -422,18 +374,6 @@ def _with_others(found: Probe, process: SetupProcess, progress: Progress) -> Pro
             f"{format_bytes(after)} now. The answer may no longer fit: probe again, or give --memory-budget"
         )
     return msgspec.structs.replace(found, other_processes_bytes=after)
-
-
-def _trace(session: Session) -> Footprint | str | None:
-    """Return the step, the reason if its trace would take too long, or None if it cannot be traced."""
-    try:
-        return traced_setup.trace_footprint(session.setup, says_why=True)
-    except TooLong as error:
-        return str(error)
-
-
-def _trace_other_order(session: Session) -> Program | None:
-    return traced_setup.other_order(session.setup)
 
 
 def _others_bytes(session: Session) -> int | None:

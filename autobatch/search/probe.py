@@ -1,6 +1,6 @@
 """The search for the largest micro-batch that fits: it measures small runs, replays them, and confirms.
 
-    4 samples ──► 12, or ¾ of what a line says ──► replay of both ──► m, the run that confirms
+    4 samples ──► 12, or half of what a line says ──► replay of both ──► m, the run that confirms
     kernels of large sizes are others: ¾, then 9⁄10 of the line ──► replay of these ──► m
 
 That m + 1 does not fit is proven by a run, by a replay that agrees with the run at m to the byte, or because
@@ -28,8 +28,14 @@ SECOND = 12
 """The second size, if a line through the first run leaves room for it."""
 SHARES = (0.75, 0.9)
 """Shares of a line at which large sizes run that have no structure in common with smaller ones."""
+ROOM = 0.75
+"""Share of the budget up to which a line through one run is enough to ask for the cap."""
+FAR = 64
+"""Ratio of the cap to the size of that run up to which it is."""
 REACH = 2
 """Ratio of the largest size in question to a guess. Larger sizes are in question once that one fits."""
+ENDLESS = 1 << 62
+"""A size that no data has."""
 NEAR = 16
 """A guess that a run has confirmed leaves one part in this many of it in question, above it."""
 NEAR_BY = 8
@@ -131,14 +137,22 @@ class _Search:
         """Run two small sizes and what their replay says, or large ones if the small ones are unlike."""
         if (guess is not None and self.fits(self.units(guess))) or not self.fits_between(first):
             return
-        line = self.runs.line() or self.cap * self.multiple
-        self.fits_between(SECOND if line >= SECOND / SHARES[0] else SHARES[0] * line)
+        if self.units(FAR * first) == self.cap and self.runs.line(ROOM) >= self.cap * self.multiple:
+            self.fits_between(self.cap * self.multiple)
+            return
+        line = self.runs.line() // self.multiple
+        second = min(self.units(SECOND), line // 2)
+        if second <= self.low:
+            second = self.low + 1 if line > self.low + 1 else self.low // 2
+        if 0 < second < self.high:
+            self.fits(second)
         self.predicted = self.runs.largest(self.cap * self.multiple, self.multiple)
         if self.predicted is not None:
             self.fits_between(self.predicted)
             return
         for share in SHARES:
-            self.fits_between(share * (self.runs.line() or 0))
+            if not self.runs.is_of_largest:
+                self.fits_between(share * self.runs.line())
 
     def fits_between(self, size: float) -> bool:
         """Run a size, in samples, if it is above the largest that fits and below the least that does not."""
@@ -146,27 +160,41 @@ class _Search:
         return self.low < asked < self.high and self.fits(asked)
 
     def find(self) -> None:
-        """Ask for sizes between one that fits and one that does not, until the next size is refused."""
-        bracket = None
-        while not self.proof():
-            if bracket is None:
-                bracket = self.bracket([attempt.fits for attempt in self.attempts])
-            elif not bracket.is_open:
-                bracket = self.bracket([])
-            size = bracket.nearest(self.guess(bracket.low, bracket.high))
-            bracket = bracket.after(size, self.fits(size))
+        """Ask for sizes between one that fits and one that does not, until the next size is refused.
+
+        What fits is not monotone: a replay may know of larger sizes, of which one runs if questions are left.
+        """
+        bracket, is_first = self.bracket([attempt.fits for attempt in self.attempts]), True
+        while True:
+            while not self.proof():
+                if not bracket.is_open:
+                    bracket, is_first = self.bracket([]), False
+                guess = self.guess(bracket.low, bracket.high)
+                if is_first:  # its small runs have left few questions
+                    bracket = bracket.around(guess)
+                size = bracket.nearest(guess)
+                bracket = bracket.after(size, self.fits(size))
+            larger = self.larger()
+            if larger is None or bracket.asked < 2 or bracket.failed < 1 or not self.fits(larger):
+                return
+            bracket = bracket._replace(asked=bracket.asked - 1)
+            high = min(self.high, self.low + told_apart(bracket.asked, bracket.failed))
+            bracket = bracket._replace(low=self.low, high=high)
+
+    def larger(self) -> int | None:
+        """Return a larger size than the answer that fits according to the replay; None if there is none."""
+        size = (self.runs.largest(self.cap * self.multiple, self.multiple) or 0) // self.multiple
+        is_refuted = any(size <= other <= size + size // NEAR for other in self.refused)
+        return size if size > self.low and self.runs.is_of_largest and not is_refuted else None
 
     def bracket(self, spent: Sequence[bool]) -> Bracket:
         """Return the sizes in question, and the allowance of their bound less the runs that are spent."""
-        guess = max(self.guess(self.low, self.cap + 1), 1)
-        # A power of two, so that the allowance lets a guess run after two small sizes.
-        top = 1 << (REACH * guess - 1).bit_length()
-        if guess <= self.low and spent:  # a run has confirmed it, so that little more is in question
-            top = self.low + self.low // NEAR + 1
-        top = min(self.cap, top)
-        asked, failed = most_asked(top)
-        asked, failed = max(asked - len(spent), 1), max(failed - spent.count(False), 1)
-        return Bracket(self.low, min(self.high, top + 1, self.low + told_apart(asked, failed)), asked, failed)
+        most = min(self.cap, REACH * max(self.guess(self.low, self.cap + 1), self.low + 1))
+        asked, failed = most_asked(most)
+        asked, failed = asked - len(spent), failed - spent.count(False)
+        return Bracket(
+            self.low, min(self.high, most + 1, self.low + told_apart(asked, failed)), asked, failed
+        )
 
     def proof(self) -> UpperBoundBy | None:
         """Return the proof that the size after the largest does not fit; None if there is none yet."""
@@ -208,8 +236,7 @@ class _Search:
                 return size if size < high or high - low <= NEAR_BY else middle
             if size == low:
                 return size
-        line = self.runs.line()
-        sizes = [] if line is None else [int(share * line) // self.multiple for share in (*SHARES[::-1], 1)]
+        sizes = [int(share * self.runs.line()) // self.multiple for share in (*SHARES[::-1], 1)]
         return next((size for size in sizes if low < size < high), middle)
 
     def units(self, size: int) -> int:
@@ -277,30 +304,37 @@ class Runs:
     def refuse(self, size: int, above: int) -> bool:
         """Return whether a replay that agrees to the byte with the run of a size refuses the next one."""
         ran = self._ran.get(size)
-        if ran is None or self._fitting is None:
+        if ran is None or not self._fits:
             return False
         with suppress(Untraceable):
             said = replay(self._fits[0].program.at(size), self._new_allocator())
-            if ran.peak_reserved_bytes is None:
-                agrees = said.peak_allocated_bytes == ran.peak_allocated_bytes
-            else:
-                agrees = said.peak_reserved_bytes == ran.peak_reserved_bytes
-            return agrees and self._fitting.fits(size) and not self._fitting.fits(above)
+            if not said.fits or said.peak_allocated_bytes != ran.peak_allocated_bytes:
+                return False
+            if said.peak_reserved_bytes != ran.peak_reserved_bytes:
+                return False
+            nexts = [program.at(above, since=size) for program in self.programs]
+            return not all(replay(trace, self._new_allocator()).fits for trace in nexts)
         return False
 
-    def line(self) -> int | None:
-        """Return the size at which a line meets the budget; None if memory does not grow.
+    def line(self, share: float = 1.0) -> int:
+        """Return the size at which a line meets a share of the budget, `ENDLESS` if memory does not grow.
 
-        It goes through the allocated peaks of the two largest runs, or through the peak of a single one and
-        the bytes that it held at its end.
+        It goes through the peaks of the two largest runs, or through that of a single one and the bytes that
+        it held at its end.
         """
         budget = self._new_allocator().limit
-        peaks = sorted((size, ran.peak_allocated_bytes or 0) for size, ran in self._ran.items())[-2:]
-        if budget is None or not peaks:
-            return None
-        size, peak = peaks[-1]
-        less, held = peaks[0] if len(peaks) > 1 else (0, _held_bytes(self._orders[0].get(size)))
-        return size + int((budget - peak) * (size - less) / (peak - held)) if peak > held else None
+        runs = sorted(self._ran.items())[-2:]
+        if budget is None or not runs:
+            return ENDLESS
+        (less, small), (size, large) = runs[0], runs[-1]
+        peaks = small.peak_reserved_bytes or 0, large.peak_reserved_bytes or 0
+        if peaks[0] == peaks[1]:  # small runs have their first segments only
+            peaks = small.peak_allocated_bytes or 0, large.peak_allocated_bytes or 0
+        if len(runs) == 1:
+            less, peaks = 0, (_held_bytes(self._orders[0].get(size)), peaks[1])
+        if peaks[0] >= peaks[1]:
+            return ENDLESS
+        return size + int((share * budget - peaks[1]) * (size - less) / (peaks[1] - peaks[0]))
 
 
 def fit_largest(traces: dict[int, Trace]) -> Fit | None:

@@ -29,10 +29,8 @@ from autobatch.device.oom import first_line
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.process import ChildCrashed, Session, SetupProcess
-from autobatch.rehearsal.setup import Setup, describe_setup, with_knobs
-from autobatch.rehearsal.trace import other_order, trace_footprint
-from autobatch.search.replay import replay_on
-from autobatch.search.search import first_size, search
+from autobatch.rehearsal.setup import Setup, with_knobs
+from autobatch.search.probe import find_largest
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.step.optimizers import stand_in_optimizers
 from autobatch.tuning.configuration import Infeasible, Key, Measurement, changes, infeasible, key_of
@@ -189,10 +187,13 @@ class TrialResults:
         """Return the largest micro-batch up to a cap that runs within the enforced budget; 0 if none does."""
         if cap < 1:
             return 0
-        replay = replay_on(describe_setup(setup), trace_footprint(setup), lambda: other_order(setup))
-        first = first_size(setup.device.compute_capability)
-        attempts = partial(attempt, setup)
-        return search(attempts, cap=cap, replay=replay, first=first, multiple=self.task.multiple).micro_batch
+        return find_largest(
+            partial(attempt, setup),
+            cap=cap,
+            new_allocator=setup.device.new_allocator,
+            multiple=self.task.multiple,
+            guess=min(cap, self.task.limit),
+        ).micro_batch
 
     def _loss_over(self, values: Configuration) -> float:
         """Return by how much the losses of a configuration exceed the tolerance."""

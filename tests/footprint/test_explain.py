@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from autobatch.footprint.fit import footprint
 
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint import explain as explaining
 from autobatch.footprint.explain import explain, layers_of, memory_curve
-from autobatch.footprint.fit import footprint
 from autobatch.rehearsal.attempt import ATTEMPT_STEPS
 from tests.support.step_workloads import WORKLOADS, setting, setup
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from autobatch.device.allocator.onednn_workspace import whole_pages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.device.allocator.onednn_workspace import whole_pages
 from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.footprint.program import Derived, DerivedSize, Polynomial, Program, Untraceable
 from tests.support.recipes import recipes, trace, trace_of

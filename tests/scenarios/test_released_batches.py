@@ -14,7 +14,7 @@ import autobatch
 from autobatch import WholeBatchLoss, Workload
 from autobatch.core.units import MiB
 from autobatch.device.cpu import CpuDevice
-from autobatch.footprint.tracing.trace_step import Setting, record
+from autobatch.estimates.traced_step import TracedStep, record
 from autobatch.rehearsal.attempt import attempt
 from tests.support.training import make_loop, make_setup, make_workload, network, points
 
@@ -53,7 +53,7 @@ def in_an_attempt(workload: Workload) -> Iterator[object]:
 
 def in_a_trace(workload: Workload) -> Iterator[object]:
     setup = make_setup(workload)
-    setting = Setting(
+    setting = TracedStep(
         workload=workload,
         model=setup.model,
         batch_of=setup.worst_case.batch,

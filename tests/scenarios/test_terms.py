@@ -16,15 +16,15 @@ from torch.nn.functional import cross_entropy
 import autobatch
 from autobatch import InputError, Loss
 from autobatch.core.options import Options
-from autobatch.footprint.fit import footprint
-from autobatch.footprint.tracing.trace_step import record
+from autobatch.estimates.footprints import footprint
+from autobatch.estimates.traced_step import record
 from autobatch.rehearsal.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS, attempt
 from autobatch.rehearsal.setup import open_setup
 from autobatch.training.split_check.check import check_loss_splits
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.detection import Batch, counts, detection, scenes, terms, whole
 from tests.support.probes import mlp, work
-from tests.support.step_workloads import WORKLOADS, setting, setup
+from tests.support.step_workloads import WORKLOADS, setup, traced_step
 from tests.support.steps import CLASS_WEIGHTS
 from tests.support.training import make_loop, make_setup, reference, weights
 
@@ -48,11 +48,11 @@ def test_what_is_traced_is_what_an_attempt_allocates(given: Callable[..., Any] |
     """Known counts: those of these rows are all large, so the check before the step passes."""
     loss = weighted if given is None else all_large
     made = setup(replace(WORKLOADS["perceptron"](), loss=loss, counts=given))
-    traced = setting(made, steps=order)
+    traced = traced_step(made, steps=order)
     if order == ATTEMPT_STEPS:
         for size in (3, 11, 25):
             assert record(traced, size).trace == attempt(made, size).trace.canonical()
-        assert footprint(traced).program.agrees_with(23, attempt(made, 23).trace)
+        assert footprint(traced).program.at(23).events == attempt(made, 23).trace.canonical().events
     assert record(traced, 11).trace
 
 

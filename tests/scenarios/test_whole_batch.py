@@ -16,13 +16,13 @@ from autobatch import DoesNotFitError, WholeBatchLoss, Workload
 from autobatch.core.options import Options
 from autobatch.core.units import KiB
 from autobatch.estimates.estimator import estimate_limits
-from autobatch.footprint.fit import footprint
-from autobatch.footprint.tracing.trace_step import record
+from autobatch.estimates.footprints import footprint
+from autobatch.estimates.traced_step import record
 from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
 from autobatch.rehearsal.setup import open_setup
 from tests.support.options import as_options
 from tests.support.probes import WIDTH, probed, vectors, work
-from tests.support.step_workloads import WORKLOADS, setting, setup
+from tests.support.step_workloads import WORKLOADS, setup, traced_step
 
 WIDE = 512
 
@@ -51,11 +51,11 @@ def contrastive(**fields: Any) -> Workload:
 def test_what_is_traced_is_what_an_attempt_allocates(whole_batch: int | None, precision: Any) -> None:
     found = WORKLOADS["perceptron"]()
     made = replace(setup(replace(found, loss=LOSS), precision=precision), whole_batch=whole_batch)
-    traced = replace(setting(made, steps=ATTEMPT_STEPS), samples=whole_batch)
+    traced = replace(traced_step(made, steps=ATTEMPT_STEPS), samples=whole_batch)
     for size in (11, 30):
         assert record(traced, size).trace == attempt(made, size).trace.canonical()
     # Affine, or quadratic if the batch grows with the micro-batch.
-    assert footprint(traced).program.agrees_with(23, attempt(made, 23).trace)
+    assert footprint(traced).program.at(23).events == attempt(made, 23).trace.canonical().events
 
 
 def plan_of(workload: Workload, target_batch: int, budget: int, device: str = "cpu") -> autobatch.Plan:

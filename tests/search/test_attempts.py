@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from autobatch.search.search import search
 from torch import Tensor, nn
 
 from autobatch import Progress
@@ -16,7 +17,6 @@ from autobatch.core.units import MiB
 from autobatch.rehearsal.attempt import Outcome
 from autobatch.rehearsal.process import ChildCrashed, ThisProcess
 from autobatch.search.attempts import Attempts, nothing_fits
-from autobatch.search.search import search
 from tests.support.hardware import CpuAsGpu
 from tests.support.probes import classify, probed, work
 from tests.support.sizes import machine_of, outcome_of, replay_of

@@ -7,10 +7,10 @@ import re
 
 import msgspec
 import pytest
+from autobatch.rehearsal.trace import trace_footprint
 
 from autobatch.core.units import GiB
 from autobatch.core.version import __version__
-from autobatch.rehearsal.trace import trace_footprint
 from autobatch.search.cache import CachedLimit, lookup, store
 from tests.support.probes import limit_of
 from tests.support.step_workloads import WORKLOADS, setup

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from autobatch.device.allocator.trace import FREE
-from autobatch.footprint.tracing.trace_step import record
+from autobatch.estimates.traced_step import record
 from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
 from autobatch.step.ema import WeightAverage
-from tests.support.step_workloads import setting, setup
+from tests.support.step_workloads import setup, traced_step
 from tests.support.training import (
     Rows,
     apart,
@@ -99,7 +99,7 @@ def test_a_probe_and_a_trace_count_its_memory(dtype: torch.dtype) -> None:
     workload = make_workload(model=lambda: network(dtype), train_data=data)
     with_it, without = (setup(workload, max_grad_norm=None, ema=ema) for ema in (DECAY, None))
     elements = sum(parameter.numel() for parameter in with_it.model.parameters())
-    found = record(setting(with_it, steps=ATTEMPT_STEPS), 3)
+    found = record(traced_step(with_it, steps=ATTEMPT_STEPS), 3)
     assert found.trace == attempt(with_it, 3).trace.canonical()
     assert (
         sum(

@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch import InputError, Loss
-from autobatch.footprint.tracing.trace_step import record
+from autobatch.estimates.traced_step import record
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
 from autobatch.step.train_step import train_step
 from tests.support.overflow import Overflow
-from tests.support.step_workloads import setting, setup
+from tests.support.step_workloads import setup, traced_step
 from tests.support.steps import EXACT, KINDS, SAMPLES, off, split, train_state_of, whole_tokens
 from tests.support.training import (
     IGNORED,
@@ -164,7 +164,7 @@ def test_a_probe_and_a_trace_count_what_follows_a_step() -> None:
     peaks = []
     for one in (replace(workload, after_step=after_step), workload):
         found = attempt(opened := setup(one), 3)
-        assert record(setting(opened, steps=ATTEMPT_STEPS), 3).trace == found.trace.canonical()
+        assert record(traced_step(opened, steps=ATTEMPT_STEPS), 3).trace == found.trace.canonical()
         peaks.append(found.attempt.peak_allocated_bytes)
     assert peaks[0] - peaks[1] > 30 * 4 * sum(p.numel() for p in workload.model().parameters())
 

@@ -17,7 +17,7 @@ from autobatch.device.allocator.trace import Trace, replay
 from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.distributed.sharding.build import fake_ranks
 from autobatch.distributed.sharding.model import Sharding
-from autobatch.footprint.tracing.trace_step import Setting, record
+from autobatch.estimates.traced_step import TracedStep, record
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.workload.data import WorstCaseSampler
@@ -99,7 +99,7 @@ def predict(workload: Workload, case: Case, world: int) -> Trace:
     """Trace the steps as rank 0 of so many; call this in a process of its own."""
     torch.set_num_threads(1)
     with fake_ranks(world) as mesh:
-        setting = Setting(
+        setting = TracedStep(
             workload=workload,
             model=workload.model(),
             batch_of=WorstCaseSampler(workload).batch,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from autobatch.search.replay import Replay
+
 from autobatch.core.records import Attempt
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.program import Program
 from autobatch.rehearsal.attempt import Outcome
-from autobatch.search.replay import Replay
 
 BUDGET = 10_000
 Rule = Callable[[int], int]

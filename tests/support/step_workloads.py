@@ -16,7 +16,6 @@ from autobatch.core.units import GiB
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory
 from autobatch.estimates.traced_step import TracedStep
-from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.rehearsal.setup import Setup
 from tests.support.training import Rows, make_setup
 
@@ -160,22 +159,6 @@ def setup(workload: Workload, *, budget: int = GiB, **fields: Any) -> Setup:
     """Return a setup on the CPU under a budget, with a clipped gradient."""
     device = CpuDevice(memory_budget=budget, memory=HostMemory(8 * GiB, 8 * GiB, "made up"))
     return make_setup(workload, device=device, **{"max_grad_norm": 1.0, **fields})
-
-
-def setting(
-    of: Setup, *, capability: tuple[int, int] | None = None, steps: Sequence[int] = (1, 2)
-) -> Setting:
-    """Return the setting that traces the steps of a setup; None for the operators of the CPU."""
-    return Setting(
-        workload=of.workload,
-        model=of.model,
-        batch_of=of.worst_case.batch,
-        precision=of.precision,
-        capability=capability,
-        steps=steps,
-        max_grad_norm=of.max_grad_norm,
-        ema=of.ema,
-    )
 
 
 def traced_step(

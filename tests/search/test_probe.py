@@ -1,0 +1,356 @@
+"""The search against brute force, over thousands of memory functions and whatever runs may record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from autobatch.cli.output import Terminated
+from autobatch.core.units import MiB
+from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
+from autobatch.device.allocator.ledger import CountingAllocator
+from autobatch.device.allocator.trace import FREE, Trace, replay
+from autobatch.rehearsal.attempt import Outcome
+from autobatch.search.probe import Found, find_largest
+from tests.support.sizes import BUDGET, Machine, machine_of, outcome_of, trace_of
+
+LINES = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 2000)), min_size=1, max_size=12)
+
+
+def lines(pairs) -> list:
+    return [lambda m, a=slope, b=constant: a * m + b for slope, constant in pairs]
+
+
+def find(machine: Machine, cap: int, **more: Any) -> Found:
+    return find_largest(machine.run, cap=cap, new_allocator=lambda: CountingAllocator(BUDGET), **more)
+
+
+def assert_proven(machine: Machine, found: Found, cap: int) -> None:
+    """Assert that the answer ran and fits, and that the next size does not fit or is above the cap."""
+    assert all(1 <= size <= cap for size in machine.asked)
+    assert len(machine.asked) == len(set(machine.asked)), "no size is tried twice"
+    if found.micro_batch == 0:
+        assert not machine.fits(1)
+        return
+    assert found.micro_batch in machine.asked
+    assert machine.fits(found.micro_batch)
+    if found.upper_bound_by == "cap":
+        assert found.micro_batch == cap
+    elif found.upper_bound_by == "run":
+        assert found.micro_batch + 1 in machine.asked
+        assert not machine.fits(found.micro_batch + 1)
+    else:
+        assert found.upper_bound_by == "replay"
+
+
+def assert_within_the_bound(machine: Machine, found: Found) -> None:
+    """Assert at most log2(s) + 3 runs and half of log2(s) + 2 errors, for each s that was in question."""
+    assert len(machine.asked) <= sum(math.log2(top) + 3 for top in found.tops)
+    assert machine.ooms <= sum(math.log2(top) / 2 + 2 for top in found.tops)
+
+
+@given(values=st.lists(st.integers(0, 2 * BUDGET), min_size=1, max_size=60), cap=st.integers(1, 60))
+@settings(max_examples=200)
+def test_any_memory_function_gives_a_size_that_ran_below_one_that_does_not_fit(values, cap) -> None:
+    """Noise, plateaus, cliffs and holes: the runs prove the answer for any function."""
+    machine = Machine(lambda size: values[min(size, len(values)) - 1])
+    found = find(machine, cap)
+    assert_proven(machine, found, cap)
+    assert found.upper_bound_by != "replay", "nothing is recorded"
+    assert_within_the_bound(machine, found)
+
+
+@given(
+    share=st.integers(0, 1000),
+    cap=st.integers(1, 5000),
+    seed=st.integers(0, 2**32),
+    structures=st.integers(1, 5),
+    guess=st.none() | st.integers(1, 5000),
+)
+@settings(max_examples=300)
+def test_whatever_fits_and_whatever_runs_record_stays_within_the_bound(
+    share: int, cap: int, seed: int, structures: int, guess: int | None
+) -> None:
+    """What fits is drawn at random, and so are the sizes and the number of the blocks."""
+
+    def trace(size: int) -> Trace:
+        draw = [hash((seed, size, block)) % (2 * BUDGET) for block in range(1 + size % structures)]
+        return Trace(tuple(enumerate(draw)))
+
+    machine = Machine(lambda size: 2 * BUDGET * (hash((seed, size)) % 1000 >= share), trace)
+    found = find(machine, cap, guess=guess)
+    assert_proven(machine, found, cap)
+    assert_within_the_bound(machine, found)
+
+
+SHAPES: dict[str, Callable[[float, float], float]] = {
+    "line": lambda m, _: m,
+    "bend": lambda m, bend: m**bend,
+    "saturation": lambda m, bend: 1 - (m + 1) ** -bend,
+    "plateaus": lambda m, bend: math.ceil(m / (1 + 40 * bend)),
+    "cliff": lambda m, bend: m > 1000 * bend,
+    "holes": lambda m, bend: m * (1 + (m % 7 == 3)),
+    "flaky": lambda m, bend: m * (0.95 + hash((bend, m)) % 1000 / 10_000),
+}
+"""Memory above its fixed part, up to a factor, by the micro-batch and a number between 0 and 3."""
+
+
+@given(
+    shape=st.sampled_from(sorted(SHAPES)),
+    bend=st.floats(0.02, 3),
+    edge=st.integers(1, 5000),
+    fixed=st.integers(0, BUDGET + 10),
+    cap=st.integers(1, 5000),
+    is_recorded=st.booleans(),
+)
+@example("saturation", 0.2, 4800, 0, 4700, False)
+@example("bend", 0.15625, 976, 4157, 978, True)
+@settings(max_examples=200)
+def test_memory_of_any_shape_gives_a_proven_limit_in_few_runs(
+    shape: str, bend: float, edge: int, fixed: int, cap: int, is_recorded: bool
+) -> None:
+    """Guesses that creep up on memory that hardly grows take no run for each step."""
+    part = (BUDGET - fixed) / max(SHAPES[shape](edge, bend), 1e-9)
+
+    def memory(size: int) -> int:
+        return max(fixed + int(part * SHAPES[shape](size, bend)), fixed)
+
+    machine = Machine(memory, (lambda m: trace_of(lambda _: memory(m))(m)) if is_recorded else None)
+    found = find(machine, cap)
+    assert_proven(machine, found, cap)
+    if found.upper_bound_by != "replay":  # which cannot know where rounded memory leaves a line
+        assert shape in ("holes", "flaky") or found.micro_batch == machine.limit(cap)
+    assert_within_the_bound(machine, found)
+    assert len(machine.asked) <= 3 * math.log2(cap + 1) + 8
+
+
+# What runs record.
+
+
+@given(sizes=LINES, cap=st.integers(1, 4000))
+@settings(max_examples=100)
+def test_two_small_runs_and_their_replay_give_the_limit(sizes, cap: int) -> None:
+    machine = machine_of(*lines(sizes))
+    found = find(machine, cap)
+    assert found.micro_batch == machine.limit(cap)
+    if found.micro_batch >= 12:
+        assert machine.ooms == 0
+        assert len(machine.asked) <= 3
+        assert found.predicted in (found.micro_batch, None)
+
+
+@pytest.mark.parametrize("square", [1, 2])
+def test_a_loss_over_all_pairs_takes_three_runs(square: int) -> None:
+    machine = machine_of(lambda m: square * m * m, lambda m: 7 * m + 3)
+    found = find(machine, 5000)
+    assert (found.micro_batch, found.upper_bound_by) == (machine.limit(5000), "replay")
+    assert (len(machine.asked), machine.ooms) == (3, 0)
+
+
+def test_scratch_that_large_sizes_take_in_granules_is_learnt_from_two_of_them() -> None:
+    """As the sum of a bias gradient: from 40 rows on it takes a further block, of 64 bytes for 8 rows."""
+
+    def trace(m: int) -> Trace:
+        scratch = [(1, 64 * -(-m // 8)), (1, FREE)] if m >= 40 else []
+        return Trace(((0, 90 * m), *scratch, (2, 5)))
+
+    machine = Machine(lambda m: 90 * m + max(5, 64 * -(-m // 8) * (m >= 40)), trace)
+    found = find(machine, 10_000)
+    assert (found.micro_batch, found.upper_bound_by) == (machine.limit(10_000), "replay")
+    assert len(machine.asked) <= 7
+    assert machine.ooms <= 1
+
+
+def test_the_largest_size_above_a_gap_runs_once_its_structure_is_known() -> None:
+    """As on torch's CUDA allocator, a smaller size does not fit although a larger one does."""
+
+    def fits(size: int) -> bool:
+        return size <= 768 or 778 < size <= 1280
+
+    class Gapped(CachingAllocator):
+        def malloc(self, size: int) -> object:
+            return super().malloc(size if fits(size // 1000) else 10**9)
+
+    def run(size: int) -> Outcome:
+        outcome = machine.run(size)
+        said = replay(trace_of(lambda m: 1000 * m)(size), Gapped(10**8))
+        peaks = {
+            "peak_allocated_bytes": said.peak_allocated_bytes,
+            "peak_reserved_bytes": said.peak_reserved_bytes,
+        }
+        return outcome._replace(attempt=msgspec.structs.replace(outcome.attempt, **peaks))
+
+    machine = Machine(lambda size: 0 if fits(size) else 2 * BUDGET, trace_of(lambda size: 1000 * size))
+    found = find_largest(run, cap=5000, new_allocator=lambda: Gapped(10**8))
+    assert (found.micro_batch, found.upper_bound_by, machine.ooms) == (1280, "replay", 0)
+    machine.asked.clear()
+    found = find_largest(run, cap=5000, new_allocator=lambda: Gapped(10**8), guess=768)
+    assert found.micro_batch == 1280, "768 is proven first"
+
+
+def test_a_size_that_fails_in_the_other_order_only_brings_that_order_into_the_replay() -> None:
+    machine, other = machine_of(*lines([(90, 100), (5, 5)])), machine_of(*lines([(100, 100), (5, 5)]))
+
+    def run(size: int) -> Outcome:
+        outcome = machine.run(size)
+        if other.fits(size):
+            return outcome._replace(other=other.trace(size) if size > 50 else None)
+        failed = msgspec.structs.replace(outcome.attempt, fits=False, phase="backward")
+        return Outcome(failed, outcome.trace, Trace(other.trace(1).events[:1]))
+
+    found = find_largest(run, cap=10_000, new_allocator=lambda: CountingAllocator(BUDGET))
+    assert (found.micro_batch, found.upper_bound_by) == (other.limit(10_000), "replay")
+    assert len(machine.asked) <= 8
+
+
+def test_a_replay_that_does_not_agree_with_the_run_proves_nothing() -> None:
+    """As with packed sequences, the bytes depend on values: they grow, but on no line."""
+    machine = machine_of(lambda m: 40 * m + 300 * (m % 3 == 2), lambda m: 7 * m)
+    found = find(machine, 1000)
+    assert_proven(machine, found, 1000)
+    assert not machine.fits(found.micro_batch + 1)
+
+
+def test_a_replay_of_fragmented_memory_is_exact() -> None:
+    def trace(size: int) -> Trace:
+        events = [
+            (0, 40),
+            (0, FREE),
+            (1, 20),
+            (2, 20),
+            (3, 20),
+            (1, FREE),
+            (3, FREE),
+            (4, size),
+            (2, FREE),
+            (5, 28),
+        ]
+        return Trace(tuple((block, one if one == FREE else one * MiB) for block, one in events))
+
+    def new_allocator() -> CachingAllocator:
+        return CachingAllocator(64 * MiB, AllocatorConfig(retries=False))
+
+    def run(size: int) -> Outcome:
+        asked.append(size)
+        said = replay(trace(size), new_allocator())
+        outcome = outcome_of(size, said.fits, said.peak_allocated_bytes, trace(size))
+        peak = msgspec.structs.replace(outcome.attempt, peak_reserved_bytes=said.peak_reserved_bytes)
+        return outcome._replace(attempt=peak)
+
+    asked: list[int] = []
+    found = find_largest(run, cap=40, new_allocator=new_allocator)
+    largest = max(size for size in range(1, 41) if replay(trace(size), new_allocator()).fits)
+    assert found.micro_batch == largest
+    assert len(asked) <= 5
+
+
+# Where a search begins and ends.
+
+
+def test_the_cap_runs_second_if_a_line_says_that_it_fits_with_room() -> None:
+    machine = machine_of(lambda m: 10 * m + 100)
+    found = find(machine, 200)
+    assert (found.micro_batch, found.upper_bound_by, machine.asked) == (200, "cap", [4, 200])
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 7])
+def test_a_large_model_begins_with_a_small_size(limit: int) -> None:
+    machine = machine_of(lambda m: 6000 + 4000 * m // (limit + 1) + m)
+    found = find(machine, 1000, first=2)
+    assert found.micro_batch == machine.limit(1000)
+    assert machine.asked[0] == 2
+    assert machine.ooms <= 1
+
+
+def test_a_guess_whose_programs_agree_with_its_run_ends_the_search() -> None:
+    machine = machine_of(*lines([(90, 100), (5, 5)]))
+    first = find(machine, 1000)
+    machine.asked.clear()
+    again = find(machine, 1000, guess=first.micro_batch, known=first.programs)
+    assert (again.micro_batch, again.upper_bound_by) == (first.micro_batch, "replay")
+    assert machine.asked == [first.micro_batch]
+
+
+@pytest.mark.parametrize("wrong", [20, 60, 100, 150, 900])
+def test_a_guess_that_is_wrong_or_of_another_step_is_only_a_guess(wrong: int) -> None:
+    other = find(machine_of(*lines([(50, 700), (5, 5)])), 1000)
+    for known in ((), other.programs):
+        machine = machine_of(*lines([(90, 100), (5, 5)]))
+        found = find(machine, 1000, guess=wrong, known=known)
+        assert machine.asked[0] == wrong
+        assert found.micro_batch == machine.limit(1000)
+        assert_within_the_bound(machine, found)
+
+
+def test_a_stop_gives_the_largest_size_so_far() -> None:
+    machine = Machine(lambda size: size)
+    found = find(machine, 10**6, stopped=lambda: "time limit" if len(machine.asked) >= 2 else None)
+    assert found.micro_batch == max(machine.asked)
+    assert (found.upper_bound_by, found.stopped_by) == (None, "time limit")
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_an_interrupt_gives_the_largest_size_so_far_and_a_termination_none(after: int) -> None:
+    machine = Machine(lambda size: size)
+
+    def find_until(error: type[BaseException]) -> Found:
+        def run(size: int) -> Outcome:
+            if len(machine.asked) == after:
+                raise error
+            return machine.run(size)
+
+        return find_largest(run, cap=10**6, new_allocator=lambda: CountingAllocator(BUDGET))
+
+    with pytest.raises(Terminated):
+        find_until(Terminated)
+    machine.asked.clear()
+    found = find_until(KeyboardInterrupt)
+    assert found.stopped_by == "interrupt"
+    assert found.micro_batch == max(machine.asked, default=0)
+
+
+# Sizes that fail for another reason than memory.
+
+
+def failing(machine: Machine, fails: Callable[[int], bool]) -> Callable[[int], Outcome]:
+    """Return runs of a machine that raise at some sizes."""
+
+    def run(size: int) -> Outcome:
+        outcome = machine.run(size)
+        if not fails(size):
+            return outcome
+        failed = msgspec.structs.replace(outcome.attempt, fits=False, phase=None, is_error=True)
+        return Outcome(failed, None, error=AssertionError(f"{size} fails"))
+
+    return run
+
+
+def test_multiples_of_a_number_only_run_if_it_is_given() -> None:
+    for cap, limit in ((1000, 54), (32, 30)):
+        machine = machine_of(lambda m: 180 * m + 100)
+        found = find_largest(
+            failing(machine, lambda size: size % 3 != 0),
+            cap=cap,
+            new_allocator=lambda: CountingAllocator(BUDGET),
+            multiple=3,
+        )
+        assert found.micro_batch == limit
+        assert all(size % 3 == 0 for size in machine.asked)
+
+
+def test_an_error_ends_a_search_above_sizes_that_fit_and_is_raised_if_none_does() -> None:
+    new_allocator = lambda: CountingAllocator(BUDGET)  # noqa: E731
+    machine = machine_of(lambda m: 10 * m)
+    found = find_largest(failing(machine, lambda size: size > 76), cap=500, new_allocator=new_allocator)
+    assert (found.micro_batch, found.upper_bound_by) == (76, "error")
+    odd = find_largest(failing(machine, lambda size: size % 2 == 1), cap=5000, new_allocator=new_allocator)
+    assert odd.micro_batch % 2 == 0
+    assert machine.fits(odd.micro_batch), "a size that fails is no answer"
+    with pytest.raises(AssertionError, match="4 fails"):
+        find_largest(failing(machine, lambda _: True), cap=500, new_allocator=new_allocator)
