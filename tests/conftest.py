@@ -92,9 +92,6 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A file that tests the copies defines a fixture of this name that does nothing.
     """
-    apart = sys.modules.get("autobatch.footprint.tracing.apart")
-    if apart is not None:
-        monkeypatch.setattr(apart, "can_run_apart", lambda: False)
     copies = sys.modules.get("autobatch.estimates.copies")
     if copies is not None:
         monkeypatch.setattr(copies, "can_copy", lambda: False)

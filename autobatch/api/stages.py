@@ -6,7 +6,6 @@ its own process, and agree where one of them decides for all.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable
@@ -208,11 +207,10 @@ def _probe_and_plan(call: Call, setup: OpenSetup) -> Result:
     if call.options.command == "plan" and ranks.world == 1:
         planned_ranks = call.options.batch.world_size or launched_world_size(os.environ)
     # An invalid plan must fail before minutes are spent on a probe.
-    _plan(call, setup.info, 1, max(planned_ranks, ranks.world), multiple=call.options.multiple or 1)
+    _plan(call, setup.info, 1, max(planned_ranks, ranks.world))
     limit = _limit(call, setup, samples_of_rank(call.options.target_batch, planned_ranks, 0))
     info = setup.info
-    multiple = math.lcm(*ranks.gather(limit.probe.multiple))
-    plan, probe = _plan(call, info, limit.planned, planned_ranks, multiple=multiple), limit.probe
+    plan, probe = _plan(call, info, limit.planned, planned_ranks), limit.probe
     if ranks.world > 1:
         probe = msgspec.structs.replace(probe, ranks=limits_over_ranks(ranks, limit.planned, info.device))
         plan = spread(plan, probe.ranks, info.layout)
@@ -230,14 +228,14 @@ def _probe_and_plan(call: Call, setup: OpenSetup) -> Result:
     )
 
 
-def _plan(call: Call, info: SetupInfo, limit: int, world_size: int, *, multiple: int) -> Plan:
-    """Plan the batch in micro-batches up to ``limit`` that are multiples of ``multiple``."""
+def _plan(call: Call, info: SetupInfo, limit: int, world_size: int) -> Plan:
+    """Plan the batch in micro-batches up to ``limit``."""
     batch = call.options.batch
     return make_plan(
         target_batch=call.options.target_batch,
         micro_batch_limit=limit,
         world_size=world_size,
-        multiple=multiple,
+        multiple=call.options.multiple or 1,
         learning_rate=info.learning_rate,
         base_batch=batch.base_batch or info.base_batch,
         rule=batch.lr_rule,

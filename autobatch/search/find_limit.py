@@ -264,24 +264,19 @@ class _Probing:
             )
 
     def _look_for_multiple(self, tried: dict[int, Outcome], error: Exception) -> None:
-        """Raise if sizes failed for another reason than memory, and a multiple of a number runs.
+        """Raise if all sizes failed for another reason than memory, and a multiple of a number runs.
 
         Raises:
             InputError: it names the number.
         """
-        if (
-            any(outcome.attempt.fits for outcome in tried.values())
-            or self._process.info.samples < MULTIPLES[0]
-        ):
+        if self.cap < MULTIPLES[0] or any(outcome.error is None for outcome in tried.values()):
             return
-        failed = [size for size, outcome in tried.items() if outcome.error is not None]
-        if not failed or not self._attempts.run(MULTIPLES[0], may_fail=True).attempt.fits:
-            return
-        raise InputError(
-            f"micro-batches of {', '.join(map(str, sorted(failed)))} fail, and one of {MULTIPLES[0]} runs: give "
-            f"--micro-batch-multiple {MULTIPLES[0]}, or a smaller number whose multiples run. The error of "
-            f"{min(failed)}: {describe(error)}"
-        ) from error
+        if self._attempts.run(MULTIPLES[0], may_fail=True).attempt.fits:
+            raise InputError(
+                f"micro-batches of {', '.join(map(str, sorted(tried)))} fail, and one of {MULTIPLES[0]} runs"
+                f": give --micro-batch-multiple {MULTIPLES[0]}, or a smaller number whose multiples run. The "
+                f"error of {max(tried)}: {describe(error)}"
+            ) from error
 
     def save(self, limit: Limit) -> Limit:
         """Save the answer and the trace of a search that ran to its end, and return it with its file."""

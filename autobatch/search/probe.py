@@ -55,6 +55,8 @@ class Found(NamedTuple):
     attempts: list[Attempt]
     stopped_by: str | None
     """``interrupt``, or what ``stopped`` returned; None if the search ran to its end."""
+    tops: tuple[int, ...] = ()
+    """The largest size in question, and larger ones that came into question because all up to there fit."""
     programs: tuple[Program, ...] = ()
     """The steps at any size, in each order that ran; empty if no two runs have the same structure."""
 
@@ -91,7 +93,7 @@ def find_largest(
         The result. A ``KeyboardInterrupt`` in ``run`` ends the search, too.
 
     Raises:
-        Exception: the error of the smallest size, if nothing fits for another reason than memory.
+        Exception: the first error, if nothing fits, and the smallest size for another reason than memory.
     """
     search = _Search(run, cap // multiple, multiple, stopped, Runs(new_allocator, known))
     stopped_by = None
@@ -104,7 +106,8 @@ def find_largest(
         stopped_by = "interrupt"
     low = search.low * multiple
     by = search.proof() if low and not stopped_by else None
-    return Found(low, by, search.predicted, search.attempts, stopped_by, search.runs.programs)
+    tops = tuple(top * multiple for top in search.tops)
+    return Found(low, by, search.predicted, search.attempts, stopped_by, tops, search.runs.programs)
 
 
 class _Stopped(Exception):  # noqa: N818 - the end of a search is no fault
@@ -127,6 +130,10 @@ class _Search:
     attempts: list[Attempt] = field(default_factory=list)
     predicted: int | None = None
     """The first answer of a replay, in samples."""
+    tops: list[int] = field(default_factory=list)
+    """The largest size in question of each bound."""
+    error: Exception | None = None
+    """The first that had another reason than memory."""
 
     @property
     def high(self) -> int:
@@ -142,9 +149,9 @@ class _Search:
             return
         line = self.runs.line() // self.multiple
         second = min(self.units(SECOND), line // 2)
-        if second <= self.low:
-            second = self.low + 1 if line > self.low + 1 else self.low // 2
-        if 0 < second < self.high:
+        if second <= self.low:  # 1 is a special case for batch statistics
+            second = self.low + 1 if line > self.low + 1 or self.low < FIRST else self.low // 2
+        if second < self.high:
             self.fits(second)
         self.predicted = self.runs.largest(self.cap * self.multiple, self.multiple)
         if self.predicted is not None:
@@ -189,12 +196,14 @@ class _Search:
 
     def bracket(self, spent: Sequence[bool]) -> Bracket:
         """Return the sizes in question, and the allowance of their bound less the runs that are spent."""
-        most = min(self.cap, REACH * max(self.guess(self.low, self.cap + 1), self.low + 1))
-        asked, failed = most_asked(most)
+        guess = self.guess(self.low, self.cap + 1 if self.low else self.high)
+        ran = max((attempt.micro_batch // self.multiple for attempt in self.attempts), default=1)
+        top = min(self.cap, max(REACH * guess, REACH * self.low, ran))
+        self.tops.append(top)
+        asked, failed = most_asked(top)
         asked, failed = asked - len(spent), failed - spent.count(False)
-        return Bracket(
-            self.low, min(self.high, most + 1, self.low + told_apart(asked, failed)), asked, failed
-        )
+        high = min(self.high, top + 1, self.low + told_apart(asked, failed))
+        return Bracket(self.low, high, asked, failed)
 
     def proof(self) -> UpperBoundBy | None:
         """Return the proof that the size after the largest does not fit; None if there is none yet."""
@@ -213,8 +222,9 @@ class _Search:
         outcome = self.run(size * self.multiple)
         self.attempts.append(outcome.attempt)
         if outcome.error is not None:
+            self.error = self.error or outcome.error
             if size == 1:
-                raise outcome.error
+                raise self.error
             self.refused[size] = "error"
             return False
         self.runs.add(outcome)
@@ -227,6 +237,8 @@ class _Search:
     def guess(self, low: int, high: int) -> int:
         """Return the likely largest size between two."""
         middle = (low + high) // 2
+        if self.refused.get(high) == "error" and high + 1 not in self.refused:
+            return high - 1  # it bounds nothing: maybe odd sizes fail
         replayed = self.runs.largest(self.cap * self.multiple, self.multiple)
         if replayed is not None:
             self.predicted = self.predicted or replayed
@@ -331,7 +343,8 @@ class Runs:
         if peaks[0] == peaks[1]:  # small runs have their first segments only
             peaks = small.peak_allocated_bytes or 0, large.peak_allocated_bytes or 0
         if len(runs) == 1:
-            less, peaks = 0, (_held_bytes(self._orders[0].get(size)), peaks[1])
+            held = _held_bytes(self._orders[0].get(size))
+            less, peaks = 0, (held if held < peaks[1] else 0, peaks[1])
         if peaks[0] >= peaks[1]:
             return ENDLESS
         return size + int((share * budget - peaks[1]) * (size - less) / (peaks[1] - peaks[0]))

@@ -1,58 +1,62 @@
-"""Explanations of a footprint, against the replay and against sums by hand."""
+"""Explanations of a step from its events, against the replay and against sums by hand."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from autobatch.footprint.fit import footprint
 
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.trace import replay
+from autobatch.device.allocator.trace import Trace, replay
 from autobatch.footprint import explain as explaining
-from autobatch.footprint.explain import explain, layers_of, memory_curve
-from autobatch.rehearsal.attempt import ATTEMPT_STEPS
-from tests.support.step_workloads import WORKLOADS, setting, setup
+from autobatch.footprint.explain import explain, layers_of, memory_curve, predicted_points
+from autobatch.footprint.program import Program
+from autobatch.rehearsal.attempt import attempt
+from tests.support.step_workloads import WORKLOADS, setup
+
+SIZE = 40
 
 
 @pytest.fixture(scope="module")
-def step():
-    return footprint(setting(setup(WORKLOADS["transformer"]()), steps=ATTEMPT_STEPS))
+def ran() -> Trace:
+    """Return the events of real steps."""
+    trace = attempt(setup(WORKLOADS["transformer"]()), SIZE).trace
+    assert trace is not None
+    return trace
 
 
-def parameters():
-    return sum(p.nbytes for p in setup(WORKLOADS["transformer"]()).model.parameters())
+def parameters(name: str = "transformer") -> int:
+    return sum(p.nbytes for p in setup(WORKLOADS[name]()).model.parameters())
 
 
 @pytest.mark.parametrize("most", [500, 60])
-def test_the_curve_is_a_step_in_the_steady_state(step, most, monkeypatch):
+def test_the_curve_is_a_step_in_the_steady_state(ran: Trace, most: int, monkeypatch) -> None:
     monkeypatch.setattr(explaining, "MOST_POSITIONS", most)
-    found = memory_curve(step, 40, CountingAllocator())
+    found = memory_curve(ran, SIZE, CountingAllocator())
     assert {len(sizes) for sizes in found.categories.values()} == {len(found.positions)}
     assert len(found.positions) <= most
     assert found.positions == sorted(found.positions)
     # The peak is that of the whole attempt, because the steady state needs most.
     totals = [sum(sizes) for sizes in zip(*found.categories.values(), strict=True)]
-    assert max(totals) == replay(step.program.at(40), CountingAllocator()).peak_allocated_bytes
+    assert max(totals) == replay(ran, CountingAllocator()).peak_allocated_bytes
     # Adam's two moments are there from the first event to the last.
-    assert set(found.categories["parameters"]) == {parameters()}
-    state = found.categories["optimizer state"]
-    assert min(state) == max(state) >= 2 * parameters()
+    assert min(found.categories["parameters"]) >= parameters()
+    assert 2 * parameters() <= min(found.categories["optimizer state"]) < 2.5 * parameters()
     # All gradients are there while the second micro-batch runs and the optimizer steps.
     at = found.phases
     assert list(at) == ["forward 1", "backward 1", "forward 2", "backward 2", "optimizer"]
     assert list(at.values()) == sorted(at.values())
     second = next(i for i, position in enumerate(found.positions) if position >= at["forward 2"])
-    assert found.categories["gradients"][second] == parameters()
-    assert found.categories["gradients"][0] == 0
+    assert found.categories["gradients"][second] >= parameters() > found.categories["gradients"][0]
 
 
-def test_the_modules_of_the_curve_are_its_activations(step):
-    found = memory_curve(step, 40, CountingAllocator())
+def test_the_modules_of_the_curve_are_its_activations(ran: Trace) -> None:
+    found = memory_curve(ran, SIZE, CountingAllocator())
     assert 1 < len(found.modules) <= explaining.LAYERS
-    assert [sum(sizes) for sizes in zip(*found.modules.values(), strict=True)] == found.categories[
-        "activations"
-    ]
-    assert found.micro_batch == 40
+    activations = [sum(sizes) for sizes in zip(*found.modules.values(), strict=True)]
+    assert activations == found.categories["activations"]
+    assert found.micro_batch == SIZE
 
 
 @pytest.mark.parametrize(
@@ -70,30 +74,50 @@ def test_the_modules_of_the_curve_are_its_activations(step):
         ),
     ],
 )
-def test_modules_are_drawn_in_few_layers(sizes, layers):
+def test_modules_are_drawn_in_few_layers(sizes, layers) -> None:
     found = layers_of(sizes)
     assert list(dict.fromkeys(found.values())) == layers
     assert found.keys() == sizes.keys()
 
 
-def test_the_curve_shows_cached_memory(step):
-    found = memory_curve(step, 40, CachingAllocator())
+def test_the_curve_shows_cached_memory(ran: Trace) -> None:
+    found = memory_curve(ran, SIZE, CachingAllocator())
     totals = [sum(sizes) for sizes in zip(*found.categories.values(), strict=True)]
-    assert max(totals) == replay(step.program.at(40), CachingAllocator()).peak_reserved_bytes
+    assert max(totals) == replay(ran, CachingAllocator()).peak_reserved_bytes
     assert min(found.categories["cached"]) >= 0
 
 
-def test_an_explanation_adds_up():
-    one = setup(WORKLOADS["perceptron"]())
-    step = footprint(setting(one, capability=(8, 0)))
-    parameters = sum(p.nbytes for p in one.model.parameters())
-    small, large = explain(step, 1), explain(step, 4096)
-    assert small.by_kind["parameters"] == parameters
-    assert small.by_kind["optimizer state"] == 2 * parameters
+def test_an_explanation_adds_up() -> None:
+    opened = setup(WORKLOADS["perceptron"]())
+    runs = {size: attempt(opened, size).trace for size in (1, 512)}
+    small, large = (explain(trace) for trace in runs.values() if trace is not None)
+    assert small.by_kind["parameters"] >= parameters("perceptron")
+    assert small.by_kind["optimizer state"] >= 2 * parameters("perceptron")
     for found in (small, large):
         assert sum(found.by_kind.values()) == found.peak_bytes
         assert list(found.by_kind.values()) == sorted(found.by_kind.values(), reverse=True)
         assert sum(found.by_module.values()) == found.by_kind.get("activations", 0)
         assert found.phase in found.text()
-    # An image of 432 numbers, one hidden layer of 48: all per sample, in bytes.
-    assert explain(step, 4097).peak_bytes >= large.peak_bytes + 4 * 432
+    # An image of 432 numbers: per sample, in bytes.
+    assert large.peak_bytes >= small.peak_bytes + 400 * 4 * 432
+
+
+def test_a_run_that_failed_is_explained_up_to_its_failure() -> None:
+    made = setup(WORKLOADS["perceptron"]())
+    whole = attempt(made, 64)
+    peak = whole.attempt.peak_allocated_bytes
+    assert peak is not None
+    failed = attempt(replace(made, device=made.device.budgeted(peak - 1)), 64)
+    assert failed.trace is not None
+    found = explain(failed.trace)
+    assert not failed.attempt.fits
+    assert found.phase == failed.attempt.phase
+    assert 0 < found.peak_bytes < peak
+
+
+def test_predicted_points_are_those_of_the_replay_around_the_answer() -> None:
+    programs = [Program.fit([(m, Trace(((0, 10 * m + more),))) for m in (2, 3)]) for more in (5, 9)]
+    points = predicted_points(programs, 100, CountingAllocator, 110)
+    assert {point.micro_batch for point in points} >= {1, 100, 101, 110}
+    assert all(point.peak_reserved_bytes == 10 * point.micro_batch + 9 for point in points)
+    assert predicted_points([], 100, CountingAllocator, 110) == []

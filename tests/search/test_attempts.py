@@ -9,17 +9,18 @@ from typing import Any
 
 import msgspec
 import pytest
-from autobatch.search.search import search
 from torch import Tensor, nn
 
 from autobatch import Progress
 from autobatch.core.units import MiB
+from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.rehearsal.attempt import Outcome
 from autobatch.rehearsal.process import ChildCrashed, ThisProcess
 from autobatch.search.attempts import Attempts, nothing_fits
+from autobatch.search.probe import find_largest
 from tests.support.hardware import CpuAsGpu
 from tests.support.probes import classify, probed, work
-from tests.support.sizes import machine_of, outcome_of, replay_of
+from tests.support.sizes import BUDGET, machine_of, outcome_of
 from tests.support.step_workloads import WORKLOADS, setup
 
 CRASHED = ChildCrashed("the child process ended (SIGSEGV)")
@@ -60,10 +61,10 @@ def failing(error: Exception, first: int = 0) -> Callable[[int], Outcome]:
 
 def found_in(process: Process) -> Any:
     attempts = Attempts(process, Progress())
-    return search(
+    return find_largest(
         lambda size: attempts.run(size, may_fail=True),
         cap=10_000,
-        replay=replay_of(),
+        new_allocator=lambda: CountingAllocator(BUDGET),
         stopped=lambda: attempts.stopped_by,
     )
 
@@ -149,4 +150,4 @@ def test_the_error_of_a_probe_needs_neither_a_trace_nor_a_child(phase, single_er
     process = Process(failing(CRASHED))
     process.info = ThisProcess(made).info
     attempt = msgspec.structs.replace(outcome_of(1, False, None).attempt, phase=phase)
-    assert words in str(nothing_fits([attempt], process, None, single_error=single_error))
+    assert words in str(nothing_fits(process, Outcome(attempt, None), single_error))

@@ -1,4 +1,4 @@
-"""Limits that are kept, and the traced steps beside them."""
+"""Limits that are kept, and the programs of their steps beside them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import re
 
 import msgspec
 import pytest
-from autobatch.rehearsal.trace import trace_footprint
 
-from autobatch.core.units import GiB
+from autobatch.core.units import GiB, KiB
 from autobatch.core.version import __version__
-from autobatch.search.cache import CachedLimit, lookup, store
+from autobatch.search.cache import CachedLimit, load_programs, lookup, store
 from tests.support.probes import limit_of
 from tests.support.step_workloads import WORKLOADS, setup
 
@@ -100,31 +99,23 @@ def test_a_budget_that_follows_free_memory_may_be_five_percent_off(tmp_path, old
     assert lookup(key, tmp_path) == (None, None)
 
 
-def test_a_confirmed_limit_is_traced_again_only_if_its_trace_is_of_no_use(tmp_path, monkeypatch):
-    traced = []
+def test_programs_that_are_of_no_use_cost_a_search_and_no_more(tmp_path):
+    perceptron = setup(WORKLOADS["perceptron"](), budget=500 * KiB)
+    first = limit_of(perceptron, tmp_path)
+    (file,) = tmp_path.glob("profiles/*/limits/*.programs")
+    good = file.read_bytes()
+    assert load_programs(file) == first.programs
 
-    def trace(setup, **more):
-        traced.append(setup)
-        return trace_footprint(setup, **more)
+    def again():
+        found = limit_of(perceptron, tmp_path)
+        assert found.probe.micro_batch == first.probe.micro_batch
+        return len(found.probe.attempts)
 
-    monkeypatch.setattr("autobatch.rehearsal.trace.trace_footprint", trace)
-    first = limit_of(setup(WORKLOADS["perceptron"]()), tmp_path)
-    (file,) = tmp_path.glob("profiles/*/limits/*.trace")
-
-    def traces_again() -> bool:
-        traced.clear()
-        again = limit_of(setup(WORKLOADS["perceptron"]()), tmp_path)
-        assert again.probe.source.startswith("saved")
-        assert again.footprint.program == first.footprint.program
-        return bool(traced)
-
-    assert not traces_again()
-    limit_of(setup(WORKLOADS["transformer"]()), tmp_path / "other", max_micro_batch=2)
-    (other,) = tmp_path.glob("other/profiles/*/limits/*.trace")
-    # Damaged, of another version, or of another step.
-    of_version = file.read_bytes().replace(__version__.encode(), b"0" * len(__version__))
-    damaged = [b"no trace", of_version, other.read_bytes()]
-    for content in damaged:
+    assert again() == 1
+    limit_of(setup(WORKLOADS["perceptron"](), budget=600 * KiB, max_grad_norm=None), tmp_path / "other")
+    (of_other,) = {one.read_bytes() for one in tmp_path.glob("other/profiles/*/limits/*.programs")}
+    of_version = good.replace(__version__.encode(), b"0" * len(__version__))
+    for content in (b"no program", of_version, of_other):  # damaged, of another version, of another step
         file.write_bytes(content)
-        assert traces_again()
-    assert not traces_again()
+        assert again() > 1
+        assert again() == 1

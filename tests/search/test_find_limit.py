@@ -28,7 +28,6 @@ from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Setup, open_setup
 from autobatch.search.find_limit import find_limit, limit_of_plan
 from benchmarks.workloads import WORKLOADS as TEST_WORKLOADS
-from tests.support.hardware import CpuAsGpu
 from tests.support.options import as_options
 from tests.support.probes import (
     WIDTH,
@@ -105,15 +104,11 @@ def test_a_check_of_one_size_runs_only_that_size() -> None:
         probed(work(), micro_batch=500)
 
 
-def test_the_time_limit_ends_the_search_with_a_size_that_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a trace the search takes two runs or more. Each reading of the clock takes a second."""
-    monkeypatch.setattr("autobatch.rehearsal.trace.trace_footprint", lambda *_, **__: None)
-    made = replace(setup(WORKLOADS["perceptron"]()), device=CpuAsGpu(memory_budget=64 * MiB))
+def test_the_time_limit_ends_the_search_with_a_size_that_fits(tmp_path: Path) -> None:
+    """Each reading of the clock takes a second."""
     clock = map(float, count()).__next__
     found = find_limit(
-        ThisProcess(made),
+        ThisProcess(setup(WORKLOADS["perceptron"](), budget=1000 * KiB)),
         Options().with_values(time_limit=0.5),
         home=tmp_path,
         progress=Progress(),
@@ -225,7 +220,7 @@ def test_micro_batches_that_fit_or_are_not_known_to_fail_are_not_run(near: tuple
     real = RealBatches(batches=3, micro_batch_alone=697)
     checked = limit._replace(probe=msgspec.structs.replace(limit.probe, real_batches=real))
     cases = [(limit, batch) for batch in (697, 2 * 697, 1200, 5)]
-    for known, batch in [*cases, (limit._replace(footprint=None), BATCH), (checked, BATCH)]:
+    for known, batch in [*cases, (limit._replace(programs=()), BATCH), (checked, BATCH)]:
         listener = Listener()
         assert limit_of_plan(ThisProcess(made), known, batch, listener) == known
         assert listener.sizes == []

@@ -261,11 +261,12 @@ def test_the_cap_runs_second_if_a_line_says_that_it_fits_with_room() -> None:
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 7])
 def test_a_large_model_begins_with_a_small_size(limit: int) -> None:
-    machine = machine_of(lambda m: 6000 + 4000 * m // (limit + 1) + m)
+    machine = machine_of(lambda _: 6000, lambda m: 4000 * m // (limit + 1) + m, lambda _: 6000)
     found = find(machine, 1000, first=2)
     assert found.micro_batch == machine.limit(1000)
     assert machine.asked[0] == 2
     assert machine.ooms <= 1
+    assert limit == 1 or 1 not in machine.asked
 
 
 def test_a_guess_whose_programs_agree_with_its_run_ends_the_search() -> None:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autobatch.search.replay import Replay
-
 from autobatch.core.records import Attempt
-from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace
-from autobatch.footprint.program import Program
 from autobatch.rehearsal.attempt import Outcome
 
 BUDGET = 10_000
@@ -81,13 +77,3 @@ def memory_of(*rules: Rule) -> Rule:
 def machine_of(*rules: Rule) -> Machine:
     """Return a machine that records the events of its blocks."""
     return Machine(memory_of(*rules), trace_of(*rules))
-
-
-def program_of(*rules: Rule) -> Program:
-    """Return the program of the same blocks, as a trace of two sizes would give it."""
-    return Program.fit([(size, trace_of(*rules)(size)) for size in (2, 3)])
-
-
-def replay_of(program: Program | None = None) -> Replay:
-    """Return predictions for the budget of the machines."""
-    return Replay(lambda: CountingAllocator(BUDGET), program)
