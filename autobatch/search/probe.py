@@ -142,7 +142,11 @@ class _Search:
 
     def begin(self, first: int, guess: int | None) -> None:
         """Run two small sizes and what their replay says, or large ones if the small ones are unlike."""
-        if (guess is not None and self.fits(self.units(guess))) or not self.fits_between(first):
+        if guess is not None and self.fits(self.units(guess)):
+            if not self.proof() and self.low > 1:  # a second run tells what the known programs do not
+                self.fits(int(SHARES[0] * self.low))
+            return
+        if not self.fits_between(first):
             return
         if self.units(FAR * first) == self.cap and self.runs.line(ROOM) >= self.cap * self.multiple:
             self.fits_between(self.cap * self.multiple)

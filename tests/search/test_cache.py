@@ -112,7 +112,7 @@ def test_programs_that_are_of_no_use_cost_a_search_and_no_more(tmp_path):
         return len(found.probe.attempts)
 
     assert again() == 1
-    limit_of(setup(WORKLOADS["perceptron"](), budget=600 * KiB, max_grad_norm=None), tmp_path / "other")
+    limit_of(setup(WORKLOADS["perceptron"](), budget=600 * KiB, ema=0.9), tmp_path / "other")
     (of_other,) = {one.read_bytes() for one in tmp_path.glob("other/profiles/*/limits/*.programs")}
     of_version = good.replace(__version__.encode(), b"0" * len(__version__))
     for content in (b"no program", of_version, of_other):  # damaged, of another version, of another step

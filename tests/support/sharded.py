@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -106,7 +107,7 @@ def predict(workload: Workload, case: Case, world: int) -> Trace:
             precision=case.precision,
             capability=None,
             steps=case.steps,
-            arrange=Sharding(mesh=mesh, sync=case.sync, modules=case.modules),
+            sharding=lambda: nullcontext(Sharding(mesh=mesh, sync=case.sync, modules=case.modules)),
         )
         return record(setting, case.micro_batch).trace
 
