@@ -2,7 +2,7 @@
 
 Out-of-memory errors, recovery and fragmentation run without a GPU. The limit is always enforced, in training
 as well. Operators are not simulated: kernels, autocast lists and workspaces are the CPU's, so a micro-batch
-found here is not the GPU's (`autobatch.footprint.predict` is for that).
+found here is not the GPU's (`autobatch.estimates` is for that).
 """
 
 from __future__ import annotations
