@@ -34,7 +34,7 @@ LAYERS = [
 """In import order. Imports inside functions and for type checkers count like all others."""
 ONLY = {
     "pynvml": {"device.nvml"},
-    "optuna": {"tuning.study"},
+    "optuna": {"tuning"},
     "torch.distributed": {"distributed"},
 }
 """Libraries that few modules, or the modules of one layer, may import."""

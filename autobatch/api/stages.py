@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -35,8 +35,10 @@ from autobatch.search.find_limit import Limit, check_size, find_limit
 from autobatch.search.plan_split import choose_split
 from autobatch.training.split_check.check import ANYWAY, examine
 from autobatch.training.split_check.compare import Finding
-from autobatch.tuning.tune_plan import PlanTuner
 from autobatch.workload.order import GlobalBatchSampler
+
+if TYPE_CHECKING:
+    from autobatch.tuning.fastest import Tuner
 
 PLANNED_STEPS = 1000
 """Optimizer steps of the run that is tuned for, if nothing says how many."""
@@ -286,20 +288,24 @@ def finish_plan(
     Raises:
         InputError: the loss cannot be split, or a split by size was asked for and would change results.
     """
-    command = call.options.command
-    tuner = None
-    if command in ("tune", "fit"):
-        tuner = _open_tuner(call, setup, PLANNED_STEPS if batches is None else batches.total)
-    has_trials = tuner is not None and tuner.trials > 0
-    tunes_rate = tuner is not None and tuner.lr_trials > 0
+    command, tune = call.options.command, call.options.tune
+    has_trials, tunes_rate = command in ("tune", "fit") and tune.trials != 0, tune.tune_lr
+    if (has_trials or tunes_rate) and setup.info.layout is not None:
+        call.progress.note("nothing is tuned, because the ranks share the model")
+        has_trials = tunes_rate = False
     # A training checks the loss on its own. Trials need the answer before.
     if command != "fit" or (call.options.split_check == "error" and (has_trials or tunes_rate)):
         _check_loss(call, setup, result)
-    if tuner is not None and (has_trials or (command == "tune" and not tunes_rate)):
+    tuner = None
+    if has_trials or tunes_rate:
+        tuner = _open_tuner(call, setup, PLANNED_STEPS if batches is None else batches.total)
+    if tuner is not None and has_trials:
         assert result.plan is not None
         assert result.probe is not None
         plan, tuning = tuner.tune(result.plan, result.probe.micro_batch)
         result = msgspec.structs.replace(result, plan=plan, tuning=tuning)
+    elif command == "tune":
+        result = msgspec.structs.replace(result, tuning=Tuning(notes=["no trial was asked for"]))
     _write_memory_viz(call, setup.process, result)
     if result.plan is not None and result.probe is not None and result.probe.stopped_by != "interrupt":
         plan = choose_split(
@@ -355,16 +361,15 @@ def _check_loss(call: Call, setup: OpenSetup, result: Result) -> None:
         call.progress.note(line)
 
 
-def _open_tuner(call: Call, setup: OpenSetup, steps: int) -> PlanTuner:
-    """Return the tuner of a plan, and start its time limit; it has no trials if ranks share the model."""
-    start, options = time.monotonic(), call.options
-    seconds = options.tune.timeout
-    if setup.info.layout is not None and (options.tune.trials != 0 or options.tune.tune_lr):
-        call.progress.note("nothing is tuned, because the ranks share the model")
-        options = options.with_values(trials=0, tune_lr=False)
-    return PlanTuner(
+def _open_tuner(call: Call, setup: OpenSetup, steps: int) -> Tuner:
+    """Return the tuner of a plan, and start its time limit."""
+    # Only here: Optuna takes half a second to import.
+    from autobatch.tuning.fastest import Tuner
+
+    start, seconds = time.monotonic(), call.options.tune.timeout
+    return Tuner(
         process=setup.process,
-        options=options,
+        options=call.options,
         planned_steps=steps,
         home=call.home,
         progress=call.progress,
@@ -373,11 +378,13 @@ def _open_tuner(call: Call, setup: OpenSetup, steps: int) -> PlanTuner:
     )
 
 
-def _add_learning_rate(call: Call, tuner: PlanTuner, result: Result) -> Result:
+def _add_learning_rate(call: Call, tuner: Tuner, result: Result) -> Result:
     """Tune the learning rate, and add it to a result beside its trials, if it has any."""
+    from autobatch.tuning.learning_rate import tune_learning_rate
+
     assert result.plan is not None
     try:
-        plan, found = tuner.tune_learning_rate(result.plan)
+        plan, found = tune_learning_rate(tuner, result.plan)
     except KeyboardInterrupt:
         # Other ranks may be in the middle of a run, and ``fit`` would train next.
         if call.ranks.world > 1 or call.options.command == "fit":
@@ -385,10 +392,7 @@ def _add_learning_rate(call: Call, tuner: PlanTuner, result: Result) -> Result:
         # The result so far is complete, and the next call continues the study.
         call.progress.note("interrupted: kept the learning rate")
         return result
-    if found is None:
-        return result
-    nothing = Tuning(trials=0, best={}, baseline_samples_per_s=0.0, best_samples_per_s=0.0, study="")
-    tuning = msgspec.structs.replace(result.tuning or nothing, learning_rate=found)
+    tuning = msgspec.structs.replace(result.tuning or Tuning(), learning_rate=found)
     return msgspec.structs.replace(result, plan=plan, tuning=tuning)
 
 

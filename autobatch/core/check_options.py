@@ -50,6 +50,13 @@ OTHER_NAMES = {
 }
 """Names of options in other tools, and the options here; the first that a command takes is named."""
 
+REMOVED = {
+    "study": "a study is named after what it tunes, so the same command goes on with it",
+    "lr_trials": "--tune-lr tries 10 learning rates; --timeout limits its time",
+    "lr_steps": "--tune-lr runs 40 optimizer steps for each learning rate",
+}
+"""Options of earlier versions, and what is in their place."""
+
 
 def options_from(
     command: str, values: Mapping[str, Any], *, names: Mapping[str, str] | None = None
@@ -173,13 +180,16 @@ def expected(annotation: Any) -> str:
 
 
 def unknown_option(asked: str, names: Iterable[str], *, otherwise: str | None = None) -> str:
-    """Return the message about an option that does not exist, with the one that was probably meant.
+    """Return the message about an option that does not exist, with what replaced it or was probably meant.
 
     Args:
         asked: as the user wrote it, for example ``--batch-size``.
         names: the options that exist, spelled in the same way.
         otherwise: advice if no option is near; None to list all of them.
     """
+    removed = REMOVED.get(_plain(asked).removeprefix("autobatch_"))
+    if removed is not None:
+        return f"the option {asked} is gone: {removed}"
     known = {_plain(name): name for name in names}
     usual = [one for one in OTHER_NAMES.get(_plain(asked), ()) if one in known]
     near = usual or difflib.get_close_matches(_plain(asked), known, n=1)

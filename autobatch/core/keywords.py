@@ -15,13 +15,12 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_o
 from autobatch.core.options import (
     GradientDtypeChoice,
     ParallelChoice,
-    PrecisionChoice,
     SplitCheck,
     SplitChoice,
     TrackerChoice,
     fields_of,
 )
-from autobatch.core.records import LastBatch, LearningRateRule, ShardSync
+from autobatch.core.records import LastBatch, LearningRateRule, Precision, ShardSync
 
 StrPath = str | os.PathLike[str]
 CallT = TypeVar("CallT", bound=Callable[..., Any])
@@ -33,7 +32,7 @@ class CommonKeywords(TypedDict, total=False):
 
     device: str
     memory_budget: str | int | None
-    precision: PrecisionChoice
+    precision: Precision
     gradient_dtype: GradientDtypeChoice
     scan: int | None
     seed: int
@@ -94,11 +93,8 @@ class TuneKeywords(BatchKeywords, total=False):
     trials: int | None
     timeout: float | None
     storage: StrPath | None
-    study: str | None
     knobs: str | None
     tune_lr: bool
-    lr_trials: int
-    lr_steps: int
     out: StrPath | None
 
 

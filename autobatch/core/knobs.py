@@ -31,8 +31,9 @@ EXPANDABLE = "expandable_segments"
 MOST_HALVINGS = 3
 """Times that the micro-batch may be halved."""
 MOST_WORKERS = 16
-NOTICEABLE = 0.2
-"""Share of a micro-batch's time that loading must take before workers are tuned by default."""
+NOTICEABLE_S = 0.005
+"""Seconds that loading a micro-batch must take before workers are tuned by default: handing one over takes a
+millisecond."""
 WORTH_COMPILING = 500
 """Optimizer steps from which compiling, half a minute in each trial that tries it, may pay off."""
 
@@ -58,8 +59,8 @@ class TuningContext(NamedTuple):
     """Cores that this process may use."""
     loader: str | None = None
     """Reason why loader workers cannot be tuned; None if they can."""
-    fetch_share: float = 0.0
-    """Share of a micro-batch's time that fetching and collating it takes."""
+    fetch_seconds: float = 0.0
+    """Time that fetching and collating a micro-batch takes."""
     gains_from_compile: bool = False
     """True if ``torch.compile`` is worth trying unasked on the device."""
     reads_pinned_memory: bool = False
@@ -81,9 +82,10 @@ class Knob(NamedTuple):
     changes_memory: bool
     """True if a choice changes the memory of a micro-batch; each choice then has its own limit."""
     changes_numbers: bool
-    """True if a choice may change results, even by rounding only; the loss of each choice is then checked."""
+    """True if a choice may change results, even by rounding only. It is chosen only if the user names the
+    knob, and its losses are checked."""
     is_default: Callable[[TuningContext], bool] = lambda _: True
-    """True if the knob is tuned unless the user names the knobs to tune."""
+    """True if the knob is tuned, or offered if it changes numbers, although the user names no knob."""
 
 
 class SearchAxis(NamedTuple):
@@ -159,7 +161,7 @@ KNOBS = (
         changes_memory=False,
         # Random augmentation draws other numbers, as with another seed; the loss is the same function.
         changes_numbers=False,
-        is_default=lambda here: here.fetch_share >= NOTICEABLE,
+        is_default=lambda here: here.fetch_seconds >= NOTICEABLE_S,
     ),
     Knob(
         PREFETCH,
@@ -221,7 +223,8 @@ def applicable(here: TuningContext, asked: Sequence[str] | None = None) -> tuple
     axes: list[SearchAxis] = []
     notes: list[str] = []
     for knob in KNOBS:
-        if not (knob.is_default(here) if asked is None else knob.name in asked):
+        is_unasked = knob.is_default(here) and not knob.changes_numbers
+        if not (is_unasked if asked is None else knob.name in asked):
             continue
         choices = knob.choices(here)
         if len(choices) > 1:
@@ -229,6 +232,16 @@ def applicable(here: TuningContext, asked: Sequence[str] | None = None) -> tuple
         elif asked is not None:
             notes.append(f"{knob.name} is not tuned: {knob.why_not(here)}")
     return axes, notes
+
+
+def offered(here: TuningContext) -> list[SearchAxis]:
+    """Return the knobs that change numbers and usually pay off here, with their choices."""
+    axes = [
+        SearchAxis(one.name, one.choices(here))
+        for one in KNOBS
+        if one.changes_numbers and one.is_default(here)
+    ]
+    return [axis for axis in axes if len(axis.choices) > 1]
 
 
 def defaults(axes: Sequence[SearchAxis]) -> dict[str, Value]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_orig
 import msgspec
 from msgspec import Meta
 
-from autobatch.core.records import LastBatch, LearningRateRule, ShardSync
+from autobatch.core.records import LastBatch, LearningRateRule, Precision, ShardSync
 
 COMMANDS = ("fit", "plan", "probe", "tune", "estimate")
 """Commands that open a workload."""
@@ -40,7 +40,6 @@ Positive = Annotated[float, Meta(gt=0)]
 Decay = Annotated[float, Meta(gt=0, lt=1)]
 Seed = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """Seeds that every generator accepts: NumPy's end at 32 bits, and the sampler counts up from here."""
-PrecisionChoice = Literal["auto", "fp32", "bf16", "fp16"]
 GradientDtypeChoice = Literal["auto", "fp32", "weights"]
 ParallelChoice = Literal["auto", "replicate", "shard"]
 SplitChoice = Literal["auto", "count", "size"]
@@ -121,7 +120,7 @@ class DeviceOptions(Section, frozen=True, kw_only=True):
             common=True,
         ),
     ] = None
-    precision: Annotated[PrecisionChoice, Option("auto: bf16 if native, else fp32.", common=True)] = "auto"
+    precision: Annotated[Precision, Option("Precision of the forward pass.", common=True)] = "fp32"
     gradient_dtype: Annotated[
         GradientDtypeChoice,
         Option(
@@ -303,7 +302,7 @@ class TuneOptions(Section, frozen=True, kw_only=True):
     trials: Annotated[
         AtLeastZero | None,
         Option(
-            "Configurations to measure, 0 for none. Without it: 8, fewer in fit if they cannot pay back.",
+            "Configurations to measure, 0 for none. Without it: 8, fewer in fit for a short run.",
             "N",
             common=True,
         ),
@@ -317,20 +316,15 @@ class TuneOptions(Section, frozen=True, kw_only=True):
             "URL",
         ),
     ] = None
-    study: Annotated[
-        str | None,
-        Option("Name of the study. Runs with the same storage and name share their trials.", "NAME"),
-    ] = None
     knobs: Annotated[
         str | None,
         Option(
-            "Knobs to tune, for example precision,checkpointing. Without it: all that usually pay off here.",
+            "Knobs to tune, for example precision,checkpointing. Without it: all that pay off and change no "
+            "number.",
             "NAMES",
         ),
     ] = None
     tune_lr: Annotated[bool, Option("Also try learning rates, and use a better one.", common=True)] = False
-    lr_trials: Annotated[AtLeastOne, Option("Learning rates to try, the plan's own first.", "N")] = 10
-    lr_steps: Annotated[int, Meta(ge=4), Option("Optimizer steps of each short run.", "N")] = 40
 
 
 class ModelOptions(Section, frozen=True, kw_only=True):

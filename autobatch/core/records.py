@@ -227,33 +227,17 @@ class Trial(Record, frozen=True, kw_only=True):
     """One configuration that the tuner measured."""
 
     number: int
-    samples_per_s: float | None
-    """Throughput at the effective batch; None if not measured."""
-    feasible: bool = True
-    """True if it ran within the budget."""
+    samples_per_s: float | None = None
+    """Throughput at the effective batch; None if it did not run."""
     parameters: dict[str, str | int | float | bool | None] = {}
     micro_batch: int | None = None
     """Micro-batch of the run; None if it did not run."""
-    note: str | None = None
-    """Reason why it is not feasible, or the origin of its figure."""
     relative: float | None = None
-    """Throughput ÷ that of the default around the same time; None if not measured."""
-    started: str | None = None
-    """Start of the search that ran it: ISO date and time, UTC. A study may go on later."""
-
-
-class TrialComparison(Record, frozen=True, kw_only=True):
-    """A configuration that ran side by side with the default, in several rounds."""
-
-    changes: dict[str, str | int | float | bool | None]
-    """Values that differ from the default."""
-    ratio: float
-    """Throughput ÷ the default's: geometric mean over the rounds."""
-    low: float | None
-    """Lower end of the 95 % interval of the ratio; None if unknown."""
-    high: float | None
-    rounds: int
-    chosen: bool = False
+    """Throughput ÷ that of the default, as the median of rounds in turn; None if it did not run."""
+    is_faster: bool = False
+    """True if it was faster than the best before it beyond the noise."""
+    note: str | None = None
+    """Reason why it must not be chosen."""
 
 
 class LrTrial(Record, frozen=True, kw_only=True):
@@ -262,24 +246,9 @@ class LrTrial(Record, frozen=True, kw_only=True):
     number: int
     learning_rate: float
     loss: float | None
-    """Mean over the last quarter of the run, or over the part of it that ran; None if not finite."""
-    feasible: bool = True
-    """True if it trained to the end of the run."""
+    """Mean over the last quarter of the run; None if it did not train."""
     note: str | None = None
-    """Reason why it is not feasible."""
-
-
-class LrComparison(Record, frozen=True, kw_only=True):
-    """The default learning rate and the best of the trials on the same data."""
-
-    seed: int
-    """Seed of the data order."""
-    default_loss: float | None
-    other_loss: float | None
-    gain: float
-    """Loss reduction gained over the default, as a share of the other's own loss reduction.
-
-    1 if the default does not train, -1 if the other does not."""
+    """Reason why it did not train."""
 
 
 class LrTuning(Record, frozen=True, kw_only=True):
@@ -293,16 +262,11 @@ class LrTuning(Record, frozen=True, kw_only=True):
     best: float
     """Learning rate of the plan now: the default, unless another was better beyond the noise."""
     default_loss: float | None
-    """Mean over the last quarter of a run; None if it was not run or is not finite."""
+    """Mean over the last quarter of a run; None if it did not train."""
     best_loss: float | None
     study: str
     history: list[LrTrial] = []
     """Every learning rate that was tried, in order."""
-    pairs: list[LrComparison] = []
-    """Comparisons that decided the choice."""
-    sampler: str = ""
-    """Sampler that proposed the trials, in words."""
-    seconds: float = 0.0
     notes: list[str] = []
     """Remarks on the choice, one per line."""
 
@@ -310,25 +274,25 @@ class LrTuning(Record, frozen=True, kw_only=True):
 class Tuning(Record, frozen=True, kw_only=True):
     """Measurements and choice of the tuner."""
 
-    trials: int
-    best: dict[str, str | int | float | bool | None]
-    baseline_samples_per_s: float
-    best_samples_per_s: float
-    study: str
-    measured: str | None = None
-    """Start of the earlier search that measured both speeds: ISO date and time, UTC. None for this search."""
+    trials: int = 0
+    best: dict[str, str | int | float | bool | None] = {}
+    changes: dict[str, str | int | float | bool | None] = {}
+    """Values of ``best`` that differ from the default."""
+    baseline_samples_per_s: float = 0.0
+    """Throughput of the default, 0 if it did not run."""
+    best_samples_per_s: float = 0.0
+    """That times the median ratio of the choice to the default."""
+    low: float | None = None
+    """Lower bound of that ratio, with a confidence of 98 %; None if the default was kept."""
+    high: float | None = None
+    """Upper bound, with the same confidence."""
+    study: str = ""
     history: list[Trial] = []
     """Every configuration that was measured, in order."""
-    comparisons: list[TrialComparison] = []
-    """The best configurations beside the default, which decided the choice."""
-    remembered: int = 0
-    """Trials of ``history`` that earlier searches of the study ran."""
-    sampler: str = ""
-    """Sampler that proposed the trials, in words."""
+    offers: list[str] = []
+    """What would be faster but changes numbers, and how to ask for it; one per line."""
     seconds: float = 0.0
     """Duration of the search, including the comparison of the best with the default."""
-    sampler_seconds: float = 0.0
-    """Part of ``seconds`` that the sampler and the storage took."""
     notes: list[str] = []
     """Remarks on the choice, one per line."""
     learning_rate: LrTuning | None = None

@@ -96,7 +96,7 @@ class Estimator:
             profile=gpu.name,
             budget_bytes=budget,
             budget_source=source,
-            precision=self._gpus.precision(gpu),
+            precision=self._gpus.precision,
             micro_batch=found.micro_batch,
             micro_batch_low=found.low,
             micro_batch_high=found.high,
@@ -182,7 +182,7 @@ class Estimator:
             multiple=multiple,
             learning_rate=workload.learning_rate,
             base_batch=workload.base_batch,
-            precision=self._gpus.precision(gpu),
+            precision=self._gpus.precision,
             gradient_dtype=self._traces.gradient_dtype,
         )
 

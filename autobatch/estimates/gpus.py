@@ -30,6 +30,7 @@ class Gpus:
 
     def __init__(self, options: Options, home: Path) -> None:
         self._options, self._home = options, home
+        self.precision: Precision = options.device.precision
         self.world = max(options.rank_counts, default=1)
         """Ranks, one per GPU; the most that were asked for."""
         caps = (options.search.max_micro_batch, options.batch.target_batch, LARGEST)
@@ -48,13 +49,6 @@ class Gpus:
         self.asked = [load_profile(name, user_dir=home) for name in names]
         if not names:
             self.asked += list_profiles(user_dir=home).profiles
-
-    def precision(self, gpu: HardwareProfile) -> Precision:
-        """Return the precision that was asked for; else bf16 where it is native."""
-        asked = self._options.device.precision
-        if asked != "auto":
-            return asked
-        return "bf16" if gpu.compute_capability >= NATIVE_BF16 else "fp32"
 
     def budget(self, gpu: HardwareProfile) -> tuple[int, str]:
         """Return the bytes that the allocator may hold on a GPU, and the reason in words.

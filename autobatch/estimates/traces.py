@@ -100,7 +100,7 @@ class Traces:
         Raises:
             AutobatchError: the step cannot be traced.
         """
-        known = self._known.setdefault((layout, self._gpus.precision(gpu)), [])
+        known = self._known.setdefault((layout, self._gpus.precision), [])
         capability = gpu.compute_capability
         for traced_on, found in known:
             # A trace compares the kernels of all GPUs in question.
@@ -115,7 +115,7 @@ class Traces:
             workload=self.workload,
             model=self.model,
             batch_of=self._batch_of,
-            precision=self._gpus.precision(gpu),
+            precision=self._gpus.precision,
             gradient_dtype=self.gradient_dtype,
             capability=gpu.compute_capability,
             others=[other.compute_capability for other in self._gpus.asked],

@@ -178,7 +178,7 @@ def open_setup(
         model=model,
         device=device,
         worst_case=WorstCaseSampler(workload, seed=asked.seed),
-        precision=device.native_precisions()[0] if asked.precision == "auto" else asked.precision,
+        precision=asked.precision,
         gradient_dtype=gradient_dtype_of(model, asked.gradient_dtype),
         max_grad_norm=options.train.max_grad_norm,
         ema=options.train.ema,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import textwrap
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple
 import msgspec
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
@@ -23,12 +21,9 @@ from autobatch.core.records import (
     RunRecord,
     StepRecord,
     Trial,
-    TrialComparison,
 )
 from autobatch.core.units import format_bytes
 from autobatch.report.drawing import (
-    NARROW,
-    WIDE,
     Picture,
     bytes_unit,
     color,
@@ -38,16 +33,14 @@ from autobatch.report.drawing import (
     plain_axes,
     series,
 )
-from autobatch.report.facts import peak_bytes, tuning_card
+from autobatch.report.facts import peak_bytes
 from autobatch.report.tables import Table
 from autobatch.report.words import (
     count,
     decimal,
-    knobs_in_words,
     metrics_in_words,
     percent,
     plural,
-    ratio_in_words,
 )
 
 TABLE_ROWS = 200
@@ -57,8 +50,6 @@ CACHED = "cached"
 SMOOTHED_FROM = 300
 """Steps from which a noisy curve gets a smoothed line."""
 DASHES = ("-", "--", ":", "-.")
-CARD_MARGIN, CARD_BAR, CARD_LINE = 20, 26, 1.5
-"""Margin of a card and height of each of its bars in pixels, and height of its lines by their text size."""
 NOISY = ("loss", "samples/s")
 FROM_ZERO = ("learning rate", "micro-batch")
 """Panels whose axis starts at 0."""
@@ -226,166 +217,45 @@ def _in_phases(curve: MemoryCurve) -> tuple[list[str], list[int], list[float]]:
 
 
 def trials_figure(trials: Sequence[Trial]) -> Picture | None:
-    """Draw the speed of each trial relative to the default, and the best so far. None for fewer than two.
+    """Draw the speed of each trial as a ratio to that of the default. Return None for fewer than two.
 
-    The default is measured again every few trials, so that a machine that slows down bends no curve. Trials
-    count from 1 here, as on the terminal. Their records count from 0, as in Optuna.
+    Trials count from 1 here, as on the terminal. Their records count from 0, as in Optuna.
     """
     if len(trials) < 2:
         return None
-    is_relative = any(trial.relative is not None for trial in trials)
-    measured = [
-        (trial.number + 1, speed)
-        for trial in trials
-        if trial.feasible and (speed := trial.relative if is_relative else trial.samples_per_s) is not None
-    ]
-    infeasible = [trial.number + 1 for trial in trials if not trial.feasible]
-    # The first trials of later searches in the same study.
-    later = [
-        new.number + 1
-        for old, new in itertools.pairwise(trials)
-        if new.started is not None and new.started != old.started
-    ]
+    measured = [(trial.number + 1, trial.relative) for trial in trials if trial.relative is not None]
+    faster = [(trial.number + 1, trial.relative) for trial in trials if trial.is_faster]
+    infeasible = [trial.number + 1 for trial in trials if trial.relative is None]
 
     def paint(figure: Figure, narrow: bool) -> None:
-        title = "speed ÷ speed of the default" if is_relative else "samples/s"
-        axes = plain_axes(figure, xlabel="trial", title=title)
-        x, speeds = [number for number, _ in measured], [speed for _, speed in measured]
-        axes.plot(x, speeds, "o", color=color("accent"), markersize=6, label="trial")
-        best = list(itertools.accumulate(speeds, max))
-        axes.step(x, best, where="post", color=color("soft"), linewidth=3, zorder=1, label="best so far")
-        if is_relative:
-            axes.axhline(1, color=color("muted"), linestyle=":", linewidth=1.6, label="default")
+        axes = plain_axes(figure, xlabel="trial", title="speed ÷ speed of the default")
+        axes.plot(*zip(*measured, strict=True), "o", color=color("soft"), markersize=6, label="trial")
+        if faster:
+            label = "faster beyond the noise"
+            axes.plot(*zip(*faster, strict=True), "o", color=color("accent"), markersize=8, label=label)
+        axes.axhline(1, color=color("muted"), linestyle=":", linewidth=1.6, label="default")
         if infeasible:
             axes.plot(
                 infeasible, [0.04] * len(infeasible), "x", color=color("bad"), markersize=8,
                 markeredgewidth=2, transform=axes.get_xaxis_transform(), label="infeasible",
             )  # fmt: skip
-        for number in later:
-            axes.axvline(number - 0.5, color=color("rule"), linewidth=1.4, label="continued later")
         axes.margins(x=0.04, y=0.2)
 
     words = f"{plural(len(measured), 'trial')} measured, {len(infeasible)} infeasible."
-    if later:
-        words += f" The study was continued {plural(len(later), 'time')}."
     knobs = sorted({name for trial in trials for name in trial.parameters})
     rows = [
         [
             str(trial.number + 1),
-            decimal(trial.samples_per_s) if trial.samples_per_s is not None else "",
+            "" if trial.samples_per_s is None else decimal(trial.samples_per_s),
             "" if trial.relative is None else f"{trial.relative:.3f}",
-            "yes" if trial.feasible else "no",
             *(str(trial.parameters.get(knob, "")) for knob in knobs),
             trial.note or "",
         ]
         for trial in trials
     ]
-    table = Table("Every trial", ["Trial", "Samples/s", "÷ default", "Feasible", *knobs, "Note"], rows)
+    table = Table("Every trial", ["Trial", "Samples/s", "÷ default", *knobs, "Note"], rows)
     numbers = [trial.number + 1 for trial in trials]
     return draw("trials", "Speed by trial", words, paint, table, heights=(280, 240), note=words, x=numbers)
-
-
-def card_figure(run: RunRecord) -> Picture | None:
-    """Draw the answer of the tuner as a card, to be shown on its own. Return None if nothing was tried."""
-    tuning = run.tuning
-    if tuning is None or not tuning.trials:
-        return None
-    card = tuning_card(tuning, run.plan, run.training.optimizer_steps if run.training else None)
-    headline = card.headline[:1].upper() + card.headline[1:]
-    source = " · ".join(filter(None, ("autobatch", run.title, run.device.name)))
-    speeds = {"tuned": tuning.best_samples_per_s, "default": tuning.baseline_samples_per_s}
-    bars = speeds if speeds["tuned"] > speeds["default"] > 0 else {}
-
-    def layout(narrow: bool) -> tuple[list[list[str]], list[int], int]:
-        """Return the lines of headline, details and source, the sizes of their texts, and the height."""
-        sizes, width = [17 if narrow else 24, 13, 11], (NARROW if narrow else WIDE) - 2 * CARD_MARGIN
-        # The bars have the speeds of the first line.
-        texts = [[headline], card.lines[bool(bars) :], [source]]
-        parts = [
-            [line for text in part for line in textwrap.wrap(text, int(width / (0.56 * size)))]
-            for part, size in zip(texts, sizes, strict=True)
-        ]
-        tall = sum(CARD_LINE * size * len(part) for part, size in zip(parts, sizes, strict=True))
-        return parts, sizes, round(tall + CARD_BAR * (len(bars) + 1) + 2 * CARD_MARGIN)
-
-    def paint(figure: Figure, narrow: bool) -> None:
-        figure.set_layout_engine("none")
-        width, (parts, sizes, height) = NARROW if narrow else WIDE, layout(narrow)
-        whole = Rectangle((0, 0), 1, 1, facecolor=color("surface"), edgecolor=color("rule"), zorder=-1)
-        whole.set_transform(figure.transFigure)
-        figure.add_artist(whole)
-        left, below = CARD_MARGIN / width, float(height - CARD_MARGIN)
-        for part, size, role in zip(parts, sizes, ("accent", "ink", "muted"), strict=True):
-            for line in part:
-                figure.text(left, below / height, line, size=size, color=color(role), va="top")
-                below -= CARD_LINE * size
-            if role == "accent" and bars:
-                below -= CARD_BAR * len(bars)
-                place = (left, below / height, 1 - 2 * left, CARD_BAR * len(bars) / height)
-                _draw_speeds(figure, bars, place)
-            below -= CARD_BAR / 2
-
-    rows = [["Gain", headline], *(["", line] for line in card.lines)]
-    table = Table("The answer of the tuner", ["Part", "Answer"], rows)
-    words = ". ".join([headline, *card.lines, ""]).strip()
-    return draw("card", headline, words, paint, table, heights=(layout(False)[-1], layout(True)[-1]))
-
-
-def _draw_speeds(
-    figure: Figure, speeds: Mapping[str, float], place: tuple[float, float, float, float]
-) -> None:
-    """Draw a bar for each speed at a place of a card."""
-    axes = figure.add_axes(place)
-    axes.set_axis_off()
-    bars = axes.barh(list(speeds), list(speeds.values()), 0.6, color=[color("accent"), color("soft")])
-    labels = [f"{name}, {decimal(speed, 3)} samples/s" for name, speed in speeds.items()]
-    axes.bar_label(bars, labels, padding=5)
-    axes.set_ylim(len(speeds) - 0.5, -0.5)
-    # Labels of about 150 pixels are at the right of the bars.
-    pixels = place[2] * 72 * figure.get_figwidth()
-    axes.set_xlim(0, max(speeds.values()) * pixels / (pixels - 160))
-
-
-def comparison_figure(comparisons: Sequence[TrialComparison]) -> Picture | None:
-    """Draw the ratio of each compared configuration to the default, with its interval. None without any."""
-    if not comparisons:
-        return None
-    names = [knobs_in_words(one.changes) for one in comparisons]
-
-    def paint(figure: Figure, narrow: bool) -> None:
-        axes = plain_axes(figure, title="speed ÷ speed of the default, side by side")
-        axes.grid(visible=False)
-        axes.axvline(1, color=color("muted"), linestyle=":", linewidth=1.6)
-        for place, one in enumerate(comparisons):
-            role = color("accent" if one.chosen else "series-2")
-            if one.low is not None and one.high is not None:
-                axes.plot([one.low, one.high], [place, place], color=role, linewidth=2.4)
-            label = "chosen" if one.chosen else ""
-            axes.plot([one.ratio], [place], "o", color=role, markersize=8, label=label)
-            axes.annotate(
-                f"{names[place]}  {ratio_in_words(one.ratio)}", (0, place),
-                xycoords=axes.get_yaxis_transform(), xytext=(0, 9), textcoords="offset points",
-            )  # fmt: skip
-        axes.set_yticks([])
-        axes.set_ylim(len(comparisons) - 0.6, -0.8)
-        axes.margins(x=0.08)
-        axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 7))
-
-    title = "The best configurations beside the default"
-    words = "Each ran in turn with the default. A line is the 95 % interval of the ratio of their speeds."
-    rows = [
-        [
-            name,
-            f"{one.ratio:.3f}",
-            "unknown" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}",
-            str(one.rounds),
-            "yes" if one.chosen else "",
-        ]
-        for name, one in zip(names, comparisons, strict=True)
-    ]
-    table = Table(title, ["Configuration", "Speed ÷ default", "95 % interval", "Rounds", "Chosen"], rows)
-    tall = 70 + 44 * len(comparisons)
-    return draw("comparison", title, words, paint, table, heights=(tall, tall), note=words)
 
 
 class Curve(NamedTuple):

@@ -6,7 +6,6 @@ The report page and a notebook show all of them, part by part. To say something 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +33,6 @@ from autobatch.report.words import (
     knob_name,
     knobs_in_words,
     metrics_in_words,
-    moment,
     percent,
     plural,
     ratio_in_words,
@@ -76,7 +74,7 @@ def facts_of(run: RunRecord, *, out: Path | None = None, report: Path | None = N
     if run.plan is not None:
         found += _plan_facts(run.plan)
     if run.tuning is not None:
-        found += _tuning_facts(run.tuning, run.plan, run.training)
+        found += _tuning_facts(run.tuning, run.training)
     if run.training is not None:
         found += _training_facts(run.training)
         found.append(Fact("files", "saved in", str(out or ""), "main"))
@@ -134,8 +132,9 @@ def tiles_of(run: RunRecord) -> list[Tile]:
     if training is not None and training.samples_per_s is not None:
         found.append(Tile("Throughput", decimal(training.samples_per_s, 3), "samples/s"))
     elif tuning is not None and tuning.trials and tuning.best_samples_per_s:
-        when = f"samples/s{_when_measured(tuning) or ', measured while tuning'}"
-        found.append(Tile("Throughput", decimal(tuning.best_samples_per_s, 3), when))
+        found.append(
+            Tile("Throughput", decimal(tuning.best_samples_per_s, 3), "samples/s, measured while tuning")
+        )
     return found
 
 
@@ -382,20 +381,33 @@ def _describe_padding(cut: SizeCut) -> str:
 # Tuning
 
 
-def _tuning_facts(tuning: Tuning, plan: Plan | None, training: Training | None) -> Iterator[Fact]:
+def _tuning_facts(tuning: Tuning, training: Training | None) -> Iterator[Fact]:
+    kind: Literal["main", "detail"] = "detail" if training else "main"
     if tuning.trials:
-        steps = None if training is None else training.optimizer_steps
-        yield Fact("tuning", "tuned", describe_tuning(tuning, plan, steps), "detail" if training else "main")
+        yield Fact("tuning", "tuned", describe_tuning(tuning), kind)
+    yield Fact("tuning", "offered", "; ".join(tuning.offers), kind)
     if tuning.learning_rate is not None:
         yield Fact("tuning", "rate", describe_rate(tuning.learning_rate))
     if tuning.trials:
+        if tuning.low is not None and tuning.high is not None:
+            best, default = (
+                decimal(speed, 3) for speed in (tuning.best_samples_per_s, tuning.baseline_samples_per_s)
+            )
+            between = f"{tuning.low:.2f} × to {tuning.high:.2f} ×"
+            yield Fact(
+                "tuning",
+                "speeds",
+                f"{best} samples/s, the default {default}; 96 % interval {between}",
+                "more",
+            )
+        yield Fact("tuning", "tried", describe_tried(tuning.history) if tuning.history else "", "more")
         yield Fact("tuning", "study", tuning.study, "more")
 
 
 def describe_trial(trial: Trial, changes: Mapping[str, object]) -> str:
     """Describe a trial: ``bf16, channels-last: 24,372 samples/s (29 % faster)``."""
     what = knobs_in_words(changes) or "default"
-    if not trial.feasible or trial.samples_per_s is None:
+    if trial.samples_per_s is None:
         return f"{what}: left out, {trial.note}"
     speed = f"{decimal(trial.samples_per_s, 3)} samples/s"
     if changes and trial.relative is not None:
@@ -403,65 +415,24 @@ def describe_trial(trial: Trial, changes: Mapping[str, object]) -> str:
     return f"{what}: {speed}"
 
 
-class Card(NamedTuple):
-    """The answer of the tuner, to be shown on its own."""
-
-    headline: str
-    """The gain and what brought it: ``1.37 × faster: bf16 + channels-last``."""
-    lines: list[str]
-    """The speeds, the interval of the gain, what was tried, and when the search has paid for itself."""
+def describe_tuning(tuning: Tuning) -> str:
+    """Return the answer of the tuner, with the lower bound of its gain."""
+    if tuning.low is None:
+        return f"kept the default, {decimal(tuning.best_samples_per_s, 3)} samples/s"
+    return f"at least {tuning.low:.2f} × faster: {knobs_in_words(tuning.changes, ' + ')}"
 
 
-def tuning_card(tuning: Tuning, plan: Plan | None = None, steps: int | None = None) -> Card:
-    """Return the answer of a search, with its evidence.
-
-    Args:
-        tuning: the search.
-        plan: its plan; None leaves out when the search has paid for itself.
-        steps: optimizer steps of the run; None if unknown.
-    """
-    best, default = tuning.best_samples_per_s, tuning.baseline_samples_per_s
-    tried = list(_tried(tuning.history))
-    if not best:
-        return Card("kept the default: it could not be measured", tried)
-    if best <= default or not default:
-        return Card(f"kept the default, {decimal(best, 3)} samples/s{_when_measured(tuning)}", tried)
-    chosen = next((one for one in tuning.comparisons if one.chosen), None)
-    changes = tuning.best if chosen is None else chosen.changes
-    what = knobs_in_words(changes, " + ") or "another configuration"
-    lines = [f"{decimal(best, 3)} samples/s, the default {decimal(default, 3)}"]
-    if chosen is not None and chosen.low is not None and chosen.high is not None:
-        lines.append(f"95 % interval {chosen.low:.2f} × to {chosen.high:.2f} ×")
-    lines += tried
-    if plan is not None:
-        needed = math.ceil(tuning.seconds / (plan.target_batch / default - plan.target_batch / best))
-        this = "" if steps is None else f"; this run has {count(steps)}"
-        lines.append(f"pays back after {plural(needed, 'step')}{this}")
-    return Card(f"{best / default:.2f} × faster: {what}", lines)
-
-
-def _tried(trials: Sequence[Trial]) -> Iterator[str]:
-    """Yield how many configurations were tried, and which knobs differed between them."""
+def describe_tried(trials: Sequence[Trial]) -> str:
+    """Describe how many configurations were tried, and which knobs differed between them."""
     values: dict[str, set[object]] = {}
     for trial in trials:
         for name, value in trial.parameters.items():
             values.setdefault(name, set()).add(value)
     knobs = [knob_name(name) for name, seen in values.items() if len(seen) > 1]
-    if knobs:
-        infeasible = sum(not trial.feasible for trial in trials)
-        without = f", {count(infeasible)} infeasible" if infeasible else ""
-        yield f"tried {plural(len(trials), 'configuration')} of {', '.join(knobs)}{without}"
-
-
-def describe_tuning(tuning: Tuning, plan: Plan | None = None, steps: int | None = None) -> str:
-    """Return `tuning_card` in one line."""
-    card = tuning_card(tuning, plan, steps)
-    return "; ".join([card.headline, *card.lines])
-
-
-def _when_measured(tuning: Tuning) -> str:
-    """Return the time of an earlier search whose speeds are given; empty if this one measured them."""
-    return "" if tuning.measured is None else f" (measured on {moment(tuning.measured)})"
+    infeasible = sum(trial.relative is None for trial in trials)
+    without = f", {count(infeasible)} infeasible" if infeasible else ""
+    of = f" of {', '.join(knobs)}" if knobs else ""
+    return f"{plural(len(trials), 'configuration')}{of}{without}"
 
 
 def describe_rate(found: LrTuning) -> str:

@@ -25,8 +25,6 @@ from autobatch.core.files import write_atomic
 from autobatch.core.records import Estimate, Recorded, RunRecord
 from autobatch.core.text import printable_lines
 from autobatch.report.charts import (
-    card_figure,
-    comparison_figure,
     curves_figure,
     memory_curve_figure,
     memory_curves_figure,
@@ -121,15 +119,15 @@ def sections_of(run: RunRecord) -> list[Section]:
             else None
         ],
         "fits": [memory_figure(run.device, probe, run.predicted, other) if probe else None],
-        "tuning": [card_figure(run), comparison_figure(tuning.comparisons), trials_figure(tuning.history)]
-        if tuning
-        else [],
+        "tuning": [trials_figure(tuning.history)] if tuning else [],
         "training": [
             training_figure(run.metrics, run.checkpoints, training.validation if training else None)
         ],
     }
     notes = {
-        "tuning": tuning.learning_rate.notes if tuning and tuning.learning_rate else [],
+        "tuning": [*tuning.notes, *(tuning.learning_rate.notes if tuning.learning_rate else [])]
+        if tuning
+        else [],
         "training": training.notes if training else [],
         "device": run.device.notes,
     }
@@ -142,7 +140,7 @@ def sections_of(run: RunRecord) -> list[Section]:
         Section(
             part,
             title,
-            [fact for fact in facts if fact.part == part and fact.label != "tuned"],  # the card has it
+            [fact for fact in facts if fact.part == part],
             pictures.get(part, []),
             notes=notes.get(part, []),
         )

@@ -26,15 +26,7 @@ from autobatch.core.text import LONGEST_VALUE, encodable, printable
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
 from autobatch.report import tables
-from autobatch.report.facts import (
-    Fact,
-    describe_trial,
-    device_facts,
-    final_facts,
-    peak_bytes,
-    recorded_lines,
-    tuning_card,
-)
+from autobatch.report.facts import Fact, describe_trial, device_facts, final_facts, peak_bytes, recorded_lines
 from autobatch.report.words import knobs_in_words, metrics_in_words, plural, ratio_in_words, terms_in_words
 
 if TYPE_CHECKING:
@@ -134,12 +126,9 @@ class Terminal(Progress):
     def measured(self, trial: Trial, of: int, changes: Mapping[str, object]) -> None:
         """Print a trial of the tuner."""
         self._say(f"trial   {trial.number + 1}/{of}  {describe_trial(trial, changes)}")
-        if trial.feasible and (trial.relative or 0.0) > (
-            (self._best.relative if self._best else None) or 1.0
-        ):
-            self._best = trial
-            words = knobs_in_words(changes)
-            self._best_words = f"best so far {ratio_in_words(trial.relative or 1.0)}: {words}"
+        if trial.is_faster:
+            ratio = ratio_in_words(trial.relative or 1.0)
+            self._best_words = f"best so far {ratio}: {knobs_in_words(changes)}"
 
     def tried_rate(
         self, number: int, of: int, learning_rate: float, loss: float | None, failure: str | None
@@ -172,16 +161,8 @@ class Terminal(Progress):
     def finish(self, result: Result) -> None:
         """Print the result, even if quiet: what fits, what was reached and where it is, then the details."""
         self._end()
-        tuning = result.tuning if result.training is None else None
-        is_wide = self._console.is_terminal and self._console.width >= NARROW
-        card = tuning_card(tuning, result.plan) if is_wide and tuning is not None and tuning.trials else None
         for fact in final_facts(result, out=result.out, report=result.report):
-            if card is None or fact.label != "tuned":
-                self._print_fact(fact)
-        if card is not None:
-            text = Text("\n".join(map(self._shown, [card.headline, *card.lines])))
-            text.stylize("bold", 0, len(self._shown(card.headline)))
-            self._console.print(Panel(text, title="tuned", title_align="left", expand=False))
+            self._print_fact(fact)
 
     def estimated(self, estimates: Estimates) -> None:
         """Print what is predicted to fit, even if quiet."""

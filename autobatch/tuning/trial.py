@@ -2,16 +2,22 @@
 
     configuration ──► largest micro-batch ──► losses ──► seconds per step
 
-An error makes a configuration infeasible, also memory that runs out. With every knob at its default, an error
-of the workload is its own and is raised.
+An error makes a configuration infeasible, also memory that runs out, or a child process that crashes. With
+every knob at its default, an error of the workload is its own and is raised.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
 
-import torch
+from torch import nn
 
 from autobatch.core.knobs import (
     COMPILE,
@@ -19,33 +25,61 @@ from autobatch.core.knobs import (
     PREFETCH,
     SPLIT,
     Configuration,
-    TuningContext,
     Value,
     memory_signature,
     numeric_signature,
 )
-from autobatch.device.host import usable_cores
 from autobatch.device.oom import first_line
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.process import ChildCrashed, Session, SetupProcess
+from autobatch.rehearsal.rehearsal import Batch, Step, batch_of, rehearse
 from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.search.probe import find_largest
-from autobatch.step.apply_knobs import find_blocks
-from autobatch.step.optimizers import stand_in_optimizers
-from autobatch.tuning.configuration import Infeasible, Key, Measurement, changes, infeasible, key_of
-from autobatch.tuning.measure import TOLERANCE, LossCheck, fetch_share, time_steps
-from autobatch.workload.loader import AHEAD, why_not_sent
-from autobatch.workload.nested import tensors_of
+from autobatch.step.whole_batch import batch_samples
+from autobatch.tuning.compare import Infeasible, Measurement
+from autobatch.tuning.space import changes
+from autobatch.workload.contract import Workload
+from autobatch.workload.loader import AHEAD, gpu_of, open_feed
+from autobatch.workload.order import GlobalBatchSampler, epoch_of
+from autobatch.workload.rng import seed_torch
+from autobatch.workload.split import Split
 
-FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-"""Optimizers with a fused step on GPUs and on the CPU."""
+ROUND_SECONDS = 0.1
+"""Approximate time that a configuration is timed for in each round of a comparison."""
+LEAST_STEPS = 2
+"""Steps that are timed, however long they take."""
+ACCUMULATED = 2
+"""Micro-batches of a timed step: like most of a step, the second one adds to existing gradients."""
+FED = 8
+"""Micro-batches of a timed step that workers feed: they fetch during the optimizer step too, and its share of
+their time must be small."""
+COMPILED_STEPS = 2
+"""Warm-up steps of each size with a compiled model: the second size makes it compile again, for all sizes."""
+CHECK_STEPS = 10
+CHECK_MICRO_BATCHES = 2
+"""Micro-batches of a step of the loss check."""
+CHECK_SAMPLES = 8
+"""Samples of such a micro-batch: enough to see a loss go wrong, and cheap."""
+TOLERANCE = 0.02
+"""Bound on the mean relative distance of the losses; a model in bf16 stays well below it."""
+ENDLESS = 2**62
+"""Steps of batches that are drawn until they have taken long enough."""
+Key = tuple[tuple[str, Value], ...]
+"""Some values of a configuration in hashable form."""
+
+
+class Failure(NamedTuple):
+    """Reason why a part of a trial failed, as it travels from a child process."""
+
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialSpec:
-    """Settings of the trials of a study: plain values, which travel to a child process."""
+class Trials:
+    """Trials in the process that holds the setup, with what later trials reuse of earlier ones."""
 
+    process: SetupProcess
     limit: int
     """The largest micro-batch that fits with every knob at its default."""
     cap: int
@@ -55,191 +89,238 @@ class TrialSpec:
     multiple: int = 1
     """Number whose multiples all micro-batches are."""
     planned_steps: int
-    """Optimizer steps over which one-time costs are spread."""
-    seconds: float
-    """Approximate time that a trial measures for."""
-    is_precision_open: bool = True
-    """No precision was asked for."""
+    """Optimizer steps over which the time of compiling is spread."""
+    seconds: float = ROUND_SECONDS
     workers: int | None = None
     """Loader workers that were asked for; None if none were."""
     prefetch: int | None = None
     """Micro-batches per worker that were asked for; None if none were."""
     defaults: Configuration = field(default_factory=dict)
     """Values that change nothing. A knob that is missing is at its default."""
+    _limits: dict[Key, int] = field(default_factory=dict)
+    _losses: dict[Key, list[float]] = field(default_factory=dict)
+    _compiling_s: dict[Key, float] = field(default_factory=dict)
+
+    def measure(self, values: Configuration) -> Measurement:
+        """Check the losses of a configuration, and time its steps.
+
+        Raises:
+            Infeasible: the configuration must not be chosen.
+            Exception: whatever the workload raises with every knob at its default, except out of memory.
+        """
+        size, numeric = self.micro_batch(values), self.changes(numeric_signature(values))
+        if numeric:
+            gap = _distance(self._losses_of({}), self._losses_of(numeric))
+            if gap > TOLERANCE:
+                raise Infeasible(f"its losses differ from the default's by {gap:.1%}, over {TOLERANCE:.0%}")
+        sizes = micro_batches(self.samples, size, self.multiple)
+        prefetch = self.prefetch or int(values.get(PREFETCH) or AHEAD)
+        knobs = {LOADER_WORKERS: self.workers, **values}
+        seconds, compiling = self._call("a trial", time_steps, knobs, sizes, self.seconds, prefetch)
+        # A configuration that is measured again reuses compiled code.
+        compiling = self._compiling_s.setdefault(_key(values), compiling)
+        return Measurement(self.samples / (seconds + compiling / self.planned_steps), sizes[0])
+
+    def confirm(self, values: Configuration) -> int:
+        """Run a configuration within the enforced budget, and return its micro-batch.
+
+        Raises:
+            Infeasible: it does not fit.
+        """
+        size = self.micro_batch(values)
+        reason = self._call("the check of the best trial", why_too_large, values, size)
+        if reason is not None:
+            raise Infeasible(reason)
+        return size
+
+    def micro_batch(self, values: Configuration) -> int:
+        """Return the micro-batch of a configuration: the even split at its limit, halved as it says.
+
+        Raises:
+            Infeasible: not even a micro-batch of 1 fits.
+        """
+        limit = self.limit_of(self.changes(memory_signature(values)))
+        if not limit:
+            raise Infeasible("not even a micro-batch of 1 fits")
+        size = micro_batches(self.samples, limit, self.multiple)[0]
+        return self.multiple * max(1, size // self.multiple >> int(values.get(SPLIT) or 0))
+
+    def limit_of(self, changed: Configuration) -> int:
+        """Return the largest micro-batch that fits with some knobs changed; 0 if none does.
+
+        What fits without the compiler bounds a compiled configuration, because each size compiles anew.
+        """
+        if not changed:
+            return self.limit
+        key, cap, guess = _key(changed), self.cap, self.limit
+        if COMPILE in changed:
+            cap = guess = self.limit_of({name: changed[name] for name in changed if name != COMPILE})
+        if key not in self._limits:
+            search = (largest_of, changed, cap, guess, self.multiple)
+            self._limits[key] = self._call("a search", *search) if cap else 0
+        return self._limits[key]
 
     def changes(self, values: Configuration) -> dict[str, Value]:
         """Return the values that are not at their default, except the split."""
-        changed = changes(values, {**values, **self.defaults})
-        return {name: value for name, value in changed.items() if name != SPLIT}
+        return {name: value for name, value in changes(values, self.defaults).items() if name != SPLIT}
+
+    def _losses_of(self, changed: Configuration) -> list[float]:
+        """Return the losses of the first steps with some knobs changed."""
+        if _key(changed) not in self._losses:
+            size = min(CHECK_SAMPLES, self.limit)
+            self._losses[_key(changed)] = self._call("a check of losses", losses_of, changed, size)
+        return self._losses[_key(changed)]
+
+    def _call(self, act: str, function: Callable[..., Any], values: Configuration, *args: Any) -> Any:
+        return call_with(self.process, act, function, values, not self.changes(values), *args)
 
 
-@dataclass(frozen=True)
-class Trials:
-    """Trials in the process that holds the setup. A configuration that crashes a child is infeasible."""
-
-    process: SetupProcess
-    task: TrialSpec
-
-    def measure(self, values: Configuration) -> Measurement:
-        """Run a trial; see `run_trial`."""
-        return self._call("a trial", values, is_timed=True)
-
-    def confirm(self, values: Configuration) -> Measurement:
-        """Run a configuration within the enforced budget; see `run_trial`."""
-        return self._call("the check of the best trial", values, is_timed=False)
-
-    def _call(self, act: str, values: Configuration, *, is_timed: bool) -> Measurement:
-        try:
-            return self.process.call(act, run_trial, self.task, dict(values), is_timed=is_timed)
-        except ChildCrashed as crash:
-            return infeasible(str(crash))
-
-
-def run_trial(
-    session: Session, task: TrialSpec, values: Configuration, *, is_timed: bool = True
-) -> Measurement:
-    """Run a trial, or only the configuration within the enforced budget.
-
-    An error, also memory that runs out, is the result of a configuration that changes anything.
+def call_with(
+    process: SetupProcess,
+    act: str,
+    function: Callable[..., Any],
+    values: Configuration,
+    is_own: bool,
+    *args: Any,
+) -> Any:
+    """Call a function with the setup of a configuration in the process that holds the setup.
 
     Raises:
-        Exception: whatever the workload raises with every knob at its default, except out of memory.
+        Infeasible: the function raised it or another error, or crashed the process.
+        Exception: whatever the function raises, if an error is the workload's own.
     """
-    results = session.find(TrialResults)
-    if results is None or results.task != task:
-        results = session.keep(TrialResults(session.setup, task))
     try:
-        return results.measure(values) if is_timed else results.confirm(values)
-    except Infeasible as reason:
-        return infeasible(str(reason))
+        found = process.call(act, _attempted, function, dict(values), is_own, *args)
+    except ChildCrashed as crash:
+        found = Failure(str(crash))
+    if isinstance(found, Failure):
+        raise Infeasible(found.reason)
+    return found
+
+
+def _key(values: Configuration) -> Key:
+    return tuple(sorted(values.items()))
+
+
+def _attempted(
+    session: Session, function: Callable[..., Any], values: Configuration, is_own: bool, *args: Any
+) -> Any:
+    """Return what a function finds with a configuration, or why it fails; an own error is raised."""
+    try:
+        return function(with_knobs(session.setup, values), *args)
     except Exception as error:
-        if not task.changes(values):
+        if is_own and not isinstance(error, Infeasible):
             raise
-        failure = first_line(error)
+        reason = str(error) if isinstance(error, Infeasible) else first_line(error)
     # Outside the except block, nothing keeps the failed step's tensors alive.
     session.setup.device.release()
-    return infeasible(failure)
+    return Failure(reason)
 
 
-@dataclass
-class TrialResults:
-    """Limits, losses and compile times that the trials of a study have found, and that later ones reuse."""
-
-    setup: Setup
-    task: TrialSpec
-    _limits: dict[Key, int] = field(default_factory=dict)
-    _gaps: dict[Key, float] = field(default_factory=dict)
-    _compiling_s: dict[Key, float] = field(default_factory=dict)
-    _check: LossCheck | None = None
-
-    def limit(self, values: Configuration) -> int:
-        """Return the largest micro-batch that fits with a configuration; 0 if none does.
-
-        A compiled configuration starts from what fits without the compiler, because a search would compile
-        every size anew.
-        """
-        signature = memory_signature(values)
-        changed = self.task.changes(signature)
-        if not changed:
-            return self.task.limit
-        key = key_of(signature)
-        if key not in self._limits:
-            setup = with_knobs(self.setup, signature)
-            if COMPILE in changed:
-                found = self.limit({name: value for name, value in signature.items() if name != COMPILE})
-                if found and not attempt(setup, found).attempt.fits:
-                    found = self._largest(setup, found - self.task.multiple)
-            else:
-                found = self._largest(setup, self.task.cap)
-            self._limits[key] = found
-        return self._limits[key]
-
-    def measure(self, values: Configuration) -> Measurement:
-        """Check the losses of a configuration, and time its steps."""
-        task, size = self.task, self._micro_batch(values)
-        over = self._loss_over(values)
-        if over > 0:
-            reason = f"its losses differ from the reference by {over:.1%} more than the tolerance"
-            return infeasible(reason, micro_batch=size)
-        sizes = micro_batches(task.samples, size, task.multiple)
-        setup = with_knobs(self.setup, {LOADER_WORKERS: task.workers} | dict(values))
-        prefetch = task.prefetch or int(values.get(PREFETCH) or AHEAD)
-        timing = time_steps(setup, sizes, task.seconds, prefetch=prefetch)
-        # A configuration that is measured again reuses compiled code.
-        once = self._compiling_s.setdefault(key_of(values), timing.setup)
-        seconds = timing._replace(setup=once).a_step(len(sizes), task.planned_steps)
-        return Measurement(task.samples / seconds, sizes[0])
-
-    def confirm(self, values: Configuration) -> Measurement:
-        """Run a configuration within the enforced budget."""
-        size = self._micro_batch(values)
-        return Measurement(0.0, size, attempt(with_knobs(self.setup, values), size).attempt.reason)
-
-    def _micro_batch(self, values: Configuration) -> int:
-        """Return the micro-batch of a configuration: the even split at its limit, halved as it says."""
-        limit, unit = self.limit(values), self.task.multiple
-        if not limit:
-            raise Infeasible("not even a micro-batch of 1 fits")
-        size = micro_batches(self.task.samples, limit, unit)[0]
-        return unit * max(1, size // unit >> int(values.get(SPLIT) or 0))
-
-    def _largest(self, setup: Setup, cap: int) -> int:
-        """Return the largest micro-batch up to a cap that runs within the enforced budget; 0 if none does."""
-        if cap < 1:
-            return 0
-        return find_largest(
-            partial(attempt, setup),
-            cap=cap,
-            new_allocator=setup.device.new_allocator,
-            multiple=self.task.multiple,
-            guess=min(cap, self.task.limit),
-        ).micro_batch
-
-    def _loss_over(self, values: Configuration) -> float:
-        """Return by how much the losses of a configuration exceed the tolerance."""
-        signature = numeric_signature(values)
-        if not self.task.changes(signature) and self.setup.precision == "fp32":
-            return -TOLERANCE
-        key = key_of(signature)
-        if key not in self._gaps:
-            self._check = self._check or LossCheck(self.setup, self.task.limit)
-            self._gaps[key] = self._check.over(with_knobs(self.setup, values))
-        return self._gaps[key]
+def why_too_large(setup: Setup, size: int) -> str | None:
+    """Run a micro-batch within the enforced budget; return why it does not fit, or None if it does."""
+    return attempt(setup, size).attempt.reason
 
 
-def look_at_workload(session: Session, task: TrialSpec) -> TuningContext:
-    """Return the facts about the device and the workload that decide which knobs apply."""
-    setup, workload, device = session.setup, session.setup.workload, session.setup.device
-    micro_batch = micro_batches(task.samples, task.limit, task.multiple)[0]
-    cores = usable_cores()
-    loader: str | None = "the number of workers is given"
-    if task.workers is None:
-        loader = why_not_sent(workload, setup.worst_case.batch(1))
-    precisions = device.native_precisions() if task.is_precision_open else ()
-    return TuningContext(
-        precisions=(setup.precision, *(one for one in precisions if one != setup.precision)),
-        optimizers=_implementations(setup),
-        blocks=len(find_blocks(setup.model)),
-        images=any(p.dim() == 4 for p in setup.model.parameters())
-        and any(t.dim() == 4 for t in tensors_of(setup.worst_case.batch(2))),
-        compiler=device.compiler_missing(),
-        micro_batch=micro_batch,
-        planned_steps=task.planned_steps,
-        cores=cores,
-        loader=loader,
-        fetch_share=fetch_share(setup, micro_batch) if loader is None and cores > 1 else 0.0,
-        gains_from_compile=device.gains_from_compile,
-        reads_pinned_memory=device.reads_pinned_memory,
-        segments=device.why_not_expandable(),
+def largest_of(setup: Setup, cap: int, guess: int, multiple: int) -> int:
+    """Return the largest micro-batch up to a cap that runs within the enforced budget; 0 if none does."""
+    return find_largest(
+        partial(attempt, setup),
+        cap=cap,
+        new_allocator=setup.device.new_allocator,
+        multiple=multiple,
+        guess=guess,
+    ).micro_batch
+
+
+def time_steps(setup: Setup, sizes: list[int], seconds: float, prefetch: int) -> tuple[float, float]:
+    """Return the seconds of an optimizer step in these micro-batches, and those of compiling once.
+
+    Micro-batches and what comes once per step are timed apart, on temporary weights.
+
+    Args:
+        setup: the model, the data and the configuration.
+        sizes: micro-batches of the target batch, the largest first.
+        seconds: approximate time to measure for.
+        prefetch: micro-batches that each loader worker fetches ahead.
+
+    Raises:
+        Infeasible: the configuration runs out of memory.
+        Exception: whatever running the configuration raises.
+    """
+    workers, size = int(setup.knobs.get(LOADER_WORKERS) or 0), sizes[0]
+    in_a_step = min(FED if workers else ACCUMULATED, len(sizes))
+    is_compiled = setup.knobs.get(COMPILE, "off") != "off"
+    warm = sorted(set(sizes), reverse=True) * COMPILED_STEPS if is_compiled else []
+    # The first steps use up what workers have fetched in advance.
+    ahead = 1 + math.ceil(workers * prefetch / in_a_step)
+    least = max(LEAST_STEPS, 2 * workers // in_a_step)
+
+    def timed() -> Generator[Batch, None, None]:
+        drawn = draw(setup.workload, size * in_a_step).batches
+        gpu = gpu_of(setup.device, setup.knobs, setup.workload.loading)
+        with open_feed(setup.workload, drawn, seed=0, workers=workers, prefetch=prefetch, gpu=gpu) as feed:
+            start = setup.clock()
+            for batch in drawn(0):
+                if batch.index == ahead:
+                    start = setup.clock()
+                if batch.index >= ahead + least and setup.clock() - start >= seconds:
+                    return
+                collated = ((micro, size) for micro in feed.collated(batch, size))
+                yield Batch(collated, in_a_step, batch_samples(setup.whole_batch, size, in_a_step))
+
+    compiled = (
+        batch_of(setup.workload, Split().parts(batch, size))
+        for size in warm
+        for batch in draw(setup.workload, size, steps=1).batches()
     )
+    with closing(timed()) as batches:
+        steps = _rehearsed(setup, chain(compiled, batches))
+    first, measured = steps[: len(warm)], steps[len(warm) + ahead :]
+    # Workers finish several micro-batches at once, so that only a mean over many counts.
+    middle = statistics.fmean if workers else statistics.median
+    micro = middle(step.micro_seconds for step in measured)
+    once = middle(step.once_seconds for step in measured)
+    compiling = sum(step.seconds - micro - once for step in first)
+    return micro * len(sizes) + once, max(0.0, compiling)
 
 
-def _implementations(setup: Setup) -> tuple[str, ...]:
-    """Return the implementations of the workload's optimizer that are left to choose, ``default`` first."""
-    made = stand_in_optimizers(setup.workload)
-    if not made or any(
-        one.defaults.get("fused") is not None or one.defaults.get("foreach", True) is not None for one in made
-    ):
-        return ("default",)
-    is_fusible = all(type(one) in FUSED for one in made)
-    return tuple(one for one in setup.device.optimizer_implementations() if one != "fused" or is_fusible)
+def losses_of(setup: Setup, size: int) -> list[float]:
+    """Return the losses of the first steps, without dropout, on samples that are always the same.
+
+    Raises:
+        Infeasible: the configuration runs out of memory.
+    """
+
+    def batches() -> Iterator[Batch]:
+        for module in setup.model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.eval()
+        seed_torch(1)
+        for batch in draw(setup.workload, size * CHECK_MICRO_BATCHES, steps=CHECK_STEPS).batches():
+            yield batch_of(setup.workload, Split().parts(batch, size))
+
+    return [step.result.loss for step in _rehearsed(setup, batches())]
+
+
+def _rehearsed(setup: Setup, batches: Iterator[Batch]) -> list[Step]:
+    """Rehearse batches at full speed, and return the steps."""
+    found = rehearse(setup, batches)
+    if found.failure is not None:
+        raise Infeasible(found.failure.reason)
+    return found.steps
+
+
+def draw(workload: Workload, size: int, seed: int = 0, steps: int = ENDLESS) -> GlobalBatchSampler:
+    """Return batches of a workload in its order, as a run with this seed draws them."""
+    samples, order = epoch_of(workload, seed)
+    return GlobalBatchSampler(samples=samples, target_batch=size, seed=seed, steps=steps, order=order)
+
+
+def _distance(reference: list[float], losses: list[float]) -> float:
+    """Return the mean absolute difference ÷ the mean absolute value of the reference, if that is finite."""
+    if not all(map(math.isfinite, reference)):
+        return 0.0  # nothing can be compared with a reference that does not train
+    scale = sum(map(abs, reference)) or 1.0
+    gap = sum(abs(a - b) for a, b in zip(reference, losses, strict=True)) / scale
+    return gap if math.isfinite(gap) else math.inf

@@ -1,16 +1,14 @@
-"""The result of the tuner against an exhaustive grid, its gain, and the cost of choosing trials.
+"""The result of the tuner against an exhaustive grid, what it gains, and what it takes.
 
     python -m benchmarks.tune.run [--workloads resnet-bn u-net experts] [--trials 30] [--seeds 5]
 
-For each workload, on this CPU with one thread:
-1. A grid measures every configuration in two passes, as a share of the default measured just before and
-   after. The six best run eight times more next to the default. torch.compile is left out, because it would
-   compile for half a minute at each point of the grid.
-2. Searches with the tuner and at random use the same number of trials. They replay the figures of the grid
-   with its noise, so that five seeds of each take seconds. Both start with the default and measure their
-   best again next to it.
-3. The tuner runs once for real. This gives the share of its time spent on choosing, and the gain of its
-   result over the largest micro-batch in fp32 with every knob at its default, measured again in turn.
+For each workload, on this CPU with one thread, with every knob named that applies there but `compile`, which
+would compile for half a minute at each point of the grid:
+1. A grid measures every configuration as a ratio to the default in the same round: the median of five rounds.
+2. Searches with the tuner and at random replay the ratios of the grid with its noise, five seeds of each with
+   the same number of configurations. Both compare what they choose with the default again, as the tuner does.
+3. The tuner runs once for real. Its choice and the default then run in turn again, in rounds of their own:
+   their median must not be below the bound that the tuner quotes.
 
 Seconds are the CPU time of the process. With one thread they equal the wall time of an idle machine, and on a
 busy machine they are the figure to read.
@@ -18,30 +16,35 @@ busy machine they are the figure to read.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 import os
+import random
 import statistics
+import tempfile
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import optuna
 import torch
+from optuna.distributions import CategoricalDistribution
 
-from autobatch.core.knobs import defaults
-from autobatch.tuning.configuration import Budget, StudyLocation, key_of, size_of
-from autobatch.tuning.find_fastest import find_fastest
+from autobatch import Progress, Workload
+from autobatch.core.knobs import Configuration, SearchAxis, applicable, defaults
+from autobatch.core.options import Options
+from autobatch.rehearsal.process import Session, ThisProcess
+from autobatch.rehearsal.setup import open_setup
+from autobatch.search.find_limit import find_limit
+from autobatch.tuning.compare import ROUNDS, Infeasible, Measurement, compare
+from autobatch.tuning.fastest import Search
+from autobatch.tuning.space import look_at_workload
+from autobatch.tuning.study import open_study
+from autobatch.tuning.trial import Trials
 from benchmarks.report import arguments, markdown, save, surroundings
-from benchmarks.tune.grid import (
-    LONGEST_TRIAL_SECONDS,
-    Case,
-    by_autobatch,
-    by_chance,
-    measure_grid,
-    open_case,
-    open_trials,
-)
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import WORKLOADS, InMemory
 
 CASES = {
     "resnet-bn": {"target_batch": 512, "memory_budget": "5MiB"},
@@ -49,106 +52,140 @@ CASES = {
     "experts": {"target_batch": 512, "memory_budget": "3MiB"},
 }
 """Budgets for a fraction of the batch, so that the plan accumulates; the batch of the experts fits whole."""
-SEARCHES = {"autobatch": by_autobatch, "random": by_chance}
-GRID_SECONDS = 0.08
-ROUNDS = 9
-"""Rounds in which the result and the default are measured in turn."""
+KNOBS = ("micro_batch_shift", "precision", "checkpointing", "channels_last", "optimizer")
+GRID_ROUNDS = 5
+Key = tuple[Any, ...]
 
 
-def for_real(case: Case, *, trials: int) -> dict[str, Any]:
-    """Tune, then measure the result and the default in turn."""
-    runner = open_trials(case, LONGEST_TRIAL_SECONDS)
-    found = find_fastest(
-        runner.measure,
-        runner.confirm,
-        case.axes,
-        budget=Budget(trials),
-        seed=0,
-        place=StudyLocation("real", None, {}),
-        clock=time.process_time,
-    ).tuning
-    base = defaults(case.axes)
-    ratios: list[float] = []
-    for _ in range(ROUNDS):
-        default, best = runner.measure(base), runner.measure(found.best)
-        if default.feasible and best.feasible:
-            ratios.append(best.samples_per_s / default.samples_per_s)
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return {
-        "best": found.best,
-        "gain": round(middle, 3),
-        "gain_quartiles": [round(low, 3), round(high, 3)],
-        "trials": found.trials,
-        "seconds": round(found.seconds, 1),
-        "sampler_seconds": round(found.sampler_seconds, 2),
-        "sampler_share": round(found.sampler_seconds / found.seconds, 4),
-        "notes": found.notes,
-    }
+class Grid(NamedTuple):
+    """Every configuration of a workload, by its values."""
+
+    ratios: dict[Key, float]
+    """Speed ÷ the default's; 0 for an infeasible configuration."""
+    noise: float
+    """Standard deviation of the logarithm of a measured speed."""
 
 
-def examine(name: str, *, trials: int, seeds: int, passes: int) -> dict[str, Any]:
+@dataclasses.dataclass
+class Replayed:
+    """Trials that replay the figures of a grid with its noise."""
+
+    grid: Grid
+    seed: int
+    samples: int = 512
+    planned_steps: int = 1000
+
+    def __post_init__(self) -> None:
+        """Seed the noise."""
+        self.draw = random.Random(self.seed)
+
+    def measure(self, values: Configuration) -> Measurement:
+        """Return a measurement of the grid with noise."""
+        ratio = self.grid.ratios[tuple(values.values())]
+        if not ratio:
+            raise Infeasible("not feasible in the grid")
+        return Measurement(1000 * ratio * math.exp(self.draw.gauss(0, self.grid.noise)), 1)
+
+    def confirm(self, values: Configuration) -> int:
+        """Return a micro-batch."""
+        return 1
+
+
+def open_trials(workload: Workload, target_batch: int, memory_budget: str) -> tuple[Trials, list[SearchAxis]]:
+    """Probe a workload, and return its trials and the choices of its knobs."""
+    workload = dataclasses.replace(workload, train_data=InMemory(workload.train_data, 4 * target_batch))
+    options = Options().with_values(target_batch=target_batch, memory_budget=memory_budget, device="cpu")
+    setup = dataclasses.replace(open_setup(workload, options), clock=time.process_time)
+    process = ThisProcess(setup)
+    with tempfile.TemporaryDirectory() as home:
+        found = find_limit(process, options, share=target_batch, home=Path(home), progress=Progress())
+    limit = found.probe.micro_batch
+    axes, _ = applicable(look_at_workload(Session(setup), limit, 1000, None), KNOBS)
+    fields = {"limit": limit, "cap": target_batch, "samples": target_batch, "planned_steps": 1000}
+    return Trials(process=process, defaults=defaults(axes), **fields), axes
+
+
+def measure_grid(trials: Trials, axes: list[SearchAxis]) -> Grid:
+    """Measure every configuration in every round, in a new order for each, beside the default."""
+    names = [axis.name for axis in axes]
+    points = list(itertools.product(*(axis.choices for axis in axes)))
+    found: dict[Key, list[float]] = {point: [] for point in points}
+    for number in range(GRID_ROUNDS):
+        random.Random(number).shuffle(points)
+        for point in points:
+            base = trials.measure(defaults(axes)).samples_per_s
+            try:
+                found[point].append(trials.measure(dict(zip(names, point, strict=True))).samples_per_s / base)
+            except Infeasible:
+                found[point].append(0.0)
+    logs = [[math.log(ratio) for ratio in ratios] for ratios in found.values() if all(ratios)]
+    noise = math.sqrt(statistics.median(map(statistics.variance, logs)) / 2)
+    default = {tuple(defaults(axes).values()): 1.0}
+    return Grid({point: statistics.median(ratios) for point, ratios in found.items()} | default, noise)
+
+
+def find(trials: Any, axes: list[SearchAxis], budget: int, seed: int) -> Any:
+    """Search with the tuner, on a study in memory."""
+    space = {axis.name: CategoricalDistribution(axis.choices) for axis in axes}
+    study = open_study("benchmark", None, space, direction="maximize", metric="speed", seed=seed)
+    return Search(trials=trials, study=study, axes=axes, budget=budget, progress=Progress()).find().tuning
+
+
+def by_chance(replayed: Replayed, axes: list[SearchAxis], budget: int, seed: int) -> Configuration:
+    """Search at random, and compare the best with the default as the tuner does."""
+    draw, default = random.Random(seed), defaults(axes)
+    tried = [{axis.name: draw.choice(axis.choices) for axis in axes} for _ in range(budget - 1)]
+    feasible = [values for values in tried if replayed.grid.ratios[tuple(values.values())]]
+    best = max(feasible, key=lambda values: replayed.measure(values).samples_per_s, default=default)
+    is_faster = best != default and compare(replayed.measure, default, best).is_faster
+    return best if is_faster else default
+
+
+def examine(name: str, *, trials: int, seeds: int) -> dict[str, Any]:
     """Run all three parts for a workload."""
-    case = open_case(WORKLOADS[name](), seconds=GRID_SECONDS, **CASES[name])
-    start = time.perf_counter()
-    grid = measure_grid(case, passes=passes, seconds=GRID_SECONDS)
-    grid_seconds = time.perf_counter() - start
-    searches = {}
-    for who, search in SEARCHES.items():
-        shares = [search(case, grid, trials=trials, seed=seed) for seed in range(seeds)]
-        searches[who] = {"median": round(statistics.median(shares), 4), "least": round(min(shares), 4)}
-    real = for_real(case, trials=trials)
-    ranked = sorted(grid.speeds.items(), key=lambda item: -item[1])
+    runner, axes = open_trials(WORKLOADS[name](), **CASES[name])  # type: ignore[arg-type]
+    start = time.process_time()
+    grid = measure_grid(runner, axes)
+    grid_seconds = time.process_time() - start
+    most = max(grid.ratios.values())
+    shares: dict[str, list[float]] = {"autobatch": [], "random": []}
+    for seed in range(seeds):
+        tuned = find(Replayed(grid, seed), axes, trials, seed).best
+        drawn = by_chance(Replayed(grid, seed), axes, trials, seed)
+        for who, chosen in (("autobatch", tuned), ("random", drawn)):
+            shares[who].append(grid.ratios[tuple(chosen.values())] / most)
+    start = time.process_time()
+    found = find(runner, axes, trials, 0)
+    seconds = time.process_time() - start
+    base, best = ([] for _ in range(2))
+    for _ in range(ROUNDS):
+        base.append(runner.measure(defaults(axes)).samples_per_s)
+        best.append(runner.measure(found.best).samples_per_s)
+    ratios = [after / before for before, after in zip(base, best, strict=True)]
     return {
-        **CASES[name],
-        "micro_batch_limit": case.limit,
-        "configurations": size_of(case.axes),
-        "infeasible": sum(not speed for speed in grid.speeds.values()),
-        "grid_seconds": round(grid_seconds, 1),
+        "configurations": len(grid.ratios),
         "noise": round(grid.noise, 4),
-        "searches": searches,
-        "real": real | {"of_grid_best": round(grid.speeds[key_of(real["best"])] / grid.best, 4)},
-        "grid": [[dict(key), round(speed, 4)] for key, speed in ranked],
+        "grid_seconds": round(grid_seconds, 1),
+        **{who: [round(statistics.median(all_), 3), round(min(all_), 3)] for who, all_ in shares.items()},
+        "choice": found.changes,
+        "at_least": None if found.low is None else round(found.low, 3),
+        "again": round(statistics.median(ratios), 3),
+        "of_grid_best": round(grid.ratios[tuple(found.best.values())] / most, 3),
+        "seconds": round(seconds, 1),
     }
-
-
-def table(content: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
-    found, real = [], []
-    for name, one in content["workloads"].items():
-        shares = [f"{by['median']:.3f} ({by['least']:.3f})" for by in one["searches"].values()]
-        found.append([name, one["configurations"], f"{one['noise']:.1%}", *shares])
-        run = one["real"]
-        low, high = run["gain_quartiles"]
-        chosen = ", ".join(f"{knob} {value}" for knob, value in run["best"].items())
-        gain = f"{run['gain']:.2f} ({low:.2f} to {high:.2f})"
-        costs = (f"{run['seconds']:.0f} s", f"{run['sampler_share']:.1%}")
-        real.append([name, chosen, gain, f"{run['of_grid_best']:.3f}", *costs])
-    return (
-        f"Best found ÷ best of the grid in {content['trials']} trials, median (least) of {content['seeds']} "
-        "seeds. The searches replay the figures of the grid with its noise:\n\n"
-        + markdown(("workload", "configurations", "noise of a figure", *SEARCHES), found)
-        + "\nOne real run of the tuner. The gain is over the largest micro-batch in fp32 with every knob at "
-        f"its default, in {ROUNDS} rounds in turn (quartiles):\n\n"
-        + markdown(
-            ("workload", "result", "gain", "of the best of the grid", "time", "spent on choosing"), real
-        )
-    )
 
 
 def main() -> None:
-    """Measure each workload, print and save the tables."""
-    given = vars(arguments(__doc__, workloads=[*CASES], trials=30, seeds=5, passes=2, dry=False))
+    """Measure each workload, print and save the table."""
+    given = vars(arguments(__doc__, workloads=[*CASES], trials=30, seeds=5, dry=False))
     torch.set_num_threads(1)
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
     names, is_dry = given.pop("workloads"), given.pop("dry")
-    content = surroundings("optuna", "scipy") | given | {"threads": 1, "workloads": {}}
-    for name in names:
-        content["workloads"][name] = examine(name, **given)
-        print(name, {k: v for k, v in content["workloads"][name].items() if k != "grid"}, flush=True)
-    text = table(content)
+    rows = {name: examine(name, **given) for name in names}
+    head = ("workload", *next(iter(rows.values())))
+    text = markdown(head, [(name, *row.values()) for name, row in rows.items()])
     print(text)
     if not is_dry:
-        print(save("tune", content, text))
+        print(save("tune", surroundings("optuna") | given | {"workloads": rows}, text))
 
 
 if __name__ == "__main__":

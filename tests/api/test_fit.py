@@ -164,7 +164,7 @@ def test_a_storage_that_cannot_be_opened_is_refused_before_the_model_is_built(tm
 
     workload = make_workload(model=model)
     storage = {"storage": "nothing://there"}
-    with pytest.raises(InputError, match="the storage nothing://there"):
+    with pytest.raises(InputError, match="the study in nothing://there"):
         fit(workload, tmp_path / "run", **{**SHORT, "trials": 1}, **storage)
     with pytest.raises(AssertionError):
         fit(workload, tmp_path / "run", **SHORT, **storage)
@@ -190,8 +190,9 @@ def test_the_words_that_resume_a_run_mean_the_same_in_a_shell(name: str) -> None
 def test_a_tuning_runs_the_stages_that_are_asked_for(
     values: dict[str, Any], trials: int, tunes_rate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autobatch.tuning.tune_plan.TRIAL_SECONDS", 0.001)
-    short = {"trials": 1, "knobs": "micro_batch_shift", "lr_trials": 1, "lr_steps": 4}
+    monkeypatch.setattr("autobatch.tuning.learning_rate.RATES", 1)
+    monkeypatch.setattr("autobatch.tuning.learning_rate.STEPS", 4)
+    short = {"trials": 1, "knobs": "micro_batch_shift"}
     found = autobatch.tune(work(), target_batch=64, device="cpu", memory_budget="2MiB", **{**short, **values})
     assert found.tuning is not None
     assert (found.tuning.trials, found.tuning.learning_rate is not None) == (trials, tunes_rate)

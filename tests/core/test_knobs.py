@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from autobatch.core.knobs import TuningContext, applicable
+from autobatch.core.knobs import TuningContext, applicable, offered
 
 GPU = TuningContext(
-    precisions=("bf16", "fp32"),
+    precisions=("fp32", "bf16"),
     optimizers=("default", "fused"),
     blocks=12,
     images=True,
@@ -15,7 +15,7 @@ GPU = TuningContext(
     micro_batch=64,
     planned_steps=1000,
     cores=6,
-    fetch_share=0.4,
+    fetch_seconds=0.4,
     gains_from_compile=True,
     reads_pinned_memory=True,
     segments=None,
@@ -33,7 +33,7 @@ BARE = TuningContext(
 
 DEFAULTS = {
     "micro_batch_shift": 0,
-    "precision": "bf16",
+    "precision": "fp32",
     "checkpointing": "none",
     "compile": "off",
     "channels_last": False,
@@ -60,7 +60,7 @@ def choices(here: TuningContext, *asked: str) -> dict[str, list[object]]:
 
 
 CPU = GPU._replace(gains_from_compile=False)
-CORES = BARE._replace(cores=7, fetch_share=0.2)
+CORES = BARE._replace(cores=7, fetch_seconds=0.005)
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,11 @@ CORES = BARE._replace(cores=7, fetch_share=0.2)
             for n, m in ((2, 2), (7, 3))
         ],
         (BARE._replace(micro_batch=64), [], {"micro_batch_shift": [0, 1, 2, 3]}),
-        # No more workers than cores, unasked if fetching is slow, and never if they cannot run.
+        # No more workers than cores, unasked if fetching takes 5 ms, and never if they cannot run.
         (CORES, [], {"loader_workers": [0, 2, 4]}),
-        (CORES._replace(fetch_share=0.19), [], {}),
+        (CORES._replace(fetch_seconds=0.004), [], {}),
         (CORES._replace(cores=96), ["loader_workers"], {"loader_workers": [0, 2, 4, 8, 16]}),
-        (CORES._replace(cores=2, fetch_share=0.0), ["loader_workers"], {"loader_workers": [0, 2]}),
+        (CORES._replace(cores=2, fetch_seconds=0.0), ["loader_workers"], {"loader_workers": [0, 2]}),
         (CORES._replace(loader="its samples cannot be sent"), ["loader_workers"], {}),
         # The feed of workers only by name, and with workers.
         (GPU, ["prefetch", "pin_memory"], {"prefetch": [2, 4, 8], "pin_memory": [True, False]}),
@@ -92,7 +92,9 @@ def test_what_is_tuned_follows_from_the_device_the_workload_and_the_run(here, as
 
 
 def test_what_is_not_tuned_unasked() -> None:
-    unasked = DEFAULTS.keys() - {"prefetch", "pin_memory"}
-    assert choices(GPU).keys() == unasked
+    assert choices(GPU).keys() == {"micro_batch_shift", "loader_workers", "expandable_segments"}
+    changing = {"precision", "checkpointing", "channels_last", "optimizer"}
+    assert {axis.name for axis in offered(GPU)} == changing | {"compile"}
     for here in (CPU, GPU._replace(planned_steps=60)):
-        assert choices(here).keys() == unasked - {"compile"}
+        assert {axis.name for axis in offered(here)} == changing
+    assert offered(BARE) == []

@@ -87,7 +87,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fit", {"steps": "9" * 5000}, "steps must be a whole number of 1 or more, found '999"),
     ("fit", {"memory_budget": 1 << 20_000}, "memory_budget"),
     ("fit", {"out": "a\0b"}, r"out must be text in UTF-8 without NUL, found 'a\x00b'"),
-    ("fit", {"study": "a\udcff"}, r"study must be text in UTF-8 without NUL, found 'a\udcff'"),
+    ("tune", {"lr_steps": 4}, "the option lr_steps is gone: --tune-lr runs 40"),
+    ("fit", {"storage": "a\udcff"}, r"storage must be text in UTF-8 without NUL, found 'a\udcff'"),
 ]
 
 

@@ -83,8 +83,6 @@ def test_what_is_drawn_is_in_words_in_the_legend_and_in_a_table(pictures: dict[s
 def test_nothing_to_draw_gives_no_picture() -> None:
     assert charts.training_figure([]) is None
     assert charts.trials_figure(some_trials()[:1]) is None, "one trial says nothing"
-    assert charts.comparison_figure([]) is None
-    assert charts.card_figure(a_run(tuning=None)) is None
     assert charts.memory_figure(a_device(), msgspec.structs.replace(a_probe(), attempts=[])) is None
     assert charts.memory_curve_figure(MemoryCurve(positions=[], categories={}), 1) is None
 
@@ -133,24 +131,19 @@ def test_a_pointer_finds_each_row_on_the_panels_of_a_chart(pictures: dict[str, A
             for left, top, right, bottom, *_ in boxes:
                 assert 0 <= left < right <= float(width)
                 assert 0 <= top < bottom <= float(height)
-    assert "data-x" not in pictures["comparison"].svg
 
 
 def test_trials_count_from_one_and_infeasible_ones_have_no_speed() -> None:
-    infeasible = Trial(number=0, samples_per_s=None, feasible=False, note="no")
-    rows = [["1", "", "", "no", "no"]] * 2
+    infeasible = Trial(number=0, note="no")
+    rows = [["1", "", "", "no"]] * 2
     assert drawn(charts.trials_figure([infeasible] * 2)).table.rows == rows
     numbers = [row[0] for row in drawn(charts.trials_figure(some_trials())).table.rows]
     assert numbers == [str(number) for number in range(1, 14)]
-    absolute = [msgspec.structs.replace(one, relative=None, started=None) for one in some_trials()]
-    assert "samples/s</text>" in drawn(charts.trials_figure(absolute)).svg
 
 
 def test_dollars_and_distant_alphabets_are_no_formulas() -> None:
-    comparisons = a_run().tuning.comparisons
-    odd = msgspec.structs.replace(comparisons[0], changes={"precision": "$x^2$ <b> 学習率"})
-    svg = drawn(charts.comparison_figure([odd])).svg
-    assert "$x^2$ &lt;b&gt; 学習率" in svg
+    curve = MemoryCurve(positions=[0.0, 1.0], categories={"$x^2$ <b> 学習率": [GiB, GiB]})
+    assert "$x^2$ &lt;b&gt; 学習率" in drawn(charts.memory_curve_figure(curve, GiB)).svg
 
 
 def test_long_runs_are_thinned_but_keep_their_spikes() -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from base64 import b64decode
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import msgspec
 import pytest
 
 from autobatch import Estimates, PlanResult, ProbeResult, Result
 from autobatch.core.records import MemoryHolder
-from autobatch.report.facts import facts_of, headline, tiles_of, tuning_card
+from autobatch.report.facts import facts_of, headline, tiles_of
 from autobatch.report.page import render, write_comparison, write_report
 from autobatch.report.tables import compare_runs
 from benchmarks.screenshots import CHROMIUM, IMAGES, MOST_BYTES, shoot
@@ -37,10 +35,7 @@ def test_the_whole_page_is_sound(full):
     page = check(full)
     assert [section["id"] for section in page.all("section")] == PARTS
     figures = [figure["id"] for figure in page.all("figure")]
-    assert figures == [
-        f"figure-{slug}"
-        for slug in ("memory-over-time", "memory", "card", "comparison", "trials", "training")
-    ]
+    assert figures == [f"figure-{slug}" for slug in ("memory-over-time", "memory", "trials", "training")]
     assert len(page.all("svg")) == 2 * len(figures), "each is drawn wide and narrow"
     assert len(page.all("details")) == len(figures), "each has its data"
 
@@ -49,9 +44,8 @@ def test_every_fact_and_every_tile_of_the_run_is_there(full):
     page = check(full)
     run = a_run()
     assert headline(run) in page.text
-    on_card = tuning_card(run.tuning, run.plan, run.training.optimizer_steps).lines[1:]
-    rows = [fact for fact in facts_of(run) if fact.part != "files" and fact.label != "tuned"]
-    words = [*on_card, *(word for fact in rows for word in (fact.label, fact.text))]
+    rows = [fact for fact in facts_of(run) if fact.part != "files"]
+    words = [word for fact in rows for word in (fact.label, fact.text)]
     words += [word for tile in tiles_of(run) for word in tile]
     for wanted in (*words, "backward 48 %", "2.13.0+cu130", "2026-11-21 14:05 UTC", run.command):
         assert wanted in page.text, wanted
@@ -91,9 +85,9 @@ def test_user_text_is_escaped():
         a_run(device=device, title=HOSTILE, command=HOSTILE, versions={HOSTILE: HOSTILE}, notes=[HOSTILE])
     )
     page = check(full)
-    # The only scripts are those of the charts, and of the buttons that copy the command and save the card.
+    # The only scripts are those of the charts, and of the button that copies the command.
     assert (
-        full.count("<script") == full.count('<script type="module">//') + full.count("<script>(() => {") == 3
+        full.count("<script") == full.count('<script type="module">//') + full.count("<script>(() => {") == 2
     )
     assert page.text.count("<script>alert(1)</script>") >= 8
 
@@ -117,9 +111,9 @@ def test_every_text_of_a_run_is_harmless_in_the_page_and_printed() -> None:
     run = planted(a_run())
     fields = {name: getattr(run, name) for name in run.__struct_fields__}
     full, result = render(run), Result(**fields)
-    assert msgspec.json.encode(run).count(b"<script>") > 30
+    assert msgspec.json.encode(run).count(b"<script>") > 20
     assert "<script>alert" not in full
-    assert full.count("&lt;script&gt;alert(1)") > 30
+    assert full.count("&lt;script&gt;alert(1)") > 20
     fragment = result._repr_html_()
     for shown in (*full.split("\n"), *str(result).split("\n"), *fragment.split("\n"), repr(result)):
         assert shown.isprintable(), shown
@@ -198,10 +192,10 @@ def test_a_result_is_shown_with_the_curves_of_its_run_if_that_is_still_there(
         lines = [msgspec.json.encode(record) for record in a_run().metrics]
         (result.out / "metrics.jsonl").write_bytes(b"\n".join(lines))
     page = shown(result)
-    for words in ("Held-out accuracy 93.12 %.", "1.15 × faster: compiled", "step-120.pt"):
+    for words in ("Held-out accuracy 93.12 %.", "at least 1.11 × faster: compiled", "step-120.pt"):
         assert words in page.text
     has_curves = left == "its run"
-    assert len(page.all("svg")) == 4 + has_curves
+    assert len(page.all("svg")) == 2 + has_curves
     assert ("Every optimizer step" in page.text) == has_curves
 
 
@@ -264,7 +258,7 @@ def test_the_page_at_a_width_in_a_theme(tmp_path, width, theme):
     seen, complaints = measure(tmp_path, page, width=width)
     assert complaints == []
     assert seen["overflow"] == 0, "the page scrolls sideways"
-    assert (seen["wide"], seen["narrow"]) == ((0, 6) if width == 360 else (6, 0))
+    assert (seen["wide"], seen["narrow"]) == ((0, 4) if width == 360 else (4, 0))
     assert seen["escaping"] == [], "words run out of their picture"
     assert seen["cut"] == [], "columns of a table are out of sight"
     assert seen["split"] == [], "options break across lines"
@@ -276,17 +270,6 @@ def test_the_page_at_a_width_in_a_theme(tmp_path, width, theme):
     assert "Micro-batch 64" in seen["pointed"]
     assert seen["zoomed"] == ["70", "80", "90"], "the third quarter of the steps"
     assert seen["reset"] == seen["before"]
-    svg = Page(
-        unquote(seen["saved"]["autobatch-tuned.svg"].removeprefix("data:image/svg+xml;charset=utf-8,"))
-    )
-    assert svg.all("svg")[0]["width"] == "720"
-    assert "1.15 × faster: compiled" in svg.text
-    assert "var(" not in str(svg.elements)
-    assert ("#5cc0c4" in str(svg.elements)) == (theme == "dark"), "it has the colours of the page"
-    png = b64decode(seen["saved"]["autobatch-tuned.png"].removeprefix("data:image/png;base64,"))
-    assert png.startswith(b"\x89PNG")
-    assert int.from_bytes(png[16:20]) == 1440
-    assert len(png) > 10_000
     assert seen["paper"] == ("rgb(251, 251, 249)" if theme == "light" else "rgb(20, 24, 26)")
     assert seen["accent"] == ("rgb(11, 107, 114)" if theme == "light" else "rgb(92, 192, 196)")
 

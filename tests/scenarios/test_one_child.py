@@ -65,7 +65,7 @@ def run_logged(folder: Path, *options: object) -> dict[str, list[tuple[str, ...]
     return events
 
 
-TUNED = ("--trials", 2, "--tune-lr", "--lr-trials", 2, "--lr-steps", 4)
+TUNED = ("--trials", 2, "--tune-lr", "--timeout", 3)
 
 
 @pytest.mark.parametrize("workers", [(), pytest.param(("--workers", 1), marks=pytest.mark.slow)])

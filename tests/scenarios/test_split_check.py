@@ -64,7 +64,7 @@ def test_a_probe_and_a_plan_note_a_loss_that_cannot_be_split(choice: str, tmp_pa
 
 
 def test_a_tuned_fit_refuses_the_loss_before_its_trials(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("autobatch.tuning.tune_plan.PlanTuner.tune", lambda *_: pytest.fail("trials ran"))
+    monkeypatch.setattr("autobatch.tuning.fastest.Tuner.tune", lambda *_: pytest.fail("trials ran"))
     fields, wrong, _, cause = PAIRS["masked tokens"]
     with pytest.raises(InputError, match=cause):
         autobatch.fit(

@@ -89,14 +89,6 @@ onload = async () => {
   Object.defineProperty(frame.contentWindow.navigator, "clipboard", {value: clipboard})
   const button = page.querySelector("button.copy")
   button?.click()
-  const saved = []
-  const { prototype } = frame.contentWindow.HTMLAnchorElement
-  prototype.click = function () { saved.push([this.download, this.href]) }
-  const buttons = [...page.querySelectorAll(".save button")]
-  buttons.forEach((one) => one.click())
-  for (let tries = 0; saved.length < buttons.length && tries < 100; tries++) {
-    await new Promise((resolve) => setTimeout(resolve, 20))
-  }
   await new Promise((resolve) => setTimeout(resolve, 50))
   const chart = [...page.querySelectorAll("#figure-training > svg, #figure-curves > svg")]
     .find((svg) => svg.clientWidth > 0)
@@ -144,7 +136,6 @@ onload = async () => {
     before, pointed, zoomed, reset: ticks(),
     copied: copied,
     button: button?.textContent,
-    saved: Object.fromEntries(saved),
     paper: colour(page.body, "backgroundColor"),
     accent: line && colour(line, "stroke"),
   })

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import optuna
 import torch
+from optuna.distributions import CategoricalDistribution
 from torch import nn
 
 from autobatch import Workload
 from autobatch.core.knobs import SearchAxis
+from autobatch.core.progress import SILENT
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Setup
-from autobatch.tuning.configuration import Budget, Measurement, StudyLocation
-from autobatch.tuning.find_fastest import TuningResult, find_fastest
-from autobatch.tuning.trial import Trials, TrialSpec
+from autobatch.tuning.compare import Measurement
+from autobatch.tuning.fastest import Answer, Search
+from autobatch.tuning.study import open_study
+from autobatch.tuning.trial import Trials
 from tests.support.kinds import Augmented
 from tests.support.training import Rows, make_setup, make_workload, mean_loss, points
 
@@ -32,55 +34,48 @@ AXES = [
     SearchAxis("checkpointing", ("none", "full")),
     SearchAxis("optimizer", ("default", "foreach", "fused")),
 ]
-SMALL_AXES = AXES[:2]
-
-
-def all_points(axes: list[SearchAxis]) -> list[dict[str, Any]]:
-    """Return every configuration of some axes."""
-    names = [axis.name for axis in axes]
-    return [dict(zip(names, one, strict=True)) for one in itertools.product(*(axis.choices for axis in axes))]
 
 
 def speed_of(values: Any) -> float:
     """Return samples per second: bf16 and half the micro-batch are faster, most else is slower."""
     shift = [1.0, 1.1, 0.9, 0.7][int(values["micro_batch_shift"] or 0)]
-    precision = 1.5 if values["precision"] == "bf16" else 1.0
+    precision = 1.5 if values.get("precision") == "bf16" else 1.0
     checkpointing = 0.7 if values.get("checkpointing") == "full" else 1.0
-    optimizer = {"default": 1.0, "foreach": 1.02, "fused": 1.06}[str(values.get("optimizer", "default"))]
+    optimizer = {"default": 1.0, "foreach": 1.0, "fused": 1.06}[str(values.get("optimizer", "default"))]
     return 1000 * shift * precision * checkpointing * optimizer
 
 
-def exact(values: Any) -> Measurement:
-    return Measurement(speed_of(values), 64 >> int(values["micro_batch_shift"] or 0))
+@dataclass
+class FakeTrials:
+    """Trials that measure nothing, and keep the configurations that they were asked for."""
 
+    speed: Callable[[Any], float] = speed_of
+    """Returns samples per second, or raises `Infeasible`."""
+    samples: int = 64
+    planned_steps: int = 100
+    asked: list[dict[str, Any]] = field(default_factory=list)
 
-class CountingMeasure:
-    """A measurement that keeps the configurations it was asked for."""
-
-    def __init__(self, measure: Callable[[Any], Measurement] = exact) -> None:
-        self.measure = measure
-        self.asked: list[dict[str, Any]] = []
-
-    def __call__(self, values: Any) -> Measurement:
+    def measure(self, values: Any) -> Measurement:
         self.asked.append(dict(values))
-        return self.measure(values)
+        return Measurement(self.speed(values), self.confirm(values))
+
+    def confirm(self, values: Any) -> int:
+        return 64 >> int(values.get("micro_batch_shift") or 0)
 
 
 def search(
-    measure: Callable[[Any], Measurement] = exact,
+    trials: Any = None,
     axes: list[SearchAxis] = AXES,
     *,
-    trials: int = 12,
+    budget: int = 20,
     storage: str | None = None,
-    made_for: Mapping[str, Any] = {"target_batch": 64},
-    confirm: Any = lambda _: Measurement(0.0, 8),
-    expired: Callable[[], bool] = lambda: False,
-    run_samples: int | None = None,
     **more: Any,
-) -> TuningResult:
-    budget = Budget(trials, expired, run_samples)
-    place = StudyLocation("study", storage, made_for)
-    return find_fastest(measure, confirm, axes, budget=budget, seed=0, place=place, **more)
+) -> Answer:
+    """Search on a study called ``study``."""
+    space = {axis.name: CategoricalDistribution(axis.choices) for axis in axes}
+    study = open_study("study", storage, space, direction="maximize", metric="speed", seed=0)
+    more = {"progress": SILENT, **more}
+    return Search(trials=trials or FakeTrials(), study=study, axes=axes, budget=budget, **more).find()
 
 
 def open_journal(path: Path, name: str = "study") -> optuna.Study:
@@ -136,14 +131,10 @@ def trial_setup(
     return made if clock is None else replace(made, clock=clock)
 
 
-def task_with(**fields: Any) -> TrialSpec:
-    task = TrialSpec(limit=8, cap=64, samples=64, planned_steps=100, seconds=0.0, defaults=DEFAULTS)
-    return replace(task, **fields)
-
-
 def make_trials(made: Setup, **fields: Any) -> Trials:
-    """Return the trials of a study in this process; ``fields`` change its `TrialSpec`."""
-    return Trials(ThisProcess(made), task_with(**fields))
+    """Return trials in this process."""
+    known = {"limit": 8, "cap": 64, "samples": 64, "planned_steps": 100, "seconds": 0.0, "defaults": DEFAULTS}
+    return Trials(process=ThisProcess(made), **(known | fields))
 
 
 class Time:
