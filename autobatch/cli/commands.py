@@ -42,7 +42,7 @@ RUNS = "runs"
 """Folder of the runs whose folder was not asked for, as ``NAME/DATE``."""
 
 PACKAGES = (
-    *("torch", "nvidia-ml-py", "optuna", "scipy", "numpy", "safetensors", "matplotlib"),
+    *("torch", "nvidia-ml-py", "optuna", "numpy", "safetensors", "matplotlib"),
     *("tensorboard", "wandb", "mlflow", "trackio"),
 )
 """Distributions whose versions belong in a bug report."""

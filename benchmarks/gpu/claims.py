@@ -183,9 +183,9 @@ def tests(found: Found) -> str:
 
 
 def gain(found: Found) -> str:
-    """Return what tuning gains."""
+    """Return what tuning gains at least."""
     row = found["speed/tuned"]
-    return f"{row['workload']} {row['gain']:.2f}"
+    return f"{row['workload']} {'nothing' if row['gain'] is None else format(row['gain'], '.2f')}"
 
 
 def part(found: Found, prefix: str, key: str | None = None) -> list[dict[str, Any]]:

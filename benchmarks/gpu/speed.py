@@ -151,8 +151,6 @@ def tuned(name: str, target: int, trials: int, seconds: float) -> dict[str, Any]
         "workload": name,
         "target_batch": target,
         "best": found.best,
-        "gain": found.best_samples_per_s / found.baseline_samples_per_s
-        if found.baseline_samples_per_s
-        else None,
+        "gain": found.low,
         "trials": found.trials,
     }
