@@ -301,8 +301,7 @@ def finish_plan(
         tuner = _open_tuner(call, setup, PLANNED_STEPS if batches is None else batches.total)
     if tuner is not None and has_trials:
         assert result.plan is not None
-        assert result.probe is not None
-        plan, tuning = tuner.tune(result.plan, result.probe.micro_batch)
+        plan, tuning = tuner.tune(result.plan)
         result = msgspec.structs.replace(result, plan=plan, tuning=tuning)
     elif command == "tune":
         result = msgspec.structs.replace(result, tuning=Tuning(notes=["no trial was asked for"]))

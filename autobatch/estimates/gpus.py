@@ -12,7 +12,6 @@ from autobatch.core.units import GiB, format_bytes
 from autobatch.device.base import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.profiles import HardwareProfile, list_profiles, load_profile
 from autobatch.estimates.predict import Spending, gpu_allocator
-from autobatch.estimates.suggestions import NATIVE_BF16
 
 LARGEST = 2**31 - 1
 """The largest micro-batch of any search, for a step whose memory does not grow."""

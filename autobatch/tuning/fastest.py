@@ -192,17 +192,16 @@ class Tuner:
     expired: Callable[[], bool] = lambda: False
     """Asked before every trial whether the time is over."""
 
-    def tune(self, plan: Plan, limit: int) -> tuple[Plan, Tuning]:
+    def tune(self, plan: Plan) -> tuple[Plan, Tuning]:
         """Find the fastest configuration of a plan, and put it into the plan; the effective batch stays.
 
         Args:
-            plan: the plan with every knob at its default.
-            limit: the largest micro-batch that fits with every knob at its default.
+            plan: the plan with every knob at its default, whose micro-batch fits.
 
         Raises:
             AutobatchError: the storage failed, or the workload does not run with every knob at its default.
         """
-        trials = self._open_trials(plan, limit_of_rank(self.ranks, plan) if plan.ranks else limit)
+        trials = self._open_trials(plan)
         (tuning, micro_batch), of_rank_0 = self.ranks.once(lambda: self._find_fastest(trials))
         chosen = plan
         if micro_batch:
@@ -292,14 +291,14 @@ class Tuner:
             chosen = spread(chosen, limits_over_ranks(self.ranks, micro_batch, self.process.info.device))
         return chosen, tuning
 
-    def _open_trials(self, plan: Plan, limit: int) -> Trials:
-        """Return the trials of a plan, under a limit on the micro-batch of this rank."""
+    def _open_trials(self, plan: Plan) -> Trials:
+        """Return the trials of a plan on this rank."""
         options, info = self.options, self.process.info
         caps = (options.target_batch, options.search.max_micro_batch, info.samples)
         workers, prefetch = options.train.workers, options.train.prefetch
         return Trials(
             process=self.process,
-            limit=limit,
+            limit=limit_of_rank(self.ranks, plan),
             multiple=plan.multiple,
             cap=min(cap for cap in caps if cap is not None),
             samples=max(1, share_of_rank(self.ranks, plan, sum(plan.micro_batches))),

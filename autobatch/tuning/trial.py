@@ -152,11 +152,14 @@ class Trials:
         """
         if not changed:
             return self.limit
-        key, cap, guess = _key(changed), self.cap, self.limit
+        key, cap = _key(changed), self.cap
+        # The likely answer is that of the configuration that has most values in common.
+        known = {(): self.limit, **self._limits}
+        guess = known[max(known, key=lambda other: len(set(key) & set(other)))]
         if COMPILE in changed:
             cap = guess = self.limit_of({name: changed[name] for name in changed if name != COMPILE})
         if key not in self._limits:
-            search = (largest_of, changed, cap, guess, self.multiple)
+            search = (largest_of, changed, cap, max(1, guess), self.multiple)
             self._limits[key] = self._call("a search", *search) if cap else 0
         return self._limits[key]
 

@@ -213,7 +213,7 @@ def test_a_choice_is_taken_only_if_it_runs_on_every_rank(
     progress = Listener()
     tuner = replace(tuner_of(tmp_path, progress, knobs=",".join(best)), ranks=TwoRanks(reason))
     plan = make_plan(target_batch=20, micro_batch_limit=8, learning_rate=0.1)
-    chosen, tuning = tuner.tune(plan, 8)
+    chosen, tuning = tuner.tune(plan)
     if reason is None:
         assert (chosen.knobs, chosen.world_size, chosen.effective_batch) == ({"optimizer": "foreach"}, 2, 20)
         assert [one.micro_batches for one in chosen.ranks] == [[4, 3, 3]] * 2
