@@ -7,9 +7,9 @@ not installed is left out.
 
 - All finders run under the same meter. On ``cpu`` it counts the bytes of tensors against the budget. On
   ``sim:t4`` they go through a model of CUDA's caching allocator. Batches count after collation.
-- Real attempts alone give the truth (doubling, then bisection). On ``sim:t4``, where memory need not be
-  monotone, every size near the answers runs as well. A search that ends at the nearest boundary can be under
-  1 there.
+- A plain loop of torch under the same meter gives the truth (doubling, then bisection). On ``sim:t4``, where
+  memory need not be monotone, every size near the answers runs as well. A search that ends at the nearest
+  boundary can be under 1 there.
 - accelerate runs the steps that autobatch runs (three optimizer steps). The decorated function builds model
   and optimizer. It starts from the whole dataset if that is smaller.
 - Lightning runs with its defaults, ``accumulate_grad_batches=2``, no logger and no checkpoints.
@@ -74,8 +74,8 @@ def table(limits: list[dict[str, Any]]) -> str:
     exact = sum(one["exact"] for one in limits)
     names = list(dict.fromkeys(name for one in limits for name in one["finders"]))
     text = (
-        f"autobatch is exact in {exact} of {len(limits)} limits: its answer ran and fits, and the next size\n"
-        "does not fit in a real attempt (or the answer is the cap).\n"
+        f"autobatch is exact in {exact} of {len(limits)} limits: a plain loop runs at its answer, and\n"
+        "not at the next size (or the answer is the cap).\n"
     )
     for device in (None, *BUDGETS):
         chosen = [one for one in limits if device in (None, one["device"])]
