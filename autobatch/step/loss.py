@@ -281,11 +281,11 @@ def normalize_loss(
             totals.count = 0.0
             totals.divisor = divisor_of(_items_per_sample(train_state, one.count, size), totals.samples)
         totals.count = totals.count + counts[ONE]
-        return [WeightedLoss(at_least_32_bits(one.total), 1 / totals.divisor)]
+        return [WeightedLoss(kept_loss(one.total), 1 / totals.divisor)]
     if not totals.sizes:
         low = one.dtype in LOW_PRECISION
         totals.divisor = _power_of_two(totals.samples) if low else float(totals.samples)
-    return [WeightedLoss(at_least_32_bits(one), size / totals.divisor)]
+    return [WeightedLoss(kept_loss(one), size / totals.divisor)]
 
 
 def _weigh(
@@ -295,7 +295,7 @@ def _weigh(
     if count is None:
         term = totals.terms.setdefault(name, Term(items=float(totals.samples)))
         term.count = term.count + size
-        return WeightedLoss(at_least_32_bits(one), size / totals.samples, term)  # type: ignore[arg-type]
+        return WeightedLoss(kept_loss(one), size / totals.samples, term)  # type: ignore[arg-type]
     term = totals.terms[name]
     term.count = term.count + count
     items = (
@@ -306,7 +306,7 @@ def _weigh(
         weight: Number = torch.where(items > 0, items.reciprocal(), 0.0)
     else:
         weight = 1 / items if items else 0.0
-    return WeightedLoss(at_least_32_bits(one.total), weight, term)  # type: ignore[union-attr]
+    return WeightedLoss(kept_loss(one.total), weight, term)  # type: ignore[union-attr]
 
 
 def read_numbers(values: list[Number | None]) -> list[float]:
@@ -358,6 +358,16 @@ def invalid_count(count: float, of: str, name: str = ONE) -> InputError:
         f"the count {whose} must be finite and at least 0, found {count:g} for {of}, so "
         "no step was taken: return the number of items that its total sums over"
     )
+
+
+def kept_loss(value: Tensor) -> Tensor:
+    """Return a loss that may live until its backward pass ends: in at least 32 bits, alone in its memory.
+
+    Some means are the first element of the memory of what they average (`mse_loss`, `smooth_l1_loss` and
+    `binary_cross_entropy`, whose sizes ATen/native/Loss.cpp sets before it reduces them).
+    """
+    value = at_least_32_bits(value)
+    return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
 
 
 def at_least_32_bits(value: Tensor) -> Tensor:

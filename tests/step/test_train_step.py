@@ -251,3 +251,19 @@ def test_a_step_has_one_result_on_both_ways() -> None:
     assert read.grad_norm == pytest.approx(computed.grad_norm, rel=1e-6)
     assert read.first_norm == pytest.approx(computed.first_norm, rel=1e-6)
     assert all(torch.equal(one, other) for one, other in zip(own, others, strict=True))
+
+
+@pytest.mark.parametrize("function", [nn.functional.mse_loss, nn.functional.smooth_l1_loss])
+def test_a_mean_that_owns_a_large_buffer_does_not_hold_it(function) -> None:
+    """Torch returns some means as the first element of all that they average."""
+
+    def peak(is_alone: bool) -> int:
+        def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            mean = function(model(batch[0]), torch.zeros(()).expand(len(batch[0]), 3))
+            return mean.clone() if is_alone else mean
+
+        peak_bytes = attempt(setup(make_workload(loss=loss)), 20).attempt.peak_allocated_bytes
+        assert peak_bytes is not None
+        return peak_bytes
+
+    assert peak(is_alone=False) == peak(is_alone=True)
