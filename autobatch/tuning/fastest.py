@@ -124,7 +124,7 @@ class Search:
             base, other = found.base.samples_per_s, found.base.samples_per_s * found.ratio
             fields = {"best_samples_per_s": other, "baseline_samples_per_s": base}
             fields |= {"changes": changes(best, default), "low": found.low, "high": found.high}
-        offers = [line for axis in self.offers for line in self._offer(best, axis) if not is_over()]
+        offers = [line for axis in self.offers if not is_over() for line in self._offer(best, axis)]
         fields |= {"best": best, "trials": len(tried), "history": tried, "offers": offers, "notes": notes}
         return Answer(msgspec.structs.replace(kept, seconds=time.monotonic() - start, **fields), micro_batch)
 

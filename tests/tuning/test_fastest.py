@@ -71,6 +71,13 @@ def test_what_changes_numbers_is_offered_and_not_chosen() -> None:
     ]
 
 
+def test_nothing_more_is_measured_once_the_time_is_over() -> None:
+    trials = FakeTrials()
+    found = search(trials, SHIFTS, offers=AXES[1:], expired=lambda: True).tuning
+    assert found.offers == []
+    assert not any("precision" in values for values in trials.asked)
+
+
 def fails_at_default(values: Any) -> float:
     if values == defaults(SHIFTS):
         raise Infeasible("full")
