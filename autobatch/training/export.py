@@ -51,14 +51,14 @@ def whole_model(built: nn.Module, trained: nn.Module, folder: Path) -> nn.Module
     from safetensors.torch import load_file
 
     values = load_file(folder / WEIGHTS)
-    values = {**{name: buffer.cpu() for name, buffer in trained.named_buffers()}, **values}
+    values = {**{_plain(name): buffer.cpu() for name, buffer in trained.named_buffers()}, **values}
     names: dict[Tensor, list[str]] = {}
     for named in (built.named_parameters, built.named_buffers):
         for name, tensor in named(remove_duplicate=False):
             names.setdefault(tensor, []).append(name)
     for tensor, places in names.items():
         # Of tied tensors the file has one.
-        value = next(values[one] for one in places if one in values)
+        value = next(values[one] for one in map(_plain, places) if one in values)
         made = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
         for place in places:
             path, _, name = place.rpartition(".")
@@ -108,7 +108,7 @@ def _write(weights: Mapping[str, Tensor], path: Path) -> None:
     """Write one file atomically; tied parameters are stored once, and the metadata name the others."""
     names: dict[int, str] = {}
     tensors, metadata = {}, dict(METADATA)
-    for name, one in sorted(weights.items()):
+    for name, one in sorted({_plain(name): one for name, one in weights.items()}.items()):
         storage = one.untyped_storage()
         # A part of a larger tensor, such as a slice or an expanded buffer, is a tensor of its own.
         is_whole = one.nbytes == storage.nbytes() > 0
@@ -123,3 +123,8 @@ def _write(weights: Mapping[str, Tensor], path: Path) -> None:
         raise CheckpointError(
             f"the weights could not be written to {path}: {error}. The checkpoints hold them too"
         ) from error
+
+
+def _plain(name: str) -> str:
+    """Return the name of a weight in the model as it was before ``torch.compile``."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import BatchFunction, Unbatched, Workload, is_loader, is_stream
+from autobatch.workload.data_digest import digest_of
 from autobatch.workload.loader import unchanged
 from autobatch.workload.nested import rows_of
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
@@ -46,6 +47,8 @@ IN_FUNCTION = -3
 """Takes the place of a batch in the seed of a batch of a user's function."""
 ENDLESS = 2**62
 """Length of a stream for the arithmetic of batches if nothing depends on its end."""
+COMPARED = 8
+"""Samples of each loader process that are compared with those of the others."""
 END = object()
 """Takes the place of a sample at the end of an epoch."""
 
@@ -241,6 +244,8 @@ class StreamView:
         self._random: RandomState | None = None
         """The generators as the stream left them; None before its first epoch begins."""
         self._workers: dict[str, Any] = {}
+        self._looked_at: list[tuple[str, str]] = []
+        """Digests of the first samples of an epoch that loader processes read, in their turns."""
         self._source: Any = None
         """Object that has the state of the stream, and is iterated."""
         self._reader: Iterator[Any] | None = None
@@ -320,6 +325,7 @@ class StreamView:
             sample = _next(self._reader, self._in_epoch)
             if sample is not END:
                 self._in_epoch += 1
+                self._check_shared(sample)
                 return sample
             self._reader, self._epoch, self._in_epoch = None, self._epoch + 1, 0
         raise InputError(
@@ -327,8 +333,28 @@ class StreamView:
             "for fewer steps"
         )
 
+    def _check_shared(self, sample: Any) -> None:
+        """Look at the first samples of loader processes, which take turns.
+
+        Raises:
+            InputError: each process yields the same samples.
+        """
+        processes = self._workers.get("num_workers", 0)
+        if processes < 2 or self._in_epoch > processes * COMPARED:
+            return
+        self._looked_at.append(digest_of(sample))
+        own = [self._looked_at[process::processes] for process in range(processes)]
+        is_same = len(own[-1]) == COMPARED and all(one == own[0] for one in own)
+        if is_same and len(set(own[0])) > 1:
+            raise InputError(
+                f"each of {processes} loader processes yields the same samples, so that a run would train on "
+                f"each {processes} times: let the stream share them by torch.utils.data.get_worker_info(), "
+                "or use --workers 0"
+            )
+
     def _begin_epoch(self, own: Any = None) -> bool:
         """Begin to read the current epoch; return whether the stream continued from its ``own`` state."""
+        self._looked_at = []
         seed_generators(self._seed, IN_STREAM, self._epoch, 0)
         with user_code("train_data"):
             self._source = self._open()

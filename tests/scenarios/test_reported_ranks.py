@@ -16,10 +16,11 @@ from torch import Tensor, nn
 import autobatch
 from autobatch import FitResult, Loss, Plan, Progress, StepRecord, Workload
 from autobatch.training.checkpoint import list_checkpoints
+from autobatch.workload.rng import seed_everything
 from tests.support.noted import known
 from tests.support.ragged import Sequences, ragged_workload
 from tests.support.rank_server import RankServer
-from tests.support.training import make_workload, mean_loss, network, token_loss
+from tests.support.training import Rows, make_workload, mean_loss, network, points, token_loss
 
 pytestmark = pytest.mark.distributed
 COMMON: dict[str, Any] = {"device": "cpu", "memory_budget": "1GiB", "trials": 0, "seed": 3}
@@ -165,3 +166,57 @@ def test_validation_takes_micro_batches_that_the_longest_samples_fit_in(
 ) -> None:
     options = {"parallel": parallel, "split": split}
     assert server.values(validate_longest, str(tmp_path), options) == [("ended", 2)] * 2
+
+
+class Routed(nn.Module):
+    """Model of two experts, each of which has the samples on its side of 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(5, 3).double() for _ in range(2)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = inputs.new_zeros(len(inputs), 3)
+        for expert, mine in zip(self.experts, (inputs[:, 0] > 0, inputs[:, 0] <= 0), strict=True):
+            if mine.any():
+                outputs = outputs.index_put((mine,), expert(inputs[mine]))
+        return outputs
+
+
+def train_experts(out: str, parallel: str) -> list[Tensor]:
+    """Train on batches of which each rank has the samples of one expert."""
+    torch.set_num_threads(1)
+    inputs, labels = points(16).columns
+    inputs[:, 0] = inputs[:, 0].abs() * torch.tensor([1.0, -1.0]).repeat_interleave(4).repeat(2)
+    workload = make_workload(model=Routed, train_data=Rows(inputs, labels), sampler=list(range(16)))
+    found = fit(workload, out, Started(), target_batch=8, max_micro_batch=4, steps=2, parallel=parallel)
+    return [] if found.model is None else [value.detach() for value in found.model.parameters()]
+
+
+@pytest.mark.program
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        "replicate",
+        pytest.param(
+            "shard",
+            marks=known("run: ranks that share a model end if each of them uses a part of it"),
+        ),
+    ],
+)
+def test_ranks_may_each_use_another_part_of_a_model(
+    server: RankServer, tmp_path: Path, parallel: str
+) -> None:
+    ranks = server.run(train_experts, str(tmp_path), parallel, seconds=60)
+    assert [rank.error for rank in ranks] == ["", ""]
+    inputs, labels = points(16).columns
+    inputs[:, 0] = inputs[:, 0].abs() * torch.tensor([1.0, -1.0]).repeat_interleave(4).repeat(2)
+    seed_everything(COMMON["seed"])
+    model = Routed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in (slice(0, 8), slice(8, 16)):
+        optimizer.zero_grad()
+        mean_loss(model, (inputs[batch], labels[batch])).backward()
+        optimizer.step()
+    for value, expected in zip(ranks[0].value, model.parameters(), strict=True):
+        assert torch.allclose(value, expected, rtol=1e-12, atol=1e-14), (value - expected).abs().max()

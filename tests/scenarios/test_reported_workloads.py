@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 import autobatch
 from autobatch import Loss, Progress, StepRecord
@@ -24,13 +25,14 @@ from autobatch.training.build import count_stream
 from autobatch.training.split_check.check import examine
 from autobatch.training.split_check.compare import Finding
 from tests.support.commandline import SMALL
-from tests.support.noted import Noting, fit, known
+from tests.support.noted import Noting, fit, fit_until, known
 from tests.support.training import (
     Rows,
     apart,
     contrastive_loss,
     make_workload,
     mean_loss,
+    network,
     points,
     weights,
 )
@@ -258,7 +260,7 @@ def test_a_loss_that_depends_on_several_samples_is_not_told_as_a_hook(tmp_path: 
 
 SLOW = f"""{SMALL}
 import time
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 from autobatch.rehearsal import process
 process.SIGN_SECONDS = 0.0
 
@@ -298,3 +300,171 @@ def test_a_call_of_a_child_that_gets_further_may_take_any_time(
         except ChildCrashed as error:
             raise AssertionError(f"the child was ended: {error}") from error
     assert found == (270 if function == "stream" else Finding())
+
+
+class Unshared(IterableDataset[Any]):
+    """Stream that yields all of its samples in each loader process."""
+
+    def __init__(self) -> None:
+        self.rows = points(24)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.rows[index] for index in range(24))
+
+
+def test_loader_processes_that_yield_the_same_samples_are_told(tmp_path: Path) -> None:
+    """Otherwise an epoch of 24 samples has each of the first 12 twice, and none of the others."""
+    with pytest.raises(AssertionError, match="InputError: each of 2 loader processes"):
+        fit(make_workload(train_data=Unshared()), tmp_path, target_batch=8, steps=3, workers=2)
+
+
+def whole_compiled() -> nn.Module:
+    return torch.compile(network(), backend="eager")
+
+
+def layer_compiled() -> nn.Module:
+    model = network()
+    model[0] = torch.compile(model[0], backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("compiled", [whole_compiled, layer_compiled])
+def test_the_weights_of_a_compiled_model_load_into_the_model(tmp_path: Path, compiled: Any) -> None:
+    result, _ = fit(
+        make_workload(model=compiled), tmp_path, target_batch=8, max_micro_batch=3, steps=2, ema=0.5
+    )
+    for name in ("model", "model-ema"):
+        loaded = network()
+        loaded.load_state_dict(load_file(tmp_path / f"{name}.safetensors"))
+        assert torch.equal(weights(loaded), weights(result.model)) == (name == "model")
+
+
+def force(model: nn.Module, positions: Tensor) -> Tensor:
+    """Return the force of an energy at some positions, also where gradients are off."""
+    with torch.enable_grad():
+        positions = positions.clone().requires_grad_()
+        return -torch.autograd.grad(model(positions).sum(), positions, create_graph=True)[0]
+
+
+def force_loss(model: nn.Module, batch: Any) -> Tensor:
+    return (force(model, batch[0]) - batch[0]).square().mean()
+
+
+def force_error(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    return {"error": (force(model, batch[0]) - batch[0]).abs().mean()}
+
+
+def test_a_loss_and_a_metric_may_take_gradients_also_in_validation(tmp_path: Path) -> None:
+    held_out = points(9, seed=5)
+    workload = make_workload(
+        loss=force_loss, metrics=force_error, validation_data=held_out, sampler=list(range(24))
+    )
+    result, _ = fit(workload, tmp_path, target_batch=8, max_micro_batch=3, steps=3)
+    torch.manual_seed(0)
+    expected = plain_loop(workload, [[list(range(8 * step, 8 * step + 8))] for step in range(3)])
+    assert apart(weights(result.model), weights(expected)) < 1e-12
+    figures = {"loss": force_loss(expected, held_out.columns), **force_error(expected, held_out.columns)}
+    assert result.training.validation == pytest.approx({name: one.item() for name, one in figures.items()})
+
+
+class Quantized(nn.Module):
+    """Model whose codebook follows its inputs in each forward pass, as a moving average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.register_buffer("codes", torch.randn(4, 8))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.encode(inputs)
+        nearest = torch.cdist(hidden, self.codes).argmin(1)
+        codes = self.codes.clone()
+        if self.training:
+            for code in nearest.unique():
+                moved = hidden[nearest == code].detach().mean(0)
+                self.codes[code] = 0.9 * codes[code] + 0.1 * moved
+        return self.decode(hidden + (codes[nearest] - hidden).detach())
+
+
+def test_a_codebook_that_moves_in_each_micro_batch_is_told(tmp_path: Path) -> None:
+    workload = make_workload(model=lambda: Quantized().double())
+    _, notes = fit(workload, tmp_path, target_batch=8, max_micro_batch=3, steps=1)
+    assert any("buffer codes" in note and "3 micro-batches" in note for note in notes), notes
+
+
+class Shuffled(IterableDataset[Any]):
+    """Stream in another order in each epoch, shared by loader processes, with draws of its own."""
+
+    epoch = 0
+
+    def __init__(self) -> None:
+        self.rows = points(24)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(24, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        process = get_worker_info()
+        for index in order if process is None else order[process.id :: process.num_workers]:
+            inputs, label = self.rows[index]
+            yield inputs + torch.randn(5, dtype=torch.float64), label
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.program)])
+def test_epochs_of_a_stream_are_whole_after_a_resume_within_one(tmp_path: Path, workers: int) -> None:
+    options = {"target_batch": 8, "max_micro_batch": 3, "steps": 9, "workers": workers}
+    workload = make_workload(train_data=Shuffled())
+    whole, _ = fit(workload, tmp_path / "whole", **options)
+    fit_until(5, workload, tmp_path / "parts", checkpoint_every=2, **options)
+    parts, _ = fit(workload, tmp_path / "parts", resume=True, **options)
+    assert torch.equal(weights(parts.model), weights(whole.model))
+
+
+def with_few_objects(form: str, samples: int, objects: list[int]) -> Any:
+    """Return a workload of pictures, few of which have an object; the loss of the others is a constant."""
+    has_object = torch.zeros(samples, dtype=torch.bool)
+    has_object[objects] = True
+
+    def loss(model: nn.Module, batch: Any) -> Tensor | Loss:
+        inputs, labels, mine = batch
+        zero = torch.tensor(0.0, dtype=torch.float64)
+        total = cross_entropy(model(inputs)[mine], labels[mine], reduction="sum") if mine.any() else zero
+        return Loss(total, mine.sum()) if form == "counted" else total / len(mine)
+
+    data = Rows(*points(samples).columns, has_object)
+    return make_workload(train_data=data, loss=loss, sampler=list(range(samples)))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "counted",
+        pytest.param(
+            "mean", marks=known("measure: the first samples have no object, so that nothing can be probed")
+        ),
+    ],
+)
+def test_a_micro_batch_without_an_object_adds_nothing(tmp_path: Path, form: str) -> None:
+    workload = with_few_objects(form, 24, [3, 9, 17])
+    result, _ = fit(workload, tmp_path, target_batch=8, max_micro_batch=3, steps=3)
+    torch.manual_seed(0)
+    model = workload.model()
+    optimizer = workload.optimizer(model.parameters(), workload.learning_rate)
+    for step in range(3):
+        optimizer.zero_grad()
+        batch = [column[8 * step : 8 * step + 8] for column in workload.train_data.columns]
+        found = workload.loss(model, batch)
+        (found.total / found.count if form == "counted" else found).backward()
+        optimizer.step()
+    assert apart(weights(result.model), weights(model)) < 1e-12
+
+
+@known("measure: a probe on samples without an object runs no layer, and says that all of them fit")
+def test_a_limit_is_that_of_samples_that_are_trained_on() -> None:
+    limits = []
+    for objects in ([0], [900]):
+        workload = with_few_objects("counted", 1000, objects)
+        found = autobatch.probe(workload, device="cpu", memory_budget="64KiB", progress=False)
+        limits.append(found.probe.micro_batch)
+    assert limits[0] == limits[1]
