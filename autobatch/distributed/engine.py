@@ -27,6 +27,7 @@ repeated: all ranks leave, and start again in smaller micro-batches.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -301,7 +302,7 @@ class Shard(GroupEngine):
         self._buffers = BufferSnapshot(train_state.model, copy_all=True)
         self._has_no_counts = False
         self._exchange = BatchExchange(group, lambda: None)
-        cells = num_cells(group.world, len(RankNumbers._fields) + len(train_state.optimizers))
+        cells = num_cells(group.world, len(RankNumbers._fields) + len(train_state.optimizers) + 1)
         self._cells = torch.zeros(cells, device=train_state.device)
 
     def begin_step(
@@ -326,13 +327,18 @@ class Shard(GroupEngine):
         next(padded, None)
 
     def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
-        """See `Engine.combine`. The gradients are summed already."""
+        """See `Engine.combine`. The gradients are summed already.
+
+        Raises:
+            InputError: FSDP2 has summed gradients of other parameters on each rank.
+        """
         assert isinstance(outcome, StepTotals), "an error before the step has ended all ranks"
         norms = [norm_of(own) if own else 0.0 for own in train_state.gradients.by_optimizer()]
         numbers = numbers_of(outcome, self._request.own.signal_number or 0)
         # Their squares are summed, as every rank measured its shards.
         numbers = numbers._replace(first_norm=_squared(numbers.first_norm))
-        write_numbers(self._cells, self.ranks.rank, [*numbers, *map(_squared, norms)])
+        used = zlib.crc32(bytes(gradient is not None for _, gradient in train_state.gradients.by_parameter()))
+        write_numbers(self._cells, self.ranks.rank, [*numbers, *map(_squared, norms), used])
         with self.ranks.waiting("sum the batch"):
             self.ranks.start_sum(self._cells)()
         found = read_numbers(self._cells, self.ranks.world)
@@ -342,7 +348,13 @@ class Shard(GroupEngine):
         has_first = all(one.has_first_norm for one in of_ranks)
         outcome.first_norm = _root(sum(float(one.first_norm) for one in of_ranks)) if has_first else None
         outcome.first_count = sum(one.first_count for one in of_ranks)
-        squares = zip(*(one[len(numbers) :] for one in found), strict=True)
+        if len({one[-1] for one in found}) > 1:
+            raise InputError(
+                "the loss gave gradients to other parameters on each rank, for example those of the experts "
+                "that its samples chose, and FSDP2 sums those of a shared model only if all ranks have them: "
+                "use --parallel replicate, or let every forward pass use every parameter"
+            )
+        squares = zip(*(one[len(numbers) : -1] for one in found), strict=True)
         outcome.norms = [_root(sum(one)) for one in squares]
         self.sum_terms(outcome, of_ranks)
         return outcome
