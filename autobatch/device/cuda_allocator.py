@@ -64,14 +64,18 @@ def read_cap(index: int, total_bytes: int) -> int:
 
 
 def _set_cap(index: int, limit_bytes: int, total_bytes: int) -> None:
-    """Set the smallest fraction of the memory that allows all bytes of the limit.
+    torch.cuda.set_per_process_memory_fraction(fraction_of(limit_bytes, total_bytes), index)
+
+
+def fraction_of(limit_bytes: int, total_bytes: int) -> float:
+    """Return the smallest fraction of the memory that allows all bytes of the limit.
 
     The allocator multiplies and truncates. One byte less would lose a segment of a limit of whole segments.
     """
     fraction = min(limit_bytes / total_bytes, 1.0)
     while fraction < 1.0 and int(fraction * total_bytes) < limit_bytes:
         fraction = math.nextafter(fraction, 1.0)
-    torch.cuda.set_per_process_memory_fraction(fraction, index)
+    return fraction
 
 
 @contextmanager

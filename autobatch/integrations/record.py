@@ -63,7 +63,7 @@ def record(
         # Beside the file, so that it can be moved there whole.
         with tempfile.TemporaryDirectory(prefix=".autobatch-", dir=out.absolute().parent) as folder:
             wanted = {"folder": folder, "steps": steps, "seconds": seconds, "ends": False}
-            wanted |= {"stacks": True, "at_oom": True}
+            wanted |= {"stacks": True, "at_oom": True, "fraction": None}
             found = [str(RECORDER), os.environ.get("PYTHONPATH", "")]
             paths = os.pathsep.join(filter(None, found))
             variables = {"AUTOBATCH_RECORDER": json.dumps(wanted), "PYTHONPATH": paths}

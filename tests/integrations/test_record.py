@@ -6,8 +6,8 @@ real one.
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -20,58 +20,8 @@ import pytest
 
 import autobatch
 from tests.support.commandline import command, environment
+from tests.support.stand_in_torch import install
 
-TORCH = """
-import json, os, sys
-from types import SimpleNamespace
-from . import optim
-from .optim import optimizer
-
-done = []
-observers = []
-recording = {}
-
-def start(enabled="all", **how):
-    recording.clear()
-    if enabled:
-        recording.update(how)
-
-def dump(path):
-    with open(path, "w") as file:
-        json.dump({"done": list(done), "how": dict(recording)}, file)
-
-def run_out():
-    for observer in observers:
-        observer(0, 1, 2, 3)
-    raise MemoryError("CUDA out of memory")
-
-memory = SimpleNamespace(_record_memory_history=start, _dump_snapshot=dump)
-cuda = SimpleNamespace(
-    memory=memory, is_available=lambda: True, is_initialized=lambda: bool(done), synchronize=lambda: None,
-    device_count=lambda: 1, memory_stats=lambda device: {},
-)
-_C = SimpleNamespace(_cuda_attach_out_of_memory_observer=observers.append)
-"""
-OPTIMIZER = """
-hooks = {}
-
-class Handle:
-    def __init__(self, hook):
-        self.hook = hook
-    def remove(self):
-        hooks.pop(self.hook, None)
-
-def register_optimizer_step_post_hook(hook):
-    hooks[hook] = True
-    return Handle(hook)
-
-class Optimizer:
-    def step(self):
-        import torch
-        torch.done.append("step")
-        for hook in list(hooks):
-            hook(self, (), {})
-"""
 PROGRAM = """
 import sys, time, torch
 from torch.optim.optimizer import Optimizer
@@ -84,11 +34,7 @@ print("trained", *sys.argv[1:], flush=True)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    package = tmp_path / "lib" / "torch" / "optim"
-    package.mkdir(parents=True)
-    (package.parent / "__init__.py").write_text(TORCH, encoding="utf-8")
-    (package / "__init__.py").write_text("", encoding="utf-8")
-    (package / "optimizer.py").write_text(OPTIMIZER, encoding="utf-8")
+    install(tmp_path)
     return tmp_path
 
 
@@ -110,7 +56,7 @@ def started(
 
 
 def written(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    return pickle.loads(path.read_bytes())
 
 
 def test_the_memory_is_written_at_the_end_and_the_words_are_untouched(folder):
@@ -169,7 +115,9 @@ def test_ctrl_c_ends_the_program_and_writes(folder, number):
 
 
 def test_an_error_out_of_memory_writes_and_the_program_goes_on(folder):
-    caught = "\ntry:\n    torch.run_out()\nexcept MemoryError:\n    optimizer.step()\nsys.exit(4)\n"
+    caught = (
+        "\ntry:\n    torch.run_out()\nexcept torch.OutOfMemoryError:\n    optimizer.step()\nsys.exit(4)\n"
+    )
     process = started(folder, program=PROGRAM + caught)
     process.communicate(timeout=60)
     assert process.returncode == 4

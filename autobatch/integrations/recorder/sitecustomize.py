@@ -5,10 +5,10 @@ the program starts has it, too. It needs nothing but the program's own torch, an
 program does.
 
 ``AUTOBATCH_RECORDER`` is JSON: ``folder`` for the files; ``steps`` of an optimizer or ``seconds`` after which
-they are written, both None for the end of the program; ``ends`` if the program ends after the steps;
-``stacks`` to record the lines of Python that allocate; ``at_oom`` to write them when memory runs out. A
-process that has touched no GPU writes nothing. Each other one writes once: ``NAME.pickle``, a snapshot as
-torch makes them, and then ``NAME.json``.
+they are written, both None for the end of the program; ``ends`` if the program ends then; ``stacks`` to
+record the lines of Python that allocate; ``at_oom`` to write them when memory runs out; ``fraction`` of each
+GPU that the allocator may hold, None for all. A process that has touched no GPU writes nothing. Each other
+one writes once: ``NAME.pickle``, a snapshot as torch makes them, and then ``NAME.json``.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from typing import Any
 VARIABLE = "AUTOBATCH_RECORDER"
 MOST_EVENTS = 4_000_000
 """Events that a recording keeps, the latest; about a gigabyte with stacks."""
+OPTIONS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Variables of the allocator's options. The first that is set counts."""
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):
@@ -42,6 +44,8 @@ class AfterTorch(importlib.abc.MetaPathFinder):
         if name != "torch":
             return None
         sys.meta_path.remove(self)
+        if self._wanted["fraction"] is not None:
+            limit_memory(self._wanted["fraction"])
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
@@ -52,6 +56,14 @@ class AfterTorch(importlib.abc.MetaPathFinder):
 
             spec.loader.exec_module = execute_and_record  # type: ignore[method-assign]
         return spec
+
+
+def limit_memory(fraction: float) -> None:
+    """Limit the allocator by its options, whatever the program has set, before torch reads them."""
+    name = next((name for name in OPTIONS if name in os.environ), OPTIONS[-1])
+    limit = f"per_process_memory_fraction:{fraction!r}"
+    options = os.environ.get(name, "").split(",")
+    os.environ[name] = ",".join([*(option for option in options if option not in ("", limit)), limit])
 
 
 def record(wanted: dict[str, Any]) -> None:
@@ -72,51 +84,55 @@ def record(wanted: dict[str, Any]) -> None:
         is_main = threading.current_thread() is threading.main_thread()
         earlier = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
         try:
-            dump()
+            dump(wanted["folder"], max(steps.values(), default=0))
         except Exception as error:  # the program goes on
             sys.stderr.write(f"autobatch: the snapshot of memory was not written: {error}\n")
         finally:
             if is_main:
                 signal.signal(signal.SIGINT, earlier or signal.SIG_DFL)
 
-    def dump() -> None:
-        torch.cuda.synchronize()  # other ranks wait for what this one has begun
-        name = os.path.join(wanted["folder"], f"rank-{os.environ.get('RANK', '0')}-{owner}")
-        devices = [torch.cuda.memory_stats(device) for device in range(torch.cuda.device_count())]
-        kept = ("num_ooms", "num_alloc_retries", "allocated_bytes.all.peak", "reserved_bytes.all.peak")
-        facts = {
-            "steps": max(steps.values(), default=0),
-            "devices": [{key: stats.get(key, 0) for key in kept} for stats in devices],
-        }
-        torch.cuda.memory._dump_snapshot(f"{name}.pickle")  # type: ignore[no-untyped-call]
-        torch.cuda.memory._record_memory_history(enabled=None)
-        with open(f"{name}.part", "w", encoding="utf-8") as file:
-            json.dump(facts, file)
-        os.replace(f"{name}.part", f"{name}.json")
-
     def count(optimizer: Any, *_: Any) -> None:
         steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
         if steps[id(optimizer)] == wanted["steps"]:
             handle.remove()
-            write()
-            if wanted["ends"]:
-                for stream in (sys.stdout, sys.stderr):
-                    with suppress(Exception):
-                        stream.flush()
-                os._exit(0)
+            finish(0)
+
+    def finish(code: int) -> None:
+        write()
+        if wanted["ends"]:
+            with suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
 
     torch.cuda.memory._record_memory_history(
         context="alloc" if wanted["stacks"] else None, stacks="python", max_entries=MOST_EVENTS
     )
     handle = register_optimizer_step_post_hook(count)
     atexit.register(write)
-    if wanted.get("at_oom"):
+    if wanted["at_oom"]:
         attach = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]
-        attach(lambda *_: write())
-    if wanted.get("seconds"):
+        attach(lambda *_: finish(1))
+    if wanted["seconds"]:
         timer = threading.Timer(wanted["seconds"], write)
         timer.daemon = True
         timer.start()
+
+
+def dump(folder: str, steps: int) -> None:
+    """Write the snapshot of this process, and then what it is of, and end the recording."""
+    import torch
+
+    torch.cuda.synchronize()  # other ranks wait for what this one has begun
+    name = os.path.join(folder, f"rank-{os.environ.get('RANK', '0')}-{os.getpid()}")
+    devices = [torch.cuda.memory_stats(device) for device in range(torch.cuda.device_count())]
+    kept = ("num_ooms", "num_alloc_retries", "allocated_bytes.all.peak", "reserved_bytes.all.peak")
+    facts = {"steps": steps, "devices": [{key: stats.get(key, 0) for key in kept} for stats in devices]}
+    torch.cuda.memory._dump_snapshot(f"{name}.pickle")  # type: ignore[no-untyped-call]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    with open(f"{name}.part", "w", encoding="utf-8") as file:
+        json.dump(facts, file)
+    os.replace(f"{name}.part", f"{name}.json")
 
 
 def run_next_of_this_name() -> None:
