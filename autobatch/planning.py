@@ -16,7 +16,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -310,7 +312,23 @@ def even_split(plan: Plan) -> tuple[int, int]:
         of = f" in multiples of {unit}" if unit > 1 else ""
         raise InputError(
             f"a target batch of {plan.target_batch} over {plan.world_size} ranks gives unequal shares{of}, "
-            f"which this library cannot run: ask for {' or '.join(map(str, near))}"
+            f"which equal micro-batches cannot be: ask for {' or '.join(map(str, near))}"
         )
     size = next(size for size in range(min(plan.micro_batch // unit, units), 0, -1) if units % size == 0)
     return size * unit, units // size
+
+
+def equal_plan(target_batch: int, limit: int, *, world_size: int, multiple: int = 1) -> Plan:
+    """Plan the fewest equal micro-batches, as a program has them that knows one size only.
+
+    Its learning rate is 0, as the rate is the program's own.
+
+    Raises:
+        InputError: the ranks cannot share the batch equally.
+    """
+    planned = partial(
+        make_plan, target_batch=target_batch, learning_rate=0.0, world_size=world_size, multiple=multiple
+    )
+    size, _ = even_split(planned(micro_batch_limit=limit))
+    source = "the program's own, and so is its precision"
+    return msgspec.structs.replace(planned(micro_batch_limit=size), learning_rate_source=source)

@@ -196,6 +196,7 @@ class Plan(Record, frozen=True, kw_only=True):
     """Number whose multiples all micro-batches are."""
     base_batch: Positive | None
     learning_rate: Annotated[float, Meta(ge=0.0, le=1e300)]
+    """0 for a program that runs as it is, whose rate and precision are its own."""
     learning_rate_rule: Literal["none", "linear", "sqrt", "tuned"]
     """The rule, or ``tuned`` if the tuner found the learning rate."""
     learning_rate_factor: float = 1.0

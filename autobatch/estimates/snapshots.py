@@ -21,7 +21,7 @@ import msgspec
 
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
-from autobatch.core.records import Estimate, Plan, Recorded, RecordedFit, Refusal
+from autobatch.core.records import Estimate, Recorded, RecordedFit, Refusal
 from autobatch.core.text import quoted
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.caching import AllocatorConfig, Block, CachingAllocator
@@ -37,7 +37,7 @@ from autobatch.estimates.footprints import MARGIN, Footprint
 from autobatch.estimates.gpus import Gpus
 from autobatch.estimates.predict import Spending
 from autobatch.estimates.suggestions import helpful
-from autobatch.planning import even_split, even_split_note, make_plan
+from autobatch.planning import equal_plan, even_split_note
 from autobatch.report.result import Estimates
 from autobatch.report.words import count, plural
 
@@ -61,7 +61,7 @@ class OnPools(CachingAllocator):
 
     def malloc(self, size: int, stream: int | None = None) -> Block | None:
         """Take the bytes of the next block, in its own pool."""
-        return super().malloc(size, next(self._pool_of_next) if stream is None else stream)
+        return super().malloc(size, next(self._pool_of_next, 0) if stream is None else stream)
 
 
 def estimate_snapshots(options: Options, *, home: Path) -> Estimates:
@@ -309,7 +309,9 @@ class _Prediction(NamedTuple):
             found = spending.predict(wider, asked)
         plan = None
         if found.fits and target is not None:
-            plan = _equal_plan(target, found.micro_batch, self.gpus.world, self.step.multiple)
+            plan = equal_plan(
+                target, found.micro_batch, world_size=self.gpus.world, multiple=self.step.multiple
+            )
         return Estimate(
             profile=gpu.name,
             budget_bytes=budget,
@@ -382,18 +384,6 @@ def _predicted(sized: Sequence[Sized], options: Options, gpus: Gpus, notes: Sequ
     seconds = time.perf_counter() - start
     found = [msgspec.structs.replace(estimate, seconds=seconds) for estimate in found]
     return Estimates(estimates=found, notes=[*dict.fromkeys(said)])
-
-
-def _equal_plan(target: int, limit: int, world: int, multiple: int) -> Plan:
-    """Plan equal micro-batches, as a program has them that knows one size only.
-
-    Raises:
-        InputError: the ranks cannot share the batch equally.
-    """
-    planned = partial(make_plan, target_batch=target, learning_rate=0.0, world_size=world, multiple=multiple)
-    size, _ = even_split(planned(micro_batch_limit=limit))
-    source = "the program's own, and so is its precision"
-    return msgspec.structs.replace(planned(micro_batch_limit=size), learning_rate_source=source)
 
 
 def _need(estimate: Estimate) -> tuple[bool, int, int]:

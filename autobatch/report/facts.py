@@ -324,7 +324,10 @@ _LAST_BATCH = {
 
 def describe_plan(plan: Plan) -> str:
     """Describe the plan: ``batch 1,024 in 12 micro-batches (4 × 86, 8 × 85) · bf16 · lr 0.0003``."""
-    words = [f"batch {count(plan.target_batch)} in {describe_split(plan)}", plan.precision]
+    words = [f"batch {count(plan.target_batch)} in {describe_split(plan)}"]
+    if not plan.learning_rate:  # of a program that knows its own, and its precision
+        return words[0]
+    words.append(plan.precision)
     if plan.knobs:
         words.append(knobs_in_words(plan.knobs))
     rate = f"lr {decimal(plan.learning_rate, 3)}"
@@ -362,6 +365,8 @@ def _sizes_in_words(sizes: Sequence[int]) -> str:
 def describe_learning_rate(plan: Plan) -> str:
     """Describe the learning rate, its rule, factor and source."""
     rate, source = decimal(plan.learning_rate), plan.learning_rate_source
+    if not plan.learning_rate:
+        return source
     if plan.learning_rate_rule == "none":
         return f"{rate}, {source or 'as declared'}"
     rule = "" if plan.learning_rate_rule == "tuned" else f" by the {plan.learning_rate_rule} rule"
