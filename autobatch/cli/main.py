@@ -56,16 +56,19 @@ commands:
 
 WORKLOAD is file.py, path/to/file.py:function or module:function. Without it:
 `workload` in autobatch.toml or in [tool.autobatch] of pyproject.toml, else the
-demo.
+demo. probe, plan and fit also take a program as it is: -- COMMAND.
 
   autobatch fit --target-batch 1024
   autobatch fit train.py --target-batch 1024 --memory-budget 6GiB
+  autobatch probe -- python train.py --batch_size={}   a program as it is
   autobatch COMMAND --help        the common options
   autobatch COMMAND --help-all    every option
   autobatch --version
 """
 OVER_RANKS = ("fit", "plan", "probe", "tune")
 """Commands that several processes may run."""
+SCRIPTED = ("fit", "plan", "probe")
+"""Commands that take the words of a program after ``--``."""
 RUNNING = (*OVER_RANKS, "estimate")
 OTHER = ("profiles", "doctor", "report", "compare", "completion", "schema")
 ALL = (*RUNNING, *OTHER, "record")
@@ -129,13 +132,12 @@ def _guarded(name: str, arguments: list[str]) -> int:
     verbose = "--verbose" in arguments
     ranks: Ranks | None = None
     try:
-        if name not in OVER_RANKS:
+        is_program = name == "record" or (name in SCRIPTED and "--" in arguments)
+        if is_program or name not in OVER_RANKS:
             refuse_ranks(os.environ, name)
             ranks = Ranks()
-        if name == "record":
-            from autobatch.cli.record import run_record
-
-            return run_record(arguments)
+        if is_program:
+            return _run_program(name, arguments)
         if name in OTHER:
             from autobatch.cli.commands import run_command
 
@@ -167,6 +169,17 @@ def _guarded(name: str, arguments: list[str]) -> int:
             return code
     except BaseException as error:
         return _report_failure(error, name, log, ranks, verbose=verbose)
+
+
+def _run_program(name: str, arguments: list[str]) -> int:
+    """Run a command whose words after ``--`` are another program's."""
+    if name == "record":
+        from autobatch.cli.record import run_record
+
+        return run_record(arguments)
+    from autobatch.cli.script import run_script
+
+    return run_script(name, arguments)
 
 
 class Command(NamedTuple):

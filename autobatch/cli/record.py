@@ -64,8 +64,8 @@ def run_record(arguments: list[str]) -> int:
     code = record(
         command,
         Path(given.out),
-        steps=_number(given, "steps"),
-        seconds=_number(given, "seconds"),
+        steps=None if given.steps is None else whole_number("--steps", given.steps),
+        seconds=None if given.seconds is None else whole_number("--seconds", given.seconds),
         wrote=wrote,
     )
     if not written:
@@ -77,15 +77,12 @@ def run_record(arguments: list[str]) -> int:
     return code
 
 
-def _number(given: argparse.Namespace, name: str) -> int | None:
-    """Return the whole number of an option; None if it was not given.
+def whole_number(option: str, text: str) -> int:
+    """Return the whole number of an option.
 
     Raises:
         InputError: it is no whole number of 1 or more.
     """
-    text = getattr(given, name)
-    if text is None:
-        return None
     if not (text.isascii() and text.isdecimal() and 0 < int(text) <= LONGEST):
-        raise InputError(f"--{name} must be a whole number of 1 or more, found {quoted(text)}")
+        raise InputError(f"{option} must be a whole number of 1 or more, found {quoted(text)}")
     return int(text)

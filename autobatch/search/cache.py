@@ -44,6 +44,7 @@ IN_WORDS = {
     "device": "the device",
     "device_kind": "the kind of device",
     "ema": "the average of the weights",
+    "files": "a file that the command names",
     "gradient_dtype": "the type of the gradients",
     "keeps_batches": "the training loop",
     "loss": "the loss function",

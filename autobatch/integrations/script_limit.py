@@ -1,0 +1,150 @@
+"""The largest size of a program that has no `Workload`, and its plan of equal micro-batches.
+
+saved limit ──guess──► search by runs ──► limit ──► equal micro-batches
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+
+from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.options import Options
+from autobatch.core.records import Attempt, DeviceRecord, LimitedBy, Plan, Probe
+from autobatch.core.units import format_bytes
+from autobatch.device.cuda_allocator import allocator_options
+from autobatch.device.select import open_device
+from autobatch.estimates.copies import run_in_copies
+from autobatch.footprint.fitting import Fitting
+from autobatch.integrations.script import Runner
+from autobatch.planning import equal_plan, even_split_note
+from autobatch.rehearsal.setup import KeyValue
+from autobatch.report.result import Result
+from autobatch.search.cache import CachedLimit, entry_path, load_programs, lookup, save_programs, store
+from autobatch.search.probe import Found, find_largest
+
+MOST = 1 << 20
+"""The largest size that is tried without a cap."""
+
+
+def describe_gpu(memory_budget: str | int | None) -> DeviceRecord:
+    """Return the first GPU and its budget. A copy of this process reads it, which keeps no context there.
+
+    Raises:
+        InputError: there is no GPU, or the budget exceeds its memory.
+    """
+
+    def describe() -> DeviceRecord:
+        return open_device("cuda", memory_budget=memory_budget, environ=os.environ).describe()
+
+    return run_in_copies([describe])[0]
+
+
+def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
+    """Find the largest micro-batch at which a command runs, and plan its target batch if there is one.
+
+    Args:
+        runner: runs the command.
+        options: the caps, the multiple and the target batch.
+        home: data directory, in which answers are saved.
+
+    Raises:
+        DoesNotFitError: not even the smallest micro-batch fits.
+        InputError: the command takes no optimizer step, or its ranks cannot share the target batch equally.
+    """
+    device, progress, outcomes = runner.device, runner.progress, runner.outcomes
+    multiple, target = options.multiple or 1, options.batch.target_batch
+    most: dict[LimitedBy, int | None] = {
+        "max_micro_batch": options.search.max_micro_batch,
+        "target_batch": target,
+        "memory": MOST,
+    }
+    caps = {name: size for name, size in most.items() if size is not None}
+    cap = min(caps.values())
+    if cap < multiple:
+        raise InputError(f"micro-batches of at most {cap} are no multiples of {multiple}: ask for more")
+    key: dict[str, KeyValue] = {
+        "workload": f"-- {runner.command}",
+        "files": runner.command.files(),
+        "device": device.name,
+        "device_kind": device.kind,
+        "total_bytes": device.total_bytes,
+        "budget_bytes": device.budget_bytes,
+        "allocator": allocator_options(os.environ) or None,
+    }
+    saved, stale = lookup(key, home, may_vary=options.device.memory_budget is None)
+    if stale is not None:
+        progress.note(f"{stale}. It is probed again")
+    found = find_largest(
+        runner.run,
+        cap=cap,
+        new_allocator=runner.new_allocator,
+        multiple=multiple,
+        guess=None if saved is None else saved.micro_batch,
+        known=() if saved is None else load_programs(entry_path(saved.key, home)),
+    )
+    limit, above = found.micro_batch, outcomes.get(found.micro_batch + multiple)
+    if not limit:
+        if found.stopped_by == "interrupt":
+            raise KeyboardInterrupt
+        raise _nothing_fits(device, outcomes[min(outcomes)].attempt)
+    if above is not None and above.error is not None:
+        progress.note(f"a micro-batch of {limit + multiple:,} does not run: {above.attempt.reason}")
+    is_confirmed = [*outcomes] == [limit]
+    plan = None if target is None else _equal_plan(runner, target, found, multiple)
+    attempts = [outcome.attempt for outcome in outcomes.values()]
+    probe = Probe(
+        micro_batch=limit,
+        limited_by=next((name for name, size in caps.items() if size == limit), "memory"),
+        upper_bound_by=found.upper_bound_by,
+        predicted_micro_batch=found.predicted,
+        oom_count=sum(not (attempt.fits or attempt.is_error) for attempt in attempts),
+        attempts=attempts,
+        multiple=multiple,
+        stopped_by=found.stopped_by,
+        source=f"saved {saved.date}" if saved is not None and is_confirmed else "search",
+    )
+    file = None
+    if found.upper_bound_by is not None:
+        entry = CachedLimit(
+            key=key,
+            micro_batch=limit,
+            limited_by=probe.limited_by,
+            upper_bound_by=found.upper_bound_by,
+            multiple=multiple,
+            cap=cap,
+            date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        )
+        try:
+            file = store(entry, home)
+            save_programs(found.programs, file)
+        except InputError as error:
+            progress.note(f"the limit was not saved: {error}")
+    return Result(device=device, probe=probe, plan=plan, profile=file)
+
+
+def _equal_plan(runner: Runner, target: int, found: Found, multiple: int) -> Plan:
+    """Plan equal micro-batches; one smaller than the limit runs if the replay doubts it.
+
+    It may fail, because the allocator cuts its memory in another way.
+    """
+    plan = equal_plan(target, found.micro_batch, world_size=runner.world, multiple=multiple)
+    fitting = Fitting(found.programs, runner.new_allocator) if found.programs else None
+    while plan.micro_batch not in runner.outcomes and fitting and not fitting.fits(plan.micro_batch):
+        if runner.run(plan.micro_batch).attempt.fits:
+            break
+        plan = equal_plan(target, plan.micro_batch - 1, world_size=runner.world, multiple=multiple)
+    note = even_split_note(plan, found.micro_batch)
+    if note is not None:
+        runner.progress.note(note)
+    return plan
+
+
+def _nothing_fits(device: DeviceRecord, smallest: Attempt) -> DoesNotFitError:
+    return DoesNotFitError(
+        f"a micro-batch of {smallest.micro_batch} does not fit in the budget of "
+        f"{format_bytes(device.budget_bytes)}: {smallest.reason}. What helps: a larger --memory-budget, or "
+        "flags of the command with which it takes less, such as 16 bits or recomputed activations. autobatch "
+        "record and estimate --snapshot show the lines that take it"
+    )

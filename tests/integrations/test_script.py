@@ -1,0 +1,258 @@
+"""``probe``, ``plan`` and ``fit`` of a program as it is, which takes memory of a stand-in for torch.
+
+`tests/gpu` has torch's own allocator.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from autobatch.cli import main as cli
+from autobatch.core.records import DeviceRecord
+from tests.support.stand_in_torch import TOTAL_BYTES, install
+
+WEIGHTS, STATE, SAMPLE = 100, 200, 20
+"""Mebibytes that the program takes."""
+PROGRAM = f"""
+import os, sys, time, torch
+from torch.optim.optimizer import Optimizer
+
+size = int(sys.argv[1])
+weights, state, optimizer = torch.take({WEIGHTS}), None, Optimizer()
+for step in range(100):
+    activations = torch.take({SAMPLE} * size)
+    state = state or torch.take({STATE})
+    optimizer.step()
+    torch.give(activations)
+"""
+
+
+class Ran(NamedTuple):
+    """A command that ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run ``NAME … -- python train.py WORDS`` with a program and a budget in mebibytes."""
+    lib = install(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(lib))
+
+    def run(*words: str, program: str = PROGRAM, budget: int = 1000, rest: tuple[str, ...] = ("{}",)) -> Ran:
+        Path("train.py").write_text(program, encoding="utf-8")
+        device = DeviceRecord(
+            kind="cuda",
+            name="stand-in",
+            total_bytes=TOTAL_BYTES,
+            budget_bytes=budget << 20,
+            budget_source="as set",
+        )
+        monkeypatch.setattr("autobatch.cli.script.describe_gpu", lambda _: device)
+        code = cli.run([*words, "--", sys.executable, "train.py", *rest])
+        return Ran(code, *capfd.readouterr())
+
+    return run
+
+
+def largest(budget: int) -> int:
+    """The sizes that fit, counted."""
+    return max(size for size in range(1000) if WEIGHTS + STATE + SAMPLE * size <= budget)
+
+
+@pytest.mark.parametrize("budget", [400, 1000, 3001])
+def test_the_limit_is_that_of_the_sum_in_few_runs(run, budget):
+    found = run("probe", "--json", budget=budget).json["probe"]
+    assert found["micro_batch"] == largest(budget)
+    assert found["upper_bound_by"] in ("run", "replay")
+    assert len(found["attempts"]) <= 4
+    assert found["attempts"][-1]["fits"] or found["upper_bound_by"] == "run"
+
+
+def test_one_run_confirms_a_saved_limit_until_the_program_changes(run):
+    run("probe")
+    again = run("probe", "--json").json["probe"]
+    assert [attempt["micro_batch"] for attempt in again["attempts"]] == [largest(1000)]
+    assert again["source"].startswith("saved")
+    changed = run("probe", "--json", program=PROGRAM.replace("range(100)", "range(99)"))
+    assert changed.json["probe"]["source"] == "search"
+    assert "file that the command names" in changed.err
+
+
+def test_a_plan_divides_the_target_exactly_and_fills_in_the_command(run):
+    words = ("{}", "--accumulate={steps}", "--of-all={total_steps}", "a b")
+    ran = run("plan", "--target-batch", "96", "--json", rest=words)
+    plan, command = ran.json["plan"], ran.json["command"]
+    limit = largest(1000)
+    divisor = max(size for size in range(1, limit + 1) if 96 % size == 0)
+    assert (plan["micro_batch"], plan["accumulation_steps"]) == (divisor, 96 // divisor)
+    assert command[2:] == [str(divisor), f"--accumulate={96 // divisor}", f"--of-all={96 // divisor}", "a b"]
+    assert shlex.join(command) in run("plan", "--target-batch", "96", rest=words).out
+
+
+def test_a_target_without_a_near_divisor_names_others(run):
+    ran = run("plan", "--target-batch", "97", rest=("{}", "{steps}"))
+    assert ran.code == 0
+    assert "97 micro-batches of 1" in ran.out
+    assert "96 or" in ran.out
+
+
+def test_the_target_is_the_cap(run):
+    found = run("plan", "--target-batch", "8", "--json", budget=8000, rest=("{}", "{steps}")).json
+    assert (found["probe"]["micro_batch"], found["probe"]["limited_by"]) == (8, "target_batch")
+    assert found["plan"]["accumulation_steps"] == 1
+
+
+def test_fit_becomes_the_command(run, monkeypatch):
+    became: list[list[str]] = []
+    monkeypatch.setattr("os.execvp", lambda name, words: became.append([name, *words]))
+    run("fit", "--target-batch", "96", rest=("{}", "{steps}"))
+    assert became == [[sys.executable, sys.executable, "train.py", "32", "3"]]
+
+
+def test_the_least_limit_of_all_ranks_holds(run):
+    both = """
+import os, subprocess, sys
+if "RANK" not in os.environ:
+    others = [{**os.environ, "RANK": rank} for rank in "01"]
+    ranks = [subprocess.Popen([sys.executable, *sys.argv], env=variables) for variables in others]
+    sys.exit(max(rank.wait() for rank in ranks))
+"""
+    unequal = PROGRAM.replace(f"take({WEIGHTS})", f"take({WEIGHTS} + 300 * int(os.environ['RANK']))")
+    found = run("plan", "--target-batch", "96", "--json", program=both + unequal, rest=("{}", "{steps}")).json
+    assert found["probe"]["micro_batch"] == largest(700)
+    assert found["plan"]["world_size"] == 2
+    assert found["plan"]["micro_batch"] * found["plan"]["accumulation_steps"] == 48
+
+
+def test_the_budget_holds_whatever_the_program_sets(run):
+    sets = "import os\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'max_split_size_mb:64'\n"
+    assert run("probe", "--json", program=sets + PROGRAM).json["probe"]["micro_batch"] == largest(1000)
+
+
+def test_an_error_that_the_program_catches_is_no_fit(run):
+    caught = PROGRAM.replace(
+        f"    activations = torch.take({SAMPLE} * size)",
+        f"    try:\n        activations = torch.take({SAMPLE} * size)\n"
+        f"    except torch.OutOfMemoryError:\n        activations = torch.take({SAMPLE})",
+    )
+    assert run("probe", "--json", program=caught).json["probe"]["micro_batch"] == largest(1000)
+
+
+def test_an_error_at_larger_sizes_bounds_the_answer_and_is_told(run):
+    odd = PROGRAM.replace("for step", "if size > 20: raise KeyError('no such size')\nfor step")
+    ran = run("probe", "--json", program=odd)
+    assert (ran.json["probe"]["micro_batch"], ran.json["probe"]["upper_bound_by"]) == (20, "error")
+    assert "KeyError: 'no such size'" in ran.err
+
+
+def test_nothing_fits(run):
+    ran = run("probe", budget=310)
+    assert (ran.code, len(ran.err.splitlines())) == (3, 1)
+    assert "--memory-budget" in ran.err
+
+
+def test_its_output_is_in_the_log_and_with_verbose_on_the_screen(run, tmp_path):
+    prints = "print('hello there', flush=True)\n" + PROGRAM
+    quiet = run("probe", program=prints)
+    assert "hello there" not in quiet.out + quiet.err
+    (log,) = tmp_path.rglob("*-command.log")
+    assert log.read_text().count("hello there") == quiet.out.count("\nprobe ")
+    assert str(log) in quiet.out
+    assert "hello there" in run("probe", "--verbose", program=prints).err
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("raise ValueError('bad data')", ["ValueError: bad data"]),
+        ("import sys; print('usage: train'); sys.exit(4)", ["exit code 4", "usage: train"]),
+        ("print('nothing to do')", ["exit code 0", "no process", "nothing to do"]),
+        (PROGRAM.replace("range(100)", "range(2)"), ["2 optimizer steps of 3"]),
+        (PROGRAM.replace("    optimizer.step()", "    step"), ["0 optimizer steps of 3"]),
+        (PROGRAM.replace("* size", "* 2"), ["same memory", "{}"]),
+        ("import os; os.kill(os.getpid(), 9)", ["SIGKILL"]),
+    ],
+)
+def test_a_program_that_takes_no_step_is_one_line_with_its_last_words(run, program, words):
+    ran = run("probe", program=program)
+    assert ran.code == 2
+    (line,) = ran.err.splitlines()
+    assert all(word in line for word in words), line
+
+
+def test_a_program_that_takes_too_long_is_ended(run):
+    ran = run("probe", "--seconds", "1", program="import time\nprint('loading')\ntime.sleep(60)")
+    assert ran.code == 2
+    assert "in 1 s (--seconds)" in ran.err
+
+
+def test_ctrl_c_ends_the_program_and_all_that_it_started(run, monkeypatch):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
+    program = f"""
+import os, signal, subprocess, sys, time
+other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+open("pids", "w").write(f"{{os.getpid()}} {{other.pid}}")
+os.kill({os.getpid()}, signal.SIGINT)
+time.sleep(60)
+"""
+    assert run("probe", program=program).code == 130
+    for pid in map(int, Path("pids").read_text().split()):
+        wait_for_end(pid)
+
+
+@pytest.mark.parametrize(
+    ("words", "rest", "word"),
+    [
+        (["probe"], ["8"], "{}"),
+        (["plan", "--target-batch", "8"], ["{}"], "{steps}"),
+        (["plan"], ["{}", "{steps}"], "--target-batch"),
+        (["fit", "--target-batch", "8", "--json"], ["{}", "{steps}"], "plan --json"),
+        (["probe", "--batch_size=4"], ["{}"], "--batch-size"),
+        (["probe", "--precision", "bf16"], ["{}"], "--precision"),
+        (["probe", "train.py"], ["{}"], "train.py"),
+        (["probe", "--seconds", "0"], ["{}"], "--seconds"),
+        (["probe", "--seconds"], ["{}"], "--seconds"),
+        (["probe", "--max-micro-batch", "0"], ["{}"], "--max-micro-batch"),
+        (["probe", "--max-micro-batch", "4", "--micro-batch-multiple", "8"], ["{}"], "multiples of 8"),
+    ],
+)
+def test_wrong_words_are_one_line(run, words, rest, word):
+    ran = run(*words, rest=tuple(rest))
+    assert ran.code == 2
+    (line,) = ran.err.splitlines()
+    assert word in line
+
+
+def test_a_command_that_cannot_be_started_is_one_line(run, capfd):
+    run("probe")
+    assert cli.run(["probe", "--", "no-such-program", "{}"]) == 2
+    assert "no-such-program cannot be started" in capfd.readouterr().err
+
+
+def wait_for_end(pid: int) -> None:
+    """Wait until a process has ended, or is a child of another one that has not looked."""
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
