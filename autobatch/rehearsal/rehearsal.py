@@ -90,7 +90,6 @@ def rehearse(
     within_budget: bool = False,
     is_smallest: bool = False,
     learning_rate: float | None = None,
-    until: Callable[[Step], bool] = lambda _: False,
 ) -> Rehearsal:
     """Train on batches, and leave the weights, the buffers, the random states, the modes and the gradients.
 
@@ -101,7 +100,6 @@ def rehearse(
             the first step whatever its loss; False to train at full speed.
         is_smallest: raise an error that only may be about memory, because no smaller size can tell.
         learning_rate: None for the workload's own.
-        until: ends the rehearsal after a step for which it is true.
 
     Raises:
         Exception: whatever the workload raises, except out of memory.
@@ -125,8 +123,6 @@ def rehearse(
                     if within_budget and not found.steps and not step.result.applied:
                         _step_anyway(train_state, stopwatch.mark)
                     found.steps.append(step)
-                    if until(step):
-                        break
                 del train_state
         except Exception as error:
             verdict = classify(error)

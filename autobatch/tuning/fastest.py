@@ -51,6 +51,8 @@ DEFAULT_TRIALS = 8
 """Configurations that are measured if no number was asked for."""
 RUN_SHARE = 0.25
 """Share of the run's time after which ``fit`` starts no further trial, if nothing was asked for."""
+WORTH_OFFERING = 1.05
+"""The least that a choice must gain to be offered."""
 _NOT_A_PURPOSE = ("budget_bytes", "total_bytes")
 """Fields of the key that do not belong to a study, because free memory makes no configuration fast."""
 
@@ -159,15 +161,15 @@ class Search:
         return compare(self.trials.measure, base, values, doing)
 
     def _offer(self, chosen: Configuration, axis: SearchAxis) -> Iterator[str]:
-        """Yield a line if a choice is faster but changes numbers, with the words that ask for it."""
+        """Yield a line if a choice is much faster but changes numbers, with the words that ask for it."""
         found: list[tuple[float, Point]] = []
         for value in axis.choices[1:]:
             changed = {axis.name: value}
             with suppress(Infeasible):
                 beside = self._beside(chosen, {**chosen, **changed}, f"looking at {knobs_in_words(changed)}")
-                found += [(beside.low or 0.0, changed)] if beside.is_faster else []
-        if found:
-            low, changed = max(found, key=lambda pair: pair[0])
+                found.append((beside.low or 0.0, changed))
+        low, changed = max(found, key=lambda pair: pair[0], default=(0.0, {}))
+        if low >= WORTH_OFFERING:
             names = ",".join([*changes(chosen, defaults(self.axes)), axis.name])
             add = f"--precision {changed[axis.name]}" if axis.name == PRECISION else f"--knobs {names}"
             yield f"{knobs_in_words(changed)} is at least {low:.2f} × faster here: add {add}"

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from optuna.distributions import FloatDistribution
 
 from autobatch.core.knobs import PRECISION
 from autobatch.core.records import LrTrial, LrTuning, Plan
-from autobatch.rehearsal.rehearsal import Batch, Step, batch_of, rehearse
+from autobatch.rehearsal.rehearsal import Batch, batch_of, rehearse
 from autobatch.rehearsal.setup import Setup
 from autobatch.tuning.compare import Infeasible
 from autobatch.tuning.fastest import Tuner
@@ -38,20 +38,6 @@ STEPS = 40
 """Optimizer steps of a run, of which the last quarter counts."""
 ORDERS = 5
 """Other data orders on which the best rate must be better."""
-
-
-class ShortRun(NamedTuple):
-    """A run: plain values that can be sent to another process."""
-
-    plan: Plan
-    """Has the batch and its split."""
-    rate: float
-    seed: int
-    """Draws the batches and the model's random numbers."""
-    steps: int
-    """Optimizer steps."""
-    skips: bool = False
-    """True to skip a step whose loss or gradient is not finite, as the training that follows does."""
 
 
 def tune_learning_rate(tuner: Tuner, plan: Plan) -> tuple[Plan, LrTuning]:
@@ -83,12 +69,12 @@ def _find_rate(tuner: Tuner, plan: Plan) -> LrTuning:
     """Return the best learning rate; the default if none is better beyond the noise."""
     default, seed, progress = plan.learning_rate, tuner.options.device.seed, tuner.progress
     skips = tuner.options.train.on_nonfinite == "skip"
-    knobs = {**plan.knobs, PRECISION: plan.precision}
 
     def loss_of(rate: float, seed: int) -> float:
-        run = ShortRun(plan, rate, seed, STEPS, skips)
-        act = "a trial of a learning rate"
-        return call_with(tuner.process, act, short_run, knobs, rate == default, run)  # type: ignore[no-any-return]
+        knobs, act = {**plan.knobs, PRECISION: plan.precision}, "a trial of a learning rate"
+        at_rate = msgspec.structs.replace(plan, learning_rate=rate)
+        run = (short_run, knobs, rate == default, at_rate, seed, STEPS, skips)
+        return call_with(tuner.process, act, *run)  # type: ignore[no-any-return]
 
     def objective(point: Point) -> tuple[float | None, dict[str, Any]]:
         number, rate, loss, reason = len(study.tried()), point[RATE], None, None
@@ -100,69 +86,58 @@ def _find_rate(tuner: Tuner, plan: Plan) -> LrTuning:
         progress.tried_rate(number + 1, RATES, rate, loss, reason)
         return loss, {"number": number, "learning_rate": rate, "loss": loss, "note": reason}
 
+    def is_better(rate: float, order: int) -> bool:
+        progress.doing(f"learning rate {rate:.3g} beside {default:.3g}, data order {order} of {ORDERS}")
+        try:
+            return loss_of(default, (seed + order) % 2**31) > loss_of(rate, (seed + order) % 2**31)
+        except Infeasible:
+            return False
+
     space = {RATE: FloatDistribution(default / REACH, default * REACH, log=True)}
     made_for = {"samples": tuner.process.info.samples, "rate": default, "steps": STEPS, "seed": seed}
     study = tuner.open_study(space, made_for, direction="minimize", metric="loss", suffix="-learning-rate")
     study.run(objective, lambda: [{RATE: default * factor} for factor in FACTORS], RATES, tuner.expired)
     tried = [msgspec.convert(facts, LrTrial) for facts in study.tried()]
     losses = {trial.learning_rate: trial.loss for trial in tried if trial.loss is not None}
-    best = min(losses, key=losses.__getitem__, default=default)
-    won = 0
-    while best != default and default in losses and won < ORDERS:
-        progress.doing(f"learning rate {best:.3g} beside {default:.3g}, data order {won + 1} of {ORDERS}")
-        try:
-            # Each goes first in turn.
-            rates = [default, best][:: -1 if won % 2 else 1]
-            found = {rate: loss_of(rate, (seed + won + 1) % 2**31) for rate in rates}
-        except Infeasible:
-            break
-        if found[best] >= found[default]:
-            break
-        won += 1
-    chosen = best if won == ORDERS else default
-    notes = []
-    if chosen != best:
+    best, notes = min(losses, key=losses.__getitem__, default=default), []
+    if best != default and not all(is_better(best, order + 1) for order in range(ORDERS)):
         notes.append(
-            f"kept learning rate {default:.3g}: {best:.3g} was better on {won} further data orders, and must "
-            f"be on {ORDERS}"
+            f"kept learning rate {default:.3g}: {best:.3g} was not better on each of {ORDERS} data orders"
         )
-    return LrTuning(
-        trials=len(tried),
-        steps=STEPS,
-        default=default,
-        best=chosen,
-        default_loss=losses.get(default),
-        best_loss=losses.get(chosen),
-        study=study.name,
-        history=tried,
-        notes=notes,
-    )
+        best = default
+    fields: dict[str, Any] = {"trials": len(tried), "steps": STEPS, "study": study.name, "history": tried}
+    fields |= {"default_loss": losses.get(default), "best_loss": losses.get(best), "notes": notes}
+    return LrTuning(default=default, best=best, **fields)
 
 
-def short_run(setup: Setup, run: ShortRun) -> float:
-    """Train a few steps on temporary weights, and return the mean loss of the last quarter of them.
+def short_run(setup: Setup, plan: Plan, seed: int, steps: int, skips: bool) -> float:
+    """Train a few steps of a plan on temporary weights, and return the mean loss of the last quarter of them.
+
+    Args:
+        setup: the model and the data.
+        plan: has the batch, its split and the learning rate.
+        seed: draws the batches and the model's random numbers.
+        steps: optimizer steps.
+        skips: True to skip a step whose loss or gradient is not finite, as the training that follows does.
 
     Raises:
         Infeasible: the run does not train.
         Exception: whatever the workload raises, except out of memory.
     """
-    plan, split = run.plan, Split(multiple=run.plan.multiple)
 
     def batches() -> Iterator[Batch]:
-        seed_everything(run.seed)
-        for batch in draw(setup.workload, plan.target_batch, run.seed, run.steps).batches():
-            yield batch_of(setup.workload, split.parts(batch, plan.micro_batch))
+        seed_everything(seed)
+        for batch in draw(setup.workload, plan.target_batch, seed, steps).batches():
+            yield batch_of(setup.workload, Split(multiple=plan.multiple).parts(batch, plan.micro_batch))
 
-    def is_lost(step: Step) -> bool:
-        """Return whether training would end here: a loss scale that is still falling skips such a step."""
-        was_skipped = bool(step.result.count) and not step.result.applied
-        return was_skipped and setup.precision != "fp16" and not run.skips
-
-    found = rehearse(setup, batches(), learning_rate=run.rate, until=is_lost)
+    found = rehearse(setup, batches(), learning_rate=plan.learning_rate)
     if found.failure is not None:
         raise Infeasible(found.failure.reason)
-    last = [step.result for step in found.steps[run.steps * 3 // 4 :]]
-    counted = [(result.loss, result.count) for result in last if result.count and math.isfinite(result.loss)]
-    if is_lost(found.steps[-1]) or not counted:
+    results = [step.result for step in found.steps if step.result.count]
+    skipped = [not result.applied for result in results]
+    # A loss scale that is still falling skips steps of a sound run in fp16.
+    is_lost = any(skipped[-1:] if skips or setup.precision == "fp16" else skipped)
+    last = [result for result in results[-len(results) // 4 :] if math.isfinite(result.loss)]
+    if is_lost or not last:
         raise Infeasible("its loss or gradient is not finite")
-    return sum(loss * count for loss, count in counted) / sum(count for _, count in counted)
+    return sum(result.loss * result.count for result in last) / sum(result.count for result in last)

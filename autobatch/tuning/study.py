@@ -153,7 +153,8 @@ def optuna_errors(storage: str | None, kind: type[AutobatchError] = AutobatchErr
         while cause.__cause__ is not None:  # Optuna's own text is about other causes
             cause = cause.__cause__
         place = "memory" if storage is None else re.sub(r"(://[^:@/]+):[^@/]+@", r"\1:…@", storage)
+        again = "" if kind is InputError else "Repeat the command to go on with its trials, or "
         raise kind(
             f"the study in {place} failed: {type(cause).__name__}: {error_text(cause, first_line=True)}. "
-            "Repeat the command to go on with its trials, or give another --storage: a database URL or a file"
+            f"{again}{'g' if again else 'G'}ive another --storage: a database URL or a file"
         ) from error

@@ -21,7 +21,7 @@ from autobatch.planning import make_plan
 from autobatch.report.result import load_run
 from autobatch.tuning import fastest, learning_rate, trial
 from autobatch.tuning.fastest import Answer
-from autobatch.tuning.learning_rate import ShortRun, short_run
+from autobatch.tuning.learning_rate import short_run
 from tests.support.probes import Listener
 from tests.support.training import make_setup
 from tests.support.trials import SAMPLES, STEPS, linear_workload, signed, squares
@@ -126,7 +126,7 @@ def test_a_short_run_has_the_losses_of_fit(loss: Any, tmp_path: Path) -> None:
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
     plan = make_plan(target_batch=12, micro_batch_limit=5, learning_rate=0.1)
-    found = short_run(make_setup(linear_workload(loss=loss)), ShortRun(plan, 0.1, 3, 8))
+    found = short_run(make_setup(linear_workload(loss=loss)), plan, 3, 8, skips=False)
     assert found == sum(loss * 12.0 for loss in losses[-2:]) / 24.0
 
 

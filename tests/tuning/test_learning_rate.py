@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +16,11 @@ from torch import nn
 from autobatch.core.records import LrTuning, Plan
 from autobatch.planning import make_plan
 from autobatch.rehearsal.process import ThisProcess
+from autobatch.rehearsal.setup import Setup
 from autobatch.tuning import learning_rate
 from autobatch.tuning.compare import Infeasible
 from autobatch.tuning.fastest import Tuner
-from autobatch.tuning.learning_rate import ORDERS, REACH, ShortRun, short_run, tune_learning_rate
+from autobatch.tuning.learning_rate import ORDERS, REACH, short_run, tune_learning_rate
 from tests.support.options import as_options
 from tests.support.probes import Listener
 from tests.support.training import make_setup
@@ -101,15 +103,16 @@ def test_the_best_must_be_better_on_every_other_data_order(wins: int, find) -> N
     """What is better on the trials' own data alone is luck."""
     ran: list[tuple[bool, int]] = []
 
-    def run(_: Any, one: ShortRun) -> float:
-        ran.append((one.rate == 0.01, one.seed))
-        return 2.0 - (0.02 < one.rate < 0.1 and one.seed <= wins)
+    def run(_: Any, plan: Plan, seed: int, steps: int, skips: bool) -> float:
+        rate = plan.learning_rate
+        ran.append((rate == 0.01, seed))
+        return 2.0 - (0.02 < rate < 0.1 and seed <= wins)
 
     found = find(0.01, run=run)
     assert (found.best == 0.01) is (wins < ORDERS)
     assert bool(found.notes) is (wins < ORDERS)
     others = [one for one in ran if one[1]]
-    assert others[:4] == [(True, 1), (False, 1), (False, 2), (True, 2)][: len(others)]
+    assert others[:4] == [(True, 1), (False, 1), (True, 2), (False, 2)][: len(others)]
 
 
 def test_an_error_is_raised_at_the_default_and_makes_other_learning_rates_infeasible(find) -> None:
@@ -130,15 +133,22 @@ def test_an_error_is_raised_at_the_default_and_makes_other_learning_rates_infeas
 
 
 def test_a_run_that_does_not_train_is_infeasible() -> None:
-    def spoiled(model: nn.Module, batch: Any) -> torch.Tensor:
-        return squares(model, batch) + 0 * (model.weights - model.weights.detach()).abs().sqrt().sum()  # type: ignore[operator, union-attr]
+    def spoiled(spoiled_calls: int) -> Setup:
+        calls = itertools.count()
+
+        def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+            return squares(model, batch) * (math.nan if next(calls) < spoiled_calls else 1.0)
+
+        return make_setup(linear_workload(loss=loss))
 
     def full(*_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    made, run = make_setup(linear_workload(loss=spoiled)), ShortRun(plan_at(0.01), 0.01, 0, STEPS)
+    run = (plan_at(0.01), 0, STEPS)
     with pytest.raises(Infeasible, match="not finite"):
-        short_run(made, run)
-    assert math.isfinite(short_run(made, run._replace(skips=True)))
+        short_run(spoiled(1), *run, skips=False)
+    assert math.isfinite(short_run(spoiled(1), *run, skips=True))
+    with pytest.raises(Infeasible, match="not finite"):
+        short_run(spoiled(1000), *run, skips=True)
     with pytest.raises(Infeasible, match="Tried to allocate"):
-        short_run(make_setup(linear_workload(loss=full)), run)
+        short_run(make_setup(linear_workload(loss=full)), *run, skips=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from autobatch.rehearsal.process import Session, open_process
 from autobatch.rehearsal.setup import Role, Setup, with_knobs
 from autobatch.tuning import space
 from autobatch.tuning.compare import Infeasible
-from autobatch.tuning.learning_rate import ShortRun, short_run
+from autobatch.tuning.learning_rate import short_run
 from autobatch.tuning.space import look_at_workload
 from autobatch.tuning.trial import Trials, call_with
 from autobatch.workload.rng import capture_random_state
@@ -209,15 +210,15 @@ def test_a_child_runs_trials_and_short_runs_and_one_that_crashes_it_is_infeasibl
     path.write_text(f"{SMALL}\n{CRASHES}\n")
     defaults = {**LOADING, "precision": "fp32"}
     settings = Options().with_values(device="cpu", memory_budget="64MiB")
-    plan = make_plan(target_batch=32, micro_batch_limit=8, learning_rate=0.01)
+    plan = partial(make_plan, target_batch=32, micro_batch_limit=8)
     with open_process(f"{path}:workload", settings, Role(), isolated=True) as child:
         fields = {"limit": 8, "cap": 32, "samples": 32, "planned_steps": 100, "seconds": 0.0}
         trials = Trials(process=child, defaults=defaults, **fields)  # type: ignore[arg-type]
         assert "(SIGSEGV)" in why_not(trials, {**defaults, "precision": "bf16"})
         assert trials.measure({**defaults, "loader_workers": 2}).micro_batch == 8
         with pytest.raises(Infeasible, match="SIGSEGV"):
-            call_with(child, "a run", short_run, {}, False, ShortRun(plan, 1e6, 0, 4))
-        assert call_with(child, "a run", short_run, {}, True, ShortRun(plan, 0.01, 0, 4)) > 0
+            call_with(child, "a run", short_run, {}, False, plan(learning_rate=1e6), 0, 4, False)
+        assert call_with(child, "a run", short_run, {}, True, plan(learning_rate=0.01), 0, 4, False) > 0
 
 
 # Limits.
