@@ -16,6 +16,7 @@ from benchmarks.late_memory import KEPT, LATE, growing_runs, late_runs
 from benchmarks.wrong_inputs import MAKERS, ask_all
 
 
+@pytest.mark.program
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
 def test_every_kind_of_damage_is_caught(tmp_path: Path) -> None:
     found = damage_checkpoints(tmp_path, seed=2, number=16)
@@ -30,6 +31,7 @@ FORGED_STEPS = {f"optimizer/0/exp_avg/0.weight {what}" for what in ("longer", "e
 }
 
 
+@pytest.mark.program
 def test_state_that_no_step_can_be_taken_with_is_refused_in_one_line(tmp_path: Path) -> None:
     found = forge_checkpoints(tmp_path, places=FORGED_STEPS)
     assert found.faults == []

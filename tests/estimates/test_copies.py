@@ -153,6 +153,7 @@ def workload() -> autobatch.Workload:
     )
 
 
+@pytest.mark.program
 @needs_fork
 @pytest.mark.usefixtures("real_copies")
 def test_what_user_code_keeps_is_in_each_trace_and_has_values_in_later_steps():

@@ -71,6 +71,7 @@ def with_large_heads() -> autobatch.Workload:
     return make(lambda: nn.Embedding(61, 200), data=Tokens(), loss=loss)
 
 
+@pytest.mark.program
 def test_each_gpu_runs_its_own_kernels_in_any_order_of_their_names():
     """Heads of 200 take flash on 8.0, and more memory on consumer GPUs."""
     names = ["rtx-4090", "a100-40gb"]
@@ -102,6 +103,7 @@ def test_an_estimate_plans_the_batch_within_its_micro_batch():
     assert max(one.plan.micro_batches) <= one.micro_batch
 
 
+@pytest.mark.program
 def test_an_estimate_is_not_capped_by_the_data_and_says_which_option_caps_it():
     """The data have 64 samples, and all GPUs would take them in one micro-batch."""
 

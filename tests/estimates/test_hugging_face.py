@@ -40,10 +40,7 @@ def weights_of(place: Path) -> int:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in ("llama", "bert") else pytest.param(name, marks=pytest.mark.program)
-        for name in CONFIGS
-    ],
+    [name if name == "bert" else pytest.param(name, marks=pytest.mark.program) for name in CONFIGS],
 )
 def test_a_config_is_enough(tmp_path: Path, name: str) -> None:
     place = config_folder(tmp_path, name)

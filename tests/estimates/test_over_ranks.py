@@ -41,6 +41,7 @@ def limit(tmp_path, what=None, *, ranks=4, budget="40MiB", target_batch=None, **
     return found.estimates[0], found.notes
 
 
+@pytest.mark.program
 def test_a_rank_holds_its_part_and_gathers_layers(tmp_path):
     one, notes = limit(tmp_path, parallel="shard", target_batch=64)
     elements = sum(p.numel() for p in workload().model().parameters())
@@ -118,6 +119,7 @@ def contrastive():
     return make(lambda: Transformer(WIDTH, 1), data=Tokens(), loss=loss)
 
 
+@pytest.mark.program
 def test_a_loss_over_the_whole_batch_needs_whole_models_and_the_rows_of_all_ranks(tmp_path):
     found = estimate(tmp_path, contrastive(), target_batch=32)
     (one,) = found.estimates

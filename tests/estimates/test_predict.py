@@ -126,6 +126,7 @@ def test_what_a_gpu_or_a_trace_cannot_do_is_left_out() -> None:
     assert {remedy.name for remedy in found} <= {"expandable_segments"}
 
 
+@pytest.mark.program
 def test_what_lowers_the_peak_without_sufficing_is_named_with_a_size_of_0() -> None:
     one = traced_step(setup(deep_transformer()), capability=(8, 0), steps=(1,))
     step = footprint(one)

@@ -199,7 +199,10 @@ def test_activations_are_those_of_the_module_that_runs() -> None:
     assert sizes["left.1"] == sizes["right.1"] == [4 * 8 * 4]
 
 
-@pytest.mark.parametrize(("loss", "precision"), [("tokens", "bf16"), ("tokens", "fp16"), ("pairs", "fp32")])
+@pytest.mark.parametrize(
+    ("loss", "precision"),
+    [pytest.param("tokens", "bf16", marks=pytest.mark.program), ("tokens", "fp16"), ("pairs", "fp32")],
+)
 def test_small_traces_give_large_ones(loss, precision) -> None:
     """A loss over pairs of samples is quadratic."""
     workload = make(perceptron, loss=pair_loss) if loss == "pairs" else WORKLOADS["transformer"]()

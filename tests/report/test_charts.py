@@ -18,6 +18,9 @@ from autobatch.report.page import sections_of
 from tests.support.sample_run import a_device, a_memory_curve, a_probe, a_run, a_step, some_trials
 from tests.support.snapshots import check_snapshot
 
+pytestmark = pytest.mark.xdist_group("pictures")
+"""One worker draws the pictures that many tests look at."""
+
 
 def all_pictures() -> list[Any]:
     return [picture for section in sections_of(a_run()) for picture in section.pictures]

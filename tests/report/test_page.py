@@ -22,6 +22,9 @@ from benchmarks.wrong_files import PLANTED
 from tests.support.page_checker import Page, check, measure
 from tests.support.sample_run import a_device, a_probe, a_run, an_estimate
 
+pytestmark = pytest.mark.xdist_group("pictures")
+"""One worker draws the pictures that many tests look at."""
+
 HOSTILE = "<script>alert(1)</script> \" ' &amp; ${x} $$ %s"
 PARTS = ["memory", "fits", "plan", "tuning", "training", "device", "repeat"]
 
@@ -107,6 +110,7 @@ def planted(value: Any) -> Any:
     return PLANTED if isinstance(value, str) else value
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_every_text_of_a_run_is_harmless_in_the_page_and_printed() -> None:
     run = planted(a_run())
     fields = {name: getattr(run, name) for name in run.__struct_fields__}
@@ -122,9 +126,10 @@ def test_every_text_of_a_run_is_harmless_in_the_page_and_printed() -> None:
     assert all(line.isprintable() for line in f"{estimates}\n{estimates._repr_html_()}".split("\n"))
 
 
-def test_the_same_page_is_written_again_and_atomically(tmp_path, full):
+@pytest.mark.usefixtures("no_pictures")
+def test_the_same_page_is_written_again_and_atomically(tmp_path):
     path = write_report(tmp_path / "runs" / "one" / "report.html", a_run())
-    assert path.read_text(encoding="utf-8") == full
+    assert path.read_text(encoding="utf-8") == render(a_run())
     assert [file.name for file in path.parent.iterdir()] == ["report.html"]
 
 
@@ -180,6 +185,7 @@ def test_a_notebook_shows_each_kind_of_result() -> None:
 
 
 @pytest.mark.parametrize("left", ["its run", "nothing", "another run", "no result"])
+@pytest.mark.usefixtures("no_pictures")
 def test_a_result_is_shown_with_the_curves_of_its_run_if_that_is_still_there(
     tmp_path: Path, left: str
 ) -> None:

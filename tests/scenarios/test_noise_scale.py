@@ -35,7 +35,7 @@ class Mean(nn.Module):
         return (batch - self.weight).square().sum(dim=1)
 
 
-@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("counted", [pytest.param(False, marks=pytest.mark.program), True])
 def test_the_reported_noise_scale_is_that_of_the_samples(counted: bool) -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor | Loss:
         each = model(batch)

@@ -155,6 +155,7 @@ def test_a_limit_leaves_room_for_state_that_the_first_step_makes(
     assert not survives(setup, too_large, steps=3)
 
 
+@pytest.mark.program
 def test_a_size_that_runs_in_one_order_of_steps_only_does_not_fit(monkeypatch) -> None:
     """A first step of two micro-batches fragments the cache in another way than a step of one."""
     workload = WORKLOADS["experts"]()

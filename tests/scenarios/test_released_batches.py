@@ -128,7 +128,9 @@ def peak_of_a_loop_by_hand(workload: Workload, micro_batch: int, *, in_function:
         return meter.stats().peak_allocated_bytes or 0
 
 
-@pytest.mark.parametrize(("own_loop", "limit"), [(True, 128), (False, 137)])
+@pytest.mark.parametrize(
+    ("own_loop", "limit"), [(True, 128), pytest.param(False, 137, marks=pytest.mark.program)]
+)
 def test_a_plan_for_a_loop_by_hand_counts_the_micro_batch_that_it_keeps(own_loop: bool, limit: int) -> None:
     workload = make_workload(
         model=autoencoder,

@@ -83,6 +83,7 @@ def end_of_skipped_step(out: str) -> str:
     return "ended"
 
 
+@pytest.mark.program
 @known("run: a rank that cannot restore a large buffer ends, and the others wait for it in the next step")
 def test_all_ranks_end_a_step_that_cannot_be_skipped_alike(server: RankServer, tmp_path: Path) -> None:
     ended = server.run(end_of_skipped_step, str(tmp_path / "run"), seconds=60)

@@ -282,6 +282,7 @@ def of_slow_loss():
 """
 
 
+@pytest.mark.program
 @pytest.mark.usefixtures("warm_children")
 @known("run: a child that counts a stream or checks a loss for long counts as hanging")
 @pytest.mark.parametrize(

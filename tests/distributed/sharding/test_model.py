@@ -47,7 +47,7 @@ def predicted(name: str, case: Case, world: int):
     ("sync", "precision"),
     [
         ("each", "bf16"),
-        ("once", "fp32"),
+        pytest.param("once", "fp32", marks=pytest.mark.program),
         pytest.param("each", "fp32", marks=pytest.mark.slow),
         pytest.param("once", "bf16", marks=pytest.mark.slow),
     ],
@@ -158,7 +158,7 @@ def alone(name: str, case: Case, world: int) -> tuple[int, float]:
     return replay(trace.canonical(), CountingAllocator()).peak_allocated_bytes, result.loss
 
 
-@pytest.mark.parametrize("sync", ["each", "once"])
+@pytest.mark.parametrize("sync", ["each", pytest.param("once", marks=pytest.mark.program)])
 def test_a_rank_without_the_others_takes_the_memory_of_a_real_one(server: RankServer, sync: str) -> None:
     case = Case(3, sync)  # type: ignore[arg-type]
     expected = peak_bytes(server.values(real, "transformer", case)[0])
