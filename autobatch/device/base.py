@@ -25,7 +25,6 @@ from autobatch.device.host import compiler_missing_on_cpu
 if TYPE_CHECKING:
     from autobatch.core.records import Precision
     from autobatch.device.allocator.trace import Trace
-    from autobatch.device.profiles import Libraries
 
 HEADROOM_LEAST_BYTES = 512 * MiB
 """The least headroom: for libraries that allocate past torch, the interpreter and loader workers."""
@@ -90,8 +89,6 @@ class Device(ABC):
     """Device of the tensors."""
     compute_capability: tuple[int, int] | None = None
     """Major and minor of the GPU that runs the operators; None if the CPU runs them."""
-    libraries: Libraries | None = None
-    """Memory of the libraries on the GPU that runs the operators; None if the CPU runs them."""
     may_spill = False
     """True if the driver may move memory to the host where an allocation should fail."""
 

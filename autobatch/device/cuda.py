@@ -28,7 +28,6 @@ from autobatch.device.cuda_allocator import CudaMeter
 from autobatch.device.cuda_gpus import lacking_kernels, open_context, require_usable
 from autobatch.device.host import compiler_missing_on_gpu, host_memory, is_wsl
 from autobatch.device.oom import lost_context_ignored
-from autobatch.device.profiles import Libraries, Processors
 
 if TYPE_CHECKING:
     from autobatch.core.records import Precision
@@ -71,10 +70,6 @@ class CudaDevice(Device):
         """What the process held when the session began; None outside of sessions."""
         self.torch_device = torch.device("cuda", index)
         self.compute_capability = (gpu.major, gpu.minor)
-        self.libraries = Libraries(
-            cuda_allocator.usual_workspaces(self.compute_capability),
-            Processors(gpu.multi_processor_count, gpu.max_threads_per_multi_processor),
-        )
         # The driver of Windows spills, and a GPU without memory of its own shares the host's.
         self.may_spill = sys.platform == "win32" or is_wsl() or self._is_integrated
         lacking = lacking_kernels(index, self.compute_capability)

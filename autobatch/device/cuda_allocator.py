@@ -14,11 +14,10 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from autobatch.core.units import KiB, MiB
 from autobatch.device import private
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import FREE, Trace
@@ -38,12 +37,6 @@ _UNMODELLED = (
     "max_non_split_rounding_mb",
 )
 """Options that change where the allocator puts blocks (c10/core/AllocatorConfig.h, torch 2.13)."""
-
-WorkspaceRule = Literal["apart", "shared", "freed"]
-"""When a product takes a workspace: the first of cuBLAS in each thread and the first of cuBLASLt (until torch
-2.11), the first of either (until 2.14), or each, which frees it at once (from 2.15 on)."""
-FUSED_WORKSPACE_BYTES = MiB
-"""Bytes of a workspace of cuBLASLt's own (``parseCUDABlasLtWorkspaceSize``)."""
 
 
 @contextmanager
@@ -130,26 +123,6 @@ def free_workspaces() -> None:
     empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)
     if empty_host_cache is not None:
         empty_host_cache()
-
-
-def workspace_rule(version: str, environ: Mapping[str, str]) -> WorkspaceRule:
-    """Return when a version of torch takes the workspaces of cuBLAS (ATen/cuda/CublasHandlePool.cpp).
-
-    ``TORCH_CUBLAS_WORKSPACE_CACHE=1`` makes later versions keep them too.
-    """
-    major, minor = (int(part) for part in version.split(".")[:2])
-    if (major, minor) < (2, 12):
-        return "apart"
-    is_kept = (major, minor) < (2, 15) or environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
-    return "shared" if is_kept else "freed"
-
-
-def usual_workspaces(capability: tuple[int, int]) -> tuple[int, int]:
-    """Return the bytes of a cuBLAS workspace, and their number: one for each thread that runs products.
-
-    The sizes are those of ATen/cuda/CublasHandlePool.cpp, ``CUBLAS_WORKSPACE_CONFIG`` left out.
-    """
-    return (32 * MiB if capability >= (9, 0) else 4096 * 2 * KiB + 16 * 8 * KiB), 2
 
 
 def snapshot_of(run: Callable[[], T]) -> tuple[T, bytes]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import msgspec
 import platformdirs
@@ -29,29 +29,8 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 Positive = Annotated[int, msgspec.Meta(gt=0, le=2**63 - 1)]
 
 
-class Processors(NamedTuple):
-    """The processors of a GPU, on which the scratch memory of its reductions depends."""
-
-    multiprocessors: int
-    threads: int
-    """Most threads that each of them runs at a time."""
-
-
-class Libraries(NamedTuple):
-    """Memory that CUDA's libraries and kernels take on a GPU beside tensors."""
-
-    workspaces: tuple[int, int] | None
-    """Bytes of one cuBLAS workspace, and their number in a training process; None if unknown."""
-    processors: Processors
-
-
 USUAL_CONTEXT_BYTES = 512 * MiB
 """CUDA context of a GPU without a figure: CUDA's out-of-memory texts show between 0.1 and 0.7 GiB."""
-USUAL_PROCESSORS = Processors(108, 2048)
-"""Those of an A100, for a GPU whose figures are unknown."""
-_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-"""Most resident threads of a multiprocessor by compute capability, if these are not 2048 (CUDA C++
-Programming Guide, technical specifications per compute capability)."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,8 +48,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Figures of a GPU model for a training process.
 
-    Predictions read the total, the context, the workspaces and the multiprocessors. The other figures are
-    for people.
+    Predictions read the total and the context. The other figures are for people.
     """
 
     schema: Literal[1]
@@ -86,10 +64,6 @@ class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Memory in ``nvidia-smi``, which is more than in torch."""
     context: Figure | None = None
     """Part of the total that the CUDA context, the driver and loaded kernels hold."""
-    cublas_workspace: Figure | None = None
-    """Size of one cuBLAS workspace. The caching allocator provides it."""
-    cublas_workspaces: Figure | None = None
-    """Number of them in a training process."""
     multiprocessors: Figure | None = None
     """Streaming multiprocessors."""
     memory_bandwidth: Figure | None = None
@@ -118,20 +92,6 @@ class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.context.value if self.context else USUAL_CONTEXT_BYTES
 
     @property
-    def workspaces(self) -> tuple[int, int] | None:
-        """Bytes of one cuBLAS workspace, and their number in a training process; None if unknown."""
-        if self.cublas_workspace is None or self.cublas_workspaces is None:
-            return None
-        return self.cublas_workspace.value, self.cublas_workspaces.value
-
-    @property
-    def libraries(self) -> Libraries:
-        """Memory of the libraries, for the usual number of multiprocessors if theirs is unknown."""
-        count = self.multiprocessors.value if self.multiprocessors else USUAL_PROCESSORS.multiprocessors
-        threads = _THREADS.get(self.compute_capability, USUAL_PROCESSORS.threads)
-        return Libraries(self.workspaces, Processors(count, threads))
-
-    @property
     def compute_capability(self) -> tuple[int, int]:
         """Major and minor compute capability."""
         major, minor = map(int, self.capability.split("."))
@@ -142,8 +102,6 @@ _UNITS: Mapping[str, str] = {
     "total": "B",
     "nvml_total": "B",
     "context": "B",
-    "cublas_workspace": "B",
-    "cublas_workspaces": "count",
     "multiprocessors": "count",
     "memory_bandwidth": "B/s",
     "dense_bf16": "FLOP/s",

@@ -24,7 +24,6 @@ from autobatch.device.base import Device
 from autobatch.device.cuda_allocator import allocator_options
 from autobatch.device.host import host_memory
 from autobatch.device.oom import memory_named
-from autobatch.device.profiles import Libraries
 from autobatch.device.select import device_kind, open_device
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
@@ -111,8 +110,6 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     """Settings of the device's caching allocator; None if it caches nothing."""
     compute_capability: tuple[int, int] | None = None
     """Compute capability of the GPU that runs the operators; None if the CPU runs them."""
-    libraries: Libraries | None = None
-    """What the libraries of the GPU take; None on a CPU."""
     may_spill: bool = False
     """True if the driver may move memory to the host where an allocation should fail."""
     largest_sample: tuple[int, float] | None = None
@@ -339,7 +336,6 @@ def describe_setup(setup: Setup) -> SetupInfo:
         name=workload.name,
         allocator=setup.device.allocator_config,
         compute_capability=setup.device.compute_capability,
-        libraries=setup.device.libraries,
         may_spill=setup.device.may_spill,
         largest_sample=setup.worst_case.largest(),
         data=data,

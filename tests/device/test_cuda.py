@@ -36,7 +36,6 @@ def test_the_budget_comes_from_what_the_driver_has_free(fake: FakeCuda) -> None:
     assert device.reads_pinned_memory
     assert device.gains_from_compile
     assert device.optimizer_implementations() == ("default", "fused")
-    assert device.libraries.processors == (58, 1536)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from autobatch.device.profiles import (
     load_profile,
     save_profile,
 )
-from tests.support.hardware import a_figure, a_profile
+from tests.support.hardware import a_profile
 
 SHIPPED = sorted((Path(__file__).parents[2] / "profiles").glob("*.toml"))
 WANTED = {
@@ -46,9 +46,8 @@ def test_a_shipped_profile_is_whole_and_sane(file):
     assert 8 * GiB < profile.total_bytes < 256 * GiB
     assert profile.nvml_total is None or profile.nvml_total.value > profile.total_bytes
     assert 64 * MiB < profile.context_bytes < 2 * GiB
-    assert profile.workspaces == (32 * MiB if profile.compute_capability >= (9, 0) else 8519680, 2)
     figures = [value for value in tomllib.loads(file.read_text()).values() if isinstance(value, dict)]
-    assert len(figures) >= 4
+    assert len(figures) >= 2
     for figure in figures:
         assert figure.keys() == {"value", "unit", "source", "date", "measured"}
         assert figure["measured"] is False, "no shipped figure was measured by autobatch"
@@ -128,8 +127,6 @@ def test_a_saved_profile_reads_back_equal(tmp_path):
         title='A "GPU"\n\t\\ ü \x7f',
         device_names=("a,b", "c]"),
         context=None,
-        cublas_workspace=a_figure(MiB),
-        cublas_workspaces=count,
         multiprocessors=count,
     )
     text = save_profile(awkward, user_dir=tmp_path).read_text(encoding="utf-8")
@@ -139,8 +136,7 @@ def test_a_saved_profile_reads_back_equal(tmp_path):
     ]
     assert tomllib.loads(text)["title"] == awkward.title
     assert "context" not in text
-    assert (awkward.context_bytes, awkward.libraries) == (512 * MiB, ((MiB, 2), (2, 1536)))
-    assert (a_profile().workspaces, a_profile().libraries.processors) == (None, (108, 1536))
+    assert awkward.context_bytes == 512 * MiB
 
 
 def test_a_home_that_is_not_writable_is_named(tmp_path):
