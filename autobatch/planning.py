@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import msgspec
@@ -55,11 +55,6 @@ def micro_batches(samples: int, limit: int, multiple: int = 1) -> list[int]:
     return [*whole, rest] if rest else whole
 
 
-def samples_of_rank(target_batch: int, world_size: int, rank: int, multiple: int = 1) -> int:
-    """Return the number of samples of a batch that one rank takes; they differ by at most ``multiple``."""
-    return multiple * split_evenly(target_batch // multiple, world_size)[rank]
-
-
 def check_target(target_batch: int, world_size: int, multiple: int) -> None:
     """Check that a batch over ranks can be split into micro-batches that are multiples of a number.
 
@@ -80,32 +75,14 @@ def check_target(target_batch: int, world_size: int, multiple: int) -> None:
         )
 
 
-def split_over_ranks(samples: int, limits: Sequence[int], multiple: int = 1) -> list[int]:
-    """Split samples over ranks as evenly as their limits allow; what is left over goes to the largest.
+def split_over_ranks(samples: int, world_size: int, multiple: int = 1) -> list[int]:
+    """Split samples over ranks as evenly as possible, the larger shares first; a rank may take none.
 
-    A step takes the fewest micro-batches that all ranks together allow: k = ⌈T ÷ Σ limits⌉. Within k micro-
-    batches of its limit, each rank takes the same number of samples, so that a small GPU takes what it can
-    and the others take the rest evenly. They sum to exactly T; a rank may take none.
-
-    Args:
-        samples: samples of a batch.
-        limits: the largest micro-batch of each rank.
-        multiple: number whose multiples all counts are, but for the last one if ``samples`` is none.
+    All shares are multiples of ``multiple``, but for the last one if ``samples`` is none.
     """
-    if multiple > 1:
-        units, rest = divmod(samples, multiple)
-        found = [
-            multiple * one for one in split_over_ranks(units, [max(1, one // multiple) for one in limits])
-        ]
-        return [*found[:-1], found[-1] + rest]
-    count = math.ceil(samples / sum(limits))
-    # The smallest ranks are filled first. Of equal ranks the last is, so that the first gets what is left.
-    order = sorted(range(len(limits)), key=lambda rank: (limits[rank], -rank))
-    found, left = [0] * len(limits), samples
-    for number, rank in enumerate(order):
-        found[rank] = min(count * limits[rank], left // (len(limits) - number))
-        left -= found[rank]
-    return found
+    units, rest = divmod(samples, multiple)
+    shares = [multiple * share for share in split_evenly(units, world_size)]
+    return [*shares[:-1], shares[-1] + rest]
 
 
 def cut_by_area(sizes: Sizes, limits: Counts, *, fixed: float, ranks: int = 1) -> list[int]:
@@ -208,7 +185,9 @@ def make_plan(
     """
     check_target(target_batch, world_size, multiple)
     factor = learning_rate_factor(rule, target_batch=target_batch, base_batch=base_batch)
-    sizes = micro_batches(samples_of_rank(target_batch, world_size, 0, multiple), micro_batch_limit, multiple)
+    sizes = micro_batches(
+        split_over_ranks(target_batch, world_size, multiple)[0], micro_batch_limit, multiple
+    )
     return Plan(
         target_batch=target_batch,
         effective_batch=target_batch,

@@ -21,11 +21,11 @@ from autobatch.api.ranks import check_data_of_ranks
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
 from autobatch.core.files import write_atomic
 from autobatch.core.records import MemoryCurve, Plan, PredictedPoint, Remedy, Tuning
-from autobatch.distributed.rank_plan import limits_over_ranks, spread
+from autobatch.distributed.rank_plan import agree_on_limit
 from autobatch.distributed.sharding.layout import ONCE, ShardLayout
 from autobatch.estimates.suggestions import in_words, suggest
 from autobatch.footprint.explain import memory_curve, predicted_points
-from autobatch.planning import launched_world_size, make_plan, samples_of_rank
+from autobatch.planning import launched_world_size, make_plan, split_over_ranks
 from autobatch.rehearsal.process import Session, SetupProcess, open_process
 from autobatch.rehearsal.setup import Role, SetupInfo, new_allocator
 from autobatch.report.result import Result
@@ -153,14 +153,12 @@ def _probe(call: Call, setup: OpenSetup) -> Result:
 
         # If a larger size does not fit, that is no reason to share the model.
         limit = setup.fitting(check) if size == 1 else check()
-    probe = limit.probe
-    of_ranks = limits_over_ranks(ranks, probe.micro_batch, setup.info.device)
-    least = of_ranks[ranks.rank].limit
-    if least < probe.micro_batch:
-        probe = msgspec.structs.replace(probe, micro_batch=least, upper_bound_by=None)
+    probe, _, note = agree_on_limit(ranks, limit.probe, limit.probe.micro_batch, setup.info.device)
+    if note is not None:
+        call.progress.note(note)
     return Result(
         device=setup.info.device,
-        probe=msgspec.structs.replace(probe, ranks=of_ranks if ranks.world > 1 else []),
+        probe=probe,
         profile=limit.file,
         command=call.command,
     )
@@ -205,17 +203,17 @@ def _suggestions(session: Session) -> list[Remedy]:
 def _probe_and_plan(call: Call, setup: OpenSetup) -> Result:
     """Find the largest micro-batch and plan the batch, also after an interrupted probe."""
     ranks = call.ranks
-    planned_ranks = 1
-    if call.options.command == "plan" and ranks.world == 1:
-        planned_ranks = call.options.batch.world_size or launched_world_size(os.environ)
+    world = ranks.world
+    if call.options.command == "plan" and world == 1:
+        world = call.options.batch.world_size or launched_world_size(os.environ)
     # An invalid plan must fail before minutes are spent on a probe.
-    _plan(call, setup.info, 1, max(planned_ranks, ranks.world))
-    limit = _limit(call, setup, samples_of_rank(call.options.target_batch, planned_ranks, 0))
+    _plan(call, setup.info, 1, world)
+    limit = _limit(call, setup, split_over_ranks(call.options.target_batch, world)[0])
     info = setup.info
-    plan, probe = _plan(call, info, limit.planned, planned_ranks), limit.probe
-    if ranks.world > 1:
-        probe = msgspec.structs.replace(probe, ranks=limits_over_ranks(ranks, limit.planned, info.device))
-        plan = spread(plan, probe.ranks, info.layout)
+    probe, planned, note = agree_on_limit(ranks, limit.probe, limit.planned, info.device)
+    if note is not None:
+        call.progress.note(note)
+    plan = _plan(call, info, planned, world)
     _report_plan(call, plan, info.epoch_samples)
     predicted, curve = _memory_of(limit, info)
     return Result(
@@ -270,7 +268,10 @@ def _with_layout(call: Call, setup: OpenSetup, result: Result) -> Result:
             call.progress.note(f"gradients are reduced once per step (--shard-sync once): {ONCE}")
     assert result.probe is not None
     probe = msgspec.structs.replace(result.probe, **fields)
-    plan = None if result.plan is None else msgspec.structs.replace(result.plan, **fields)
+    modules = None if shared is None else shared.modules
+    plan = result.plan
+    if plan is not None:
+        plan = msgspec.structs.replace(plan, **fields, shard_modules=modules)
     return msgspec.structs.replace(result, probe=probe, plan=plan)
 
 

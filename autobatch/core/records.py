@@ -90,18 +90,6 @@ class RealBatches(Record, frozen=True, kw_only=True):
     """Largest micro-batch of the longest samples alone."""
 
 
-class RankLimit(Record, frozen=True, kw_only=True):
-    """The largest micro-batch of one rank."""
-
-    rank: int
-    host: str
-    device: str
-    kind: int
-    """The first rank of the same device and budget; ranks of one kind have one limit."""
-    limit: int
-    """The largest micro-batch that fits on ranks of this kind."""
-
-
 class Probe(Record, frozen=True, kw_only=True):
     """The largest micro-batch that fits, and how it was found."""
 
@@ -130,8 +118,8 @@ class Probe(Record, frozen=True, kw_only=True):
     """Precision of the attempts; None if unknown."""
     real_batches: RealBatches | None = None
     """Check against real batches; None if samples do not differ in size or the allocator caches nothing."""
-    ranks: list[RankLimit] = []
-    """The limit of each rank, if several run."""
+    world_size: Positive = 1
+    """Ranks that the limit holds for: it is the least of all of them."""
     parallel: Parallel | None = None
     """``replicate`` if each rank has a whole model, ``shard`` if the ranks share it; None for one rank."""
     parallel_reason: str | None = None
@@ -171,14 +159,6 @@ class SizeCut(Record, frozen=True, kw_only=True):
     """True if the sizes come from the workload's ``size_of``, False if they count the numbers in a sample."""
 
 
-class RankPlan(RankLimit, frozen=True, kw_only=True):
-    """The part of a plan that one rank runs."""
-
-    samples: int
-    """Samples of a full batch that this rank takes."""
-    micro_batches: list[int]
-
-
 class Plan(Record, frozen=True, kw_only=True):
     """A split of exactly ``target_batch`` samples per optimizer step over ranks and micro-batches.
 
@@ -210,8 +190,6 @@ class Plan(Record, frozen=True, kw_only=True):
     """``count`` splits a batch into equal counts, ``size`` by the sizes of its samples."""
     size_cut: SizeCut | None = None
     """Rule of the split by size; None if batches are split by count."""
-    ranks: list[RankPlan] = []
-    """The part of each rank, if several train; ``micro_batches`` are those of rank 0."""
     parallel: Parallel | None = None
     """``replicate`` if each rank has a whole model, ``shard`` if the ranks share it; None for one rank."""
     parallel_reason: str | None = None

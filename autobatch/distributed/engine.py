@@ -56,9 +56,7 @@ from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import Rows
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
 from autobatch.workload.nested import Passes, tensors_of
-from autobatch.workload.order import GlobalBatch
 from autobatch.workload.rng import capture_random_state, preserved_random_state, restore_random_state
-from autobatch.workload.split import Split
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -84,7 +82,7 @@ class OutOfMemory(NamedTuple):
     size: int = 0
     """Samples of the micro-batch that ran; 0 if memory ran out on other ranks only."""
     smaller: int = 0
-    """Largest micro-batch of this rank for the next try."""
+    """Largest micro-batch for the next try."""
     is_in_loss: bool = False
     """True if memory ran out in the loss over the whole batch of ``size``, which has no smaller part."""
 
@@ -98,17 +96,12 @@ class Engine:
     def __init__(self) -> None:
         self.ranks = Ranks()
 
-    @property
-    def limits(self) -> list[int]:
-        """The largest micro-batch of each rank, to be changed in place; empty for one process."""
-        return []
-
     def shared_request(self, request: StopRequest) -> StopRequest:
         """Return the request to stop that all ranks obey at the same step."""
         return request
 
     def begin_step(
-        self, train_state: TrainState, micro_batches: MicroBatches, count: int, batch: GlobalBatch
+        self, train_state: TrainState, micro_batches: MicroBatches, count: int, rounds: int
     ) -> MicroBatches:
         """Return the micro-batches of a batch as they are to run.
 
@@ -116,7 +109,7 @@ class Engine:
             train_state: what trains.
             micro_batches: of this rank.
             count: their number.
-            batch: the samples of all ranks.
+            rounds: the most micro-batches that any rank runs.
         """
         return micro_batches
 
@@ -132,17 +125,13 @@ class Engine:
         """
         return outcome
 
-    def agree_on_oom(self, oom: OutOfMemory, *, may_repeat: bool) -> OutOfMemory:
-        """Return the out-of-memory error of all ranks: the same on each of them, but for ``smaller``.
+    def agree_on_oom(self, oom: OutOfMemory) -> OutOfMemory:
+        """Return the out-of-memory error of all ranks, the same on each of them.
 
         Args:
             oom: of this rank, after it has undone the batch.
-            may_repeat: whether fragmentation alone leaves the micro-batches as they are.
         """
         return oom
-
-    def lower_limit(self, limit: int) -> None:
-        """Lower the limit of all ranks of this rank's kind."""
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the values that rank 0 has, in place."""
@@ -160,43 +149,31 @@ class GroupEngine(Engine):
 
     Args:
         group: the ranks.
-        split: has the limits of all ranks.
-        kinds: the kind of each rank; those of one kind have one limit.
     """
 
-    def __init__(self, group: Group, split: Split, kinds: Sequence[int]) -> None:
+    def __init__(self, group: Group) -> None:
         self.ranks: Group = group
-        self._split = split
-        self._kinds = kinds
         self._request = SharedRequest(StopRequest())
-
-    @property
-    def limits(self) -> list[int]:
-        """See `Engine.limits`."""
-        return self._split.limits
 
     def shared_request(self, request: StopRequest) -> StopRequest:
         """See `Engine.shared_request`. A signal to any rank stops all of them after the next step."""
         self._request = SharedRequest(request)
         return self._request
 
-    def agree_on_oom(self, oom: OutOfMemory, *, may_repeat: bool) -> OutOfMemory:
-        """See `Engine.agree_on_oom`. The limit of every kind that failed is lowered."""
+    def agree_on_oom(self, oom: OutOfMemory) -> OutOfMemory:
+        """See `Engine.agree_on_oom`."""
         found = self.ranks.gather(oom)
-        failed = [rank for rank, one in enumerate(found) if one.size]
+        failed = [rank for rank, error in enumerate(found) if error.size]
         worst = min(failed, key=lambda rank: (found[rank].is_in_loss, found[rank].size, rank))
-        common = OutOfMemory(
+        return OutOfMemory(
             message=f"rank {worst}: {found[worst].message}",
-            is_fatal=any(one.is_fatal for one in found),
+            is_fatal=any(error.is_fatal for error in found),
             is_fragmented=all(found[rank].is_fragmented for rank in failed),
-            is_intact=all(one.is_intact for one in found),
+            is_intact=all(error.is_intact for error in found),
             size=found[worst].size,
+            smaller=min(found[rank].smaller for rank in failed),
             is_in_loss=found[worst].is_in_loss,
         )
-        if not (may_repeat and common.is_fragmented and common.is_intact):
-            for rank in failed:
-                self._lower(rank, found[rank].smaller)
-        return common._replace(smaller=self.limits[self.ranks.rank])
 
     def sum_terms(self, totals: StepTotals, of_ranks: Sequence[RankNumbers]) -> None:
         """Replace the sums of the terms of one rank by those of all, if the loss has several."""
@@ -208,10 +185,6 @@ class GroupEngine(Engine):
             term = totals.terms.get(name)
             totals.terms[name] = numbers if term is None else term.plus(numbers)
 
-    def lower_limit(self, limit: int) -> None:
-        """See `Engine.lower_limit`."""
-        self._lower(self.ranks.rank, limit)
-
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """See `Engine.broadcast`."""
         with self.ranks.waiting("receive the tensors of rank 0"):
@@ -222,27 +195,18 @@ class GroupEngine(Engine):
         """See `Engine.agree_on_request`."""
         self._request.agree(self.ranks.gather(self._request.own.signal_number or 0))
 
-    def _lower(self, of_rank: int, limit: int) -> None:
-        for rank, kind in enumerate(self._kinds):
-            if kind == self._kinds[of_rank]:
-                self.limits[rank] = min(self.limits[rank], limit)
-
 
 class Replicate(GroupEngine):
     """The engine of ranks that have a whole model each.
 
     Args:
         group: the ranks.
-        split: has the limits of all ranks.
-        kinds: the kind of each rank.
         train_state: what trains.
         filler: for the form of the representations, on a rank without samples.
     """
 
-    def __init__(
-        self, group: Group, split: Split, kinds: Sequence[int], train_state: TrainState, filler: Filler
-    ) -> None:
-        super().__init__(group, split, kinds)
+    def __init__(self, group: Group, train_state: TrainState, filler: Filler) -> None:
+        super().__init__(group)
         self._reduction = Reduction(group)
 
         def represent() -> Any:
@@ -256,7 +220,7 @@ class Replicate(GroupEngine):
         self._exchange = BatchExchange(group, represent)
 
     def begin_step(
-        self, train_state: TrainState, micro_batches: MicroBatches, count: int, batch: GlobalBatch
+        self, train_state: TrainState, micro_batches: MicroBatches, count: int, rounds: int
     ) -> MicroBatches:
         """See `Engine.begin_step`."""
         self._exchange.begin()
@@ -286,16 +250,12 @@ class Shard(GroupEngine):
 
     Args:
         group: the ranks.
-        split: has the limits of all ranks.
-        kinds: the kind of each rank.
         train_state: its loss runs through the sharded model already.
         filler: for ranks that have fewer micro-batches than others.
     """
 
-    def __init__(
-        self, group: Group, split: Split, kinds: Sequence[int], train_state: TrainState, filler: Filler
-    ) -> None:
-        super().__init__(group, split, kinds)
+    def __init__(self, group: Group, train_state: TrainState, filler: Filler) -> None:
+        super().__init__(group)
         self._model: ShardedModel = train_state.shared  # type: ignore[assignment]
         self.mesh = self._model.mesh
         self._filler = filler
@@ -306,10 +266,10 @@ class Shard(GroupEngine):
         self._cells = torch.zeros(cells, device=train_state.device)
 
     def begin_step(
-        self, train_state: TrainState, micro_batches: MicroBatches, count: int, batch: GlobalBatch
+        self, train_state: TrainState, micro_batches: MicroBatches, count: int, rounds: int
     ) -> MicroBatches:
         """See `Engine.begin_step`. Further micro-batches of weight 0 follow if other ranks have more."""
-        return Passes(lambda: self._pass(train_state, micro_batches, count, self._split.rounds(batch)))
+        return Passes(lambda: self._pass(train_state, micro_batches, count, rounds))
 
     def _pass(
         self, train_state: TrainState, micro_batches: MicroBatches, count: int, rounds: int

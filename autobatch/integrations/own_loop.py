@@ -358,7 +358,7 @@ class Batches(Generic[CollatedT]):
         """Return the batch of the samples that all ranks draw."""
         samples = samples_of(drawn)
         places = GlobalBatch(index, 0, list(range(samples)))
-        parts = self._split.parts(places, self._split.limits[self._split.rank])
+        parts = self._split.parts(places, self._plan.micro_batch)
         sizes = [len(part.ids) for part in parts]
         own = list(split(drawn, [parts[0].ids[0], sum(sizes)]))[1] if parts else []
         cut = self._plan.size_cut
@@ -462,7 +462,7 @@ def batches(
     ranks, parts = _open_ranks(plan, {**numbers, "number of batches": source.total})
     if ranks is not None:
         check_same_data_on(ranks, data, source, sampler)
-    passes = Passes(ranks, parts, given, scaler, plan.gradient_dtype)
+    passes = Passes(ranks, given, scaler, plan.gradient_dtype)
     if counts is not None:
         passes.counts = CountsAhead(counts)
     return Batches(source, plan, passes, parts=parts, start=start, size_of=size_of)
@@ -472,11 +472,10 @@ def _open_ranks(plan: Plan, numbers: dict[str, int | None]) -> tuple[Group | Non
     """Join the ranks that a launcher has started, and return them and how they split a batch."""
     check_world_size(plan, launched_world_size(os.environ), "autobatch.batches")
     if plan.world_size == 1:
-        return None, Split(limits=[plan.micro_batch], multiple=plan.multiple)
+        return None, Split(multiple=plan.multiple)
     group = join_loop()
     group.check_equal({"the target batch": plan.target_batch, **numbers})
-    limits = group.gather(plan.ranks[group.rank].limit if plan.ranks else plan.micro_batch)
-    return group, Split(group.rank, limits, plan.multiple)
+    return group, Split(group.rank, group.world, plan.multiple)
 
 
 def _begin_exchange(parameters: list[nn.Parameter], ranks: Ranks) -> Tensor:
@@ -537,7 +536,6 @@ class Passes:
 
     Args:
         ranks: see `ranks`.
-        split: how the ranks split a batch.
         optimizers: those that are known before the first pass.
         scaler: the loss scaler; None without one.
         dtype: type in which the gradients of 16-bit parameters are summed.
@@ -546,14 +544,12 @@ class Passes:
     def __init__(
         self,
         ranks: Group | None,
-        split: Split,
         optimizers: tuple[Optimizer, ...],
         scaler: torch.amp.GradScaler | None,
         dtype: GradientDtype,
     ) -> None:
         self.ranks = ranks
         """Those that train together; None if this process trains alone."""
-        self._split = split
         # A disabled scaler would let gradients pass that are not finite.
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.counts: CountsAhead | None = None
@@ -585,10 +581,9 @@ class Passes:
                 gradients=self.gradients,
                 buffers=BufferSnapshot(no_model),
             )
-            ranks, split = self.ranks, self._split
             engine = Engine()
-            if ranks is not None:
-                engine = Replicate(ranks, split, range(ranks.world), train_state, _not_here)
+            if self.ranks is not None:
+                engine = Replicate(self.ranks, train_state, _not_here)
             self._opened.append((train_state, engine))
         return self._opened[number]
 

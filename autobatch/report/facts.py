@@ -6,7 +6,6 @@ The report page and a notebook show all of them, part by part. To say something 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -141,8 +140,6 @@ def tiles_of(run: RunRecord) -> list[Tile]:
 def _number_of_parts(plan: Plan) -> str:
     if plan.size_cut is not None:
         return f"about {plan.size_cut.steps:.1f} micro-batches"
-    if len({one.kind for one in plan.ranks}) > 1:
-        return f"parts of {plural(plan.world_size, 'rank')} that differ"
     parts = plural(plan.accumulation_steps, "micro-batch", "micro-batches")
     return parts + _on_each_rank(plan.world_size)
 
@@ -240,7 +237,8 @@ def describe_fits(probe: Probe, place: str = "", size: str = "") -> str:
         place: the memory that they fit in, for example ``" in 6.00 GiB"``.
         size: which samples, for example ``" of the largest size"``.
     """
-    return f"{plural(probe.micro_batch, 'sample')}{size} at a time{place}{_on_ranks(probe)}{_evidence(probe)}"
+    ranks = _on_each_rank(probe.world_size, probe.parallel)
+    return f"{plural(probe.micro_batch, 'sample')}{size} at a time{place}{ranks}{_evidence(probe)}"
 
 
 def _evidence(probe: Probe) -> str:
@@ -257,17 +255,6 @@ def _evidence(probe: Probe) -> str:
         "cap": f"; {_CAPS[probe.limited_by]}",
         None: f"; more may: the {probe.stopped_by} ended the search",
     }[probe.upper_bound_by]
-
-
-def _on_ranks(probe: Probe) -> str:
-    """Return the ranks that the limit holds on; empty for one process."""
-    limits = [one.limit for one in probe.ranks]
-    if not limits:
-        return ""
-    if len(set(limits)) == 1:
-        return _on_each_rank(len(limits), probe.parallel)
-    others = ", ".join(map(count, sorted(set(limits[1:]), reverse=True)))
-    return f" on rank 0, and {others} on others{_SHARED[probe.parallel]}"
 
 
 _SHARED = {"shard": ", which share the model", "replicate": "", None: ""}
@@ -344,13 +331,8 @@ def describe_split(plan: Plan) -> str:
     if plan.size_cut is not None:
         words = f"about {plan.size_cut.steps:.1f} micro-batches, cut by size"
         return f"{words},{ranks}" if ranks else words
-    counts = Counter(one.kind for one in plan.ranks)
-    if len(counts) < 2:
-        sizes = plan.micro_batches or [plan.micro_batch] * plan.accumulation_steps
-        return f"{_sizes_in_words(sizes)}{ranks}"
-    first = {one.kind: one.micro_batches for one in reversed(plan.ranks)}
-    parts = [f"{_sizes_in_words(first[kind])} on {plural(counts[kind], 'rank')}" for kind in sorted(first)]
-    return ", ".join(parts) + _SHARED[plan.parallel]
+    sizes = plan.micro_batches or [plan.micro_batch] * plan.accumulation_steps
+    return f"{_sizes_in_words(sizes)}{ranks}"
 
 
 def _sizes_in_words(sizes: Sequence[int]) -> str:

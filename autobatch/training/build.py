@@ -16,7 +16,7 @@ from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
 from autobatch.core.options import Options, TrainOptions
 from autobatch.core.records import Plan
 from autobatch.device.base import Meter
-from autobatch.distributed.rank_plan import limit_of_rank, model_of_ranks, open_engine, split_for
+from autobatch.distributed.rank_plan import model_of_ranks, open_engine
 from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.process import Session
 from autobatch.rehearsal.setup import Setup
@@ -32,7 +32,7 @@ from autobatch.workload.loader import AHEAD, Feed, gpu_of, open_feed, start_meth
 from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler, Order
 from autobatch.workload.rng import seed_everything, seed_rank
-from autobatch.workload.split import Split, digest_of
+from autobatch.workload.split import SizeSplit, Split, digest_of
 from autobatch.workload.streams import ENDLESS, StreamSampler, StreamView, count_samples, known_length
 from autobatch.workload.user_code import user_code
 
@@ -112,7 +112,7 @@ def open_loop(
     with device.training() as meter, feeding as feed:
         seed_everything(options.device.seed)
         train_state = _open_train_state(setup, plan, train, meter, ranks)
-        engine = open_engine(ranks, plan, split, train_state, lambda: _filler_of(setup))
+        engine = open_engine(ranks, train_state, lambda: _filler_of(setup))
         if train_state.shared is None:
             engine.broadcast([*train_state.model.parameters(), *train_state.model.buffers()])
         if ranks.rank:
@@ -124,7 +124,7 @@ def open_loop(
             sampler=sampler,
             device=device,
             meter=meter,
-            micro_batch=limit_of_rank(ranks, plan),
+            micro_batch=plan.micro_batch if plan.size_cut is None else plan.size_cut.max_micro_batch,
             split=split,
             engine=engine,
             feed=feed,
@@ -269,4 +269,6 @@ def split_of(setup: Setup, plan: Plan, ranks: Ranks) -> Split:
             "the sizes of the training samples are not those that the plan was made for, so its batches "
             "would be cut at other places: give the same data, or use --split count"
         )
-    return split_for(ranks, plan, sizes)
+    if cut is None or sizes is None:
+        return Split(ranks.rank, ranks.world, plan.multiple)
+    return SizeSplit(sizes=sizes, cut=cut, rank=ranks.rank, world=ranks.world)

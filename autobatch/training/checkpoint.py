@@ -36,8 +36,8 @@ from autobatch.device.oom import is_oom
 from autobatch.distributed.ranks import Ranks
 from autobatch.training.state_file import Packed, pack, read_state, write_file, write_state
 
-SCHEMA = 4
-"""Format of checkpoints; 4 has the random states and the limits of all ranks."""
+SCHEMA = 5
+"""Format of checkpoints; 5 has one micro-batch for all ranks."""
 MANIFEST = "manifest.json"
 _PREFIX = b'{"sha256": "'
 _BODY_START = len(_PREFIX) + 64 + 2

@@ -142,16 +142,6 @@ class Loop:
             room=lambda: host_memory().available_bytes or math.inf,
         )
 
-    @property
-    def limits(self) -> list[int]:
-        """The largest micro-batch of each rank."""
-        return [*self.engine.limits] or [self.micro_batch]
-
-    @limits.setter
-    def limits(self, limits: list[int]) -> None:
-        self.engine.limits[:] = limits
-        self.micro_batch = limits[self.engine.ranks.rank]
-
     def run(self) -> Iterator[StepRecord]:
         """Train the remaining batches, and yield one record per batch.
 
@@ -214,7 +204,7 @@ class Loop:
             The result, the micro-batches, and why it ran again, None if it ran once.
         """
         oom: OutOfMemory | None = None
-        limits = [*self.limits]
+        before_errors = self.micro_batch
         items_per_sample = self.train_state.items_per_sample
         # Micro-batches are halved down to 1, where `out_of_memory_error` ends the run.
         while True:
@@ -225,13 +215,14 @@ class Loop:
             with rescaled_momentum(self.rescaled_norms, len(parts)):
                 outcome = self._attempt(batch, parts, is_first=is_first)
             if isinstance(outcome, StepResult):
-                reason = None if oom is None else self._reason(oom, is_smaller=self.limits != limits)
+                is_smaller = self.micro_batch < before_errors
+                reason = None if oom is None else self._reason(oom, is_smaller=is_smaller)
                 self._fitted += 1
                 return outcome, parts, reason
             # Outside of the except block, so that nothing holds the tensors of the failed step.
             self.train_state.items_per_sample = items_per_sample
             is_intact = self._roll_back(before, is_fatal=outcome.is_fatal)
-            oom = self.engine.agree_on_oom(outcome._replace(is_intact=is_intact), may_repeat=is_first)
+            oom = self.engine.agree_on_oom(outcome._replace(is_intact=is_intact))
             self.is_intact = oom.is_intact
             # Emptying the cache mends fragmentation, so the same micro-batches get one more try.
             runs_unchanged = is_first and oom.is_fragmented and self.is_intact
@@ -281,7 +272,9 @@ class Loop:
         try:
             outcome = accumulate(
                 train_state,
-                self.engine.begin_step(train_state, running, len(parts), batch),
+                self.engine.begin_step(
+                    train_state, running, len(parts), self.split.rounds(batch, self.micro_batch)
+                ),
                 len(batch.ids),
                 self._mark,
                 places=[part.places for part in parts],

@@ -7,7 +7,7 @@ Counters in a checkpoint:
 - ``skipped_steps_in_a_row``: steps skipped since the last applied one because they were not finite.
 - ``oom_recoveries``: batches that ran again in smaller micro-batches.
 
-``limits`` has the largest micro-batch of each rank, which shrinks with each recovery, and ``random`` the
+``micro_batch`` has the largest one of all ranks, which shrinks with each recovery, and ``random`` the
 state of its generators.
 """
 
@@ -132,7 +132,7 @@ class _State(msgspec.Struct):
     items_per_sample: Annotated[float, Meta(gt=0)] | None
     noise: _Noise
     random: list[dict[str, Any]]
-    limits: list[Positive]
+    micro_batch: Positive
 
 
 def capture_loop(loop: Loop) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def capture_loop(loop: Loop) -> dict[str, Any]:
         "noise": loop.noise.state_dict(),
         "stream": loop.sampler.state_dict(),
         "random": loop.engine.ranks.gather(plain_random_state()),
-        "limits": loop.limits,
+        "micro_batch": loop.micro_batch,
         "counters": {name: getattr(loop, name) for name in _Counters.__struct_fields__},
     }
 
@@ -186,7 +186,7 @@ def restore_loop(
     for name, count in state["counters"].items():
         setattr(loop, name, count)
     if same_hardware:
-        loop.limits = state["limits"]
+        loop.micro_batch = state["micro_batch"]
     return loop.sampler.load_state_dict(state["stream"])
 
 

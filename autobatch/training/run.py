@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from torch import nn
@@ -26,17 +26,17 @@ from autobatch.core.errors import (
 )
 from autobatch.core.files import UNREADABLE, write_atomic
 from autobatch.core.progress import Progress
-from autobatch.core.records import Plan, StepRecord, Training
+from autobatch.core.records import Plan, Positive, StepRecord, Training
 from autobatch.core.signals import StopRequest, counts_as, stop_on_signals
 from autobatch.core.units import GiB, format_bytes
 from autobatch.core.version import versions
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.oom import first_line, is_oom, memory_named
-from autobatch.distributed.rank_plan import limit_of_rank, share_of_rank
 from autobatch.distributed.ranks import Ranks
+from autobatch.planning import split_over_ranks
 from autobatch.rehearsal.setup import Setup, device_key, with_knobs
 from autobatch.step.optimizers import averaged_weights, switch
-from autobatch.training.build import open_loop, split_of
+from autobatch.training.build import open_loop
 from autobatch.training.checkpoint import Loaded, available_host_memory, list_checkpoints, save_checkpoint
 from autobatch.training.export import check_exportable, export_weights
 from autobatch.training.loop import Loop
@@ -76,8 +76,8 @@ class RunInputs:
 class _OutOfMemoryFile(msgspec.Struct, kw_only=True):
     """Content of `OOM_FILE`, left by a run that ended out of memory and must start again."""
 
-    limits: list[Annotated[int, msgspec.Meta(ge=1)]]
-    """The largest micro-batch of each rank to continue with."""
+    micro_batch: Positive
+    """The largest micro-batch to continue with."""
     batches_seen: int = 0
     error: str = ""
 
@@ -174,10 +174,10 @@ def _check_split(
         setup = replace(setup, device=CpuDevice(), precision="fp32", layout=None)
     notes, found = check_loss_splits(
         setup,
-        micro_batch=split_of(setup, plan, ranks).of_longest(limit_of_rank(ranks, plan)),
+        micro_batch=plan.micro_batch if plan.size_cut is None else plan.size_cut.micro_batch,
         sampler=run.sampler,
         check=check,
-        share_of=lambda samples: share_of_rank(ranks, plan, samples),
+        share_of=lambda samples: split_over_ranks(samples, ranks.world, plan.multiple)[ranks.rank],
     )
     for line in notes:
         add_note(line)
@@ -254,18 +254,18 @@ def _take_smaller_micro_batch(loop: Loop, path: Path, *, is_new: bool) -> None:
     """Use the smaller micro-batches of a resumed or restarted run that ended out of memory."""
     ranks = loop.engine.ranks
 
-    def read_limits() -> list[int]:
+    def read_limit() -> int | None:
         try:
-            return msgspec.json.decode(path.read_bytes(), type=_OutOfMemoryFile).limits
+            return msgspec.json.decode(path.read_bytes(), type=_OutOfMemoryFile).micro_batch
         except (OSError, *UNREADABLE):
-            return []
+            return None
 
     if is_new and not ranks.restart:
         ranks.once(lambda: path.unlink(missing_ok=True))
         return
-    limits = ranks.once(read_limits)
-    if len(limits) == ranks.world:
-        loop.limits = [*map(min, loop.limits, limits)]
+    limit = ranks.once(read_limit)
+    if limit is not None:
+        loop.micro_batch = min(loop.micro_batch, limit)
 
 
 class _Run:
@@ -282,7 +282,7 @@ class _Run:
         )
         self._notes: list[str] = files.facts.get("notes", [])
         """A checkpoint holds them too."""
-        self._limits = [*loop.limits]
+        self._micro_batch = loop.micro_batch
         self._saved_at = loop.clock()
         self.request = StopRequest()
         self.metrics, self._totals = Metrics(None), RunTotals()
@@ -298,14 +298,13 @@ class _Run:
             sinks = [*open_trackers(self._options.log, logged), *files.sinks]
             self.metrics = Metrics(files.out / METRICS, sinks, note=progress.note)
         fixed = self._options.validation_micro_batch
-        is_shared = loop.train_state.shared is not None
         self._validator = Validator(
             loop.workload,
             loop.train_state,
             device=loop.device,
             meter=loop.meter,
             target_batch=loop.sampler.target_batch,
-            micro_batch=fixed or (min(loop.limits) if is_shared else loop.split.of_longest(loop.micro_batch)),
+            micro_batch=fixed or loop.split.of_longest(loop.micro_batch),
             ranks=loop.engine.ranks,
             note=self._add_note,
         )
@@ -337,10 +336,10 @@ class _Run:
 
     def _note_memory(self, record: StepRecord) -> None:
         """Say that a step ran again, or that memory grows; keep what holds for the rest of the run."""
-        limits, self._limits = self._limits, [*self._loop.limits]
+        before, self._micro_batch = self._micro_batch, self._loop.micro_batch
         if record.recovered is not None:
             repeated = f"step {record.step}: out of memory, repeated at micro-batch {record.micro_batch}"
-            is_kept = limits != self._limits
+            is_kept = before != self._micro_batch
             (self._add_note if is_kept else self._progress.note)(f"{repeated}: {record.recovered}")
         if record.growth is not None:
             self._add_note(record.growth)
@@ -386,8 +385,9 @@ class _Run:
             error.add_note(growth)
         hint, has_checkpoint = self._files.resume_hint, bool(list_checkpoints(out / CHECKPOINTS))
         if isinstance(error, RestartSmallerError):
-            loop.engine.lower_limit(loop.micro_batch)
-            content = _OutOfMemoryFile(batches_seen=loop.batches_seen, limits=loop.limits, error=str(error))
+            content = _OutOfMemoryFile(
+                batches_seen=loop.batches_seen, micro_batch=loop.micro_batch, error=str(error)
+            )
             write_atomic(out / OOM_FILE, msgspec.json.encode(content))
             smaller = loop.split.of_longest(loop.micro_batch)
             error.add_note(

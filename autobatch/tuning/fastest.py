@@ -37,7 +37,6 @@ from autobatch.core.knobs import (
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Trial, Tuning
-from autobatch.distributed.rank_plan import limit_of_rank, limits_over_ranks, share_of_rank, spread
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.process import SetupProcess
@@ -271,13 +270,14 @@ class Tuner:
                 micro_batch = trials.confirm(tuning.best)
             except Infeasible as reason:
                 failure = str(reason)
-        failures = self.ranks.gather(failure)
-        failed = next((rank for rank, line in enumerate(failures) if line is not None), None)
+        confirmed = self.ranks.gather((failure, micro_batch))
+        failed = next((rank for rank, (line, _) in enumerate(confirmed) if line is not None), None)
         if failed is not None:
-            note = f"kept the plan: the fastest configuration fails on rank {failed}: {failures[failed]}"
+            note = f"kept the plan: the fastest configuration fails on rank {failed}: {confirmed[failed][0]}"
             kept: dict[str, Any] = {"best": dict(trials.defaults), "changes": {}, "low": None, "high": None}
             kept |= {"best_samples_per_s": tuning.baseline_samples_per_s, "notes": [*tuning.notes, note]}
             return plan, msgspec.structs.replace(tuning, **kept)
+        micro_batch = min(size for _, size in confirmed)
         sizes = micro_batches(sum(plan.micro_batches), micro_batch, plan.multiple)
         # Knobs at their default are left out, and the split is the plan itself.
         knobs = trials.changes(tuning.best)
@@ -289,8 +289,6 @@ class Tuner:
             precision=knobs.pop(PRECISION, None) or plan.precision,
             knobs=knobs,
         )
-        if self.ranks.world > 1:
-            chosen = spread(chosen, limits_over_ranks(self.ranks, micro_batch, self.process.info.device))
         return chosen, tuning
 
     def _open_trials(self, plan: Plan) -> Trials:
@@ -300,10 +298,10 @@ class Tuner:
         workers, prefetch = options.train.workers, options.train.prefetch
         return Trials(
             process=self.process,
-            limit=limit_of_rank(self.ranks, plan),
+            limit=plan.micro_batch,
             multiple=plan.multiple,
             cap=min(cap for cap in caps if cap is not None),
-            samples=max(1, share_of_rank(self.ranks, plan, sum(plan.micro_batches))),
+            samples=sum(plan.micro_batches),
             planned_steps=self.planned_steps,
             workers=info.workers if workers is None else workers,
             prefetch=info.prefetch if prefetch is None else prefetch,

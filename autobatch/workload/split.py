@@ -46,16 +46,16 @@ class Split:
 
     Args:
         rank: this rank.
-        limits: the largest micro-batch of each rank, changed after an out-of-memory error; nothing for one.
+        world: number of ranks, which share the batch.
         multiple: number whose multiples all micro-batches are, but for the last one of a batch.
     """
 
     is_fair = True
     """True if the first micro-batch of a batch is drawn at random, so that its gradient is a fair sample."""
 
-    def __init__(self, rank: int = 0, limits: Sequence[int] = (), multiple: int = 1) -> None:
+    def __init__(self, rank: int = 0, world: int = 1, multiple: int = 1) -> None:
         self.rank = rank
-        self.limits = list(limits)
+        self.world = world
         self.multiple = multiple
 
     def parts(self, batch: GlobalBatch, micro_batch: int) -> list[MicroBatchIds]:
@@ -63,21 +63,20 @@ class Split:
 
         Args:
             batch: its sample ids.
-            micro_batch: the largest number of samples in any micro-batch of this rank.
+            micro_batch: the largest number of samples in any micro-batch.
         """
-        of_ranks = split_over_ranks(len(batch.ids), self._limits_with(micro_batch), self.multiple)
-        found, first = [], sum(of_ranks[: self.rank])
-        for size in micro_batches(of_ranks[self.rank], micro_batch, self.multiple):
+        shares = split_over_ranks(len(batch.ids), self.world, self.multiple)
+        found, first = [], sum(shares[: self.rank])
+        for size in micro_batches(shares[self.rank], micro_batch, self.multiple):
             places = range(first, first + size)
             found.append(MicroBatchIds(batch.index, places, batch.ids[first : first + size]))
             first += size
         return found
 
-    def rounds(self, batch: GlobalBatch) -> int:
+    def rounds(self, batch: GlobalBatch, micro_batch: int) -> int:
         """Return the most micro-batches that any rank runs of a batch."""
-        of_ranks = split_over_ranks(len(batch.ids), self.limits, self.multiple)
-        found = zip(of_ranks, self.limits, strict=True)
-        return max(len(micro_batches(share, limit, self.multiple)) for share, limit in found)
+        shares = split_over_ranks(len(batch.ids), self.world, self.multiple)
+        return max(len(micro_batches(share, micro_batch, self.multiple)) for share in shares)
 
     def halved(self, part: MicroBatchIds, micro_batch: int) -> int:
         """Return the ``micro_batch`` that halves a part, which ran out of memory."""
@@ -87,10 +86,6 @@ class Split:
     def of_longest(self, micro_batch: int) -> int:
         """Return the largest micro-batch of the most expensive samples."""
         return micro_batch
-
-    def _limits_with(self, micro_batch: int) -> list[int]:
-        """Return the limits of all ranks, with another one for this rank."""
-        return [*self.limits[: self.rank], micro_batch, *self.limits[self.rank + 1 :]]
 
 
 class SizeSplit(Split):
@@ -103,25 +98,25 @@ class SizeSplit(Split):
         sizes: size of each sample of the data, by its index.
         cut: the limit of the longest samples, whose padded size bounds that of every micro-batch.
         rank: this rank.
-        limits: the largest micro-batch of each rank, of samples of any size; nothing for one.
+        world: number of ranks, which share the batch.
     """
 
     is_fair = False
 
-    def __init__(self, *, sizes: Sizes, cut: SizeCut, rank: int = 0, limits: Sequence[int] = ()) -> None:
-        super().__init__(rank, limits)
+    def __init__(self, *, sizes: Sizes, cut: SizeCut, rank: int = 0, world: int = 1) -> None:
+        super().__init__(rank, world)
         self.sizes = sizes
         self.cut = cut
         self.largest = cut.max_micro_batch
-        self._last: dict[tuple[int, int, tuple[int, ...]], list[list[MicroBatchIds]]] = {}
+        self._last: dict[tuple[int, int, int], list[list[MicroBatchIds]]] = {}
 
     def parts(self, batch: GlobalBatch, micro_batch: int) -> list[MicroBatchIds]:
         """See `Split.parts`."""
-        return self._of_batch(batch, self._limits_with(micro_batch))[self.rank]
+        return self._of_ranks(batch, micro_batch)[self.rank]
 
-    def rounds(self, batch: GlobalBatch) -> int:
+    def rounds(self, batch: GlobalBatch, micro_batch: int) -> int:
         """See `Split.rounds`."""
-        return max(map(len, self._of_batch(batch, self.limits)))
+        return max(map(len, self._of_ranks(batch, micro_batch)))
 
     def halved(self, part: MicroBatchIds, micro_batch: int) -> int:
         """See `Split.halved`."""
@@ -143,61 +138,42 @@ class SizeSplit(Split):
         """Return the cost of a micro-batch besides its area, in the same unit."""
         return FIXED_SHARE * self.of_longest(micro_batch) * self.cut.longest
 
-    def _of_batch(self, batch: GlobalBatch, limits: list[int]) -> list[list[MicroBatchIds]]:
+    def _of_ranks(self, batch: GlobalBatch, micro_batch: int) -> list[list[MicroBatchIds]]:
         """Return the micro-batches of every rank."""
         # The loop, its feed and its engine ask for the same batch, one after the other.
-        key = (batch.index, len(batch.ids), tuple(limits))
-        found = self._last.get(key)
-        if found is None:
-            found = [
-                [
-                    MicroBatchIds(batch.index, places, [batch.ids[place] for place in places])
-                    for places in of_rank
-                    if places
-                ]
-                for of_rank in self._places(self.sizes[batch.ids], limits)
-            ]
+        key = (batch.index, len(batch.ids), micro_batch)
+        if key not in self._last:
+            places_of_ranks = self._places(self.sizes[batch.ids], micro_batch)
             while len(self._last) > 1:
                 self._last.pop(next(iter(self._last)))
-            self._last[key] = found
-        return found
+            self._last[key] = [
+                [
+                    MicroBatchIds(batch.index, places, [batch.ids[place] for place in places])
+                    for places in places_of_rank
+                    if places
+                ]
+                for places_of_rank in places_of_ranks
+            ]
+        return self._last[key]
 
-    def _places(self, own: Sizes, limits: list[int]) -> list[list[list[int]]]:
+    def _places(self, own: Sizes, micro_batch: int) -> list[list[list[int]]]:
         """Return the places of the samples in each micro-batch of every rank; some may be empty."""
         # A stable sort: samples of one size keep their order.
         order = np.argsort(-own, kind="stable").tolist()
-        together = np.sum([self.limits_at(own[order], limit) for limit in limits], axis=0)
-        fixed = max(map(self.fixed_area, limits))
-        ends = accumulate(cut_by_area(own[order], together, fixed=fixed, ranks=len(limits)))
-        places = self._deal([order[start:end] for start, end in pairwise([0, *ends])], own, limits)
+        together = self.world * self.limits_at(own[order], micro_batch)
+        fixed = self.fixed_area(micro_batch)
+        ends = accumulate(cut_by_area(own[order], together, fixed=fixed, ranks=self.world))
+        places: list[list[list[int]]] = [[] for _ in range(self.world)]
+        work = [0.0] * self.world
+        for start, end in pairwise([0, *ends]):
+            # The rank with the least work so far takes the largest sample, and the most of the group.
+            for turn, rank in enumerate(sorted(range(self.world), key=work.__getitem__)):
+                hand = order[start + turn : end : self.world]
+                places[rank].append(hand)
+                if hand:
+                    work[rank] += fixed + len(hand) * float(own[hand[0]])
         # There is nothing to sort for in one micro-batch, and a loss over the batch may read the order.
         return [[list(range(len(own)))]] if list(map(len, places)) == [1] else places
-
-    def _deal(self, groups: list[list[int]], own: Sizes, limits: list[int]) -> list[list[list[int]]]:
-        """Deal groups of places to the ranks, each up to its limit, so that all have the same work."""
-        found: list[list[list[int]]] = [[] for _ in limits]
-        work = [0.0] * len(limits)
-        for group in groups:
-            size = own[group].max(keepdims=True)
-            order = sorted(range(len(limits)), key=work.__getitem__)
-            counts = split_over_ranks(
-                len(group), [int(self.limits_at(size, limits[rank])[0]) for rank in order]
-            )
-            for rank, hand in zip(order, _dealt(group, counts), strict=True):
-                found[rank].append(hand)
-                if hand:
-                    work[rank] += self.fixed_area(limits[rank]) + len(hand) * float(own[hand].max())
-        return found
-
-
-def _dealt(group: list[int], counts: list[int]) -> list[list[int]]:
-    """Deal a group in turns to hands that get these counts; the first one gets the largest sample."""
-    hands_of = range(len(counts))
-    turns = [hand for turn in range(max(counts)) for hand in hands_of if turn < counts[hand]]
-    hands: list[list[int]] = [[] for _ in counts]
-    for place, hand in zip(group, turns, strict=True):
-        hands[hand].append(place)
-    return hands
 
 
 def digest_of(sizes: Sizes) -> str:

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 from autobatch.core.records import DeviceRecord, SizeCut
-from autobatch.distributed.rank_plan import agree_on_cut, limits_over_ranks, spread
+from autobatch.distributed.rank_plan import agree_on_cut, agree_on_limit
 from autobatch.distributed.ranks import Ranks
-from autobatch.planning import make_plan
+from tests.support.probes import probe_of
 
 
 class Told(Ranks):
     """Ranks that give these values."""
+
+    host = "x"
 
     def __init__(self, *values: Any) -> None:
         self.values, self.world = values, len(values)
@@ -22,28 +24,20 @@ class Told(Ranks):
         return [*self.values]
 
 
-def device(name: str, budget_bytes: int) -> DeviceRecord:
-    return DeviceRecord(
-        kind="cpu", name=name, total_bytes=2000, budget_bytes=budget_bytes, budget_source="as set"
-    )
+DEVICE = DeviceRecord(kind="cpu", name="A", total_bytes=2000, budget_bytes=5, budget_source="as set")
 
 
-def test_every_rank_gets_its_part_of_the_batch() -> None:
-    whole = make_plan(target_batch=33, micro_batch_limit=9, learning_rate=0.1)
-    three = Told(*(("h", device(name, 5), limit) for name, limit in (("A", 8), ("B", 2), ("C", 9))))
-    plan = spread(whole, limits_over_ranks(three, 9, device("C", 5)))
-    # ⌈33 ÷ (8 + 2 + 9)⌉ = 2 micro-batches: the second rank runs 4 samples, the others share 29.
-    assert [one.samples for one in plan.ranks] == [14, 4, 15]
-    assert [one.micro_batches for one in plan.ranks] == [[7, 7], [2, 2], [8, 7]]
-    assert (plan.world_size, plan.micro_batch, plan.accumulation_steps) == (3, 7, 2)
-
-
-def test_ranks_of_one_kind_get_the_least_of_it() -> None:
-    """The budget of the third is close to that of the first, and that of the last is not."""
-    budgets = (("A", 1000, 10), ("B", 100, 2), ("A", 985, 9), ("A", 900, 8))
-    four = Told(*(("h", device(name, budget), limit) for name, budget, limit in budgets))
-    found = limits_over_ranks(four, 10, device("A", 1000))
-    assert [(one.kind, one.limit) for one in found] == [(0, 9), (1, 2), (0, 9), (3, 8)]
+def test_the_least_limit_holds_for_all_ranks_and_names_its_gpu() -> None:
+    """Rank 1 has the least: its limit, its evidence and its part of a plan count."""
+    evidence = [("target_batch", "cap", None), ("memory", "replay", None), ("memory", "run", None)]
+    of_ranks = zip((8, 3, 9), (8, 2, 7), evidence, ("A on x", "B on y", "A on z"), strict=True)
+    found, planned, note = agree_on_limit(Told(*of_ranks), probe_of(8), 8, DEVICE)
+    assert (found.micro_batch, found.limited_by, found.upper_bound_by) == (3, "memory", "replay")
+    assert (found.world_size, planned) == (3, 2)
+    assert note is not None
+    assert "at most 3, as fit on rank 1 (B on y), although 9 fit" in note
+    equal = ("memory", "run", None)
+    assert agree_on_limit(Told(*[(8, 8, equal, "A on x")] * 2), probe_of(8), 8, DEVICE)[2] is None
 
 
 def cut_of(limit: int, most: int, digest: str = "same") -> SizeCut:

@@ -12,8 +12,6 @@ from autobatch import Plan
 from autobatch.core.records import (
     Estimate,
     LimitedBy,
-    RankLimit,
-    RankPlan,
     RealBatches,
     RunRecord,
     SizeCut,
@@ -60,18 +58,6 @@ def tuned(**changes: Any) -> RunRecord:
     return a_run(plan=plan, tuning=Tuning(**(known | changes)), training=None, command=None)
 
 
-def on_ranks(*limits: int) -> list[RankLimit]:
-    return [RankLimit(rank=n, host="h", device="d", kind=0, limit=one) for n, one in enumerate(limits)]
-
-
-def unlike_ranks() -> list[RankPlan]:
-    of_ranks = [(0, 323, [139]), (0, 323, [139]), (1, 102, [102, 101]), (2, 20, [])]
-    return [
-        RankPlan(rank=rank, host="a", device="b", kind=kind, limit=limit, samples=sum(own), micro_batches=own)
-        for rank, (kind, limit, own) in enumerate(of_ranks)
-    ]
-
-
 CUT = SizeCut(
     longest=512.0, micro_batch=4, max_micro_batch=1024, padding=1.25, padding_by_count=2.5, steps=8.9,
     steps_by_count=12.0,
@@ -91,15 +77,13 @@ RUNS: dict[str, RunRecord] = {
     "a saved limit": probed(source="saved 2026-11-20"),
     "a size that was asked about": probed(source="asked", micro_batch=1),
     **{f"a cap by {cap}": probed(limited_by=cap, upper_bound_by="cap") for cap in LimitedBy.__args__},  # type: ignore[attr-defined]
-    "a limit on like ranks": probed(ranks=on_ranks(93, 93), parallel="replicate"),
-    "a limit on ranks that share the model": probed(ranks=on_ranks(93, 93), parallel="shard"),
-    "a limit on unlike ranks": probed(ranks=on_ranks(93, 12, 93), parallel="replicate"),
+    "a limit on ranks": probed(world_size=2, parallel="replicate"),
+    "a limit on ranks that share the model": probed(world_size=2, parallel="shard"),
     "real batches": probed(real_batches=RealBatches(batches=6, micro_batch_alone=120)),
     "real batches at the limit": probed(real_batches=RealBatches(batches=6, micro_batch_alone=93)),
     "real batches that do not fit": probed(real_batches=RealBatches(batches=0, micro_batch_alone=120)),
     "one micro-batch": planned(make_plan(target_batch=93, micro_batch_limit=93, learning_rate=1e-5)),
     "ranks": planned(make_plan(target_batch=1024, micro_batch_limit=93, learning_rate=0.1, world_size=2)),
-    "unlike ranks": planned(world_size=4, ranks=unlike_ranks(), parallel="shard"),
     "a rule for the learning rate": planned(
         make_plan(target_batch=1024, micro_batch_limit=93, learning_rate=0.1, rule="sqrt", base_batch=256)
     ),

@@ -105,7 +105,7 @@ def fail_everywhere(kind: str, stride: int) -> tuple[int, float, list[Any]]:
         records = run(loop, fault)
         worst = max(worst, apart(weights(loop.train_state.model), expected))
         (message,) = [one.recovered for one in records if one.recovered is not None]
-        seen.append((loop.oom_recoveries, loop.micro_batch, [*loop.engine.limits], message))
+        seen.append((loop.oom_recoveries, loop.micro_batch, message))
     group.close()
     return len(sites), worst, seen
 
@@ -115,14 +115,12 @@ def fail_everywhere(kind: str, stride: int) -> tuple[int, float, list[Any]]:
 )
 @pytest.mark.parametrize("kind", ["mean", "tokens", "terms", "terms, step 0"])
 def test_a_batch_runs_again_wherever_memory_ran_out(server: RankServer, kind: str, stride: int) -> None:
-    for rank, (sites, worst, seen) in enumerate(server.values(fail_everywhere, kind, stride)):
+    for sites, worst, seen in server.values(fail_everywhere, kind, stride):
         assert sites > 40
         assert worst < 1e-12
-        for recoveries, micro_batch, limits, message in seen:
+        for recoveries, micro_batch, message in seen:
             assert recoveries == 1
-            assert limits[0] == 4
-            assert 1 <= limits[FAULTY_RANK] <= 2
-            assert micro_batch == limits[rank]
+            assert 1 <= micro_batch <= 2
             assert "rank 1: CUDA out of memory" in message
 
 
@@ -153,14 +151,14 @@ def files_of(loop: Loop, out: str) -> RunFiles:
     return RunFiles(out=Path(out), options=options, facts=facts_of(loop))
 
 
-def resume_smaller(out: str, kind: str) -> tuple[Tensor, list[int]]:
-    """Resume the run in the smaller micro-batches that it left; return the weights and the limits."""
+def resume_smaller(out: str, kind: str) -> tuple[Tensor, int]:
+    """Resume the run in the smaller micro-batches that it left; return the weights and the limit."""
     group = open_group()
     loop = open_loop(group, kind, Fault())
     resumed = load_run_state(Path(out), group)
     restore_loop(loop, resumed.state, same_hardware=True, folder=resumed.path)
     train(loop, files_of(loop, out), Progress(), resumed)
-    found = whole(loop), [*loop.engine.limits]
+    found = whole(loop), loop.micro_batch
     group.close()
     return found
 
@@ -213,14 +211,14 @@ def test_all_ranks_leave_where_a_batch_cannot_run_again_and_start_smaller(
             if phase in ("forward", "backward"):
                 steps = [(out / f"steps-of-rank-{rank}").read_text() for rank in range(2)]
                 assert steps == ["step\n"] * 2, "no rank takes the step that memory ran out in"
-            limits = json.loads((out / "oom.json").read_text())["limits"]
-            assert (limits[0], limits[FAULTY_RANK] < LIMITS[FAULTY_RANK]) == (4, True)
+            limit = json.loads((out / "oom.json").read_text())["micro_batch"]
+            assert limit < LIMITS[FAULTY_RANK]
             verdict = json.loads((out / "verdict.json").read_text())
             assert (verdict["rank"], verdict["code"]) == (1, 77)
             if kind == "mean":
                 assert "inside the optimizer step" in verdict["line"]
         resumed, found = server.values(resume_smaller, str(out), kind)[0]
-        assert found == limits
+        assert found == limit
         if expected is None:
-            expected = server.values(train_smaller, kind, limits)[0]
+            expected = server.values(train_smaller, kind, [limit, limit])[0]
         assert apart(resumed, expected) < 1e-12

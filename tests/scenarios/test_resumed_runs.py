@@ -81,7 +81,7 @@ def test_a_run_out_of_memory_in_the_optimizer_is_resumed_smaller(tmp_path: Path)
         train(loop, settings(tmp_path, checkpoint_every=2), ActingAfter(3, arm), None)
     assert caught.value.exit_code == 77
     assert HINT in caught.value.__notes__[0]
-    assert json.loads((tmp_path / "oom.json").read_text())["limits"] == [2]
+    assert json.loads((tmp_path / "oom.json").read_text())["micro_batch"] == 2
     assert saved_steps(tmp_path) == [2], "part of the weights of step 3 may have moved"
     again, done = resume(tmp_path, plain(), target_batch=8, micro_batch=4)
     assert [row["micro_batch"] for row in rows(tmp_path)] == [4, 4, 2, 2, 2, 2]

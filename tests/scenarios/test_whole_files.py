@@ -54,7 +54,7 @@ def test_the_limits_of_a_run_out_of_memory_are_written_under_another_name(tmp_pa
     loop.train_state.optimizers[0].register_step_pre_hook(fail)
     with opened_to_write() as opened, pytest.raises(autobatch.RestartSmallerError):
         train(loop, settings(tmp_path), Progress(), None)
-    assert json.loads((tmp_path / "oom.json").read_text())["limits"] == [2]
+    assert json.loads((tmp_path / "oom.json").read_text())["micro_batch"] == 2
     assert {path.name for path in files_of(tmp_path) & opened} == GROWING
 
 

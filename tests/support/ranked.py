@@ -29,16 +29,13 @@ def ranked_loop(
     limits: Sequence[int],
     **options: Any,
 ) -> Loop:
-    """Build the loop of a rank, each of a kind of its own."""
-    split = Split(group.rank, limits)
+    """Build the loop of a rank, which has a limit of its own."""
     loop = make_loop(
         workload,
         micro_batch=limits[group.rank],
         world=group.world,
-        split=split,
+        split=Split(group.rank, group.world),
         **options,
     )
-    loop.engine = Replicate(
-        group, split, range(group.world), loop.train_state, lambda: (load_micro_batch(workload, [0]), 1)
-    )
+    loop.engine = Replicate(group, loop.train_state, lambda: (load_micro_batch(workload, [0]), 1))
     return loop

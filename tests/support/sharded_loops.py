@@ -69,8 +69,7 @@ def sharded_loop(
     sync: Any = "each",
     **options: Any,
 ) -> Loop:
-    """Build the loop of a rank that has a part of every parameter, each of a kind of its own."""
-    limits = limits or [SAMPLES] * group.world
+    """Build the loop of a rank that has a part of every parameter; all have the least limit."""
     mesh = init_device_mesh("cpu", (group.world,))
     arranged: list[Any] = []
     precision = options.get("precision", "fp32")
@@ -80,18 +79,14 @@ def sharded_loop(
         arranged.append(Sharding(mesh=mesh, sync=sync)(whole, precision))
         return whole
 
-    split = Split(group.rank, limits)
     loop = make_loop(
         replace(workload, model=model),
-        micro_batch=limits[group.rank],
-        split=split,
+        micro_batch=min(limits or [SAMPLES]),
+        split=Split(group.rank, group.world),
         **options,
     )
     arranged[0].attach(loop.train_state)
-    kinds = range(group.world)
-    loop.engine = Shard(
-        group, split, kinds, loop.train_state, lambda: (load_micro_batch(workload, [0, 1]), 2)
-    )
+    loop.engine = Shard(group, loop.train_state, lambda: (load_micro_batch(workload, [0, 1]), 2))
     return loop
 
 

@@ -64,7 +64,7 @@ def test_the_graphs_of_a_batch_that_ran_out_of_memory_are_freed(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("left", "expected"), [('{"limits": [2]}', 2), ("broken", 3), ('{"limits": ["2"]}', 3)]
+    ("left", "expected"), [('{"micro_batch": 2}', 2), ("broken", 3), ('{"micro_batch": "2"}', 3)]
 )
 def test_a_resumed_run_uses_the_smaller_micro_batch_of_one_that_ran_out_of_memory(
     left: str, expected: int, tmp_path: Path
@@ -79,7 +79,7 @@ def test_a_resumed_run_uses_the_smaller_micro_batch_of_one_that_ran_out_of_memor
 
 
 def test_a_new_run_ignores_the_smaller_micro_batch_of_an_earlier_one(tmp_path: Path) -> None:
-    (tmp_path / "oom.json").write_text('{"limits": [1]}')
+    (tmp_path / "oom.json").write_text('{"micro_batch": 1}')
     assert train(open_loop(), settings(tmp_path), Progress(), None).micro_batch == 3
 
 

@@ -206,7 +206,7 @@ def edit(path: Path, keys: tuple[str | int, ...], value: Any = None) -> None:
         (("state", "counters", "batches_seen"), 1, "has the state of step 1, not 2"),
         (("state", "counters", "steps_applied"), -1, "steps_applied"),
         (("state", "counters", "steps_applied"), 3, "counts more steps than the 2 of its name"),
-        (("state", "limits"), [0], "limits"),
+        (("state", "micro_batch"), 0, "micro_batch"),
         (("state", "noise"), {"every": 0, "pairs": []}, "noise"),
         (("state", "items_per_sample"), 0.0, "items_per_sample"),
         (("state", "model"), "weights", "model"),

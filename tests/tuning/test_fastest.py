@@ -207,7 +207,8 @@ class TwoRanks(Ranks):
         self.reason = reason
 
     def gather(self, value: Any) -> list[Any]:
-        return [value, self.reason if value is None else value]
+        _, micro_batch = value
+        return [value, (self.reason, micro_batch)]
 
 
 @pytest.mark.parametrize("reason", [None, "out of memory"])
@@ -219,11 +220,11 @@ def test_a_choice_is_taken_only_if_it_runs_on_every_rank(
     monkeypatch.setattr(fastest.Search, "find", lambda _: Answer(found, 4))
     progress = Listener()
     tuner = replace(tuner_of(tmp_path, progress, knobs=",".join(best)), ranks=TwoRanks(reason))
-    plan = make_plan(target_batch=20, micro_batch_limit=8, learning_rate=0.1)
+    plan = make_plan(target_batch=20, micro_batch_limit=8, world_size=2, learning_rate=0.1)
     chosen, tuning = tuner.tune(plan)
     if reason is None:
         assert (chosen.knobs, chosen.world_size, chosen.effective_batch) == ({"optimizer": "foreach"}, 2, 20)
-        assert [one.micro_batches for one in chosen.ranks] == [[4, 3, 3]] * 2
+        assert chosen.micro_batches == [4, 3, 3]
         assert tuning.best == best
     else:
         assert chosen == plan

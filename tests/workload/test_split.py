@@ -13,47 +13,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.core.records import SizeCut
-from autobatch.planning import cut_by_area, split_over_ranks
+from autobatch.planning import cut_by_area
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.split import MicroBatchIds, SizeSplit, Split
 from tests.support.ragged import padded_and_real
 
-LIMITS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
-
-@given(st.integers(1, 500), LIMITS)
-def test_shares_sum_to_the_batch_within_the_limits(samples: int, limits: list[int]) -> None:
-    found = split_over_ranks(samples, limits)
-    count = math.ceil(samples / sum(limits))
-    assert sum(found) == samples
-    assert all(0 <= share <= count * limit for share, limit in zip(found, limits, strict=True))
-
-
-@given(st.integers(1, 14), st.lists(st.integers(1, 4), min_size=1, max_size=3))
-def test_no_other_shares_are_more_even(samples: int, limits: list[int]) -> None:
-    count = math.ceil(samples / sum(limits))
-    caps = [range(count * limit + 1) for limit in limits]
-    others = [one for one in itertools.product(*caps) if sum(one) == samples]
-    assert sorted(split_over_ranks(samples, limits)) == max(sorted(one) for one in others)
-
-
-@given(st.integers(0, 300), LIMITS)
-def test_the_slices_of_all_ranks_are_the_batch(samples: int, limits: list[int]) -> None:
+@given(st.integers(0, 300), st.integers(1, 6), st.integers(1, 40), st.sampled_from([1, 4]))
+def test_the_slices_of_all_ranks_are_the_batch(samples: int, world: int, limit: int, multiple: int) -> None:
+    limit = multiple * -(-limit // multiple)
     batch = GlobalBatch(7, 1, [1000 + place for place in range(samples)])
-    found, counts = [], []
-    for rank, limit in enumerate(limits):
-        parts = Split(rank, limits).parts(batch, limit)
-        assert all(1 <= len(part.ids) <= limit and part.batch_index == 7 for part in parts)
+    found, counts, shares = [], [], []
+    for rank in range(world):
+        parts = Split(rank, world, multiple).parts(batch, limit)
         sizes = [len(part.ids) for part in parts]
-        assert len(sizes) == math.ceil(sum(sizes) / limit)
-        assert max(sizes, default=0) - min(sizes, default=0) <= 1
-        found += [(place, one) for part in parts for place, one in zip(part.places, part.ids, strict=True)]
+        assert all(
+            1 <= size <= limit and part.batch_index == 7 for part, size in zip(parts, sizes, strict=True)
+        )
+        whole = [size for size in sizes if size % multiple == 0]
+        assert len(whole) == math.ceil(sum(whole) / limit)
+        assert max(whole, default=0) - min(whole, default=0) <= multiple
+        assert len(sizes) <= len(whole) + (rank == world - 1)
+        found += [
+            (place, index) for part in parts for place, index in zip(part.places, part.ids, strict=True)
+        ]
         counts.append(len(parts))
+        shares.append(sum(whole))
     assert found == list(enumerate(batch.ids))
-    assert {Split(rank, limits).rounds(batch) for rank in range(len(limits))} == {max(counts)}
-    if len(limits) == 1:
-        assert Split().parts(batch, limits[0]) == parts
-        assert all(Split().halved(part, 9) == -(-len(part.ids) // 2) for part in parts)
+    assert max(shares) - min(shares) <= multiple
+    assert {Split(rank, world, multiple).rounds(batch, limit) for rank in range(world)} == {max(counts)}
+    assert all(Split().halved(part, 9) == -(-len(part.ids) // 2) for part in Split().parts(batch, limit))
 
 
 def partitions(items: list[float]):
@@ -104,33 +93,34 @@ def split_of(sizes: Any, tokens: float, **more: Any) -> SizeSplit:
 
 @given(
     sizes=st.lists(st.integers(0, 60), min_size=1, max_size=60).filter(any),
-    shrunk=st.lists(st.floats(0.1, 1.0), min_size=1, max_size=4),
+    shrunk=st.floats(0.1, 1.0),
+    world=st.integers(1, 4),
     index=st.integers(0, 4),
 )
-def test_ranks_take_each_sample_once_within_their_limits(
-    sizes: list[int], shrunk: list[float], index: int
+def test_ranks_take_each_sample_once_within_their_limit(
+    sizes: list[int], shrunk: float, world: int, index: int
 ) -> None:
     largest = split_of(sizes, 120).largest
-    limits = [max(1, int(largest * share)) for share in shrunk]
+    limit = max(1, int(largest * shrunk))
     batch = GlobalBatch(index, 0, list(range(len(sizes)))[::-1])
     seen: list[int] = []
     counts, rounds = [], set()
-    for rank in range(len(limits)):
-        split = split_of(sizes, 120, rank=rank, limits=limits)
-        parts = split.parts(batch, limits[rank])
-        assert split.parts(batch, limits[rank]) is parts
-        rounds.add(split.rounds(batch))
+    for rank in range(world):
+        split = split_of(sizes, 120, rank=rank, world=world)
+        parts = split.parts(batch, limit)
+        assert split.parts(batch, limit) is parts
+        rounds.add(split.rounds(batch, limit))
         counts.append(len(parts))
         for part in parts:
             assert [batch.ids[place] for place in part.places] == part.ids
             area = len(part.ids) * split.sizes[part.ids].max()
-            room = split.cut.micro_batch * split.cut.longest * limits[rank] / largest
+            room = split.cut.micro_batch * split.cut.longest * limit / largest
             assert len(part.ids) == 1 or area <= room * (1 + 1e-9)
             seen += part.ids
     assert sorted(seen) == sorted(batch.ids)
     # Every rank knows how many micro-batches the others run.
     assert rounds == {max(counts)}
-    if len(sizes) >= 8 * len(limits) * max(limits):
+    if len(sizes) >= 8 * world * limit:
         assert max(counts) - min(counts) <= 1
 
 
@@ -160,7 +150,7 @@ def test_little_of_a_batch_is_padding_and_ranks_share_its_area_to_one_percent(na
         limit = split_of(sizes, 8 * 512).largest
         areas, groups = [], []
         for rank in range(world):
-            split = split_of(sizes, 8 * 512, rank=rank, limits=[limit] * world)
+            split = split_of(sizes, 8 * 512, rank=rank, world=world)
             parts = split.parts(batch, limit)
             fixed = len(parts) * split.fixed_area(limit)
             areas.append(fixed + sum(len(part.ids) * sizes[part.ids].max() for part in parts))

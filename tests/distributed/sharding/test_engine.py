@@ -185,7 +185,7 @@ def noisy_means() -> Any:
 def draws_and_buffers(limits: list[int]) -> tuple[int, list[float]]:
     """Return the updates of running statistics and the next draw of a rank."""
     group = open_group()
-    loop = sharded_loop(group, noisy_means(), limits, target_batch=12, steps=1)
+    loop = sharded_loop(group, noisy_means(), limits, target_batch=7, steps=1)
     torch.manual_seed(7)
     list(loop.run())
     buffers = dict(loop.train_state.model.named_buffers())
@@ -195,13 +195,13 @@ def draws_and_buffers(limits: list[int]) -> tuple[int, list[float]]:
 
 
 def test_company_changes_neither_buffers_nor_draws(server: RankServer) -> None:
-    # Two micro-batches of 2 on the first rank, and one of 8 on the other.
-    slow, fast = server.values(draws_and_buffers, [2, 8])
+    # Two micro-batches of 2 on the first rank, and one of 3 on the other.
+    slow, fast = server.values(draws_and_buffers, [3, 3])
     assert slow[0] == 2
     assert fast[0] == 1
     torch.manual_seed(7)
     # The dropout of the one micro-batch draws, and nothing else does.
-    nn.Dropout(0.5)(torch.ones(8, 5, dtype=torch.float64))
+    nn.Dropout(0.5)(torch.ones(3, 5, dtype=torch.float64))
     assert fast[1] == torch.rand(1).tolist()
 
 
