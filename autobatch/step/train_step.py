@@ -163,7 +163,8 @@ class CountPass:
         is_only = self._is_only or size >= self._totals.samples
         # Ranks that share the model run as many passes as each other, also those with one micro-batch.
         if is_only if shared is None else shared.rounds == 1:
-            self._set_items(self._counts, {})
+            # The ranks compare sums, so that one which counts once adds to both.
+            self._set_items(self._counts, {} if self._train_state.peers is None else self._counts)
             return False
         return True
 

@@ -125,7 +125,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "terms that are means": ({**DETECTION, "loss": two_means}, lambda m, b: sum(two_means(m, b).values())),
 }
 LIMITS: list[Any] = [
-    [5, 3, 1],
+    [2, 2, 2],
     *(
         pytest.param(one, marks=pytest.mark.slow)
         for one in ([5, 3], [12, 12], [5, 5], [7, 2, 4], [7, 2, 4, 1], [1, 30, 30, 30])
