@@ -83,8 +83,8 @@ def test_a_manifest_that_lists_something_else_is_refused(tmp_path: Path) -> None
     with pytest.raises(InputError, match=r"planted\.safetensors is not listed in manifest\.json"):
         load_newest(tmp_path)
     content = (path / MANIFEST).read_text()
-    (path / MANIFEST).write_text(content.replace('"schema": 4', '"schema": 3'))
-    with pytest.raises(InputError, match="has format 3, and this version reads 4"):
+    (path / MANIFEST).write_text(content.replace('"schema": 5', '"schema": 4'))
+    with pytest.raises(InputError, match="has format 4, and this version reads 5"):
         load_newest(tmp_path)
 
 
