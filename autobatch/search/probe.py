@@ -324,10 +324,10 @@ class Runs:
             return False
         with suppress(Untraceable):
             said = replay(self._fits[0].program.at(size), self._new_allocator())
-            peaks = (said.peak_allocated_bytes, ran.peak_allocated_bytes)
-            if ran.peak_reserved_bytes is not None:  # what a caching allocator limits
-                peaks = (said.peak_reserved_bytes, ran.peak_reserved_bytes)
-            if not said.fits or peaks[0] != peaks[1]:
+            agrees = said.peak_reserved_bytes == ran.peak_reserved_bytes
+            if ran.peak_reserved_bytes is None:  # the allocator keeps nothing
+                agrees = said.peak_allocated_bytes == ran.peak_allocated_bytes
+            if not (said.fits and agrees):
                 return False
             nexts = [program.at(above, since=size) for program in self.programs]
             return not all(replay(trace, self._new_allocator()).fits for trace in nexts)
