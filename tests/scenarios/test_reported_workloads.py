@@ -313,6 +313,7 @@ class Unshared(IterableDataset[Any]):
         return (self.rows[index] for index in range(24))
 
 
+@pytest.mark.program  # torch waits ten seconds for loader processes whose reader has failed
 def test_loader_processes_that_yield_the_same_samples_are_told(tmp_path: Path) -> None:
     """Otherwise an epoch of 24 samples has each of the first 12 twice, and none of the others."""
     with pytest.raises(AssertionError, match="InputError: each of 2 loader processes"):
