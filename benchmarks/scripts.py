@@ -1,0 +1,252 @@
+"""Public training scripts, unchanged but for their flags and made-up data: what fits, and whether it is so.
+
+    python -m tests.stub_gpu -- python -m benchmarks.scripts --checkouts FOLDER [--only NAME …]
+
+FOLDER has a clone of each repository, as ``OWNER+NAME``, at the commit that `SCRIPTS` names. torchvision,
+timm and wandb must be installed. For each script `autobatch probe` searches. Then the script runs without
+autobatch, under the same limit of the allocator, at the answer, where it must take three optimizer steps, and
+at one more, where it must not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+STEPS = 3
+GIB = 1 << 30
+
+
+class Script(NamedTuple):
+    """A script of a repository, and the flags to run it with."""
+
+    name: str
+    repository: str
+    commit: str
+    folder: str
+    words: str
+    budget_gib: float
+    make_data: Callable[[Path], None] = lambda folder: None
+    """Writes made-up data to the folder of the script."""
+    module_path: str = ""
+    """Folder that the script imports from, if not its own."""
+
+
+def tokens(folder: Path) -> None:
+    """Write the tokens of a text for nanoGPT."""
+    data = folder / "data" / "made-up"
+    data.mkdir(parents=True, exist_ok=True)
+    for name in ("train.bin", "val.bin"):
+        (data / name).write_bytes(bytes(range(0, 200, 2)) * 20_000)
+
+
+def digits(folder: Path) -> None:
+    """Write images in the format of MNIST, two folders up, and beside the script."""
+    for place in (folder.parent / "data", folder / "data", folder.parent.parent / "data"):
+        raw = place / "MNIST" / "raw"
+        raw.mkdir(parents=True, exist_ok=True)
+        for part, count in (("train", 60_000), ("t10k", 1_000)):
+            images = struct.pack(">iiii", 2051, count, 28, 28) + bytes(count * 28 * 28)
+            labels = struct.pack(">ii", 2049, count) + bytes(number % 10 for number in range(count))
+            (raw / f"{part}-images-idx3-ubyte").write_bytes(images)
+            (raw / f"{part}-labels-idx1-ubyte").write_bytes(labels)
+
+
+def pictures(folder: Path) -> None:
+    """Write a data set of pictures in folders of classes: one picture under many names."""
+    from PIL import Image
+
+    for part, count in (("train", 2048), ("val", 8)):
+        for label in ("a", "b"):
+            place = folder / "made-up" / part / label
+            place.mkdir(parents=True, exist_ok=True)
+            link(Image.new("RGB", (64, 64)), place, "{}.png", count)
+
+
+def masked_pictures(folder: Path) -> None:
+    """Write pictures and their masks for a U-Net."""
+    from PIL import Image
+
+    link(Image.new("RGB", (96, 64)), folder / "data" / "imgs", "{}.png", 400)
+    link(Image.new("L", (96, 64)), folder / "data" / "masks", "{}_mask.png", 400)
+
+
+def link(picture: Any, folder: Path, name: str, count: int) -> None:
+    """Write a picture under many names."""
+    first = folder / name.format(0)
+    picture.save(first)
+    for number in range(1, count):
+        path = folder / name.format(number)
+        if not path.exists():
+            os.link(first, path)
+
+
+NANOGPT = ("karpathy/nanoGPT", "3adf61e154c3fe3fca428ad6bc3818b27a3b8291", ".")
+EXAMPLES = ("pytorch/examples", "77f55b912142")
+GPT_FLAGS = (
+    "--dataset=made-up --compile=False --eval_iters=1 --block_size=256 --gradient_accumulation_steps=2"
+)
+SCRIPTS = (
+    Script("nanoGPT", *NANOGPT, f"python train.py {GPT_FLAGS} --batch_size={{}}", 4, tokens),
+    Script(
+        "nanoGPT, 2 ranks",
+        *NANOGPT,
+        f"torchrun --standalone --nproc_per_node=2 train.py {GPT_FLAGS} --backend=gloo --batch_size={{}}",
+        4,
+        tokens,
+    ),
+    Script("ResNet-50", *EXAMPLES, "imagenet", "python main.py --dummy -a resnet50 -j 1 -b {}", 4),
+    Script("ResNet-18", *EXAMPLES, "imagenet", "python main.py --dummy -a resnet18 -j 1 -b {}", 2),
+    Script("DCGAN", *EXAMPLES, "dcgan", "python main.py --dataset fake --accel --batchSize {}", 2),
+    Script("VAE", *EXAMPLES, "vae", "python main.py --batch-size {}", 0.0625, digits),
+    Script("MNIST", *EXAMPLES, "mnist", "python main.py --batch-size {}", 1, digits),
+    Script("Siamese", *EXAMPLES, "siamese_network", "python main.py --batch-size {}", 1, digits),
+    Script(
+        "minGPT adder",
+        "karpathy/minGPT",
+        "37baab71b9ab",
+        "projects/adder",
+        "python adder.py --trainer.batch_size={}",
+        1,
+        module_path=".",
+    ),
+    Script(
+        "timm ResNet-50",
+        "huggingface/pytorch-image-models",
+        "aa4b5850c154",
+        ".",
+        "python train.py --data-dir made-up --model resnet50 --num-classes 2 -j 1 -b {} --opt adamw",
+        4,
+        pictures,
+    ),
+    Script(
+        "timm ViT-S, bf16",
+        "huggingface/pytorch-image-models",
+        "aa4b5850c154",
+        ".",
+        "python train.py --data-dir made-up --model vit_small_patch16_224 --num-classes 2 -j 1 -b {} "
+        "--opt adamw --amp --amp-dtype bfloat16",
+        4,
+        pictures,
+    ),
+    Script(
+        "U-Net",
+        "milesial/Pytorch-UNet",
+        "21d7850f2af3",
+        ".",
+        "python train.py --scale 1 --batch-size {}",
+        2,
+        masked_pictures,
+    ),
+)
+
+
+class Measured(NamedTuple):
+    """A row of the table."""
+
+    script: Script
+    micro_batch: int
+    runs: int
+    errors: int
+    seconds: float
+    runs_plainly: bool
+    """True if a plain run at the answer takes its steps."""
+    more_runs: bool
+    """True if one at a larger size by one does."""
+
+
+def measure(script: Script, checkouts: Path) -> Measured:
+    """Search with autobatch, and run the script without it at the answer and at one more."""
+    clone = checkouts / script.repository.replace("/", "+")
+    commit = subprocess.check_output(["git", "-C", clone, "rev-parse", "HEAD"], text=True).strip()
+    if not commit.startswith(script.commit):
+        sys.exit(f"{clone} is at {commit}, and the table is of {script.commit}")
+    folder = clone / script.folder
+    script.make_data(folder)
+    budget = int(script.budget_gib * GIB)
+    path = os.pathsep.join(filter(None, [str(clone / script.module_path), os.environ.get("PYTHONPATH")]))
+    variables = {**os.environ, "PYTHONPATH": path, "WANDB_MODE": "disabled"}
+    start = time.monotonic()
+    line = [sys.executable, "-m", "autobatch", "probe", "--json", "--memory-budget", str(budget)]
+    done = subprocess.run(
+        [*line, "--", *script.words.split()],
+        cwd=folder,
+        env=variables,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    seconds, found = time.monotonic() - start, json.loads(done.stdout)
+    probe = found["probe"]
+    fraction = (budget + 0.5) / found["device"]["total_bytes"]  # torch truncates
+    variables["PYTORCH_ALLOC_CONF"] = f"per_process_memory_fraction:{fraction!r}"
+    size = probe["micro_batch"]
+    plainly = [runs_plainly(script, each, folder, variables) for each in (size, size + 1)]
+    return Measured(script, size, len(probe["attempts"]), probe["oom_count"], seconds, *plainly)
+
+
+def runs_plainly(script: Script, size: int, folder: Path, variables: dict[str, str]) -> bool:
+    """Return whether the script takes its steps under a limit, with the hook of this file alone."""
+    words = script.words.replace("{}", str(size)).split()
+    at = next(place for place, word in enumerate(words) if word.endswith(".py"))
+    words[at:at] = [str(Path(__file__).resolve()), "steps"]
+    return subprocess.run(words, cwd=folder, env=variables, capture_output=True, check=False).returncode == 0
+
+
+def take_steps(words: list[str]) -> None:
+    """Run a script until its third optimizer step, and exit with 1 if the allocator emptied its cache."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    taken: dict[int, int] = {}
+
+    def count(optimizer: Any, *_: Any) -> None:
+        taken[id(optimizer)] = taken.get(id(optimizer), 0) + 1
+        if taken[id(optimizer)] == STEPS:
+            torch.cuda.synchronize()
+            os._exit(int(torch.cuda.memory_stats()["num_alloc_retries"] > 0))
+
+    register_optimizer_step_post_hook(count)
+    sys.argv = words
+    sys.path[0] = str(Path(words[0]).resolve().parent)
+    runpy.run_path(words[0], run_name="__main__")
+    sys.exit(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkouts", type=Path, required=True, help="folder of the clones")
+    parser.add_argument("--only", nargs="+", help="names of scripts")
+    options = parser.parse_args()
+    print("| script | budget | largest | it runs | one more runs | runs | errors | seconds |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for script in SCRIPTS:
+        if options.only and script.name not in options.only:
+            continue
+        try:
+            row = measure(script, options.checkouts.resolve())
+        except subprocess.CalledProcessError as error:
+            print(f"| {script.name} | exit code {error.returncode} | | | | | | |", flush=True)
+            continue
+        yes = ["no", "yes"]
+        print(
+            f"| {script.name} | {script.budget_gib:g} GiB | {row.micro_batch:,} | {yes[row.runs_plainly]} | "
+            f"{yes[row.more_runs]} | {row.runs} | {row.errors} | {row.seconds:.0f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["steps"]:
+        take_steps(sys.argv[2:])
+    else:
+        main()
