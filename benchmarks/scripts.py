@@ -107,7 +107,7 @@ SCRIPTS = (
     Script("ResNet-50", *EXAMPLES, "imagenet", "python main.py --dummy -a resnet50 -j 1 -b {}", 4),
     Script("ResNet-18", *EXAMPLES, "imagenet", "python main.py --dummy -a resnet18 -j 1 -b {}", 2),
     Script("DCGAN", *EXAMPLES, "dcgan", "python main.py --dataset fake --accel --batchSize {}", 2),
-    Script("VAE", *EXAMPLES, "vae", "python main.py --batch-size {}", 0.0625, digits),
+    Script("VAE", *EXAMPLES, "vae", "python main.py --batch-size {}", 0.25, digits),
     Script("MNIST", *EXAMPLES, "mnist", "python main.py --batch-size {}", 1, digits),
     Script("Siamese", *EXAMPLES, "siamese_network", "python main.py --batch-size {}", 1, digits),
     Script(
