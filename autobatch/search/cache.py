@@ -38,6 +38,8 @@ ASKED_FOR = {
     "ema", "whole_batch", "keeps_batches", "parallel",
 }  # fmt: skip
 """Fields of the key that options change: an answer to another question is not stale."""
+ANOTHER = {"model", "samples"}
+"""Fields of the key in which another workload of the same name differs."""
 IN_WORDS = {
     "allocator": "the settings of the allocator",
     "budget_bytes": "the budget",
@@ -112,7 +114,9 @@ def lookup(
     relatives = [
         (limit, changed)
         for limit in limits
-        if limit.key.get("workload") == key["workload"] and (changed := _changed(limit, key))
+        if limit.key.get("workload") == key["workload"]
+        and (changed := _changed(limit, key))
+        and not ANOTHER <= {*changed}
     ]
     relatives.sort(key=lambda pair: pair[0].date, reverse=True)
     stale, changed = min(relatives, key=lambda pair: len(pair[1]), default=(None, []))

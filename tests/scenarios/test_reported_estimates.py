@@ -11,12 +11,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import TensorDataset
 
 import autobatch
-from tests.support.noted import known
 from tests.support.probes import mlp, work
 
 HEAD = 256
-"""Width of a head whose backward pass runs in flash attention on some GPUs only, if it has dropout."""
-FIRST_CAPABILITY = known("measure: a GPU that is named second is traced with the capability of the first")
+"""Width of a head whose backward pass, with dropout, runs in flash attention on some GPUs only. On others,
+that of grouped heads runs in the plain formula."""
 
 
 class Attention(nn.Module):
@@ -28,7 +27,7 @@ class Attention(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         query, key, value = self.project(inputs).unflatten(-1, (3, 1, HEAD)).permute(2, 0, 3, 1, 4)
-        return scaled_dot_product_attention(query, key, value, dropout_p=0.1)
+        return scaled_dot_product_attention(query, key, value, dropout_p=0.1, enable_gqa=True)
 
 
 def attention() -> autobatch.Workload:
@@ -36,12 +35,10 @@ def attention() -> autobatch.Workload:
     return work(Attention, train_data=data, loss=lambda model, batch: model(batch[0]).float().mean())
 
 
-@FIRST_CAPABILITY
 def test_the_answer_for_a_gpu_does_not_depend_on_the_others() -> None:
     def limits(*gpus: str) -> dict[str, tuple[int, int]]:
-        found = autobatch.estimate(
-            attention(), profile=list(gpus), memory_budget="1GiB", max_micro_batch=4096
-        )
+        options = {"memory_budget": "1GiB", "max_micro_batch": 4096, "precision": "bf16"}
+        found = autobatch.estimate(attention(), profile=list(gpus), **options)
         return {one.profile: (one.micro_batch, one.peak_reserved_bytes) for one in found.estimates}
 
     gpus = ("a100-40gb", "l40s")

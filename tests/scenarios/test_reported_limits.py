@@ -23,7 +23,6 @@ from autobatch.core.units import GiB, MiB
 from autobatch.device import nvml
 from tests.support.commandline import SMALL
 from tests.support.fake_cuda import gpu_reading
-from tests.support.noted import known
 from tests.support.probes import Listener, Sequences, classify, pad, work
 from tests.support.python_gpu import GpuTensor, python_gpu
 from tests.support.rank_server import RankServer
@@ -31,7 +30,6 @@ from tests.support.rank_server import RankServer
 WIDTH = 8
 SECONDS = 60.0
 """Wall limit of a case in processes of its own."""
-STRANGER = known("measure: the saved limit of another workload of the same name is told as one that changed")
 
 
 def result_of(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -144,7 +142,6 @@ def workload():
 '''
 
 
-@STRANGER
 @pytest.mark.parametrize("is_shown", [True, False])
 def test_a_folder_where_nothing_was_probed_has_no_saved_limit(
     tmp_path: Path, is_shown: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
