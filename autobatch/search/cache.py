@@ -116,7 +116,7 @@ def lookup(
         for limit in limits
         if limit.key.get("workload") == key["workload"]
         and (changed := _changed(limit, key))
-        and not ANOTHER <= {*changed}
+        and not ANOTHER.issubset(changed)
     ]
     relatives.sort(key=lambda pair: pair[0].date, reverse=True)
     stale, changed = min(relatives, key=lambda pair: len(pair[1]), default=(None, []))
