@@ -251,7 +251,7 @@ def _evidence(probe: Probe) -> str:
     return {
         "run": f"; {more} ran and do not",
         "error": f"; {more} do not run, for another reason than memory",
-        "replay": f"; {more} do not (measured in {plural(len(probe.attempts), 'test run')})",
+        "replay": f"; {more} do not ({plural(len(probe.attempts), 'test run')})",
         "cap": f"; {_CAPS[probe.limited_by]}",
         None: f"; more may: the {probe.stopped_by} ended the search",
     }[probe.upper_bound_by]
