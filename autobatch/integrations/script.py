@@ -1,9 +1,8 @@
 """Programs that have no `Workload`, run at sizes within a budget.
 
-    command at a size ──► its third optimizer step ──► peaks and events of its allocator
-
-The program runs as it is. A recorder comes in by the environment (`autobatch.integrations.recorder`), also
-into processes that it starts. All of its ranks must fit, and the events of the one that reserves most count.
+The program runs as it is, up to its third optimizer step. A recorder comes in by the environment, also into
+processes that it starts (`autobatch.integrations.recorder`). All of its ranks must fit, and the events of the
+one that reserves most count.
 """
 
 from __future__ import annotations

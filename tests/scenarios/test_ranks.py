@@ -226,7 +226,7 @@ def test_a_run_moves_between_ranks(server: RankServer, tmp_path: Path, name: str
 @pytest.mark.program
 def test_all_ranks_take_what_fits_on_the_smallest(server: RankServer, tmp_path: Path) -> None:
     options = {"steps": 3, "target_batch": 24}
-    budgets = {0: "100KiB", 1: "4KiB", 2: "100KiB"}
+    budgets = {0: "100KiB", 1: "5KiB", 2: "100KiB"}
     run = str(tmp_path / "run")
     found = server.values(fit, "plain", run, {**options, "memory_budget": budgets}, world=3)
     plans = [result["plan"] for _, _, result in found]

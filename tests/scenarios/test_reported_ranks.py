@@ -151,16 +151,7 @@ def validate_longest(out: str, options: dict[str, Any]) -> tuple[str, int]:
 
 @pytest.mark.program
 @pytest.mark.parametrize(
-    ("parallel", "split"),
-    [
-        ("replicate", "size"),
-        ("shard", "count"),
-        pytest.param(
-            "shard",
-            "size",
-            marks=known("run: a sharded model is validated in micro-batches that fit short samples only"),
-        ),
-    ],
+    ("parallel", "split"), [("replicate", "size"), ("shard", "count"), ("shard", "size")]
 )
 def test_validation_takes_micro_batches_that_the_longest_samples_fit_in(
     server: RankServer, tmp_path: Path, parallel: str, split: str
