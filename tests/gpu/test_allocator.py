@@ -168,7 +168,7 @@ def test_a_size_at_which_memory_runs_out_does_not_fit(on_gpu, call: str) -> None
     found = done.json["probe"]
     failed = [one["micro_batch"] for one in found["attempts"] if not one["fits"]]
     assert failed
-    assert found["micro_batch"] < max(failed)
+    assert found["micro_batch"] not in failed
 
 
 @only_stub

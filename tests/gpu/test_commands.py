@@ -56,7 +56,7 @@ def test_the_whole_estimate_of_a_limit_is_exact_but_for_workspaces(on_gpu) -> No
     """The estimate sees the profile alone, and the limit was found by runs, with cuBLAS's two workspaces."""
     found = on_gpu("probe", "train.py", *WITHIN, "--json").json["probe"]
     m = found["micro_batch"]
-    size = ("--micro-batch", m, "--precision", "bf16")
+    size = ("--micro-batch", m)
     guess = on_gpu("estimate", "train.py", "--profile", "h100-80gb", *size, "--json").json["estimates"][0]
     ran = next(one for one in found["attempts"] if one["micro_batch"] == m)
     missing = ran["peak_allocated_bytes"] - guess["peak_allocated_bytes"]
