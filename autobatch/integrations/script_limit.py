@@ -5,13 +5,14 @@ saved limit ──guess──► search by runs ──► limit ──► equal 
 
 from __future__ import annotations
 
-import datetime
 import os
 from pathlib import Path
 
+import msgspec
+
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options
-from autobatch.core.records import Attempt, DeviceRecord, LimitedBy, Plan, Probe
+from autobatch.core.records import Attempt, DeviceRecord, LimitedBy, Plan
 from autobatch.core.units import format_bytes
 from autobatch.device.cuda_allocator import allocator_options
 from autobatch.device.select import open_device
@@ -21,7 +22,7 @@ from autobatch.integrations.script import Runner
 from autobatch.planning import equal_plan, even_split_note
 from autobatch.rehearsal.setup import KeyValue
 from autobatch.report.result import Result
-from autobatch.search.cache import CachedLimit, entry_path, load_programs, lookup, save_programs, store
+from autobatch.search.cache import entry_path, keep, load_programs, recall
 from autobatch.search.probe import Found, find_largest
 
 MOST = 1 << 20
@@ -73,9 +74,7 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
         "budget_bytes": device.budget_bytes,
         "allocator": allocator_options(os.environ) or None,
     }
-    saved, stale = lookup(key, home, may_vary=options.device.memory_budget is None)
-    if stale is not None:
-        progress.note(f"{stale}. It is probed again")
+    saved = recall(key, home, progress, may_vary=options.device.memory_budget is None)
     found = find_largest(
         runner.run,
         cap=cap,
@@ -91,36 +90,12 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
         raise _nothing_fits(device, outcomes[min(outcomes)].attempt)
     if above is not None and above.error is not None:
         progress.note(f"a micro-batch of {limit + multiple:,} does not run: {above.attempt.reason}")
-    is_confirmed = [*outcomes] == [limit]
+    probe = found.probe(caps, multiple=multiple, saved_on=None if saved is None else saved.date)
     plan = None if target is None else _equal_plan(runner, target, found, multiple)
-    attempts = [outcome.attempt for outcome in outcomes.values()]
-    probe = Probe(
-        micro_batch=limit,
-        limited_by=next((name for name, size in caps.items() if size == limit), "memory"),
-        upper_bound_by=found.upper_bound_by,
-        predicted_micro_batch=found.predicted,
-        oom_count=sum(not (attempt.fits or attempt.is_error) for attempt in attempts),
-        attempts=attempts,
-        multiple=multiple,
-        stopped_by=found.stopped_by,
-        source=f"saved {saved.date}" if saved is not None and is_confirmed else "search",
-    )
-    file = None
-    if found.upper_bound_by is not None:
-        entry = CachedLimit(
-            key=key,
-            micro_batch=limit,
-            limited_by=probe.limited_by,
-            upper_bound_by=found.upper_bound_by,
-            multiple=multiple,
-            cap=cap,
-            date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        )
-        try:
-            file = store(entry, home)
-            save_programs(found.programs, file)
-        except InputError as error:
-            progress.note(f"the limit was not saved: {error}")
+    attempts = [outcome.attempt for outcome in outcomes.values()]  # with those of the plan
+    oom_count = sum(not (attempt.fits or attempt.is_error) for attempt in attempts)
+    probe = msgspec.structs.replace(probe, attempts=attempts, oom_count=oom_count)
+    file = keep(probe, found.programs, key, cap=cap, home=home, progress=progress)
     return Result(device=device, probe=probe, plan=plan, profile=file)
 
 

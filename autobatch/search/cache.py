@@ -9,6 +9,7 @@ search; otherwise both are only a guess.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import logging
 import re
@@ -21,7 +22,8 @@ import msgspec
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import UNREADABLE, read_json, write_atomic
-from autobatch.core.records import LimitedBy, UpperBoundBy
+from autobatch.core.progress import Progress
+from autobatch.core.records import LimitedBy, Probe, UpperBoundBy
 from autobatch.core.text import printable
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
@@ -85,6 +87,51 @@ class CachedLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Cap of the search in samples; None if there was none."""
     date: str
     """ISO date on which it was found."""
+
+
+def recall(
+    key: Mapping[str, KeyValue], home: Path, progress: Progress, *, may_vary: bool
+) -> CachedLimit | None:
+    """Return the saved limit of a key, with a note if there is one that is out of date. See `lookup`."""
+    saved, stale = lookup(key, home, may_vary=may_vary)
+    if stale is not None:
+        progress.note(f"{stale}. It is probed again")
+    return saved
+
+
+def keep(
+    probe: Probe,
+    programs: tuple[Program, ...],
+    key: Mapping[str, KeyValue],
+    *,
+    cap: int,
+    home: Path,
+    progress: Progress,
+) -> Path | None:
+    """Save the answer of a search that ran to its end, with the programs of its steps, and return its file.
+
+    Returns:
+        None, with a note if the directory is not writable. Without one, the search was stopped, or not the
+        budget refused a size.
+    """
+    if probe.upper_bound_by is None or any(attempt.is_below_budget for attempt in probe.attempts):
+        return None
+    limit = CachedLimit(
+        key=dict(key),
+        micro_batch=probe.micro_batch,
+        limited_by=probe.limited_by,
+        upper_bound_by=probe.upper_bound_by,
+        multiple=probe.multiple,
+        cap=cap,
+        date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+    )
+    try:
+        file = store(limit, home)
+    except InputError as error:
+        progress.note(f"the limit was not saved: {error}")
+        return None
+    save_programs(programs, file)
+    return file
 
 
 def store(limit: CachedLimit, home: Path) -> Path:

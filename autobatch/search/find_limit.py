@@ -8,7 +8,6 @@ more fits.
 
 from __future__ import annotations
 
-import datetime
 import math
 import time
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from autobatch.rehearsal.attempt import ATTEMPT_STEPS, Outcome
 from autobatch.rehearsal.process import Session, SetupProcess
 from autobatch.rehearsal.setup import new_allocator
 from autobatch.search.attempts import Attempts, ask_or_none, nothing_fits, run_attempt
-from autobatch.search.cache import CachedLimit, entry_path, load_programs, lookup, save_programs, store
+from autobatch.search.cache import CachedLimit, entry_path, keep, load_programs, recall
 from autobatch.search.probe import FIRST, Found, find_largest
 from autobatch.search.real_batches import survive_real_batches
 from autobatch.workload.user_code import describe
@@ -85,7 +84,8 @@ def find_limit(
     limit = probing.search(clock)
     limit = limit._replace(probe=_with_others(limit.probe, process, progress))
     progress.probed(limit.probe)
-    limit = probing.save(limit)
+    key, cap = process.info.key, probing.cap
+    limit = limit._replace(file=keep(limit.probe, limit.programs, key, cap=cap, home=home, progress=progress))
     probe = survive_real_batches(process, limit.probe, share, options.device.seed, progress)
     limit = limit._replace(probe=probe, planned=probe.micro_batch)
     is_alone = process.info.key["world_size"] in (None, 1)
@@ -224,18 +224,9 @@ class _Probing:
         self._note_saved(saved, tried)
         self._note_next(found, multiple)
         trace = tried[found.micro_batch].trace
-        is_confirmed = saved is not None and [*tried] == [found.micro_batch]
-        probe = Probe(
-            micro_batch=found.micro_batch,
-            limited_by=self._limited_by(found.micro_batch),
-            upper_bound_by=found.upper_bound_by,
-            predicted_micro_batch=found.predicted,
-            oom_count=sum(not (attempt.fits or attempt.is_error) for attempt in found.attempts),
-            attempts=found.attempts,
-            multiple=multiple,
+        probe = msgspec.structs.replace(
+            found.probe(self._caps, multiple=multiple, saved_on=None if saved is None else saved.date),
             memory_variation=variation_of(trace),
-            stopped_by=found.stopped_by,
-            source=f"saved {saved.date}" if saved is not None and is_confirmed else "search",
             precision=info.precision,
         )
         if probe.memory_variation:
@@ -249,9 +240,7 @@ class _Probing:
     def _saved(self, multiple: int) -> CachedLimit | None:
         """Return the saved limit of this key, with a note if it is out of date."""
         may_vary = self._options.device.memory_budget is None
-        saved, stale = lookup(self._process.info.key, self._home, may_vary=may_vary)
-        if stale is not None:
-            self._progress.note(f"{stale}. It is probed again")
+        saved = recall(self._process.info.key, self._home, self._progress, may_vary=may_vary)
         return None if saved is None or saved.micro_batch < multiple else saved
 
     def _note_saved(self, saved: CachedLimit | None, tried: dict[int, Outcome]) -> None:
@@ -277,33 +266,6 @@ class _Probing:
                 f": give --micro-batch-multiple {MULTIPLES[0]}, or a smaller number whose multiples run. The "
                 f"error of {max(tried)}: {describe(error)}"
             ) from error
-
-    def save(self, limit: Limit) -> Limit:
-        """Save the answer and the trace of a search that ran to its end, and return it with its file."""
-        found = limit.probe
-        refused_elsewhere = any(one.is_below_budget for one in found.attempts)
-        if found.upper_bound_by is None or refused_elsewhere:
-            return limit
-        entry = CachedLimit(
-            key=self._process.info.key,
-            micro_batch=found.micro_batch,
-            limited_by=found.limited_by,
-            upper_bound_by=found.upper_bound_by,
-            multiple=found.multiple,
-            cap=self.cap,
-            date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        )
-        try:
-            file = store(entry, self._home)
-        except InputError as error:
-            self._progress.note(f"the limit was not saved: {error}")
-            return limit
-        save_programs(limit.programs, file)
-        return limit._replace(file=file)
-
-    def _limited_by(self, micro_batch: int) -> LimitedBy:
-        """Return what limits an answer: the first cap that it reaches, else memory."""
-        return next((name for name, cap in self._caps.items() if cap == micro_batch == self.cap), "memory")
 
     def _note_next(self, found: Found, multiple: int) -> None:
         """Note the reason that refused the next size if it is not the budget."""

@@ -9,13 +9,13 @@ m is the cap. This module knows no device and no model: a size goes in, an `Outc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autobatch.core.largest import Bracket, most_asked, told_apart
-from autobatch.core.records import Attempt, UpperBoundBy
+from autobatch.core.records import Attempt, LimitedBy, Probe, UpperBoundBy
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.footprint.fitting import Fitting
@@ -59,6 +59,30 @@ class Found(NamedTuple):
     """The largest size in question, and larger ones that came into question because all up to there fit."""
     programs: tuple[Program, ...] = ()
     """The steps at any size, in each order that ran; empty if no two runs have the same structure."""
+
+    def probe(self, caps: Mapping[LimitedBy, int], *, multiple: int, saved_on: str | None) -> Probe:
+        """Return the record of the search.
+
+        Args:
+            caps: the limits of the micro-batch besides memory, in samples. The first that the answer reaches
+                limits it.
+            multiple: the number whose multiples ran.
+            saved_on: date of the saved limit that the search began with; None without one.
+        """
+        is_confirmed = saved_on is not None and [run.micro_batch for run in self.attempts] == [
+            self.micro_batch
+        ]
+        return Probe(
+            micro_batch=self.micro_batch,
+            limited_by=next((name for name, cap in caps.items() if cap == self.micro_batch), "memory"),
+            upper_bound_by=self.upper_bound_by,
+            predicted_micro_batch=self.predicted,
+            oom_count=sum(not (run.fits or run.is_error) for run in self.attempts),
+            attempts=self.attempts,
+            multiple=multiple,
+            stopped_by=self.stopped_by,
+            source=f"saved {saved_on}" if is_confirmed else "search",
+        )
 
 
 def find_largest(
