@@ -275,7 +275,7 @@ def _differences(recorded: int, replayed: int, name: str) -> list[str]:
 
 
 class _Prediction(NamedTuple):
-    """What is known of a program that was recorded at several sizes."""
+    """Knowledge of a program that was recorded at several sizes."""
 
     step: Footprint
     apart_bytes: int

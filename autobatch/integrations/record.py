@@ -26,6 +26,23 @@ LOOK_SECONDS = 0.2
 """Time between two looks for what the program has written."""
 
 
+def recorded(
+    folder: str,
+    *,
+    steps: int | None,
+    seconds: int | None = None,
+    ends: bool = False,
+    stacks: bool = False,
+    fraction: float | None = None,
+) -> dict[str, str]:
+    """Return the environment of a program that is recorded; see `autobatch.integrations.recorder`."""
+    wanted = {"folder": folder, "steps": steps, "seconds": seconds, "ends": ends, "stacks": stacks}
+    wanted |= {"at_oom": True, "fraction": fraction}
+    paths = filter(None, [str(RECORDER), os.environ.get("PYTHONPATH")])
+    variables = {"AUTOBATCH_RECORDER": json.dumps(wanted), "PYTHONPATH": os.pathsep.join(paths)}
+    return {**os.environ, **variables}
+
+
 def record(
     command: Sequence[str],
     out: Path,
@@ -62,12 +79,8 @@ def record(
     try:
         # Beside the file, so that it can be moved there whole.
         with tempfile.TemporaryDirectory(prefix=".autobatch-", dir=out.absolute().parent) as folder:
-            wanted = {"folder": folder, "steps": steps, "seconds": seconds, "ends": False}
-            wanted |= {"stacks": True, "at_oom": True, "fraction": None}
-            found = [str(RECORDER), os.environ.get("PYTHONPATH", "")]
-            paths = os.pathsep.join(filter(None, found))
-            variables = {"AUTOBATCH_RECORDER": json.dumps(wanted), "PYTHONPATH": paths}
-            process = subprocess.Popen(command, env={**os.environ, **variables})
+            environ = recorded(folder, steps=steps, seconds=seconds, stacks=True)
+            process = subprocess.Popen(command, env=environ)
             # Ctrl-C of a terminal reaches the program without us.
             own = [signal.SIGTERM] if sys.stdin.isatty() else [signal.SIGTERM, signal.SIGINT]
             with (

@@ -30,7 +30,7 @@ from autobatch.core.units import format_bytes
 from autobatch.device.cuda_allocator import fraction_of
 from autobatch.device.snapshot_file import Recording, read_recordings
 from autobatch.estimates.snapshots import OnPools
-from autobatch.integrations.record import LOOK_SECONDS, RECORDER
+from autobatch.integrations.record import LOOK_SECONDS, recorded
 from autobatch.rehearsal.attempt import Outcome
 from autobatch.report.words import plural
 
@@ -195,15 +195,11 @@ class Runner:
     def _execute(self, words: Sequence[str], folder: Path, log: BinaryIO) -> int | None:
         """Run words with the recorder, and return their exit code; None if time was over."""
         fraction = fraction_of(self.device.budget_bytes, self.device.total_bytes)
-        wanted = {"folder": str(folder), "steps": STEPS, "seconds": None, "ends": True, "stacks": False}
-        wanted |= {"at_oom": True, "fraction": fraction}
-        paths = filter(None, [str(RECORDER), os.environ.get("PYTHONPATH")])
-        variables = {"AUTOBATCH_RECORDER": json.dumps(wanted), "PYTHONPATH": os.pathsep.join(paths)}
         printed, end = log.tell(), time.monotonic() + self.seconds
         try:
             process = subprocess.Popen(
                 words,
-                env={**os.environ, **variables},
+                env=recorded(str(folder), steps=STEPS, ends=True, fraction=fraction),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

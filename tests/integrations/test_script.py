@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -13,12 +12,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
 from autobatch.cli import main as cli
 from autobatch.core.records import DeviceRecord
+from tests.support.commandline import Ran
 from tests.support.stand_in_torch import TOTAL_BYTES, install
 
 WEIGHTS, STATE, SAMPLE = 100, 200, 20
@@ -35,18 +34,6 @@ for step in range(100):
     optimizer.step()
     torch.give(activations)
 """
-
-
-class Ran(NamedTuple):
-    """A command that ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
 
 
 Run = Callable[..., Ran]
