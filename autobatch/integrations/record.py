@@ -37,9 +37,9 @@ def recorded(
 ) -> dict[str, str]:
     """Return the environment of a program that is recorded; see `autobatch.integrations.recorder`."""
     wanted = {"folder": folder, "steps": steps, "seconds": seconds, "ends": ends, "stacks": stacks}
-    wanted |= {"at_oom": True, "fraction": fraction}
+    content = json.dumps({**wanted, "at_oom": True, "fraction": fraction})
     paths = filter(None, [str(RECORDER), os.environ.get("PYTHONPATH")])
-    variables = {"AUTOBATCH_RECORDER": json.dumps(wanted), "PYTHONPATH": os.pathsep.join(paths)}
+    variables = {"AUTOBATCH_RECORDER": content, "PYTHONPATH": os.pathsep.join(paths)}
     return {**os.environ, **variables}
 
 

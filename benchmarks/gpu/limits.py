@@ -24,13 +24,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.workloads import CASES
+from benchmarks.plain_loop import STEPS, costliest, train
 
 MIB = 1 << 20
-STEPS = ((1, 2, 2), (2, 2, 1))
-"""Micro-batches of each optimizer step. The order of the first two changes how memory fragments."""
 NO_ENGINE = "unable to find an engine"
 """What cuDNN says if it has no memory for the workspace of any plan."""
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def probe(name: str, budget_mib: int) -> dict[str, Any]:
@@ -77,7 +75,7 @@ def loop(name: str, budget_mib: int, micro_batch: int) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         try:
-            train(name, budget_mib, micro_batch, steps)
+            train_within(name, budget_mib, micro_batch, steps)
         except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError) and NO_ENGINE not in str(error):
                 raise
@@ -94,7 +92,7 @@ def loop(name: str, budget_mib: int, micro_batch: int) -> dict[str, Any]:
     return found
 
 
-def train(name: str, budget_mib: int, micro_batch: int, steps: tuple[int, ...]) -> None:
+def train_within(name: str, budget_mib: int, micro_batch: int, steps: tuple[int, ...]) -> None:
     """Run optimizer steps of so many micro-batches each, on the costliest samples."""
     device = torch.device("cuda")
     total = torch.cuda.get_device_properties(device).total_memory
@@ -103,28 +101,15 @@ def train(name: str, budget_mib: int, micro_batch: int, steps: tuple[int, ...]) 
     work = case.make()
     model = work.model().to(device).train()
     optimizer = work.optimizer(model.parameters(), work.learning_rate)
-    precision = case.options["precision"]
-    scaler = torch.amp.GradScaler(device.type, init_scale=1.0, enabled=precision == "fp16")
-    order = range(len(work.train_data))
-    if work.size_of is not None:
-        order = sorted(order, key=lambda index: (-work.size_of(work.train_data[index]), index))
-    samples = [work.train_data[order[index]] for index in range(micro_batch)]
-    collate = work.collate or torch.utils.data.default_collate
-    for count in steps:
-        for _ in range(count):
-            batch = moved(collate(samples), device)
-            with torch.autocast(device.type, DTYPES.get(precision), enabled=precision in DTYPES):
-                loss = work.loss(model, batch)
-            del batch  # autograd keeps what it needs
-            total = getattr(loss, "total", loss)
-            del loss
-            scaler.scale(total / count).backward()
-            del total
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+    train(
+        model,
+        optimizer,
+        work.loss,
+        lambda: moved(costliest(work, micro_batch), device),
+        steps,
+        device_type=device.type,
+        precision=case.options["precision"],
+    )
 
 
 def moved(batch: Any, device: torch.device) -> Any:

@@ -9,8 +9,9 @@ import torch
 
 from autobatch import Workload
 from autobatch.core.options import Options
-from autobatch.device.base import Device, MemoryStats
+from autobatch.device.base import Device
 from autobatch.rehearsal.setup import Setup, open_setup
+from benchmarks.plain_loop import STEPS, costliest, train
 from benchmarks.workloads import WORKLOADS, InMemory
 
 BUDGETS: dict[str, dict[str, tuple[str, str, str]]] = {
@@ -46,8 +47,6 @@ BUDGETS: dict[str, dict[str, tuple[str, str, str]]] = {
         "contrastive": ("2MiB", "22MiB", "40MiB"),
     },
 }
-STEPS = ((1, 2, 2), (2, 2, 1))
-"""Micro-batches of each optimizer step. The order of the first two changes how memory fragments."""
 NEIGHBOURS = 8
 """Sizes on either side of an answer that also run on the simulated GPU, where memory need not be monotone."""
 
@@ -101,48 +100,21 @@ def bisected(fits, cap: int) -> int:
 
 
 def trains(workload: Workload, device: Device, size: int, steps: tuple[int, ...]) -> bool:
-    """Return whether a plain loop of torch on the costliest samples stays within the budget.
-
-    Of the product it uses the meter only.
-    """
-    samples = costliest(workload, size)
-    try:
-        stats = train(workload, device, samples, steps)
-    except torch.OutOfMemoryError:
-        return False
-    return device.refuses(stats) is None
-
-
-def costliest(workload: Workload, size: int) -> list[Any]:
-    """Return the largest samples, as many as asked for."""
-    data: Any = workload.train_data
-    order: Any = range(len(data))
-    if workload.size_of is not None:
-        size_of = workload.size_of
-        order = sorted(order, key=lambda index: (-size_of(data[index]), index))
-    return [data[index] for index in order[:size]]
-
-
-def train(workload: Workload, device: Device, samples: list[Any], steps: tuple[int, ...]) -> MemoryStats:
-    """Run optimizer steps of so many micro-batches each, and return what they took."""
-    collate = workload.collate or torch.utils.data.default_collate
+    """Return whether a plain loop of torch stays within the budget. Of the product it uses the meter only."""
     torch.manual_seed(0)
     model = workload.model().train()
     optimizer = workload.optimizer(model.parameters(), workload.learning_rate)
-    with device.enforced() as meter:
-        meter.count([*model.parameters(), *model.buffers()])
-        for count in steps:
-            for _ in range(count):
+    try:
+        with device.enforced() as meter:
+            meter.count([*model.parameters(), *model.buffers()])
+
+            def draw() -> Any:
                 with meter.uncounted():
-                    batch = collate(samples)
+                    batch = costliest(workload, size)
                 meter.count(batch)
-                loss = workload.loss(model, batch)
-                del batch  # autograd keeps what it needs
-                total = getattr(loss, "total", loss) / count
-                del loss
-                total.backward()
-                del total
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        return meter.stats()
+                return batch
+
+            train(model, optimizer, workload.loss, draw, steps, device_type="cpu")
+            return device.refuses(meter.stats()) is None
+    except torch.OutOfMemoryError:
+        return False
