@@ -16,7 +16,7 @@ from autobatch.core.options import all_fields, fields_of
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/README.md"])
-MOST_LINES = 190
+MOST_LINES = 110
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]*[a-z])")
@@ -60,14 +60,11 @@ def test_links_resolve_code_parses_and_options_exist(path: Path) -> None:
         assert any((root / name).exists() for root in (ROOT, ROOT / "autobatch")), name
 
 
-def test_every_document_is_on_the_site_and_the_older_ones_are_linked_from_the_readme() -> None:
+def test_every_document_is_on_the_site() -> None:
     """The build of the site fails if a page is left out of its navigation."""
     navigation = text_of(ROOT / "mkdocs.yml")
-    targets = set(LINK.findall(text_of(ROOT / "README.md")))
     for path in (ROOT / "docs").rglob("*.md"):
-        name = str(path.relative_to(ROOT / "docs"))
-        assert f": {name}\n" in navigation
-        assert f"docs/{name}" in targets or "/" in name or name in ("index.md", "tutorial.md")
+        assert f": {path.relative_to(ROOT / 'docs')}\n" in navigation
 
 
 def test_options_on_the_page_are_those_of_the_command_line() -> None:

@@ -35,7 +35,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 HOW_TO = sorted((ROOT / "docs/how-to").glob("*.md"))
 COMPLETE = [ROOT / "docs/tutorial.md", *HOW_TO]
 """Pages whose code stands alone."""
-EXCERPTS = [ROOT / "README.md", ROOT / "docs/your-own-loop.md", ROOT / "docs/data.md"]
+EXCERPTS = [ROOT / "docs/your-own-loop.md", ROOT / "docs/data.md"]
 """Pages whose code uses a model and data that a reader has: `reader` stands in for them."""
 
 
@@ -293,6 +293,43 @@ def test_what_one_writes_instead_runs_after_the_loop_that_it_replaces(
         exec(compile(code, f"{title}, block {number}", "exec"), names)
     planned = names.get("plan") or names.get("result", names.get("finder")).plan
     assert sum(planned.micro_batches) == planned.target_batch
+
+
+def sides_of(diff: str) -> list[str]:
+    """Return the code before and after a difference."""
+    return ["\n".join(line[1:] for line in diff.splitlines() if line[:1] != other) for other in "+-"]
+
+
+@pytest.mark.program
+def test_the_program_of_the_readme_runs_when_it_is_copied(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    program = code_of(ROOT / "README.md")[0]
+    assert len(program.splitlines()) <= 20
+    (tmp_path / "train.py").write_text(program)
+    (command,) = re.findall(r"^autobatch fit train.py .*$", text, re.MULTILINE)
+    assert "batch 2,048 in" in printed_by("bash", command, tmp_path)
+
+
+def diffs_of(page: Path) -> list[str]:
+    return re.findall(r"^```diff\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.program
+@pytest.mark.filterwarnings("default")
+def test_the_loops_of_the_readme_run_before_and_after() -> None:
+    lightning, transformers = installed("lightning"), installed("transformers")
+    own, libraries = diffs_of(ROOT / "README.md")
+    program: dict[str, Any] = {"__name__": "readme", "autobatch": autobatch}
+    exec(code_of(ROOT / "README.md")[0], program)
+    model = program["workload"]().model()
+    program |= {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    program["loader"] = DataLoader(program["dataset"], 1000)
+    theirs = {"autobatch": autobatch, "lightning": lightning, "Trainer": transformers.Trainer}
+    theirs |= {"arguments": transformers.TrainingArguments("out", max_steps=2)}
+    for code in sides_of(own):
+        exec(code, dict(program))
+    for code in sides_of(libraries):
+        exec(code, theirs | with_transformers() | with_lightning())
 
 
 FIRST_LINES = ("your-own-loop", "data", "loss", "how-to/which-gpu")
