@@ -22,7 +22,7 @@ import autobatch
 
 
 def limits(workload: autobatch.Workload) -> int:
-    found = autobatch.probe(workload, max_micro_batch=64, device="cpu", memory_budget="6GiB", time_limit=60)
+    found = autobatch.probe(workload, max_micro_batch=64, device="cpu", memory_budget="6GiB")
     estimates = autobatch.estimate(workload, profile=["rtx-4090", "t4"], target_batch=64)
     return found.micro_batch + sum(one.micro_batch for one in estimates.estimates)
 

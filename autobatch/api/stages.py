@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -19,7 +18,6 @@ import msgspec
 from autobatch.api.call import Call
 from autobatch.api.ranks import check_data_of_ranks
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
-from autobatch.core.files import write_atomic
 from autobatch.core.records import MemoryCurve, Plan, PredictedPoint, Remedy, Tuning
 from autobatch.distributed.rank_plan import agree_on_limit
 from autobatch.distributed.sharding.layout import ONCE, ShardLayout
@@ -30,7 +28,6 @@ from autobatch.rehearsal.process import Session, SetupProcess, open_process
 from autobatch.rehearsal.setup import Role, SetupInfo, new_allocator
 from autobatch.report.result import Result
 from autobatch.report.words import decimal, plural
-from autobatch.search.attempts import ask_or_none, step_snapshot
 from autobatch.search.find_limit import Limit, check_size, find_limit
 from autobatch.search.plan_split import choose_split
 from autobatch.training.split_check.check import ANYWAY, examine
@@ -175,7 +172,9 @@ def _limit(call: Call, setup: OpenSetup, samples: int | None) -> Limit:
             if setup.may_share:
                 raise
             refused = str(error)
-        found = ask_or_none(process, "looking for what helps", _suggestions) or []
+        found: list[Remedy] = []
+        with suppress(AutobatchError):  # the error stands without it
+            found = process.call("looking for what helps", _suggestions)
         raise DoesNotFitError(f"{refused}{in_words(found)}")
 
     limit = setup.fitting(find)
@@ -235,7 +234,7 @@ def _plan(call: Call, info: SetupInfo, limit: int, world_size: int) -> Plan:
         target_batch=call.options.target_batch,
         micro_batch_limit=limit,
         world_size=world_size,
-        multiple=call.options.multiple or 1,
+        multiple=call.options.search.micro_batch_multiple,
         learning_rate=info.learning_rate,
         base_batch=batch.base_batch or info.base_batch,
         rule=batch.lr_rule,
@@ -306,7 +305,6 @@ def finish_plan(
         result = msgspec.structs.replace(result, plan=plan, tuning=tuning)
     elif command == "tune":
         result = msgspec.structs.replace(result, tuning=Tuning(notes=["no trial was asked for"]))
-    _write_memory_viz(call, setup.process, result)
     if result.plan is not None and result.probe is not None and result.probe.stopped_by != "interrupt":
         plan = choose_split(
             setup.process,
@@ -394,24 +392,3 @@ def _add_learning_rate(call: Call, tuner: Tuner, result: Result) -> Result:
         return result
     tuning = msgspec.structs.replace(result.tuning or Tuning(), learning_rate=found)
     return msgspec.structs.replace(result, plan=plan, tuning=tuning)
-
-
-def _write_memory_viz(call: Call, process: SetupProcess, result: Result) -> None:
-    """Write the memory of a few steps of the result to ``--memory-viz``, if it was asked for."""
-    probe, plan, path = result.probe, result.plan, call.options.search.memory_viz
-    if path is None or probe is None or probe.micro_batch < 1:
-        return
-    call.progress.doing("recording the memory of a few steps")
-    content = step_snapshot(
-        process, probe.micro_batch if plan is None else plan.micro_batch, {} if plan is None else plan.knobs
-    )
-    if content is None:
-        call.progress.note("--memory-viz: nothing was written, because the steps did not run on CUDA")
-        return
-    try:
-        write_atomic(Path(path), content)
-    except OSError as error:
-        raise InputError(
-            f"--memory-viz {path} cannot be written: {error.strerror or error}. Give another file"
-        ) from error
-    call.progress.note(f"the memory of a few steps is in {path}: open it at pytorch.org/memory_viz")

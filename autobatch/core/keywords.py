@@ -37,7 +37,7 @@ class CommonKeywords(TypedDict, total=False):
     scan: int | None
     seed: int
     max_micro_batch: int | None
-    micro_batch_multiple: Literal["auto"] | int
+    micro_batch_multiple: int
     parallel: ParallelChoice
     shard_sync: ShardSync
     shard_modules: str | None
@@ -48,7 +48,6 @@ class EstimateKeywords(CommonKeywords, total=False):
 
     profile: str | Sequence[str]
     snapshot: str | Sequence[str]
-    all: bool
     micro_batch: int | None
     ranks: int | str | None
     sequence: int | None
@@ -60,10 +59,8 @@ class SearchKeywords(CommonKeywords, total=False):
     """Keywords of the calls that search for the largest micro-batch."""
 
     ranks: int | None
-    time_limit: float | None
     max_grad_norm: float | None
     ema: float | None
-    memory_viz: StrPath | None
 
 
 class ProbeKeywords(SearchKeywords, total=False):

@@ -138,11 +138,8 @@ class SearchOptions(Section, frozen=True, kw_only=True):
         AtLeastOne | None, Option("Largest micro-batch to try.", "N", COMMANDS, common=True)
     ] = None
     micro_batch_multiple: Annotated[
-        Literal["auto"] | AtLeastOne,
-        Option(
-            "Micro-batches are multiples of N. auto: of what the workload insists on.", "N|auto", COMMANDS
-        ),
-    ] = "auto"
+        AtLeastOne, Option("Micro-batches are multiples of N.", "N", COMMANDS)
+    ] = 1
     micro_batch: Annotated[
         AtLeastOne | None,
         Option(
@@ -150,13 +147,6 @@ class SearchOptions(Section, frozen=True, kw_only=True):
             "N",
             ("probe", "estimate"),
             common=True,
-        ),
-    ] = None
-    time_limit: Annotated[
-        Positive | None,
-        Option(
-            "Stop the search after this time. The answer is then the largest size that is known to fit.",
-            "SECONDS",
         ),
     ] = None
     scan: Annotated[
@@ -171,9 +161,6 @@ class SearchOptions(Section, frozen=True, kw_only=True):
             commands=("plan",),
         ),
     ] = False
-    memory_viz: Annotated[
-        str | None, Option("CUDA: also write the memory of a few steps for pytorch.org/memory_viz.", "FILE")
-    ] = None
     profile: Annotated[
         list[str],
         Option(
@@ -192,9 +179,6 @@ class SearchOptions(Section, frozen=True, kw_only=True):
             common=True,
         ),
     ] = []
-    all: Annotated[
-        bool, Option("All known GPUs, even if --profile names some.", "", ("estimate",), common=True)
-    ] = False
 
 
 class TrainOptions(Section, frozen=True, kw_only=True):
@@ -409,12 +393,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Samples per optimizer step, of a command that plans."""
         assert self.batch.target_batch is not None
         return self.batch.target_batch
-
-    @property
-    def multiple(self) -> int | None:
-        """Number whose multiples micro-batches are; None to find out whether there is one."""
-        asked = self.search.micro_batch_multiple
-        return None if asked == "auto" else asked
 
     @property
     def rank_counts(self) -> list[int]:

@@ -106,11 +106,8 @@ class Probe(Record, frozen=True, kw_only=True):
     checked."""
     multiple: int = 1
     """Micro-batches are multiples of it, because others fail for another reason than memory."""
-    memory_variation: float | None = None
-    """Share by which the allocations of equal micro-batches differ from draw to draw; None if they do not, or
-    if it is unknown: on CUDA, no event tells its micro-batch."""
     stopped_by: str | None = None
-    """``time limit``, ``interrupt`` or ``lost GPU context`` if the answer is the largest size found before;
+    """``interrupt`` or ``lost GPU context`` if the answer is the largest size found before;
     None if complete."""
     other_processes_bytes: int | None = None
     """Bytes of other processes on the GPU at the end; `DeviceRecord` has the figure of the start."""

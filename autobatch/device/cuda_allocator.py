@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -123,17 +122,6 @@ def free_workspaces() -> None:
     empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)
     if empty_host_cache is not None:
         empty_host_cache()
-
-
-def snapshot_of(run: Callable[[], T]) -> tuple[T, bytes]:
-    """Return what a function returns, and torch's snapshot of its memory as the content of a file."""
-    torch.cuda.memory._record_memory_history(max_entries=private.MOST_EVENTS)
-    try:
-        found = run()
-        # As `torch.cuda.memory._dump_snapshot` writes it.
-        return found, pickle.dumps(torch.cuda.memory._snapshot())
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def trace_of(

@@ -42,7 +42,7 @@ class Gpus:
             )
         search, device = options.search, options.device.device
         simulated = [device.removeprefix("sim:")] if device.startswith("sim:") else []
-        names = [] if search.all else search.profile or simulated
+        names = search.profile or simulated
         self.are_named = bool(names)
         """True if the options name GPUs; else these are all that are known."""
         self.asked = [load_profile(name, user_dir=home) for name in names]

@@ -345,7 +345,7 @@ def _predicted(sized: Sequence[Sized], options: Options, gpus: Gpus, notes: Sequ
     outcome = replay(trace, _model(last))
     reserved = outcome.peak_reserved_bytes or 0
     margin = max(MARGIN, abs(reserved - recorded) / recorded)
-    step = Footprint(program, margin, multiple=options.multiple or 1)
+    step = Footprint(program, margin, multiple=options.search.micro_batch_multiple)
     live = _live_at(trace, outcome.peak_at)
     apart = sum(live[block] for block in unpaired & live.keys())
     share = apart / sum(live.values())

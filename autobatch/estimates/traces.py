@@ -119,7 +119,7 @@ class Traces:
             gradient_dtype=self.gradient_dtype,
             capability=gpu.compute_capability,
             others=[other.compute_capability for other in self._gpus.asked],
-            multiple=self._options.multiple or 1,
+            multiple=self._options.search.micro_batch_multiple,
             samples=self.whole_batch,
             sharding=layout.sharding,
             world=1 if layout.shard else layout.world,

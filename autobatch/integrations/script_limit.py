@@ -22,8 +22,8 @@ from autobatch.integrations.script import Runner
 from autobatch.planning import equal_plan, even_split_note
 from autobatch.rehearsal.setup import KeyValue
 from autobatch.report.result import Result
-from autobatch.search.cache import entry_path, keep, load_programs, recall
 from autobatch.search.probe import Found, find_largest
+from autobatch.search.saved import keep, recall
 
 MOST = 1 << 20
 """The largest size that is tried without a cap."""
@@ -55,7 +55,7 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
         InputError: the command takes no optimizer step, or its ranks cannot share the target batch equally.
     """
     device, progress, outcomes = runner.device, runner.progress, runner.outcomes
-    multiple, target = options.multiple or 1, options.batch.target_batch
+    multiple, target = options.search.micro_batch_multiple, options.batch.target_batch
     most: dict[LimitedBy, int | None] = {
         "max_micro_batch": options.search.max_micro_batch,
         "target_batch": target,
@@ -74,14 +74,14 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
         "budget_bytes": device.budget_bytes,
         "allocator": allocator_options(os.environ) or None,
     }
-    saved = recall(key, home, progress, may_vary=options.device.memory_budget is None)
+    saved, programs = recall(key, home, may_vary=options.device.memory_budget is None)
     found = find_largest(
         runner.run,
         cap=cap,
         new_allocator=runner.new_allocator,
         multiple=multiple,
         guess=None if saved is None else saved.micro_batch,
-        known=() if saved is None else load_programs(entry_path(saved.key, home)),
+        known=programs,
     )
     limit, above = found.micro_batch, outcomes.get(found.micro_batch + multiple)
     if not limit:

@@ -1,4 +1,4 @@
-"""Attempts of a probe in the process that holds the setup; a failure is an answer too.
+"""Attempts of a probe in the process that holds the setup; a failure is an answer, too.
 
 A size for which the host ends the process, or whose memory spills to the host's, does not fit. An error above
 a size that fits bounds the search. A refusal that the budget did not cause is repeated once.
@@ -8,47 +8,21 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
 from autobatch.core.errors import AutobatchError, DoesNotFitError, UserCodeError
-from autobatch.core.knobs import Value
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt
 from autobatch.core.text import error_text
 from autobatch.core.units import format_bytes
-from autobatch.device.cuda_allocator import snapshot_of
 from autobatch.device.oom import loses_context
 from autobatch.footprint.explain import explain
 from autobatch.rehearsal.attempt import Outcome, attempt
 from autobatch.rehearsal.process import ChildCrashed, Session, SetupProcess
-from autobatch.rehearsal.setup import with_knobs
 
-P = ParamSpec("P")
-T = TypeVar("T")
 SPILL_FACTOR = 3.0
 """A size that takes this much longer per sample than the fastest does not run in the GPU's own memory."""
-LOST = "lost GPU context"
-"""The reason for which a search stops if the process that lost its context cannot be replaced."""
-
-
-def ask_or_none(
-    process: SetupProcess,
-    act: str,
-    function: Callable[Concatenate[Session, P], T],
-    *args: P.args,
-    **more: P.kwargs,
-) -> T | None:
-    """Call what can be done without in the process of a setup, and replace a child that crashes over it."""
-    try:
-        return process.call(act, function, *args, **more)
-    except ChildCrashed:
-        process.restart()
-    except AutobatchError:
-        pass
-    return None
 
 
 def run_attempt(process: SetupProcess, micro_batch: int) -> Outcome:
@@ -65,10 +39,10 @@ def run_attempt(process: SetupProcess, micro_batch: int) -> Outcome:
         if not crash.out_of_memory:
             raise
         reason = "the host ran out of memory and ended the child process"
-        outcome = _unmeasured(micro_batch, reason, time.perf_counter() - start)
+        outcome = _failed(micro_batch, reason, time.perf_counter() - start)
     if outcome.is_context_lost:
         process.restart()
-    return outcome
+    return outcome._replace(is_context_lost=False)
 
 
 class Attempts:
@@ -81,44 +55,44 @@ class Attempts:
         """The largest size that has fitted."""
         self._best_seconds: float | None = None
         """The shortest time of a step per sample."""
-        self.stopped_by: str | None = None
-        """`LOST` once no further size can run; None otherwise."""
 
-    def run(self, size: int, *, may_fail: bool = False) -> Outcome:
-        """Make an attempt. With ``may_fail``, return an error above a size that fits, and do not raise."""
-        run = self._run_or_fail if may_fail else self._run
-        outcome = run(size)
-        if may_fail and outcome.attempt.is_below_budget:
-            outcome = run(size)
+    def run(self, size: int) -> Outcome:
+        """Make an attempt.
+
+        Returns:
+            Its outcome. It has the error of a size above all that have fitted, and ``is_context_lost`` if the
+            process can run no further size.
+
+        Raises:
+            Exception: the workload raised at a size that has fitted, or the process cannot run at all.
+        """
+        outcome = self._run(size)
+        if outcome.attempt.is_below_budget:
+            outcome = self._run(size)
         self._progress.attempted(outcome.attempt)
         return outcome
 
     def _run(self, size: int) -> Outcome:
         self._progress.doing(f"running {size:,} samples at once")
-        outcome = self._without_spill(run_attempt(self._process, size))
-        if outcome.attempt.fits:
-            self._largest = max(self._largest, size)
-        return outcome
-
-    def _run_or_fail(self, size: int) -> Outcome:
         failure: Exception
         try:
-            return self._run(size)
+            outcome = self._without_spill(run_attempt(self._process, size))
         except Exception as error:
             is_of_this_size = isinstance(error, UserCodeError | ChildCrashed)
             if size <= self._largest or (isinstance(error, AutobatchError) and not is_of_this_size):
                 raise
             failure = error
+        else:
+            if outcome.attempt.fits:
+                self._largest = max(self._largest, size)
+            return outcome
         # Outside of the except block, so that nothing holds the tensors of the failed attempt.
         traceback.clear_frames(failure.__traceback__)
-        if isinstance(failure, ChildCrashed) or loses_context(failure):
-            if self._process.is_replaceable:
-                self._process.restart()
-            else:
-                self.stopped_by = LOST
-        outcome = _unmeasured(size, error_text(failure, first_line=True), 0.0)
-        failed = msgspec.structs.replace(outcome.attempt, is_error=True)
-        return outcome._replace(attempt=failed, error=failure, is_context_lost=False)
+        is_lost = isinstance(failure, ChildCrashed) or loses_context(failure)
+        if is_lost:
+            self._process.restart()
+        failed = _failed(size, error_text(failure, first_line=True), 0.0, is_error=True)
+        return failed._replace(error=failure, is_context_lost=is_lost and not self._process.is_replaceable)
 
     def _without_spill(self, outcome: Outcome) -> Outcome:
         """Reject a size that runs several times slower per sample: some drivers spill to the host's memory.
@@ -171,17 +145,8 @@ def nothing_fits(
     return DoesNotFitError(". ".join(parts))
 
 
-def step_snapshot(process: SetupProcess, micro_batch: int, knobs: Mapping[str, Value]) -> bytes | None:
-    """Run the steps of an attempt, and return the content of a file for pytorch.org/memory_viz.
-
-    Returns:
-        None if the steps do not fit, or do not run on CUDA.
-    """
-    return ask_or_none(process, "recording the memory of a few steps", _snapshot, micro_batch, dict(knobs))
-
-
-def _unmeasured(size: int, reason: str, seconds: float) -> Outcome:
-    """Return an attempt whose process has ended."""
+def _failed(size: int, reason: str, seconds: float, *, is_error: bool = False) -> Outcome:
+    """Return an attempt that has measured nothing."""
     failed = Attempt(
         micro_batch=size,
         fits=False,
@@ -189,17 +154,10 @@ def _unmeasured(size: int, reason: str, seconds: float) -> Outcome:
         peak_reserved_bytes=None,
         seconds=seconds,
         reason=reason,
+        is_error=is_error,
     )
-    return Outcome(failed, None, is_context_lost=True)
+    return Outcome(failed, None, is_context_lost=not is_error)
 
 
 def _attempt(session: Session, micro_batch: int) -> Outcome:
     return attempt(session.setup, micro_batch)
-
-
-def _snapshot(session: Session, micro_batch: int, knobs: dict[str, Value]) -> bytes | None:
-    setup = with_knobs(session.setup, knobs)
-    if setup.device.torch_device.type != "cuda":
-        return None
-    outcome, content = snapshot_of(lambda: attempt(setup, micro_batch))
-    return content if outcome.attempt.fits else None

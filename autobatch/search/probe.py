@@ -34,6 +34,8 @@ FAR = 64
 """Ratio of the cap to the size of that run up to which it is."""
 REACH = 2
 """Ratio of the largest size in question to a guess. Larger sizes are in question once that one fits."""
+LOST = "lost GPU context"
+"""The reason for which a search stops if the process that lost its context cannot be replaced."""
 ENDLESS = 1 << 62
 """A size that no data has."""
 NEAR = 16
@@ -54,7 +56,7 @@ class Found(NamedTuple):
     """The first answer of a replay; None if there was none."""
     attempts: list[Attempt]
     stopped_by: str | None
-    """``interrupt``, or what ``stopped`` returned; None if the search ran to its end."""
+    """``interrupt`` or `LOST`; None if the search ran to its end."""
     tops: tuple[int, ...] = ()
     """The largest size in question, and larger ones that came into question because all up to there fit."""
     programs: tuple[Program, ...] = ()
@@ -94,7 +96,6 @@ def find_largest(
     guess: int | None = None,
     known: Sequence[Program] = (),
     first: int = FIRST,
-    stopped: Callable[[], str | None] = lambda: None,
 ) -> Found:
     """Find the largest micro-batch that fits.
 
@@ -111,15 +112,15 @@ def find_largest(
         guess: the likely answer, which runs first; None if nothing is known.
         known: programs of the step that came with the guess; a run that agrees with them ends the search.
         first: the first size without a guess.
-        stopped: asked before each run once a size fits; a reason ends the search.
 
     Returns:
-        The result. A ``KeyboardInterrupt`` in ``run`` ends the search, too.
+        The result. A ``KeyboardInterrupt`` in ``run`` ends the search, and so does an error after which no
+        size can run.
 
     Raises:
         Exception: the first error, if nothing fits, and the smallest size for another reason than memory.
     """
-    search = _Search(run, cap // multiple, multiple, stopped, Runs(new_allocator, known))
+    search = _Search(run, cap // multiple, multiple, Runs(new_allocator, known))
     stopped_by = None
     try:
         search.begin(first, guess)
@@ -145,7 +146,6 @@ class _Search:
     run: Callable[[int], Outcome]
     cap: int
     multiple: int
-    stopped: Callable[[], str | None]
     runs: Runs
     low: int = 0
     """The largest size that ran and fits."""
@@ -244,9 +244,6 @@ class _Search:
 
     def fits(self, size: int) -> bool:
         """Run a size, and note what it shows."""
-        reason = self.stopped() if self.low else None
-        if reason:
-            raise _Stopped(reason)
         outcome = self.run(size * self.multiple)
         self.attempts.append(outcome.attempt)
         if outcome.error is not None:
@@ -254,6 +251,8 @@ class _Search:
             if size == 1:
                 raise self.error
             self.refused[size] = "error"
+            if outcome.is_context_lost and self.low:
+                raise _Stopped(LOST)
             return False
         self.runs.add(outcome)
         if outcome.attempt.fits:

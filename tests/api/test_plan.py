@@ -161,7 +161,7 @@ def test_an_estimate_has_one_prediction_for_each_profile(own_home: Path) -> None
     found = autobatch.estimate(work(lambda: mlp(8)), profile=["t4", "l4"], max_micro_batch=2)
     assert [(one.profile, one.micro_batch) for one in found.estimates] == [("t4", 2), ("l4", 2)]
     assert not own_home.exists()
-    found = autobatch.estimate(profile="t4", all=True, target_batch=64)
+    found = autobatch.estimate(target_batch=64)
     assert len(found.estimates) >= 15
     needs = [(one.plan.accumulation_steps, one.budget_bytes) for one in found.estimates if one.plan]
     assert needs == sorted(needs)

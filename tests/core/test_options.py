@@ -73,7 +73,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fit", {"timeout": "0"}, "timeout must be a number over 0, found '0'"),
     ("fit", {"json": 3}, "json must be true or false, found 3"),
     ("fit", {"split": "sizes"}, "split must be one of auto, count, size, found 'sizes'"),
-    ("fit", {"micro_batch_multiple": 0}, "must be one of auto or a whole number of 1 or more, found 0"),
+    ("fit", {"micro_batch_multiple": 0}, "must be a whole number of 1 or more, found 0"),
     ("estimate", {"profile": 4090}, "profile must be one or more names, found 4090"),
     ("tune", {"knobs": "precison"}, "knobs: there is no knob 'precison'; did you mean precision"),
     ("tune", {"knobs": ""}, "knobs: there is no knob ''; there are: micro_batch_shift, precision"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
 import pytest
@@ -42,14 +41,6 @@ def test_what_probe_finds_fits_and_one_more_does_not(on_gpu) -> None:
     assert len(found["attempts"]) <= 8
     again = [on_gpu("probe", "train.py", *within, "--micro-batch", size, "--json") for size in (m, m + 1)]
     assert [one.code for one in again] == [0, 3], [one.err for one in again]
-
-
-def test_the_memory_of_steps_is_written_as_torch_writes_it(on_gpu, tmp_path: Path) -> None:
-    done = on_gpu("plan", *WITHIN, "train.py", "--target-batch", 64, "--memory-viz", "memory.pickle")
-    assert done.code == 0, done.err
-    events = pickle.loads((tmp_path / "memory.pickle").read_bytes())["device_traces"][0]
-    assert {one["action"] for one in events} >= {"alloc", "free_completed"}
-    assert any("step" in frame["name"] for one in events for frame in one["frames"])
 
 
 def test_the_whole_estimate_of_a_limit_is_exact_but_for_workspaces(on_gpu) -> None:

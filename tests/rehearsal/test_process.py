@@ -23,7 +23,7 @@ from autobatch.core.options import Options
 from autobatch.rehearsal import process as child_module
 from autobatch.rehearsal.process import ChildCrashed, ChildProcess, Session, may_copy, open_process
 from autobatch.rehearsal.setup import Role
-from autobatch.search.attempts import ask_or_none, run_attempt
+from autobatch.search.attempts import run_attempt
 from autobatch.step.optimizers import import_for_optimizers
 from tests.support.commandline import SMALL
 
@@ -105,10 +105,11 @@ def test_a_child_that_the_host_killed_for_memory_is_an_answer_and_the_next_one_c
 
 
 @warm
-def test_a_child_that_is_killed_over_an_optional_question_is_replaced(train: Path) -> None:
+def test_a_child_that_was_killed_is_replaced_at_the_next_call(train: Path) -> None:
     with child(train, "workload") as process:
         os.kill(process.call("a look", pid), signal.SIGKILL)
-        assert ask_or_none(process, "a look", pid) is None
+        with pytest.raises(ChildCrashed):
+            process.call("a look", pid)
         assert run_attempt(process, 2).attempt.fits
 
 

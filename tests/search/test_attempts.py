@@ -61,12 +61,7 @@ def failing(error: Exception, first: int = 0) -> Callable[[int], Outcome]:
 
 def found_in(process: Process) -> Any:
     attempts = Attempts(process, Progress())
-    return find_largest(
-        lambda size: attempts.run(size, may_fail=True),
-        cap=10_000,
-        new_allocator=lambda: CountingAllocator(BUDGET),
-        stopped=lambda: attempts.stopped_by,
-    )
+    return find_largest(attempts.run, cap=10_000, new_allocator=lambda: CountingAllocator(BUDGET))
 
 
 def test_a_search_continues_below_a_size_that_killed_its_child() -> None:
@@ -100,7 +95,7 @@ def test_memory_still_bounds_a_search_below_the_errors_and_an_error_before_any_s
 def test_a_process_without_a_child_stops_with_the_best_size_once_its_context_is_lost() -> None:
     process = Process(failing(ILLEGAL, 500), is_replaceable=False)
     found = found_in(process)
-    assert (found.upper_bound_by, found.stopped_by, process.restarts) == (None, "lost GPU context", 0)
+    assert (found.upper_bound_by, found.stopped_by) == (None, "lost GPU context")
     assert found.micro_batch == max(one.micro_batch for one in found.attempts if one.fits)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,9 @@ import msgspec
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 import autobatch
-from autobatch import DoesNotFitError, Probe, Progress
+from autobatch import DoesNotFitError, Probe
 from autobatch.api.call import Call
 from autobatch.api.pipeline import run as run_command
 from autobatch.core.options import Options
@@ -104,20 +101,6 @@ def test_a_check_of_one_size_runs_only_that_size() -> None:
         probed(work(), micro_batch=500)
 
 
-def test_the_time_limit_ends_the_search_with_a_size_that_fits(tmp_path: Path) -> None:
-    """Each reading of the clock takes a second."""
-    clock = map(float, count()).__next__
-    found = find_limit(
-        ThisProcess(setup(WORKLOADS["perceptron"](), budget=1000 * KiB)),
-        Options().with_values(time_limit=0.5),
-        home=tmp_path,
-        progress=Progress(),
-        clock=clock,
-    )
-    assert (found.probe.stopped_by, found.probe.upper_bound_by, found.file) == ("time limit", None, None)
-    assert found.probe.micro_batch == max(one.micro_batch for one in found.probe.attempts if one.fits)
-
-
 # Saved limits.
 
 
@@ -153,39 +136,6 @@ def test_a_growth_of_other_processes_is_noted(grown: int, is_noted: bool, tmp_pa
     found = find_limit(process, Options().with_values(max_micro_batch=3), home=tmp_path, progress=notes).probe
     assert found.other_processes_bytes == 100 * MiB + grown
     assert any("held 100 MiB of the GPU before" in line for line in notes.notes) == is_noted
-
-
-# Memory that varies.
-
-
-class Nodes(Dataset):
-    """Seed nodes of a graph, whose neighbours are drawn when they are collated."""
-
-    def __len__(self) -> int:
-        return 200
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def neighbourhood(seeds: list[int]) -> torch.Tensor:
-    return torch.ones(len(seeds) * 4 + random.randrange(4 * len(seeds)), WIDTH)
-
-
-def test_memory_that_varies_from_draw_to_draw_is_said_with_its_share(tmp_path: Path) -> None:
-    drawn = work(
-        lambda: nn.Linear(WIDTH, 64),
-        train_data=Nodes(),
-        collate=neighbourhood,
-        loss=lambda model, x: model(x).square().mean(),
-    )
-    result, listener = probed(drawn, memory_budget="300KiB")
-    assert 0.01 < result.probe.memory_variation < 2
-    (said,) = (note for note in listener.notes if "memory varies" in note)
-    assert f"{result.probe.memory_variation:.1%}" in said
-    for name in ("perceptron", "transformer"):
-        steady = limit_of(setup(WORKLOADS[name]()), tmp_path, max_micro_batch=3)
-        assert steady.probe.memory_variation is None
 
 
 # Micro-batches of a plan that do not fit although a larger one does.

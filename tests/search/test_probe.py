@@ -289,13 +289,6 @@ def test_a_guess_that_is_wrong_or_of_another_step_is_only_a_guess(wrong: int) ->
         assert_within_the_bound(machine, found)
 
 
-def test_a_stop_gives_the_largest_size_so_far() -> None:
-    machine = Machine(lambda size: size)
-    found = find(machine, 10**6, stopped=lambda: "time limit" if len(machine.asked) >= 2 else None)
-    assert found.micro_batch == max(machine.asked)
-    assert (found.upper_bound_by, found.stopped_by) == (None, "time limit")
-
-
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_an_interrupt_gives_the_largest_size_so_far_and_a_termination_none(after: int) -> None:
     machine = Machine(lambda size: size)
