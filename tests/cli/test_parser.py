@@ -91,7 +91,7 @@ def test_options_of_other_commands_are_ignored(tmp_path: Path) -> None:
     ("content", "said"),
     [
         ("stpes = 3", r"autobatch.toml: there is no option stpes; did you mean steps\?"),
-        ("zzz = 3", "autobatch.toml: there is no option zzz; there are: all, base_batch"),
+        ("zzz = 3", "autobatch.toml: there is no option zzz; there are: base_batch"),
         ("[fit]\nsteps = 3", "there is no option fit"),
         ("steps = ", "autobatch.toml is not TOML"),
         ("steps = 0", "steps in .*autobatch.toml must be a whole number of 1 or more, found 0"),
