@@ -1,6 +1,6 @@
-"""Torture of the product from outside: wrong inputs, damaged files, memory that runs out or grows, and kills.
+"""Torture of the product from outside: wrong inputs, damaged files, memory that runs out, and kills.
 
-python -m benchmarks.torture [--parts inputs damage forged calls memory growth late kills] [--save]
+python -m benchmarks.torture [--parts inputs damage forged calls memory late kills] [--save]
 
 ``--number`` wrong inputs, ``--flips`` of bits, ``--runs`` of each kind whose memory changes, and ``--kills``;
 ``--stride`` is from one operation, call or forgery to the next.
@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks.damages import damage_checkpoints, forge_checkpoints
 from benchmarks.injected_calls import fail_everywhere
 from benchmarks.injected_oom import inject_everywhere
-from benchmarks.late_memory import growing_runs, late_runs
+from benchmarks.late_memory import late_runs
 from benchmarks.report import Findings, arguments, save, surroundings
 from benchmarks.wrong_inputs import ask_all
 
@@ -62,10 +62,6 @@ PARTS: dict[str, tuple[str, Part]] = {
     "checked": (
         "the same with the check of the loss, at every 29th operation",
         lambda root, given: inject_everywhere(root, stride=29 * given.stride, split_check="note"),
-    ),
-    "growth": (
-        "memory that grows from step to step",
-        lambda root, given: growing_runs(root, given.seed, given.runs),
     ),
     "late": ("memory that a later step takes", lambda root, given: late_runs(root, given.seed, given.runs)),
     "kills": (

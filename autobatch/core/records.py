@@ -310,8 +310,6 @@ class StepRecord(Record, frozen=True, kw_only=True):
     """Held-out metrics, if validation ran after this step; a value is None if not finite."""
     recovered: str | None = None
     """Message of the out-of-memory error after which this step ran again, and what is known of its cause."""
-    growth: str | None = None
-    """Finding that memory grows from step to step until it is full; once for the device and for the host."""
 
 
 class Training(Record, frozen=True, kw_only=True):
@@ -332,12 +330,6 @@ class Training(Record, frozen=True, kw_only=True):
     skipped_steps: int = 0
     validation: dict[str, float | None] = {}
     """Held-out metrics at the end; a value is None if not finite."""
-    noise_scale: float | None = None
-    """Gradient noise scale, in items that the loss is a mean over; None if unknown."""
-    noise_band: tuple[float | None, float | None] = (None, None)
-    """95 % band of the noise scale; an unknown end is None."""
-    noise_advice: str | None = None
-    """Advice on the target batch, in a sentence."""
     micro_batch: int | None = None
     """Micro-batch at the end, smaller than the plan's after a recovery."""
     ema: float | None = None
@@ -348,11 +340,7 @@ class Training(Record, frozen=True, kw_only=True):
     failed_checkpoints: list[int] = []
     """Steps after which a checkpoint could not be written and the run continued."""
     notes: list[str] = []
-    """Findings of the check of the loss; that memory grows; and smaller micro-batches after out of memory."""
-    phase_seconds: dict[str, float] = {}
-    """Seconds of the whole run by phase, the largest first: ``data`` (waiting for it), ``forward``,
-    ``backward``, ``step`` and ``other`` of the steps, from a sample of them, and ``validation`` and
-    ``checkpoint`` between steps."""
+    """Findings of the check of the loss, and smaller micro-batches after out of memory."""
 
 
 class Remedy(Record, frozen=True, kw_only=True):

@@ -15,7 +15,6 @@ import platform
 import shutil
 import sysconfig
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,17 +64,6 @@ def host_memory(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgr
             available = min(available, best.available_bytes)
         best = HostMemory(limit, available, f"the control group's {limit_file}")
     return best
-
-
-def resident_bytes(*, proc: Path = Path("/proc")) -> int | None:
-    """Return the memory that this process holds besides its files; None if unknown.
-
-    Source: proc_pid_statm(5), ``resident`` less ``shared``.
-    """
-    with suppress(OSError, ValueError, IndexError):
-        fields = (proc / "self" / "statm").read_bytes().split()
-        return (int(fields[1]) - int(fields[2])) * (_system("SC_PAGE_SIZE") or 4096)
-    return None
 
 
 def count_oom_kills(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

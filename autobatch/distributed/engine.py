@@ -295,9 +295,8 @@ class Shard(GroupEngine):
         assert isinstance(outcome, StepTotals), "an error before the step has ended all ranks"
         norms = [norm_of(own) if own else 0.0 for own in train_state.gradients.by_optimizer()]
         numbers = numbers_of(outcome, self._request.own.signal_number or 0)
-        # Their squares are summed, as every rank measured its shards.
-        numbers = numbers._replace(first_norm=_squared(numbers.first_norm))
         used = zlib.crc32(bytes(gradient is not None for _, gradient in train_state.gradients.by_parameter()))
+        # Squares are summed, as every rank measured its shards.
         write_numbers(self._cells, self.ranks.rank, [*numbers, *map(_squared, norms), used])
         with self.ranks.waiting("sum the batch"):
             self.ranks.start_sum(self._cells)()
@@ -305,9 +304,6 @@ class Shard(GroupEngine):
         of_ranks = [RankNumbers(*one[: len(numbers)]) for one in found]
         self._request.agree(int(one.signal) for one in of_ranks)
         sum_totals(outcome, of_ranks)
-        has_first = all(one.has_first_norm for one in of_ranks)
-        outcome.first_norm = _root(sum(float(one.first_norm) for one in of_ranks)) if has_first else None
-        outcome.first_count = sum(one.first_count for one in of_ranks)
         if len({one[-1] for one in found}) > 1:
             raise InputError(
                 "the loss gave gradients to other parameters on each rank, for example those of the experts "

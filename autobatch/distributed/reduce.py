@@ -42,9 +42,6 @@ class RankNumbers(NamedTuple):
     loss: float | Tensor = 0.0
     items: float | Tensor = 0.0
     """Σ of the counts."""
-    has_first_norm: float = 0.0
-    first_norm: float | Tensor = 0.0
-    first_count: float | Tensor = 0.0
     has_terms: float = 0.0
     """1 if the loss has several terms."""
 
@@ -65,21 +62,15 @@ def numbers_of(totals: StepTotals | None, signal: int = 0) -> RankNumbers:
         divisor=totals.divisor if totals.sizes else 0,
         loss=totals.loss,
         items=0.0 if totals.count is None else totals.count,
-        has_first_norm=totals.first_norm is not None,
-        first_norm=0.0 if totals.first_norm is None else totals.first_norm,
-        first_count=totals.first_count,
         has_terms=bool(totals.terms),
     )
 
 
 def sum_totals(totals: StepTotals, of_ranks: list[RankNumbers]) -> None:
-    """Replace the sums of one rank by those of all; the first micro-batch is that of rank 0."""
-    first = of_ranks[0]
+    """Replace the sums of one rank by those of all."""
     totals.loss = sum(one.loss for one in of_ranks)
     totals.count = sum(one.items for one in of_ranks) if any(one.has_count for one in of_ranks) else None
     totals.divisor = max(one.divisor for one in of_ranks)
-    totals.first_norm = first.first_norm if first.has_first_norm else None
-    totals.first_count = first.first_count
 
 
 def write_numbers(cells: Tensor, rank: int, numbers: Sequence[float | Tensor]) -> None:
@@ -278,7 +269,6 @@ class Reduction:
             if gradients:
                 torch._foreach_mul_(gradients, factor)
             totals.loss = totals.loss * factor
-            totals.first_norm = None if totals.first_norm is None else totals.first_norm * factor
         totals.divisor = divisor
 
 

@@ -119,7 +119,7 @@ def rehearse(
                     # The usual scale of 65536 may overflow in every step, and no state appears.
                     train_state.scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=1.0)
                 for batch in batches:
-                    step = _take_step(setup, batch, train_state, stopwatch, measure_first=within_budget)
+                    step = _take_step(setup, batch, train_state, stopwatch)
                     if within_budget and not found.steps and not step.result.applied:
                         _step_anyway(train_state, stopwatch.mark)
                     found.steps.append(step)
@@ -221,18 +221,8 @@ def _step_anyway(train_state: TrainState, mark: Callable[[str], None]) -> None:
     train_state.gradients.clear()
 
 
-def _take_step(
-    setup: Setup, batch: Batch, train_state: TrainState, stopwatch: _Stopwatch, *, measure_first: bool
-) -> Step:
-    """Take one step of `rehearse`.
-
-    Args:
-        setup: the model and its device.
-        batch: the micro-batches.
-        train_state: the copies.
-        stopwatch: times the step.
-        measure_first: hold the norm of the first micro-batch, as the loop may: the peaks are equal to a byte.
-    """
+def _take_step(setup: Setup, batch: Batch, train_state: TrainState, stopwatch: _Stopwatch) -> Step:
+    """Take one step of `rehearse`."""
     placed = batches_of(setup, train_state, stopwatch.meter, batch.micro_batches)
     stopwatch.start()
     totals = accumulate(
@@ -241,7 +231,6 @@ def _take_step(
         batch.samples,
         stopwatch.mark,
         places=batch.places,
-        measure_first=measure_first,
     )
     stopwatch.lap()
     # The call holds ``placed``, which may keep the last micro-batch until the step ends.

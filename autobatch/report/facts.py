@@ -32,7 +32,6 @@ from autobatch.report.words import (
     knob_name,
     knobs_in_words,
     metrics_in_words,
-    percent,
     plural,
     ratio_in_words,
     terms_in_words,
@@ -441,10 +440,6 @@ def _training_facts(training: Training) -> Iterator[Fact]:
     yield Fact("training", "reached", describe_reached(training), "main")
     # Without held-out figures the line above has the loss.
     yield Fact("training", "trained", describe_training(training, with_loss=bool(training.validation)))
-    whole = sum(training.phase_seconds.values()) or 1.0
-    shares = [f"{name} {percent(spent / whole)}" for name, spent in training.phase_seconds.items() if spent]
-    yield Fact("training", "time", ", ".join(shares), "more")
-    yield Fact("training", "noise", training.noise_advice or "")
     if training.ema is not None:
         weights = f"decay {training.ema:g}, exported to model-ema.safetensors"
         yield Fact("training", "averaged", weights, "more")

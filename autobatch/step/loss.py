@@ -82,11 +82,6 @@ class StepTotals:
     """D: each total was divided by it."""
     sizes: list[int] = field(default_factory=list)
     """Samples of each micro-batch so far."""
-    first_norm: Tensor | float | None = None
-    """Norm of the gradient after the first micro-batch, before D ÷ N and with any loss scale; None if not
-    requested."""
-    first_count: Tensor | float = 0.0
-    """Count of the first micro-batch."""
     norms: list[float] | None = None
     """Norms of the gradients of each optimizer if ranks share them; None if this process has whole ones."""
     form: Form | None = None

@@ -68,10 +68,6 @@ class StepResult(Record, frozen=True, kw_only=True):
     """Norm of the batch's gradient before clipping."""
     stepped: tuple[bool, ...]
     """For each optimizer, True if it stepped."""
-    first_norm: float | None = None
-    """Norm of the mean gradient over the first micro-batch; None if not requested."""
-    first_count: float = 0.0
-    """Items that the first micro-batch counted."""
     terms: dict[str, float] = {}
     """Mean of each of several terms that counted anything; they add up to ``loss``."""
 
@@ -85,8 +81,7 @@ def train_step(
     mark: Mark = lambda _: None,
 ) -> StepResult:
     """Take one optimizer step over all micro-batches of a batch; see `accumulate` and `finish`."""
-    # The loop may hold the norm of the first micro-batch, so every step does: the peaks are equal to a byte.
-    totals = accumulate(train_state, micro_batches, samples, mark, places=places, measure_first=True)
+    totals = accumulate(train_state, micro_batches, samples, mark, places=places)
     return finish(train_state, totals, mark=mark)
 
 
@@ -97,7 +92,6 @@ def accumulate(
     mark: Mark,
     *,
     places: Sequence[Sequence[int]] | None = None,
-    measure_first: bool = False,
 ) -> StepTotals:
     """Run the micro-batches forward and backward, and accumulate their gradients.
 
@@ -108,8 +102,6 @@ def accumulate(
         samples: samples of the whole batch, over all ranks.
         mark: called with each phase.
         places: see `WholeBatchPasses.run`.
-        measure_first: also measure the norm of the gradient after the first micro-batch, unless the loss sees
-            the whole batch.
     """
     totals = StepTotals(samples=samples, form=train_state.form)
     train_state.buffers.take()
@@ -117,7 +109,7 @@ def accumulate(
         if isinstance(train_state.loss, WholeBatchLoss):
             _accumulate_whole(train_state, train_state.loss, micro_batches, totals, mark, places=places)
             return totals
-        run = partial(_run_pass, train_state, totals=totals, mark=mark, measure_first=measure_first)
+        run = partial(_run_pass, train_state, totals=totals, mark=mark)
         if not train_state.may_count:
             run(micro_batches, count=None)
             return totals
@@ -206,7 +198,6 @@ def _run_pass(
     totals: StepTotals,
     mark: Mark,
     count: CountPass | None,
-    measure_first: bool,
 ) -> None:
     """Run the micro-batches forward; and backward unless they are only counted."""
     context = precision_context(train_state.device, train_state.precision)
@@ -227,8 +218,6 @@ def _run_pass(
                 part = "the backward pass of its loss"
                 mark("backward")
                 run_backward(train_state, totals, weighted, size)
-                if measure_first and totals.first_norm is None:
-                    _measure_first(train_state, totals)
             part = "data"
             del weighted
     except Exception as error:
@@ -308,9 +297,9 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     mark("optimizer")
     gradients = train_state.gradients.by_optimizer()
     norms = [norm_of(own) if own and totals.norms is None else None for own in gradients]
-    sums = [totals.loss, totals.count, totals.first_norm, totals.first_count, totals.least_count]
+    sums = [totals.loss, totals.count, totals.least_count]
     read = read_numbers([*sums, *norms, *numbers_of_terms(totals)])
-    loss, count, first_norm, first_count, least_count = read[: len(sums)]
+    loss, count, least_count = read[: len(sums)]
     values = read[len(sums) :][: len(norms)] if totals.norms is None else totals.norms
     has_gradient = [bool(own) for own in gradients]
     items = float(totals.samples) if totals.count is None else count
@@ -349,8 +338,6 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
         applied=any(steps),
         grad_norm=math.hypot(*values) * factor / scale,
         stepped=steps,
-        first_norm=first_norm * totals.divisor / first_count / scale if first_count > 0 else None,
-        first_count=first_count,
         terms=terms,
     )
 
@@ -382,14 +369,6 @@ def _accumulate_whole(
     totals.loss = at_least_32_bits(value) if counts else 0.0
     totals.sizes.append(totals.samples)
     totals.divisor = float(totals.samples)
-
-
-def _measure_first(train_state: TrainState, totals: StepTotals) -> None:
-    """Measure the gradient before the second micro-batch adds to it, without waiting for the device."""
-    gradients = [gradient for own in train_state.gradients.by_optimizer() for gradient in own]
-    if gradients:
-        totals.first_norm = norm_of(gradients)
-        totals.first_count = float(totals.sizes[0]) if totals.count is None else totals.count
 
 
 def _steps_to_take(

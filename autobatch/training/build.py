@@ -24,7 +24,6 @@ from autobatch.step.gradients import Optimizers
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.training.batchnorm import batch_norms
 from autobatch.training.loop import Loop
-from autobatch.training.observers import PhaseTimes
 from autobatch.training.validation import sanity_check_validation
 from autobatch.workload.contract import Collated, Workload, kind_of, schedule_arguments
 from autobatch.workload.data import load_micro_batch
@@ -117,7 +116,6 @@ def open_loop(
             engine.broadcast([*train_state.model.parameters(), *train_state.model.buffers()])
         if ranks.rank:
             seed_rank(options.device.seed, ranks.rank)
-        is_cpu = train_state.device.type == "cpu"
         loop = Loop(
             workload=workload,
             train_state=train_state,
@@ -132,9 +130,6 @@ def open_loop(
             on_nonfinite=train.on_nonfinite,
             warmup_samples=train.warmup_samples,
             rescaled_norms=batch_norms(train_state.model) if train.bn_momentum == "auto" else [],
-            times=PhaseTimes(
-                new_event=None if is_cpu else lambda: torch.Event(train_state.device, enable_timing=True)
-            ),
         )
         sanity_check_validation(workload, train_state, device=device, meter=meter)
         if device.allocator_config is not None:

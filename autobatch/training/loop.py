@@ -30,7 +30,6 @@ from autobatch.core.errors import (
 from autobatch.core.records import StepRecord
 from autobatch.core.units import format_bytes
 from autobatch.device.base import Device, Meter
-from autobatch.device.host import host_memory, resident_bytes
 from autobatch.device.oom import Verdict, classify, first_line, is_fragmented
 from autobatch.distributed.engine import Engine, OutOfMemory
 from autobatch.distributed.ranks import Ranks
@@ -41,8 +40,6 @@ from autobatch.step.loss import StepTotals, mean_of
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.training.batchnorm import rescaled_momentum
-from autobatch.training.noise_scale import NoiseScale
-from autobatch.training.observers import OTHER, MemoryWatch, PhaseTimes
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.loader import Feed
@@ -63,13 +60,10 @@ MAX_SKIPS_IN_A_ROW = 3
 """Consecutive steps that may be skipped because they are not finite."""
 REPEATS_APART = 16
 """Least batches from one that ran again in the same micro-batches to the next: more often is not worth it."""
-HOST_INTERVAL = 16
-"""Steps between two readings of the memory of the host, each of which opens a file."""
-KEPT_GRAPH = (
-    "Usually a tensor is kept from step to step together with its graph, as by losses.append(loss): keep "
-    "loss.item() or loss.detach()"
-)
-KEPT_ON_HOST = "Usually the loss, a metric or the data keep something in a list or a cache at every step"
+EARLY_STEPS = 16
+"""Steps of this process after which the memory that is held is read, to compare with if memory runs out."""
+GROWTH = 1.1
+"""Ratio of held memory above which it has grown, rather than fluctuated."""
 MAX_NAMED_SAMPLES = 8
 """Samples that a message names."""
 
@@ -104,11 +98,7 @@ class Loop:
     skipped_steps_in_a_row: int = 0
     """Steps skipped since the last applied one because they were not finite."""
     oom_recoveries: int = 0
-    noise: NoiseScale = field(default_factory=NoiseScale)
-    """Measured from the norms that accumulation gives at almost no cost."""
     clock: Callable[[], float] = time.perf_counter
-    times: PhaseTimes = field(default_factory=PhaseTimes)
-    """Seconds of the phases of the steps."""
     _random_state: RandomState | None = field(default=None, init=False, repr=False)
     """At the start of the last batch; None before the first."""
     _phase: str = field(default="", init=False, repr=False)
@@ -121,26 +111,10 @@ class Loop:
     """True if the state is that between two steps. False while a batch trains, and if it cannot be undone."""
     has_failed_on_all_ranks: bool = False
     """True if an out-of-memory error ended the run on all ranks at once, so that they can still talk."""
-    watch: MemoryWatch = field(init=False)
-    """Tells if the memory of the device grows from step to step."""
-    host_watch: MemoryWatch = field(init=False)
-    """Tells if the memory of this process grows on the host."""
-
-    def __post_init__(self) -> None:
-        """Begin to watch the memory."""
-        budget_bytes, meter = self.device.budget_bytes, self.meter
-        self.watch = MemoryWatch(
-            self.sampler.total,
-            (f"the budget of {format_bytes(budget_bytes)}", KEPT_GRAPH),
-            read=lambda: meter.stats().allocated_bytes,
-            room=lambda: budget_bytes - (meter.stats().peak_allocated_bytes or 0),
-        )
-        self.host_watch = MemoryWatch(
-            self.sampler.total,
-            ("the memory of this machine", KEPT_ON_HOST),
-            read=resident_bytes,
-            room=lambda: host_memory().available_bytes or math.inf,
-        )
+    _held_early: tuple[int, int] | None = field(default=None, init=False, repr=False)
+    """A step, and the bytes that were held after it; None before it."""
+    _held_bytes: int = field(default=0, init=False, repr=False)
+    """Bytes that were held after the last step; 0 if the device counts none."""
 
     def run(self) -> Iterator[StepRecord]:
         """Train the remaining batches, and yield one record per batch.
@@ -156,13 +130,12 @@ class Loop:
         train_state.model.train()
         # Gradients that the model came with are not part of the first batch.
         train_state.gradients.clear()
-        batches = self.sampler.batches(self.batches_seen)
+        batches, early = self.sampler.batches(self.batches_seen), self.batches_seen + EARLY_STEPS
         while True:
             start = self.clock()
             batch = next(batches, None)
             if batch is None:
                 return
-            self.times.begin(start)
             samples = self.sampler.seen(batch.index + 1)
             warm_up = 1.0 if self.warmup_samples is None else min(1.0, samples / self.warmup_samples)
             with scaled_learning_rate(train_state.optimizers, warm_up):
@@ -171,10 +144,9 @@ class Loop:
             self._check(batch, parts, result)
             self._advance(batch, result)
             memory = self.meter.stats()
-            growth = self.watch.after_step(self.batches_seen, memory.allocated_bytes)
-            if self.batches_seen % HOST_INTERVAL == 0:
-                growth = growth or self.host_watch.after_step(self.batches_seen, resident_bytes())
-            self.times.end()
+            self._held_bytes = memory.allocated_bytes or 0
+            if self.batches_seen == early:
+                self._held_early = early, self._held_bytes
             seconds = self.clock() - start
             yield StepRecord(
                 step=self.batches_seen,
@@ -194,7 +166,6 @@ class Loop:
                 peak_reserved_bytes=memory.peak_reserved_bytes,
                 oom_recoveries=self.oom_recoveries,
                 recovered=oom_message,
-                growth=growth,
             )
 
     def _train_batch(self, batch: GlobalBatch) -> tuple[StepResult, list[MicroBatchIds], str | None]:
@@ -236,14 +207,20 @@ class Loop:
                     raise end
             self.oom_recoveries += 1
 
-    def grown(self) -> str | None:
-        """Return in words that memory has grown until it ran out; None if it has not."""
-        is_counted = self.meter.stats().allocated_bytes is not None
-        return (self.watch if is_counted else self.host_watch).at_end()
+    def growth(self) -> str | None:
+        """Return in words that more memory is held between two steps than early in the run; None if not."""
+        if self._held_early is None or self._held_bytes <= GROWTH * self._held_early[1]:
+            return None
+        step, early = self._held_early
+        return (
+            f"memory grew: {format_bytes(early)} were held after step {step}, and "
+            f"{format_bytes(self._held_bytes)} after step {self.batches_seen}. Usually a tensor is kept from "
+            "step to step with its graph, as by losses.append(loss): keep loss.item()"
+        )
 
     def _reason(self, oom: OutOfMemory, *, is_smaller: bool) -> str:
         """Return in words why a batch ran again; micro-batches that got smaller begin to fit now."""
-        fitted, more = self._fitted, self.grown()
+        fitted, more = self._fitted, self.growth()
         if is_smaller:
             self._fitted, self._repeated = 0, None
             if more is None and fitted:
@@ -278,7 +255,6 @@ class Loop:
                 len(batch.ids),
                 self._mark,
                 places=[part.places for part in parts],
-                measure_first=self.split.is_fair and len(parts) > 1 and self.noise.is_due(batch.index),
             )
         except Exception as error:
             outcome = self._out_of_memory(error, batch, running, may_be_suspect=may_be_suspect)
@@ -293,14 +269,12 @@ class Loop:
         except Exception as error:
             return self._out_of_memory(error, batch, running, may_be_suspect=may_be_suspect)
         train_state.stepping = False
-        self.times.lap(OTHER)
         return result
 
     def _fetch(self, batch: GlobalBatch, parts: list[MicroBatchIds]) -> Iterator[tuple[Collated, int]]:
         """Yield the micro-batches of a batch on the host, each with its number of samples, and hold none."""
         fed = self.feed.collated(batch, self.micro_batch)
         for part in parts:
-            self.times.lap("data")
             # Not in a variable, because this frame lives while the micro-batch trains.
             yield next(fed), len(part.ids)
 
@@ -308,7 +282,6 @@ class Loop:
         """Begin a phase of a step."""
         self._phase = phase
         self.meter.mark(phase)
-        self.times.lap(phase)
 
     def _out_of_memory(
         self, error: Exception, batch: GlobalBatch, running: _Running, *, may_be_suspect: bool
@@ -320,7 +293,6 @@ class Loop:
             raise self.engine.explain(error)
         if verdict is Verdict.SUSPECT and (is_step or not may_be_suspect):
             raise error
-        self.times.drop()
         size, smaller = running.failed(self.split, self.micro_batch)
         is_fatal = verdict is Verdict.FATAL
         # A loss over the whole batch runs between two passes over its micro-batches.
@@ -395,8 +367,6 @@ class Loop:
     def _advance(self, batch: GlobalBatch, result: StepResult) -> None:
         """Count the batch; a schedule advances only if its optimizer stepped."""
         self.steps_applied += result.applied
-        if result.applied and result.first_norm is not None:
-            self.noise.observe(result.first_norm**2, result.first_count, result.grad_norm**2, result.count)
         with user_code("schedule"):
             for schedule, stepped in zip(self.schedules, result.stepped, strict=False):
                 if stepped:

@@ -144,8 +144,6 @@ class RunTotals:
     peak_reserved_bytes: int | None = None
     logged: int = 0
     """Last step of the lines before a resume, also of those that are dropped."""
-    last_count: float = 0.0
-    """Items of the last batch: the target batch in the unit of the noise scale."""
 
     def add(self, step: StepRecord) -> None:
         """Add a step."""
@@ -156,7 +154,6 @@ class RunTotals:
         self.skipped_steps += not step.applied
         self.samples = step.samples
         self.seconds += step.seconds
-        self.last_count = step.count
         if step.peak_allocated_bytes is not None:
             self.peak_allocated_bytes = max(step.peak_allocated_bytes, self.peak_allocated_bytes or 0)
         if step.peak_reserved_bytes is not None:

@@ -112,13 +112,6 @@ class _Counters(msgspec.Struct):
     skipped_steps_in_a_row: Count
 
 
-class _Noise(msgspec.Struct):
-    """The measurements of the noise scale."""
-
-    every: Positive
-    pairs: list[tuple[float, float]]
-
-
 class _State(msgspec.Struct):
     """The part of a state whose form does not depend on the workload; see `capture_loop`."""
 
@@ -130,7 +123,6 @@ class _State(msgspec.Struct):
     scaler: dict[str, Any] | None
     average: dict[str, Any] | None
     items_per_sample: Annotated[float, Meta(gt=0)] | None
-    noise: _Noise
     random: list[dict[str, Any]]
     micro_batch: Positive
 
@@ -147,7 +139,6 @@ def capture_loop(loop: Loop) -> dict[str, Any]:
         "scaler": None if train_state.scaler is None else train_state.scaler.state_dict(),
         "average": None if train_state.average is None else train_state.average.state_dict(),
         "items_per_sample": train_state.items_per_sample,
-        "noise": loop.noise.state_dict(),
         "stream": loop.sampler.state_dict(),
         "random": loop.engine.ranks.gather(plain_random_state()),
         "micro_batch": loop.micro_batch,
@@ -260,7 +251,6 @@ def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
     if train_state.scaler is not None and state["scaler"]:
         train_state.scaler.load_state_dict(state["scaler"])
     train_state.items_per_sample = state["items_per_sample"]
-    loop.noise.load_state_dict(state["noise"])
 
 
 def _difference(error: Exception) -> str:

@@ -212,10 +212,8 @@ def train(
     _take_smaller_micro_batch(loop, files.out / OOM_FILE, is_new=resumed is None)
     pack(capture_loop(loop))  # refuses what no checkpoint can hold, before the first step
     check_exportable(loop.train_state.model)
-    if resumed is not None:
-        if loop.batches_seen == loop.sampler.total:
-            progress.note(f"nothing is left to train: all {loop.batches_seen:,} steps of the run are done")
-        loop.times.load_state_dict(resumed.facts.get("times", {}))
+    if resumed is not None and loop.batches_seen == loop.sampler.total:
+        progress.note(f"nothing is left to train: all {loop.batches_seen:,} steps of the run are done")
     run = _Run(loop, files, progress, resumed)
     with closing(run.metrics):
         ranks = loop.engine.ranks
@@ -335,14 +333,12 @@ class _Run:
         self._save_if_needed()
 
     def _note_memory(self, record: StepRecord) -> None:
-        """Say that a step ran again, or that memory grows; keep what holds for the rest of the run."""
+        """Say that a step ran again; keep what holds for the rest of the run."""
         before, self._micro_batch = self._micro_batch, self._loop.micro_batch
         if record.recovered is not None:
             repeated = f"step {record.step}: out of memory, repeated at micro-batch {record.micro_batch}"
             is_kept = before != self._micro_batch
             (self._add_note if is_kept else self._progress.note)(f"{repeated}: {record.recovered}")
-        if record.growth is not None:
-            self._add_note(record.growth)
 
     def _add_note(self, line: str) -> None:
         self._notes.append(line)
@@ -356,7 +352,7 @@ class _Run:
         loop = self._loop
         loop.engine.broadcast(loop.train_state.model.buffers())
         averaged = averaged_weights(loop.train_state.optimizers), loop.train_state.averaged()
-        with loop.times.between_steps("validation"), preserved_random_state(), averaged[0], averaged[1]:
+        with preserved_random_state(), averaged[0], averaged[1]:
             metrics = self._validator.run(lambda: self.request.is_asked)
         loop.engine.agree_on_request()
         # A checkpoint must hold the random states of the training, which are restored only here.
@@ -380,8 +376,7 @@ class _Run:
                 error.add_note(
                     f"no checkpoint of step {loop.batches_seen} could be written: {first_line(failure)}"
                 )
-        growth = loop.grown() if is_out_of_memory else None
-        if growth is not None:
+        if is_out_of_memory and (growth := loop.growth()):
             error.add_note(growth)
         hint, has_checkpoint = self._files.resume_hint, bool(list_checkpoints(out / CHECKPOINTS))
         if isinstance(error, RestartSmallerError):
@@ -447,27 +442,26 @@ class _Run:
         """
         loop, files, ranks = self._loop, self._files, self._loop.engine.ranks
         try:
-            with loop.times.between_steps("checkpoint"):
-                loop.engine.broadcast(loop.train_state.model.buffers())
-                more = {"failed_checkpoints": self._failed_steps, "times": loop.times.state_dict()}
-                self._newest = save_checkpoint(
-                    files.out / CHECKPOINTS,
-                    step=loop.batches_seen,
-                    state=capture_loop(loop),
-                    facts={**files.facts, **more},
-                    keep_last=self._options.keep_last,
-                    protected=self._resumed_from,
-                    ranks=ranks,
-                )
-                # The checkpoint has the smaller micro-batches now. No rank continues before the file is gone,
-                # because it may run out of memory at once and write a new one.
-                ranks.once(lambda: (files.out / OOM_FILE).unlink(missing_ok=True))
-                self._saved_at = loop.clock()
-                return
+            loop.engine.broadcast(loop.train_state.model.buffers())
+            self._newest = save_checkpoint(
+                files.out / CHECKPOINTS,
+                step=loop.batches_seen,
+                state=capture_loop(loop),
+                facts={**files.facts, "failed_checkpoints": self._failed_steps},
+                keep_last=self._options.keep_last,
+                protected=self._resumed_from,
+                ranks=ranks,
+            )
+            # The checkpoint has the smaller micro-batches now. No rank continues before the file is gone,
+            # because it may run out of memory at once and write a new one.
+            ranks.once(lambda: (files.out / OOM_FILE).unlink(missing_ok=True))
+            self._saved_at = loop.clock()
         except Exception as error:
             if not is_oom(error):
                 raise
             reason = first_line(error).rstrip(".")
+        else:
+            return
         # Outside of the except block, so that nothing holds the copies of the state.
         loop.device.release()
         raise DoesNotFitError(
@@ -479,7 +473,6 @@ class _Run:
     def summary(self, validation: dict[str, float | None]) -> Training:
         """Return the summary of a finished run."""
         loop, totals, average = self._loop, self._totals, self._loop.train_state.average
-        noise = loop.noise.estimate()
         return Training(
             optimizer_steps=loop.steps_applied,
             samples=loop.sampler.seen(loop.batches_seen),
@@ -495,12 +488,8 @@ class _Run:
             seconds=totals.seconds,
             skipped_steps=totals.skipped_steps,
             validation=validation,
-            noise_scale=noise.noise_scale,
-            noise_band=(noise.low, noise.high),
-            noise_advice=noise.sentence(round(totals.last_count)) or None,
             micro_batch=loop.split.of_longest(loop.micro_batch),
             ema=None if average is None else average.decay,
             failed_checkpoints=self._failed_steps,
             notes=[*self._notes],
-            phase_seconds=loop.times.totals(totals.seconds),
         )

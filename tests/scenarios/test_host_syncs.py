@@ -64,9 +64,7 @@ def test_no_value_leaves_the_device_during_accumulation(loss, precision) -> None
     train_state = train_state_of(loss, device, precision)
     for step in range(3):
         with Reads() as reads:
-            accumulator = accumulate(
-                train_state, batches(device), 12, lambda _: None, measure_first=step == 1
-            )
+            accumulator = accumulate(train_state, batches(device), 12, lambda _: None)
         # The count of a Loss is read once in a run, to choose a divisor.
         assert reads.count == (step == 0 and loss is counted)
         assert finish(train_state, accumulator, mark=lambda _: None).count == 12
@@ -85,7 +83,7 @@ def test_torch_sees_no_synchronisation_on_a_gpu(loss, precision) -> None:
     with warnings.catch_warnings(action="ignore"):
         torch.cuda.set_sync_debug_mode("error")
     try:
-        accumulator = accumulate(train_state, given, 12, lambda _: None, measure_first=True)
+        accumulator = accumulate(train_state, given, 12, lambda _: None)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert finish(train_state, accumulator, mark=lambda _: None).count == 12

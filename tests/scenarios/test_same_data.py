@@ -125,7 +125,7 @@ def test_a_function_that_returns_the_workload_is_called_with_seeded_generators(t
     assert drawn[0] == drawn[1]
 
 
-VARYING = {"created", "phase_seconds", "resumed_from", "checkpoints"}
+VARYING = {"created", "resumed_from", "checkpoints"}
 
 
 @pytest.mark.program

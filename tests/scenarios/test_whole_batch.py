@@ -131,4 +131,3 @@ def test_fit_trains_it_and_validates_on_whole_batches(tmp_path: Path) -> None:
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
     assert split.training.validation["loss"] == pytest.approx(whole.training.validation["loss"], rel=1e-4)
     assert split.training.final_loss == pytest.approx(whole.training.final_loss, rel=1e-4)
-    assert split.training.noise_scale is None

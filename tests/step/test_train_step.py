@@ -145,15 +145,6 @@ def test_an_invalid_count_is_named_and_moves_nothing(counts, found: str, kind, p
     assert torch.equal(weights(train_state.model), before)
 
 
-def test_the_norm_of_the_first_micro_batch_is_that_of_its_own_mean() -> None:
-    for kind in ("mean", "tokens"):
-        workload = make_workload(**KINDS[kind][0])
-        result = train_step(train_state_of(workload), split(workload, [5, 19]), SAMPLES)
-        alone = train_step(train_state_of(workload), split(workload, [5]), 5)
-        assert result.first_norm == pytest.approx(alone.grad_norm, rel=EXACT)
-        assert result.first_count == alone.count
-
-
 def test_a_probe_and_a_trace_count_what_follows_a_step() -> None:
     def after_step(model: nn.Module) -> None:
         copies = [p.repeat(40, *[1] * (p.dim() - 1)) for p in model.parameters()]
@@ -249,7 +240,6 @@ def test_a_step_has_one_result_on_both_ways() -> None:
     (read, own), (computed, others) = results
     assert read.loss == pytest.approx(computed.loss, rel=1e-6)
     assert read.grad_norm == pytest.approx(computed.grad_norm, rel=1e-6)
-    assert read.first_norm == pytest.approx(computed.first_norm, rel=1e-6)
     assert all(torch.equal(one, other) for one, other in zip(own, others, strict=True))
 
 

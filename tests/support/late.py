@@ -1,8 +1,7 @@
-"""Workloads whose memory changes with the steps: a late layer, longer samples, or tensors that are kept."""
+"""Workloads whose memory changes with the steps: a late layer, or longer samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from tests.support.training import Rows, make_loop, mean_loss, weights
 TARGET = 64
 SAMPLE_BYTES = 40 * MiB
 """Taken by the late layer on the host for each sample."""
-Held = Callable[[int], int]
-"""Bytes that the code of the user keeps after a step."""
 
 
 class Late(nn.Module):
@@ -52,9 +49,9 @@ def samples(number: int, length: int, seed: int = 0) -> Rows:
     return Rows(inputs, torch.randint(3, (number,), generator=generator))
 
 
-def late_workload(kind: str, since: int, held: Held | None = None) -> Workload:
-    """Make a workload that takes more memory from a step on, or keeps bytes after each."""
-    models, kept = list[Late](), list[Tensor]()
+def late_workload(kind: str, since: int) -> Workload:
+    """Make a workload that takes more memory from a step on."""
+    models = list[Late]()
 
     def build() -> Late:
         models.append(Late(kind, since))
@@ -62,11 +59,6 @@ def late_workload(kind: str, since: int, held: Held | None = None) -> Workload:
 
     def after_step(*_: object) -> None:
         models[-1].steps.add_(1)
-        more = 0 if held is None else held(int(models[-1].steps)) - sum(one.nbytes for one in kept)
-        if more < 0:
-            kept.clear()
-        elif more:
-            kept.append(torch.empty(more, dtype=torch.uint8))
 
     def optimizer(parameters: Any, rate: float) -> torch.optim.Optimizer:
         made = torch.optim.AdamW(parameters, lr=rate)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from autobatch import NonFiniteError, Progress, RestartSmallerError
+from autobatch import DoesNotFitError, NonFiniteError, Progress, RestartSmallerError
 from autobatch.device.cpu import CpuDevice
+from autobatch.device.profiles import load_profile
+from autobatch.device.simulated import SimulatedDevice
 from autobatch.training.run import train
 from tests.support.faults import Fault, Watching, plain
 from tests.support.rank_server import RankServer
@@ -81,6 +86,30 @@ def test_a_resumed_run_uses_the_smaller_micro_batch_of_one_that_ran_out_of_memor
 def test_a_new_run_ignores_the_smaller_micro_batch_of_an_earlier_one(tmp_path: Path) -> None:
     (tmp_path / "oom.json").write_text('{"micro_batch": 1}')
     assert train(open_loop(), settings(tmp_path), Progress(), None).micro_batch == 3
+
+
+def test_a_list_of_losses_is_named_where_it_has_filled_a_simulated_gpu(tmp_path: Path) -> None:
+    kept = list[Any]()
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        kept.append(model[0](batch[0]))
+        return cross_entropy(model(batch[0]), batch[1])
+
+    workload = make_workload(
+        model=lambda: nn.Sequential(nn.Linear(5, 512), nn.ReLU(), nn.Linear(512, 3)),
+        train_data=points(64, dtype=torch.float32),
+        loss=loss,
+    )
+    gpu = SimulatedDevice(load_profile("rtx-4090", user_dir=tmp_path), memory_budget="8MiB")
+    with gpu.training() as meter:
+        loop = make_loop(workload, target_batch=64, steps=400, device=gpu, meter=meter)
+        with pytest.raises((DoesNotFitError, RestartSmallerError)) as caught:
+            train(loop, settings(tmp_path / "run", target_batch=64), Progress(), None)
+    (told,) = [note for note in caught.value.__notes__ if "memory grew" in note]
+    early, late = (float(mib) for mib in re.findall(r"([\d.]+) MiB", told))
+    assert early <= 3 < 5 <= late <= 8
+    assert "after step 16" in told
+    assert "losses.append" in told
 
 
 # losses that are not finite

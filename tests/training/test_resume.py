@@ -207,7 +207,6 @@ def edit(path: Path, keys: tuple[str | int, ...], value: Any = None) -> None:
         (("state", "counters", "steps_applied"), -1, "steps_applied"),
         (("state", "counters", "steps_applied"), 3, "counts more steps than the 2 of its name"),
         (("state", "micro_batch"), 0, "micro_batch"),
-        (("state", "noise"), {"every": 0, "pairs": []}, "noise"),
         (("state", "items_per_sample"), 0.0, "items_per_sample"),
         (("state", "model"), "weights", "model"),
         (("state", "random", 0, "torch"), "no numbers", "hexadecimal"),

@@ -147,7 +147,6 @@ def test_the_summary_counts_the_loop_and_its_rate(tmp_path: Path) -> None:
     assert (done.optimizer_steps, done.samples, done.skipped_steps) == (STEPS, 42, 0)
     assert (done.samples_per_s, done.seconds) == (14.0, 3.0)
     assert (done.ema, done.micro_batch, done.validation) == (0.9, 3, {})
-    assert (done.noise_scale, done.noise_advice) == (None, None)
 
 
 def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
