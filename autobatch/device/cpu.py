@@ -51,7 +51,7 @@ class CpuDevice(Device):
     @contextmanager
     def enforced(self) -> Iterator[Meter]:
         """Raise ``torch.OutOfMemoryError`` over the budget within the block."""
-        with StorageTracker(self.new_allocator(), text=_refusal) as tracker, tracker.noticing_resizes():
+        with StorageTracker(self.new_allocator(), text=_refusal) as tracker:
             yield tracker
 
     def training(self) -> AbstractContextManager[Meter]:

@@ -5,7 +5,7 @@ A release of torch may drop or change any of them. Without them nothing is recor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -73,16 +73,6 @@ def is_in_backward() -> bool:
     """Return whether autograd runs a backward pass in this thread; False if torch does not tell."""
     with suppress(*_GONE):
         return torch._C._current_graph_task_id() >= 0
-    return False
-
-
-def leave_uncompiled(function: Callable[..., Any]) -> bool:
-    """Keep ``torch.compile`` from compiling a function and what it calls; False if torch has no such rule."""
-    with suppress(*_GONE):
-        frames = torch._C._dynamo.eval_frame
-        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        frames.set_code_exec_strategy(function.__code__, strategy)
-        return True
     return False
 
 

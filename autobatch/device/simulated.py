@@ -105,7 +105,7 @@ class SimulatedDevice(Device):
         outer, self._session = self._session, self.new_allocator()
         tracker = StorageTracker(self._session, text=self._refusal, record=record)
         try:
-            with tracker, tracker.noticing_resizes():
+            with tracker:
                 yield tracker
         finally:
             self._session = outer

@@ -100,7 +100,6 @@ def record(step: TracedStep, micro_batch: int) -> Recording:
         if step.capability is not None:
             stack.enter_context(cuda_policy(choose))
         stack.enter_context(recorder)
-        stack.enter_context(recorder.noticing_resizes())
         stack.enter_context(without_log())
         stack.enter_context(followed_modules(model, recorder))
         train_state = _build(step, model, recorder, sharding)

@@ -49,7 +49,7 @@ def run_real(workload: Workload, case: Case) -> Trace:
     arranged = sharding(model, case.precision)
     _wait_for_gloo(arranged._root)
     meter = StorageTracker(CountingAllocator())
-    with meter, meter.noticing_resizes():
+    with meter:
         meter.mark("setup")
         meter.count([*model.parameters(), *model.buffers()])
         train_state = state_of(workload, model, case.precision)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
@@ -31,10 +30,6 @@ class Trace:
         """Return the phase of an event; None before the first mark."""
         at = bisect_right(self.marks, index, key=lambda mark: mark[0])
         return self.marks[at - 1][1] if at else None
-
-    def followed_by(self, again: Repetition) -> Trace:
-        """Return the trace followed by a `repetition`."""
-        return Trace(self.events + again.events, self.marks + again.marks)
 
     def canonical(self) -> Trace:
         """Return the same trace with blocks numbered in the order of allocation, and with sorted frees.
@@ -76,65 +71,6 @@ class Trace:
         marks = [(min(position, len(events)), phase) for position, phase in marks]
         marks.extend((len(events), phase) for _, phase in reversed(coming))
         return Trace(tuple(events), tuple(marks), tuple(modules), is_canonical=True)
-
-    def without_empty(self) -> Trace:
-        """Return the canonical trace without blocks of no bytes, which no allocator sees."""
-        whole = self.canonical()  # no two of its blocks have the same number
-        empty = {block for block, size in whole.events if size == 0}
-        if not empty:
-            return whole
-        places = [0, *accumulate(block not in empty for block, _ in whole.events)]
-        events = tuple(event for event in whole.events if event[0] not in empty)
-        return Trace(events, tuple((places[at], phase) for at, phase in whole.marks)).canonical()
-
-
-class Repetition(NamedTuple):
-    """The events, marks and number of blocks that a part of a trace adds when it runs once more."""
-
-    events: tuple[tuple[int, int], ...]
-    marks: tuple[tuple[int, str], ...]
-    blocks: int
-
-
-def repetition(trace: Trace, since: int, first_mark: int) -> Repetition | None:
-    """Return the events to add when the last part of a trace, from event ``since`` on, runs once more.
-
-    A step in the steady state leaves what it found: the same state, and for each block left by the step
-    before (its batch, for example) a new one of the same size in the same place. The next step is then the
-    same.
-
-    Args:
-        trace: A trace whose blocks are numbered in the order of allocation.
-        since: Index of the first event of that part.
-        first_mark: Index of its first mark.
-
-    Returns:
-        None if the part does not leave what it found.
-    """
-    sizes = {block: size for block, size in trace.events if size != FREE}
-    found, left = _live(trace.events[:since]), _live(trace.events)
-    gone, come = sorted(found - left), sorted(left - found)
-    if [sizes[block] for block in gone] != [sizes[block] for block in come]:
-        return None
-    first = 1 + max((block for block, size in trace.events[:since] if size != FREE), default=-1)
-    count = 1 + max(sizes, default=-1) - first
-    next_of = dict(zip(gone, come, strict=True))
-    shift = len(trace.events) - since
-    return Repetition(
-        tuple(
-            (block + count if block >= first else next_of[block], size)
-            for block, size in trace.events[since:]
-        ),
-        tuple((position + shift, phase) for position, phase in trace.marks[first_mark:]),
-        count,
-    )
-
-
-def _live(events: tuple[tuple[int, int], ...]) -> set[int]:
-    live: set[int] = set()
-    for block, size in events:
-        (live.discard if size == FREE else live.add)(block)
-    return live
 
 
 class Replay(NamedTuple):

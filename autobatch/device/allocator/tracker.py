@@ -8,19 +8,19 @@ the storage (PyObject preservation, c10/core/StorageImpl.h), so a weak reference
 from torch/distributed/_tools/mem_tracker.py.
 
 Known limitations: memory that never becomes a tensor storage (scratch space of operators, NumPy arrays, the
-interpreter) is not counted. A storage that Python code resizes is noticed at the next operator on it, or at
-the next mark.
+interpreter) is not counted. A storage that an operator resizes through another name is noticed at the next
+operator on it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from itertools import zip_longest
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -81,19 +81,11 @@ _SUMS = frozenset(
 """Operators with which autograd adds to a gradient in place, and out of place under any mode."""
 _MADE_UNSEEN = "aten::lift_fresh"
 """An alias by its schema, but of a storage that no operator made (``torch.tensor``)."""
-_PRODUCTS: dict[int, Callable[..., int]] = {
-    id(aten.mm.default): lambda a, b, *_: a.shape[0] * b.shape[1],
-    id(aten.bmm.default): lambda a, b, *_: a.shape[0] * a.shape[1] * b.shape[2],
-    id(aten.addmm.default): lambda _, a, b, *__: a.shape[0] * b.shape[1],
-    id(aten.baddbmm.default): lambda _, a, b, *__: a.shape[0] * a.shape[1] * b.shape[2],
-    id(aten.embedding.default): lambda weight, ids, *_: ids.numel() * weight.shape[-1],
-    id(aten.repeat.default): lambda x, sizes, *_: x.numel() * prod(sizes),
-    id(aten.convolution.default): lambda x, weight, *_: x.numel() * weight.shape[0],
-}
-"""Upper bounds for the elements that operators produce from much smaller arguments. Operators stand by their
+_PRODUCTS = {id(aten.embedding.default), id(aten.repeat.default), id(aten.convolution.default)}
+"""Operators whose result may have as many elements as the product of their arguments. They stand by their
 identity, because their own hash takes longer than the rest of a look-up."""
-_WIDEST_BYTES = 8
-"""The widest usual element: the guess if the dtype of the output is not considered."""
+_WIDEST_BYTES = 16
+"""Bytes of the widest usual element of a result: a number with its index."""
 
 
 class Watch(weakref.ref[torch.UntypedStorage]):
@@ -105,187 +97,6 @@ class Watch(weakref.ref[torch.UntypedStorage]):
     size: int
     handle: Any
     block: int
-
-
-class StorageTable:
-    """Live storages by address with the memory that an allocator gave them, and the events so far.
-
-    Args:
-        allocator: Allocator that the storages are counted in.
-        text: Returns the error message for a refusal.
-        record: Whether to keep the events.
-        storage_device: Type of the device whose storages count; ``meta`` for fake tensors, None for all.
-        on_new: Called with the number of each block that is taken.
-
-    Every method that counts raises ``torch.OutOfMemoryError`` if the allocator refuses.
-    """
-
-    def __init__(
-        self,
-        allocator: Allocator,
-        *,
-        text: Callable[[BudgetExceeded], str] = str,
-        record: bool = True,
-        storage_device: str | None = "cpu",
-        on_new: Callable[[int], None] | None = None,
-    ) -> None:
-        self.allocator = allocator
-        self.events: list[tuple[int, int]] = []
-        self._text = text
-        self._storage_device = storage_device
-        self._record = record
-        self._on_new = on_new
-        self._live: dict[int, Watch] = {}
-        self._blocks = 0
-        self._undecided: tuple[Watch, weakref.ref[torch.UntypedStorage]] | None = None
-        """A summand and a sum of gradients that may take over its block; None if there is none."""
-
-    def blocks_of(self, tensor: Tensor) -> Iterator[int]:
-        """Yield the numbers of the blocks that a tensor holds: several if it wraps others, none uncounted."""
-        for storage in _storages_of(tensor):
-            watch = self._live.get(id(storage))
-            if watch is not None and watch.block != EMPTY:
-                yield watch.block
-
-    @contextmanager
-    def held(self, size: int, *, is_numbered: bool = False) -> Iterator[int]:
-        """Hold bytes within the block, as an operator does, and return their number.
-
-        With ``is_numbered`` they have a number although they are none, because their size differs elsewhere.
-        """
-        handle = self._allocate(size)
-        block = self._new_block(size, is_numbered=is_numbered)
-        try:
-            yield block
-        finally:
-            self.allocator.free(handle)
-            if self._record and block != EMPTY:
-                self.events.append((block, FREE))
-
-    def settle(self) -> None:
-        """Count a sum of gradients whose summand is still alive, so that it takes over no block."""
-        if self._undecided is not None:
-            storage = self._undecided[1]()
-            self._undecided = None
-            if storage is not None:
-                self._count_storage(storage)
-
-    def _count_tensor(self, tensor: Tensor) -> None:
-        if type(tensor) is Tensor and tensor.layout is torch.strided:
-            self._count_storage(tensor.untyped_storage())
-            return
-        for storage in _storages_of(tensor):
-            self._count_storage(storage)
-
-    def _count_storage(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage, unless it is counted already with its size."""
-        key = id(storage)
-        known = self._live.get(key)
-        size = storage.nbytes()
-        if known is not None:
-            if known.size != size:
-                self._resize(known, size)
-        elif self._storage_device is None or storage.device.type == self._storage_device:
-            handle = self._allocate(size)
-            self._watch(storage, key, size, handle, self._new_block(size))
-
-    def _recount_tensor(self, tensor: Tensor) -> None:
-        """Count the new size of a counted storage that an operator resized in place.
-
-        An operator that changes a sparse tensor in place gives it new parts, which are counted.
-        """
-        for part in _parts(tensor):
-            self._count_tensor(part)
-        if self._watch_of(tensor) is not None:
-            self._recount_storage(tensor.untyped_storage())
-
-    def _recount_storage(self, storage: torch.UntypedStorage) -> None:
-        watch = self._live.get(id(storage))
-        if watch is not None and watch.size != storage.nbytes():
-            self._resize(watch, storage.nbytes())
-
-    def _recount_all(self) -> None:
-        for watch in list(self._live.values()):
-            storage = watch()
-            if storage is not None:
-                self._recount_storage(storage)
-
-    def _watch_of(self, tensor: Tensor) -> Watch | None:
-        try:
-            return self._live.get(id(tensor.untyped_storage()))
-        except (NotImplementedError, RuntimeError):
-            return None
-
-    def _allocate(self, size: int) -> Any:
-        try:
-            return self.allocator.malloc(size)
-        except BudgetExceeded as error:
-            text = self._text(error)
-        # Raised here, the error has no context whose traceback would keep frames and tensors alive.
-        raise torch.OutOfMemoryError(text)
-
-    def _defer(self, summand: Any, out: Any) -> bool:
-        """Return whether a sum of two gradients is counted later, when it is known what block it has.
-
-        Autograd adds gradients in place, but out of place under any dispatch mode (``isTensorSubclassLike``
-        in torch/csrc/autograd/functions/accumulate_grad.h and input_buffer.cpp). The count must be that
-        without a mode, so the sum takes over the block of the summand if that dies before the next `settle`.
-        """
-        if not isinstance(summand, Tensor) or not isinstance(out, Tensor) or out.layout is not _STRIDED:
-            return False
-        watch = self._watch_of(summand)
-        storage = out.untyped_storage()
-        if watch is None or watch.size != storage.nbytes():
-            return False
-        self._undecided = (watch, weakref.ref(storage))
-        return True
-
-    def _take_over(self, summand: Watch) -> bool:
-        """Give the block of a dead summand to the sum, if it is that of the sum which is undecided."""
-        if self._undecided is None or self._undecided[0] is not summand:
-            return False
-        storage = self._undecided[1]()
-        self._undecided = None
-        if storage is None:
-            return False
-        self._watch(storage, id(storage), summand.size, summand.handle, summand.block)
-        return True
-
-    def _watch(self, storage: torch.UntypedStorage, key: int, size: int, handle: Any, block: int) -> None:
-        watch = Watch(storage, self._on_death)
-        watch.key, watch.size, watch.handle, watch.block = key, size, handle, block
-        self._live[key] = watch
-
-    def _new_block(self, size: int, *, is_numbered: bool = False) -> int:
-        """Number a block. An empty block takes no memory and gets no number, so numbers follow the events."""
-        if not size and not is_numbered:
-            return EMPTY
-        block = self._blocks
-        self._blocks += 1
-        if self._record:
-            self.events.append((block, size))
-        if self._on_new is not None:
-            self._on_new(block)
-        return block
-
-    def _resize(self, watch: Watch, size: int) -> None:
-        """Count a new size: like torch, take the new block before freeing the old one."""
-        handle = self._allocate(size)
-        block = self._new_block(size)
-        self._give_back(watch)
-        watch.handle, watch.size, watch.block = handle, size, block
-
-    def _on_death(self, watch: weakref.ref[torch.UntypedStorage]) -> None:
-        assert isinstance(watch, Watch)
-        if self._live.get(watch.key) is watch:
-            del self._live[watch.key]
-            if not self._take_over(watch):
-                self._give_back(watch)
-
-    def _give_back(self, watch: Watch) -> None:
-        self.allocator.free(watch.handle)
-        if self._record and watch.size:
-            self.events.append((watch.block, FREE))
 
 
 def _storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
@@ -317,35 +128,64 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return ()
 
 
-class StorageTracker(StorageTable, TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):
     """A dispatch mode that counts storages, and enforces the allocator's limit on them: a meter.
 
-    Its arguments are those of `StorageTable`.
+    Args:
+        allocator: Allocator that the storages are counted in.
+        text: Returns the error message for a refusal.
+        record: Whether to keep the events.
+        storage_device: Type of the device whose storages count; ``meta`` for fake tensors.
+
+    Every method that counts raises ``torch.OutOfMemoryError`` if the allocator refuses.
     """
 
     supports_higher_order_operators = True
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return whether torch must wrap the mode to leave it uncompiled, which takes 1 µs an operator.
-
-        If a compiled model runs under a mode, torch does not compile the model, and would compile the mode.
-        """
-        return not private.leave_uncompiled(cls.__torch_dispatch__)
-
-    def __init__(self, allocator: Allocator, **options: Any) -> None:
-        StorageTable.__init__(self, allocator, **options)
-        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
-        self._checks_first = allocator.limit is not None and self._storage_device == "cpu"
+    def __init__(
+        self,
+        allocator: Allocator,
+        *,
+        text: Callable[[BudgetExceeded], str] = str,
+        record: bool = True,
+        storage_device: str = "cpu",
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.allocator = allocator
+        self.events: list[tuple[int, int]] = []
+        self._text, self._record, self._storage_device = text, record, storage_device
+        self._checks_first = allocator.limit is not None and storage_device == "cpu"
         self._kinds: dict[int, tuple[_Kind, Any]] = {}
         """Kinds by the identity of operators, whose own hash takes longer than the rest of a look-up."""
+        self._live: dict[int, Watch] = {}
+        """Counted storages by their identity."""
+        self._blocks = 0
+        self._undecided: tuple[Watch, weakref.ref[torch.UntypedStorage]] | None = None
+        """A summand and a sum of gradients that may take over its block; None if there is none."""
         self._marks: list[tuple[int, str]] = []
         self._modules: list[tuple[int, str]] = []
         self._aside = False
 
+    def __enter__(self) -> Self:
+        """Enter the mode, and count a storage at once when Python code resizes it.
+
+        FSDP takes and frees the parameters that it gathers in this way, which no operator shows.
+        """
+        resize = self._resize_storage = torch.UntypedStorage.resize_
+
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            if not self._aside:
+                self._recount_storage(storage)
+
+        torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
     def __exit__(self, *error: object) -> None:
         """Leave the mode, and stop watching live storages, whose callbacks make reference cycles."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._resize_storage  # type: ignore[method-assign]
         self._live.clear()
         self._undecided = None
 
@@ -364,9 +204,8 @@ class StorageTracker(StorageTable, TorchDispatchMode):
             self._aside = before
 
     def mark(self, phase: str) -> None:
-        """Record that a phase begins, and count storages that were resized without any operator."""
+        """Record that a phase begins."""
         self.settle()
-        self._recount_all()
         self._marks.append((len(self.events), phase))
 
     def enter_module(self, name: str) -> None:
@@ -382,29 +221,6 @@ class StorageTracker(StorageTable, TorchDispatchMode):
         if not self._record:
             return None
         return Trace(tuple(self.events), tuple(self._marks), tuple(self._modules))
-
-    @contextmanager
-    def noticing_resizes(self) -> Iterator[None]:
-        """Count a storage at once when Python code resizes it within the block.
-
-        FSDP takes and frees the parameters that it gathers in this way, which no operator shows.
-        """
-        resize = torch.UntypedStorage.resize_
-
-        def resize_and_count(storage: torch.UntypedStorage, size: int) -> None:
-            resize(storage, size)
-            self.resized(storage)
-
-        torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage that was resized without an operator."""
-        if not self._aside:
-            self._recount_storage(storage)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -458,11 +274,128 @@ class StorageTracker(StorageTable, TorchDispatchMode):
 
     def _refuse_early(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse an operator whose outputs are certain not to fit, before it takes the memory."""
-        allocator = self.allocator
-        room = (allocator.limit or 0) - allocator.allocated_bytes
-        needed = output_bytes(func, args, kwargs, threshold=room)
-        if needed > room:
-            allocator.free(self._allocate(needed))
+        room = (self.allocator.limit or 0) - self.allocator.allocated_bytes
+        if _most_bytes(func, args) > room:
+            needed = _output_bytes(func, args, kwargs)
+            if needed > room:
+                self.allocator.free(self._allocate(needed))
+
+    def settle(self) -> None:
+        """Count a sum of gradients whose summand is still alive, so that it takes over no block."""
+        if self._undecided is not None:
+            storage = self._undecided[1]()
+            self._undecided = None
+            if storage is not None:
+                self._count_storage(storage)
+
+    def _count_tensor(self, tensor: Tensor) -> None:
+        if type(tensor) is Tensor and tensor.layout is torch.strided:
+            self._count_storage(tensor.untyped_storage())
+            return
+        for storage in _storages_of(tensor):
+            self._count_storage(storage)
+
+    def _count_storage(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage, unless it is counted already with its size."""
+        key = id(storage)
+        known = self._live.get(key)
+        size = storage.nbytes()
+        if known is not None:
+            if known.size != size:
+                self._resize(known, size)
+        elif storage.device.type == self._storage_device:
+            handle = self._allocate(size)
+            self._watch(storage, key, size, handle, self._new_block(size))
+
+    def _recount_tensor(self, tensor: Tensor) -> None:
+        """Count the new size of a counted storage that an operator resized in place.
+
+        An operator that changes a sparse tensor in place gives it new parts, which are counted.
+        """
+        for part in _parts(tensor):
+            self._count_tensor(part)
+        if self._watch_of(tensor) is not None:
+            self._recount_storage(tensor.untyped_storage())
+
+    def _recount_storage(self, storage: torch.UntypedStorage) -> None:
+        watch = self._live.get(id(storage))
+        if watch is not None and watch.size != storage.nbytes():
+            self._resize(watch, storage.nbytes())
+
+    def _watch_of(self, tensor: Tensor) -> Watch | None:
+        try:
+            return self._live.get(id(tensor.untyped_storage()))
+        except (NotImplementedError, RuntimeError):
+            return None
+
+    def _allocate(self, size: int) -> Any:
+        try:
+            return self.allocator.malloc(size)
+        except BudgetExceeded as error:
+            text = self._text(error)
+        # Raised here, the error has no context whose traceback would keep frames and tensors alive.
+        raise torch.OutOfMemoryError(text)
+
+    def _defer(self, summand: Any, out: Any) -> bool:
+        """Return whether a sum of two gradients is counted later, when it is known what block it has.
+
+        Autograd adds gradients in place, but out of place under any dispatch mode (``isTensorSubclassLike``
+        in torch/csrc/autograd/functions/accumulate_grad.h and input_buffer.cpp). The count must be that
+        without a mode, so the sum takes over the block of the summand if that dies before the next `settle`.
+        """
+        if not isinstance(summand, Tensor) or not isinstance(out, Tensor) or out.layout is not _STRIDED:
+            return False
+        watch = self._watch_of(summand)
+        storage = out.untyped_storage()
+        if watch is None or watch.size != storage.nbytes():
+            return False
+        self._undecided = (watch, weakref.ref(storage))
+        return True
+
+    def _take_over(self, summand: Watch) -> bool:
+        """Give the block of a dead summand to the sum, if it is that of the sum which is undecided."""
+        if self._undecided is None or self._undecided[0] is not summand:
+            return False
+        storage = self._undecided[1]()
+        self._undecided = None
+        if storage is None:
+            return False
+        self._watch(storage, id(storage), summand.size, summand.handle, summand.block)
+        return True
+
+    def _watch(self, storage: torch.UntypedStorage, key: int, size: int, handle: Any, block: int) -> None:
+        watch = Watch(storage, self._on_death)
+        watch.key, watch.size, watch.handle, watch.block = key, size, handle, block
+        self._live[key] = watch
+
+    def _new_block(self, size: int) -> int:
+        """Number a block. An empty block takes no memory and gets no number, so numbers follow the events."""
+        if not size:
+            return EMPTY
+        block = self._blocks
+        self._blocks += 1
+        if self._record:
+            self.events.append((block, size))
+        return block
+
+    def _resize(self, watch: Watch, size: int) -> None:
+        """Count a new size: like torch, take the new block before freeing the old one."""
+        handle = self._allocate(size)
+        block = self._new_block(size)
+        self._give_back(watch)
+        watch.handle, watch.size, watch.block = handle, size, block
+
+    def _on_death(self, watch: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(watch, Watch)
+        if self._live.get(watch.key) is watch:
+            del self._live[watch.key]
+            if not self._take_over(watch):
+                self._give_back(watch)
+
+    def _give_back(self, watch: Watch) -> None:
+        self.allocator.free(watch.handle)
+        if self._record and watch.size:
+            self.events.append((watch.block, FREE))
 
 
 def has_wrappers(types: Any) -> bool:
@@ -486,17 +419,30 @@ def _kind_of(func: Any) -> _Kind:
     return _Kind.VIEW
 
 
-def output_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, threshold: int) -> int:
-    """Return the bytes of the new storages that an operator will make; 0 if they are within ``threshold``.
+def _most_bytes(func: Any, args: Sequence[Any]) -> int:
+    """Return an upper bound of what nearly all operators produce: broadcast, joined or repeated arguments."""
+    shapes: list[torch.Size] = []
+    joined = numbers = 1
+    for arg in args:
+        if isinstance(arg, Tensor):
+            shapes.append(arg.shape)
+        elif isinstance(arg, list | tuple) and arg:
+            if isinstance(arg[0], int):
+                numbers = max(numbers, prod(arg))
+            else:
+                joined += sum(part.numel() for part in arg if isinstance(part, Tensor))
+    if id(func) in _PRODUCTS:
+        return prod(map(prod, shapes)) * numbers * _WIDEST_BYTES
+    rows = zip_longest(*map(reversed, shapes), fillvalue=1)
+    return max(prod(map(max, rows)), joined, numbers) * _WIDEST_BYTES
 
-    Most operators produce about as much as they get, so a cheap guess from the arguments usually shows that
-    there is room. Only if it does not, the operator runs on the meta device, which gives the exact size.
 
-    The result is also 0 if the size is unknown: the operator has no meta kernel, a tensor is sparse, or the
-    outputs depend on the data.
+def _output_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the bytes of the new storages that an operator will make, from a run on the meta device.
+
+    The result is 0 if they are unknown: the operator has no meta kernel, a tensor is sparse, or the outputs
+    depend on the data.
     """
-    if _guess(func, args, threshold) <= threshold:
-        return 0
     try:
         copies = _on_meta(args), _on_meta(kwargs)
         with torch.no_grad():
@@ -507,38 +453,6 @@ def output_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, th
     except Exception:
         # The real arguments raise the same error, or only the meta kernel is missing.
         return 0
-
-
-def _guess(func: Any, args: tuple[Any, ...], threshold: int) -> int:
-    """Return an upper bound in bytes for most operators, from the arguments; coarse if that suffices."""
-    product = _PRODUCTS.get(id(func))
-    if product is not None:
-        return product(*args) * _WIDEST_BYTES
-    given: list[Tensor] = []
-    coarse = made = 0
-    for arg in args:
-        if isinstance(arg, Tensor):
-            given.append(arg)
-            coarse = (coarse or _WIDEST_BYTES) * (arg.numel() or 1)
-        elif isinstance(arg, list | tuple) and arg:
-            if isinstance(arg[0], Tensor):
-                made = max(made, sum(_nbytes(each) for each in arg if isinstance(each, Tensor)))
-            elif isinstance(arg[0], int):
-                made = max(made, prod(arg) * _WIDEST_BYTES)
-    if len(given) == 1:
-        coarse = 2 * _nbytes(given[0])
-    elif coarse > threshold:
-        rows = zip_longest(*(reversed(tensor.shape) for tensor in given), fillvalue=1)
-        coarse = max(
-            prod(map(max, rows)) * max(tensor.element_size() for tensor in given),
-            sum(map(_nbytes, given)),
-        )
-    return max(coarse, made)
-
-
-def _nbytes(tensor: Tensor) -> int:
-    """Return the size of a tensor; of a sparse one, which has no ``nbytes``, its dense size."""
-    return tensor.numel() * tensor.element_size()
 
 
 def _on_meta(values: Any) -> Any:

@@ -212,9 +212,10 @@ def test_memory_that_is_held_already_stays_and_counts() -> None:
 
 def test_the_lowest_of_free_blocks_of_one_size_is_taken() -> None:
     """The driver decides which segment that is: the first if addresses grow, the last if they fall."""
-    for falls in (False, True):
-        allocator = CachingAllocator(None, AllocatorConfig(falls=falls))
+    for addresses in (None, [3 << 40, 2 << 40, 1 << 40]):
+        given = None if addresses is None else lambda _, rest=addresses: rest.pop(0)
+        allocator = CachingAllocator(addresses=given)
         blocks = [allocator.malloc(20 * MiB) for _ in range(3)]
         for block in blocks:
             allocator.free(block)
-        assert allocator.malloc(20 * MiB) is blocks[-1 if falls else 0]
+        assert allocator.malloc(20 * MiB) is blocks[0 if addresses is None else -1]

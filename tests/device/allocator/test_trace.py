@@ -1,17 +1,16 @@
-"""Traces in their canonical form, repeated, and replayed."""
+"""Traces in their canonical form, and replayed."""
 
 from __future__ import annotations
 
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.trace import FREE, Trace, repetition, replay
+from autobatch.device.allocator.trace import FREE, Trace, replay
 
 
 def a_trace(seed: int, length: int) -> Trace:
@@ -42,30 +41,6 @@ def test_the_canonical_form_replays_alike(seed, length):
     assert plain.canonical() == plain
 
 
-STEADY = Trace(
-    # State, the first batch; then a step: work, its end, the next batch in place of the first.
-    ((0, 100), (1, 30), (2, 50), (2, FREE), (1, FREE), (3, 30)),
-    ((0, "setup"), (2, "forward")),
-)
-
-
-def test_a_step_in_the_steady_state_repeats_with_its_own_blocks():
-    again = repetition(STEADY, since=2, first_mark=1)
-    assert again.events == ((4, 50), (4, FREE), (3, FREE), (5, 30))
-    assert (again.marks, again.blocks) == (((6, "forward"),), 2)
-    longer = STEADY.followed_by(again)
-    once, twice = replay(STEADY, CountingAllocator()), replay(longer, CountingAllocator())
-    assert twice.peak_allocated_bytes == once.peak_allocated_bytes == 180
-    assert twice.allocated_bytes == once.allocated_bytes == 130
-    assert longer.phase_at(6) == "forward"
-
-
-@pytest.mark.parametrize("last", [(3, 31), (0, FREE), (2, FREE)])
-def test_a_step_that_leaves_something_else_does_not_repeat(last):
-    trace = Trace((*STEADY.events[:5], last), STEADY.marks)
-    assert repetition(trace, since=2, first_mark=1) is None
-
-
 def test_replay_names_the_phase_of_the_peak():
     events = ((0, 100), (1, 50), (1, FREE), (2, 70), (3, 10))
     one = Trace(events, ((0, "setup"), (1, "forward"), (3, "backward"), (4, "optimizer")))
@@ -74,8 +49,3 @@ def test_replay_names_the_phase_of_the_peak():
     assert (whole.allocated_bytes, whole.peak_reserved_bytes) == (180, None)
     cut = replay(one, CountingAllocator(169))
     assert (cut.fits, cut.peak_at, cut.peak_phase) == (False, 1, "forward")
-
-
-def test_a_block_whose_number_an_empty_one_had_stays() -> None:
-    trace = Trace(((7, 512), (7, FREE), (7, 0), (7, FREE), (8, 100)))
-    assert trace.without_empty().events == ((0, 512), (0, FREE), (1, 100))

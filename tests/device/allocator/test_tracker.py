@@ -338,20 +338,6 @@ def test_a_compiled_model_under_the_tracker_compiles_nothing() -> None:
     assert torch._dynamo.utils.counters["frames"]["total"] == 0
 
 
-def test_a_torch_without_its_private_rule_wraps_the_tracker_and_counts_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    def peak() -> int | None:
-        with tracker() as meter:
-            nn.Linear(8, 16)(torch.zeros(32, 8)).sum().backward()
-        return meter.stats().peak_allocated_bytes
-
-    usual = peak()
-    monkeypatch.delattr(torch._C._dynamo.eval_frame, "_FrameExecStrategy")
-    assert StorageTracker._should_skip_dynamo()
-    assert peak() == usual
-
-
 @pytest.mark.parametrize("operator", sorted(UPDATES, key=str), ids=str)
 def test_an_update_returns_its_first_argument_with_the_same_storage(operator):
     x = torch.ones(4)

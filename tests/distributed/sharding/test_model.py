@@ -147,7 +147,7 @@ def alone(name: str, case: Case, world: int) -> tuple[int, float]:
         make_setup(WORKLOADS[name]()), precision=case.precision, sharding=sharding_alone(layout, "cpu")
     )
     meter = StorageTracker(CountingAllocator())
-    with meter, meter.noticing_resizes(), on_copies(setup, meter) as train_state:
+    with meter, on_copies(setup, meter) as train_state:
         for count in case.steps:
             batches = ((setup.worst_case.batch(case.micro_batch), case.micro_batch) for _ in range(count))
             result = train_step(
