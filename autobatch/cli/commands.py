@@ -137,9 +137,9 @@ def _profiles(words: list[str]) -> Answer:
 
 
 def _list_profiles(home: Path) -> Answer:
-    listing = list_profiles(user_dir=home)
+    profiles = list_profiles(user_dir=home)
     lines = [f"{'NAME':<16} {'MEMORY':>9}  {'CC':<5} GPU"]
-    for profile in listing.profiles:
+    for profile in profiles:
         capability = ".".join(map(str, profile.compute_capability))
         measured = " (measured)" if profile.total.measured else ""
         lines.append(
@@ -149,8 +149,7 @@ def _list_profiles(home: Path) -> Answer:
     lines.append(
         "CC: compute capability. Figures without (measured) are from public sources: profiles show NAME"
     )
-    lines += [f"skipped: {problem}" for problem in listing.problems]
-    content = {"schema": SCHEMA, "autobatch": __version__, "profiles": listing.profiles}
+    content = {"schema": SCHEMA, "autobatch": __version__, "profiles": profiles}
     return Answer(content, "\n".join(lines))
 
 
@@ -234,7 +233,7 @@ def _completion(words: list[str]) -> Answer:
         shells = "completion bash, completion zsh or completion fish"
         found = quoted(" ".join(words)) if words else "none"
         raise InputError(f"completion takes the name of a shell, found {found}: write {shells}")
-    profiles = list_profiles(user_dir=data_home(os.environ)).profiles
+    profiles = list_profiles(user_dir=data_home(os.environ))
     script = completion_script(words[0], [one.name for one in profiles], HELP | {"record": RECORD_HELP})
     return Answer({"shell": words[0], "script": script}, script)
 
@@ -285,7 +284,7 @@ def examine() -> dict[str, Any]:
     """Examine the machine: host, GPUs, NVML, versions, and what is missing."""
     import torch
 
-    from autobatch.device.cuda_gpus import lacking_kernels, visible_gpus
+    from autobatch.device.cuda_gpus import visible_gpus
     from autobatch.device.host import cpu_name, host_memory
     from autobatch.device.nvml import NvmlAbsent, read_gpus
 
@@ -301,10 +300,6 @@ def examine() -> dict[str, Any]:
         missing.append("NVML: the processes that hold memory of a GPU are unknown")
     else:
         nvml["gpus"] = msgspec.to_builtins(shown)
-    for gpu in gpus:
-        major, minor = map(int, gpu.capability.split("."))
-        lacking = lacking_kernels(gpu.index, (major, minor))
-        missing += [] if lacking is None else [f"kernels: {lacking}"]
     return {
         "host": {"name": cpu_name(), **host_memory()._asdict(), "cores": os.cpu_count()},
         "cuda": {

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import msgspec
 import torch
 
-from autobatch.core.errors import InputError
 from autobatch.core.records import DeviceRecord
 from autobatch.core.units import format_bytes
 from autobatch.device import cuda_allocator, nvml, private
 from autobatch.device.allocator.caching import AllocatorConfig
 from autobatch.device.base import GPU_HEADROOM_SHARE, Device, resolve_budget
 from autobatch.device.cuda_allocator import CudaMeter
-from autobatch.device.cuda_gpus import lacking_kernels, open_context, require_usable
+from autobatch.device.cuda_gpus import open_context, require_usable
 from autobatch.device.host import compiler_missing_on_gpu, host_memory, is_wsl
 from autobatch.device.oom import lost_context_ignored
 
@@ -72,10 +71,6 @@ class CudaDevice(Device):
         self.compute_capability = (gpu.major, gpu.minor)
         # The driver of Windows spills, and a GPU without memory of its own shares the host's.
         self.may_spill = sys.platform == "win32" or is_wsl() or self._is_integrated
-        lacking = lacking_kernels(index, self.compute_capability)
-        if lacking is not None:
-            raise InputError(f"{lacking}, or use --device cpu")
-
         before = nvml.read_gpu(self._uuid)
         open_context(index)
         after = nvml.read_gpu(self._uuid)

@@ -1,8 +1,7 @@
-"""Checks of a GPU before anything is counted on it: torch finds it, has kernels for it, and may open it."""
+"""Checks of a GPU before anything is counted on it: torch finds it, and may open it."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import torch
@@ -75,31 +74,6 @@ def require_usable(index: int, environ: Mapping[str, str]) -> None:
             f"torch's allocator for GPUs was replaced ({backend}), so that memory is neither counted nor "
             "limited and no budget can be kept: do not call torch.cuda.memory.change_current_allocator"
         )
-
-
-def lacking_kernels(index: int, capability: tuple[int, int]) -> str | None:
-    """Return in words that torch was built without kernels for a GPU; None if it has them, or if unknown."""
-    built_for = [] if torch.version.hip else torch.cuda.get_arch_list()
-    if not built_for or any(_runs_on(architecture, capability) for architecture in built_for):
-        return None
-    return (
-        f"cuda:{index} has compute capability {capability[0]}.{capability[1]}, and torch {torch.__version__} "
-        f"has kernels for {', '.join(built_for)} only: install a build of torch for another version of CUDA"
-    )
-
-
-def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
-    """Return whether code for an architecture, as ``torch.cuda.get_arch_list`` names it, runs on a GPU.
-
-    Machine code (``sm_80``) runs on its own major capability from its minor on, code with a letter
-    (``sm_90a``) nowhere else for certain, and PTX (``compute_80``) from its capability on.
-    """
-    parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", architecture)
-    if parts is None:
-        return True  # an architecture that is unknown here
-    code = int(parts[2]), int(parts[3])
-    is_later = code <= capability and not parts[4]
-    return code == capability or (is_later and (parts[1] == "compute" or code[0] == capability[0]))
 
 
 def open_context(index: int) -> None:

@@ -2,9 +2,8 @@
 
 Memory is the lower of the machine's and its control groups' figures.
 
-Control groups: docs.kernel.org/admin-guide/cgroup-v2.html (``memory.max``, ``memory.current``) and
-cgroup-v1/memory.html (``memory.limit_in_bytes``, ``memory.usage_in_bytes``). Their usage includes the page
-cache, of which the kernel can reclaim ``inactive_file``: that part counts as available.
+Control groups: docs.kernel.org/admin-guide/cgroup-v2.html (``memory.max``, ``memory.current``). Their usage
+includes the page cache, of which the kernel can reclaim ``inactive_file``: that part counts as available.
 """
 
 from __future__ import annotations
@@ -22,9 +21,6 @@ LEAST_COMPILED_CAPABILITY = (7, 0)
 """The first GPUs for which Inductor has kernels (``has_triton`` in torch/utils/_triton.py)."""
 _GPU_DRIVERS = ("nvidiactl", "nvmap", "kfd", "dxg")
 """Device files of the drivers of NVIDIA, of Tegra, of AMD and of WSL."""
-_V2 = ("memory.max", "memory.current", "inactive_file")
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-"""Files of a control group with its limit and its usage, and the field of what the kernel can reclaim."""
 
 
 class HostMemory(NamedTuple):
@@ -54,15 +50,14 @@ def has_gpu_driver(*, devices: Path = Path("/dev")) -> bool:
 def host_memory(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> HostMemory:
     """Read the memory that this process may use, from the mount points of procfs and the control groups."""
     best = _machine(proc)
-    for folder, (limit_file, usage_file, reclaimable) in _groups(proc, cgroups):
-        limit, usage = _number(folder / limit_file), _number(folder / usage_file)
-        # Version 1 writes "no limit" as a number beyond any memory.
+    for folder in _groups(proc, cgroups):
+        limit, usage = _number(folder / "memory.max"), _number(folder / "memory.current")
         if limit is None or usage is None or (best.total_bytes is not None and limit >= best.total_bytes):
             continue
-        available = max(0, limit - usage + _field(folder / "memory.stat", reclaimable))
+        available = max(0, limit - usage + _field(folder / "memory.stat", "inactive_file"))
         if best.available_bytes is not None:
             available = min(available, best.available_bytes)
-        best = HostMemory(limit, available, f"the control group's {limit_file}")
+        best = HostMemory(limit, available, "the control group's memory.max")
     return best
 
 
@@ -119,22 +114,16 @@ def _machine(proc: Path) -> HostMemory:
     return HostMemory(page * pages, page * free, "sysconf")
 
 
-def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yield the memory control groups of this process, its own first: a parent may have a lower limit."""
+def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
+    """Yield the control groups of this process, its own first: a parent may have a lower limit."""
     for line in _lines(proc / "self" / "cgroup"):
-        _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "-", "")
-        if controllers == "":
-            root, files = cgroups, _V2
-        elif "memory" in controllers.split(","):
-            root, files = cgroups / "memory", _V1
-        else:
-            continue
-        folder = root / path.strip().lstrip("/")
-        # In a container the path may be the host's, with the group mounted as the root.
-        while folder != root and root in folder.parents:
-            yield folder, files
-            folder = folder.parent
-        yield root, files
+        if line.startswith("0::"):
+            # In a container the path may be the host's, with the group mounted as the root.
+            folder = cgroups / line.removeprefix("0::").strip().lstrip("/")
+            yield from (
+                folder,
+                *(parent for parent in folder.parents if cgroups in (parent, *parent.parents)),
+            )
 
 
 def _system(name: str) -> int | None:

@@ -141,15 +141,6 @@ def _toml(value: object) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-class Listing(msgspec.Struct, frozen=True, kw_only=True):
-    """All profiles by name, and the user's files that are invalid."""
-
-    profiles: tuple[HardwareProfile, ...]
-    """Sorted by name. A saved profile replaces the shipped one of that name."""
-    problems: tuple[str, ...] = ()
-    """Errors of the user's files, one per line."""
-
-
 def data_home(environ: Mapping[str, str]) -> Path:
     """Return the data directory of autobatch: ``AUTOBATCH_HOME``, else the user's data directory."""
     chosen = environ.get("AUTOBATCH_HOME")
@@ -171,7 +162,7 @@ def load_profile(name_or_path: str, *, user_dir: Path) -> HardwareProfile:
         return read_profile(path)
     if path.suffix == ".toml" or len(path.parts) > 1:
         raise InputError(f"no profile file at {cut(name_or_path, LONGEST_VALUE)}")
-    known = {**_shipped(), **_saved(user_dir)}
+    known = _shipped() | _saved(user_dir)
     if name_or_path in known:
         return read_profile(known[name_or_path])
     asked = name_or_path.casefold().replace(" ", "-").replace("_", "-")
@@ -186,20 +177,13 @@ def load_profile(name_or_path: str, *, user_dir: Path) -> HardwareProfile:
     )
 
 
-def list_profiles(*, user_dir: Path) -> Listing:
-    """Read all profiles, sorted by name. An invalid saved profile becomes a line of `Listing.problems`.
+def list_profiles(*, user_dir: Path) -> list[HardwareProfile]:
+    """Read all profiles, sorted by name. A saved profile replaces the shipped one of that name.
 
     Raises:
-        InputError: A shipped profile is invalid.
+        InputError: A profile is invalid.
     """
-    found = {name: read_profile(file) for name, file in _shipped().items()}
-    problems = []
-    for name, file in _saved(user_dir).items():
-        try:
-            found[name] = read_profile(file)
-        except InputError as error:
-            problems.append(str(error))
-    return Listing(profiles=tuple(found[name] for name in sorted(found)), problems=tuple(problems))
+    return [read_profile(file) for _, file in sorted((_shipped() | _saved(user_dir)).items())]
 
 
 def save_profile(profile: HardwareProfile, *, user_dir: Path) -> Path:
@@ -226,11 +210,11 @@ def save_or_explain(path: Path, content: bytes) -> Path:
         ) from error
 
 
-def _saved(user_dir: Path) -> dict[str, Path]:
+def _saved(user_dir: Path) -> dict[str, Path | Traversable]:
     return {file.parent.name: file for file in (user_dir / "profiles").glob(f"*/{PROFILE}")}
 
 
-def _shipped() -> dict[str, Traversable]:
+def _shipped() -> dict[str, Path | Traversable]:
     """Return the shipped files by name: inside the package in a wheel, beside it in a checkout."""
     root = resources.files("autobatch")
     folder = root / "profiles"

@@ -47,7 +47,7 @@ class Gpus:
         """True if the options name GPUs; else these are all that are known."""
         self.asked = [load_profile(name, user_dir=home) for name in names]
         if not names:
-            self.asked += list_profiles(user_dir=home).profiles
+            self.asked += list_profiles(user_dir=home)
 
     def budget(self, gpu: HardwareProfile) -> tuple[int, str]:
         """Return the bytes that the allocator may hold on a GPU, and the reason in words.

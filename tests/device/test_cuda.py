@@ -18,9 +18,6 @@ from autobatch.device.host import HostMemory
 from autobatch.device.nvml import NvmlAbsent, NvmlGpu
 from tests.support.fake_cuda import FakeCuda, gpu_reading
 
-WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
-"""Architectures of the wheels of torch 2.11 to 2.15 for CUDA 13 (``PYTORCH_RELEASES_CODE_CC``)."""
-
 
 def opened(memory_budget: str | None = "6GiB", index: int = 0) -> CudaDevice:
     return CudaDevice(index=index, memory_budget=memory_budget)
@@ -51,7 +48,7 @@ def test_the_budget_comes_from_what_the_driver_has_free(fake: FakeCuda) -> None:
 def test_16_bits_only_on_gpus_that_are_built_for_them(
     fake: FakeCuda, capability: tuple[int, int], native: tuple[str, ...]
 ) -> None:
-    fake.capability, fake.architectures = capability, []
+    fake.capability = capability
     device = opened()
     assert (device.compute_capability, device.native_precisions()) == (capability, native)
 
@@ -327,36 +324,6 @@ def test_a_step_that_needed_retries_or_more_than_the_budget_does_not_fit(fake: F
         fake.waits = 0
         meter.stats()
         assert fake.waits == 1, "a probe waits for the GPU"
-
-
-@pytest.mark.parametrize(
-    ("built_for", "capability", "runs"),
-    [
-        (WHEEL, (7, 5), True),
-        (WHEEL, (8, 9), True),
-        (WHEEL, (9, 0), True),
-        (WHEEL, (12, 1), True),
-        # V100, whose kernels CUDA 13 no longer has.
-        (WHEEL, (7, 0), False),
-        (WHEEL, (6, 1), False),
-        # A GPU of the future compiles the PTX.
-        (WHEEL, (13, 0), True),
-        (WHEEL[:-1], (13, 0), False),
-        (["sm_90a"], (9, 0), True),
-        (["sm_100a"], (10, 3), False),
-        (["gfx942"], (9, 4), True),
-    ],
-)
-def test_machine_code_runs_on_its_major_capability_and_ptx_on_later_ones(
-    fake: FakeCuda, built_for: list[str], capability: tuple[int, int], runs: bool
-) -> None:
-    fake.capability, fake.architectures = capability, built_for
-    if runs:
-        assert opened().compute_capability == capability
-        return
-    with pytest.raises(InputError, match=r"has compute capability .*, and torch .* has kernels for sm_"):
-        opened()
-    assert not fake.initialized, "refused before anything runs"
 
 
 @pytest.mark.parametrize(

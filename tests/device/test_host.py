@@ -42,7 +42,7 @@ MEMINFO = {"proc/meminfo": f"MemTotal:  {16 * MiB} kB\nMemFree: 1 kB\nMemAvailab
     [
         # No control groups.
         ({}, (16 * GiB, 8 * GiB)),
-        # Version 2, in the group's own namespace: the root is the group.
+        # In the group's own namespace: the root is the group.
         (
             {"proc/self/cgroup": "0::/\n", "cg/memory.max": f"{4 * GiB}\n", "cg/memory.current": f"{GiB}\n"},
             (4 * GiB, 3 * GiB),
@@ -67,25 +67,6 @@ MEMINFO = {"proc/meminfo": f"MemTotal:  {16 * MiB} kB\nMemFree: 1 kB\nMemAvailab
                 "cg/a/memory.current": f"{GiB}\n",
             },
             (12 * GiB, 8 * GiB),
-        ),
-        # Version 1, beside other controllers; a path of the host that is not mounted here.
-        (
-            {
-                "proc/self/cgroup": "5:cpu:/x\n4:memory:/docker/abc\n",
-                "cg/memory/memory.limit_in_bytes": f"{2 * GiB}\n",
-                "cg/memory/memory.usage_in_bytes": f"{GiB}\n",
-                "cg/memory/memory.stat": f"total_inactive_file {512 * MiB}\n",
-            },
-            (2 * GiB, 1536 * MiB),
-        ),
-        # Version 1 writes "unlimited" as a huge number.
-        (
-            {
-                "proc/self/cgroup": "4:memory:/\n",
-                "cg/memory/memory.limit_in_bytes": "9223372036854771712\n",
-                "cg/memory/memory.usage_in_bytes": "5\n",
-            },
-            (16 * GiB, 8 * GiB),
         ),
         # Over its limit.
         (

@@ -40,7 +40,6 @@ class FakeCuda:
         """Error of the first call, which creates the context."""
         self.capability = (8, 9)
         self.backend = "native"
-        self.architectures = ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120"]
         self.settings: list[str] = []
         self.is_recording = False
         self.snapshot: dict[str, Any] = {}
@@ -91,9 +90,6 @@ class FakeCuda:
 
     def get_allocator_backend(self) -> str:
         return self.backend
-
-    def get_arch_list(self) -> list[str]:
-        return self.architectures
 
     def get_device_properties(self, index: int) -> SimpleNamespace:
         major, minor = self.capability

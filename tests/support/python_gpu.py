@@ -131,7 +131,6 @@ class PythonGpu:
             "set_per_process_memory_fraction": lambda share, *_: self._allow(int(share * self.total_bytes)),
             "get_per_process_memory_fraction": lambda *_: self.allowed_bytes / self.total_bytes,
             "get_allocator_backend": lambda: "native",
-            "get_arch_list": lambda: ["sm_80"],
             "set_sync_debug_mode": lambda _: None,
             "_sleep": lambda _: None,
             # Its random numbers are those of the CPU.

@@ -179,7 +179,7 @@ class StorageTracker(TorchDispatchMode):
                 self._recount_storage(storage)
 
         torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign, assignment]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
