@@ -22,7 +22,7 @@ from autobatch.step.loss import StepTotals
 
 WORLD = 3
 SIZES = [(3, 2), (40,), (2,), (5, 5), (6, 2), (1,)]
-HEADER = WORLD * 10 * 8 + len(SIZES)
+HEADER = WORLD * 7 * 8 + len(SIZES)
 """Elements with ten numbers of each rank, a byte in each, and a flag for each parameter."""
 SPARSE = 4
 DTYPES = [torch.float32, torch.float64]
