@@ -1,13 +1,12 @@
 """The kernel of ``scaled_dot_product_attention`` on a GPU.
 
-The rule is that of ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.13): cuDNN on GPUs that it is made
-for, else flash, else memory-efficient, else the plain formula with its matrix over all pairs. The user's
-choice by ``torch.nn.attention.sdpa_kernel`` counts.
+The rule is that of ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.13): flash, else memory-efficient,
+else the plain formula with its matrix over all pairs. The user's choice by ``torch.nn.attention.sdpa_kernel``
+counts. Some versions of torch prefer cuDNN on some GPUs, which keeps as much.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -17,11 +16,10 @@ from torch.nn.functional import pad
 
 aten = torch.ops.aten
 Capability = tuple[int, int]
-Kernel = Literal["cudnn", "flash", "efficient", "math"]
+Kernel = Literal["flash", "efficient", "math"]
 _LOW = (torch.float16, torch.bfloat16)
-_CUDNN_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
-"""Those on which torch prefers cuDNN (``check_prefer_cudnn_attention``) from its version 9.15 on, which is
-taken for granted, because asking cuDNN opens a GPU."""
+GENERATIONS: tuple[Capability, ...] = ((7, 0), (8, 0))
+"""First compute capabilities of the GPUs that may run different kernels."""
 
 
 class Attention(NamedTuple):
@@ -37,17 +35,9 @@ class Attention(NamedTuple):
 
     def kernel_on(self, capability: Capability) -> Kernel:
         """Return the kernel that a GPU of this compute capability runs."""
-        # Where both run, torch prefers cuDNN, which keeps the same as flash: flash stands for both.
         if self._is_dense() and self._runs_on_flash(capability):
             return "flash"
-        if self._is_dense() and self._runs_on_cudnn(capability):
-            return "cudnn"
         return "efficient" if self._is_dense() and self._runs_on_efficient(capability) else "math"
-
-    @property
-    def needs_gradient(self) -> bool:
-        """True if a backward pass may follow."""
-        return torch.is_grad_enabled() and any(x.requires_grad for x in self[:3])
 
     def _is_dense(self) -> bool:
         """Return whether the tensors have four dimensions, and one batch size and one type."""
@@ -56,24 +46,8 @@ class Attention(NamedTuple):
             and len({x.shape[0] for x in self[:3]}) == len({x.dtype for x in self[:3]}) == 1
         )
 
-    def _runs_on_cudnn(self, capability: Capability) -> bool:
-        head = self.query.shape[-1]
-        return (
-            capability in _CUDNN_CAPABILITIES
-            and torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-            and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
-            and self.dropout == 0
-            and self.query.dtype in _LOW
-            and head % 8 == 0
-            and head <= 128
-            and head == self.value.shape[-1]
-        )
-
     def _runs_on_flash(self, capability: Capability) -> bool:
         head = self.query.shape[-1]
-        # A backward pass of large heads does not fit on consumer GPUs.
-        is_consumer = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
-        is_large = 192 < head <= 224 or (head > 224 and self.dropout > 0)
         return (
             torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
             and capability >= (8, 0)
@@ -82,7 +56,6 @@ class Attention(NamedTuple):
             and head <= 256
             and head == self.value.shape[-1]
             and (self.query.shape[-2] == self.key.shape[-2] or not self.is_causal)
-            and not (is_consumer and is_large and self.needs_gradient)
         )
 
     def _runs_on_efficient(self, capability: Capability) -> bool:
@@ -126,12 +99,11 @@ def attention_operator(choose: Callable[[Attention], Kernel]) -> Callable[..., T
                 query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
             )
             return found[0]  # type: ignore[no-any-return]
-        mask = _floating(attn_mask, query.dtype)
-        if kernel == "cudnn":
-            run = aten._scaled_dot_product_cudnn_attention
-        else:
-            run, mask = aten._scaled_dot_product_efficient_attention, _aligned(mask, query, key)
-        found = run(query, key, value, mask, call.needs_gradient, dropout_p, is_causal, scale=scale)
+        mask = _aligned(_floating(attn_mask, query.dtype), query, key)
+        may_learn = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        found = aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, may_learn, dropout_p, is_causal, scale=scale
+        )
         return found[0]  # type: ignore[no-any-return]
 
     return attend

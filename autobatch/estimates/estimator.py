@@ -90,7 +90,8 @@ class Estimator:
     def _limit(self, gpu: HardwareProfile, step: Footprint, layout: Layout, reason: str | None) -> Estimate:
         """Predict what fits on one GPU, without what would help."""
         budget, source = self._gpus.budget(gpu)
-        found = self._gpus.spending(gpu).predict(step, self._options.search.micro_batch)
+        spending = self._gpus.spending(gpu)
+        found = spending.predict(step, self._options.search.micro_batch)
         where = explain(step.program.at(max(1, found.micro_batch)))
         return Estimate(
             profile=gpu.name,
@@ -104,7 +105,7 @@ class Estimator:
             peak_allocated_bytes=found.outcome.peak_allocated_bytes,
             peak_reserved_bytes=found.outcome.peak_reserved_bytes,
             plan=self._plan(gpu, found.micro_batch, step.multiple) if found.fits else None,
-            memory=where.by_kind,
+            memory={**where.by_kind, "workspaces of cuBLAS": spending.held_bytes},
             modules=where.by_module,
             phase=where.phase,
             world_size=layout.world,

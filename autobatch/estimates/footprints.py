@@ -5,8 +5,8 @@
 Tracing takes seconds and no memory, for any batch and GPU. Each trace runs in a copy of this process.
 
 Known limitations: eager PyTorch only (a compiled model is traced as its module) and one stream. Not counted
-is what kernels and libraries hold for themselves, for example the workspaces of cuBLAS and cuDNN, and custom
-CUDA extensions. The interval of a prediction allows for it.
+is what kernels and libraries hold for themselves, for example the workspaces of cuDNN, and custom CUDA
+extensions. The interval of a prediction allows for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.device.allocator.trace import Trace
-from autobatch.estimates.attention import Capability
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.recorder import CONVOLUTIONS
 from autobatch.estimates.traced_step import Recording, TracedStep, record
@@ -35,8 +34,7 @@ SIZES = (2, 3, 5, 8)
 """Micro-batches to trace. Many operators treat 1 as special. Two sizes give a line, the third checks it. If
 the line is wrong, three give a parabola and the fourth checks that."""
 MARGIN = 0.03
-"""Share of a budget that the lower end of an interval leaves, as no trace shows what libraries hold, such as
-cuBLAS with up to 64 MiB."""
+"""Share of a budget that the lower end of an interval leaves, as no trace shows what libraries hold."""
 CONVOLUTION_MARGIN = 0.1
 """The same with convolutions, because the scratch memory of cuDNN may take hundreds of MiB."""
 
@@ -57,8 +55,8 @@ class Footprint(NamedTuple):
     """The number whose multiples the step runs at."""
     is_line: bool = True
     """True if all sizes are lines in the micro-batch."""
-    unlike: frozenset[Capability] = frozenset()
-    """Of the `TracedStep.others`, those whose GPUs run another kernel somewhere."""
+    is_for_all: bool = True
+    """True if GPUs of all generations run the same kernels."""
 
 
 def footprint(step: TracedStep) -> Footprint:
@@ -131,7 +129,7 @@ def _fitted(step: TracedStep, first: Sequence[Recording | AutobatchError]) -> Fo
     )
     margin = CONVOLUTION_MARGIN if CONVOLUTIONS in small.notes else MARGIN
     notes = (*sorted(small.notes), *_notes_on(step.model))
-    return Footprint(program, margin, notes, step.multiple, is_line, small.unlike)
+    return Footprint(program, margin, notes, step.multiple, is_line, small.is_for_all)
 
 
 def _checked(traced: Sequence[Recording | AutobatchError]) -> list[Recording]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from autobatch.core.errors import InputError
@@ -11,7 +12,7 @@ from autobatch.core.records import Estimate, Precision
 from autobatch.core.units import GiB, format_bytes
 from autobatch.device.base import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.profiles import HardwareProfile, list_profiles, load_profile
-from autobatch.estimates.predict import Spending, gpu_allocator
+from autobatch.estimates.predict import Spending, gpu_allocator, workspace_bytes
 
 LARGEST = 2**31 - 1
 """The largest micro-batch of any search, for a step whose memory does not grow."""
@@ -69,7 +70,9 @@ class Gpus:
 
     def spending(self, gpu: HardwareProfile) -> Spending:
         """Return the budget of a GPU, and the largest micro-batch to try."""
-        return Spending(self.budget(gpu)[0], gpu_allocator, self.cap)
+        held = workspace_bytes(gpu.compute_capability)
+        allocator = partial(gpu_allocator, held_bytes=held)
+        return Spending(self.budget(gpu)[0], allocator, self.cap, held_bytes=held)
 
     def notes(self, estimates: Sequence[Estimate]) -> list[str]:
         """Return what the options leave out or bound, one line each."""

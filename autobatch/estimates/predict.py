@@ -2,8 +2,8 @@
 
     live bytes in the budget ≥ replay in the budget ≥ replay in the budget less the margin
 
-Without fragmentation no more than the first fits, so that is the upper end. What libraries hold beside the
-tensors is not traced, so the lower end leaves a margin for it.
+Without fragmentation no more than the first fits, so that is the upper end. No trace shows what libraries
+hold beside the tensors. The workspaces of cuBLAS are counted, and the lower end leaves a margin for the rest.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
+from autobatch.core.units import KiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.allocator.trace import Replay, replay
@@ -48,6 +49,8 @@ class Spending(NamedTuple):
     """The largest micro-batch to try."""
     can_expand: bool = True
     """True if segments can be expandable, and are not yet."""
+    held_bytes: int = 0
+    """Bytes that each allocator of ``new_allocator`` begins with."""
 
     def largest(self, step: Footprint, *, expandable: bool = False) -> Outcome:
         """Return what fits of a step, and its peak.
@@ -71,7 +74,7 @@ class Spending(NamedTuple):
         less = int(self.budget_bytes * (1 - step.margin))
         try:
             # Each limits the next: if the live bytes alone exceed the budget, no allocator fits them.
-            high = self._most(step, partial(CountingAllocator, self.budget_bytes), self.cap)
+            high = self._most(step, partial(CountingAllocator, self.budget_bytes - self.held_bytes), self.cap)
             best = self._most(step, partial(self.new_allocator, self.budget_bytes, False), high)
             low = self._most(step, partial(self.new_allocator, less, False), best)
             asked = best if micro_batch is None else micro_batch
@@ -88,10 +91,20 @@ class Spending(NamedTuple):
         return Fitting([step.program], new_allocator).largest(cap, step.multiple)
 
 
-def gpu_allocator(limit: int | None, expandable: bool = False) -> CachingAllocator:
-    """Return an empty model of a GPU's allocator.
+def gpu_allocator(limit: int | None, expandable: bool = False, *, held_bytes: int = 0) -> CachingAllocator:
+    """Return a model of a GPU's allocator that holds so many bytes.
 
     As on the GPU itself, a step does not fit if the allocator has to empty its cache to find memory for it:
     each later step would do so too, and take several times as long.
     """
-    return CachingAllocator(limit, AllocatorConfig(expandable_segments=expandable, retries=False))
+    config = AllocatorConfig(expandable_segments=expandable, held_bytes=held_bytes, retries=False)
+    return CachingAllocator(limit, config)
+
+
+def workspace_bytes(capability: tuple[int, int]) -> int:
+    """Return the bytes of the workspaces of cuBLAS, one for the forward and one for the backward pass.
+
+    The sizes are torch's defaults of ``CUBLAS_WORKSPACE_CONFIG``: ``:4096:2:16:8``, and ``:4096:8`` from
+    compute capability 9.0 on, in KiB times their number (notes/cuda, "cuBLAS workspaces").
+    """
+    return 2 * KiB * (4096 * 8 if capability >= (9, 0) else 4096 * 2 + 16 * 8)

@@ -18,13 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.modules import followed_modules
-from autobatch.estimates.attention import Attention, Capability, Kernel
-from autobatch.estimates.fakes import (
-    fake_batch,
-    fake_model,
-    new_mode,
-    without_log,
-)
+from autobatch.estimates.attention import GENERATIONS, Attention, Capability, Kernel
+from autobatch.estimates.fakes import fake_batch, fake_model, new_mode, without_log
 from autobatch.estimates.policy import as_on_cuda, cuda_policy, without_onednn
 from autobatch.estimates.recorder import Recorder
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
@@ -52,8 +47,6 @@ class TracedStep(StepSettings):
     """Returns a real micro-batch of that many samples, the worst case."""
     capability: Capability | None
     """Compute capability of the GPU; None for the CPU with its own operators."""
-    others: Sequence[Capability] = ()
-    """Compute capabilities of other GPUs, for which the trace may hold too."""
     multiple: int = 1
     """Number whose multiples the step runs at."""
     steps: Sequence[int] = STEPS
@@ -73,8 +66,8 @@ class Recording(NamedTuple):
     """Canonical: blocks are numbered in the order of their allocation."""
     notes: frozenset[str]
     """Remarks on what the trace does not show."""
-    unlike: frozenset[Capability] = frozenset()
-    """Compute capabilities of `TracedStep.others` whose GPUs run another kernel somewhere."""
+    is_for_all: bool = True
+    """True if GPUs of all generations run the same kernels."""
 
 
 def record(step: TracedStep, micro_batch: int) -> Recording:
@@ -83,14 +76,17 @@ def record(step: TracedStep, micro_batch: int) -> Recording:
     Raises:
         Exception: the user's code or torch cannot run the step without the values of its tensors.
     """
-    mode, recorder, unlike = new_mode(), Recorder(on_gpu=step.capability is not None), set[Capability]()
+    mode, recorder, chosen = (
+        new_mode(),
+        Recorder(on_gpu=step.capability is not None),
+        set[tuple[Kernel, ...]](),
+    )
     batch = step.batch_of(micro_batch)
 
     def choose(call: Attention) -> Kernel:
         assert step.capability is not None
-        kernel = call.kernel_on(step.capability)
-        unlike.update(other for other in step.others if call.kernel_on(other) != kernel)
-        return kernel
+        chosen.add(tuple(call.kernel_on(generation) for generation in GENERATIONS))
+        return call.kernel_on(step.capability)
 
     with preserved_random_state(), ExitStack() as stack:
         sharding = stack.enter_context(step.sharding())
@@ -104,7 +100,9 @@ def record(step: TracedStep, micro_batch: int) -> Recording:
         stack.enter_context(followed_modules(model, recorder))
         train_state = _build(step, model, recorder, sharding)
         _run_steps(step, train_state, batch, micro_batch, mode=mode, recorder=recorder)
-    return Recording(recorder.recording(), frozenset(recorder.notes), frozenset(unlike))
+    return Recording(
+        recorder.recording(), frozenset(recorder.notes), all(len({*kernels}) == 1 for kernels in chosen)
+    )
 
 
 def _build(step: TracedStep, model: nn.Module, recorder: Recorder, sharding: Sharding | None) -> TrainState:

@@ -16,12 +16,12 @@ from torch import nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
-from autobatch.core.records import Parallel, Precision
+from autobatch.core.records import Parallel
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import memory_named
 from autobatch.device.profiles import HardwareProfile
 from autobatch.distributed.sharding.layout import ShardLayout
-from autobatch.estimates.attention import Capability
+from autobatch.estimates.attention import GENERATIONS, Capability
 from autobatch.estimates.footprints import Footprint, footprint
 from autobatch.estimates.gpus import Gpus
 from autobatch.estimates.traced_step import TracedStep
@@ -75,8 +75,8 @@ class Traces:
         self._worst_case = WorstCaseSampler(workload)
         self._worst_case.check_collate()
         self._batch_of = cache(self._worst_case.batch)
-        self._known: dict[tuple[Layout, Precision], list[tuple[Capability, Footprint]]] = {}
-        """By layout and precision: each with the compute capability that it was traced for."""
+        self._known: dict[Layout, dict[Capability, Footprint]] = {}
+        """By layout, and by the generation of the GPU."""
 
     def layout(self, parallel: Parallel, world: int) -> Layout:
         """Return the layout of ranks.
@@ -100,14 +100,11 @@ class Traces:
         Raises:
             AutobatchError: the step cannot be traced.
         """
-        known = self._known.setdefault((layout, self._gpus.precision), [])
-        capability = gpu.compute_capability
-        for traced_on, found in known:
-            # A trace compares the kernels of all GPUs in question.
-            if capability == traced_on or capability not in found.unlike:
-                return found
-        known.append((capability, footprint(self.step(gpu, layout))))
-        return known[-1][1]
+        known = self._known.setdefault(layout, {})
+        generation = max(GENERATIONS[0], *(first for first in GENERATIONS if first <= gpu.compute_capability))
+        if not any(found.is_for_all for found in known.values()) and generation not in known:
+            known[generation] = footprint(self.step(gpu, layout))
+        return known.get(generation) or next(iter(known.values()))
 
     def step(self, gpu: HardwareProfile, layout: Layout) -> TracedStep:
         """Return what is traced for a GPU."""
@@ -118,7 +115,6 @@ class Traces:
             precision=self._gpus.precision,
             gradient_dtype=self.gradient_dtype,
             capability=gpu.compute_capability,
-            others=[other.compute_capability for other in self._gpus.asked],
             multiple=self._options.search.micro_batch_multiple,
             samples=self.whole_batch,
             sharding=layout.sharding,
@@ -132,7 +128,7 @@ class Traces:
         yield from whole_batch_notes(self.workload, self.whole_batch)
         yield from gradient_sum_notes(self.model, self.gradient_dtype)
         for known in self._known.values():
-            for _, found in known:
+            for found in known.values():
                 yield from found.notes
 
 

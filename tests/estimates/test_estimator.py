@@ -30,7 +30,7 @@ NOWHERE = Path("nowhere")
 def found():
     workload = make(lambda: Transformer(width=32), data=Tokens(), loss=token_loss)
     return estimate_limits(
-        workload, as_options("estimate", profile=["rtx-4090"], memory_budget=f"{24 * MiB}"), home=NOWHERE
+        workload, as_options("estimate", profile=["rtx-4090"], memory_budget=f"{40 * MiB}"), home=NOWHERE
     )
 
 
@@ -53,7 +53,7 @@ def test_an_estimate_for_one_gpu_explains_its_memory(found):
 
 
 def test_of_several_gpus_those_that_do_not_fit_are_counted():
-    given = {"profile": ["t4", "l40s", "v100-16gb"], "memory_budget": "0.05%", "micro_batch": 1500}
+    given = {"profile": ["t4", "l40s", "v100-16gb"], "memory_budget": "0.16%", "micro_batch": 1500}
     options = as_options("estimate", precision="fp32", **given)
     found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
     assert [one.fits for one in found.estimates] == [False, True, False]
@@ -61,29 +61,29 @@ def test_of_several_gpus_those_that_do_not_fit_are_counted():
     assert "nothing fits on 2 of 3 GPUs: --profile NAME" in found.notes[0]
 
 
-def with_large_heads() -> autobatch.Workload:
+def with_attention() -> autobatch.Workload:
     """Return a workload whose attention is fused on some GPUs, and a matrix over all pairs on others."""
 
     def loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         x = model(ids).unflatten(-1, (1, -1)).transpose(1, 2).bfloat16()
         return functional.scaled_dot_product_attention(x, x, x, is_causal=True).float().square().mean()
 
-    return make(lambda: nn.Embedding(61, 200), data=Tokens(), loss=loss)
+    return make(lambda: nn.Embedding(61, 64), data=Tokens(), loss=loss)
 
 
 @pytest.mark.program
 def test_each_gpu_runs_its_own_kernels_in_any_order_of_their_names():
-    """Heads of 200 take flash on 8.0, and more memory on consumer GPUs."""
-    names = ["rtx-4090", "a100-40gb"]
+    """In 16 bits, GPUs before 8.0 keep a matrix over all pairs."""
+    names = ["t4", "a100-40gb"]
 
     def peaks(*asked: str) -> dict[str, int]:
         options = as_options("estimate", profile=[*asked], micro_batch=64, precision="fp32")
-        found = estimate_limits(with_large_heads(), options, home=NOWHERE)
+        found = estimate_limits(with_attention(), options, home=NOWHERE)
         return {one.profile: one.peak_allocated_bytes for one in found.estimates}
 
     found = peaks(*names)
     assert peaks(*names[::-1]) == found
-    assert found["rtx-4090"] > found["a100-40gb"]
+    assert found["t4"] > found["a100-40gb"]
 
 
 def test_the_error_names_memory_and_remedies_if_no_gpu_is_large_enough():
@@ -94,7 +94,7 @@ def test_the_error_names_memory_and_remedies_if_no_gpu_is_large_enough():
 
 
 def test_an_estimate_plans_the_batch_within_its_micro_batch():
-    options = as_options("estimate", profile=["t4"], memory_budget=f"{8 * MiB}", target_batch=500)
+    options = as_options("estimate", profile=["t4"], memory_budget=f"{26 * MiB}", target_batch=500)
     (one,) = estimate_limits(work(lambda: mlp(2048)), options, home=NOWHERE).estimates
     assert 1 <= one.micro_batch_low <= one.micro_batch <= one.micro_batch_high <= 500
     assert one.micro_batch < 500
@@ -131,7 +131,7 @@ def test_a_step_that_insists_on_even_micro_batches_is_estimated_in_them():
         return loss(model, batch)
 
     def estimated(workload, **more):
-        options = as_options("estimate", profile=["t4"], memory_budget="8MiB", precision="fp32", **more)
+        options = as_options("estimate", profile=["t4"], memory_budget="26MiB", precision="fp32", **more)
         return estimate_limits(workload, options, home=NOWHERE).estimates[0]
 
     even = replace(workload, loss=even_loss)

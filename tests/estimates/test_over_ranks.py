@@ -60,7 +60,7 @@ def test_the_table_has_all_ranks_and_gpus_each_with_its_own_layout(tmp_path):
     """A whole model fits on the larger GPU only, whichever is named first."""
     before = multiprocessing.active_children()
     names = ["a100-40gb", "a100-80gb"]
-    given = {"what": workload(depth=8), "budget": "0.07%", "precision": "fp32", "ranks": "2,4"}
+    given = {"what": workload(depth=8), "budget": "0.1%", "precision": "fp32", "ranks": "2,4"}
 
     def cells(*profile):
         found = estimate(tmp_path, profile=[*profile], **given)
@@ -88,18 +88,9 @@ def test_auto_shards_only_what_does_not_fit(tmp_path):
 
 @pytest.mark.slow
 def test_auto_shards_what_does_not_fit(tmp_path):
-    large, _ = limit(tmp_path, budget="30MiB", what=workload(depth=8))
+    large, _ = limit(tmp_path, budget="50MiB", what=workload(depth=8))
     assert large.parallel == "shard"
     assert "--parallel shard" in large.parallel_reason
-
-
-@pytest.mark.slow
-def test_once_takes_more_than_each_which_is_advised(tmp_path):
-    (each,) = estimate(tmp_path, parallel="shard", budget="36MiB").estimates
-    (once,) = estimate(tmp_path, parallel="shard", budget="36MiB", shard_sync="once").estimates
-    assert once.micro_batch < each.micro_batch
-    assert [one.name for one in once.remedies if one.name == "shard_sync"]
-    assert not [one.name for one in each.remedies if one.name == "shard_sync"]
 
 
 @pytest.mark.slow

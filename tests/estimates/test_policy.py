@@ -149,15 +149,13 @@ def kernels_of(out: torch.Tensor) -> list[str]:
     ("capability", "dtype", "mask", "head", "kernel"),
     [
         ((8, 0), bf16, False, 64, "Flash"),
-        ((9, 0), fp16, False, 80, "Flash"),  # torch prefers cuDNN there, which keeps the same
+        ((9, 0), fp16, False, 80, "Flash"),
         ((8, 9), fp32, False, 64, "Efficient"),
         ((8, 9), bf16, True, 64, "Efficient"),
         ((7, 5), fp16, False, 64, "Efficient"),
         ((7, 5), bf16, False, 64, None),  # no such type before 8.0
         ((8, 0), bf16, False, 320, "Efficient"),
-        ((9, 0), bf16, True, 64, "Cudnn"),
         ((9, 0), bf16, True, 160, "Efficient"),
-        ((8, 6), bf16, False, 200, "Efficient"),  # the backward pass of flash takes none of these on 8.6
         ((8, 0), bf16, False, 200, "Flash"),
         ((8, 0), fp32, False, 30, None),  # tensor cores take fp32 heads of a multiple of 4
         ((7, 5), fp32, False, 30, "Efficient"),

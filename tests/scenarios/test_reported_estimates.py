@@ -13,9 +13,8 @@ from torch.utils.data import TensorDataset
 import autobatch
 from tests.support.probes import mlp, work
 
-HEAD = 256
-"""Width of a head whose backward pass, with dropout, runs in flash attention on some GPUs only. On others,
-that of grouped heads runs in the plain formula."""
+HEAD = 64
+"""Width of a head that runs in flash attention on some GPUs only. On others, the plain formula runs in bf16."""
 
 
 class Attention(nn.Module):
@@ -41,7 +40,7 @@ def test_the_answer_for_a_gpu_does_not_depend_on_the_others() -> None:
         found = autobatch.estimate(attention(), profile=list(gpus), **options)
         return {one.profile: (one.micro_batch, one.peak_reserved_bytes) for one in found.estimates}
 
-    gpus = ("a100-40gb", "l40s")
+    gpus = ("a100-40gb", "t4")
     alone = limits(gpus[0]) | limits(gpus[1])
     assert alone[gpus[0]] != alone[gpus[1]], "the attention of these GPUs takes the same memory"
     for order in itertools.permutations(gpus):
@@ -53,7 +52,7 @@ def test_the_answer_for_a_gpu_does_not_depend_on_the_others() -> None:
 def test_each_gpu_has_its_own_layout_in_the_table_of_ranks(gpus: tuple[str, str]) -> None:
     """A whole model fits on the larger GPU only, so that the ranks on the smaller one share it."""
     found = autobatch.estimate(
-        work(lambda: mlp(30_000)), profile=list(gpus), ranks="1,2", memory_budget="0.07%"
+        work(lambda: mlp(30_000)), profile=list(gpus), ranks="1,2", memory_budget="0.165%"
     )
     expected = {one.profile: (one.parallel, one.micro_batch) for one in found.estimates}
     assert {layout for layout, _ in expected.values()} == {"replicate", "shard"}
