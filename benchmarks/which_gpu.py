@@ -240,14 +240,14 @@ def tables(cells: Mapping[str, Mapping[str, Any]]) -> str:
             ]
             rows.append([f"[{name.rpartition('/')[2]}](https://huggingface.co/{name})", *sizes])
         flags = f" {way.flags}" if way.flags else ""
-        parts.append(f"## {way.title}\n\n`autobatch estimate hf:NAME --precision bf16{flags}`\n\n")
+        parts.append(f"### {way.title}\n\n`autobatch estimate hf:NAME --precision bf16{flags}`\n\n")
         parts.append(markdown(["model", *GPUS.values()], rows) + "\n")
     return "".join(parts)
 
 
 def write_page(cells: Mapping[str, Mapping[str, Any]]) -> None:
     """Write the tables after the words that the page begins with."""
-    begin, _, _ = PAGE.read_text().partition("## ")  # the title begins with one #
+    begin, _, _ = PAGE.read_text().partition("### ")
     PAGE.write_text(begin + tables(cells).rstrip() + "\n")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import subprocess
 import tomllib
@@ -12,9 +13,11 @@ import pytest
 
 from autobatch.cli.record import RECORD_HELP
 from autobatch.core.check_options import options_from
-from autobatch.core.options import all_fields, fields_of
+from autobatch.core.options import fields_of
+from autobatch.device.profiles import read_profile
 
 ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "docs/reference.md"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/README.md"])
 MOST_LINES = 110
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -28,10 +31,6 @@ def text_of(path: Path) -> str:
 
 def blocks(path: Path, language: str) -> list[str]:
     return [body for found, body in BLOCK.findall(text_of(path)) if found == language]
-
-
-def command_line_options() -> set[str]:
-    return {name.replace("_", "-") for name in all_fields()}
 
 
 def test_the_readme_is_short() -> None:
@@ -67,22 +66,29 @@ def test_every_document_is_on_the_site() -> None:
         assert f": {path.relative_to(ROOT / 'docs')}\n" in navigation
 
 
-def test_options_on_the_page_are_those_of_the_command_line() -> None:
-    page = set(OPTION.findall(text_of(ROOT / "docs/options.md")))
-    taken_back = {one for one in page if one.startswith("no-") and one.removeprefix("no-") in page}
-    known = command_line_options()
-    helps = {"help", "help-all"}
-    assert page - taken_back - known - helps == set(), "options that do not exist"
-    rows = re.findall(r"^\| `--([a-z-]+)", text_of(ROOT / "docs/options.md"), re.MULTILINE)
-    assert set(rows) == known, "each has a row of its own"
+@pytest.mark.program
+def test_the_reference_is_that_of_the_source() -> None:
+    """``python docs/_hooks/reference.py`` writes it again."""
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/_hooks/reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    assert reference.page_of(text_of(REFERENCE)) == text_of(REFERENCE)
 
 
 def test_the_config_files_on_the_page_hold_options() -> None:
-    (example,) = blocks(ROOT / "docs/options.md", "toml")
+    (example,) = blocks(REFERENCE, "toml")
     assert example.startswith("#:schema ./autobatch.schema.json\n")
     table = tomllib.loads(example)
     del table["workload"]
     options_from("fit", table)
+
+
+def test_the_profile_on_the_page_is_one(tmp_path: Path) -> None:
+    (example,) = blocks(ROOT / "docs/which-gpu.md", "toml")
+    (tmp_path / "my-gpu.toml").write_text(example, encoding="utf-8")
+    assert read_profile(tmp_path / "my-gpu.toml").name == "my-gpu"
 
 
 def test_the_architecture_lists_every_layer_in_order() -> None:
@@ -92,11 +98,11 @@ def test_the_architecture_lists_every_layer_in_order() -> None:
         for node in source.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS"
     )
-    assert re.findall(r"^\| `(\w+)` \|", text_of(ROOT / "docs/architecture.md"), re.MULTILINE) == layers
+    assert re.findall(r"^\| `(\w+)` \|", text_of(ROOT / "CONTRIBUTING.md"), re.MULTILINE) == layers
 
 
 def test_the_places_that_the_architecture_names_exist() -> None:
-    places = re.findall(r"`([a-z_/]+\.py):(\w+)`", text_of(ROOT / "docs/architecture.md"))
+    places = re.findall(r"`([a-z_/]+\.py):(\w+)`", text_of(ROOT / "CONTRIBUTING.md"))
     assert len(places) >= 10
     for file, name in places:
         tree = ast.parse(text_of(ROOT / "autobatch" / file))

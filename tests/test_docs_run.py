@@ -19,23 +19,19 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from torch.utils.data import DataLoader, TensorDataset
 
 import autobatch
-from autobatch.core.units import MiB
 from autobatch.step.optimizers import build_optimizers
 from autobatch.training.build import build_schedules
 from autobatch.workload.order import GlobalBatchSampler
 from benchmarks.recording import COMMAND, last_screen
 from tests.support.custom_loops import Sam
 from tests.support.libraries import installed
-from tests.support.python_gpu import python_gpu
-from tests.support.rank_server import RankServer
 from tests.support.training import make_workload
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-HOW_TO = sorted((ROOT / "docs/how-to").glob("*.md"))
-COMPLETE = [ROOT / "docs/tutorial.md", *HOW_TO]
+COMPLETE = [ROOT / f"docs/{page}.md" for page in ("tutorial", "reports", "which-gpu")]
 """Pages whose code stands alone."""
-EXCERPTS = [ROOT / "docs/your-own-loop.md", ROOT / "docs/data.md"]
+EXCERPTS = [ROOT / f"docs/{page}.md" for page in ("loops", "data")]
 """Pages whose code uses a model and data that a reader has: `reader` stands in for them."""
 
 
@@ -112,6 +108,7 @@ def reader() -> dict[str, Any]:
         "cross_entropy": cross_entropy,
         "build_model": build_model,
         "dataset": dataset,
+        "sentences": [torch.ones(4, dtype=torch.long)],
         "held_out": dataset,
         "pad": torch.utils.data.default_collate,
         "loader": DataLoader(dataset, batch_size=32, shuffle=True),
@@ -135,9 +132,9 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("AUTOBATCH_DEVICE", "cpu")
 
 
-def run_page(page: Path, names: dict[str, Any], device: str = "cpu") -> int:
+def run_page(page: Path, names: dict[str, Any]) -> int:
     """Run the blocks of a page in order, and return their number."""
-    blocks = [code.replace('device="cpu"', f'device="{device}"') for code in code_of(page)]
+    blocks = code_of(page)
     for number, code in enumerate(blocks, 1):
         exec(compile(code, f"{page.name}, block {number}", "exec"), names)
     return len(blocks)
@@ -145,24 +142,9 @@ def run_page(page: Path, names: dict[str, Any], device: str = "cpu") -> int:
 
 @pytest.mark.program
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("page", [page for page in COMPLETE if code_of(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", COMPLETE, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs_as_it_stands(page: Path) -> None:
     assert run_page(page, {"__name__": f"docs_{page.stem.replace('-', '_')}"})
-
-
-def run_page_on_a_gpu(page: Path, folder: Path) -> int:
-    os.chdir(folder)
-    os.environ.update(AUTOBATCH_DEVICE="cuda", AUTOBATCH_HOME=str(folder / "home"))
-    with python_gpu(1024 * MiB):
-        return run_page(page, {"__name__": "docs"}, device="cuda")
-
-
-@pytest.mark.program
-@pytest.mark.parametrize("page", [page for page in HOW_TO if code_of(page)], ids=lambda page: page.stem)
-def test_the_code_of_a_page_makes_its_tensors_on_the_gpu(
-    page: Path, server: RankServer, tmp_path: Path
-) -> None:
-    assert server.values(run_page_on_a_gpu, page, tmp_path, world=1, seconds=120) == [len(code_of(page))]
 
 
 @pytest.mark.filterwarnings("default")
@@ -184,7 +166,7 @@ def test_the_code_of_a_page_runs_with_what_a_reader_has(page: Path, monkeypatch:
 
 def test_the_functions_of_the_page_on_optimizers_train() -> None:
     """The names of their first arguments decide what they get, and each loss reaches its own part alone."""
-    first, second, schedules, following = code_of(ROOT / "docs/optimizers.md")
+    first, second, schedules, following = code_of(ROOT / "docs/loss.md")[-4:]
     names: dict[str, Any] = {
         "torch": torch,
         "functional_call": torch.func.functional_call,
@@ -209,7 +191,7 @@ def test_the_functions_of_the_page_on_optimizers_train() -> None:
         groups = [group for one in made for group in one.param_groups]
         assert [sum(p.numel() for p in group["params"]) for group in groups] == trained
     exec(second, names)
-    exec(following, reader() | names)
+    exec(following, names)
     gan = nn.Module()
     gan.generator, gan.discriminator = nn.Linear(8, 4), nn.Linear(4, 1)
     generator, discriminator = names["optimizer"](gan, 0.1)
@@ -246,13 +228,6 @@ def test_the_batches_of_nanogpt_train_in_parts_as_they_do_whole(tmp_path: Path) 
     assert found[0].training.final_loss < found[0].training.first_loss
 
 
-def section_of(page: Path, title: str) -> list[str]:
-    """Return the code of a section."""
-    sections = re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    (found,) = (text for text in sections if text.startswith(f"{title}\n"))
-    return BLOCK.findall(found)
-
-
 def with_lightning() -> dict[str, Any]:
     from tests.support.lightning_modules import Classifier, Points
 
@@ -263,36 +238,6 @@ def with_transformers() -> dict[str, Any]:
     from tests.support.trainers import Texts, gpt2, pad
 
     return {"model": gpt2(), "dataset": Texts(), "collator": pad}
-
-
-@pytest.mark.program
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize(
-    ("title", "library", "more"),
-    [
-        ("Plain PyTorch", None, dict),
-        ("accelerate", "accelerate", dict),
-        ("Lightning", "lightning", with_lightning),
-        ("transformers", "transformers", with_transformers),
-        ("Composer", None, dict),
-        ("DeepSpeed", None, dict),
-    ],
-)
-def test_what_one_writes_instead_runs_after_the_loop_that_it_replaces(
-    title: str, library: str | None, more: Any
-) -> None:
-    if library is not None:
-        installed(library)
-    own = reader() | more() | {"__name__": "docs"}
-    own["workload"] = own["workload"]()
-    names: dict[str, Any] = {}
-    for number, code in enumerate(section_of(ROOT / "docs/coming-from.md", title), 1):
-        names |= own  # what a reader has, as it was before the loop
-        if "import composer" in code or "from composer" in code:
-            continue  # not installed: by its documentation
-        exec(compile(code, f"{title}, block {number}", "exec"), names)
-    planned = names.get("plan") or names.get("result", names.get("finder")).plan
-    assert sum(planned.micro_batches) == planned.target_batch
 
 
 def sides_of(diff: str) -> list[str]:
@@ -314,25 +259,41 @@ def diffs_of(page: Path) -> list[str]:
     return re.findall(r"^```diff\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
+def in_libraries() -> dict[str, Any]:
+    """Return what a reader has before a loop of transformers, Lightning or accelerate."""
+    lightning, transformers = installed("lightning"), installed("transformers")
+    names = {"autobatch": autobatch, "lightning": lightning, "Trainer": transformers.Trainer}
+    names |= {"arguments": transformers.TrainingArguments("out", max_steps=2)}
+    return names | with_transformers() | with_lightning()
+
+
 @pytest.mark.program
 @pytest.mark.filterwarnings("default")
 def test_the_loops_of_the_readme_run_before_and_after() -> None:
-    lightning, transformers = installed("lightning"), installed("transformers")
     own, libraries = diffs_of(ROOT / "README.md")
     program: dict[str, Any] = {"__name__": "readme", "autobatch": autobatch}
     exec(code_of(ROOT / "README.md")[0], program)
     model = program["workload"]().model()
     program |= {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     program["loader"] = DataLoader(program["dataset"], 1000)
-    theirs = {"autobatch": autobatch, "lightning": lightning, "Trainer": transformers.Trainer}
-    theirs |= {"arguments": transformers.TrainingArguments("out", max_steps=2)}
     for code in sides_of(own):
         exec(code, dict(program))
     for code in sides_of(libraries):
-        exec(code, theirs | with_transformers() | with_lightning())
+        exec(code, in_libraries())
 
 
-FIRST_LINES = ("your-own-loop", "data", "loss", "how-to/which-gpu")
+@pytest.mark.program
+@pytest.mark.filterwarnings("default")
+def test_the_loops_of_libraries_run_before_and_after() -> None:
+    accelerate = installed("accelerate")
+    *others, with_accelerate = diffs_of(ROOT / "docs/loops.md")
+    for code in (side for diff in others for side in sides_of(diff)):
+        exec(code, in_libraries())
+    for code in sides_of(with_accelerate):
+        exec(code, reader() | {"Accelerator": accelerate.Accelerator})
+
+
+FIRST_LINES = ("loops", "data", "loss", "which-gpu")
 """Pages whose first lines run beside `train.py` of the tutorial; the code of others runs above."""
 
 

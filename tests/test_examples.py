@@ -191,7 +191,7 @@ def test_the_page_of_the_gallery_has_the_figures_of_the_table() -> None:
     for line in (root / "benchmarks/clients/table.md").read_text(encoding="utf-8").splitlines()[2:]:
         name, device, *cells = line.strip("| ").split(" | ")
         measured.setdefault(name, {})[device] = cells
-    page = (root / "docs/gallery.md").read_text(encoding="utf-8")
+    page = (root / "docs/figures.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[(.+?)\]\(\.\./examples/(\w+)\.py\) \| .+? \| (.+) \|$", page, re.MULTILINE)
     assert {name: file for name, file, _ in rows} == gallery.GALLERY
     for name, _, figures in rows:

@@ -14,7 +14,7 @@
             optimizer.step()
             optimizer.zero_grad()
 
-Its loop is less exact than autobatch, as the notes of the plan and ``docs/libraries.md`` say.
+Its loop is less exact than autobatch, as the notes of the plan and ``docs/loops.md`` say.
 """
 
 from __future__ import annotations

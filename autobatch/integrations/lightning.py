@@ -20,7 +20,7 @@ Lightning's ``BatchSizeFinder``:
     )
     trainer.fit(module, datamodule)
 
-Its loop is less exact than autobatch, as the notes of the plan and ``docs/libraries.md`` say.
+Its loop is less exact than autobatch, as the notes of the plan and ``docs/loops.md`` say.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def plan(
         raise InputError(
             f"{kind_of(module)} has automatic_optimization=False, so its training_step calls backward "
             "itself: use autobatch.batches in a loop of your own, with a pass over each batch for each "
-            "optimizer (docs/your-own-loop.md)"
+            "optimizer (docs/loops.md)"
         )
     given = None if datamodule is None or hasattr(datamodule, "train_dataloader") else datamodule
     if given is not None:
@@ -124,7 +124,7 @@ def plan(
             raise InputError(
                 f"configure_optimizers returned {len(optimizers)} optimizers, and Lightning steps several "
                 "only with automatic_optimization=False: use autobatch.batches in a loop of your own, with a "
-                "pass over each batch for each of them (docs/your-own-loop.md)"
+                "pass over each batch for each of them (docs/loops.md)"
             )
         holder = _holder(module, datamodule) if given is None else None
         loader = _loader(module, datamodule) if given is None else given

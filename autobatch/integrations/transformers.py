@@ -11,7 +11,7 @@ same when ``train()`` begins, and logs the plan:
     trainer = Trainer(model, TrainingArguments("out"), train_dataset=dataset)
     trainer.add_callback(autobatch.integrations.transformers.AutobatchCallback(trainer, target_batch=16))
 
-Its loop is less exact than autobatch, as the notes of the plan and ``docs/libraries.md`` say.
+Its loop is less exact than autobatch, as the notes of the plan and ``docs/loops.md`` say.
 """
 
 from __future__ import annotations

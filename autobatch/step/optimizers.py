@@ -85,7 +85,7 @@ def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
         raise InputError(
             f"{name} has two steps per batch (first_step and second_step), each with a gradient of the whole "
             "batch: train it with two passes over each batch of autobatch.batches "
-            "(docs/your-own-loop.md), or use an optimizer with one step, for example AdamW or Muon"
+            "(docs/loops.md), or use an optimizer with one step, for example AdamW or Muon"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

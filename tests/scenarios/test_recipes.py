@@ -15,7 +15,6 @@ import pytest
 from benchmarks.ranks.silence import Runs
 from tests.support.hosts import INTERFACE, NAMES, TwoHosts, can_make_hosts, two_hosts
 
-yaml = pytest.importorskip("yaml")
 pytestmark = [
     pytest.mark.program,
     pytest.mark.distributed,
@@ -25,22 +24,19 @@ PAGE = (Path(__file__).parents[2] / "docs" / "several-gpus.md").read_text(encodi
 STEPS = 60
 
 
-def block(language: str, of: str) -> str:
-    """Return the only block of the page in a language with this text, for a small model on CPUs."""
-    found = [one for one in re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL) if of in one]
-    assert len(found) == 1
+def script() -> str:
+    """Return the batch script of the page, for a small model on CPUs."""
+    (found,) = (one for one in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) if "#SBATCH" in one)
     small = f"--target-batch 14 --memory-budget 1GiB --max-micro-batch 4 --trials 0 --steps {STEPS}"
-    return (
-        found[0]
-        .replace("--target-batch 4096", f"{small} --checkpoint-every 1")
-        .replace("--nproc-per-node 8", "--nproc-per-node 1")
+    return found.replace("--target-batch 4096", f"{small} --checkpoint-every 1").replace(
+        "--nproc-per-node 8", "--nproc-per-node 1"
     )
 
 
-def under_slurm(hosts: TwoHosts, runs: Runs) -> list[list[str]]:
+def prepare_slurm(hosts: TwoHosts, runs: Runs) -> list[str]:
     """Return the command that runs the batch script, with stand-ins for SLURM's commands."""
     folder = runs.folder
-    (folder / "job.sh").write_text(block("bash", "#SBATCH"))
+    (folder / "job.sh").write_text(script())
     subprocess.run(["bash", "-n", "job.sh"], cwd=folder, check=True)
     (folder / "bin").mkdir(exist_ok=True)
     on_hosts = " & ".join(f'{shlex.join(hosts.on(host, []))} "$@"' for host in range(2))
@@ -54,46 +50,25 @@ def under_slurm(hosts: TwoHosts, runs: Runs) -> list[list[str]]:
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         **{"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n"},
     }
-    return [["bash", "job.sh"]]
+    return ["bash", "job.sh"]
 
 
-def under_kubernetes(hosts: TwoHosts, runs: Runs) -> list[list[str]]:
-    """Return the commands of the two pods."""
-    service, job = yaml.safe_load_all(block("yaml", "completionMode: Indexed"))
-    pod = job["spec"]["template"]["spec"]
-    name, container = job["metadata"]["name"], pod["containers"][0]
-    assert service["metadata"]["name"] == pod["subdomain"]
-    assert service["spec"]["selector"] == {"job-name": name}
-    assert [f"{name}-{index}" for index in range(job["spec"]["completions"])] == [*NAMES]
-    assert {one["name"] for one in pod["volumes"]} == {one["name"] for one in container["volumeMounts"]}
-    runs.environ["OUT"] = "runs/main"
-    words = [*container["command"], *container["args"]]
-    return [hosts.on(host, words) for host in range(2)]
-
-
-@pytest.mark.parametrize("recipe", [under_slurm, pytest.param(under_kubernetes, marks=pytest.mark.slow)])
-def test_a_recipe_stops_with_a_checkpoint_and_continues(recipe, tmp_path: Path) -> None:
+def test_the_batch_script_stops_with_a_checkpoint_and_continues(tmp_path: Path) -> None:
     runs = Runs(tmp_path / "job", STEPS)
     runs.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     (runs.folder / "work.py").rename(runs.folder / "train.py")
     out = runs.folder / "runs" / "main"
     with two_hosts() as hosts:
-        commands = recipe(hosts, runs)
+        command = prepare_slurm(hosts, runs)
         for expected in (143, 0):
-            processes = [
-                subprocess.Popen(words, cwd=runs.folder, env=runs.environ, start_new_session=True)
-                for words in commands
-            ]
+            job = subprocess.Popen(command, cwd=runs.folder, env=runs.environ, start_new_session=True)
             if expected:
                 runs.wait_until(lambda: len([*out.glob("checkpoints/step-*[0-9]")]) > 1, 240, "no checkpoint")
-                # SLURM signals all processes of a step, and Kubernetes the first process of one pod.
-                slurm = len(processes) == 1
-                for pid in (hosts.pids(0) + hosts.pids(1)) if slurm else [processes[1].pid]:
+                for pid in hosts.pids(0) + hosts.pids(1):  # SLURM signals all processes of a step
                     os.kill(pid, signal.SIGTERM)
-            assert [one.wait(240) for one in processes] == [expected] * len(processes)
+            assert job.wait(240) == expected
             assert (out / "verdict.json").exists() == bool(expected)
             (runs.folder / "slow").unlink(missing_ok=True)
     training = json.loads((out / "result.json").read_bytes())["training"]
     assert (training["optimizer_steps"], training["resumed_from"] is None) == (STEPS, False)
-    if recipe is under_slurm:
-        assert (runs.folder / "requeued").read_text() == "requeue 7\n"
+    assert (runs.folder / "requeued").read_text() == "requeue 7\n"
