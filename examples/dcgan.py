@@ -77,4 +77,4 @@ def workload() -> autobatch.Workload:  # +
 if __name__ == "__main__":
     print(plan := autobatch.plan(workload, target_batch=128, memory_budget="4MiB"))  # +
     both = optimizers(model := Gan(), plan.learning_rate)
-    train(model, both, autobatch.batches(Waves(), plan, steps=10, optimizer=both))  # +
+    train(model, both, autobatch.batches(workload, plan, steps=10, optimizer=both))  # +

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch.nn.functional import cross_entropy
-from train import build_model, dataset, workload
+from train import build_model, workload
 
 import autobatch
 
@@ -26,10 +26,10 @@ def main() -> None:
     torch.manual_seed(0)
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate)
-    for batch in autobatch.batches(dataset(), plan, epochs=2):
+    for batch in autobatch.batches(workload, plan, optimizer=optimizer, epochs=2):
         for micro in batch:
             batch.backward(loss_of(model, micro.data))
-        step = batch.step(optimizer, max_grad_norm=1.0)
+        step = batch.step(max_grad_norm=1.0)
         print(f"step {batch.index}: {batch.samples} samples, loss {step.loss:.4f}")
 
 

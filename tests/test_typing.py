@@ -103,8 +103,8 @@ def more() -> None:
     autobatch.fit(target_batch=8, log="tensorboard").model.eval()
 
 
-def loop(data: torch.utils.data.Dataset[torch.Tensor], plan: autobatch.Plan) -> None:
-    for batch in autobatch.batches(data, plan, epochs=3):
+def loop(optimizer: torch.optim.Optimizer, plan: autobatch.Plan) -> None:
+    for batch in autobatch.batches(train, plan, optimizer=optimizer, epochs=3):
         for micro in batch:
             batch.backward(micro.data.sum())
 """

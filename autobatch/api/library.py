@@ -70,19 +70,19 @@ def plan(
     workload: WorkloadSource = None,
     *,
     target_batch: int,
-    own_loop: bool = True,
     progress: ShowProgress = "auto",
     **options: Unpack[PlanKeywords],
 ) -> PlanResult:
-    """Probe, then plan the batch, to train in your own loop.
+    """Probe, then plan the batch, to train in a loop of your own.
+
+    It leaves room for two micro-batches, because such a loop keeps one in a variable until the next one is
+    there. `fit` plans for its own loop, which frees a micro-batch after its forward pass.
 
     Under torchrun, call it on all ranks. If ``world_size`` is given, this process plans alone.
 
     Args:
         workload: what to train, a function that returns it, or a reference to it; None for the demo.
         target_batch: samples per optimizer step, exactly.
-        own_loop: leave room for two micro-batches, because a loop of your own keeps one in a variable until
-            the next one is there. False for a loop that frees a micro-batch after its forward pass.
         progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
             to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
         options: the keywords below, which are the options of ``autobatch plan``.
@@ -91,7 +91,7 @@ def plan(
         InputError: an option, the device or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    values = {"own_loop": own_loop, "target_batch": target_batch, **options}
+    values = {"target_batch": target_batch, **options}
     is_alone = options.get("world_size") is not None or "RANK" not in os.environ
     result = _run("plan", values, workload, progress, environ={} if is_alone else os.environ)
     assert result.plan is not None

@@ -72,11 +72,6 @@ def agree_on_options(call: Call) -> Call:
             world > 1 and planned not in (None, world),
             f"--world-size {planned} plans for another launcher, and {world} ranks run: leave one out",
         ),
-        (
-            options.search.own_loop and asked.parallel == "shard",
-            "--own-loop plans for a loop of your own, in which each rank has a whole model, and --parallel "
-            "shard shares it: leave one out",
-        ),
     ):
         if is_wrong:
             raise InputError(message)
@@ -89,9 +84,7 @@ def agree_on_options(call: Call) -> Call:
         if name not in OWN_OPTIONS
     }
     call.ranks.check_equal({**common, **versions()})
-    return call.with_options(
-        device=device, parallel="replicate" if options.search.own_loop else asked.parallel
-    )
+    return call.with_options(device=device, parallel=asked.parallel)
 
 
 def check_data_of_ranks(data: DataDigest | None, ranks: Ranks, resumed: Loaded | None = None) -> None:

@@ -54,6 +54,7 @@ REMOVED = {
     "all": "estimate without --profile names all known GPUs",
     "memory_viz": "autobatch record --out FILE -- COMMAND writes a snapshot for pytorch.org/memory_viz",
     "time_limit": "a search takes few runs; Ctrl-C ends it with what is known to fit",
+    "own_loop": "plan is for a loop of your own, and fit plans for its own loop",
     "study": "a study is named after what it tunes, so the same command goes on with it",
     "lr_trials": "--tune-lr tries 10 learning rates; --timeout limits its time",
     "lr_steps": "--tune-lr runs 40 optimizer steps for each learning rate",

@@ -153,14 +153,6 @@ class SearchOptions(Section, frozen=True, kw_only=True):
         AtLeastOne | None,
         Option("Samples at the start of a stream to plan from. Without it: 1000.", "N", COMMANDS),
     ] = None
-    own_loop: Annotated[
-        bool,
-        Option(
-            "Plan for a loop that keeps each micro-batch in a variable until the next one is there, where "
-            "autobatch fit frees it after the forward pass.",
-            commands=("plan",),
-        ),
-    ] = False
     profile: Annotated[
         list[str],
         Option(

@@ -43,6 +43,12 @@ class SharedStream(StreamView):
         content = self._ranks.broadcast(own)
         if self._ranks.rank:
             self._held = dict(zip(range(first, stop), unpack(content), strict=True))
+            self._position = stop
+
+    def skip(self, samples: int) -> None:
+        """See `StreamView.skip`."""
+        if not self._ranks.rank:
+            super().skip(samples)
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         """See `StreamView.load_state_dict`."""

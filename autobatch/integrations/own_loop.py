@@ -1,75 +1,67 @@
-"""A training loop of the user's own: a plan's batches, their micro-batches, and the step of each batch.
+"""A training loop of the user's own: the batches of a plan, their micro-batches, and the step of each batch.
 
-The user's loop runs the forward passes. The rest is what `fit` does too: the order of the samples, the split,
-and the arithmetic of `autobatch.step`.
+The user's loop runs the forward passes. The order of the samples, their split, the feed and the arithmetic of
+a step are those of `fit`.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
-from itertools import count
-from typing import Any, Generic
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from typing_extensions import TypeVar
 
 from autobatch.core.errors import InputError, NonFiniteError
-from autobatch.core.records import GradientDtype, Plan
-from autobatch.distributed.engine import Engine, OutOfMemory, Replicate
+from autobatch.core.knobs import LOADER_WORKERS
+from autobatch.core.records import Plan
+from autobatch.distributed.engine import Engine, Replicate
 from autobatch.distributed.group import Group, join_loop
 from autobatch.distributed.ranks import Ranks
-from autobatch.integrations.data_source import (
-    Data,
-    Piece,
-    SampleT,
-    Source,
-    check_ends,
-    check_same_batch,
-    check_same_data_on,
-    open_source,
-    samples_of,
-    split,
-)
+from autobatch.distributed.shared_stream import open_stream
 from autobatch.planning import check_world_size, launched_world_size
 from autobatch.report.words import plural
-from autobatch.step.gradients import LOW_PRECISION, Gradients, exchange_buffer, norm_of
-from autobatch.step.loss import CountsAhead, StepTotals, Term, check_form, normalize_loss, terms_of
+from autobatch.step.gradients import Gradients, exchange_buffer, norm_of
+from autobatch.step.loss import CountsAhead, StepTotals, Term, check_form, counts_of, normalize_loss, terms_of
 from autobatch.step.optimizers import refuse_closure
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
-from autobatch.step.train_step import CountPass, StepResult, finish, run_backward
+from autobatch.step.train_step import StepResult, finish, run_backward
 from autobatch.training.loop import LEAST_LOSS_SCALE
-from autobatch.workload.contract import Collated, LossValue, kind_of
-from autobatch.workload.data import size_of_sample
+from autobatch.workload.contract import LossValue, WholeBatchLoss, Workload, is_stream, kind_of
+from autobatch.workload.data import WorstCaseSampler
+from autobatch.workload.data_digest import check_same_data, digest_data
+from autobatch.workload.feed import feed_of_run
+from autobatch.workload.loader import Feed
 from autobatch.workload.nested import form_of
-from autobatch.workload.order import GlobalBatch
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, epoch_of, order_digest
+from autobatch.workload.reference import WorkloadSource, find_workload
 from autobatch.workload.rng import (
     RandomState,
     capture_random_state,
     preserved_random_state,
     restore_random_state,
 )
-from autobatch.workload.split import SizeSplit, Split
-from autobatch.workload.user_code import check_takes
+from autobatch.workload.split import Split, split_of
+from autobatch.workload.streams import ENDLESS, StreamSampler, count_samples, known_length
 
-CollatedT = TypeVar("CollatedT", default=Any)
 Optimizer = torch.optim.Optimizer
+logger = logging.getLogger("autobatch")
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch(Generic[CollatedT]):
+class MicroBatch:
     """The samples of one forward and backward pass."""
 
-    data: CollatedT
-    """The collated samples, on the device where the collate function or the loader put them."""
+    data: Any
+    """The collated samples, on the device where the collate function has put them."""
     samples: int
     """Number of samples in ``data``."""
 
@@ -80,27 +72,20 @@ class MicroBatch(Generic[CollatedT]):
         """Return the number of samples."""
         return self.samples
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a micro-batch has no {name!r}: its samples are micro.data")
 
-class Batch(Generic[CollatedT]):
+
+class Batch:
     """The samples of one optimizer step, in micro-batches; or of several steps, with a pass for each."""
 
-    def __init__(
-        self,
-        passes: Passes,
-        make: Callable[[], Iterator[tuple[CollatedT, int]]],
-        *,
-        index: int,
-        samples: int,
-        own_samples: int,
-    ) -> None:
-        self.index = index
+    def __init__(self, steps: Steps, feed: Feed, split: Split, drawn: GlobalBatch, micro_batch: int) -> None:
+        self.index = drawn.index
         """Number of the batch in the run, from 0."""
-        self.samples = samples
+        self.samples = len(drawn.ids)
         """The plan's target batch, or fewer if the data ends within this batch; those of all ranks."""
-        self._name = f"batch {index}"
-        self._own_samples = own_samples
-        self._passes = passes
-        self._make = make
+        self._steps, self._feed, self._drawn, self._micro_batch = steps, feed, drawn, micro_batch
+        self._sizes = [len(part.ids) for part in split.parts(drawn, micro_batch)]
         self._states: list[RandomState] = []
         """Before each micro-batch was made for the first time."""
         self._number = -1
@@ -108,75 +93,80 @@ class Batch(Generic[CollatedT]):
         self._begin_pass()
 
     def __repr__(self) -> str:
-        own = "" if self._own_samples == self.samples else f", {self._own_samples:,} of them on this rank"
-        return f"<Batch {self.index}: {plural(self.samples, 'sample')}{own}>"
+        own = sum(self._sizes)
+        share = "" if own == self.samples else f", {own:,} of them on this rank"
+        return f"<Batch {self.index}: {plural(self.samples, 'sample')}{share}>"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"a batch has no {name!r}, because it comes in micro-batches: write `for micro in batch:`, and "
+            "use micro.data"
+        )
 
     def _begin_pass(self) -> None:
-        """Begin a pass over the micro-batches."""
         self._number += 1
-        self._micro_batches = self._made() if self._passes.counts is None else self._counted(self._made())
+        made = self._made() if self._number == 0 else self._made_again()
+        self._micro_batches = made if self._steps.counts is None else self._counted(made)
         self._totals = StepTotals(samples=self.samples)
         self._open: int | None = None
         """Samples of the micro-batch that waits for `backward`; None if there is none."""
-        self._is_drawn = False
-        """True if the pass has no micro-batch left."""
         self._is_stepped = False
 
-    def __iter__(self) -> Iterator[MicroBatch[CollatedT]]:
+    def __iter__(self) -> Iterator[MicroBatch]:
         """Begin a pass over the micro-batches, the first or, after a step, a further one.
 
-        Each pass yields the same micro-batches. Map-style samples are read again for it, with the same random
-        draws. A pass that was left before its end continues.
+        Each pass yields the same micro-batches. Samples with an index are read again for it, with the same
+        random draws. A pass that was left before its end continues.
 
         Raises:
             InputError: no step was taken after the pass before, `backward` was not called for the previous
                 micro-batch, or the samples cannot be collated.
         """
         if self._is_stepped:
+            self._steps.repeats = True
             self._begin_pass()
-        elif self._is_drawn:
-            raise InputError(
-                f"the micro-batches of {self._name} were asked for again before its step was taken: call "
-                "batch.step(optimizer) after each pass over them"
+        elif self._sizes and len(self._totals.sizes) == len(self._sizes):
+            raise self._refused(
+                "its micro-batches were asked for again before its step was taken",
+                "call batch.step() after each pass over them",
             )
-        return self._rest()
+        # No generator, because its frame would hold each micro-batch until the next one is there.
+        return map(self._opened, self._micro_batches)
 
-    def _rest(self) -> Iterator[MicroBatch[CollatedT]]:
-        """Yield the remaining micro-batches of the pass."""
-        for data, size in self._micro_batches:
-            self._check_closed()
-            self._open = size
-            yield MicroBatch(data, size)
-            del data  # this frame lives while the next micro-batch is fetched
-        self._is_drawn = True
+    def _opened(self, made: tuple[Any, int]) -> MicroBatch:
+        self._check_closed()
+        self._open = made[1]
+        return MicroBatch(*made)
 
-    def _made(self) -> Iterator[tuple[CollatedT, int]]:
-        """Make the micro-batches of a pass; further passes repeat the random draws of the first."""
-        made, is_first = self._make(), self._number == 0
-        for place in count():
-            if is_first:
-                self._passes.random_state = capture_random_state(self._passes.random_state)
-                self._states.append(self._passes.random_state)
-            with nullcontext() if is_first else preserved_random_state():
-                if not is_first:
+    def _made(self) -> Iterator[tuple[Any, int]]:
+        """Make the micro-batches of the first pass."""
+        fed = self._feed.collated(self._drawn, self._micro_batch)
+        for size in self._sizes:
+            if self._steps.repeats:
+                self._states.append(self._steps.capture_random_state())
+            yield next(fed), size
+
+    def _made_again(self) -> Iterator[tuple[Any, int]]:
+        """Make the micro-batches of a further pass, with the random draws of the first one."""
+        fed = self._feed.repeated(self._drawn, self._micro_batch)
+        for place, size in enumerate(self._sizes):
+            with preserved_random_state():
+                if self._states:
                     restore_random_state(self._states[place])
-                found = next(made, None)
-            if found is None:
-                return
-            yield found
-            del found  # as above
+                made = deque((next(fed),))
+            yield made.pop(), size
 
-    def _counted(self, made: Iterator[tuple[CollatedT, int]]) -> Iterator[tuple[CollatedT, int]]:
+    def _counted(self, made: Iterator[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
         """Count the terms in all micro-batches of a pass, on all ranks, and then yield them."""
-        counts, kept = self._passes.counts, deque(made)
+        counts, kept = self._steps.counts, deque(made)
         assert counts is not None
         counts.begin()
-        for data, _ in kept:
-            counts.add(data)
+        for place in range(len(kept)):
+            counts.add(kept[place][0])
         own = dict(counts.sums())
-        of_ranks = self._passes.open(self._number)[1].ranks.gather(own)
-        for name in {name: None for one in of_ranks for name in one}:
-            items = sum(one.get(name, 0.0) for one in of_ranks)
+        of_ranks = self._steps.ranks.gather(own)
+        for name in {name: None for known in of_ranks for name in known}:
+            items = sum(known.get(name, 0.0) for known in of_ranks)
             self._totals.terms[name] = Term(items=items, expected=own.get(name, 0.0))
         while kept:
             yield kept.popleft()
@@ -193,34 +183,41 @@ class Batch(Generic[CollatedT]):
                 there is no current micro-batch.
         """
         if self._open is None:
-            raise InputError(
-                f"batch.backward() was called without a micro-batch in {self._name}: call it once per "
-                "micro-batch, inside `for micro in batch:`, with the sum of its losses"
+            raise self._refused(
+                "batch.backward() was called without a micro-batch",
+                "call it once in each round of `for micro in batch:`, with the sum of its losses",
             )
         if not (isinstance(loss, Tensor) and not loss.dim()) and not isinstance(loss, tuple | list | Mapping):
             raise InputError(
                 "batch.backward() takes the mean over the samples of the micro-batch, a 0-d tensor, or "
                 f"autobatch.Loss(total, count); found {form_of(loss)}"
             )
-        train_state, _ = self._passes.open(self._number)
-        gradients = self._passes.gradients
-        if not self._totals.sizes:
+        train_state, _ = self._steps.of_pass(self._number)
+        gradients, totals = self._steps.gradients, self._totals
+        if not totals.sizes:
             gradients.clear()
         terms = terms_of(loss)
-        if self._passes.counts is not None:
-            self._passes.counts.sums(check_form(self._totals, terms))
-        elif not self._totals.sizes and CountPass(train_state, self._totals).needs_more(terms, self._open):
-            names = check_form(self._totals, terms).counted
-            wanted = ", ".join(f"{name!r}: …" for name in names)
-            raise InputError(
-                f"{self._name} has several micro-batches, and each term of its loss is divided by all it "
-                f"counts in them: write autobatch.batches(…, counts=lambda data: {{{wanted}}}), with the "
-                "count of each Loss as it follows from data, the samples of one micro-batch"
-            )
-        weighted = normalize_loss(train_state, self._totals, terms, self._open)
+        if counted := check_form(totals, terms).counted:
+            self._check_counts(counted, terms)
+        weighted = normalize_loss(train_state, totals, terms, self._open)
         with gradients.summed_apart():
-            run_backward(train_state, self._totals, weighted, self._open)
+            run_backward(train_state, totals, weighted, self._open)
         self._open = None
+
+    def _check_counts(self, names: Sequence[str], terms: Mapping[str, Any]) -> None:
+        """Check that the counts of several terms in the whole batch are known, as in a single micro-batch."""
+        totals = self._totals
+        if self._steps.counts is not None:
+            self._steps.counts.sums(totals.form)
+        elif self._open == self.samples:
+            totals.terms |= {name: Term(items=count) for name, count in counts_of(terms).items()}
+        elif not totals.sizes:
+            wanted = ", ".join(f"{name!r}: …" for name in names)
+            raise self._refused(
+                "each term of its loss is divided by all that it counts in several micro-batches",
+                f"write Workload(counts=lambda batch: {{{wanted}}}), with the count of each Loss as it "
+                "follows from the samples of one micro-batch",
+            )
 
     def step(self, *optimizers: Optimizer, max_grad_norm: float | None = None) -> StepResult:
         """Take the optimizer step of a pass over the batch and free its gradients; every rank calls it.
@@ -229,7 +226,7 @@ class Batch(Generic[CollatedT]):
         example in the discriminator while the generator trains, are freed unread.
 
         Args:
-            optimizers: those that step; without any, those given to `batches`.
+            optimizers: those that step, of those given to `batches`; without any, all of them.
             max_grad_norm: the 2-norm to clip the gradient of the batch to; None for no clipping.
 
         Returns:
@@ -241,24 +238,26 @@ class Batch(Generic[CollatedT]):
             InputError: samples of the batch are left, or the loss does not depend on the trained parameters.
             NonFiniteError: the loss or the gradient is not finite; no step was taken.
         """
-        self._check_complete()
-        train_state, engine = self._passes.open(self._number)
-        self._passes.choose(train_state, optimizers, len(self._totals.sizes))
+        if self._is_stepped:
+            raise self._refused("its step was already taken", "call it once per pass over the micro-batches")
+        self._check_closed()
+        if len(self._totals.sizes) < len(self._sizes):
+            done, own = sum(self._totals.sizes), sum(self._sizes)
+            raise self._refused(
+                f"batch.step() was called after {done} of {own} samples", "finish `for micro in batch:` first"
+            )
+        train_state, engine = self._steps.choose(self._number, optimizers)
         train_state.max_grad_norm = max_grad_norm
-        self._is_stepped = True
-        if train_state.exchange is None and engine.ranks.world > 1:
-            train_state.exchange = self._passes.exchange()
         if not self._totals.sizes:
             train_state.gradients.clear()
-        if isinstance(engine.combine(train_state, self._totals), OutOfMemory):
-            check_ends(engine.ranks, has_more=True)
-        result = finish(train_state, self._totals, mark=lambda _: None)
-        scaler = train_state.scaler
+        engine.combine(train_state, self._totals)
+        result, scaler = finish(train_state, self._totals, mark=lambda _: None), train_state.scaler
+        self._is_stepped = True
         if result.applied or not result.count or (scaler and scaler.get_scale() >= LEAST_LOSS_SCALE):
             return result
         what = "gradient" if math.isfinite(result.loss) else f"loss ({result.loss})"
         raise NonFiniteError(
-            f"the {what} of {self._name} is not finite, so no step was taken: check its samples, the "
+            f"the {what} of batch {self.index} is not finite, so no step was taken: check its samples, the "
             "learning rate and the precision"
         )
 
@@ -269,70 +268,42 @@ class Batch(Generic[CollatedT]):
             InputError: micro-batches were drawn, but no step was taken.
         """
         if not self._is_stepped and (self._open is not None or self._totals.sizes):
-            raise InputError(
-                f"no step was taken for {self._name}: call batch.step(optimizer) after the loop over its "
-                "micro-batches"
+            raise self._refused(
+                "no step was taken", "call batch.step() after the loop over its micro-batches"
             )
 
     def _check_closed(self) -> None:
         if self._open is not None:
-            number = len(self._totals.sizes) + 1
-            raise InputError(
-                f"batch.backward() was not called for micro-batch {number} of {self._name}: call it with "
-                "the loss of every micro-batch, in place of loss.backward()"
+            raise self._refused(
+                f"batch.backward() was not called for micro-batch {len(self._totals.sizes) + 1}",
+                "call it with the loss of every micro-batch, in place of loss.backward()",
             )
 
-    def _check_complete(self) -> None:
-        if self._is_stepped:
-            raise InputError(
-                f"the step of {self._name} was already taken: call batch.step() once per pass, after another "
-                "`for micro in batch:`"
-            )
-        self._check_closed()
-        done = sum(self._totals.sizes)
-        if done < self._own_samples:
-            raise InputError(
-                f"batch.step() was called after {done} of {self._own_samples} samples of {self._name}: "
-                "finish `for micro in batch:` first"
-            )
+    def _refused(self, found: str, advice: str) -> InputError:
+        return InputError(f"batch {self.index}: {found}: {advice}")
 
 
-class Batches(Generic[CollatedT]):
+class Batches:
     """The batches of a run; see `batches`."""
 
     def __init__(
         self,
-        source: Source,
-        plan: Plan,
-        passes: Passes,
-        *,
-        parts: Split,
+        sampler: GlobalBatchSampler,
         start: int,
-        size_of: Callable[[Any], float] | None,
+        feeding: AbstractContextManager[Feed],
+        begin: Callable[[Feed, GlobalBatch], Batch],
     ) -> None:
-        self._source = source
-        self._plan = plan
-        self._passes = passes
-        self._split = parts
-        self._start = start
-        self._size_of = size_of
+        self._sampler, self._start, self._feeding, self._begin = sampler, start, feeding, begin
         self._is_started = False
 
     def __repr__(self) -> str:
-        total = "batches" if self._source.total is None else plural(self._source.total, "batch", "batches")
-        return f"<Batches: {total} of {self._plan.target_batch:,} samples>"
+        return f"<Batches: {plural(len(self), 'batch', 'batches')} of {self._sampler.target_batch:,} samples>"
 
     def __len__(self) -> int:
-        """Return the number of optimizer steps, for a schedule.
+        """Return the number of batches, for a schedule."""
+        return max(0, self._sampler.total - self._start)
 
-        Raises:
-            TypeError: the data is a stream, and not ``steps`` alone was given.
-        """
-        if self._source.total is None:
-            raise TypeError("the number of batches in a stream is unknown: give steps=, without epochs=")
-        return self._source.total
-
-    def __iter__(self) -> Iterator[Batch[CollatedT]]:
+    def __iter__(self) -> Iterator[Batch]:
         """Yield the batches.
 
         Raises:
@@ -345,157 +316,98 @@ class Batches(Generic[CollatedT]):
                 "once with autobatch.batches(…, epochs=N)"
             )
         self._is_started = True
-        for index, drawn in enumerate(self._source.batches, self._start):
-            if index == self._start and self._passes.ranks is not None:
-                check_same_batch(self._passes.ranks, drawn)
-            batch = self._batch(index, drawn)
-            yield batch
-            batch.check_stepped()
-        if self._source.total is None:
-            self._passes.end()
-
-    def _batch(self, index: int, drawn: list[Piece]) -> Batch[CollatedT]:
-        """Return the batch of the samples that all ranks draw."""
-        samples = samples_of(drawn)
-        places = GlobalBatch(index, 0, list(range(samples)))
-        parts = self._split.parts(places, self._plan.micro_batch)
-        sizes = [len(part.ids) for part in parts]
-        own = list(split(drawn, [parts[0].ids[0], sum(sizes)]))[1] if parts else []
-        cut = self._plan.size_cut
-        # Without the function that the sizes of the plan come from, the batch is split by count.
-        is_cut = cut is not None and self._source.has_samples and cut.by_size_of == bool(self._size_of)
-        if is_cut and own:
-            make = partial(self._cut_by_size, own)
-        else:
-            make = partial(self._source.micro_batches, own, sizes)
-        return Batch(self._passes, make, index=index, samples=samples, own_samples=sum(sizes))
-
-    def _cut_by_size(self, own: list[Piece]) -> Iterator[tuple[Collated, int]]:
-        """Read all samples of this rank, in the order in which they were drawn, and cut them by size.
-
-        Their random draws are those of a split by count, and no size need be known before.
-        """
-        assert self._plan.size_cut is not None
-        samples = self._source.read(own)
-        sizes = np.array([size_of_sample(one, self._size_of, place) for place, one in enumerate(samples)])
-        by_size = SizeSplit(sizes=sizes, cut=self._plan.size_cut)
-        for part in by_size.parts(GlobalBatch(0, 0, list(range(len(samples)))), by_size.largest):
-            yield from self._source.collate([samples[place] for place in part.ids])
+        with self._feeding as feed:
+            for drawn in self._sampler.batches(self._start):
+                batch = self._begin(feed, drawn)
+                yield batch
+                batch.check_stepped()
 
 
 def batches(
-    data: Data[SampleT],
+    workload: WorkloadSource,
     plan: Plan,
     *,
+    optimizer: Optimizer | Sequence[Optimizer],
     steps: int | None = None,
     epochs: int | None = None,
     start: int = 0,
     seed: int = 0,
-    sampler: Iterable[int] | None = None,
-    collate: Callable[[list[SampleT]], CollatedT] | None = None,
-    batched: bool | None = None,
-    batch_dim: int = 0,
-    size_of: Callable[[Any], float] | None = None,
-    counts: Callable[[CollatedT], Mapping[str, float] | Sequence[float]] | None = None,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     scaler: torch.amp.GradScaler | None = None,
-) -> Batches[CollatedT]:
-    """Cut data into batches of exactly the plan's target batch, for a training loop of your own.
+) -> Batches:
+    """Return batches of exactly the plan's target batch, for a training loop of your own.
 
-        for batch in autobatch.batches(dataset, plan, epochs=3):
+        for batch in autobatch.batches(workload, plan, optimizer=optimizer, epochs=3):
             for micro in batch:
                 inputs, labels = micro.data
                 batch.backward(cross_entropy(model(inputs), labels))
-            batch.step(optimizer, max_grad_norm=1.0)
+            batch.step(max_grad_norm=1.0)
 
-    Clear the gradients before the first batch (``optimizer.zero_grad()``), or give the optimizer here. The
-    data stays on its device. Under torchrun, each rank trains its part of every batch, and ``batch.step``
-    sums the gradients over the ranks: seed all ranks alike, and do not wrap the model in DDP.
+    The samples come as in `autobatch.fit` with this seed, and stay where the collate function has put them.
+    Under torchrun, each rank trains its part of every batch, and ``batch.step`` sums the gradients over the
+    ranks: seed all ranks alike, and do not wrap the model in DDP.
 
     Args:
-        data: map-style data, in the order of ``autobatch.fit`` with this seed; or an iterable of samples; or
-            a ``DataLoader``, whose batches are cut and concatenated again.
-        plan: sets the target batch, the micro-batches and ``last_batch``; for example from `autobatch.plan`.
+        workload: the one that was planned for: has the data, their order, ``collate``, ``size_of``,
+            ``counts`` and the loader processes.
+        plan: sets the target batch, the micro-batches and ``last_batch``; of `autobatch.plan`.
+        optimizer: one or several, which train your model. Of several, each pass over a batch chooses.
         steps: optimizer steps of the run, ``start`` included; the run ends at the smaller of ``steps`` and
             ``epochs``.
         epochs: passes over the data; 1 if neither ``steps`` nor ``epochs`` is given.
-        start: batches to skip at the front, to resume a run.
-        seed: sets the order of map-style data.
-        sampler: the order of an epoch of map-style data, as indices; ``range(len(data))`` keeps the order.
-        collate: makes a micro-batch out of samples; None for torch's default.
-        batched: whether ``data`` yields batches; None to tell by its ``batch_size`` or ``batch_sampler``.
-        batch_dim: dimension of the samples in the batches that ``data`` yields: 1 for time-major ones. A
-            tensor with fewer dimensions has them in its first.
-        size_of: the ``size_of`` of the workload, if it has one. Without it, a plan that cuts batches by these
-            sizes is split by count.
-        counts: returns the count of each `Loss` of a loss of several terms for the data of a micro-batch, by
-            name. All micro-batches of a batch are read, and counted, before the first one is yielded.
-        optimizer: one or several. Needed here, and then not in `Batch.step`, if parameters are in 16 bits.
+        start: optimizer steps to skip, to continue a run.
+        seed: sets the order of data with an index.
         scaler: the loss scaler of fp16 training; a batch whose gradient overflows takes no step.
 
     Returns:
         The batches, which can be iterated once.
 
     Raises:
-        InputError: the data or an option is invalid, or ranks were started unlike each other.
+        InputError: the workload, the plan or an option is invalid, or ranks were started unlike each other.
     """
-    _check(plan, seed=seed, steps=steps, epochs=epochs, start=start)
-    functions = {"counts": (counts, "data"), "collate": (collate, "samples"), "size_of": (size_of, "sample")}
-    _check_objects(sampler, scaler, **functions)
+    _check(plan, scaler, seed=seed, steps=steps, epochs=epochs, start=start)
     if steps is None and epochs is None:
         epochs = 1
-    source = open_source(
-        data,
-        plan,
-        steps=steps,
-        epochs=epochs,
-        start=start,
-        seed=seed,
-        sampler=sampler,
-        collate=collate,
-        batched=batched,
-        batch_dim=batch_dim,
-    )
-    several = () if optimizer is None else optimizer
-    given = tuple(several) if isinstance(several, list | tuple) else (several,)
-    numbers = {"seed": seed, "start": start, "steps": steps, "epochs": epochs}
-    ranks, parts = _open_ranks(plan, {**numbers, "number of batches": source.total})
-    if ranks is not None:
-        check_same_data_on(ranks, data, source, sampler)
-    passes = Passes(ranks, given, scaler, plan.gradient_dtype)
-    if counts is not None:
-        passes.counts = CountsAhead(counts)
-    return Batches(source, plan, passes, parts=parts, start=start, size_of=size_of)
-
-
-def _open_ranks(plan: Plan, numbers: dict[str, int | None]) -> tuple[Group | None, Split]:
-    """Join the ranks that a launcher has started, and return them and how they split a batch."""
+    found = find_workload(workload, seed)
+    if isinstance(found.loss, WholeBatchLoss):
+        raise InputError(
+            "a WholeBatchLoss needs the rows of the whole batch, which autobatch.batches does not keep: use "
+            "autobatch.fit"
+        )
     check_world_size(plan, launched_world_size(os.environ), "autobatch.batches")
-    if plan.world_size == 1:
-        return None, Split(multiple=plan.multiple)
-    group = join_loop()
-    group.check_equal({"the target batch": plan.target_batch, **numbers})
-    return group, Split(group.rank, group.world, plan.multiple)
+    ranks = Ranks() if plan.world_size == 1 else join_loop()
+    ranks.check_equal(
+        {"target batch": plan.target_batch, "seed": seed, "start": start, "steps": steps, "epochs": epochs}
+    )
+    sampler = _sampler_of(found, plan, ranks, seed=seed, steps=steps, epochs=epochs)
+    if isinstance(sampler, StreamSampler):
+        sampler.view.skip(sampler.seen(start))
+    split = split_of(plan, WorstCaseSampler(found, seed=seed).sizes, rank=ranks.rank, world=ranks.world)
+    several = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    counts = None if found.counts is None else CountsAhead(found.counts)
+    state = Steps(several, ranks, plan, scaler, counts)
+    micro_batch = plan.micro_batch if plan.size_cut is None else plan.size_cut.max_micro_batch
+    workers = int(plan.knobs.get(LOADER_WORKERS) or found.loading.workers or 0)
+    is_pinned = found.loading.pin_memory and torch.cuda.is_available()
+    gpu = torch.device("cuda", torch.cuda.current_device()) if workers and is_pinned else None
+    return Batches(
+        sampler,
+        start,
+        feed_of_run(found, sampler, split, workers=workers, gpu=gpu),
+        lambda feed, drawn: Batch(state, feed, split, drawn, micro_batch),
+    )
 
 
-def _begin_exchange(parameters: list[nn.Parameter], ranks: Ranks) -> Tensor:
-    """Return the buffer in which ranks sum their gradients, before the first step."""
-    own = [parameter.detach() for parameter in parameters]
-    norm = float(norm_of([one.double() for one in own])) if own else 0.0
-    found = ranks.gather((len(own), sum(one.numel() for one in own), norm))
-    for rank, other in enumerate(found):
-        if other != found[0]:
-            raise InputError(
-                f"the weights of the ranks differ before the first step (norm {found[0][2]:g} on rank 0, "
-                f"{other[2]:g} on rank {rank}): seed all ranks alike before the model is built, or load "
-                "the same weights"
-            )
-    return exchange_buffer(parameters, own[0].device, world=ranks.world)
-
-
-def _check(plan: Plan, **numbers: Any) -> None:
+def _check(plan: Plan, scaler: object, **numbers: Any) -> None:
     if not isinstance(plan, Plan):
-        raise InputError(f"autobatch.batches takes a plan of autobatch.plan, found {kind_of(plan)}")
+        raise InputError(
+            "autobatch.batches takes a workload and its plan, batches(workload, autobatch.plan(workload, …), "
+            f"optimizer=…), found {kind_of(plan)} in place of the plan"
+        )
+    if plan.parallel == "shard":
+        raise InputError(
+            "the plan is for a model that ranks share, as only autobatch.fit trains it: plan with "
+            "parallel='replicate'"
+        )
     for name, value in numbers.items():
         if value is None and name in ("steps", "epochs"):
             continue
@@ -504,155 +416,167 @@ def _check(plan: Plan, **numbers: Any) -> None:
         least = 0 if name == "start" else 1
         if value < least and name != "seed":
             raise InputError(f"{name} is {value}: it must be {least} or more")
+    if scaler is not None and not hasattr(scaler, "is_enabled"):
+        raise InputError(
+            f"autobatch.batches(scaler=…) must be a torch.amp.GradScaler, found {kind_of(scaler)}"
+        )
 
 
-def _check_objects(
-    sampler: object, scaler: object, **functions: tuple[Callable[..., object] | None, str]
-) -> None:
-    """Check the objects that were given; each function with the name of its only argument."""
-    for name, (function, argument) in functions.items():
-        whose = f"autobatch.batches({name}=…)"
-        if function is not None and not callable(function):
-            raise InputError(f"{whose} must be a function, found {kind_of(function)}")
-        if function is not None:
-            check_takes(function, whose, argument)
-    for name, value, method, wanted in (
-        ("sampler", sampler, "__iter__", "draw the indices of an epoch"),
-        ("scaler", scaler, "is_enabled", "be a torch.amp.GradScaler"),
-    ):
-        if value is not None and not hasattr(value, method):
-            raise InputError(f"autobatch.batches({name}=…) must {wanted}, found {kind_of(value)}")
+def _sampler_of(
+    workload: Workload, plan: Plan, ranks: Ranks, *, seed: int, steps: int | None, epochs: int | None
+) -> GlobalBatchSampler:
+    """Return the batches of the run, which are the same on all ranks.
+
+    Raises:
+        InputError: the sampler of the workload is invalid, there is no batch, or the ranks read other data.
+    """
+    numbers = {"target_batch": plan.target_batch, "seed": seed, "steps": steps, "epochs": epochs}
+    fields: dict[str, Any] = {**numbers, "last_batch": plan.last_batch}
+    stream: Any = workload.train_data
+    if is_stream(stream):
+        samples = ENDLESS
+        if epochs is not None or plan.last_batch != "carry":
+            known = ranks.once(lambda: known_length(stream))
+            if known is None:
+                logger.warning(
+                    "the stream is read once to its end, to count its samples: give steps= instead"
+                )
+                known = ranks.once(lambda: count_samples(stream))
+            samples = known
+        view = open_stream(stream, ranks, seed, plan.target_batch)
+        sampler: GlobalBatchSampler = StreamSampler(**fields, samples=samples, view=view)
+    else:
+        samples, order = epoch_of(workload, seed)
+        sampler = GlobalBatchSampler(**fields, samples=samples, order=order)
+        if ranks.world > 1:
+            digest = None if order is None else order_digest(order)
+            ranks.check_equal({"number of batches": sampler.total, "order of the sampler": digest})
+            names = [f"rank {rank}" for rank in range(ranks.world)]
+            check_same_data(ranks.gather(digest_data(workload.train_data)), names)
+    if not sampler.total:
+        raise InputError(
+            f"last_batch='drop' leaves no batch, because an epoch has {samples} samples and the target batch "
+            f"is {plan.target_batch}: use 'carry' or 'flush' to keep them"
+        )
+    return sampler
 
 
 def _not_here(*_: object) -> Any:
     raise AssertionError("the forward passes run in the user's loop")
 
 
-class Passes:
-    """The passes over the batches of a run, and the optimizers whose gradients they accumulate.
+class Steps:
+    """The optimizers of a loop of the user's own, and the steps that they take.
 
     The first passes over all batches share a train state, and so do the second ones: it knows the items of
     their loss, and the places of their gradients in the exchange of the ranks.
 
     Args:
-        ranks: see `ranks`.
-        optimizers: those that are known before the first pass.
+        optimizers: all of the run.
+        ranks: those that train together.
+        plan: has the type in which the gradients of 16-bit parameters are summed.
         scaler: the loss scaler; None without one.
-        dtype: type in which the gradients of 16-bit parameters are summed.
+        counts: counts of several terms of the loss that follow from the data; None without.
     """
 
     def __init__(
         self,
-        ranks: Group | None,
         optimizers: tuple[Optimizer, ...],
+        ranks: Ranks,
+        plan: Plan,
         scaler: torch.amp.GradScaler | None,
-        dtype: GradientDtype,
+        counts: CountsAhead | None,
     ) -> None:
-        self.ranks = ranks
-        """Those that train together; None if this process trains alone."""
+        for optimizer in optimizers or (None,):
+            if not isinstance(optimizer, Optimizer):
+                raise InputError(
+                    "autobatch.batches(optimizer=…) takes one or several optimizers of torch.optim, found "
+                    f"{kind_of(optimizer)}"
+                )
+            refuse_closure(optimizer)
+        self.ranks, self.counts = ranks, counts
+        self.repeats = True
+        """True to remember the random states of a batch, for further passes over it.
+
+        False once a batch of a loop with one optimizer has had only one pass, as reading them takes long.
+        """
+        self._optimizers = optimizers
         # A disabled scaler would let gradients pass that are not finite.
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.counts: CountsAhead | None = None
-        """Counts of several terms of the loss that follow from the data; None without."""
-        self.random_state: RandomState | None = None
-        """The last that was captured, in any batch: what has not changed since need not be read again."""
-        self._opened: list[tuple[TrainState, Engine]] = []
-        self._optimizers: tuple[Optimizer, ...] = ()
-        self._has_stepped = False
-        self._exchange: Tensor | None = None
-        # The model is seen by the user's loop only.
-        self.gradients = Gradients(nn.Module(), (), dtype=dtype)
-        """Those of all known optimizers."""
-        self._learn(optimizers, 0)
+        self.gradients = Gradients(nn.Module(), optimizers, dtype=plan.gradient_dtype)
+        """Those of all optimizers."""
+        self._random_state: RandomState | None = None
+        self._passes: list[tuple[TrainState, Engine]] = []
+        self._exchange = _begin_exchange(list(_parameters_of(optimizers)), ranks) if ranks.world > 1 else None
 
-    def open(self, number: int) -> tuple[TrainState, Engine]:
+    def capture_random_state(self) -> RandomState:
+        """Read the states of all generators."""
+        self._random_state = capture_random_state(self._random_state)
+        return self._random_state
+
+    def of_pass(self, number: int) -> tuple[TrainState, Engine]:
         """Return the train state and the engine of the passes with this number, from 0."""
-        while number >= len(self._opened):
-            no_model = nn.Module()
+        if number == len(self._passes):
+            parameters = nn.ParameterList(_parameters_of(self._optimizers))
             train_state = TrainState(
-                model=no_model,
+                model=parameters,
                 loss=_not_here,
-                optimizers=(),
-                parameters=[],
+                optimizers=self._optimizers,
+                parameters=list(parameters),
                 device=torch.device("cpu"),
                 precision="fp32",
                 scaler=self._scaler,
                 max_grad_norm=None,
                 gradients=self.gradients,
-                buffers=BufferSnapshot(no_model),
+                buffers=BufferSnapshot(parameters),
+                exchange=self._exchange,
             )
-            engine = Engine()
-            if self.ranks is not None:
-                engine = Replicate(self.ranks, train_state, _not_here)
-            self._opened.append((train_state, engine))
-        return self._opened[number]
+            is_group = isinstance(self.ranks, Group)
+            engine = Replicate(self.ranks, train_state, _not_here) if is_group else Engine()  # type: ignore[arg-type]
+            self._passes.append((train_state, engine))
+        return self._passes[number]
 
-    def end(self) -> None:
-        """Tell ranks that have more data, and so wait in the sum of a batch, that this one has none."""
-        train_state, engine = self.open(0)
-        if train_state.exchange is not None:
-            engine.combine(train_state, OutOfMemory(""))
-            check_ends(engine.ranks, has_more=False)
+    def choose(self, number: int, optimizers: tuple[Optimizer, ...]) -> tuple[TrainState, Engine]:
+        """Return `of_pass` for some of the optimizers, and free all gradients that these do not read.
 
-    def exchange(self) -> Tensor:
-        """Return the buffer in which the ranks sum the gradients of any pass."""
-        if self._exchange is None:
-            assert self.ranks is not None
-            self._exchange = _begin_exchange(list(_parameters_of(self._optimizers)), self.ranks)
-        return self._exchange
-
-    def choose(
-        self, train_state: TrainState, optimizers: tuple[Optimizer, ...], micro_batches_done: int
-    ) -> None:
-        """Let these optimizers take the step of a pass, and free all gradients that they do not read."""
-        self._learn(optimizers, micro_batches_done)
-        chosen = optimizers or self._optimizers
-        if not chosen:
-            raise InputError(
-                "batch.step() has no optimizer: give it one, or use autobatch.batches(optimizer=…)"
-            )
-        self._has_stepped = True
-        train_state.gradients = (
-            self.gradients if chosen == self._optimizers else self.gradients.taken_by(chosen)
-        )
-        if chosen != train_state.optimizers:
-            train_state.optimizers = chosen
-            train_state.parameters = list(_parameters_of(chosen))
-
-    def _learn(self, optimizers: tuple[Optimizer, ...], micro_batches_done: int) -> None:
-        """Accumulate the gradients of further optimizers from here on."""
+        Raises:
+            InputError: an optimizer is not one of the run.
+        """
+        train_state, engine = self.of_pass(number)
         for optimizer in optimizers:
-            if not isinstance(optimizer, Optimizer):
+            if optimizer not in self._optimizers:
                 raise InputError(
-                    "autobatch.batches(optimizer=[…]) and batch.step(…) take optimizers of torch.optim, "
-                    f"found {kind_of(optimizer)}"
+                    f"batch.step() was given {kind_of(optimizer)} that trains nothing in this run: give all "
+                    "optimizers to autobatch.batches(…, optimizer=[first, second])"
                 )
-        new = tuple(one for one in optimizers if one not in self._optimizers)
-        if not new:
-            return
-        for optimizer in new:
-            refuse_closure(optimizer)
-        added, known = _parameters_of(new), _parameters_of(self._optimizers)
-        unknown = [one for one in added if one not in known]
-        if unknown and self._has_stepped:
-            raise InputError(
-                f"batch.step() was given {kind_of(new[0])} that no pass before has known, so the gradients "
-                "of its parameters may hold those of other passes: give all optimizers of the run to "
-                "autobatch.batches(…, optimizer=[first, second])"
-            )
-        low = [p.dtype for p in unknown if p.requires_grad and p.dtype in LOW_PRECISION]
-        if low and micro_batches_done > 1 and self.gradients.dtype == "fp32":
-            raise InputError(
-                f"batch.step() was given parameters in {str(low[0]).removeprefix('torch.')}, whose "
-                "gradients must be summed in float32 from the first micro-batch on: use "
-                "autobatch.batches(…, optimizer=…) instead"
-            )
-        # An optimizer that another one replaces is forgotten with its state.
-        kept = [one for one in self._optimizers if any(p not in added for p in _parameters_of((one,)))]
-        self._optimizers = (*kept, *new)
-        self.gradients = self.gradients.taken_by(self._optimizers)
+        chosen = optimizers or self._optimizers
+        if chosen != train_state.optimizers:
+            train_state.optimizers, train_state.parameters = chosen, list(_parameters_of(chosen))
+        is_all = chosen == self._optimizers
+        train_state.gradients = self.gradients if is_all else self.gradients.taken_by(chosen)
+        self.repeats = len(self._optimizers) > 1 or number > 0
+        return train_state, engine
 
 
-def _parameters_of(optimizers: Iterable[Optimizer]) -> dict[nn.Parameter, None]:
+def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[nn.Parameter, None]:
     """Return the parameters that optimizers train, each once and in their order."""
     return {p: None for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+def _begin_exchange(parameters: list[nn.Parameter], ranks: Ranks) -> Tensor:
+    """Return the buffer in which ranks sum their gradients, before the first step.
+
+    Raises:
+        InputError: the ranks have other weights.
+    """
+    own = [parameter.detach() for parameter in parameters]
+    norm = float(norm_of([weight.double() for weight in own])) if own else 0.0
+    found = ranks.gather((len(own), sum(weight.numel() for weight in own), norm))
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise InputError(
+                f"the weights of the ranks differ before the first step (norm {found[0][2]:g} on rank 0, "
+                f"{other[2]:g} on rank {rank}): seed all ranks alike before the model is built, or load "
+                "the same weights"
+            )
+    return exchange_buffer(parameters, own[0].device, world=ranks.world)

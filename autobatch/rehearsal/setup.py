@@ -59,7 +59,7 @@ class Setup(StepSettings):
     """Samples of an optimizer step if the loss sees all of them (`WholeBatchLoss`); None if it does not, or
     if they are unknown."""
     keeps_batches: bool = False
-    """True for a loop that keeps each micro-batch until the next one is there."""
+    """True for a loop of the user's own, which keeps each micro-batch until the next one is there."""
     sharding: Sharding | None = None
     """The parts of a rank without the others; None if each rank has a whole model, or to train."""
     layout: ShardLayout | None = None
@@ -180,7 +180,7 @@ def open_setup(
         max_grad_norm=options.train.max_grad_norm,
         ema=options.train.ema,
         whole_batch=whole_batch_of(workload, options.batch.target_batch),
-        keeps_batches=options.search.own_loop,
+        keeps_batches=options.command == "plan" and layout is None,
         world=role.world,
         sharding=sharding,
         layout=layout,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from autobatch.core.errors import InputError
-from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
+from autobatch.core.knobs import LOADER_WORKERS
 from autobatch.core.options import Options, TrainOptions
 from autobatch.core.records import Plan
 from autobatch.device.base import Meter
@@ -25,13 +25,14 @@ from autobatch.step.train_state import StepSettings, TrainState, build_train_sta
 from autobatch.training.batchnorm import batch_norms
 from autobatch.training.loop import Loop
 from autobatch.training.validation import sanity_check_validation
-from autobatch.workload.contract import Collated, Workload, kind_of, schedule_arguments
+from autobatch.workload.contract import Collated, Loading, Workload, kind_of, schedule_arguments
 from autobatch.workload.data import load_micro_batch
-from autobatch.workload.loader import AHEAD, Feed, gpu_of, open_feed, start_method
+from autobatch.workload.feed import feed_of_run
+from autobatch.workload.loader import gpu_of
 from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler, Order
 from autobatch.workload.rng import seed_everything, seed_rank
-from autobatch.workload.split import SizeSplit, Split, digest_of
+from autobatch.workload.split import split_of
 from autobatch.workload.streams import ENDLESS, StreamSampler, StreamView, count_samples, known_length
 from autobatch.workload.user_code import user_code
 
@@ -106,8 +107,19 @@ def open_loop(
         InputError: a part of the workload is invalid, or raised on the first validation samples.
     """
     ranks, device, train = ranks or Ranks(), setup.device, options.train
-    split = split_of(setup, plan, ranks)
-    workload, feeding = _feed_of(setup, plan, train, sampler, split=split, sample_seeds=sample_seeds)
+    split = split_of(plan, setup.worst_case.sizes, rank=ranks.rank, world=ranks.world)
+    workload, loading = setup.workload, setup.workload.loading
+    if isinstance(sampler, StreamSampler):
+        # The setup has the first samples of the stream only.
+        workload = replace(workload, train_data=sampler.view)
+    feeding = feed_of_run(
+        workload,
+        sampler,
+        split,
+        workers=_workers_of(plan, train, loading),
+        gpu=gpu_of(device, plan.knobs, loading),
+        seeds_samples=sample_seeds,
+    )
     with device.training() as meter, feeding as feed:
         seed_everything(options.device.seed)
         train_state = _open_train_state(setup, plan, train, meter, ranks)
@@ -138,47 +150,11 @@ def open_loop(
         yield loop
 
 
-def _feed_of(
-    setup: Setup,
-    plan: Plan,
-    train: TrainOptions,
-    sampler: GlobalBatchSampler,
-    *,
-    split: Split,
-    sample_seeds: bool,
-) -> tuple[Workload, AbstractContextManager[Feed]]:
-    """Return the workload with all data of the run, and a context that opens its feed.
-
-    The number of loader processes is the option's, else the plan's, else that of the workload's own loader.
-    """
-    workload, workers = setup.workload, train.workers
-    loading = workload.loading
-    if workers is None:
-        workers = int(plan.knobs.get(LOADER_WORKERS) or loading.workers or 0)
-    prefetch = train.prefetch or int(plan.knobs.get(PREFETCH) or loading.prefetch or AHEAD)
-    # A split by size changes the order in which samples are fetched, which must not change their draws.
-    sample_seeds = sample_seeds or train.sample_seeds or workers > 0 or plan.size_cut is not None
-    if isinstance(sampler, StreamSampler):
-        # The setup has the first samples of the stream only. The stream has its own workers, and no seeds.
-        workload = replace(workload, train_data=sampler.view)
-        if workers:
-            sampler.view.read_with(
-                num_workers=workers,
-                prefetch_factor=prefetch,
-                worker_init_fn=loading.init_worker,
-                multiprocessing_context=start_method(),
-            )
-        workers, sample_seeds = 0, False
-    return workload, open_feed(
-        workload,
-        sampler.batches,
-        seed=sampler.seed,
-        workers=workers,
-        prefetch=prefetch,
-        sample_seeds=sample_seeds,
-        gpu=gpu_of(setup.device, plan.knobs, loading),
-        split=split,
-    )
+def _workers_of(plan: Plan, train: TrainOptions, loading: Loading) -> int:
+    """Return the number of loader processes: the option's, else the plan's, else that of the workload."""
+    if train.workers is not None:
+        return train.workers
+    return int(plan.knobs.get(LOADER_WORKERS) or loading.workers or 0)
 
 
 def _open_train_state(
@@ -249,21 +225,3 @@ def _filler_of(setup: Setup) -> tuple[Collated, int]:
     """Return the first samples on the device, for a rank with fewer micro-batches than others."""
     ids = range(min(FILLER_SAMPLES, len(setup.workload.train_data)))  # type: ignore[arg-type]
     return to_device(load_micro_batch(setup.workload, ids), setup.device.torch_device), len(ids)
-
-
-def split_of(setup: Setup, plan: Plan, ranks: Ranks) -> Split:
-    """Return the split of this rank in a plan.
-
-    Raises:
-        InputError: it cuts by size, and the sizes of the samples are not those that it was planned for.
-    """
-    cut = plan.size_cut
-    sizes = None if cut is None else setup.worst_case.sizes()
-    if cut is not None and (sizes is None or digest_of(sizes) != cut.digest):
-        raise InputError(
-            "the sizes of the training samples are not those that the plan was made for, so its batches "
-            "would be cut at other places: give the same data, or use --split count"
-        )
-    if cut is None or sizes is None:
-        return Split(ranks.rank, ranks.world, plan.multiple)
-    return SizeSplit(sizes=sizes, cut=cut, rank=ranks.rank, world=ranks.world)

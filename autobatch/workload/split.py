@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autobatch.core.records import SizeCut
+from autobatch.core.errors import InputError
+from autobatch.core.records import Plan, SizeCut
 from autobatch.planning import FIXED_SHARE, cut_by_area, micro_batches, split_over_ranks
 from autobatch.workload.order import GlobalBatch
 
@@ -179,3 +180,27 @@ class SizeSplit(Split):
 def digest_of(sizes: Sizes) -> str:
     """Return a digest of the sizes of all samples, which tells whether a cut stays the same."""
     return hashlib.sha256(np.ascontiguousarray(sizes, dtype="<f8").tobytes()).hexdigest()[:16]
+
+
+def split_of(plan: Plan, read_sizes: Callable[[], Sizes | None], *, rank: int, world: int) -> Split:
+    """Return the split of a rank in a plan.
+
+    Args:
+        plan: the plan.
+        read_sizes: returns the sizes of all samples, None if that takes too long.
+        rank: the rank.
+        world: number of ranks.
+
+    Raises:
+        InputError: the plan cuts by size, and the sizes of the samples are not those that it was made for.
+    """
+    cut = plan.size_cut
+    if cut is None:
+        return Split(rank, world, plan.multiple)
+    sizes = read_sizes()
+    if sizes is None or digest_of(sizes) != cut.digest:
+        raise InputError(
+            "the sizes of the training samples are not those that the plan was made for, so its batches "
+            "would be cut at other places: give the same data, or use --split count"
+        )
+    return SizeSplit(sizes=sizes, cut=cut, rank=rank, world=world)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -20,10 +20,11 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from autobatch.core.errors import InputError
-from autobatch.workload.contract import BatchFunction, Unbatched, Workload, is_loader, is_stream
+from autobatch.workload.contract import BatchFunction, Unbatched, Workload, is_loader, is_stream, kind_of
 from autobatch.workload.data_digest import digest_of
 from autobatch.workload.loader import unchanged
 from autobatch.workload.nested import rows_of
@@ -283,6 +284,17 @@ class StreamView:
         for old in [one for one in self._held if one < first]:
             del self._held[old]
 
+    def skip(self, samples: int) -> None:
+        """Go on after so many samples of the run, which are read, or counted if a function makes them."""
+        if isinstance(self._stream, BatchFunction):
+            step = {"step": samples // self._target_batch}
+            place = {"position": samples, "epoch": 0, "in_epoch": samples}
+            self.load_state_dict({**place, "own": step, "random": None})
+            return
+        with self._drawing():
+            for self._position in range(1, samples + 1):
+                self._read()
+
     def read_with(self, **workers: Any) -> None:
         """Read with loader processes: arguments of a ``DataLoader``; none to read in this process."""
         self._workers = workers
@@ -486,8 +498,24 @@ def _in_order(loader: DataLoader[Any], kind: Any = DataLoader, **workers: Any) -
 
 
 def _at_epoch(stream: Any, epoch: int) -> Any:
-    """Return the iterable of an epoch: of a data set that is told its number, or of a generator function."""
+    """Return the iterable of an epoch: of a data set that is told its number, or of a function.
+
+    Raises:
+        InputError: the function returns a batch.
+    """
     set_epoch = getattr(stream, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
-    return stream if hasattr(stream, "__iter__") else stream()
+    if hasattr(stream, "__iter__"):
+        return stream
+    made = stream()
+    if isinstance(made, Mapping) or (
+        isinstance(made, tuple) and any(isinstance(one, Tensor) for one in made)
+    ):
+        name = getattr(stream, "__name__", "get_batch")
+        raise InputError(
+            f"the function of Workload(train_data=…){place_of(stream)} returned {kind_of(made)} of "
+            f"{len(made)} parts, which looks like a batch, and not like an iterable of samples: write "
+            f"train_data=autobatch.BatchFunction(lambda size, step: …), and let {name} make size samples"
+        )
+    return made

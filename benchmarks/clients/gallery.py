@@ -184,7 +184,7 @@ def train_in_passes(example: Any, workload: Workload, model: nn.Module, both: An
     """Plan for an example with a loop of its own, and run that loop."""
     plan = autobatch.plan(workload, **{**GIVEN, "target_batch": TARGET, "max_micro_batch": LARGEST})
     steps = {"steps": STEPS, **options}
-    example.train(model, both, autobatch.batches(workload.train_data, plan, optimizer=both, **steps))
+    example.train(model, both, autobatch.batches(workload, plan, optimizer=both, **steps))
 
 
 def resumes(name: str, out: Path) -> bool:

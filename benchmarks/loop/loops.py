@@ -135,12 +135,17 @@ class Work(NamedTuple):
         while True:
             yield from batches
 
-    def samples(self) -> tuple[Any, Callable[..., Any] | None]:
-        """Return map-style data, and what collates it."""
-        if not self.is_made:
-            return self.case.data, None
-        made = Made(list(self.loader()), self.case.micro_batch)
-        return made, made.collate
+    def workload(self) -> Workload:
+        """Return what autobatch is given."""
+        made = Made(list(self.loader()), self.case.micro_batch) if self.is_made else None
+        return Workload(
+            model=self.case.model,
+            train_data=self.case.data if made is None else made,
+            collate=None if made is None else made.collate,
+            loss=loss_of,
+            optimizer=lambda parameters, _: self.optimizer(parameters),
+            learning_rate=1e-3,
+        )
 
 
 def by_hand(work: Work) -> Step:
@@ -168,16 +173,7 @@ def by_hand(work: Work) -> Step:
 
 def by_fit(work: Work) -> Step:
     """Run the loop of `autobatch.fit`, with the line of each step and the totals of the run."""
-    case = work.case
-    samples, collate = work.samples()
-    workload = Workload(
-        model=case.model,
-        train_data=samples,
-        collate=collate,
-        loss=loss_of,
-        optimizer=lambda parameters, _: work.optimizer(parameters),
-        learning_rate=1e-3,
-    )
+    case, workload = work.case, work.workload()
     settings = StepSettings(precision=work.precision, max_grad_norm=work.max_grad_norm)  # type: ignore[arg-type]
     cpu = torch.device("cpu")
     run = Loop(
@@ -204,21 +200,11 @@ def by_fit(work: Work) -> Step:
 
 
 def by_batches(work: Work) -> Step:
-    """Run a loop of one's own with `autobatch.batches` over map-style data."""
-    samples, collate = work.samples()
-    return _own_loop(work, samples, collate=collate)
-
-
-def by_loader(work: Work) -> Step:
-    """Run a loop of one's own with `autobatch.batches` over batches, which it cuts and concatenates."""
-    return _own_loop(work, work.batches(), batched=True)
-
-
-def _own_loop(work: Work, data: Any, **options: Any) -> Step:
+    """Run a loop of one's own with `autobatch.batches`."""
     model, optimizer = work.model()
     size = work.case.micro_batch
     plan = make_plan(target_batch=ACCUMULATION * size, micro_batch_limit=size, learning_rate=1e-3)
-    batches = iter(autobatch.batches(data, plan, steps=ENDLESS, **options))
+    batches = iter(autobatch.batches(work.workload(), plan, optimizer=optimizer, steps=ENDLESS))
 
     def step() -> None:
         batch = next(batches)
@@ -226,6 +212,6 @@ def _own_loop(work: Work, data: Any, **options: Any) -> Step:
             with work.context():
                 loss = loss_of(model, micro.data)
             batch.backward(loss)
-        batch.step(optimizer, max_grad_norm=work.max_grad_norm)
+        batch.step(max_grad_norm=work.max_grad_norm)
 
     return step

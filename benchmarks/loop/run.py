@@ -34,12 +34,11 @@ from benchmarks.loop.loops import (
     by_batches,
     by_fit,
     by_hand,
-    by_loader,
 )
 from benchmarks.loop.peers import by_accelerate, by_fabric, by_lightning
 from benchmarks.report import CLOCKS, arguments, in_turn, markdown, save, surroundings
 
-OWN = {"fit": by_fit, "batches": by_batches, "batches of a loader": by_loader}
+OWN = {"fit": by_fit, "batches": by_batches}
 PEERS = {"fabric": by_fabric, "accelerate": by_accelerate, "lightning": by_lightning}
 WORKS: dict[
     str, tuple[Callable[..., torch.optim.Optimizer], float | None, dict[str, Callable[[Work], Step]]]

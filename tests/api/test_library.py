@@ -54,8 +54,7 @@ def test_a_call_without_keywords_is_the_demo_with_defaults_and_an_unknown_one_is
     command: str, calls: list[Any]
 ) -> None:
     getattr(autobatch, command)(**required(command))
-    keeps = {"own_loop": True} if command == "plan" else {}
-    assert calls == [(None, as_options(command, **required(command), **keeps))]
+    assert calls == [(None, as_options(command, **required(command)))]
     with pytest.raises(InputError, match="max_microbatch"):
         getattr(autobatch, command)(max_microbatch=3, **required(command))
     assert len(calls) == 1

@@ -51,7 +51,6 @@ def call(group: Any = None, command: str = "fit", **options: Any) -> Call:
         (Two(torch="2.0"), "fit", {}, "differ in torch: rank 1 has 2.0"),
         (Ranks(), "fit", {"parallel": "shard"}, "--parallel shard shares a model among ranks, found one"),
         (Two(), "plan", {"world_size": 3}, "--world-size 3 plans for another launcher, and 2 ranks run"),
-        (Two(), "plan", {"own_loop": True, "parallel": "shard"}, "--own-loop plans for a loop of your own"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_by_name(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler
 
 import autobatch
 from autobatch import Plan
@@ -20,13 +19,14 @@ from tests.support.custom_loops import (
     KINDS,
     SAMPLES,
     gan_data,
+    ids_by_batch,
     small_plan,
     train_gan,
     train_gan_on_whole_batches,
     train_in_own_loop,
 )
 from tests.support.rank_server import RankServer
-from tests.support.training import apart, reference
+from tests.support.training import apart, make_workload, reference
 
 pytestmark = pytest.mark.distributed
 
@@ -35,38 +35,27 @@ def plan_of(rank: int, target: int, limits: list[int]) -> Plan:
     return small_plan(max(target, len(limits)), limits[rank], world_size=len(limits))
 
 
-def own_loop(kind: str, limits: list[int], form: str, is_joined: bool) -> tuple[Tensor, list[float], int]:
-    """Train as a user does under torchrun; return the weights, the losses and the samples of this rank."""
+def own_loop(kind: str, limits: list[int], is_joined: bool) -> tuple[Tensor, list[float]]:
+    """Train as a user does under torchrun; return the weights and the losses."""
     torch.set_num_threads(1)
     if is_joined:
         torch.distributed.init_process_group("gloo")
-    workload, _ = KINDS[kind]
     plan = plan_of(int(os.environ["RANK"]), 10, limits)
-    data = DataLoader(workload.train_data, batch_size=7) if form == "loader" else workload.train_data
-    batches = autobatch.batches(data, plan, epochs=2, seed=3, counts=workload.counts)
-    weights, losses = train_in_own_loop(workload, batches, clip=0.01)
+    found = train_in_own_loop(KINDS[kind][0], plan, epochs=2, seed=3, clip=0.01)
     torch.distributed.destroy_process_group()
-    return weights, losses, len(losses)
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("limits", "form", "is_joined"),
-    [([4, 2], "data", False), ([1, 20, 3], "data", True), ([2, 9], "loader", False)],
-    ids=str,
-)
+@pytest.mark.parametrize(("limits", "is_joined"), [([4, 2], False), ([1, 20, 3], True)], ids=str)
 def test_steps_equal_those_of_whole_batches(
-    server: RankServer, kind: str, limits: list[int], form: str, is_joined: bool
+    server: RankServer, kind: str, limits: list[int], is_joined: bool
 ) -> None:
     workload, whole_loss = KINDS[kind]
-    order = list(range(SAMPLES)) * 2
-    batches = [order[at : at + 10] for at in range(0, 48, 10)]
-    if form == "data":
-        sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=10, seed=3, epochs=2)
-        batches = [list(one.ids) for one in sampler.batches()]
+    sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=10, seed=3, epochs=2)
+    batches = [list(batch.ids) for batch in sampler.batches()]
     expected, losses = reference(workload, batches, whole_loss, clip=0.01)
-    for weights, own, steps in server.values(own_loop, kind, limits, form, is_joined, world=len(limits)):
-        assert steps == 5
+    for weights, own in server.values(own_loop, kind, limits, is_joined, world=len(limits)):
         assert apart(weights, expected) <= EXACT
         assert own == pytest.approx(losses, rel=EXACT)
 
@@ -75,12 +64,7 @@ def gan_over_ranks(limits: list[int]) -> Tensor:
     """Train a GAN in two passes; the last batch has fewer samples than ranks."""
     torch.set_num_threads(1)
     plan = msgspec.structs.replace(plan_of(int(os.environ["RANK"]), 11, limits), last_batch="flush")
-    found = train_gan(
-        lambda both: autobatch.batches(
-            gan_data(), plan, sampler=[*range(SAMPLES - 1)], epochs=2, optimizer=both
-        ),
-        clip=0.01,
-    )
+    found = train_gan(plan, gan_data(), [*range(SAMPLES - 1)], clip=0.01)
     torch.distributed.destroy_process_group()
     return found
 
@@ -102,7 +86,8 @@ def ranks_without_samples(precision: str) -> list[tuple[float, bool]]:
     data = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
     plan = small_plan(4, 4, world_size=3, last_batch="flush")
     found = []
-    for batch in autobatch.batches(data, plan, sampler=range(4, -1, -1), scaler=scaler, optimizer=optimizer):
+    workload = make_workload(train_data=data)
+    for batch in autobatch.batches(workload, plan, scaler=scaler, optimizer=optimizer):
         for micro in batch:
             batch.backward(model(micro.data).square().mean())
         result = batch.step()
@@ -118,40 +103,44 @@ def test_a_rank_may_have_no_sample(server: RankServer, precision: str) -> None:
     assert others == [first, first]
 
 
+def streamed() -> tuple[list[list[int]], int]:
+    """Return the samples of this rank in each batch of a stream, and how many it read."""
+    read = []
+
+    def numbers() -> Iterator[Tensor]:
+        for number in range(23):
+            read.append(number)
+            yield torch.tensor(number)
+
+    found = ids_by_batch(numbers, small_plan(10, 3, world_size=2), steps=4, start=1)
+    torch.distributed.destroy_process_group()
+    return found, len(read)
+
+
+def test_ranks_share_a_stream_that_one_of_them_reads(server: RankServer) -> None:
+    (first, read), (second, unread) = server.values(streamed)
+    batches = [first + second for first, second in zip(first, second, strict=True)]
+    assert batches == [[*range(10, 20)], [20, 21, 22, *range(7)], [*range(7, 17)]]
+    assert (read, unread) == (40, 0)
+
+
 NUMBERED = [(torch.ones(1), index) for index in range(40)]
 """Samples whose labels tell them apart."""
-
-
-def data_of(what: str, rank: int) -> Any:
-    """Return the data of a rank, which differ between ranks."""
-    return {
-        "seed": NUMBERED,
-        "length": NUMBERED[: 20 + 9 * rank],
-        "order": NUMBERED[:: 1 - 2 * rank],
-        "loader": DataLoader(NUMBERED[: 20 + 9 * rank], batch_size=2),
-        "sampler": DataLoader(NUMBERED, sampler=DistributedSampler(NUMBERED, 2, rank)),
-        "stream that is split": iter(NUMBERED[rank::2]),
-        "stream that ends": iter(NUMBERED[: 20 + 9 * rank]),
-        "values": iter([(torch.randn(1), 0) for _ in range(8)]),
-    }.get(what, NUMBERED)
 
 
 def unlike(what: str) -> str:
     """Return the message about ranks that differ."""
     rank = int(os.environ["RANK"])
-    torch.manual_seed(rank if what in ("weights", "values") else 0)
-    data = data_of(what, rank)
-    if what == "values":
-        torch.manual_seed(0)
+    torch.manual_seed(rank if what == "weights" else 0)
+    data = {"length": NUMBERED[: 20 + 9 * rank], "order": NUMBERED[:: 1 - 2 * rank]}.get(what, NUMBERED)
+    sampler = [*range(40)][:: 1 - 2 * rank] if what == "sampler" else None
     model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plan = small_plan(4, 4, world_size=3 if what == "world" else 2)
+    workload = make_workload(train_data=data, sampler=sampler)
     try:
-        with warnings.catch_warnings(action="error"):
-            for batch in autobatch.batches(data, plan, seed=rank if what == "seed" else 0):
-                for micro in batch:
-                    batch.backward(model(micro.data[0]).mean())
-                batch.step(torch.optim.SGD(model.parameters(), lr=0.1))
-    except (autobatch.InputError, UserWarning) as error:
+        autobatch.batches(workload, plan, optimizer=optimizer, seed=rank if what == "seed" else 0)
+    except autobatch.InputError as error:
         return str(error)
     return ""
 
@@ -164,11 +153,7 @@ def unlike(what: str) -> str:
         ("world", "the plan is for 3 ranks, and autobatch.batches runs in 2 processes"),
         ("length", "the ranks differ in number of batches: rank 1 has 8, and rank 0 has 5"),
         ("order", "the training data of rank 1 are not those of rank 0, in values or in order"),
-        ("loader", "the ranks differ in length of the data: rank 1 has 15, and rank 0 has 10"),
-        ("sampler", "a DistributedSampler draws a part of the data for each rank: leave it out"),
-        ("stream that is split", "the first batch of rank 1 is not that of rank 0"),
-        ("stream that ends", "the data of rank 0 ended before those of other ranks"),
-        ("values", "If the values are random by nature, all is well"),
+        ("sampler", "the ranks differ in order of the sampler"),
     ],
 )
 def test_ranks_that_differ_are_refused_on_all_of_them(server: RankServer, what: str, message: str) -> None:

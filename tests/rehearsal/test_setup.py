@@ -29,7 +29,9 @@ from tests.support.training import INFO_NCE, make_workload
 
 
 def opened(workload: Workload | None = None, role: Role | None = None, **options: Any) -> Setup:
-    asked = Options().with_values(**{"device": "cpu", "memory_budget": "1MiB", **options})
+    asked = Options(command=options.pop("command", "fit")).with_values(
+        **{"device": "cpu", "memory_budget": "1MiB", **options}
+    )
     return open_setup(workload or work(), asked, role or Role())
 
 
@@ -87,7 +89,7 @@ def other_loss(model: nn.Module, batch) -> torch.Tensor:
         ("budget_bytes", work(), {"memory_budget": "2MiB"}),
         ("max_grad_norm", work(), {"max_grad_norm": 1.0}),
         ("ema", work(), {"ema": 0.9}),
-        ("keeps_batches", work(), {"own_loop": True}),
+        ("keeps_batches", work(), {"command": "plan"}),
         ("world_size", work(), {"role": Role(world=2)}),
         ("workload", work(name="another"), {}),
     ],

@@ -36,7 +36,7 @@ def answers(out: str, options: dict[str, Any], dtype: torch.dtype = torch.float3
     """Return the JSON of a probe, a plan and a fit of one workload."""
     torch.set_num_threads(1)
     made, given = workload(dtype), {**COMMON, **options}
-    plan = autobatch.plan(made, target_batch=14, own_loop=False, **given)
+    plan = autobatch.plan(made, target_batch=14, **given)
     probe = autobatch.probe(made, **given)
     with patch("autobatch.report.page.write_report"):
         fit = autobatch.fit(made, target_batch=14, out=out, steps=1, trials=0, **given)

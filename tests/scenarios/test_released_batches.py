@@ -137,11 +137,12 @@ def test_a_plan_for_a_loop_by_hand_counts_the_micro_batch_that_it_keeps(own_loop
         train_data=Noised(),
         loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
     )
-    options = {"target_batch": 200, "device": "cpu", "memory_budget": "73MiB", "precision": "fp32"}
-    if not own_loop:
-        options["own_loop"] = False
-    found = autobatch.plan(workload, progress=False, **options)
-    assert found.probe.micro_batch == limit
+    options = {"progress": False, "device": "cpu", "memory_budget": "73MiB"}
+    if own_loop:
+        found = autobatch.plan(workload, target_batch=200, **options).probe
+    else:
+        found = autobatch.probe(workload, **options)
+    assert found.micro_batch == limit
     by_hand = [
         peak_of_a_loop_by_hand(workload, size, in_function=not own_loop) for size in (limit, limit + 2)
     ]

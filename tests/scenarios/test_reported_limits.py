@@ -81,7 +81,6 @@ def test_samples_that_cannot_be_split_by_size_are_split_by_count(limit: int | No
         device="cpu",
         memory_budget="64MiB",
         max_micro_batch=limit,
-        own_loop=False,
         progress=listener,
     )
     assert (plan.split, sum(plan.micro_batches), plan.micro_batch) == ("count", 32, limit or 32)
@@ -115,7 +114,6 @@ def test_a_size_that_did_not_run_is_no_answer() -> None:
         memory_budget="64MiB",
         split="count",
         split_check="off",
-        own_loop=False,
     )
     assert failed & {11, 12}, "no batch of the run was tried at the limit of the longest samples"
     assert not failed & {plan.probe.micro_batch, *plan.micro_batches}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 from torch.utils.data import IterableDataset
 
+import autobatch
 from autobatch import Loss, Plan, Workload
 from autobatch.planning import make_plan
 from tests.support.detection import counts, detection, scenes, whole
@@ -48,35 +49,36 @@ KINDS = {
 
 
 def train_in_own_loop(
-    workload: Workload, batches: Any, *, clip: float | None = None
+    workload: Workload, plan: Plan, *, clip: float | None = None, **options: Any
 ) -> tuple[Tensor, list[float]]:
     """Train as a user would in ten lines; return the weights and the losses."""
     torch.manual_seed(0)
     model = workload.model()
     optimizer = workload.optimizer(model.parameters(), workload.learning_rate)
     losses = []
-    for batch in batches:
+    for batch in autobatch.batches(workload, plan, optimizer=optimizer, **options):
         for micro in batch:
             batch.backward(workload.loss(model, micro.data))
-        losses.append(batch.step(optimizer, max_grad_norm=clip).loss)
+        losses.append(batch.step(max_grad_norm=clip).loss)
     assert all(p.grad is None for p in model.parameters())
     return weights(model), losses
 
 
-def walk(batches: Any) -> Iterator[tuple[Any, Any]]:
+def walk(workload: Workload, plan: Plan, **options: Any) -> Iterator[tuple[Any, Any]]:
     """Yield all micro-batches with their batch, and train nothing."""
     unused = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.1)
-    for batch in batches:
+    for batch in autobatch.batches(workload, plan, optimizer=unused, **options):
         for micro in batch:
             yield batch, micro
             batch.backward(Loss(torch.zeros(()), 0))
-        assert not batch.step(unused).applied
+        assert not batch.step().applied
 
 
-def ids_by_batch(batches: Any) -> list[list[int]]:
+def ids_by_batch(data: Any, plan: Plan, *, sampler: Any = None, **options: Any) -> list[list[int]]:
     """Return the samples of every batch, if each sample is its own index."""
+    workload = make_workload(train_data=data, sampler=sampler)
     found: dict[int, list[int]] = {}
-    for batch, micro in walk(batches):
+    for batch, micro in walk(workload, plan, **options):
         found.setdefault(batch.index, []).extend(micro.data.tolist())
     return list(found.values())
 
@@ -115,13 +117,14 @@ def discriminator_loss(judged: Tensor, fooled: Tensor) -> Tensor:
     return (softplus(-judged) + softplus(fooled)).mean()
 
 
-def train_gan(batches: Any, *, clip: float | None = None) -> Tensor:
+def train_gan(plan: Plan, data: Any, sampler: Any = None, *, clip: float | None = None) -> Tensor:
     """Train in the order of DCGAN; the loss of the generator is a mean over weights.
 
     The discriminator's loss also reaches the generator, whose gradients of it must not count.
     """
     generator, discriminator, (of_discriminator, of_generator) = gan_parts()
-    for batch in batches([of_discriminator, of_generator]):
+    workload, both = make_workload(train_data=data, sampler=sampler), [of_discriminator, of_generator]
+    for batch in autobatch.batches(workload, plan, optimizer=both, epochs=2):
         for micro in batch:
             real, noise, _ = micro.data
             batch.backward(discriminator_loss(discriminator(real), discriminator(generator(noise))))

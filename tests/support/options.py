@@ -61,7 +61,6 @@ CHANGED: dict[str, Any] = {
     "warmup_samples": 100,
     "workers": 2,
     "world_size": 3,
-    "own_loop": True,
 }
 
 
