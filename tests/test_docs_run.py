@@ -96,7 +96,6 @@ def reader() -> dict[str, Any]:
         "prefetcher": SimpleNamespace(
             loader=DataLoader(dataset, batch_size=32), mean=torch.zeros(1, 4), std=torch.ones(1, 4)
         ),
-        "images": dataset.tensors[0],
         "generator": generator,
         "discriminator": discriminator,
         "of_generator": torch.optim.SGD(generator.parameters(), lr=0.1),

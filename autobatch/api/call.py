@@ -27,6 +27,8 @@ class Call:
     progress: Progress = field(default_factory=Progress)
     ranks: Ranks = field(default_factory=Ranks)
     """The processes that run this call together."""
+    world_size: int | None = None
+    """Ranks to plan for, of another launcher; None for those that run."""
     isolated: bool = False
     """True to try a workload in a child process if it is given as a reference."""
     child: ChildProcess | None = None

@@ -70,6 +70,7 @@ def plan(
     workload: WorkloadSource = None,
     *,
     target_batch: int,
+    world_size: int | None = None,
     progress: ShowProgress = "auto",
     **options: Unpack[PlanKeywords],
 ) -> PlanResult:
@@ -83,6 +84,8 @@ def plan(
     Args:
         workload: what to train, a function that returns it, or a reference to it; None for the demo.
         target_batch: samples per optimizer step, exactly.
+        world_size: processes that share a batch, for a launcher that autobatch does not know; None for those
+            that torchrun has started, else 1.
         progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
             to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
         options: the keywords below, which are the options of ``autobatch plan``.
@@ -92,8 +95,9 @@ def plan(
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
     values = {"target_batch": target_batch, **options}
-    is_alone = options.get("world_size") is not None or "RANK" not in os.environ
-    result = _run("plan", values, workload, progress, environ={} if is_alone else os.environ)
+    is_alone = world_size is not None or "RANK" not in os.environ
+    environ = {} if is_alone else os.environ
+    result = _run("plan", values, workload, progress, environ=environ, world_size=world_size)
     assert result.plan is not None
     assert result.probe is not None
     return PlanResult(**_fields(result.plan), device=result.device, probe=result.probe)
@@ -188,13 +192,23 @@ def _run(
     *,
     sinks: Sequence[Sink] = (),
     environ: Mapping[str, str] | None = None,
+    world_size: int | None = None,
 ) -> Result:
     """Check the options of a command, and run it in the ranks that an environment describes."""
     options = options_from(command, values)
+    if world_size is not None and (type(world_size) is not int or world_size < 1):
+        raise InputError(f"world_size must be a whole number of 1 or more, found {world_size!r}")
     of_ranks = os.environ if environ is None else environ
     with listening(progress) as listener, joined_ranks(of_ranks) as ranks:
         return run(
-            Call(workload=workload, options=options, progress=listener, ranks=ranks, sinks=tuple(sinks))
+            Call(
+                workload=workload,
+                options=options,
+                progress=listener,
+                ranks=ranks,
+                world_size=world_size,
+                sinks=tuple(sinks),
+            )
         )
 
 

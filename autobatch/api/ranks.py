@@ -51,7 +51,7 @@ def agree_on_options(call: Call) -> Call:
         InputError: they cannot, or ranks differ in an option or a version.
     """
     options, world = call.options, call.ranks.world
-    asked, planned = options.ranks, options.batch.world_size
+    asked = options.ranks
     is_count_wrong = asked.ranks not in (None, world)
     for is_wrong, message in (
         (
@@ -67,10 +67,6 @@ def agree_on_options(call: Call) -> Call:
             asked.parallel == "shard" and world == 1,
             "--parallel shard shares a model among ranks, found one process: give --ranks N with N at least "
             "2, or start with torchrun",
-        ),
-        (
-            world > 1 and planned not in (None, world),
-            f"--world-size {planned} plans for another launcher, and {world} ranks run: leave one out",
         ),
     ):
         if is_wrong:

@@ -204,7 +204,7 @@ def _probe_and_plan(call: Call, setup: OpenSetup) -> Result:
     ranks = call.ranks
     world = ranks.world
     if call.options.command == "plan" and world == 1:
-        world = call.options.batch.world_size or launched_world_size(os.environ)
+        world = call.world_size or launched_world_size(os.environ)
     # An invalid plan must fail before minutes are spent on a probe.
     _plan(call, setup.info, 1, world)
     limit = _limit(call, setup, split_over_ranks(call.options.target_batch, world)[0])

@@ -51,6 +51,10 @@ OTHER_NAMES = {
 """Names of options in other tools, and the options here; the first that a command takes is named."""
 
 REMOVED = {
+    "world_size": "a command plans for --ranks N, and autobatch.plan(…, world_size=N) for another launcher",
+    "scan": "a stream is planned from its first 1,000 samples",
+    "prefetch": "each loader process reads 2 micro-batches ahead",
+    "sample_seeds": "samples are seeded one by one with --workers N",
     "all": "estimate without --profile names all known GPUs",
     "memory_viz": "autobatch record --out FILE -- COMMAND writes a snapshot for pytorch.org/memory_viz",
     "time_limit": "a search takes few runs; Ctrl-C ends it with what is known to fit",

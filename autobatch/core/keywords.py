@@ -34,7 +34,6 @@ class CommonKeywords(TypedDict, total=False):
     memory_budget: str | int | None
     precision: Precision
     gradient_dtype: GradientDtypeChoice
-    scan: int | None
     seed: int
     max_micro_batch: int | None
     micro_batch_multiple: int
@@ -81,7 +80,6 @@ class PlanKeywords(BatchKeywords, total=False):
     """Keywords of `autobatch.plan`."""
 
     split_check: SplitCheck | None
-    world_size: int | None
 
 
 class TuneKeywords(BatchKeywords, total=False):
@@ -113,8 +111,6 @@ class FitKeywords(TuneKeywords, total=False):
     log: TrackerChoice | Sequence[TrackerChoice]
     keep_last: int
     workers: int | None
-    prefetch: int | None
-    sample_seeds: bool
     collective_timeout: float
     resume: bool
 

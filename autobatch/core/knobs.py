@@ -25,7 +25,6 @@ COMPILE_MODES = ("off", "default", "reduce-overhead")
 CHANNELS_LAST = "channels_last"
 OPTIMIZER = "optimizer"
 LOADER_WORKERS = "loader_workers"
-PREFETCH = "prefetch"
 PIN_MEMORY = "pin_memory"
 EXPANDABLE = "expandable_segments"
 MOST_HALVINGS = 3
@@ -162,16 +161,6 @@ KNOBS = (
         # Random augmentation draws other numbers, as with another seed; the loss is the same function.
         changes_numbers=False,
         is_default=lambda here: here.fetch_seconds >= NOTICEABLE_S,
-    ),
-    Knob(
-        PREFETCH,
-        "micro-batches that each worker loads ahead: evens out samples that take different times",
-        lambda here: (2, 4, 8) if len(_loader_counts(here)) > 1 else (),
-        lambda here: here.loader or "this process may use a single core",
-        changes_memory=False,
-        changes_numbers=False,
-        # It makes no worker faster, and it pays off only over more steps than a trial runs.
-        is_default=lambda _: False,
     ),
     Knob(
         PIN_MEMORY,

@@ -31,11 +31,10 @@ TAKEN_BY = {
 }
 """Commands that take the options of a section, unless an option names others."""
 MOST_WORKERS = 1024
-"""Largest number of processes, and of micro-batches that each loads ahead."""
+"""Largest number of processes."""
 AtLeastZero = Annotated[int, Meta(ge=0)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
 Workers = Annotated[int, Meta(ge=0, le=MOST_WORKERS)]
-Prefetch = Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
 Positive = Annotated[float, Meta(gt=0)]
 Decay = Annotated[float, Meta(gt=0, lt=1)]
 Seed = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -97,14 +96,6 @@ class BatchOptions(Section, frozen=True, kw_only=True):
             common=True,
         ),
     ] = None
-    world_size: Annotated[
-        AtLeastOne | None,
-        Option(
-            "Data-parallel ranks that share a batch. Without it: WORLD_SIZE of the environment, else 1.",
-            "N",
-            ("plan",),
-        ),
-    ] = None
 
 
 class DeviceOptions(Section, frozen=True, kw_only=True):
@@ -148,10 +139,6 @@ class SearchOptions(Section, frozen=True, kw_only=True):
             ("probe", "estimate"),
             common=True,
         ),
-    ] = None
-    scan: Annotated[
-        AtLeastOne | None,
-        Option("Samples at the start of a stream to plan from. Without it: 1000.", "N", COMMANDS),
     ] = None
     profile: Annotated[
         list[str],
@@ -219,17 +206,6 @@ class TrainOptions(Section, frozen=True, kw_only=True):
     workers: Annotated[
         Workers | None, Option("Data loader processes. Without it: 0, or as tuned.", "N", common=True)
     ] = None
-    prefetch: Annotated[
-        Prefetch | None,
-        Option("Micro-batches that each worker loads ahead. Without it: 2, or as tuned.", "N"),
-    ] = None
-    sample_seeds: Annotated[
-        bool,
-        Option(
-            "Seed the augmentation of each sample separately, so that the micro-batch does not change it. "
-            "Always on with workers."
-        ),
-    ] = False
     validate_every: Annotated[
         AtLeastOne | None, Option("Validate every N steps, and at the end.", "N", common=True)
     ] = None

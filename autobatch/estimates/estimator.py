@@ -45,7 +45,7 @@ def estimate_limits(workload: Workload, options: Options, *, home: Path) -> Esti
     gpus = Gpus(options, home)  # refuses wrong options before data are read
     # The model is built without memory, and its code may keep what it builds.
     with preserved_random_state():
-        first = scanned(workload, options.search.scan, options.batch.target_batch)
+        first = scanned(workload, options.batch.target_batch)
         (found,) = run_in_copies([lambda: Estimator(first, options, gpus).estimates()])
         return found
 

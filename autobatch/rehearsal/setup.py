@@ -97,8 +97,6 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     """Samples that one pass over the data takes; None for a stream."""
     workers: int | None = None
     """Loader processes that the workload asks for; None if it does not."""
-    prefetch: int | None = None
-    """Micro-batches that each of them is ahead by; None if the workload does not say."""
     learning_rate: float
     base_batch: int | None
     precision: Precision
@@ -155,7 +153,7 @@ def open_setup(
     if budget is None and is_demo:
         budget = MEMORY_BUDGET.get(device_kind(asked.device))
     stream = workload.train_data if is_stream(workload.train_data) else None
-    workload = scanned(workload, options.search.scan, options.batch.target_batch)
+    workload = scanned(workload, options.batch.target_batch)
     device = open_device(asked.device, memory_budget=budget, environ=os.environ)
     if role.may_share:
         check_whole(workload, device)
@@ -327,7 +325,6 @@ def describe_setup(setup: Setup) -> SetupInfo:
         samples=ENDLESS if is_open_ended(workload.train_data) else len(workload.train_data),  # type: ignore[arg-type]
         epoch_samples=None if setup.stream is not None else epoch_of(workload, 0)[0],
         workers=workload.loading.workers,
-        prefetch=workload.loading.prefetch,
         learning_rate=workload.learning_rate,
         base_batch=workload.base_batch,
         precision=setup.precision,

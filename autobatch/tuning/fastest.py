@@ -295,7 +295,7 @@ class Tuner:
         """Return the trials of a plan on this rank."""
         options, info = self.options, self.process.info
         caps = (options.target_batch, options.search.max_micro_batch, info.samples)
-        workers, prefetch = options.train.workers, options.train.prefetch
+        workers = options.train.workers
         return Trials(
             process=self.process,
             limit=plan.micro_batch,
@@ -304,7 +304,6 @@ class Tuner:
             samples=sum(plan.micro_batches),
             planned_steps=self.planned_steps,
             workers=info.workers if workers is None else workers,
-            prefetch=info.prefetch if prefetch is None else prefetch,
         )
 
     def _file(self, name: str) -> str | None:

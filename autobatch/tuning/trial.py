@@ -22,7 +22,6 @@ from torch import nn
 from autobatch.core.knobs import (
     COMPILE,
     LOADER_WORKERS,
-    PREFETCH,
     SPLIT,
     Configuration,
     Value,
@@ -93,8 +92,6 @@ class Trials:
     seconds: float = ROUND_SECONDS
     workers: int | None = None
     """Loader workers that were asked for; None if none were."""
-    prefetch: int | None = None
-    """Micro-batches per worker that were asked for; None if none were."""
     defaults: Configuration = field(default_factory=dict)
     """Values that change nothing. A knob that is missing is at its default."""
     _limits: dict[Key, int] = field(default_factory=dict)
@@ -114,9 +111,8 @@ class Trials:
             if gap > TOLERANCE:
                 raise Infeasible(f"its losses differ from the default's by {gap:.1%}, over {TOLERANCE:.0%}")
         sizes = micro_batches(self.samples, size, self.multiple)
-        prefetch = self.prefetch or int(values.get(PREFETCH) or AHEAD)
         knobs = {LOADER_WORKERS: self.workers, **values}
-        seconds, compiling = self._call("a trial", time_steps, knobs, sizes, self.seconds, prefetch)
+        seconds, compiling = self._call("a trial", time_steps, knobs, sizes, self.seconds)
         # A configuration that is measured again reuses compiled code.
         compiling = self._compiling_s.setdefault(_key(values), compiling)
         return Measurement(self.samples / (seconds + compiling / self.planned_steps), sizes[0])
@@ -236,7 +232,7 @@ def largest_of(setup: Setup, cap: int, guess: int, multiple: int) -> int:
     ).micro_batch
 
 
-def time_steps(setup: Setup, sizes: list[int], seconds: float, prefetch: int) -> tuple[float, float]:
+def time_steps(setup: Setup, sizes: list[int], seconds: float) -> tuple[float, float]:
     """Return the seconds of an optimizer step in these micro-batches, and those of compiling once.
 
     Micro-batches and what comes once per step are timed apart, on temporary weights.
@@ -245,7 +241,6 @@ def time_steps(setup: Setup, sizes: list[int], seconds: float, prefetch: int) ->
         setup: the model, the data and the configuration.
         sizes: micro-batches of the target batch, the largest first.
         seconds: approximate time to measure for.
-        prefetch: micro-batches that each loader worker fetches ahead.
 
     Raises:
         Infeasible: the configuration runs out of memory.
@@ -256,13 +251,13 @@ def time_steps(setup: Setup, sizes: list[int], seconds: float, prefetch: int) ->
     is_compiled = setup.knobs.get(COMPILE, "off") != "off"
     warm = sorted(set(sizes), reverse=True) * COMPILED_STEPS if is_compiled else []
     # The first steps use up what workers have fetched in advance.
-    ahead = 1 + math.ceil(workers * prefetch / in_a_step)
+    ahead = 1 + math.ceil(workers * AHEAD / in_a_step)
     least = max(LEAST_STEPS, 2 * workers // in_a_step)
 
     def timed() -> Generator[Batch, None, None]:
         drawn = draw(setup.workload, size * in_a_step).batches
         gpu = gpu_of(setup.device, setup.knobs, setup.workload.loading)
-        with open_feed(setup.workload, drawn, seed=0, workers=workers, prefetch=prefetch, gpu=gpu) as feed:
+        with open_feed(setup.workload, drawn, seed=0, workers=workers, gpu=gpu) as feed:
             start = setup.clock()
             for batch in drawn(0):
                 if batch.index == ahead:

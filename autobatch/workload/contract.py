@@ -95,8 +95,6 @@ class Loading:
 
     workers: int | None = None
     """Loader processes, unless an option or the tuner says otherwise; None for 0."""
-    prefetch: int | None = None
-    """Micro-batches that each process is ahead by; None for torch's default of 2."""
     pin_memory: bool = True
     """Copy what the processes load to pinned memory, if the device reads it."""
     init_worker: Callable[[int], object] | None = None
@@ -484,7 +482,6 @@ def parts_of(loader: DataLoader[Any], *, batched: bool | None = None) -> dict[st
         )
     loading = Loading(
         workers=loader.num_workers,
-        prefetch=loader.prefetch_factor,
         pin_memory=loader.pin_memory,
         init_worker=loader.worker_init_fn,
     )

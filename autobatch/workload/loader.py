@@ -185,7 +185,6 @@ def open_feed(
     *,
     seed: int,
     workers: int = 0,
-    prefetch: int = AHEAD,
     sample_seeds: bool = False,
     gpu: torch.device | None = None,
     split: Split | None = None,
@@ -197,7 +196,6 @@ def open_feed(
         batches: returns the batches of the run, from a number on.
         seed: of the run.
         workers: processes that fetch and collate; 0 to do so in the loop.
-        prefetch: micro-batches that each worker is ahead by.
         sample_seeds: seed every sample; always on with workers.
         gpu: copy the workers' micro-batches to pinned memory for this GPU; None not to copy.
         split: forms the micro-batches; None for equal counts.
@@ -210,7 +208,7 @@ def open_feed(
         yield Feed(MicroBatches(workload, seed if sample_seeds else None), split)
         return
     start = partial(start_worker, workload.loading.init_worker)
-    processes = {"num_workers": workers, "prefetch_factor": prefetch, "worker_init_fn": start}
+    processes = {"num_workers": workers, "prefetch_factor": AHEAD, "worker_init_fn": start}
     feed = WorkerFeed(workload, seed, batches, split, gpu=gpu, **processes)
     try:
         yield feed
@@ -439,7 +437,7 @@ def _crash_message(pid: int | None, code: int) -> str:
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
     advice = "see its output above"
     if code == -signal.SIGKILL:
-        advice = "use fewer --workers or a smaller --prefetch if the host ran out of memory"
+        advice = "use fewer --workers if the host ran out of memory"
     elif code == -getattr(signal, "SIGBUS", 0):
-        advice = "use a larger /dev/shm (docker --shm-size) or a smaller --prefetch if /dev/shm is full"
+        advice = "use a larger /dev/shm (docker --shm-size), or fewer --workers, if /dev/shm is full"
     return f"loader worker {pid} ended with {how}: {advice}, or fetch without workers (--workers 0)"

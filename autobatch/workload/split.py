@@ -51,9 +51,6 @@ class Split:
         multiple: number whose multiples all micro-batches are, but for the last one of a batch.
     """
 
-    is_fair = True
-    """True if the first micro-batch of a batch is drawn at random, so that its gradient is a fair sample."""
-
     def __init__(self, rank: int = 0, world: int = 1, multiple: int = 1) -> None:
         self.rank = rank
         self.world = world
@@ -101,8 +98,6 @@ class SizeSplit(Split):
         rank: this rank.
         world: number of ranks, which share the batch.
     """
-
-    is_fair = False
 
     def __init__(self, *, sizes: Sizes, cut: SizeCut, rank: int = 0, world: int = 1) -> None:
         super().__init__(rank, world)

@@ -41,7 +41,7 @@ from autobatch.workload.rng import (
 from autobatch.workload.user_code import place_of, user_code
 
 SCAN = 1000
-"""Samples that a plan looks at if no number was asked for."""
+"""Samples that a plan looks at."""
 IN_STREAM = -2
 """Takes the place of a batch in the seed of an epoch of a stream."""
 IN_FUNCTION = -3
@@ -72,13 +72,13 @@ class Prefix(list[Any]):
         self.is_all = is_all
 
 
-def scanned(workload: Workload, count: int | None, target_batch: int | None = None) -> Workload:
+def scanned(workload: Workload, target_batch: int | None = None, count: int | None = None) -> Workload:
     """Return a workload whose data are the first samples of its stream; another workload stays as it is.
 
     Args:
         workload: what to train.
-        count: samples to read; None for the default.
         target_batch: samples that a `BatchFunction` is asked for, at most; None if unknown.
+        count: samples to read; None for `SCAN`.
 
     Raises:
         InputError: the stream has no sample.
@@ -86,7 +86,7 @@ def scanned(workload: Workload, count: int | None, target_batch: int | None = No
     stream: Any = workload.train_data
     if not is_stream(stream):
         return workload
-    count = SCAN if count is None else count
+    count = count or SCAN
     size = min(count, target_batch or count)
     with preserved_random_state():
         found = list(islice(_first_epoch(stream, size), count + 1))
@@ -103,8 +103,8 @@ def stream_notes(data: Any) -> list[str]:
     if not is_open_ended(data):
         return []
     return [
-        f"the data are a stream: this is planned from its first {len(data):,} samples (--scan N reads "
-        "others). A larger sample may come later; a step that runs out of memory runs again in smaller "
+        f"the data are a stream: this is planned from its first {len(data):,} samples. A larger "
+        " sample may come later; a step that runs out of memory runs again in smaller "
         "micro-batches"
     ]
 

@@ -50,7 +50,6 @@ def call(group: Any = None, command: str = "fit", **options: Any) -> Call:
         (Two(**{"--seed": 1}), "fit", {}, "--seed: rank 1 has 1, and rank 0 has 0"),
         (Two(torch="2.0"), "fit", {}, "differ in torch: rank 1 has 2.0"),
         (Ranks(), "fit", {"parallel": "shard"}, "--parallel shard shares a model among ranks, found one"),
-        (Two(), "plan", {"world_size": 3}, "--world-size 3 plans for another launcher, and 2 ranks run"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_by_name(

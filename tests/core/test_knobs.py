@@ -39,7 +39,6 @@ DEFAULTS = {
     "channels_last": False,
     "optimizer": "default",
     "loader_workers": 0,
-    "prefetch": 2,
     "pin_memory": True,
     "expandable_segments": False,
 }
@@ -82,9 +81,9 @@ CORES = BARE._replace(cores=7, fetch_seconds=0.005)
         (CORES._replace(cores=2, fetch_seconds=0.0), ["loader_workers"], {"loader_workers": [0, 2]}),
         (CORES._replace(loader="its samples cannot be sent"), ["loader_workers"], {}),
         # The feed of workers only by name, and with workers.
-        (GPU, ["prefetch", "pin_memory"], {"prefetch": [2, 4, 8], "pin_memory": [True, False]}),
-        (GPU._replace(reads_pinned_memory=False), ["prefetch", "pin_memory"], {"prefetch": [2, 4, 8]}),
-        (BARE, ["prefetch", "pin_memory"], {}),
+        (GPU, ["pin_memory"], {"pin_memory": [True, False]}),
+        (GPU._replace(reads_pinned_memory=False), ["pin_memory"], {}),
+        (BARE, ["pin_memory"], {}),
     ],
 )
 def test_what_is_tuned_follows_from_the_device_the_workload_and_the_run(here, asked, expected) -> None:

@@ -58,6 +58,7 @@ def test_a_sample_that_raises_is_named(
     data: Any, options: dict[str, Any], place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("autobatch.workload.streams.SCAN", options.pop("scan", 1000))
     workload = make_workload(train_data=data, size_of=lambda _: 1.0)
     with pytest.raises((ValueError, UserCodeError), match="no such picture") as caught:
         autobatch.fit(workload, target_batch=8, steps=4, trials=0, device="cpu", **options)

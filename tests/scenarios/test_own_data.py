@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,10 +228,17 @@ def rows(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield batch[:, :3], batch[:, 3]
 
 
+@pytest.fixture
+def scan(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return what sets the number of samples that a plan looks at."""
+    return lambda samples: monkeypatch.setattr("autobatch.workload.streams.SCAN", samples)
+
+
 @pytest.mark.parametrize("endless", [False, True])
-def test_steps_need_no_end_of_the_stream(tmp_path: Path, endless: bool) -> None:
+def test_steps_need_no_end_of_the_stream(tmp_path: Path, endless: bool, scan: Any) -> None:
+    scan(8)
     result = autobatch.fit(
-        workload(Stream(endless=endless)), steps=5, scan=8, max_micro_batch=4, out=tmp_path / "run", **OPTIONS
+        workload(Stream(endless=endless)), steps=5, max_micro_batch=4, out=tmp_path / "run", **OPTIONS
     )
     assert result.training is not None
     assert (result.training.optimizer_steps, result.training.samples) == (5, 30)
@@ -255,16 +262,17 @@ class Long(Stream):
 )
 @pytest.mark.parametrize("kind", [Stream, Long])
 def test_epochs_end_with_the_stream_and_the_last_batch_is_weighted_exactly(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, last_batch: Any, ends: list[int]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, scan: Any, kind: Any, last_batch: Any, ends: list[int]
 ) -> None:
+    scan(8)
     with caplog.at_level(logging.INFO, logger="autobatch"):
         result = autobatch.fit(
-            workload(kind()), epochs=2, scan=8, max_micro_batch=4, last_batch=last_batch,
+            workload(kind()), epochs=2, max_micro_batch=4, last_batch=last_batch,
             out=tmp_path / "run", **OPTIONS,
         )  # fmt: skip
     is_read = "so the stream is read once to its end: give --steps if it has no end" in caplog.text
     assert is_read is (kind is Stream)
-    assert "this is planned from its first 8 samples (--scan N reads others)" in caplog.text
+    assert "this is planned from its first 8 samples" in caplog.text
     twice = torch.cat([POINTS, POINTS])
     batches = [twice[first:stop] for first, stop in zip([0, *ends], ends, strict=False)]
     if last_batch == "drop":  # the rest of an epoch
@@ -277,7 +285,7 @@ def test_epochs_end_with_the_stream_and_the_last_batch_is_weighted_exactly(
 
 
 def test_a_stream_that_a_plan_has_read_to_its_end_is_planned_as_data_and_an_empty_one_is_refused() -> None:
-    found = autobatch.plan(workload(Stream()), scan=20, target_batch=6, device="cpu", max_micro_batch=4)
+    found = autobatch.plan(workload(Stream()), target_batch=6, device="cpu", max_micro_batch=4)
     assert not [note for note in found.notes if "planned from" in note]
     for stream in (lambda: iter([]), autobatch.Unbatched(lambda: iter([]))):
         with pytest.raises(InputError, match="has 0 samples: at least 1 is needed"):
@@ -392,7 +400,8 @@ def test_draws_of_a_batch_function_depend_on_the_seed_and_the_step_alone(tmp_pat
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim:t4"])
-def test_the_limit_is_that_of_the_same_samples_with_an_index(device: str) -> None:
+def test_the_limit_is_that_of_the_same_samples_with_an_index(device: str, scan: Any) -> None:
+    scan(64)
     budget = {"cpu": "3KiB", "sim:t4": "4MiB"}[device]
     wide = torch.randn(64, 3 if device == "cpu" else 3000, dtype=torch.float64)
 
@@ -402,7 +411,7 @@ def test_the_limit_is_that_of_the_same_samples_with_an_index(device: str) -> Non
                 model=lambda: nn.Linear(wide.shape[1], 1, dtype=torch.float64),
                 train_data=data, loss=squares, optimizer=sgd, learning_rate=0.05,
             ),
-            device=device, memory_budget=budget, scan=64,
+            device=device, memory_budget=budget,
         )  # fmt: skip
         return found.micro_batch, found.limited_by
 

@@ -93,10 +93,3 @@ def test_out_of_memory_halves_the_failed_micro_batch_and_keeps_the_gradient() ->
     assert records[1].accumulation_steps > len(before)
     assert loop.oom_recoveries == 1
     assert apart(weights(loop.train_state.model), weights(undisturbed.train_state.model)) <= 1e-12
-
-
-def test_the_noise_is_not_measured_on_the_longest_samples() -> None:
-    """Their gradient would be no fair draw."""
-    loop = loop_of(ragged_workload(), target_batch=24, steps=5)
-    list(loop.run())
-    assert loop.noise.state_dict()["pairs"] == []

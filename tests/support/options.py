@@ -31,13 +31,10 @@ CHANGED: dict[str, Any] = {
     "on_nonfinite": "skip",
     "out": "elsewhere",
     "precision": "bf16",
-    "prefetch": 5,
     "profile": ["l4"],
     "snapshot": ["8=b8.pickle"],
     "quiet": True,
     "resume": True,
-    "sample_seeds": True,
-    "scan": 17,
     "ranks": 2,
     "parallel": "shard",
     "shard_sync": "once",
@@ -60,7 +57,6 @@ CHANGED: dict[str, Any] = {
     "verbose": True,
     "warmup_samples": 100,
     "workers": 2,
-    "world_size": 3,
 }
 
 

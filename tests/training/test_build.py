@@ -129,7 +129,7 @@ def test_samples_stay_seeded_after_a_resume_and_a_change_is_noted(
         fit(
             make_workload(),
             steps=steps,
-            sample_seeds=is_asked,
+            workers=int(is_asked),
             resume=steps == 2,
             progress=Heard(),
             **options,
@@ -160,10 +160,10 @@ def test_the_first_step_starts_with_an_empty_cache_as_a_probe_does() -> None:
 @pytest.mark.parametrize(
     ("knobs", "of_loader", "given", "expected"),
     [
-        ({}, {"workers": 1, "prefetch": 5}, {}, (1, 5)),
-        ({"loader_workers": 2, "prefetch": 4}, {"workers": 3, "prefetch": 5}, {}, (2, 4)),
-        ({"loader_workers": 2, "prefetch": 4}, {}, {"workers": 1, "prefetch": 1}, (1, 1)),
-        ({"loader_workers": 2}, {"workers": 3}, {"workers": 0}, (0, 2)),
+        ({}, {"workers": 1}, {}, 1),
+        ({"loader_workers": 2}, {"workers": 3}, {}, 2),
+        ({"loader_workers": 2}, {}, {"workers": 1}, 1),
+        ({"loader_workers": 2}, {"workers": 3}, {"workers": 0}, 0),
     ],
 )
 def test_the_user_comes_first_then_the_plan_then_the_loader(
@@ -171,7 +171,7 @@ def test_the_user_comes_first_then_the_plan_then_the_loader(
 ) -> None:
     fed: dict[str, Any] = {}
     monkeypatch.setattr(
-        "autobatch.training.build.open_feed", lambda *_, **options: fed.update(options) or nullcontext()
+        "autobatch.training.build.feed_of_run", lambda *_, **options: fed.update(options) or nullcontext()
     )
     workload = make_workload(loading=Loading(**of_loader))
     asked = as_options("fit", target_batch=8, steps=1, **given)
@@ -179,5 +179,4 @@ def test_the_user_comes_first_then_the_plan_then_the_loader(
     plan = msgspec.structs.replace(plan, knobs=knobs)
     with open_loop(make_setup(workload), plan, asked, build_sampler(24, asked)):
         pass
-    assert (fed["workers"], fed["prefetch"]) == expected
-    assert fed["sample_seeds"] == (expected[0] > 0), "several workers draw as one"
+    assert fed["workers"] == expected

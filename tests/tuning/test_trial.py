@@ -161,7 +161,7 @@ def test_workers_that_are_tuned_or_asked_for_feed_a_trial() -> None:
     assert seen == {os.getpid()}
     seen.clear()
     before = capture_random_state()
-    trials.measure({**LOADING, "loader_workers": 2, "prefetch": 4})
+    trials.measure({**LOADING, "loader_workers": 2})
     assert len(seen - {os.getpid()}) == 2
     assert not loader_workers()
     assert torch.equal(capture_random_state().torch, before.torch)

@@ -226,15 +226,13 @@ def test_a_sampler_draws_for_all_ranks_together() -> None:
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one CPU
 def test_everything_but_the_batch_size_is_taken() -> None:
     stack, init = list, print
-    loader = DataLoader(
-        DATA, batch_size=5, collate_fn=stack, num_workers=2, prefetch_factor=3, worker_init_fn=init
-    )
+    loader = DataLoader(DATA, batch_size=5, collate_fn=stack, num_workers=2, worker_init_fn=init)
     validation = TensorDataset(torch.arange(3.0))
     workload = Workload.from_loader(loader, validation_data=DataLoader(validation), **FIELDS, name="points")
     assert workload.train_data is DATA
     assert workload.validation_data is validation
     assert workload.collate is stack
-    assert workload.loading == Loading(workers=2, prefetch=3, pin_memory=False, init_worker=init)
+    assert workload.loading == Loading(workers=2, pin_memory=False, init_worker=init)
     assert workload.name == "points"
     stream = Numbers()
     of_stream = Workload.from_loader(DataLoader(stream, batch_size=2), **FIELDS)
