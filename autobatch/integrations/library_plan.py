@@ -103,7 +103,6 @@ def plan_for(
         InputError: an option is invalid, or the ranks do not divide the target batch.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    options.setdefault("world_size", loop.world_size)
     options.setdefault("device", device_option(loop.device))
     # These loops add the gradient of each micro-batch to ``grad``, which has the type of the weights.
     options.setdefault("gradient_dtype", "weights")
@@ -111,7 +110,8 @@ def plan_for(
     # The check is for autobatch's own sum; the notes below say what the library's sum is.
     options.setdefault("split_check", "off")
     found, of_smallest = _plan_with_ranks(
-        lambda: library.plan(workload, target_batch=target_batch, **options), loop.world_size
+        lambda: library.plan(workload, target_batch=target_batch, world_size=loop.world_size, **options),
+        loop.world_size,
     )
     check_world_size(found, loop.world_size, loop.name)
     size, steps = even_split(found)
