@@ -30,8 +30,7 @@ from autobatch.report.result import Result
 from autobatch.report.words import decimal, plural
 from autobatch.search.find_limit import Limit, check_size, find_limit
 from autobatch.search.plan_split import choose_split
-from autobatch.training.split_check.check import ANYWAY, examine
-from autobatch.training.split_check.compare import Finding
+from autobatch.training.split_check import ANYWAY, Finding, examine, first_samples
 from autobatch.workload.order import GlobalBatchSampler
 
 if TYPE_CHECKING:
@@ -295,7 +294,7 @@ def finish_plan(
         has_trials = tunes_rate = False
     # A training checks the loss on its own. Trials need the answer before.
     if command != "fit" or (call.options.split_check == "error" and (has_trials or tunes_rate)):
-        _check_loss(call, setup, result)
+        _check_loss(call, setup, result, batches)
     tuner = None
     if has_trials or tunes_rate:
         tuner = _open_tuner(call, setup, PLANNED_STEPS if batches is None else batches.total)
@@ -318,7 +317,7 @@ def finish_plan(
     return _add_learning_rate(call, tuner, result) if tuner is not None and tunes_rate else result
 
 
-def _check_loss(call: Call, setup: OpenSetup, result: Result) -> None:
+def _check_loss(call: Call, setup: OpenSetup, result: Result, batches: GlobalBatchSampler | None) -> None:
     """Check that the loss can be split, as ``--split-check`` asks; skip it after an interrupted probe.
 
     A check that itself fails is an error only if a split is planned and the option asks for errors.
@@ -340,7 +339,8 @@ def _check_loss(call: Call, setup: OpenSetup, result: Result) -> None:
         return
     call.progress.doing("checking that the loss can be split into micro-batches")
     try:
-        found = setup.process.call("the check of the loss", examine, micro_batch, steps)
+        ids = None if batches is None else first_samples(batches)
+        found = setup.process.call("the check of the loss", examine, micro_batch, ids)
     except AutobatchError as error:
         if must_split:
             raise
@@ -354,7 +354,7 @@ def _check_loss(call: Call, setup: OpenSetup, result: Result) -> None:
             raise InputError(f"{found.fault}. {ANYWAY}")
         return
     if plan is None:
-        found = found._replace(remarks=())  # a probe has no batch to split
+        found = found._replace(remark=None)  # a probe has no batch to split
     for line in found.notes(is_split=steps > 1):
         call.progress.note(line)
 

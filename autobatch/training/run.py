@@ -7,7 +7,7 @@ OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/model-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,7 +43,7 @@ from autobatch.training.loop import Loop
 from autobatch.training.metrics import Metrics, RunTotals, rewind_metrics
 from autobatch.training.resume import capture_loop, data_order_facts, fails_on_state, restore_loop
 from autobatch.training.run_folder import CHECKPOINTS, METRICS, OOM_FILE, RunFiles
-from autobatch.training.split_check.check import FirstBatch, check_loss_splits
+from autobatch.training.split_check import check_loss_splits
 from autobatch.training.state_file import pack
 from autobatch.training.trackers import LoggedRun, open_trackers
 from autobatch.training.validation import Validator
@@ -113,7 +113,8 @@ def train_plan(
         progress.note(line)
 
     progress.doing("checking that the loss can be split into micro-batches")
-    first_batch = _check_split(replace(run, setup=setup), files, ranks, add_note)
+    for line in _check_split(replace(run, setup=setup), files, ranks):
+        add_note(line)
     progress.doing("preparing the training")
     seeded_before = before.get("sample_seeds")
     with open_loop(setup, plan, options, sampler, ranks, sample_seeds=bool(seeded_before)) as loop:
@@ -143,14 +144,12 @@ def train_plan(
             "ranks": ranks.gather(device_key(setup)),
         }
         progress.doing("training: the first step")
-        record = train(loop, replace(files, facts=facts), progress, resumed, first_batch)
+        record = train(loop, replace(files, facts=facts), progress, resumed)
     return record, loop.train_state.model
 
 
-def _check_split(
-    run: RunInputs, files: RunFiles, ranks: Ranks, add_note: Callable[[str], None]
-) -> FirstBatch | None:
-    """Check the loss before the training, and return what checks the first batch; None if nothing does.
+def _check_split(run: RunInputs, files: RunFiles, ranks: Ranks) -> list[str]:
+    """Check the loss before the training; return notes.
 
     A sharded model is whole on rank 0 only, and only until the training: it is checked there, on the CPU.
 
@@ -158,32 +157,24 @@ def _check_split(
         InputError: the loss cannot be split into micro-batches.
     """
     setup, plan, check = run.setup, run.plan, files.options.split_check
-    is_shared = plan.parallel == "shard"
-    if is_shared and ranks.rank:
-        return None
-    if is_shared:
+    if plan.parallel == "shard":
+        if ranks.rank:
+            return []
         parameters = [*setup.model.parameters()]
         size = sum(parameter.nbytes for parameter in parameters)
         if size > MOST_CHECKED_BYTES or any(parameter.is_meta for parameter in parameters):
-            if check != "off":
-                add_note(
-                    f"the loss was not checked for splitting, because the model of "
-                    f"{format_bytes(size)} is sharded: check it once on a smaller one"
-                )
-            return None
+            reason = (
+                f"not checked whether the loss can be split: the model of {format_bytes(size)} is sharded"
+            )
+            return [] if check == "off" else [f"{reason}. Check it once on a smaller one"]
         setup = replace(setup, device=CpuDevice(), precision="fp32", layout=None)
-    notes, found = check_loss_splits(
+    return check_loss_splits(
         setup,
         micro_batch=plan.micro_batch if plan.size_cut is None else plan.size_cut.micro_batch,
         sampler=run.sampler,
         check=check,
         share_of=lambda samples: split_over_ranks(samples, ranks.world, plan.multiple)[ranks.rank],
     )
-    for line in notes:
-        add_note(line)
-    if check == "off" or ranks.rank or is_shared:
-        return None
-    return FirstBatch(setup, check=check, note=add_note, before=found)
 
 
 def train(
@@ -191,7 +182,6 @@ def train(
     files: RunFiles,
     progress: Progress,
     resumed: Loaded | None,
-    first_batch: FirstBatch | None = None,
 ) -> Training:
     """Train the rest of a run, then validate and export the weights.
 
@@ -200,7 +190,6 @@ def train(
         files: what the run writes, and when.
         progress: receives notes and steps.
         resumed: the checkpoint that the loop was restored from; None for a new run.
-        first_batch: compares the first batch with its micro-batches; None for no such check.
 
     Raises:
         Interrupted: a signal stopped the run; a checkpoint was written.
@@ -220,7 +209,7 @@ def train(
         with stop_on_signals(ranks.arrivals, tells=not ranks.rank) as asked:
             run.request = loop.engine.shared_request(asked)
             try:
-                run.train_batches(loop.run() if first_batch is None else first_batch.run(loop))
+                run.train_batches(loop.run())
                 progress.doing("validating")
                 validation = run.validate()
             except Interrupted:

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from autobatch import InputError
 from autobatch.device.base import SilentMeter
 from autobatch.step.train_step import train_step
-from autobatch.training.split_check.check import check_loss_splits
+from autobatch.training.split_check import check_loss_splits
 from autobatch.workload.order import GlobalBatchSampler
 from tests.integrations import test_own_loop
 from tests.support.detection import Detector, scenes
@@ -298,7 +298,7 @@ def row(name: str) -> tuple[Any, Callable[..., Tensor]]:
 
 def notes_before_training(workload: Any) -> list[str]:
     sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=SAMPLES, seed=0, steps=3)
-    return check_loss_splits(make_setup(workload), micro_batch=8, sampler=sampler)[0]
+    return check_loss_splits(make_setup(workload), micro_batch=8, sampler=sampler)
 
 
 @pytest.mark.parametrize("name", EXACT_ROWS)

@@ -43,7 +43,7 @@ def balanced(model, batch):
 def test_a_fault_that_only_training_shows_ends_the_run_before_anything_is_saved(tmp_path: Path) -> None:
     options = {**OPTIONS, "max_micro_batch": 8, "out": str(tmp_path / "run")}
     workload = make_workload(loss=balanced)
-    with pytest.raises(InputError, match=r"several samples at once.* in the first batch of the run"):
+    with pytest.raises(InputError, match="several samples at once"):
         autobatch.fit(workload, **options)
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert autobatch.fit(workload, split_check="note", **options).training.optimizer_steps == 2
@@ -105,7 +105,7 @@ def test_a_mean_over_the_tokens_of_ragged_text_is_refused_in_any_split(split: An
         size_of=len,
     )
     options = {"device": "cpu", "memory_budget": "1MiB", "target_batch": 64, "steps": 2, "trials": 0}
-    with pytest.raises(InputError, match=r"return Loss\(total, count\)") as caught:
+    with pytest.raises(InputError, match=r"[Rr]eturn Loss\(total, count\)") as caught:
         autobatch.fit(workload, split=split, out=str(tmp_path / "run"), **options)
     assert caught.value.exit_code == 2
     assert not (tmp_path / "run" / "checkpoints").exists()

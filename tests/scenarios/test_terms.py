@@ -20,7 +20,7 @@ from autobatch.estimates.footprints import footprint
 from autobatch.estimates.traced_step import record
 from autobatch.rehearsal.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS, attempt
 from autobatch.rehearsal.setup import open_setup
-from autobatch.training.split_check.check import check_loss_splits
+from autobatch.training.split_check import check_loss_splits
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.detection import Batch, counts, detection, scenes, terms, whole
 from tests.support.probes import mlp, work
@@ -108,14 +108,7 @@ def test_a_metric_with_the_name_of_a_term_is_refused(tmp_path: Path) -> None:
 def checked(micro_batch: int = 6, **fields: Any) -> list[str]:
     sampler = GlobalBatchSampler(samples=48, target_batch=24, seed=0, steps=1)
     setup_of = make_setup(detection(train_data=scenes(48), **fields))
-    return check_loss_splits(setup_of, micro_batch=micro_batch, sampler=sampler)[0]
-
-
-def test_a_note_tells_what_the_first_pass_costs_unless_there_is_none() -> None:
-    (note,) = checked()
-    assert "boxes, classes" in note
-    assert "about a third more time: Workload(counts=…) spares it" in note
-    assert checked(counts=counts) == checked(micro_batch=24) == []
+    return check_loss_splits(setup_of, micro_batch=micro_batch, sampler=sampler)
 
 
 def bare_classes(model: nn.Module, batch: Batch) -> dict[str, Tensor | Loss]:
@@ -137,9 +130,9 @@ def miscounted(model: nn.Module, batch: Batch) -> dict[str, Loss]:
         ),
         (
             miscounted,
-            r"in the term 'boxes' of the loss, the count of .* Loss is 1 for 6 samples at once and 3",
+            r"in the term 'boxes' of the loss, .* the count of .* Loss is 1 for .* at once and 3",
         ),
-        (whole, r"a sum of several means, .* return a Loss of its own for each, by name"),
+        (whole, r"a sum of several means, .* a Loss by name for each"),
     ],
 )
 def test_the_term_that_cannot_be_split_is_named(loss: Callable[..., Any], message: str) -> None:

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout, normalize
 
 from autobatch import Loss, WholeBatchLoss
-from autobatch.training.split_check.check import check_loss_splits
+from autobatch.training.split_check import examine_loss, first_samples
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.training import IGNORED, Rows, language_model, network, points
 
 
 def examined(setup: Any, micro_batch: int = 8) -> Any:
-    """Return what the check before training finds about batches of three micro-batches."""
+    """Return what the check finds about batches of three micro-batches."""
     count = len(setup.workload.train_data)
     sampler = GlobalBatchSampler(samples=count, target_batch=3 * micro_batch, seed=0, steps=3)
-    return check_loss_splits(setup, micro_batch=micro_batch, sampler=sampler, check="note")[1]
+    return examine_loss(setup, micro_batch, first_samples(sampler))
 
 
 MASK = 0

@@ -1,1 +1,0 @@
-"""The check that splitting a batch does not change its gradient: before training, and on the first batch."""

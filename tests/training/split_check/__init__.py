@@ -1,1 +1,0 @@
-"""Tests of `autobatch.training.split_check`."""
