@@ -43,7 +43,7 @@ RUNS = "runs"
 
 PACKAGES = (
     *("torch", "nvidia-ml-py", "optuna", "numpy", "safetensors", "matplotlib"),
-    *("tensorboard", "wandb", "mlflow", "trackio"),
+    *("tensorboard", "wandb", "mlflow"),
 )
 """Distributions whose versions belong in a bug report."""
 HELP = {

@@ -57,6 +57,8 @@ REMOVED = {
     "sample_seeds": "samples are seeded one by one with --workers N",
     "all": "estimate without --profile names all known GPUs",
     "memory_viz": "autobatch record --out FILE -- COMMAND writes a snapshot for pytorch.org/memory_viz",
+    "bn_momentum": "BatchNorm keeps its momentum; set it in the model, as the note of a run says",
+    "validation_micro_batch": "validation takes the micro-batch of the training, or a smaller one that fits",
     "time_limit": "a search takes few runs; Ctrl-C ends it with what is known to fit",
     "own_loop": "plan is for a loop of your own, and fit plans for its own loop",
     "study": "a study is named after what it tunes, so the same command goes on with it",

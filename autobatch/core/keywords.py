@@ -103,11 +103,9 @@ class FitKeywords(TuneKeywords, total=False):
     checkpoint_minutes: float | None
     on_failed_save: Literal["stop", "continue"]
     validate_every: int | None
-    validation_micro_batch: int | None
     warmup_samples: int | None
     on_nonfinite: Literal["raise", "skip"]
     split_check: SplitCheck | None
-    bn_momentum: Literal["keep", "auto"]
     log: TrackerChoice | Sequence[TrackerChoice]
     keep_last: int
     workers: int | None

@@ -43,7 +43,7 @@ GradientDtypeChoice = Literal["auto", "fp32", "weights"]
 ParallelChoice = Literal["auto", "replicate", "shard"]
 SplitChoice = Literal["auto", "count", "size"]
 SplitCheck = Literal["error", "note", "off"]
-TrackerChoice = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+TrackerChoice = Literal["tensorboard", "wandb", "mlflow"]
 
 
 class Option(NamedTuple):
@@ -196,22 +196,11 @@ class TrainOptions(Section, frozen=True, kw_only=True):
             "does."
         ),
     ] = "raise"
-    bn_momentum: Annotated[
-        Literal["keep", "auto"],
-        Option(
-            "auto rescales the momentum of BatchNorm, so that its running averages move per batch and not "
-            "per micro-batch."
-        ),
-    ] = "keep"
     workers: Annotated[
         Workers | None, Option("Data loader processes. Without it: 0, or as tuned.", "N", common=True)
     ] = None
     validate_every: Annotated[
         AtLeastOne | None, Option("Validate every N steps, and at the end.", "N", common=True)
-    ] = None
-    validation_micro_batch: Annotated[
-        AtLeastOne | None,
-        Option("Micro-batch of validation. Without it: that of training, or a larger one that fits.", "N"),
     ] = None
     checkpoint_every: Annotated[
         AtLeastOne | None, Option("Save a checkpoint every N steps, and at the end.", "N", common=True)

@@ -1,10 +1,8 @@
-"""BatchNorm in micro-batches: a note with the numbers, and the equivalent momentum."""
+"""BatchNorm in micro-batches: a note with the numbers."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -25,46 +23,20 @@ def batch_norm_notes(model: nn.Module, sampler: GlobalBatchSampler, micro_batch:
     sizes = micro_batches(min(sampler.target_batch, sampler.size(0)), micro_batch)
     if not layers or len(sizes) == 1:
         return []
-    momentum = layers[0].momentum
-    rate = (
-        ""
-        if momentum is None
-        else f". The running averages move {len(sizes)} times per step: to match the whole batch, set their "
-        f"momentum to {equivalent_momentum(momentum, len(sizes)):.4g} instead of {momentum:g} "
-        "(--bn-momentum auto does this)"
-    )
     who = (
         "1 BatchNorm layer computes its"
         if len(layers) == 1
         else f"{len(layers)} BatchNorm layers compute their"
     )
     size = f"{sizes[-1]} to {sizes[0]}" if sizes[-1] < sizes[0] else f"{sizes[0]}"
+    momentum = layers[0].momentum
+    # n updates with 1 - (1 - m) ** (1 / n) weigh as much as one with m.
+    rate = 0.0 if momentum is None else 1 - (1 - momentum) ** (1 / len(sizes))
+    matching = f", which a momentum of {rate:.4g} instead of {momentum:g} would undo" if rate else ""
     return [
         f"{who} statistics over micro-batches of {size} samples, not over the batch of {sum(sizes)}: results "
-        f"depend on the micro-batch{rate}"
+        f"depend on the micro-batch, and the running averages move {len(sizes)} times per step{matching}"
     ]
-
-
-def equivalent_momentum(momentum: float, num_micro_batches: int) -> float:
-    """Return the momentum at which this many updates equal one update with ``momentum``."""
-    return 1.0 - math.pow(1.0 - momentum, 1.0 / max(1, num_micro_batches))
-
-
-@contextmanager
-def rescaled_momentum(layers: Sequence[_BatchNorm], num_micro_batches: int) -> Iterator[None]:
-    """Rescale BatchNorm momentum within the block, so that a step counts as one update.
-
-    Layers without a momentum keep a cumulative average and are left alone.
-    """
-    originals = [(layer, layer.momentum) for layer in layers]
-    try:
-        for layer, momentum in originals:
-            if momentum is not None:
-                layer.momentum = equivalent_momentum(momentum, num_micro_batches)
-        yield
-    finally:
-        for layer, momentum in originals:
-            layer.momentum = momentum
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:

@@ -22,7 +22,6 @@ from autobatch.rehearsal.process import Session
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.gradients import Optimizers
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
-from autobatch.training.batchnorm import batch_norms
 from autobatch.training.loop import Loop
 from autobatch.training.validation import sanity_check_validation
 from autobatch.workload.contract import Collated, Loading, Workload, kind_of, schedule_arguments
@@ -141,7 +140,6 @@ def open_loop(
             schedules=build_schedules(workload, train_state.optimizers, sampler),
             on_nonfinite=train.on_nonfinite,
             warmup_samples=train.warmup_samples,
-            rescaled_norms=batch_norms(train_state.model) if train.bn_momentum == "auto" else [],
         )
         sanity_check_validation(workload, train_state, device=device, meter=meter)
         if device.allocator_config is not None:

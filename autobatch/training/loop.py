@@ -18,7 +18,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.core.errors import (
     AutobatchError,
@@ -39,7 +38,6 @@ from autobatch.step.gradients import Optimizers
 from autobatch.step.loss import StepTotals, mean_of
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.train_step import StepResult, accumulate, finish
-from autobatch.training.batchnorm import rescaled_momentum
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.loader import Feed
@@ -89,8 +87,6 @@ class Loop:
     """One per optimizer, or empty."""
     on_nonfinite: Literal["raise", "skip"] = "raise"
     """Raise or skip the step if the loss or gradient is not finite; fp16 overflows are always skipped."""
-    rescaled_norms: list[_BatchNorm] = field(default_factory=list)
-    """BatchNorms whose momentum is rescaled, so that a step counts as one update."""
     warmup_samples: int | None = None
     """Samples over which the learning rate grows to its full value; None for no warm-up."""
     batches_seen: int = 0
@@ -183,8 +179,7 @@ class Loop:
             before = self._random_state = capture_random_state(self._random_state)
             self.is_intact = False
             is_first = oom is None
-            with rescaled_momentum(self.rescaled_norms, len(parts)):
-                outcome = self._attempt(batch, parts, is_first=is_first)
+            outcome = self._attempt(batch, parts, is_first=is_first)
             if isinstance(outcome, StepResult):
                 is_smaller = self.micro_batch < before_errors
                 reason = None if oom is None else self._reason(oom, is_smaller=is_smaller)

@@ -284,14 +284,13 @@ class _Run:
             )
             sinks = [*open_trackers(self._options.log, logged), *files.sinks]
             self.metrics = Metrics(files.out / METRICS, sinks, note=progress.note)
-        fixed = self._options.validation_micro_batch
         self._validator = Validator(
             loop.workload,
             loop.train_state,
             device=loop.device,
             meter=loop.meter,
             target_batch=loop.sampler.target_batch,
-            micro_batch=fixed or loop.split.of_longest(loop.micro_batch),
+            micro_batch=loop.split.of_longest(loop.micro_batch),
             ranks=loop.engine.ranks,
             note=self._add_note,
         )

@@ -1,4 +1,4 @@
-"""Trackers of ``--log``: TensorBoard, Weights & Biases, MLflow and Trackio.
+"""Trackers of ``--log``: TensorBoard, Weights & Biases and MLflow.
 
 The library of a tracker is imported only if it was asked for. Settings that autobatch has no option for, such
 as accounts and servers, are those of the library's own environment variables.
@@ -147,29 +147,10 @@ class Mlflow:
         self._client.set_terminated(self.identifier, "FAILED" if summary is None else "FINISHED")
 
 
-class Trackio:
-    """A run of Trackio, in the project of the workload."""
-
-    def __init__(self, run: LoggedRun, known: str | None) -> None:
-        self.identifier = known or f"{run.folder.name}-{secrets.token_hex(4)}"
-        resume = "allow" if known else "never"
-        init = import_module("trackio").init
-        self._run: Any = init(run.project, name=self.identifier, config=run.settings, resume=resume)
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Queue a row of the history."""
-        self._run.log(values, step=step)
-
-    def close(self, summary: dict[str, Any] | None) -> None:
-        """Send the rest."""
-        self._run.finish()
-
-
 _WRITERS: dict[str, Callable[[LoggedRun, str | None], Writer]] = {
     TENSORBOARD: TensorBoard,
     "wandb": Wandb,
     "mlflow": Mlflow,
-    "trackio": Trackio,
 }
 
 

@@ -76,8 +76,6 @@ class Validator:
         self.micro_batch = micro_batch
         self._ranks = ranks or Ranks()
         self._note = note
-        self._failed: tuple[str, str] | None = None
-        """Where memory first ran out in a pass, and the message; None if nowhere."""
 
     def run(self, is_asked: Callable[[], bool] = lambda: False) -> dict[str, float | None]:
         """Return the mean of the loss and of each metric over the samples of all ranks; all of them call it.
@@ -102,13 +100,6 @@ class Validator:
                 raise  # in the middle of a pass of all ranks
             # Other ranks wait for the sums of this one.
             failure = str(error)
-        if self._failed is not None and not failure:
-            where, reason = self._failed
-            self._note(
-                f"{where}, continued at {self.micro_batch}: its samples may be larger than those of the "
-                f"training, or its metrics take memory. {reason}"
-            )
-        self._failed = None
         # Without a backward pass the last gathered parameters are still whole.
         self._train_state.forget_gathered()
         sums: Sums = {}
@@ -165,12 +156,15 @@ class Validator:
         if self._train_state.shared is not None:
             raise DoesNotFitError(
                 f"{where}, for which the other ranks of the sharded model wait: {reason}. Give a smaller "
-                "--validation-micro-batch"
+                "--max-micro-batch"
             )
         if size == 1:
             raise DoesNotFitError(f"{where}: {reason}. Free memory, or give a larger --memory-budget")
         self.micro_batch = math.ceil(size / 2)
-        self._failed = self._failed or (where, reason)
+        self._note(
+            f"{where}, continued at {self.micro_batch}: its samples may be larger than those that train, "
+            f"or its metrics take memory. {reason}"
+        )
 
     def _run_micro_batch(self, ids: range, batch: range, rows: Rows) -> Sums | str:
         """Return total and count of each metric, or the message of an out-of-memory error.

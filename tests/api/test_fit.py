@@ -27,28 +27,8 @@ from tests.support.training import apart, make_workload, points, weights
 OPTIONS: dict[str, Any] = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 512, "trials": 0}
 
 
-def normalised() -> nn.Module:
-    return nn.Sequential(nn.BatchNorm1d(5, momentum=0.3), nn.Linear(5, 3)).double()
-
-
 def fit(workload, out: Path, **options: Any):
     return autobatch.fit(workload, **{**OPTIONS, "steps": 4, "out": str(out), **options})
-
-
-def test_the_momentum_of_batch_norm_follows_the_batch_if_requested(tmp_path: Path) -> None:
-    data = points(1024)
-    data.columns[0].add_(3.0)
-    workload = make_workload(model=normalised, train_data=data, learning_rate=1e-6)
-    split = {"max_micro_batch": 128}
-    runs = {
-        "whole": fit(workload, tmp_path / "whole"),
-        "auto": fit(workload, tmp_path / "auto", bn_momentum="auto", **split),
-        "keep": fit(workload, tmp_path / "keep", **split),
-    }
-    assert [run.model[0].momentum for run in runs.values()] == [0.3] * 3
-    means = {name: load_file(tmp_path / name / "model.safetensors")["0.running_mean"] for name in runs}
-    assert apart(means["auto"], means["whole"]) < 0.02
-    assert apart(means["keep"], means["whole"]) > 0.1
 
 
 def test_averaged_weights_are_exported_and_a_resume_needs_the_same_option(tmp_path: Path) -> None:

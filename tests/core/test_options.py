@@ -77,7 +77,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("estimate", {"profile": 4090}, "profile must be one or more names, found 4090"),
     ("tune", {"knobs": "precison"}, "knobs: there is no knob 'precison'; did you mean precision"),
     ("tune", {"knobs": ""}, "knobs: there is no knob ''; there are: micro_batch_shift, precision"),
-    ("fit", {"log": "tensorbord"}, "log must be one or more of tensorboard, wandb, mlflow, trackio, found"),
+    ("fit", {"log": "tensorbord"}, "log must be one or more of tensorboard, wandb, mlflow, found"),
     ("fit", {"ranks": "1,2"}, "ranks must be a whole number from 1 to 1024, found '1,2'"),
     ("estimate", {"ranks": "1,,2"}, "must be whole numbers of 1 or more with commas between them, found"),
     ("fit", {"workers": 10**9}, f"{WORKERS} 1000000000"),

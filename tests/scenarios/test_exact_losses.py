@@ -284,7 +284,7 @@ NOTED = {
         {"model": normalized},
         mean_loss,
         r"^1 BatchNorm layer computes its statistics over micro-batches of 8 samples, not over the batch of "
-        r"24.* 3 times per step: .* momentum to 0\.03451 instead of 0\.1 \(--bn-momentum auto does this\)$",
+        r"24.* 3 times per step, which a momentum of 0\.03451 instead of 0\.1 would undo$",
     )
 }
 

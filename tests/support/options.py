@@ -9,7 +9,6 @@ from autobatch.core.options import Options, fields_of
 
 CHANGED: dict[str, Any] = {
     "base_batch": 24,
-    "bn_momentum": "auto",
     "checkpoint_every": 5,
     "checkpoint_minutes": 2.5,
     "device": "sim:t4",
@@ -53,7 +52,6 @@ CHANGED: dict[str, Any] = {
     "trials": 4,
     "tune_lr": True,
     "validate_every": 6,
-    "validation_micro_batch": 11,
     "verbose": True,
     "warmup_samples": 100,
     "workers": 2,

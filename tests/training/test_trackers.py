@@ -20,7 +20,7 @@ from tests.support.rank_server import RankServer
 from tests.support.runs import rows
 from tests.support.training import make_workload, points
 
-NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
+NAMES = ("tensorboard", "wandb", "mlflow")
 INTERVAL = "autobatch.training.trackers.WRITE_INTERVAL_S"
 """Least time between two steps that are logged."""
 OPTIONS: dict[str, Any] = {
@@ -66,19 +66,6 @@ class Libraries:
             return WandbRun(id)
 
         yield "wandb", SimpleNamespace(init=wandb_init)
-
-        class TrackioRun(WandbRun):
-            def finish(self) -> None:  # type: ignore[override]
-                libraries.ends.append("finished")
-
-        def trackio_init(
-            project: str, name: str, config: dict[str, Any], resume: str = "never"
-        ) -> TrackioRun:
-            assert (resume == "never") == (name not in libraries.rows)
-            libraries.opened.append({"project": project, "config": config})
-            return TrackioRun(name)
-
-        yield "trackio", SimpleNamespace(init=trackio_init)
 
         class MlflowClient:
             def get_experiment_by_name(self, name: str) -> Any:
@@ -180,17 +167,16 @@ def test_a_resumed_run_continues_its_logs_without_doubled_steps(
     workload = make_workload(train_data=points(24), validation_data=points(8))
     with pytest.raises(RuntimeError, match="the power is gone"):
         fit(workload, **options | {"progress": Failing()})
-    assert libraries.steps() == [[1, 2, 3]] * 4
+    assert libraries.steps() == [[1, 2, 3]] * 3
     assert {end for end in libraries.ends if isinstance(end, str)} == {
         "closed",
-        "finished",
         "FAILED",
         "waited",
     }
     result = fit(workload, **options, resume=True)
-    assert libraries.steps() == [[1, 2, 3, 4, 5, 6]] * 4
+    assert libraries.steps() == [[1, 2, 3, 4, 5, 6]] * 3
     configs = [one["config"] for one in libraries.opened if "config" in one]
-    assert len(configs) == 5, "Wandb and Trackio are opened twice"
+    assert len(configs) == 3, "Wandb is opened twice"
     assert {str(one["target_batch"]) + one["lr_rule"] for one in configs} == {"8none"}
     assert "a-password" not in str(configs)
     last = rows(out)[-1]
@@ -201,7 +187,7 @@ def test_a_resumed_run_continues_its_logs_without_doubled_steps(
         assert found == pytest.approx(expected)
     assert (0, msgspec.to_builtins(result.training)) in libraries.ends
     fit(workload, **options)
-    assert len(libraries.rows) == 7, "a new run of each tracker, of which TensorBoard has a folder"
+    assert len(libraries.rows) == 5, "a new run of each tracker, of which TensorBoard has a folder"
 
 
 def test_quick_steps_are_thinned_out_except_notable_ones_and_the_last(
@@ -237,9 +223,9 @@ def test_a_library_that_refuses_the_run_ends_it_before_the_first_step(
     monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
     workload = make_workload(train_data=points(24))
     with pytest.raises(InputError, match=r"--log wandb cannot open the run \(PermissionError: no API key"):
-        fit(workload, **OPTIONS, steps=2, out=tmp_path / "run", log=["trackio", "wandb"])
+        fit(workload, **OPTIONS, steps=2, out=tmp_path / "run", log=["mlflow", "wandb"])
     assert not (tmp_path / "run/metrics.jsonl").exists()
-    assert libraries.ends == ["finished"], "what was opened before is closed"
+    assert libraries.ends == ["FAILED"], "what was opened before is closed"
 
 
 def test_a_tracker_that_fails_later_is_named_and_left_out(libraries: Libraries, tmp_path: Path) -> None:
@@ -280,7 +266,6 @@ def test_the_real_library_keeps_each_step_once(
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # wandb leaves files there
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setattr(INTERVAL, 0.0)
     out = tmp_path / "run"
@@ -301,11 +286,6 @@ def test_the_real_library_keeps_each_step_once(
         history = mlflow.MlflowClient().get_metric_history(identifier, "training/loss")
         found = [(one.step, one.value) for one in history]
         assert mlflow.MlflowClient().get_run(identifier).info.status == "FINISHED"
-    elif name == "trackio":
-        from trackio.sqlite_storage import SQLiteStorage
-
-        logged = SQLiteStorage.get_logs("workload", identifier)
-        found = [(one["step"], one["training/loss"]) for one in logged if "training/loss" in one]
     else:
         assert len(list(out.glob(f"wandb/offline-run-*-{identifier}"))) == 2
         return

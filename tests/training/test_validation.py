@@ -155,7 +155,7 @@ class FullModel:
         (6, REFUSED, None, "canUse32BitIndexMath"),
         (6, LOST, None, "illegal memory access"),  # nothing runs after it, so no smaller size is tried
         (0, FULL, None, "in validation at a micro-batch of 1: .* Free memory"),
-        (9, FULL, FullModel(), "micro-batch of 7, .* a smaller --validation-micro-batch"),
+        (9, FULL, FullModel(), "micro-batch of 7, .* a smaller --max-micro-batch"),
     ],
 )
 def test_an_error_that_no_smaller_size_avoids_is_raised(limit: int, error, shared, message: str) -> None:
