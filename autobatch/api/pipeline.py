@@ -33,7 +33,6 @@ from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.device.host import usable_cores
 from autobatch.distributed.rank_plan import layout_of
-from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.distributed.shared_stream import open_stream, split_note
 from autobatch.estimates.estimator import estimate_limits
@@ -67,8 +66,6 @@ from autobatch.workload.streams import ENDLESS, count_samples
 
 GIT_SECONDS = 5.0
 """Time after which Git counts as absent, for example on a slow network file system."""
-COUNTING = "counting the samples of the stream"
-"""What a rank does, for the other ranks."""
 
 
 def run(call: Call) -> Result:
@@ -83,7 +80,6 @@ def run(call: Call) -> Result:
     """
     call.ranks.limit_wait(call.options.ranks.collective_timeout)
     call = agree_on_options(call)
-    call = replace(call, progress=call.ranks.listener(call.progress))
     tune = call.options.tune
     if tune.storage is not None and (tune.trials != 0 or tune.tune_lr):
         # Only here: Optuna takes half a second to import.
@@ -105,8 +101,8 @@ def run(call: Call) -> Result:
 def _search_for(call: Call, setup: OpenSetup, out: Path | None) -> Result:
     """Search and plan, then move an earlier run out of the folder; None if no folder was asked for."""
     result, ranks = search_and_plan(call, setup), call.ranks
-    # A run that the launcher has started again has no earlier one, if the store has outlived its start.
-    if out is not None and not (ranks.restart and ranks.earlier_out is not None):
+    # A run that the launcher has started again has no earlier one.
+    if out is not None and ranks.earlier_out is None:
         earlier = ranks.once(lambda: move_earlier_run(out))
         if earlier is not None:
             call.progress.note(f"moved the earlier run of {out} to {earlier}")
@@ -358,16 +354,10 @@ def _epoch_samples(call: Call, setup: OpenSetup) -> int:
 
     def count() -> int:
         if isinstance(setup.process, ThisProcess):
-            return _count(call.ranks, setup.process.setup.stream)
-        call.ranks.sign(COUNTING)
+            return count_samples(setup.process.setup.stream)
         return setup.process.call("counting the samples", count_stream)
 
     return call.ranks.once(count)
-
-
-def _count(ranks: Ranks, stream: Any) -> int:
-    """Count the samples of a stream, with a sign of life for each."""
-    return count_samples(stream, lambda: ranks.sign(COUNTING))
 
 
 def _sampler_of(call: Call, setup: Setup, samples: int | None) -> GlobalBatchSampler:
@@ -383,7 +373,7 @@ def _sampler_of(call: Call, setup: Setup, samples: int | None) -> GlobalBatchSam
         samples, order = epoch_of(setup.workload, options.device.seed)
         return build_sampler(samples, options, order)
     if samples is None:
-        samples = ranks.once(lambda: _count(ranks, stream)) if options.train.depends_on_end else ENDLESS
+        samples = ranks.once(lambda: count_samples(stream)) if options.train.depends_on_end else ENDLESS
     note = split_note(setup.workload.train_data[0], ranks)  # type: ignore[index]
     if note is not None:
         call.progress.note(note)

@@ -104,7 +104,7 @@ def check_data_of_ranks(data: DataDigest | None, ranks: Ranks, resumed: Loaded |
 
 def continue_after_restart(call: Call) -> Call:
     """Return a call that resumes in the same folder if the launcher has started the run again."""
-    out = call.ranks.earlier_out if call.ranks.restart else None
+    out = call.ranks.earlier_out
     if out is None:
         return call
     has_checkpoint = call.ranks.once(lambda: bool(list_checkpoints(out / CHECKPOINTS)))

@@ -155,7 +155,9 @@ def _guarded(name: str, arguments: list[str]) -> int:
                 ended = start_ranks([name, *arguments], count)
                 if ended.line is not None:
                     print_error(ended.line)
-                return ended.code
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(ended.code)  # what torch keeps for its ranks must not hold up the end
             if name == "plan" and "RANK" not in os.environ:
                 ranks = Ranks()  # WORLD_SIZE alone asks for a plan for another launcher
             ranks = ranks or open_ranks(os.environ)

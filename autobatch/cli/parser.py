@@ -45,7 +45,7 @@ SHELLS = ("bash", "zsh", "fish")
 HELP_WORDS = ("-h", "--help", "--help-all")
 HELP_COLUMN = 27
 PREFIX = "AUTOBATCH_"
-NO_OPTIONS = frozenset({"AUTOBATCH_HOME", "AUTOBATCH_RECORDER"})
+NO_OPTIONS = frozenset({"AUTOBATCH_HOME", "AUTOBATCH_RECORDER", "AUTOBATCH_EARLIER_OUT"})
 """Variables that begin with the prefix but are no options."""
 EXCLUSIVE = {"steps": "epochs", "epochs": "steps"}
 """Options that exclude each other; the one from the later source wins."""

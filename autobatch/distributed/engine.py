@@ -37,7 +37,7 @@ from torch import Tensor
 
 from autobatch.core.errors import InputError
 from autobatch.core.signals import SharedRequest, StopRequest
-from autobatch.distributed.group import Group
+from autobatch.distributed.group import Group, is_of_collective, rank_lost
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.reduce import (
     RankNumbers,
@@ -48,7 +48,6 @@ from autobatch.distributed.reduce import (
     sum_totals,
     write_numbers,
 )
-from autobatch.distributed.watch import is_of_collective, rank_lost
 from autobatch.step.gradients import norm_of
 from autobatch.step.loss import Form, StepTotals
 from autobatch.step.restore import BufferSnapshot

@@ -1,49 +1,42 @@
 """The launch of ranks: what a process does that a launcher has started, and ``autobatch fit --ranks N``.
 
-With ``--ranks N`` this process starts all ranks of one machine. torchrun does the same, but turns every exit
-code into 1 and restarts after any failure. Here the exit code is that of the first rank that failed, and
+With ``--ranks N`` this process starts all ranks of one machine, as torchrun does. But torchrun turns every
+exit code into 1 and restarts after any failure. Here the exit code is that of the first rank that failed, and
 ranks start again only after exit code 77, in smaller micro-batches.
-
-A rank that a signal ends cannot report the cause: the other ranks lose it, and get SIGTERM. So this process
-decides then. The exit code is 1, and the line and ``verdict.json`` name the rank and the signal.
 
 Nothing here imports torch before it is needed, because importing it takes seconds.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 from autobatch.core.errors import InputError, RestartSmallerError
-from autobatch.core.signals import handle_signals
 from autobatch.device.host import usable_cores
-from autobatch.distributed.ranks import Ranks, read_launch, write_error_file
+from autobatch.distributed.ranks import EARLIER_OUT, Ranks, read_launch, write_error_file
 
 if TYPE_CHECKING:
-    from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 RESTARTS = 3
 """Times that ranks start again in smaller micro-batches."""
-RUN_ID = "ranks"
 ADDRESS = "127.0.0.1"
 POLL_S = 0.1
 KILLED = 1
 """Exit code if a signal ended a rank, whatever the other ranks have made of it."""
-AFTER_A_KILL = (1, 130, 143)
-"""Exit codes of ranks that have lost another, or got the SIGTERM that follows."""
 SHUTDOWN_S = 30
-"""Seconds from a signal or a failure until ranks that have not ended are killed."""
-_NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
-FORWARDED = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+"""Seconds from the first failure until torch kills ranks that have not ended."""
+TERMINATED = (143, -signal.SIGTERM)
+"""Exit codes of ranks that were ended because another one had failed."""
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """Signals that the ranks get too."""
 
 
@@ -58,7 +51,7 @@ def open_ranks(environ: Mapping[str, str]) -> Ranks:
     launch = read_launch(environ)
     if launch is None:
         return Ranks()
-    from autobatch.distributed.group import join_launch
+    from autobatch.distributed.launched import join_launch
 
     return join_launch(launch)
 
@@ -104,138 +97,86 @@ class RanksEnded(NamedTuple):
     code: int
     """Exit code of the first rank that failed; 0 if none did."""
     line: str | None = None
-    """The cause, if no rank has printed it."""
+    """The cause, if no rank can have printed it."""
+    out: str | None = None
+    """Folder of the run; None if it is not known."""
 
 
 def start_ranks(words: Sequence[str], count: int) -> RanksEnded:
     """Run a command in this many ranks on this machine, and wait for their end.
 
+    The process must end soon afterwards: its environment and its handlers of signals have changed.
+
     Args:
         words: the words after ``autobatch``.
         count: number of ranks.
     """
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    store = open_store()
-    common = {
-        "OMP_NUM_THREADS": str(max(1, usable_cores() // count)),
-        "GLOO_SOCKET_IFNAME": loopback(),
+    logging.disable(logging.ERROR)  # of torch, which says in many lines what the ranks say in one
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
+    for name, value in (
+        ("OMP_NUM_THREADS", str(max(1, usable_cores() // count))),
+        ("GLOO_SOCKET_IFNAME", loopback),
         # Below it, torch prints a stack of C++ for each message to a store that has gone.
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        **os.environ,
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": ADDRESS,
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": RUN_ID,
-    }
+        ("TORCH_CPP_LOG_LEVEL", "ERROR"),
+    ):
+        os.environ.setdefault(name, value)
     # With -P, no file of the working directory takes the name of a module, unless autobatch runs from there.
     is_here = Path(__file__).parents[2] == Path.cwd()
-    processes = _Processes([sys.executable, *([] if is_here else ["-P"]), "-m", "autobatch", *words])
-    with handle_signals(FORWARDED, processes.forward):
+    arguments = [*([] if is_here else ["-P"]), "-m", "autobatch", *words]
+    ended = RanksEnded(0)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as logs:
         for restart in range(RESTARTS + 1):
-            codes = processes.run(count, {**common, "TORCHELASTIC_RESTART_COUNT": str(restart)})
-            ended = _end_of(codes, restart, PrefixStore(f"autobatch/{RUN_ID}", store))
-            if processes.signal and ended.code in (KILLED, RestartSmallerError.exit_code):
-                ended = RanksEnded(128 + processes.signal)
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=count,
+                run_id=f"ranks-{restart}",
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                local_addr=ADDRESS,
+                max_restarts=0,
+                monitor_interval=POLL_S,
+                logs_specs=DefaultLogsSpecs(log_dir=logs),
+                signals_to_handle=SIGNALS,
+            )
+            try:
+                elastic_launch(config, sys.executable)(*arguments)
+                return RanksEnded(0)
+            except ChildFailedError as error:
+                ended = end_of(error.failures)
+            except SignalException as error:
+                return RanksEnded(128 + error.sigval)
             if ended.code != RestartSmallerError.exit_code:
                 break
+            if ended.out is not None:
+                os.environ[EARLIER_OUT] = ended.out
     return ended
 
 
-def loopback() -> str:
-    """Return the name of the network interface that only this machine reaches."""
-    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
+def end_of(failures: Mapping[int, ProcessFailure]) -> RanksEnded:
+    """Return the end of one start: that of a rank that a signal ended, else that of the first to fail.
 
-
-def open_store() -> TCPStore:
-    """Open a store for ranks on this machine; it answers no other machine.
-
-    A store that torch opens listens on all addresses, and asks the name server for the name of every client,
-    which may take 5 seconds each. The file of hosts has the name of 127.0.0.1.
+    A rank that a signal ends cannot report the cause, and the others lose it.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    first = min(failure.timestamp for failure in failures.values())
 
-    listener = socket.create_server((ADDRESS, 0))
-    port = listener.getsockname()[1]
-    return TCPStore(
-        ADDRESS, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    def order(rank: int) -> tuple[bool, bool, int]:
+        code, timestamp = failures[rank].exitcode, failures[rank].timestamp
+        is_cause = code not in TERMINATED and timestamp < first + SHUTDOWN_S
+        return not (is_cause and code < 0), not is_cause, timestamp
 
-
-class _Processes:
-    """The processes of the ranks, which get every signal that this process gets.
-
-    Args:
-        command: runs one rank.
-    """
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self._command = command
-        self._running: list[subprocess.Popen[bytes]] = []
-        self._kill_s = float("inf")
-        """Time from which ranks that have not ended are killed."""
-        self.signal = 0
-        """The first signal; 0 if none came."""
-
-    def forward(self, number: int, _: FrameType | None) -> None:
-        """Send a signal to all ranks."""
-        self.signal = self.signal or number
-        self._stop(number)
-
-    def run(self, count: int, environ: dict[str, str]) -> list[int]:
-        """Start the ranks, wait until all have ended, and return their exit codes.
-
-        The others get SIGTERM after the first one has failed. The code of a rank that a signal has ended is
-        negative, unless it was killed here.
-        """
-        self._running, self._kill_s = [], float("inf")
-        overdue: set[int] = set()
-        try:
-            for rank in range(count):
-                own = {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                self._running.append(subprocess.Popen(self._command, env=own))
-                if self.signal:  # it came between two starts
-                    self._stop(self.signal)
-            while None in (codes := [one.poll() for one in self._running]):
-                if any(codes) and self._kill_s == float("inf"):
-                    self._stop(signal.SIGTERM)
-                if time.monotonic() > self._kill_s:
-                    overdue |= {rank for rank, code in enumerate(codes) if code is None}
-                    self._kill()
-                time.sleep(POLL_S)
-        finally:
-            self._kill()
-        return [KILLED if rank in overdue else one.returncode for rank, one in enumerate(self._running)]
-
-    def _stop(self, number: int) -> None:
-        self._kill_s = time.monotonic() + SHUTDOWN_S
-        for process in self._running:
-            process.send_signal(number)
-            process.send_signal(signal.SIGCONT)  # one that was stopped obeys now
-
-    def _kill(self) -> None:
-        for process in self._running:
-            process.kill()  # nothing happens if it has ended
-
-
-def _end_of(codes: list[int], restart: int, store: Store) -> RanksEnded:
-    """Return the end of one start: as a rank has reported it, unless a signal ended a rank."""
-    from autobatch.distributed.watch import OUT, Verdict, read_verdict
-
-    if not any(codes):
-        return RanksEnded(0)
-    verdict = read_verdict(store, restart)
-    killed = [rank for rank, code in enumerate(codes) if code < 0 and code != -signal.SIGTERM]
-    if not killed or (verdict is not None and verdict.code not in AFTER_A_KILL):
-        return RanksEnded(max(KILLED, *codes) if verdict is None else verdict.code)
-    name = signal.Signals(-codes[killed[0]]).name
+    rank = min(failures, key=order)
+    failure = failures[rank]
+    out = failure.error_file_data.get("out") if isinstance(failure.error_file_data, dict) else None
+    if failure.exitcode >= 0:
+        return RanksEnded(failure.exitcode, out=out)
+    if failure.exitcode == -signal.SIGTERM:
+        return RanksEnded(143)
+    name = signal.Signals(-failure.exitcode).name
     cause = ": the system may be out of memory" if name == "SIGKILL" else ""
     advice = "--resume continues from the newest checkpoint, if there is one"
-    line = f"rank {killed[0]} was ended by {name}{cause}; {advice}"
-    if store.check([OUT]):
-        Verdict(
-            run_id=RUN_ID, restart=restart, rank=killed[0], host=socket.gethostname(), code=KILLED, line=line
-        ).write(Path(store.get(OUT).decode()))
-    return RanksEnded(KILLED, line)
+    return RanksEnded(KILLED, f"rank {rank} was ended by {name}{cause}; {advice}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,11 @@ from typing import TypeVar
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
-from autobatch.core.progress import Progress
-from autobatch.core.records import Attempt, StepRecord, Trial
-from autobatch.core.signals import Arrivals
 
 VERDICT = "verdict.json"
 """File in the folder of a run over ranks that keeps the exit code of the newest attempt, if it failed."""
+EARLIER_OUT = "AUTOBATCH_EARLIER_OUT"
+"""Variable with the folder of a run that ``--ranks N`` starts again."""
 
 T = TypeVar("T")
 
@@ -40,12 +39,8 @@ class Ranks:
     """Number of ranks."""
     host = ""
     """Name of the host of this rank."""
-    restart = 0
-    """Times that the launcher has started the ranks again."""
     earlier_out: Path | None = None
-    """Folder of the run at an earlier start; None if there was none."""
-    arrivals: Arrivals | None = None
-    """Stop signals that a thread of this rank listens to; None without one."""
+    """Folder of the run that the launcher has started again; None for a first start."""
 
     def device(self, spec: str) -> str:
         """Return the device that this rank opens for the one that was asked for.
@@ -92,18 +87,10 @@ class Ranks:
                     )
 
     def limit_wait(self, seconds: float) -> None:
-        """Set the longest wait for a rank without a `sign`; after it the run ends, and names the rank."""
+        """Set the longest wait for another rank; after it the run ends, and names the ranks that are missing.
 
-    def sign(self, doing: str) -> None:
-        """Show the other ranks, which may wait for this one, that it gets further.
-
-        Args:
-            doing: what it does from now on, for example ``saving a checkpoint``.
+        Work of rank 0 in `once` may take longer.
         """
-
-    def listener(self, progress: Progress) -> Progress:
-        """Return a listener that passes events on, and shows the other ranks that this one gets further."""
-        return progress
 
     def enter(self, out: Path) -> None:
         """Set the folder of the run, for `fail`."""
@@ -118,43 +105,6 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the ranks after all of them have ended well."""
-
-
-class SignsOfLife(Progress):
-    """Listener that shows the other ranks that this one gets further.
-
-    Args:
-        ranks: the ranks.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-
-    def doing(self, act: str) -> None:
-        """See `Progress.doing`."""
-        self._ranks.sign(act)
-
-    def attempted(self, attempt: Attempt) -> None:
-        """See `Progress.attempted`."""
-        self._ranks.sign(f"probing after a micro-batch of {attempt.micro_batch}")
-
-    def measured(self, trial: Trial, of: int, changes: Mapping[str, object]) -> None:
-        """See `Progress.measured`."""
-        self._ranks.sign("tuning")
-
-    def tried_rate(
-        self, number: int, of: int, learning_rate: float, loss: float | None, failure: str | None
-    ) -> None:
-        """See `Progress.tried_rate`."""
-        self._ranks.sign("trying learning rates")
-
-    def saved(self, step: int) -> None:
-        """See `Progress.saved`."""
-        self._ranks.sign(f"training after the checkpoint of step {step}")
-
-    def stepped(self, step: StepRecord, of: int) -> None:
-        """See `Progress.stepped`."""
-        self._ranks.sign(f"training after step {step.step}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,11 +124,11 @@ class Launch:
     has_agent_store: bool = False
     """True if the launcher keeps the store, which then outlives every rank."""
     run_id: str = "none"
-    restart: int = 0
-    """Times that the launcher has started the ranks again."""
     host: str = ""
     error_file: Path | None = None
-    """File from which torchrun prints the cause of a failure; None without torchrun."""
+    """File from which the launcher reads the cause of a failure; None without one."""
+    earlier_out: Path | None = None
+    """Folder of the run that ``--ranks N`` starts again."""
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch | None:
@@ -209,22 +159,27 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
         port=_number(environ, "MASTER_PORT", 29500, least=1, most=2**16 - 1),
         has_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
-        restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
         host=socket.gethostname(),
         error_file=Path(error_file) if error_file else None,
+        earlier_out=Path(environ[EARLIER_OUT]) if environ.get(EARLIER_OUT) else None,
     )
 
 
-def write_error_file(path: Path | None, line: str) -> None:
-    """Write the line that torchrun prints as the cause of a failure; nothing without torchrun.
+def write_error_file(path: Path | None, line: str, out: Path | None = None) -> None:
+    """Write the cause of a failure, and the folder of the run, for the launcher; nothing without one.
 
-    It is written whole, because torchrun may read it as soon as any rank has ended, and fails on a part.
+    It is written whole, because a launcher may read it as soon as any rank has ended, and fails on a part.
     """
     if path is None:
         return
-    content = json.dumps({"message": line, "timestamp": str(int(time.time()))})
+    content = {"message": line, "timestamp": str(int(time.time())), "out": out and str(out.absolute())}
     with suppress(OSError):  # a full disk must not hide the failure
-        write_atomic(path, content.encode())
+        write_atomic(path, json.dumps(content).encode())
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return ``rank 1`` or ``ranks 1, 2``."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
 def _number(

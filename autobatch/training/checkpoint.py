@@ -87,7 +87,7 @@ def save_checkpoint(
 
     def publish() -> str:
         with _as_checkpoint_error(temporary):
-            files = {**write_state(temporary, packed, lambda: ranks.sign("saving a checkpoint")), **shards}
+            files = {**write_state(temporary, packed), **shards}
             write_manifest(temporary / MANIFEST, {"step": step, "files": files, "facts": dict(facts)})
             path = _publish(temporary)
         _prune(path, keep_last=keep_last, protected=protected)

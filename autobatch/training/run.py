@@ -206,7 +206,7 @@ def train(
     run = _Run(loop, files, progress, resumed)
     with closing(run.metrics):
         ranks = loop.engine.ranks
-        with stop_on_signals(ranks.arrivals, tells=not ranks.rank) as asked:
+        with stop_on_signals(tells=not ranks.rank) as asked:
             run.request = loop.engine.shared_request(asked)
             try:
                 run.train_batches(loop.run())
@@ -247,7 +247,7 @@ def _take_smaller_micro_batch(loop: Loop, path: Path, *, is_new: bool) -> None:
         except (OSError, *UNREADABLE):
             return None
 
-    if is_new and not ranks.restart:
+    if is_new and ranks.earlier_out is None:
         ranks.once(lambda: path.unlink(missing_ok=True))
         return
     limit = ranks.once(read_limit)

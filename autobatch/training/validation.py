@@ -132,7 +132,6 @@ class Validator:
             while place < batch.stop:
                 if is_asked() and not is_shared:  # one rank of a sharded model cannot stop alone
                     return
-                ranks.sign("validating")
                 ids = range(place, min(place + self.micro_batch, batch.stop))
                 found = self._run_micro_batch(ids, batch, rows)
                 # Outside of the except block, so that nothing holds the tensors that failed.

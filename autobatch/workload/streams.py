@@ -126,22 +126,17 @@ def known_length(stream: Any) -> int | None:
         return None
 
 
-def count_samples(stream: Any, on_sample: Callable[[], None] = lambda: None) -> int:
+def count_samples(stream: Any) -> int:
     """Return the number of samples of a stream whose length is unknown: it is read once to its end.
 
     Args:
         stream: the user's data.
-        on_sample: called after each sample that is read.
 
     Raises:
         InputError: it has no sample.
     """
-    count = 0
     with preserved_random_state():
-        for _ in _first_epoch(stream):
-            on_sample()
-            count += 1
-    return count
+        return sum(1 for _ in _first_epoch(stream))
 
 
 class Rows:

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import json
 import os
-import re
 import signal
-import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore
 
 from autobatch import AutobatchError, CheckpointError, InputError
-from autobatch.core.signals import Arrivals, stop_on_signals
-from autobatch.distributed import watch
-from autobatch.distributed.group import (
-    Group,
-    check_gpus,
-    join_existing,
-    join_loop,
-    meet,
-    reach_store,
-)
-from autobatch.distributed.launch import open_ranks, open_store
-from autobatch.distributed.ranks import Launch
+from autobatch.distributed.group import join_existing, join_loop
+from autobatch.distributed.launch import open_ranks
+from autobatch.distributed.launched import LaunchedGroup, check_gpus, meet
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 
@@ -94,290 +83,154 @@ def test_a_loop_joins_a_group_that_exists_and_leaves_its_own(server: RankServer)
     assert server.values(join_and_end) == [(1, False)] * 2
 
 
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def fails_then_leaves(out: str, code: int) -> None:
+def fails_on_one(out: str, code: int) -> None:
     ranks = open_ranks(os.environ)
     ranks.enter(Path(out))
-    others = [pid for pid in ranks.gather(os.getpid()) if pid != os.getpid()]
+    ranks.gather(None)
     if ranks.rank == 1:
         assert ranks.fail("memory ran out", code) is None
-        while any(is_running(pid) for pid in others):  # its sockets stay open: the verdict ends them
-            time.sleep(0.01)
-        time.sleep(0.05)
         os._exit(code)
-    ranks.gather(None)
+    try:
+        ranks.gather(None)
+    except AutobatchError as error:
+        os._exit(ranks.fail(str(error), 1) or 1)
 
 
 @pytest.mark.distributed
 def test_all_ranks_leave_with_the_code_of_the_first_failure(server: RankServer, tmp_path: Path) -> None:
-    ended = server.run(fails_then_leaves, str(tmp_path), 77, world=3)
+    ended = server.run(fails_on_one, str(tmp_path), 77, world=3)
     assert [one.code for one in ended] == [77, 77, 77]
-    assert max(ended[0].ended_s, ended[2].ended_s) < ended[1].ended_s
     verdict = json.loads((tmp_path / "verdict.json").read_text())
     assert (verdict["rank"], verdict["code"], verdict["line"]) == (1, 77, "memory ran out")
 
 
-def later_start(code: int) -> str:
+def later_start(out: str, code: int) -> str:
     """Start again after a start that failed with an exit code."""
     ranks = open_ranks(os.environ)
+    ranks.enter(Path(out))
     ranks.gather(None)
     ranks.fail("the line", code)
     try:
-        return str(open_ranks({**os.environ, "TORCHELASTIC_RESTART_COUNT": "1"}).gather("meet"))
-    except Exception as error:
+        return str(open_ranks(os.environ).earlier_out)
+    except AutobatchError as error:
         return f"{type(error).__name__} {error}"
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("code", [1, 2, 3, 77])
-def test_only_what_a_restart_cannot_change_ends_it(server: RankServer, code: int) -> None:
-    said = "EarlierVerdict the line" if code in (2, 3) else "['meet', 'meet']"
-    assert server.values(later_start, code) == [said] * 2
+@pytest.mark.parametrize("code", [1, 2, 77])
+def test_only_what_a_restart_cannot_change_ends_it(server: RankServer, tmp_path: Path, code: int) -> None:
+    said = "EarlierVerdict the line" if code == 2 else str(tmp_path)
+    assert server.values(later_start, str(tmp_path), code) == [said] * 2
 
 
-def keep_the_store() -> str:
-    """Keep the store in rank 0, as without torchrun, at a port where something listens."""
-    if os.environ["RANK"] == "1":
-        return ""
-    with socket.create_server(("", 0)) as listener:
-        port = str(listener.getsockname()[1])
-        try:
-            open_ranks({**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port})
-        except InputError as error:
-            return str(error)
-    return ""
+LIMIT_S = 1.5
+"""Limit of a wait, which a busy machine does not exceed."""
 
 
-@pytest.mark.distributed
-def test_a_port_that_is_taken_is_named(server: RankServer) -> None:
-    line, _ = server.values(keep_the_store)
-    assert re.fullmatch(r"MASTER_PORT is \d+, which another process of .* uses: give another", line)
-
-
-def one_dies() -> None:
-    ranks = open_ranks(os.environ)
-    ranks.gather(None)
-    if ranks.rank == 1:
-        os.kill(os.getpid(), 9)
-    ranks.gather(None)
-
-
-@pytest.mark.distributed
-def test_a_rank_that_is_killed_is_noticed(server: RankServer) -> None:
-    ended = server.run(one_dies)
-    assert [one.code for one in ended] == [1, -9]
-    line = "RankLost: a rank ended or cannot be reached, so this one could not exchange messages"
-    assert line in ended[0].error
-
-
-def one_ends_at_once() -> int | None:
-    """Lose a rank that a second signal ended, as a launcher sends both to all."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
+def open_limited(out: str) -> LaunchedGroup:
     group = open_group()
-    with stop_on_signals(Arrivals(itertools.count().__next__)):
-        group.gather(None)
-        os.kill(os.getpid(), signal.SIGINT)
-        try:
-            if group.rank == 1:
-                os.kill(os.getpid(), signal.SIGINT)
-            group.gather(None)
-        except AutobatchError as error:
-            return group.fail(str(error), 1)
-        except KeyboardInterrupt:
-            group.fail("interrupted", 130)
-            raise
-    return None
-
-
-@pytest.mark.distributed
-def test_a_rank_that_a_second_signal_ended_is_no_failure(server: RankServer) -> None:
-    """The ranks that lose it end with its exit code, whatever they notice first."""
-    first, other = server.run(one_ends_at_once)
-    assert first.code == 130 or first.value == 130, first.error
-    assert "KeyboardInterrupt" in other.error
-
-
-def open_watched(out: str) -> Group:
-    """Join with a limit of 1.5 seconds for every wait, which a busy machine does not exceed."""
-    watch.POLL_S = 0.05
-    group = open_group()
+    assert isinstance(group, LaunchedGroup)
     group.enter(Path(out))
     group.gather(None)
-    group.limit_wait(1.5)
+    group.limit_wait(LIMIT_S)
     return group
 
 
-def hangs_on_its_own(out: str) -> None:
-    group = open_watched(out)
-
-    def save() -> None:
-        group.sign("saving a checkpoint")
-        time.sleep(100)
-
-    group.once(save)
-
-
-def is_stopped(out: str) -> None:
-    """Stop rank 1 with all of its threads, for longer than the others live."""
-    group = open_watched(out)
+def killed(group: LaunchedGroup) -> None:
     if group.rank == 1:
-        group.sign("validating")
-        time.sleep(4 * watch.POLL_S)
-        wake = f"until [ -s {out}/verdict.json ]; do sleep 0.1; done; kill -CONT {os.getpid()}"
-        subprocess.Popen(["/bin/sh", "-c", wake])
-        os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(100)
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.agree(False)
 
 
-def works_for_long(out: str) -> None:
-    """Show signs of life on rank 1 for longer than the limit, and hang then."""
-    group = open_watched(out)
+def hangs(group: LaunchedGroup) -> None:
     if group.rank == 1:
-        for _ in range(4):
-            time.sleep(0.5)
-            group.sign("validating")
-        assert not (Path(out) / "verdict.json").exists()
-        group.sign("training")
         time.sleep(100)
-    group.gather(group.rank)
+    group.agree(False)
 
 
-def receives_nothing(out: str) -> None:
-    """Wait on all ranks for messages that never arrive."""
-    group = open_watched(out)
-    with group.waiting("sum the batch"):
-        time.sleep(100)
+def stop(out: str) -> None:
+    """Stop this process with all of its threads, for longer than the others live."""
+    wake = f"until [ -s {out}/verdict.json ]; do sleep 0.1; done; kill -KILL {os.getpid()}"
+    subprocess.Popen(["/bin/sh", "-c", wake])
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
-LIMIT = "for more than the --collective-timeout of 1.5 s"
+def stopped_alone(group: LaunchedGroup) -> None:
+    """Stop rank 0 while the others wait for what it does alone."""
+    group.once(lambda: stop(str(group._out)))
+
+
+def killed_after_long_work(group: LaunchedGroup) -> None:
+    """Work on rank 0 alone for longer than the limit, and lose rank 2 then."""
+    group.once(lambda: time.sleep(3 * LIMIT_S))
+    if group.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.agree(False)
+
+
+def act_and_leave(out: str, act: Callable[[LaunchedGroup], None]) -> None:
+    """Leave as a command does if a rank does not answer."""
+    group = open_limited(out)
+    try:
+        act(group)
+    except AutobatchError as error:
+        os._exit(group.fail(str(error), 1) or 1)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("hang", "line"),
+    ("act", "missing"),
     [
-        pytest.param(
-            works_for_long,
-            f"rank 1 lets the other ranks wait {LIMIT}, while training: it hangs",
-            marks=pytest.mark.program,
-        ),
-        (hangs_on_its_own, f"rank 0 lets the other ranks wait {LIMIT}, while saving a checkpoint: it"),
-        pytest.param(
-            is_stopped,
-            f"rank 1 showed no sign of life {LIMIT}, last seen validating: the process is stopped",
-            marks=pytest.mark.program,
-        ),
-        pytest.param(
-            receives_nothing,
-            f"no rank got further {LIMIT}, while they were waiting to sum the batch: check",
-            marks=pytest.mark.program,
-        ),
+        (killed, 1),
+        pytest.param(hangs, 1, marks=pytest.mark.program),
+        (stopped_alone, 0),
+        pytest.param(killed_after_long_work, 2, marks=pytest.mark.program),
     ],
 )
-def test_a_rank_that_hangs_is_named(server: RankServer, tmp_path: Path, hang: Any, line: str) -> None:
-    ended = server.run(hang, str(tmp_path), world=3)
-    assert [one.code for one in ended] == [1, 1, 1]
-    assert json.loads((tmp_path / "verdict.json").read_text())["line"].startswith(line)
+def test_a_rank_that_is_missing_is_named(server: RankServer, tmp_path: Path, act: Any, missing: int) -> None:
+    """Of three ranks, whatever is between them: the first of the others reports, and all leave."""
+    ended = server.run(act_and_leave, str(tmp_path), act, world=3, seconds=40)
+    verdict = json.loads((tmp_path / "verdict.json").read_text())
+    assert verdict["line"].startswith(f"rank {missing} ended, hangs or cannot be reached")
+    assert (verdict["rank"], verdict["code"]) == (int(missing == 0), 1)
+    assert [one.code for rank, one in enumerate(ended) if rank != missing] == [1, 1]
 
 
-def stop_in_a_collective() -> None:
-    """Wait for a rank that never comes, with a signal that Python cannot handle meanwhile."""
-    watch.STOP_S, watch.POLL_S = 0.2, 0.05
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    group = open_group()
-    if group.rank == 1:
-        signal.pause()
-    os.kill(os.getpid(), signal.SIGTERM)
-    group.agree(False)
-
-
-@pytest.mark.distributed
-def test_ranks_that_wait_in_a_collective_leave_after_a_signal(server: RankServer) -> None:
-    ended = server.run(stop_in_a_collective)
-    assert [one.code for one in ended] == [143, 143]
-
-
-def interrupted_start(stranger: bool) -> str:
-    """Wait for a rank that never starts, or for a program that never answers, and get a signal."""
+def interrupted_start() -> str:
+    """Wait for a rank that never starts, and get a signal."""
     if os.environ["RANK"] == "1":
         return "never joins"
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1]) if stranger else os.environ["MASTER_PORT"]
-        try:
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-            open_ranks({**os.environ, "MASTER_PORT": port})
-        except KeyboardInterrupt:
-            return "interrupted"
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        open_ranks(os.environ)
+    except KeyboardInterrupt:
+        return "interrupted"
     return "joined"
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("stranger", [False, True])
-def test_ctrl_c_ends_the_wait_at_the_start(server: RankServer, stranger: bool) -> None:
-    assert server.values(interrupted_start, stranger) == ["interrupted", "never joins"]
+def test_ctrl_c_ends_the_wait_at_the_start(server: RankServer) -> None:
+    assert server.values(interrupted_start) == ["interrupted", "never joins"]
 
 
-def connect_to(port: int) -> TCPStore:
-    return TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-
-
-def test_a_store_is_waited_for_and_what_is_none_is_named() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        named = f"nobody answers at 127.0.0.1:{port}, where the ranks meet, for 0.01 s .*refused.*MASTER_ADDR"
-        with pytest.raises(AutobatchError, match=named):
-            reach_store(lambda: None, "127.0.0.1", port, start_s=0.01)
-        threading.Timer(0.05, listener.listen).start()
-        named = f"what listens at 127.0.0.1:{port} took the connection and gave no answer for 0.2 s"
-        with pytest.raises(AutobatchError, match=named):
-            reach_store(lambda: connect_to(port), "127.0.0.1", port, answer_s=0.2)
-    store = open_store()
-    store.set("key", "value")
-    assert reach_store(lambda: connect_to(store.port), "127.0.0.1", store.port).get("key") == b"value"
-
-
-def launch_of(rank: int, world: int = 2, restart: int = 0) -> Launch:
-    return Launch(rank=rank, world=world, address="here", port=1, restart=restart)
-
-
-def test_ranks_of_one_start_meet_though_their_launchers_count_restarts_differently() -> None:
+def test_ranks_of_one_start_meet_whatever_an_earlier_one_has_left() -> None:
     """A rank whose place another process has had waits for the next start."""
     store = HashStore()
-    for number, (restarts, expected) in enumerate(
-        [((0, 0), 0), ((1, 0), 1), ((1, 0), 2), ((4, 1), 4), ((0, 0), 0)], 1
-    ):
-        if number == 5:  # a process that trains again
-            store.add("ended", 4)
+    for number in (1, 2, 3):
         with ThreadPoolExecutor(1) as pool:
-            early = pool.submit(meet, store, launch_of(1, restart=restarts[1]), 10)
-            time.sleep(0.02)
+            early = pool.submit(meet, store, 1, 2, 10)
+            time.sleep(0.1)
             assert not early.done()
-            first = meet(store, launch_of(0, restart=restarts[0]), 10)
-        assert first == early.result()
-        assert (first.number, first.restart, len(set(first.tokens))) == (number, expected, 2)
+            assert meet(store, 0, 2, 10) == early.result() == number
 
 
-@pytest.mark.parametrize(
-    ("others", "message"),
-    [([2], "WORLD_SIZE is 3, and rank 1 did not start within 0 s"), ([], "and ranks 1, 2 did not start")],
-)
-def test_ranks_that_never_start_are_named(others: list[int], message: str) -> None:
+@pytest.mark.parametrize(("rank", "missing"), [(0, "rank 1"), (1, "ranks 0, 1, 2")])
+def test_ranks_that_never_start_are_named(rank: int, missing: str) -> None:
     store = HashStore()
-    for rank in others:
-        store.set(f"start/1/rank/{rank}", "token")
-    with pytest.raises(AutobatchError, match=message):
-        meet(store, launch_of(0, 3), 0)
-    with pytest.raises(AutobatchError, match="and rank 0 did not start"):
-        meet(HashStore(), launch_of(1, 3), 0)
+    store.set("start/1/token/2", "token")
+    with pytest.raises(AutobatchError, match=f"WORLD_SIZE is 3, and {missing} did not start within 0 s"):
+        meet(store, rank, 3, 0)
 
 
 def test_ranks_never_share_a_gpu() -> None:

@@ -163,7 +163,7 @@ def _run_case(
     of_rank: Mapping[int, Mapping[str, str]],
     seconds: float,
 ) -> list[tuple[Any, ...]]:
-    from autobatch.distributed.launch import open_store
+    from torch.distributed import TCPStore
 
     common = {
         "WORLD_SIZE": str(world),
@@ -183,7 +183,7 @@ def _run_case(
             own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **of_rank.get(rank, {})}
             pids[_fork(function, args, own, folder / str(rank), readable, seconds)] = rank
         # The store has a thread, which may hold a lock while a process forks: so it starts after them.
-        store = open_store()
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.write(writable, f"{store.port:8}".encode() * world)
         os.close(readable)
         os.close(writable)

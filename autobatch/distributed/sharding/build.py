@@ -79,7 +79,6 @@ def shard_over(
         return made, sharded
     with group.waiting("receive the first weights"), torch.no_grad():
         for name, tensor in _tensors_of(made).items():
-            group.sign("sending the first weights")
             _send(whole[name] if group.rank == 0 else None, tensor, group, device)
             if not (keeps_model or whole[name].is_meta):
                 # Its memory is free for the run.

@@ -7,7 +7,6 @@ shard is in the header of its file. Its own format would add a pickle. Any numbe
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -17,9 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
@@ -62,7 +59,7 @@ def write_shards(folder: Path, shards: Mapping[str, Tensor], group: Group) -> di
     process_group = group.tensor_group(torch.device("cpu"))
     try:
         with group.waiting("write the checkpoint"):
-            save(dict(shards), storage_writer=writer, planner=_Signing(group), process_group=process_group)
+            save(dict(shards), storage_writer=writer, process_group=process_group)
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda one: one[0])
         raise _clear_error(rank, folder, cause) from cause
@@ -79,23 +76,6 @@ def write_shards(folder: Path, shards: Mapping[str, Tensor], group: Group) -> di
             raise CheckpointError(_failed(rank, folder, failure))
         found.update(files)
     return found
-
-
-class _Signing(DefaultSavePlanner):
-    """Planner that shows the other ranks with each tensor that this one gets further.
-
-    Args:
-        group: the ranks.
-    """
-
-    def __init__(self, group: Group) -> None:
-        super().__init__()
-        self._group = group
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Return the data of an item."""
-        self._group.sign("saving a checkpoint")
-        return super().resolve_data(write_item)
 
 
 def read_shards(
