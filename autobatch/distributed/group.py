@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroup
 
 from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitError
 from autobatch.device.oom import is_oom

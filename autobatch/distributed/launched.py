@@ -85,12 +85,13 @@ class LaunchedGroup(Group):
         launch: the place of this process.
         store: the store of the run.
         number: of this start of the ranks, from 1.
+        earlier_out: folder of the run at an earlier start; None if this is the first.
     """
 
-    def __init__(self, launch: Launch, store: Store, number: int) -> None:
+    def __init__(self, launch: Launch, store: Store, number: int, earlier_out: Path | None) -> None:
         super().__init__(launch.rank, launch.world, None)
         self.host = launch.host
-        self.earlier_out = Path(store.get(OUT).decode()) if store.check([OUT]) else launch.earlier_out
+        self.earlier_out = earlier_out
         self._launch = launch
         self._run = store
         self._number = number
@@ -102,8 +103,13 @@ class LaunchedGroup(Group):
         self._is_owner = not dist.is_initialized()
         with self.waiting("join the other ranks"):
             if self._is_owner:
-                place = {"rank": launch.rank, "world_size": launch.world, "timeout": self._limit}
-                dist.init_process_group("gloo", store=self._store, **place)
+                dist.init_process_group(
+                    "gloo",
+                    store=self._store,
+                    rank=launch.rank,
+                    world_size=launch.world,
+                    timeout=self._limit,
+                )
             else:
                 self._messages = dist.new_group(backend="gloo", timeout=self._limit)
 
@@ -294,7 +300,12 @@ def join_launch(launch: Launch) -> LaunchedGroup:
     try:
         # In a thread, because torch waits outside of Python, where no signal ends it.
         store = PrefixStore(f"autobatch/{launch.run_id}", in_thread(connect).result(START_S))
-        group = LaunchedGroup(launch, store, meet(store, launch.rank, launch.world))
+        number = meet(store, launch.rank, launch.world)
+        earlier_out = Path(store.get(OUT).decode()) if store.check([OUT]) else launch.earlier_out
+        earlier = None if earlier_out is None else read_verdict(earlier_out)
+        if earlier is not None and earlier.code in FINAL_CODES:
+            raise EarlierVerdict(earlier)
+        return LaunchedGroup(launch, store, number, earlier_out)
     except TimeoutError as error:
         raise RankLost(
             f"nobody answers at {launch.address}:{launch.port}, where the ranks meet, for {START_S:g} s: "
@@ -304,10 +315,6 @@ def join_launch(launch: Launch) -> LaunchedGroup:
         raise
     except RuntimeError as error:
         raise rank_lost("join the other ranks", error) from error
-    earlier = None if group.earlier_out is None else read_verdict(group.earlier_out)
-    if earlier is not None and earlier.code in FINAL_CODES:
-        raise EarlierVerdict(earlier)
-    return group
 
 
 def meet(store: Store, rank: int, world: int, seconds: float = START_S) -> int:

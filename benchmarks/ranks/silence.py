@@ -1,6 +1,6 @@
 """Ranks that are killed, stopped or hang, at any instant of a training, and hosts that are cut off.
 
-    python -m benchmarks.ranks.silence [--ranks 2] [--tries 10] [--timeout 5] [--kinds kill stop hang] [--seed 1]
+    python -m benchmarks.ranks.silence [--ranks 3] [--tries 10] [--timeout 5] [--kinds kill stop hang]
     python -m benchmarks.ranks.silence --hosts --kinds kill stop cut loss
 
 Each try disturbs one run in one way, and the next one resumes it:
@@ -11,9 +11,9 @@ Each try disturbs one run in one way, and the next one resumes it:
     launcher  SIGKILL to a random launcher              cut       the link between two hosts
     loss      SIGKILL to all processes of a host
 
-Printed are, for each try, the seconds until the ranks that nothing disturbed were gone, and until a stopped one
-was; whether a line named the rank; checkpoints that were lost. At the end, the weights of the run are compared
-with those of an undisturbed run, bit for bit. Two hosts are network namespaces of this machine, and need root.
+Printed are, for each try, the seconds until the ranks that nothing disturbed were gone, and until a disturbed
+one was, whether a line named it, and whether a checkpoint was lost. At the end, the weights of the run are
+compared with those of an undisturbed run, bit for bit. Two hosts are network namespaces, and need root.
 """
 
 from __future__ import annotations

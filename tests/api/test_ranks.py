@@ -67,7 +67,7 @@ def test_a_restart_moves_a_run_that_it_does_not_know(tmp_path: Path, is_known: b
     ranks = Ranks()
     for _ in range(2):
         run(Call(workload=make_workload(), options=as_options("fit", **options), ranks=ranks))
-        ranks.restart, ranks.earlier_out = 1, out if is_known else None
+        ranks.earlier_out = out if is_known else None
     assert len(list(tmp_path.rglob("step-00000001"))) == (1 if is_known else 2)
 
 
@@ -79,23 +79,6 @@ def test_a_folder_that_a_rank_does_not_see_is_refused(tmp_path: Path) -> None:
     with ExitStack() as held, pytest.raises(InputError, match="rank 1 on b does not see the folder"):
         claim_of_ranks(call(Blind()), lambda: tmp_path, held)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("is_resume", [False, True])
-def test_each_sample_that_is_counted_is_a_sign_of_life(tmp_path: Path, is_resume: bool) -> None:
-    """A rank whose stream hangs is named then, and one whose stream is long is not."""
-    signs: list[str] = []
-
-    class Signing(Ranks):
-        def sign(self, doing: str) -> None:
-            signs.append(doing)
-
-    options = {"target_batch": 8, "epochs": 1, "out": str(tmp_path), "max_micro_batch": 4, "trials": 0}
-    workload = make_workload(train_data=lambda: (points(20)[index] for index in range(20)))
-    for resume in [False, True][: 1 + is_resume]:
-        signs.clear()
-        run(Call(workload=workload, options=as_options("fit", **options, resume=resume), ranks=Signing()))
-    assert signs.count("counting the samples of the stream") == 20
 
 
 def wide() -> nn.Module:
