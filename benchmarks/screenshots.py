@@ -1,8 +1,6 @@
 """Pictures for the documentation: ``python -m benchmarks.screenshots`` writes them to docs/img.
 
-It trains the demo twice, the second time in less memory, compares the runs, and opens both pages in Chromium:
-wide, wide and dark, and as narrow as a phone. It predicts what fits of a model of the hub, whose config is at
-hand, in terminals of those widths.
+It trains the demo, opens its report in Chromium, and predicts what fits of a model of the hub in a terminal.
 """
 
 from __future__ import annotations
@@ -24,17 +22,12 @@ from benchmarks.which_gpu import MODELS
 
 IMAGES = Path(__file__).parent.parent / "docs" / "img"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-RUNS = {"6MiB": "--memory-budget 6MiB", "4MiB": "--memory-budget 4MiB --seed 1"}
-"""Options of each run by its name."""
-FIT = "fit --target-batch 512 --steps 120 --validate-every 12 --trials 0 --quiet"
-WIDE, NARROW = 1280, 390
-HEIGHTS = {"report": 1240, "compare": 2500}
-"""Pixels of each page from its top."""
-SHAPES = (("", WIDE, "light"), ("-dark", WIDE, "dark"), ("-narrow", NARROW, "light"))
-"""End of the name of each picture, its pixels across, and its theme."""
+FIT = "fit --target-batch 512 --steps 120 --validate-every 12 --trials 0 --quiet --out run"
+WIDTH, HEIGHT = 1280, 1240
+"""Pixels of the page from its top."""
 MODEL = "Qwen/Qwen3-0.6B"
 ESTIMATE = f"autobatch estimate hf:{MODEL} --sequence 2048 --profile rtx-4090"
-COLUMNS = {WIDE: 147, NARROW: 46}
+COLUMNS = 147
 """Columns of a terminal of so many pixels."""
 COLORS = 96
 """Colours of a picture: few enough for a small file, and as many as the charts have."""
@@ -61,7 +54,7 @@ def browse(folder: Path, page: Path, *options: str) -> subprocess.CompletedProce
 
 def shoot(page: str, image: Path, *, width: int, height: int, theme: str = "light") -> Path:
     """Write a picture of the top of a page. A frame makes it narrower than a window of Chromium can be."""
-    page = page.replace('<html lang="en">', f'<html lang="en" data-theme="{theme}">')
+    page = page.replace("color-scheme: light dark;", f"color-scheme: {theme};")
     style = f"width:{width}px;height:{height}px;border:0"
     with tempfile.TemporaryDirectory() as folder:
         shown, shot = Path(folder, "frame.html"), Path(folder, "shot.png")
@@ -76,44 +69,34 @@ def shoot(page: str, image: Path, *, width: int, height: int, theme: str = "ligh
     return image
 
 
-def train() -> dict[str, str]:
-    """Train the runs of the pictures in a folder of their own. Return the pages by name."""
+def report() -> Path:
+    """Train the demo, and write a picture of its report."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"AUTOBATCH_HOME": folder}
-        commands = [f"{FIT} {options} --out runs/digits/{name}" for name, options in RUNS.items()]
-        for command in (*commands, "compare"):
-            words = [sys.executable, "-m", "autobatch", *command.split()]
-            subprocess.run(words, cwd=folder, env=environment, check=True)
-        first, last = (Path(folder, "runs", "digits", name) for name in RUNS)
-        files = {"report": first / "report.html", "compare": last / "compare.html"}
-        return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+        words = [sys.executable, "-m", "autobatch", *FIT.split()]
+        subprocess.run(words, cwd=folder, env=os.environ | {"AUTOBATCH_HOME": folder}, check=True)
+        page = Path(folder, "run/report.html").read_text(encoding="utf-8")
+    return shoot(page, IMAGES / "report.png", width=WIDTH, height=HEIGHT)
 
 
-def estimate(ending: str, width: int, theme: str) -> Path:
+def estimate() -> Path:
     """Write a picture of a terminal that predicts what fits of a model."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, MODEL)
         model.mkdir(parents=True)
         (model / "config.json").write_text(json.dumps(MODELS[MODEL].config), encoding="utf-8")
-        rows = rows_of(play(ESTIMATE, folder, COLUMNS[width]), COLUMNS[width])
-    drawn, across, down = still(ESTIMATE, rows, COLUMNS[width], theme)
+        rows = rows_of(play(ESTIMATE, folder, COLUMNS), COLUMNS)
+    drawn, across, down = still(ESTIMATE, rows, COLUMNS, "light")
     page = f'<html lang="en"><body style="margin:0">{drawn}'
-    return shoot(page, IMAGES / f"estimate{ending}.png", width=width, height=width * down // across)
+    return shoot(page, IMAGES / "estimate.png", width=WIDTH, height=WIDTH * down // across)
 
 
 def main() -> None:
     """Write every picture."""
     arguments(__doc__)
-    pages = train()
-    for ending, width, theme in SHAPES:
-        images = [estimate(ending, width, theme)]
-        for name, page in pages.items():
-            image = IMAGES / f"{name}{ending}.png"
-            images.append(shoot(page, image, width=width, height=HEIGHTS[name], theme=theme))
-        for image in images:
-            size = image.stat().st_size
-            print(f"{image.relative_to(IMAGES.parent.parent)}  {size:,} bytes")
-            assert size <= MOST_BYTES, "draw fewer colours, or less of the page"
+    for image in (report(), estimate()):
+        size = image.stat().st_size
+        print(f"{image.relative_to(IMAGES.parent.parent)}  {size:,} bytes")
+        assert size <= MOST_BYTES, "draw fewer colours, or less of the page"
 
 
 if __name__ == "__main__":

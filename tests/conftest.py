@@ -109,7 +109,7 @@ def real_copies(copies: None) -> None:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write only the titles of pictures, because drawing takes most of the time of a short run."""
-    monkeypatch.setattr("autobatch.report.drawing._drawn", lambda *_: '<svg viewBox="0 0 1 1"></svg>')
+    monkeypatch.setattr("autobatch.report.charts._svg", lambda *_: '<svg viewBox="0 0 1 1"></svg>')
 
 
 @pytest.fixture(autouse=True)

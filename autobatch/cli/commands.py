@@ -169,12 +169,11 @@ def _report(words: list[str]) -> Answer:
 
 
 def _compare(words: list[str]) -> Answer:
-    """Run ``autobatch compare [RUN RUN …]``: show what differs between runs, and their curves."""
+    """Run ``autobatch compare [RUN RUN …]``: show what differs between runs, and what they reached."""
     if len(words) == 1:
         raise InputError(
             "compare takes the folders of two or more runs, found 1: give RUN RUN, or none for the newest two"
         )
-    from autobatch.report.page import write_comparison
     from autobatch.report.result import find_run, load_run, newest_runs
     from autobatch.report.tables import compare_runs
 
@@ -184,7 +183,6 @@ def _compare(words: list[str]) -> Answer:
     runs = [load_run(folder, is_whole=True) for folder in folders]
     parent, names = _short_names(folders)
     found = compare_runs(runs, names)
-    path = write_comparison(folders[-1] / "compare.html", runs, found)
     differing = found.differing.rows
     every = found.given | found.reached
     content = {
@@ -192,7 +190,6 @@ def _compare(words: list[str]) -> Answer:
             str(folder): {name: row[at] for name, row in every.items()} for at, folder in enumerate(folders)
         },
         "differs": [name for name, *_ in differing],
-        "page": str(path),
     }
     what = [["differs"], *differing] if differing else [["same options, versions and hardware"]]
     rows = [["", *names], *what, ["planned and reached"], *found.figures.rows]
@@ -203,7 +200,7 @@ def _compare(words: list[str]) -> Answer:
     ]
     which = "runs" if words else "the newest two runs"
     titles = ", ".join(dict.fromkeys(run.title or "run" for run in runs))
-    lines = [f"{titles}: {which} in {parent}", *lines, "", f"curves over each other: {path}"]
+    lines = [f"{titles}: {which} in {parent}", *lines]
     return Answer(content, "\n".join(lines))
 
 

@@ -1,81 +1,193 @@
-"""The charts of the report. Each is drawn from records, and has its data in a table."""
+"""The charts of the report: each is drawn once, from records, and has its data in a table.
+
+Colours are readable on light and dark, and the page sets the colour of the text. So one drawing serves both
+themes, wide and narrow pages, and notebooks.
+"""
 
 from __future__ import annotations
 
+import io
 import itertools
+import re
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape
 from typing import Any, NamedTuple
 
+import matplotlib as mpl
 import msgspec
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from matplotlib.transforms import ScaledTranslation
 
-from autobatch.core.records import (
-    DeviceRecord,
-    MemoryCurve,
-    PredictedPoint,
-    Probe,
-    RunRecord,
-    StepRecord,
-    Trial,
-)
-from autobatch.core.units import format_bytes
-from autobatch.report.drawing import (
-    Picture,
-    bytes_unit,
-    color,
-    draw,
-    evenly_spaced,
-    layer,
-    plain_axes,
-    series,
-)
+from autobatch.core.records import DeviceRecord, MemoryCurve, PredictedPoint, Probe, StepRecord, Trial
+from autobatch.core.text import error_text
+from autobatch.core.units import GiB, KiB, MiB, TiB, format_bytes
 from autobatch.report.facts import peak_bytes
 from autobatch.report.tables import Table
-from autobatch.report.words import (
-    count,
-    decimal,
-    metrics_in_words,
-    percent,
-    plural,
-)
+from autobatch.report.words import count, decimal, metrics_in_words, percent, plural
 
-TABLE_ROWS = 200
-"""Rows of a table that belongs to a picture, and so places that the pointer finds."""
+WIDTH = 400
+"""Pixels across: a phone shows a drawing a little smaller, a wide page larger."""
+LETTER, ROW = 6.6, 17
+"""Pixels of a letter and of a row of the legend."""
+ACCENT, SOFT, BAD, WARN, GREY, RULE = "#0d8189", "#53999e", "#cf432a", "#aa700b", "#7d7d7d", "#80808059"
+SERIES = (ACCENT, "#5b97a2", "#ad8236", "#5e7896", "#6d865e", "#9b606d", "#7a69a6")
+"""Colours of categories; they repeat after the last."""
+LAYERS = ("#2c7a55", "#7b9550", "#3f7f31", "#90904f", "#6c7d1c", "#4b8f46")
+"""Colours of the parts of a model, all of them greens."""
 CACHED = "cached"
-"""Category of memory that the allocator holds and no tensor uses; drawn in grey."""
+"""Category of memory that the allocator holds and no tensor uses."""
+TABLE_ROWS = 200
 SMOOTHED_FROM = 300
 """Steps from which a noisy curve gets a smoothed line."""
-DASHES = ("-", "--", ":", "-.")
 NOISY = ("loss", "samples/s")
 FROM_ZERO = ("learning rate", "micro-batch")
 """Panels whose axis starts at 0."""
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.family": "sans-serif",
+    "font.sans-serif": ["system-ui", "DejaVu Sans"],
+    "font.size": 12,
+    "axes.titlesize": 12,
+    "axes.titlelocation": "left",
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"),
+    **dict.fromkeys(
+        ("text.color", "axes.titlecolor", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), GREY
+    ),
+    **dict.fromkeys(("xtick.color", "ytick.color", "axes.edgecolor", "grid.color"), RULE),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.spines.left"), False),
+    **dict.fromkeys(("xtick.major.size", "ytick.major.size", "legend.borderpad"), 0),
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.formatter.useoffset": False,
+    "axes.formatter.limits": (-7, 9),
+    "legend.frameon": False,
+    "legend.borderaxespad": 0,
+    "legend.fontsize": 12,
+    "legend.columnspacing": 1.5,
+    "lines.linewidth": 1.8,
+    "path.simplify_threshold": 1.0,  # in pixels: long runs have more points than that
+}
+
+
+class Picture(NamedTuple):
+    """A chart with its data."""
+
+    slug: str
+    title: str
+    svg: str
+    """The drawing; a sentence in its place if it cannot be drawn."""
+    table: Table
+    note: str = ""
+    """Text below the chart."""
+
+
+def draw(
+    slug: str, title: str, paint: Callable[[Figure], None], table: Table, *, height: int, note: str
+) -> Picture:
+    """Draw a picture.
+
+    If matplotlib cannot draw it, for example because a loss is 1e308, a sentence is in its place.
+
+    Args:
+        slug: name of the picture, unique on its page.
+        title: title for screen readers.
+        paint: draws on a figure. What it labels is in the legend.
+        table: the data.
+        height: pixels without the legend.
+        note: text below the picture.
+    """
+    try:
+        svg = _svg(slug, paint, height)
+        head = (
+            f'<svg role="img" aria-label="{escape(f"{title}. {note}")}" style="max-width:100%;height:auto" '
+        )
+        return Picture(slug, title, svg.replace("<svg ", head, 1), table, note)
+    except Exception as error:
+        reason = escape(f"{type(error).__name__}: {error_text(error)}")
+        words = f"<p>The figure of {escape(title)} is left out, it cannot be drawn ({reason}).</p>"
+        return Picture(slug, title, words, table, note)
+
+
+def _svg(slug: str, paint: Callable[[Figure], None], height: int) -> str:
+    """Return what matplotlib draws, without ids that nothing refers to; the others depend on the slug."""
+    with mpl.rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph .* missing|.*[Ff]ont family")  # the browser has the font
+        warnings.filterwarnings("ignore", category=RuntimeWarning)  # overflow in figures of 1e308
+        mpl.rcdefaults()  # the user's matplotlibrc must not change the report
+        mpl.rcParams.update(STYLE | {"svg.hashsalt": slug})
+        figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
+        paint(figure)
+        found: dict[str, Any] = {}
+        for axes in figure.axes:
+            for axis in (axes.xaxis, axes.yaxis):
+                if max(axis.get_view_interval()) >= 1000:
+                    axis.set_major_formatter("{x:,.0f}")
+            handles, labels = axes.get_legend_handles_labels()
+            found |= dict(zip(labels, handles, strict=True))
+        if found:
+            columns = min(len(found), max(1, int(WIDTH // (40 + LETTER * max(map(len, found))))))
+            figure.set_figheight((height + ROW * -(-len(found) // columns)) / 72)
+            figure.legend(list(found.values()), list(found), loc="outside lower left", ncols=columns)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    body = buffer.getvalue().partition("<svg")[2]
+    body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
+    return "<svg" + re.sub(r' id="[A-Za-z]+[\w.]*_\d+"', "", body)
+
+
+def bytes_unit(size: int) -> tuple[int, str]:
+    """Return the largest unit that ``size`` bytes fill, and its name."""
+    steps = ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB"))
+    return next(((unit, name) for unit, name in steps if size >= unit), (1, "B"))
+
+
+def evenly_spaced(length: int, limit: int) -> list[int]:
+    """Return at most ``limit`` evenly spaced indices of ``length``, including the first and the last."""
+    if length <= limit:
+        return list(range(length))
+    return sorted({round(place * (length - 1) / (limit - 1)) for place in range(limit)})
+
+
+def one_axes(figure: Figure, xlabel: str, title: str) -> Axes:
+    """Add one axes with whole numbers across."""
+    axes = figure.add_subplot()
+    axes.set_xlabel(xlabel)
+    axes.set_title(title)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    return axes
 
 
 def memory_figure(
     device: DeviceRecord, probe: Probe, predicted: Sequence[PredictedPoint] = (), note: str = ""
 ) -> Picture | None:
-    """Draw peak memory against the micro-batch: the prediction, the runs and the budget, with a note below.
+    """Draw peak memory against the micro-batch: the runs, the replay and the budget.
 
     Returns:
         The picture; None if there are fewer than two points to draw.
     """
     if len(probe.attempts) + len(predicted) < 2:
         return None
-    kind = "allocated" if all(one.peak_reserved_bytes is None for one in probe.attempts) else "reserved"
-    peaks = [(one.micro_batch, peak_bytes(one)) for one in probe.attempts if one.fits]
-    fits = [(size, peak) for size, peak in peaks if peak is not None]
-    fails = sorted({one.micro_batch for one in probe.attempts if not one.fits})
-    line = sorted((point.micro_batch, point.peak_reserved_bytes) for point in predicted)
-    highest = max([device.budget_bytes, *(peak for _, peak in [*fits, *line])])
-    widest = max([1, *fails, *(size for size, _ in [*fits, *line])])
+    kind = (
+        "allocated" if all(attempt.peak_reserved_bytes is None for attempt in probe.attempts) else "reserved"
+    )
+    fits = [
+        (attempt.micro_batch, peak)
+        for attempt in probe.attempts
+        if attempt.fits and (peak := peak_bytes(attempt)) is not None
+    ]
+    fails = sorted({attempt.micro_batch for attempt in probe.attempts if not attempt.fits})
+    replayed = sorted((point.micro_batch, point.peak_reserved_bytes) for point in predicted)
+    highest = max([device.budget_bytes, *(peak for _, peak in [*fits, *replayed])])
     unit, name = bytes_unit(highest)
 
-    def paint(figure: Figure, narrow: bool) -> None:
-        axes = plain_axes(figure, xlabel="micro-batch, samples", title=f"peak {kind} memory, {name}")
+    def paint(figure: Figure) -> None:
+        axes = one_axes(figure, "micro-batch, samples", f"peak {kind} memory, {name}")
 
         def plot(points: Sequence[tuple[int, int]], style: str, label: str, **look: Any) -> None:
             if points:
@@ -84,45 +196,34 @@ def memory_figure(
 
         budget = device.budget_bytes / unit
         label = f"budget {format_bytes(device.budget_bytes)}"
-        axes.axhline(budget, color=color("bad"), linestyle=(0, (5, 3)), linewidth=1.4, label=label)
-        plot(line, "-", "predicted", color=color("muted"), linewidth=1.4)
-        plot(fits, "o", "ran and fits", color=color("accent"), markersize=7)
-        answer = [point for point in fits if point[0] == probe.micro_batch][-1:]
-        plot(
-            answer, "o", f"result, {count(probe.micro_batch)}", color=color("accent"), markersize=14,
-            markerfacecolor="none", markeredgewidth=1.8,
-        )  # fmt: skip
-        above = axes.transData + ScaledTranslation(0, 10 / 72, figure.dpi_scale_trans)
-        plot(
-            [(size, device.budget_bytes) for size in fails], "x", "did not fit (its peak is unknown)",
-            color=color("bad"), markersize=8, markeredgewidth=2, transform=above,
-        )  # fmt: skip
-        axes.set_ylim(0, 1.12 * highest / unit)
-        axes.set_xlim(-0.02 * widest, 1.06 * widest)
+        axes.axhline(budget, color=BAD, linestyle=(0, (5, 3)), linewidth=1.4, label=label)
+        plot(replayed, "-", "replayed", color=GREY, linewidth=1.4)
+        plot(fits, "o", "ran and fits", color=ACCENT, markersize=6)
+        result = [point for point in fits if point[0] == probe.micro_batch][-1:]
+        ring = {"markersize": 13, "markerfacecolor": "none", "markeredgewidth": 1.8}
+        plot(result, "o", f"result, {count(probe.micro_batch)}", color=ACCENT, **ring)
+        above = [(size, int(1.06 * device.budget_bytes)) for size in fails]
+        plot(above, "x", "does not fit", color=BAD, markersize=7, markeredgewidth=2)
+        axes.set_ylim(0, 1.14 * highest / unit)
+        axes.margins(x=0.06)
 
-    words = (
-        f"{plural(sum(one.fits for one in probe.attempts), 'size')} fitted, {len(fails)} did not. "
-        f"The result is {count(probe.micro_batch)}. The budget is {format_bytes(device.budget_bytes)}."
-    )
     rows = [
         [
-            count(one.micro_batch),
-            "fits" if one.fits else "does not fit",
-            format_bytes(one.peak_allocated_bytes),
-            format_bytes(one.peak_reserved_bytes),
-            decimal(one.seconds, 3),
-            " in ".join(filter(None, (one.reason, one.phase))),
+            count(attempt.micro_batch),
+            "fits" if attempt.fits else "does not fit",
+            format_bytes(attempt.peak_allocated_bytes),
+            format_bytes(attempt.peak_reserved_bytes),
+            decimal(attempt.seconds, 3),
+            " in ".join(filter(None, (attempt.reason, attempt.phase))),
         ]
-        for one in probe.attempts
+        for attempt in probe.attempts
     ]
     head = ["Micro-batch", "Result", "Peak allocated", "Peak reserved", "Seconds", "Reason"]
     table = Table("Every size that ran, in order", head, rows)
-    places = [one.micro_batch for one in probe.attempts]
-    title = "Peak memory by micro-batch"
-    return draw("memory", title, words, paint, table, heights=(320, 260), note=note, x=places)
+    return draw("memory", "Peak memory by micro-batch", paint, table, height=270, note=note)
 
 
-def memory_curve_figure(curve: MemoryCurve, budget_bytes: int, setting: str = "") -> Picture | None:
+def memory_curve_figure(curve: MemoryCurve, budget_bytes: int, note: str = "") -> Picture | None:
     """Draw live memory over one optimizer step: activations by module, the rest by category, and the budget.
 
     Phases are equally wide, because events are no measure of time.
@@ -130,16 +231,18 @@ def memory_curve_figure(curve: MemoryCurve, budget_bytes: int, setting: str = ""
     Args:
         curve: the memory; the picture is None if it is empty.
         budget_bytes: the budget; it is drawn unless it is far above the peak.
-        setting: configuration that the memory is of, for example ``" in bf16"``.
+        note: whose memory it is, if it is not that of the plan.
     """
     if not curve.positions or not curve.categories:
         return None
     layers: dict[str, tuple[str, Sequence[int]]] = {}
     for number, (kind, sizes) in enumerate(curve.categories.items()):
         if kind == "activations" and curve.modules:
-            layers |= {name: (layer(at), of) for at, (name, of) in enumerate(curve.modules.items())}
+            layers |= {
+                name: (LAYERS[at % len(LAYERS)], of) for at, (name, of) in enumerate(curve.modules.items())
+            }
         else:
-            layers[kind] = (color("rule") if kind == CACHED else series(number), sizes)
+            layers[kind] = (RULE if kind == CACHED else SERIES[number % len(SERIES)], sizes)
     totals = [sum(sizes) for sizes in zip(*curve.categories.values(), strict=True)]
     # A caching allocator may hold the peak for the whole step: the moment with the most in use explains it.
     unused = curve.categories.get(CACHED, [0] * len(totals))
@@ -148,28 +251,26 @@ def memory_curve_figure(curve: MemoryCurve, budget_bytes: int, setting: str = ""
     unit, name = bytes_unit(peak)
     phases, at_phase, places = _in_phases(curve)
 
-    def paint(figure: Figure, narrow: bool) -> None:
-        axes = plain_axes(figure, xlabel="phases of one optimizer step", title=f"live memory, {name}")
+    def paint(figure: Figure) -> None:
+        axes = one_axes(figure, "phases of one optimizer step", f"live memory, {name}")
         heights = [[size / unit for size in [*sizes, sizes[-1]]] for _, sizes in layers.values()]
-        axes.stackplot(
-            [*places, len(phases)], heights, colors=[hue for hue, _ in layers.values()], labels=list(layers),
-            linewidth=0, step="post",
-        )  # fmt: skip
+        colors = [color for color, _ in layers.values()]
+        across = [*places, len(phases)]
+        axes.stackplot(across, heights, colors=colors, labels=list(layers), linewidth=0, step="post")
         top = 1.12 * max(peak, 1) / unit
         if budget_bytes < 3 * peak:
-            top = max(top, 1.06 * budget_bytes / unit)
+            top = max(top, 1.08 * budget_bytes / unit)
             label = f"budget {format_bytes(budget_bytes)}"
-            axes.axhline(budget_bytes / unit, color=color("bad"), linestyle=(0, (5, 3)), label=label)
+            axes.axhline(budget_bytes / unit, color=BAD, linestyle=(0, (5, 3)), label=label)
         label = f"peak {format_bytes(peak)}"
-        axes.plot(
-            [places[peak_at]], [peak / unit], "o", color=color("ink"), markersize=5, label=label, zorder=3
-        )
+        axes.plot([places[peak_at]], [peak / unit], "o", color=GREY, markersize=5, label=label, zorder=3)
         axes.set_xlim(0, len(phases))
         axes.set_ylim(0, top)
         for start in range(1, len(phases)):
-            axes.axvline(start, color=color("paper"), linewidth=1.5, zorder=1.5)
-        named = [phase.replace(" ", "\n") if narrow else phase for phase in phases]
-        axes.set_xticks([at + 0.5 for at in range(len(phases))], named)
+            axes.axvline(start, color=RULE, linewidth=1, zorder=3)
+        axes.set_xticks(
+            [at + 0.5 for at in range(len(phases))], [phase.replace(" ", "\n") for phase in phases]
+        )
 
     chosen = sorted({*evenly_spaced(len(places), TABLE_ROWS), peak_at})
     table = Table(
@@ -185,22 +286,17 @@ def memory_curve_figure(curve: MemoryCurve, budget_bytes: int, setting: str = ""
         ],
     )
     where = "" if curve.micro_batch is None else f" at micro-batch {count(curve.micro_batch)}"
-    note = (
-        f"Predicted{where}{setting}. The peak is {format_bytes(peak)} of {format_bytes(budget_bytes)}, in "
-        f"{phases[at_phase[peak_at]]}."
-    )
+    words = [f"The peak{where} is {format_bytes(peak)} of {format_bytes(budget_bytes)}, "]
+    words[0] += f"in {phases[at_phase[peak_at]]}."
+    if "forward 2" in phases:
+        words.append(
+            "Forward 1 and backward 1 are the first micro-batch of a step, forward 2 and backward 2 a further "
+            "one, beside which the gradients of the first are held."
+        )
     if curve.modules:
-        note += " Activations, in green, are shown by the part of the model that made them."
-    return draw(
-        "memory-over-time",
-        "Memory over one optimizer step",
-        f"Live memory over the phases of a step. {note}",
-        paint,
-        table,
-        heights=(380, 340),
-        note=note,
-        x=[places[at] for at in chosen],
-    )
+        words.append("Activations, in green, are shown by the part of the model that made them.")
+    note = " ".join([*words, *filter(None, [note])])
+    return draw("memory-over-time", "Memory over one optimizer step", paint, table, height=300, note=note)
 
 
 def _in_phases(curve: MemoryCurve) -> tuple[list[str], list[int], list[float]]:
@@ -227,21 +323,18 @@ def trials_figure(trials: Sequence[Trial]) -> Picture | None:
     faster = [(trial.number + 1, trial.relative) for trial in trials if trial.is_faster]
     infeasible = [trial.number + 1 for trial in trials if trial.relative is None]
 
-    def paint(figure: Figure, narrow: bool) -> None:
-        axes = plain_axes(figure, xlabel="trial", title="speed ÷ speed of the default")
-        axes.plot(*zip(*measured, strict=True), "o", color=color("soft"), markersize=6, label="trial")
+    def paint(figure: Figure) -> None:
+        axes = one_axes(figure, "trial", "speed ÷ speed of the default")
+        axes.axhline(1, color=GREY, linestyle=":", linewidth=1.6, label="default")
+        axes.plot(*zip(*measured, strict=True), "o", color=SOFT, markersize=6, label="trial")
         if faster:
             label = "faster beyond the noise"
-            axes.plot(*zip(*faster, strict=True), "o", color=color("accent"), markersize=8, label=label)
-        axes.axhline(1, color=color("muted"), linestyle=":", linewidth=1.6, label="default")
+            axes.plot(*zip(*faster, strict=True), "o", color=ACCENT, markersize=8, label=label)
         if infeasible:
-            axes.plot(
-                infeasible, [0.04] * len(infeasible), "x", color=color("bad"), markersize=8,
-                markeredgewidth=2, transform=axes.get_xaxis_transform(), label="infeasible",
-            )  # fmt: skip
+            at_bottom = {"transform": axes.get_xaxis_transform(), "label": "infeasible"}
+            axes.plot(infeasible, [0.04] * len(infeasible), "x", color=BAD, markeredgewidth=2, **at_bottom)
         axes.margins(x=0.04, y=0.2)
 
-    words = f"{plural(len(measured), 'trial')} measured, {len(infeasible)} infeasible."
     knobs = sorted({name for trial in trials for name in trial.parameters})
     rows = [
         [
@@ -254,8 +347,8 @@ def trials_figure(trials: Sequence[Trial]) -> Picture | None:
         for trial in trials
     ]
     table = Table("Every trial", ["Trial", "Samples/s", "÷ default", *knobs, "Note"], rows)
-    numbers = [trial.number + 1 for trial in trials]
-    return draw("trials", "Speed by trial", words, paint, table, heights=(280, 240), note=words, x=numbers)
+    words = f"{plural(len(measured), 'trial')} measured, {len(infeasible)} infeasible."
+    return draw("trials", "Speed by trial", paint, table, height=230, note=words)
 
 
 class Curve(NamedTuple):
@@ -273,9 +366,9 @@ def training_figure(
     checkpoints: Sequence[int] = (),
     held_out: Mapping[str, float | None] | None = None,
 ) -> Picture | None:
-    """Draw losses, held-out figures, learning rate and throughput over the optimizer steps, with its events.
+    """Draw losses, held-out figures, learning rate and throughput over the optimizer steps.
 
-    Recoveries and checkpoints are vertical lines. If there were recoveries, the micro-batch is drawn too.
+    Recoveries are vertical lines. If there were any, the micro-batch is drawn too.
 
     Args:
         metrics: one record per optimizer step; if a step ran again, its last record counts.
@@ -285,7 +378,9 @@ def training_figure(
     Returns:
         The picture; None if there are no records.
     """
-    records = _in_order(metrics, held_out or {})
+    records = [record for _, record in sorted({record.step: record for record in metrics}.items())]
+    if records and not records[-1].validation:
+        records[-1] = msgspec.structs.replace(records[-1], validation=dict(held_out or {}))
     panels: dict[str, list[Curve]] = {}
     for curve in _curves(records):
         if len(curve.steps) > curve.panel.startswith("held-out"):  # one figure is no course
@@ -294,69 +389,54 @@ def training_figure(
         return None
     recoveries = [record.step for record in records if record.recovered is not None]
 
-    def paint(figure: Figure, narrow: bool) -> None:
+    def paint(figure: Figure) -> None:
         tall = [2.2 if panel == "loss" else 1.0 for panel in panels]
         grid = figure.subplots(len(panels), sharex=True, squeeze=False, gridspec_kw={"height_ratios": tall})
         for axes, (panel, curves) in zip(grid[:, 0], panels.items(), strict=True):
             axes.set_title(panel)
             axes.margins(x=0.02)
-            if panel != "loss":
-                axes.yaxis.set_major_locator(MaxNLocator(3))
+            axes.yaxis.set_major_locator(MaxNLocator(5 if panel == "loss" else 3))
             for curve in curves:
-                _plot(axes, curve, "series-7" if curve.label != panel else "accent")
+                _plot(axes, curve, SERIES[-1] if curve.label != panel else ACCENT)
             if panel in FROM_ZERO:
                 axes.set_ylim(bottom=0)
-            for step in checkpoints:
-                style = {"color": color("muted"), "linestyle": (0, (1, 3)), "linewidth": 1.1}
-                axes.axvline(step, zorder=1, label="checkpoint", **style)
             for step in recoveries:
-                label = "recovery from out of memory"
-                axes.axvline(step, zorder=1, color=color("warn"), linewidth=1.1, label=label)
+                axes.axvline(step, zorder=1, color=WARN, linewidth=1.1, label="recovery from out of memory")
         if len(records) == 1:
             axes.set_xlim(records[0].step - 1, records[0].step + 1)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.set_xlabel("optimizer step")
 
-    words = (
-        f"{', '.join(curve.label for curves in panels.values() for curve in curves)} over "
-        f"{plural(len(records), 'optimizer step')}, with "
-        f"{plural(len(recoveries), 'recovery', 'recoveries')} and {plural(len(checkpoints), 'checkpoint')}."
-    )
     events = [at for at, record in enumerate(records) if record.recovered or record.validation]
     shown = {
         *evenly_spaced(len(records), TABLE_ROWS),
         *(events[at] for at in evenly_spaced(len(events), 100)),
     }
     chosen = [records[at] for at in sorted(shown)]
-    few = f"Optimizer steps: {count(len(chosen))} of {count(len(records))}"
     table = Table(
-        "Every optimizer step" if len(chosen) == len(records) else few,
+        f"Optimizer steps: {count(len(chosen))} of {count(len(records))}",
         ["Step", "Loss", "Learning rate", "Samples/s", "Micro-batch", "Held-out", "Event"],
         [_cells(record) for record in chosen],
     )
-    tall = 130 + 100 * len(panels)
-    places = [record.step for record in chosen]
-    return draw("training", "Training", words, paint, table, heights=(tall, tall), x=places)
+    saved = f"Checkpoints after {', '.join(map(count, checkpoints))}." if checkpoints else ""
+    return draw("training", "Training", paint, table, height=100 + 85 * len(panels), note=saved)
 
 
-def _in_order(metrics: Sequence[StepRecord], held_out: Mapping[str, float | None]) -> list[StepRecord]:
-    """Return the last record of each step, in order, the last with the held-out figures at the end."""
-    records = [record for _, record in sorted({record.step: record for record in metrics}.items())]
-    if records and not records[-1].validation:
-        records[-1] = msgspec.structs.replace(records[-1], validation=dict(held_out))
-    return records
-
-
-def _plot(axes: Axes, curve: Curve, role: str) -> None:
+def _plot(axes: Axes, curve: Curve, color: str) -> None:
     """Draw a curve, with a smoothed line over one that is long and noisy."""
     smooth = smoothed(curve.values) if curve.label in NOISY else []
     is_sparse = len(curve.steps) == 1 or curve.label.startswith("held-out")
     axes.plot(
-        curve.steps, curve.values, color=color("soft" if smooth else role), markersize=5,
-        marker="o" if is_sparse else "", label="" if curve.label == curve.panel else curve.label,
+        curve.steps,
+        curve.values,
+        color=RULE if smooth else color,
+        markersize=5,
+        marker="o" if is_sparse else "",
+        label="" if curve.label == curve.panel else curve.label,
         drawstyle="steps-mid" if curve.label == "micro-batch" else "default",
-    )  # fmt: skip
+    )
     if smooth:
-        axes.plot(curve.steps, smooth, color=color(role), label="running mean")
+        axes.plot(curve.steps, smooth, color=color, label="running mean")
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
@@ -397,115 +477,3 @@ def _cells(record: StepRecord) -> list[str]:
         ", ".join(metrics_in_words(record.validation)),
         "; ".join(filter(None, (skipped, record.recovered))),
     ]
-
-
-Overlay = dict[str, dict[str, dict[float, float]]]
-"""Panels by title; in each the curves by the name of the run, as values by place."""
-
-
-def curves_figure(runs: Sequence[RunRecord], names: Sequence[str]) -> Picture | None:
-    """Draw loss, held-out figures, throughput and memory of runs over each other, by the samples seen.
-
-    Returns:
-        The picture; None if no run has any.
-    """
-    panels: Overlay = {}
-    peaks: dict[str, dict[float, float]] = {}
-    for run, name in zip(runs, names, strict=True):
-        records = _in_order(run.metrics, run.training.validation if run.training else {})
-        samples = {record.step: float(record.samples) for record in records}
-        for curve in _curves(records):
-            if curve.steps and (curve.label in NOISY or curve.label.startswith("held-out")):
-                values = zip(curve.steps, curve.values, strict=True)
-                panels.setdefault(curve.label, {})[name] = {samples[step]: value for step, value in values}
-        peaks[name] = {samples[one.step]: peak for one in records if (peak := peak_bytes(one)) is not None}
-    panels |= _in_units("peak memory of a step", peaks)
-    title = "Loss, held-out figures, throughput and memory"
-    return _draw_overlay("curves", title, panels, names, xlabel="samples seen")
-
-
-def memory_curves_figure(runs: Sequence[RunRecord], names: Sequence[str]) -> Picture | None:
-    """Draw the live memory of runs over one optimizer step, over each other. Return None if it is unknown."""
-    totals: dict[str, dict[float, float]] = {}
-    phases: list[str] = []
-    for run, name in zip(runs, names, strict=True):
-        if run.memory_curve is not None and run.memory_curve.categories:
-            own, _, places = _in_phases(run.memory_curve)
-            phases = phases or own
-            live = map(sum, zip(*run.memory_curve.categories.values(), strict=True))
-            if own == phases:
-                totals[name] = dict(zip(places, live, strict=True))
-    panels = _in_units("live memory", totals)
-    title = "Memory over one optimizer step"
-    xlabel = "phases of one optimizer step"
-    return _draw_overlay("memory-of-runs", title, panels, names, xlabel=xlabel, phases=phases)
-
-
-def _in_units(title: str, sizes: dict[str, dict[float, float]]) -> Overlay:
-    """Return a panel of sizes in the unit of the largest; none if no size is known."""
-    known = {name: values for name, values in sizes.items() if values}
-    if not known:
-        return {}
-    unit, unit_name = bytes_unit(int(max(max(values.values()) for values in known.values())))
-    scaled = {name: {at: size / unit for at, size in values.items()} for name, values in known.items()}
-    return {f"{title}, {unit_name}": scaled}
-
-
-def _draw_overlay(
-    slug: str, title: str, panels: Overlay, names: Sequence[str], *, xlabel: str, phases: Sequence[str] = ()
-) -> Picture | None:
-    """Draw curves of runs over each other, in panels. Return None if there are none."""
-    if not panels:
-        return None
-    drawn = [(panel, name, values) for panel, curves in panels.items() for name, values in curves.items()]
-
-    def paint(figure: Figure, narrow: bool) -> None:
-        tall = [2.0 if panel == "loss" else 1.0 for panel in panels]
-        grid = figure.subplots(len(panels), sharex=True, squeeze=False, gridspec_kw={"height_ratios": tall})
-        of_panel = dict(zip(panels, grid[:, 0], strict=True))
-        for panel, axes in of_panel.items():
-            axes.set_title(panel)
-            axes.margins(x=0.02)
-            axes.yaxis.set_major_locator(MaxNLocator(5 if panel == "loss" else 3))
-        for panel, name, values in drawn:
-            number, heights = names.index(name), list(values.values())
-            if panel in NOISY:
-                heights = smoothed(heights) or heights
-            marker = "o" if len(values) == 1 or panel.startswith("held-out") else ""
-            of_panel[panel].plot(
-                list(values), heights, DASHES[number % 4], color=series(2 * number), marker=marker,
-                markersize=4, label=name, drawstyle="steps-post" if phases else "default",
-            )  # fmt: skip
-        axes = grid[-1, 0]
-        axes.set_xlabel(xlabel)
-        axes.xaxis.set_major_locator(MaxNLocator(3 if narrow else 6, integer=True))
-        if phases:
-            named = [phase.replace(" ", "\n") if narrow else phase for phase in phases]
-            axes.set_xticks([at + 0.5 for at in range(len(phases))], named)
-
-    seen = sorted({place for *_, values in drawn for place in values})
-    held_out = {at for panel, _, values in drawn if panel.startswith("held-out") for at in values}
-    places = sorted({seen[at] for at in evenly_spaced(len(seen), TABLE_ROWS)} | held_out)
-    table = Table(
-        title,
-        [xlabel.capitalize(), *(f"{name}, {panel}" for panel, name, _ in drawn)],
-        [
-            [
-                phases[int(at)] if phases else count(int(at)),
-                *(_as_of(at, values, is_exact=panel.startswith("held-out")) for panel, _, values in drawn),
-            ]
-            for at in places
-        ],
-    )
-    words = f"{', '.join(panels)} of {plural(len(names), 'run')}."
-    heights = (150 + 110 * len(panels), 130 + 110 * len(panels))
-    return draw(slug, title, words, paint, table, heights=heights, x=places)
-
-
-def _as_of(place: float, values: Mapping[float, float], *, is_exact: bool) -> str:
-    """Write the last value up to a place, or only one that is there; empty outside of a curve."""
-    known = sorted(values)
-    at = bisect_right(known, place) - 1
-    if at < 0 or place > known[-1] or (is_exact and known[at] != place):
-        return ""
-    return decimal(values[known[at]])

@@ -218,14 +218,15 @@ def _fits_facts(run: RunRecord) -> Iterator[Fact]:
 
 
 def _fits_in_plan(run: RunRecord) -> str:
-    """Describe how many samples fit at a time, in the configuration that is planned."""
+    """Describe how many samples fit at a time, both as planned and as probed if these differ."""
     plan, probe = run.plan, run.probe
     place = f" in {format_bytes(run.device.budget_bytes)}"
-    if plan is not None and (probe is None or not is_probed_configuration(probe, plan)):
-        return f"{plural(plan.micro_batch, 'sample')} at a time{place}, in the planned configuration"
-    assert probe is not None
-    size = " of the largest size" if plan is not None and plan.size_cut is not None else ""
-    return describe_fits(probe, place, size)
+    if plan is None or (probe is not None and is_probed_configuration(probe, plan)):
+        assert probe is not None
+        size = " of the largest size" if plan is not None and plan.size_cut is not None else ""
+        return describe_fits(probe, place, size)
+    tuned = f"{plural(plan.micro_batch, 'sample')} at a time{place} as tuned"
+    return tuned if probe is None else f"{tuned}, {count(probe.micro_batch)} before"
 
 
 def describe_fits(probe: Probe, place: str = "", size: str = "") -> str:
@@ -265,9 +266,8 @@ def _on_each_rank(world: int, parallel: str | None = None) -> str:
 
 
 def _describe_runs(probe: Probe) -> str:
-    precision = "" if probe.precision is None else f" in {probe.precision}"
     ooms = plural(probe.oom_count, "out-of-memory error") if probe.oom_count else "no out-of-memory error"
-    return f"{plural(len(probe.attempts), 'size')} ran{precision}, with {ooms}"
+    return f"{plural(len(probe.attempts), 'size')} ran, with {ooms}"
 
 
 def _describe_real_batches(probe: Probe) -> str:

@@ -1,16 +1,11 @@
-"""The results as HTML: the report of a run, runs side by side, and the output of a notebook.
+"""The results as HTML: the report of a run, and the output of a notebook.
 
 A page is one file that loads nothing. A section of it shows the facts of one stage, its charts and its
-remarks; `templates/` lays them out.
-
-A notebook chooses its own theme, so text and background are inherited there, and charts have colours that
-are readable on light and dark. A fragment for it has no style sheet and no script, because notebooks strip
-them from untrusted output. Its ids are unique, because a notebook shows many fragments on one page.
+remarks; `templates/` lays them out. A notebook chooses its own theme, so its fragment has no style sheet.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,22 +20,18 @@ from autobatch.core.files import write_atomic
 from autobatch.core.records import Estimate, Recorded, RunRecord
 from autobatch.core.text import printable_lines
 from autobatch.report.charts import (
-    curves_figure,
+    Picture,
     memory_curve_figure,
-    memory_curves_figure,
     memory_figure,
     training_figure,
     trials_figure,
 )
-from autobatch.report.drawing import PALETTE, Picture
 from autobatch.report.facts import Fact, facts_of, headline, is_probed_configuration, recorded_lines, tiles_of
-from autobatch.report.tables import Comparison, Table, gpu_table, recorded_tables
+from autobatch.report.tables import Table, gpu_table, recorded_tables
 from autobatch.report.words import moment, plural
 
 _LONG = 24
 """Length in characters above which a cell counts as a sentence and gets a minimum width."""
-MOST_NAMED = 4
-"""Differences that a headline names one by one."""
 _NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?%?( [KMGT]?i?B)?")
 
 
@@ -51,23 +42,16 @@ class Section:
     slug: str
     title: str
     facts: Sequence[Fact] = ()
-    drawn: Sequence[Picture | None] = ()
-    """Charts; None for one that has nothing to show."""
-    tables: Sequence[Table] = ()
+    pictures: Sequence[Picture] = ()
     folded: Sequence[Table] = ()
     """Tables that are shown at a click."""
     notes: Sequence[str] = ()
     command: str = ""
 
     @property
-    def pictures(self) -> list[Picture]:
-        """The charts that have anything to show."""
-        return [picture for picture in self.drawn if picture is not None]
-
-    @property
     def is_empty(self) -> bool:
         """True if there is nothing to show."""
-        return not (self.facts or self.pictures or self.tables or self.folded or self.notes or self.command)
+        return not (self.facts or self.pictures or self.folded or self.notes or self.command)
 
 
 def write_report(path: Path, run: RunRecord) -> Path:
@@ -86,9 +70,12 @@ def write_report(path: Path, run: RunRecord) -> Path:
 def render(run: RunRecord) -> str:
     """Build the page. The same records always give the same text."""
     name = run.title or "autobatch"
-    return _page(
-        f"{name}: autobatch report",
-        sections_of(run),
+    style = (resources.files(__package__) / "templates" / "page.css").read_text(encoding="utf-8")
+    return _filled(
+        "page.html.j2",
+        title=f"{name}: autobatch report",
+        sections=sections_of(run),
+        style=style,
         eyebrow="autobatch report" + (f", {moment(run.created)}" if run.created else ""),
         heading=name,
         verdict=headline(run),
@@ -100,102 +87,52 @@ def sections_of(run: RunRecord) -> list[Section]:
     """Return the sections that have anything to show, in reading order."""
     probe, tuning, training = run.probe, run.tuning, run.training
     facts = facts_of(run)
-    setting = f" in {probe.precision}" if probe and probe.precision else ""
-    other = ""
-    if run.plan is not None and probe is not None and not is_probed_configuration(probe, run.plan):
-        setting += ", before tuning"
-        other = f"Of the configuration that was probed{setting}."
-    stages = {
-        "memory": "Where the memory goes",
-        "fits": "What fits",
-        "plan": "Plan",
-        "tuning": "Tuning",
-        "training": "Training",
-    }
-    pictures: dict[str, list[Picture | None]] = {
-        "memory": [
-            memory_curve_figure(run.memory_curve, run.device.budget_bytes, setting)
-            if run.memory_curve
-            else None
-        ],
-        "fits": [memory_figure(run.device, probe, run.predicted, other) if probe else None],
-        "tuning": [trials_figure(tuning.history)] if tuning else [],
-        "training": [
-            training_figure(run.metrics, run.checkpoints, training.validation if training else None)
-        ],
-    }
+    is_other = run.plan is not None and probe is not None and not is_probed_configuration(probe, run.plan)
+    whose = "Of the default configuration, before tuning." if is_other else ""
+    drawn: dict[str, Picture | None] = {}
+    if run.memory_curve:
+        drawn["memory"] = memory_curve_figure(run.memory_curve, run.device.budget_bytes, whose)
+    if probe:
+        drawn["fits"] = memory_figure(run.device, probe, run.predicted, whose)
+    if tuning:
+        drawn["tuning"] = trials_figure(tuning.history)
+    held_out = training.validation if training else None
+    drawn["training"] = training_figure(run.metrics, run.checkpoints, held_out)
     notes = {
-        "tuning": [*tuning.notes, *(tuning.learning_rate.notes if tuning.learning_rate else [])]
-        if tuning
-        else [],
+        "tuning": [*(tuning.notes if tuning else []), *(_rate_notes(run))],
         "training": training.notes if training else [],
         "device": run.device.notes,
     }
-    around = [
-        Fact("files", *one) for one in (*sorted(run.versions.items()), *sorted(run.surroundings.items()))
-    ]
-    rows = [[name, "" if value is None else str(value)] for name, value in sorted(run.options.items())]
-    options = [Table("Every option of this run", ["Option", "Value"], rows)] if rows else []
     sections = [
         Section(
             part,
             title,
             [fact for fact in facts if fact.part == part],
-            pictures.get(part, []),
+            [picture] if (picture := drawn.get(part)) else [],
             notes=notes.get(part, []),
         )
-        for part, title in (stages | {"device": "Device and budget"}).items()
+        for part, title in {
+            "memory": "Where the memory goes",
+            "fits": "What fits",
+            "plan": "Plan",
+            "tuning": "Tuning",
+            "training": "Training",
+            "device": "Device and budget",
+        }.items()
     ]
-    sections.append(
-        Section(
-            "repeat", "Repeat this run", around, folded=options, notes=run.notes, command=run.command or ""
-        )
-    )
-    return [section for section in sections if not section.is_empty]
-
-
-def write_comparison(path: Path, runs: Sequence[RunRecord], found: Comparison) -> Path:
-    """Write the page of runs side by side, atomically, and return its path.
-
-    Args:
-        path: the file to write.
-        runs: the runs.
-        found: what differs between them, and what they reached.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    differing, same = found.differing, found.same
-    none = [] if differing.rows else ["Their options, versions and hardware are the same."]
-    sections = [
-        Section(
-            "differs", "What differs", tables=[differing] if differing.rows else [], folded=[same], notes=none
-        ),
-        Section("runs", "What they reached", tables=[found.figures]),
-        Section(
-            "curves",
-            "Over each other",
-            drawn=[curves_figure(runs, found.names), memory_curves_figure(runs, found.names)],
-        ),
+    around = [
+        Fact("files", *pair) for pair in (*sorted(run.versions.items()), *sorted(run.surroundings.items()))
     ]
-    shown = [section for section in sections if not section.is_empty]
-    title = ", ".join(dict.fromkeys(run.title or "run" for run in runs))
-    page = _page(
-        f"{title}: runs side by side",
-        shown,
-        eyebrow="autobatch compare",
-        heading=title,
-        verdict=_differences([row[0] for row in differing.rows], len(runs)),
+    rows = [[name, "" if value is None else str(value)] for name, value in sorted(run.options.items())]
+    options = [Table("Every option of this run", ["Option", "Value"], rows)] if rows else []
+    repeat = Section(
+        "repeat", "Repeat this run", around, folded=options, notes=run.notes, command=run.command or ""
     )
-    return write_atomic(path, page.encode())
+    return [section for section in (*sections, repeat) if not section.is_empty]
 
 
-def _differences(names: Sequence[str], runs: int) -> str:
-    """Say in a sentence what differs between runs."""
-    what = " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
-    if len(names) > MOST_NAMED:
-        what = f"{len(names)} options, versions and parts of the hardware"
-    return f"{plural(runs, 'run')} that differ in {what}." if names else f"{plural(runs, 'run')} of one kind."
+def _rate_notes(run: RunRecord) -> Sequence[str]:
+    return run.tuning.learning_rate.notes if run.tuning and run.tuning.learning_rate else []
 
 
 def run_html(run: RunRecord, *, report: Path | None = None) -> str:
@@ -214,17 +151,9 @@ def estimates_html(estimates: Sequence[Estimate], notes: Sequence[str], recorded
     if recorded is not None:
         words, *more = recorded_lines(recorded)
         return _fragment(words, tables=recorded_tables(recorded), notes=[*more, *notes])
-    fitting = sum(one.fits for one in estimates)
+    fitting = sum(estimate.fits for estimate in estimates)
     words = f"Predicted to fit on {fitting} of {plural(len(estimates), 'GPU')}. No GPU was used."
     return _fragment(words, tables=[gpu_table(estimates)], notes=notes)
-
-
-def _page(title: str, sections: Sequence[Section], **head: object) -> str:
-    """Build a page in the style of the report."""
-    explored = any(" data-x=" in picture.svg for section in sections for picture in section.pictures)
-    return _filled(
-        "page.html.j2", title=title, sections=sections, style=_style_sheet(), explored=explored, **head
-    )
 
 
 def _fragment(
@@ -235,18 +164,9 @@ def _fragment(
     tables: Sequence[Table] = (),
     notes: Sequence[str] = (),
 ) -> str:
-    """Build a fragment: colours as they are, the wide drawings only, and ids of its own."""
-    html = _filled(
+    return _filled(
         "notebook.html.j2", headline=words, facts=facts, pictures=pictures, tables=tables, notes=notes
     )
-    # matplotlib's style sheet would apply to the whole notebook. Inherited styles apply to the chart alone.
-    left_out = r'<svg class="narrow".*?</svg>|<style[^>]*>.*?</style>| data-(x|panels)="[^"]*"'
-    html = re.sub(left_out, "", html, flags=re.DOTALL)
-    html = html.replace('<svg class="wide"', '<svg style="stroke-linejoin:round;stroke-linecap:butt"')
-    html = re.sub(r"var\(--sans, ([^)]*)\)", r"\1", html)
-    html = re.sub(r"var\(--([\w-]+), #[0-9a-f]{6}\)", lambda found: PALETTE[found[1]].either, html)
-    name = "autobatch-" + hashlib.sha256(html.encode()).hexdigest()[:12]
-    return re.sub(r'(\bid="|aria-describedby="|href="#|url\(#)', rf"\g<1>{name}-", html)
 
 
 def _filled(name: str, **values: object) -> str:
@@ -276,16 +196,3 @@ def _unbroken(text: str) -> Markup:
 
 def _cell_kind(text: str) -> str:
     return "number" if _NUMBER.fullmatch(text) else "long" if len(text) > _LONG else ""
-
-
-def _style_sheet() -> str:
-    """Return the CSS. The system's theme chooses the colours, unless the page sets ``data-theme``."""
-    light = "".join(f"--{role}:{colors.light};" for role, colors in PALETTE.items())
-    dark = "".join(f"--{role}:{colors.dark};" for role, colors in PALETTE.items())
-    rest = (resources.files(__package__) / "templates" / "page.css").read_text(encoding="utf-8")
-    return (
-        f":root{{color-scheme:light dark;{light}}}\n"
-        f"@media screen and (prefers-color-scheme:dark){{:root:not([data-theme=light]){{{dark}}}}}\n"
-        f":root[data-theme=dark]{{color-scheme:dark;{dark}}}\n"
-        f":root[data-theme=light]{{color-scheme:light}}\n{rest}"
-    )

@@ -197,14 +197,24 @@ def newest_runs(runs: Path, number: int) -> list[Path]:
     known = _runs_in(runs, "*", "*/*")
     if not known:
         raise InputError(f"there is no run in {runs}: give the folder of a run, or train with autobatch fit")
-    title = _read_result(known[0])["title"] if number > 1 else None
-    same = (one for one in known[1:] if _read_result(one)["title"] == title)
+    if number == 1:
+        return known[:1]
+    title = _read_result(known[0])["title"]
+    same = (run for run in known[1:] if _title_of(run) == title)
     found = [known[0], *itertools.islice(same, number - 1)]
     if len(found) < number:
         raise InputError(
             f"{runs} has fewer than {number} runs of {title}, found {found[0]}: give RUN RUN, or train again"
         )
     return found[::-1]
+
+
+def _title_of(run: Path) -> str | None:
+    """Return the title of a run; None if its result is damaged."""
+    try:
+        return str(_read_result(run)["title"])
+    except InputError:
+        return None
 
 
 def _runs_in(folder: Path, *patterns: str) -> list[Path]:

@@ -110,22 +110,16 @@ class Comparison(NamedTuple):
     @property
     def differing(self) -> Table:
         """The options, versions and hardware that differ."""
-        return self._table("Options, versions and hardware that differ", self.given, differs=True)
-
-    @property
-    def same(self) -> Table:
-        """The options, versions and hardware that all runs share, in one column."""
-        table = self._table("The same in all runs", self.given, differs=False)
-        return table._replace(head=["", "All runs"], rows=[row[:2] for row in table.rows])
+        given = {name: values for name, values in self.given.items() if len(set(values)) > 1}
+        return self._table("Options, versions and hardware that differ", given)
 
     @property
     def figures(self) -> Table:
         """The figures that each run planned and reached."""
         return self._table("What each run planned and reached", self.reached)
 
-    def _table(self, caption: str, rows: dict[str, list[str]], *, differs: bool | None = None) -> Table:
-        shown = [[name, *values] for name, values in rows.items() if differs in (None, len(set(values)) > 1)]
-        return Table(caption, ["", *self.names], shown)
+    def _table(self, caption: str, rows: dict[str, list[str]]) -> Table:
+        return Table(caption, ["", *self.names], [[name, *values] for name, values in rows.items()])
 
 
 def compare_runs(runs: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
@@ -160,12 +154,12 @@ def compare_runs(runs: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
         **dict(recorded("surroundings")),
         **dict(recorded("versions")),
         **dict(recorded("options", hidden=[*output, "out", "resume"])),
+        "precision": planned(lambda plan: plan.precision),
+        "tuned": planned(lambda plan: knobs_in_words(plan.knobs)),
     }
     reached = {
         "batch": planned(lambda plan: count(plan.target_batch)),
         "split": planned(describe_split),
-        "precision": planned(lambda plan: plan.precision),
-        "tuned": planned(lambda plan: knobs_in_words(plan.knobs)),
         "learning rate": planned(lambda plan: f"{plan.learning_rate:.3g}"),
         **{f"held-out {name}": trained(lambda one, name=name: _held_out(one, name)) for name in metrics},  # type: ignore[misc]
         "training loss": trained(lambda one: decimal(one.final_loss)),

@@ -142,8 +142,6 @@ def test_runs_are_printed_side_by_side(tmp_path: Path, said: Said) -> None:
     assert (found["runs"][str(first)]["batch"], found["differs"]) == ("1,024", [])
     a_folder(first, title="bert")
     assert json.loads(said("compare", first, second, "--json"))["differs"] == ["workload"]
-    assert (second / "compare.html").exists()
-    assert not (first / "compare.html").exists()
 
 
 def test_the_newest_two_runs_are_compared_and_what_differs_is_marked(tmp_path: Path, said: Said) -> None:
@@ -165,9 +163,6 @@ def test_the_newest_two_runs_are_compared_and_what_differs_is_marked(tmp_path: P
     rows = [line.split("  ")[0] for line in marked.splitlines()]
     assert rows == ["device", "autobatch", "driver", "torch", "--steps"]
     assert json.loads(said("compare", "--json"))["differs"] == rows
-    page = (tmp_path / "runs/digits/3/compare.html").read_text()
-    assert all(f'<th scope="row">{row}</th>' in page for row in rows[:-1])
-    assert '<th scope="row"><span class="unbroken">--steps</span></th>' in page
 
 
 @pytest.mark.parametrize(
@@ -195,7 +190,6 @@ def test_what_cannot_be_compared_is_refused_in_one_line(
     line = said("compare", *words, code=2)
     assert message in line
     assert "\n" not in line
-    assert not list(tmp_path.rglob("compare.html"))
 
 
 def test_the_doctor_prints_lines_or_one_object(tmp_path: Path, said: Said) -> None:

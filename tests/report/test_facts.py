@@ -167,7 +167,7 @@ def test_a_limit_of_another_configuration_is_not_shown_beside_the_plan() -> None
     """The probe ran in fp32; the tuned plan trains in bf16, where more fits."""
     plan = make_plan(target_batch=1024, micro_batch_limit=342, learning_rate=0.1, precision="bf16")
     run = changed("probe", a_run(plan=plan, tuning=None, training=None), precision="fp32")
-    assert final_facts(run)[0].text == "342 samples at a time in 6.00 GiB, in the planned configuration"
+    assert final_facts(run)[0].text == "342 samples at a time in 6.00 GiB as tuned, 93 before"
     assert "93" not in tiles_of(run)[1].note
 
 

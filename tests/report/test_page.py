@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -15,7 +14,7 @@ import pytest
 from autobatch import Estimates, PlanResult, ProbeResult, Result
 from autobatch.core.records import MemoryHolder
 from autobatch.report.facts import facts_of, headline, tiles_of
-from autobatch.report.page import render, write_comparison, write_report
+from autobatch.report.page import render, write_report
 from autobatch.report.tables import compare_runs
 from benchmarks.screenshots import CHROMIUM, IMAGES, MOST_BYTES, shoot
 from benchmarks.wrong_files import PLANTED
@@ -39,7 +38,7 @@ def test_the_whole_page_is_sound(full):
     assert [section["id"] for section in page.all("section")] == PARTS
     figures = [figure["id"] for figure in page.all("figure")]
     assert figures == [f"figure-{slug}" for slug in ("memory-over-time", "memory", "trials", "training")]
-    assert len(page.all("svg")) == 2 * len(figures), "each is drawn wide and narrow"
+    assert len(page.all("svg")) == len(figures), "each is drawn once"
     assert len(page.all("details")) == len(figures), "each has its data"
 
 
@@ -74,7 +73,7 @@ def test_a_part_that_did_not_run_has_no_section(missing, left):
     empty |= {"command": "", "created": "", "versions": {}}
     page = check(render(a_run(**{name: empty.get(name, []) for name in missing})))
     assert [section["id"] for section in page.all("section")] == left
-    assert [link["href"] for link in page.all("a")[1:]] == [f"#{part}" for part in left]
+    assert [link["href"] for link in page.all("a")] == [f"#{part}" for part in left]
 
 
 def test_user_text_is_escaped():
@@ -88,10 +87,7 @@ def test_user_text_is_escaped():
         a_run(device=device, title=HOSTILE, command=HOSTILE, versions={HOSTILE: HOSTILE}, notes=[HOSTILE])
     )
     page = check(full)
-    # The only scripts are those of the charts, and of the button that copies the command.
-    assert (
-        full.count("<script") == full.count('<script type="module">//') + full.count("<script>(() => {") == 2
-    )
+    assert "<script" not in full
     assert page.text.count("<script>alert(1)</script>") >= 8
 
 
@@ -162,13 +158,7 @@ def shown(record) -> Page:
     """Return the parsed notebook output, after the checks that hold for every fragment."""
     html = record._repr_html_()
     page = Page(html)
-    ids = [found["id"] for found in page.all(*{tag for tag, _, _ in page.elements}) if "id" in found]
-    assert len(ids) == len(set(ids))
-    assert all(re.match(r"autobatch-[0-9a-f]{12}-", one) for one in ids)
-    targets = re.findall(r'url\(#([^)]+)\)|(?:href="#|aria-describedby=")([^"]+)', html)
-    assert {one or other for one, other in targets} <= set(ids)
     assert not page.all("style", "script", "link", "iframe", "img", "html", "body")
-    assert "var(--" not in html
     assert len(html.encode()) < 300_000
     return page
 
@@ -202,7 +192,7 @@ def test_a_result_is_shown_with_the_curves_of_its_run_if_that_is_still_there(
         assert words in page.text
     has_curves = left == "its run"
     assert len(page.all("svg")) == 2 + has_curves
-    assert ("Every optimizer step" in page.text) == has_curves
+    assert ("Optimizer steps: 120 of 120" in page.text) == has_curves
 
 
 def test_a_notebook_shows_estimates_with_one_row_per_gpu() -> None:
@@ -215,16 +205,8 @@ def test_a_notebook_shows_estimates_with_one_row_per_gpu() -> None:
     assert len(page.all("tr")) == 4
 
 
-def test_two_fragments_can_share_a_page_and_user_text_is_escaped() -> None:
-    one, other = (Result(device=a_device(name=name), probe=a_probe())._repr_html_() for name in "ab")
-    ids = [set(re.findall(r'\bid="([^"]+)"', html)) for html in (one, other)]
-    assert not ids[0] & ids[1]
-    assert one == Result(device=a_device(name="a"), probe=a_probe())._repr_html_()
-    assert "<script" not in Result(device=a_device(name=HOSTILE), probe=a_probe())._repr_html_()
-
-
-def test_runs_side_by_side(tmp_path: Path) -> None:
-    one, bare = a_run(), a_run(training=None, plan=None, metrics=[])
+def test_runs_side_by_side() -> None:
+    one = a_run()
     better = msgspec.structs.replace(
         one.training, validation={"accuracy": 0.95, "f1": 0.5}, peak_reserved_bytes=3 << 30
     )
@@ -238,18 +220,6 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     assert rows["torch"] == ["2.13.0+cu130", "2.12.0"]
     assert rows["--seed"] == ["not set", "1"]
     assert not {"tuned", "--steps"} & rows.keys(), "no run has them"
-    assert [row[0] for row in found.same.rows] == ["workload", "device", "budget"]
-    path, pair = tmp_path / "compare.html", [one, bare]
-    page = write_comparison(path, pair, compare_runs(pair, ["<b>a</b>", "b"])).read_text("utf-8")
-    check(page)
-    assert "<b>a</b>" not in page
-    assert page.count("<figure ") == 2
-    assert "2 runs of one kind." in page
-    assert "&lt;b&gt;a&lt;/b&gt;</text>" in page
-    bare = msgspec.structs.replace(bare, memory_curve=None)
-    without = write_comparison(path, [bare, bare], compare_runs([bare, bare], ["x", "y"])).read_text("utf-8")
-    assert "<figure " not in without
-    assert "held-out accuracy" not in without
 
 
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
@@ -258,40 +228,19 @@ in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not inst
 @pytest.mark.program
 @in_a_browser
 @pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_at_a_width_in_a_theme(tmp_path, width, theme):
-    page = render(a_run()).replace('<html lang="en">', f'<html lang="en" data-theme="{theme}">')
+    page = render(a_run()).replace("color-scheme: light dark;", f"color-scheme: {theme};")
     seen, complaints = measure(tmp_path, page, width=width)
     assert complaints == []
     assert seen["overflow"] == 0, "the page scrolls sideways"
-    assert (seen["wide"], seen["narrow"]) == ((0, 4) if width == 360 else (4, 0))
     assert seen["escaping"] == [], "words run out of their picture"
-    assert seen["cut"] == [], "columns of a table are out of sight"
+    assert seen["overlapping"] == [], "words stand on each other"
     assert seen["split"] == [], "options break across lines"
     assert seen["smallest"] >= 10, "too small to read"
     assert seen["tallest"] < 900
-    assert seen["copied"] == [a_run().command]
-    assert seen["button"] == "Copied"
-    assert seen["pointed"][0] == "Step 61"
-    assert "Micro-batch 64" in seen["pointed"]
-    assert seen["zoomed"] == ["70", "80", "90"], "the third quarter of the steps"
-    assert seen["reset"] == seen["before"]
     assert seen["paper"] == ("rgb(251, 251, 249)" if theme == "light" else "rgb(20, 24, 26)")
-    assert seen["accent"] == ("rgb(11, 107, 114)" if theme == "light" else "rgb(92, 192, 196)")
-
-
-@pytest.mark.program
-@in_a_browser
-@pytest.mark.parametrize("width", [390, 1280])
-def test_runs_side_by_side_at_a_width(tmp_path: Path, width: int) -> None:
-    runs = [a_run(), a_run(options={"memory_budget": "8GiB"}, device=a_device(budget_bytes=8 << 30))]
-    found = compare_runs(runs, ["20261121-140500", "20261122-091500"])
-    page = write_comparison(tmp_path / "compare.html", runs, found).read_text("utf-8")
-    seen, complaints = measure(tmp_path, page, width=width)
-    assert complaints == []
-    assert (seen["overflow"], seen["cut"], seen["escaping"], seen["split"]) == (0, [], [], [])
-    assert (seen["wide"], seen["narrow"]) == ((0, 2) if width == 390 else (2, 0))
-    assert [part.rpartition(",")[0] for part in seen["pointed"][1:3]] == found.names, "both under the pointer"
+    assert seen["ink"] == ("rgb(27, 33, 38)" if theme == "light" else "rgb(230, 234, 232)")
 
 
 @pytest.mark.program

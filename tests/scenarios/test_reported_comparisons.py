@@ -11,11 +11,7 @@ import msgspec
 import pytest
 
 from autobatch.cli import main as cli
-from tests.support.noted import known
 from tests.support.sample_run import a_run
-
-DAMAGED = known("outside: an old run whose result is damaged ends autobatch compare without folders")
-SAME = known("outside: runs in which the tuner chose another precision are called the same")
 
 
 def write_run(folder: Path, seconds: int, **changes: Any) -> Path:
@@ -27,7 +23,6 @@ def write_run(folder: Path, seconds: int, **changes: Any) -> Path:
     return path
 
 
-@DAMAGED
 @pytest.mark.parametrize("content", [b"", b'{"schema": 2, "dev', b"[]", b"\xff\xfe"])
 def test_the_newest_two_runs_are_compared_past_a_damaged_one(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -45,7 +40,6 @@ def test_the_newest_two_runs_are_compared_past_a_damaged_one(
     assert sorted(Path(name).parent.name for name in json.loads(out)["runs"]) == ["digits"] * 2
 
 
-@SAME
 def test_another_choice_of_the_tuner_is_a_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,7 +72,6 @@ def check(text):
     for svg in page.all("svg"):
         assert svg["role"] == "img"
         assert svg["aria-label"]
-        assert svg["aria-describedby"] in ids
     assert len(page.all("caption")) == len(page.all("table"))
     assert all(cell["scope"] in {"row", "col"} for cell in page.all("th"))
     for tag, _, parents in page.elements:
@@ -85,39 +84,14 @@ MEASURE = """
 onload = async () => {
   const frame = document.getElementById("page")
   const page = frame.contentDocument, root = page.documentElement
-  const copied = [], clipboard = {writeText: async (text) => { copied.push(text) }}
-  Object.defineProperty(frame.contentWindow.navigator, "clipboard", {value: clipboard})
-  const button = page.querySelector("button.copy")
-  button?.click()
-  await new Promise((resolve) => setTimeout(resolve, 50))
-  const chart = [...page.querySelectorAll("#figure-training > svg, #figure-curves > svg")]
-    .find((svg) => svg.clientWidth > 0)
-  const [left, top, right, bottom] = JSON.parse(chart.dataset.panels)[0]
-  const fire = (type, across, down) => {
-    const box = chart.getBoundingClientRect(), ratio = box.width / chart.viewBox.baseVal.width
-    const at = {clientX: box.left + (left + across * (right - left)) * ratio, clientY: box.top + down * ratio}
-    const event = new frame.contentWindow.PointerEvent(type, {...at, bubbles: true, pointerType: "mouse"})
-    chart.dispatchEvent(event)
-  }
-  const ticks = () => [...chart.querySelectorAll("[id*=xtick_]")]
-    .filter((tick) => tick.style.display !== "none" && tick.textContent.trim())
-    .map((tick) => tick.textContent.trim())
-  const before = ticks()
-  fire("pointermove", 0.505, top + 5)
-  const pointed = [...chart.closest("figure").querySelectorAll(".tip > *")].map((part) => part.textContent)
-  fire("pointerdown", 0.5, top + 5)
-  fire("pointermove", 0.7, top + 8)
-  fire("pointerup", 0.75, top + 8)
-  const zoomed = ticks()
-  fire("dblclick", 0.5, top + 5)
   const shows = (node) => node.getBoundingClientRect().width > 0
   const colour = (node, name) => getComputedStyle(node)[name]
   page.querySelectorAll("details").forEach((details) => { details.open = true })
-  const line = page.querySelector("#figure-training svg path[style*='--accent']")
+  const words = (svg) => [...svg.querySelectorAll("text")].filter((text) => text.textContent.trim())
+  const meet = (a, b) =>
+    a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 3 && b.top < a.bottom - 3
   document.getElementById("answer").textContent = JSON.stringify({
     overflow: root.scrollWidth - root.clientWidth,
-    wide: [...page.querySelectorAll("svg.wide")].filter(shows).length,
-    narrow: [...page.querySelectorAll("svg.narrow")].filter(shows).length,
     tallest: Math.max(...[...page.querySelectorAll("svg")].map((svg) => svg.getBoundingClientRect().height)),
     escaping: [...page.querySelectorAll("svg")].filter(shows).flatMap((svg) => {
       const box = svg.getBoundingClientRect()
@@ -129,15 +103,13 @@ onload = async () => {
     smallest: Math.min(...[...page.querySelectorAll("svg text")].filter(shows)
       .map((text) => parseFloat(getComputedStyle(text).fontSize)
         * text.closest("svg").getBoundingClientRect().width / text.closest("svg").viewBox.baseVal.width)),
-    cut: [...page.querySelectorAll("section > .scroll")].filter((box) => box.scrollWidth > box.clientWidth)
-      .map((box) => box.getAttribute("aria-label")),
+    overlapping: [...page.querySelectorAll("svg")].flatMap((svg) => words(svg).flatMap((text, at, all) =>
+      all.slice(at + 1).filter((other) => meet(text.getBoundingClientRect(), other.getBoundingClientRect()))
+        .map((other) => text.textContent + " / " + other.textContent))),
     split: [...page.querySelectorAll(".unbroken")].filter((word) => word.getClientRects().length > 1)
       .map((word) => word.textContent),
-    before, pointed, zoomed, reset: ticks(),
-    copied: copied,
-    button: button?.textContent,
     paper: colour(page.body, "backgroundColor"),
-    accent: line && colour(line, "stroke"),
+    ink: colour(page.querySelector("#figure-training text"), "fill"),
   })
 }
 </script>

@@ -140,7 +140,7 @@ def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     # As in the tests of one process, nothing waits for a disk or draws a picture.
     os.fsync = lambda _: None
-    autobatch.report.drawing._drawn = lambda *_: '<svg viewBox="0 0 1 1"></svg>'
+    autobatch.report.charts._svg = lambda *_: '<svg viewBox="0 0 1 1"></svg>'
     # The first optimizer of a process imports many modules.
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
     # A collection in a rank would write to every object of the imports, and so copy their memory.
