@@ -65,21 +65,6 @@ def test_the_code_of_a_docstring_runs(owner: str, code: str, runner: RankServer,
 
 
 @pytest.mark.program
-@pytest.mark.parametrize("library", ["transformers", "Lightning", "accelerate"])
-def test_the_code_of_the_page_on_libraries_runs(library: str, runner: RankServer, tmp_path: Path) -> None:
-    installed(library.lower())
-    page = (ROOT / "docs/libraries.md").read_text(encoding="utf-8")
-    section = page.split(f"\n## {library}\n")[1].split("\n## ")[0]
-    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    setting = f"{SETTING}globals().update(set_up({library.lower()!r}))\n"
-    assert blocks
-    script = tmp_path / "script.py"
-    # The data of the setting are few.
-    script.write_text(setting + "\n".join(blocks).replace("256", "8").replace("max_epochs=3", "max_epochs=1"))
-    runner.script(script, tmp_path)
-
-
-@pytest.mark.program
 def test_adapters_are_reached_after_the_plain_import(tmp_path: Path) -> None:
     """Neither torch nor another library is imported before something needs it."""
     code = (

@@ -290,8 +290,8 @@ def memory_curve_figure(curve: MemoryCurve, budget_bytes: int, note: str = "") -
     words[0] += f"in {phases[at_phase[peak_at]]}."
     if "forward 2" in phases:
         words.append(
-            "Forward 1 and backward 1 are the first micro-batch of a step, forward 2 and backward 2 a further "
-            "one, beside which the gradients of the first are held."
+            "Forward 1 and backward 1 are the first micro-batch of a step, forward 2 and backward 2 a "
+            "further one, beside which the gradients of the first are held."
         )
     if curve.modules:
         words.append("Activations, in green, are shown by the part of the model that made them.")
@@ -331,7 +331,7 @@ def trials_figure(trials: Sequence[Trial]) -> Picture | None:
             label = "faster beyond the noise"
             axes.plot(*zip(*faster, strict=True), "o", color=ACCENT, markersize=8, label=label)
         if infeasible:
-            at_bottom = {"transform": axes.get_xaxis_transform(), "label": "infeasible"}
+            at_bottom: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "label": "infeasible"}
             axes.plot(infeasible, [0.04] * len(infeasible), "x", color=BAD, markeredgewidth=2, **at_bottom)
         axes.margins(x=0.04, y=0.2)
 

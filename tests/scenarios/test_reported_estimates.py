@@ -14,7 +14,7 @@ import autobatch
 from tests.support.probes import mlp, work
 
 HEAD = 64
-"""Width of a head that runs in flash attention on some GPUs only. On others, the plain formula runs in bf16."""
+"""Width of a head that runs in flash attention on some GPUs only; on others, the plain formula runs."""
 
 
 class Attention(nn.Module):
