@@ -40,11 +40,11 @@ class Classifier(lightning.LightningModule):
 def main() -> None:
     """Train for two epochs."""
     module = Classifier()
+    finder = autobatch.integrations.lightning.AutobatchFinder(target_batch=256, memory_budget="300KiB")  # +
     trainer = lightning.Trainer(
-        accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False
-    )
-    adapter = autobatch.integrations.lightning  # +
-    print(adapter.plan(trainer, module, target_batch=256, memory_budget="300KiB"))  # +
+        accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        callbacks=[finder],  # +
+    )  # fmt: skip
     trainer.fit(module)
     print(f"{trainer.global_step} steps")
 

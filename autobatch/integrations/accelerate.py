@@ -29,13 +29,11 @@ from torch.utils.data import DataLoader
 
 from autobatch.core.errors import InputError
 from autobatch.core.keywords import PlanKeywords
-from autobatch.core.records import Plan
 from autobatch.integrations.kept_state import kept_state
 from autobatch.integrations.library_plan import (
     Float32Outputs,
     LibraryLoop,
     LibraryPlan,
-    batch_size,
     check_resizable,
     drops_last,
     on_host,
@@ -43,28 +41,13 @@ from autobatch.integrations.library_plan import (
     precision_of,
     rebuilt,
     resized,
-    split_for,
 )
-from autobatch.workload.contract import Collated, Loss, Workload
+from autobatch.workload.contract import Collated, Loss, Workload, check_loss
+from autobatch.workload.user_code import check_takes
 
-__all__ = ["arguments", "batch_size", "plan", "workload"]
+__all__ = ["plan", "workload"]
 LossFunction = Callable[[Any, Collated], "Tensor | Loss"]
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
-
-
-def arguments(plan: Plan) -> dict[str, Any]:
-    """Return keyword arguments for ``accelerate.Accelerator``.
-
-    Args:
-        plan: of `autobatch.plan`, for the processes that a launcher has started.
-
-    Raises:
-        InputError: the plan is for another number of ranks, or they do not divide the target batch.
-    """
-    return {
-        "gradient_accumulation_steps": split_for(plan, "accelerate")[1],
-        "mixed_precision": "no" if plan.precision == "fp32" else plan.precision,
-    }
 
 
 def plan(
@@ -92,6 +75,8 @@ def plan(
         InputError: an option is invalid, or the loader was prepared before or has a batch sampler of its own.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
+    check_loss(loss, "accelerate.plan(loss=…)")
+    check_takes(loss, "accelerate.plan(loss=…)", "model", "batch")
     check_resizable(loader, before="accelerator.prepare")
     options.setdefault("precision", precision_of(accelerator.mixed_precision, _PRECISIONS, "accelerate"))
     loop = LibraryLoop(

@@ -8,9 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,9 +23,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from autobatch.api import library
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.keywords import PlanKeywords
-from autobatch.core.records import Plan
 from autobatch.distributed.ranks import Ranks
-from autobatch.planning import check_world_size, even_split, even_split_note, launched_world_size
+from autobatch.planning import even_split, even_split_note
 from autobatch.report.result import PlanResult
 from autobatch.workload.contract import Workload, is_stream, kind_of
 
@@ -113,34 +110,12 @@ def plan_for(
         lambda: library.plan(workload, target_batch=target_batch, world_size=loop.world_size, **options),
         loop.world_size,
     )
-    check_world_size(found, loop.world_size, loop.name)
     size, steps = even_split(found)
     fields = {name: getattr(found, name) for name in found.__struct_fields__}
     fields |= {"micro_batch": size, "accumulation_steps": steps, "micro_batches": [size] * steps}
     remarks = [*of_smallest, *loop.remarks, *_remarks(loop, workload, found, size, steps)]
     fields["notes"] = [*found.notes, *(f"{loop.name}: {one}" for one in remarks)]
     return LibraryPlan(**fields, library=loop.name, loader=None if loader is None else loader(size))
-
-
-def split_for(plan: Plan, library: str) -> tuple[int, int]:
-    """Return the micro-batch and the accumulation steps of a plan in a library; warn if much is lost.
-
-    Raises:
-        InputError: the plan is for another number of ranks, or they do not divide the target batch.
-    """
-    check_world_size(plan, launched_world_size(os.environ), library)
-    if (note := even_split_note(plan)) is not None:
-        warnings.warn(note, stacklevel=3)
-    return even_split(plan)
-
-
-def batch_size(plan: Plan) -> int:
-    """Return the ``batch_size`` for the ``DataLoader`` of one process, in samples.
-
-    Raises:
-        InputError: the target batch does not divide equally among the ranks.
-    """
-    return even_split(plan)[0]
 
 
 def _plan_with_ranks(find: Callable[[], PlanResult], world_size: int) -> tuple[PlanResult, list[str]]:

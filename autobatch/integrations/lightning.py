@@ -1,24 +1,12 @@
-"""Lightning: plan for a ``Trainer``, a ``LightningModule`` and a ``LightningDataModule``.
+"""Lightning: a callback that plans when ``fit`` begins, in place of Lightning's ``BatchSizeFinder``.
 
-    trainer = Trainer(max_epochs=1)
-    plan = autobatch.integrations.lightning.plan(trainer, module, datamodule, target_batch=16)
+    finder = autobatch.integrations.lightning.AutobatchFinder(target_batch=16)
+    trainer = Trainer(max_epochs=1, callbacks=[finder])
     trainer.fit(module, datamodule)
 
 ``training_step`` is the loss and ``configure_optimizers`` makes the optimizer, so nothing is written twice.
 The batch size goes to the attribute ``batch_size`` of the data module (or of the module, or of ``hparams``),
-from which ``train_dataloader`` must read it. Give a loader that ``fit`` would get to the plan, which returns
-it with the planned batch size:
-
-    plan = autobatch.integrations.lightning.plan(trainer, module, loader, target_batch=16)
-    trainer.fit(module, plan.loader)
-
-A callback does the same when ``fit`` begins, in place of
-Lightning's ``BatchSizeFinder``:
-
-    trainer = Trainer(
-        max_epochs=1, callbacks=[autobatch.integrations.lightning.AutobatchFinder(target_batch=16)]
-    )
-    trainer.fit(module, datamodule)
+from which ``train_dataloader`` must read it. A loader that ``fit`` got is made again with the planned size.
 
 Its loop is less exact than autobatch, as the notes of the plan and ``docs/loops.md`` say.
 """
@@ -38,19 +26,17 @@ from torch.utils.data import DataLoader
 
 from autobatch.core.errors import InputError
 from autobatch.core.keywords import PlanKeywords
-from autobatch.core.records import Plan, Precision
+from autobatch.core.records import Precision
 from autobatch.integrations.kept_state import kept_state
 from autobatch.integrations.library_plan import (
     LibraryLoop,
     LibraryPlan,
-    batch_size,
     check_resizable,
     drops_last,
     on_host,
     plan_for,
     precision_of,
     resized,
-    split_for,
 )
 from autobatch.workload.contract import Collated, Workload, kind_of, parts_of
 from autobatch.workload.rng import preserved_random_state
@@ -58,30 +44,12 @@ from autobatch.workload.rng import preserved_random_state
 if TYPE_CHECKING:
     AutobatchFinder: Any
 
-__all__ = ["AutobatchFinder", "arguments", "batch_size", "plan", "workload"]
+__all__ = ["AutobatchFinder", "plan_fit", "workload"]
 
 _PRECISIONS: dict[Precision, str] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
-def arguments(plan: Plan, *, max_grad_norm: float | None = None) -> dict[str, Any]:
-    """Return keyword arguments for ``lightning.Trainer``.
-
-    Args:
-        plan: of `autobatch.plan`, for the processes that a launcher has started.
-        max_grad_norm: the 2-norm to clip the gradient of a batch to; None for no clipping.
-
-    Raises:
-        InputError: the plan is for another number of ranks, or they do not divide the target batch.
-    """
-    return {
-        "accumulate_grad_batches": split_for(plan, "Lightning")[1],
-        "precision": _PRECISIONS[plan.precision],
-        "gradient_clip_val": max_grad_norm,
-        "gradient_clip_algorithm": None if max_grad_norm is None else "norm",
-    }
-
-
-def plan(
+def plan_fit(
     trainer: Any,
     module: Any,
     datamodule: Any = None,
@@ -89,13 +57,13 @@ def plan(
     target_batch: int,
     **options: Unpack[PlanKeywords],
 ) -> LibraryPlan:
-    """Plan for a Lightning ``Trainer``, and set its accumulation and the batch size.
+    """Plan for a Lightning ``Trainer``, and set its accumulation and the batch size, as the callback does.
 
     Args:
         trainer: before ``fit``.
         module: the ``LightningModule``.
-        datamodule: the ``LightningDataModule``, or the ``DataLoader`` that ``fit`` would get: then give
-            ``plan.loader`` to ``fit``. None if the module has ``train_dataloader``.
+        datamodule: the ``LightningDataModule``, or the ``DataLoader`` that ``fit`` would get, in whose place
+            ``plan.loader`` comes. None if the module has ``train_dataloader``.
         target_batch: samples per optimizer step, over all ranks.
         options: those of `autobatch.plan`, such as ``memory_budget``. Precision,
             clipping and device are the trainer's.
@@ -149,9 +117,6 @@ def plan(
     if holder is not None:  # outside, because attributes of the module are restored
         holder.batch_size = found.micro_batch
     trainer.accumulate_grad_batches = found.accumulation_steps
-    holding: Any = import_module("autobatch.integrations.lightning_callback").PlannedFit
-    others = [callback for callback in trainer.callbacks if not isinstance(callback, holding)]
-    trainer.callbacks = [holding(module, found), *others]
     return found
 
 
@@ -202,7 +167,7 @@ def _holder(module: Any, datamodule: Any) -> Any:
     raise InputError(
         f"{'neither ' if len(owners) > 1 else ''}{names} has {'an' if len(owners) > 1 else 'no'} attribute "
         "batch_size, which the plan sets: set self.batch_size and let train_dataloader read it, or give the "
-        "loader to the plan and plan.loader to fit"
+        "loader to fit"
     )
 
 

@@ -1,4 +1,4 @@
-"""Callbacks of a Lightning ``Trainer``: one holds ``fit`` to its plan, one plans when ``fit`` begins."""
+"""The callback of a Lightning ``Trainer`` that plans when ``fit`` begins."""
 
 from __future__ import annotations
 
@@ -10,53 +10,9 @@ try:
 except ImportError:  # the same library under its older name
     from pytorch_lightning.callbacks import Callback
 
-from autobatch.core.errors import InputError
 from autobatch.core.keywords import PlanKeywords
 from autobatch.integrations import lightning as adapter
 from autobatch.integrations.library_plan import LibraryPlan, logger, tell_plan
-from autobatch.workload.contract import kind_of
-
-
-class PlannedFit(Callback):  # type: ignore[misc]
-    """A callback that holds ``fit`` to its plan, also from a checkpoint of another plan.
-
-    Args:
-        module: the module that was planned for; ``fit`` of another one is left alone.
-        plan: what was set.
-    """
-
-    def __init__(self, module: Any, plan: LibraryPlan) -> None:
-        self._module = module
-        self._plan = plan
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check what a step reads, and count the micro-batches of a resumed epoch in those of the plan.
-
-        Raises:
-            InputError: micro-batches have another size or number than planned.
-        """
-        if pl_module is not self._module:
-            return
-        plan, loader = self._plan, trainer.train_dataloader
-        size, steps = getattr(loader, "batch_size", None), trainer.accumulate_grad_batches
-        if (size, steps) != (plan.micro_batch, plan.accumulation_steps):
-            found = f"{steps} of {kind_of(loader) if size is None else size}"
-            raise InputError(
-                f"the plan is for steps of {plan.accumulation_steps} micro-batches of {plan.micro_batch} "
-                f"samples, and fit would take {found}: give plan.loader to fit, or plan again"
-            )
-        loop = trainer.fit_loop.epoch_loop
-        read = loop.batch_progress.current
-        done = loop.automatic_optimization.optim_progress.optimizer.step.current.completed
-        behind = done * steps - read.ready
-        if not loop.restarting or loop.batch_progress.is_last_batch or not behind:
-            return
-        logger.warning(
-            f"Lightning: the checkpoint is from {done} steps and {read.ready} micro-batches within an epoch, "
-            f"which count as {done * steps} micro-batches of this plan, so that its steps are whole"
-        )
-        for name in ("ready", "started", "processed", "completed"):
-            setattr(read, name, getattr(read, name) + behind)
 
 
 class AutobatchFinder(Callback):  # type: ignore[misc]
@@ -68,7 +24,7 @@ class AutobatchFinder(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, *, target_batch: int, **options: Unpack[PlanKeywords]) -> None:
-        self._plan = partial(adapter.plan, target_batch=target_batch, **options)
+        self._plan = partial(adapter.plan_fit, target_batch=target_batch, **options)
         self.plan: LibraryPlan | None = None
         """The plan; None before ``fit``."""
 
@@ -83,7 +39,10 @@ class AutobatchFinder(Callback):  # type: ignore[misc]
             source.instance = self.plan.loader
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Log the plan, for people and for the loggers of the trainer."""
+        """Log the plan, and let a resumed epoch begin with a whole step.
+
+        A checkpoint of another plan has counted micro-batches of another size.
+        """
         del pl_module
         if self.plan is None:
             return
@@ -91,3 +50,15 @@ class AutobatchFinder(Callback):  # type: ignore[misc]
         figures = {"target_batch": self.plan.target_batch, "micro_batch": self.plan.micro_batch}
         for tracker in trainer.loggers:
             tracker.log_hyperparams({f"autobatch/{name}": value for name, value in figures.items()})
+        loop, steps = trainer.fit_loop.epoch_loop, self.plan.accumulation_steps
+        read = loop.batch_progress.current
+        done = loop.automatic_optimization.optim_progress.optimizer.step.current.completed
+        behind = done * steps - read.ready
+        if not loop.restarting or loop.batch_progress.is_last_batch or not behind:
+            return
+        logger.warning(
+            f"Lightning: the checkpoint is from {done} steps and {read.ready} micro-batches within an epoch, "
+            f"which count as {done * steps} micro-batches of this plan, so that its steps are whole"
+        )
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(read, name, getattr(read, name) + behind)

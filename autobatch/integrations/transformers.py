@@ -5,11 +5,7 @@
     trainer.train()
 
 Everything is taken from the ``Trainer``: model (with PEFT), data and collator, ``compute_loss`` with
-``num_items_in_batch``, optimizer, precision, clipping and activation checkpointing. The callback does the
-same when ``train()`` begins, and logs the plan:
-
-    trainer = Trainer(model, TrainingArguments("out"), train_dataset=dataset)
-    trainer.add_callback(autobatch.integrations.transformers.AutobatchCallback(trainer, target_batch=16))
+``num_items_in_batch``, optimizer, precision, clipping and activation checkpointing.
 
 Its loop is less exact than autobatch, as the notes of the plan and ``docs/loops.md`` say.
 """
@@ -22,15 +18,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.keywords import PlanKeywords
-from autobatch.core.records import Plan
 from autobatch.integrations.kept_state import kept_state
 from autobatch.integrations.library_plan import (
     Float32Outputs,
@@ -39,7 +33,6 @@ from autobatch.integrations.library_plan import (
     on_host,
     plan_for,
     rebuilt,
-    split_for,
 )
 from autobatch.workload.contract import Collated, Loss, Workload, parts_of
 from autobatch.workload.data import load_micro_batch
@@ -48,35 +41,7 @@ from autobatch.workload.rng import preserved_random_state
 from autobatch.workload.streams import scanned
 from autobatch.workload.user_code import user_code
 
-if TYPE_CHECKING:
-    AutobatchCallback: Any
-
-__all__ = ["AutobatchCallback", "arguments", "plan", "workload"]
-
-
-def arguments(plan: Plan, *, max_grad_norm: float | None = None) -> dict[str, Any]:
-    """Return keyword arguments for ``transformers.TrainingArguments``.
-
-    Args:
-        plan: of `autobatch.plan`, for the processes that a launcher has started.
-        max_grad_norm: the 2-norm to clip the gradient of a batch to; None for no clipping, as in autobatch.
-            (The default of ``TrainingArguments`` clips at 1.)
-
-    Returns:
-        Sizes in samples per device, the learning rate, and the precision.
-
-    Raises:
-        InputError: the plan is for another number of ranks, or they do not divide the target batch.
-    """
-    micro_batch, steps = split_for(plan, "the Trainer")
-    return {
-        "per_device_train_batch_size": micro_batch,
-        "gradient_accumulation_steps": steps,
-        "learning_rate": plan.learning_rate,
-        "bf16": plan.precision == "bf16",
-        "fp16": plan.precision == "fp16",
-        "max_grad_norm": 0.0 if max_grad_norm is None else max_grad_norm,
-    }
+__all__ = ["plan", "workload"]
 
 
 def plan(trainer: Any, *, target_batch: int, **options: Unpack[PlanKeywords]) -> LibraryPlan:
@@ -296,12 +261,3 @@ def _check(trainer: Any) -> None:
     ]
     if unknown:
         raise InputError(f"autobatch cannot plan for a Trainer with {' and '.join(unknown)}: turn it off")
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        """Import the callback, and with it the library, at first use (PEP 562)."""
-        if name == "AutobatchCallback":
-            return import_module("autobatch.integrations.transformers_callback").AutobatchCallback
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -339,7 +339,7 @@ def describe_setup(setup: Setup) -> SetupInfo:
         layout=setup.layout,
         notes=[
             *device.notes,
-            *stream_notes(workload.train_data),
+            *stream_notes(workload.train_data, repeats=not setup.keeps_batches),
             *setup.worst_case.notes,
             *whole_batch_notes(workload, setup.whole_batch),
             *gradient_sum_notes(setup.model, setup.gradient_dtype),

@@ -310,12 +310,7 @@ class Workload:
                 expected = "a function" if example else "a function or None"
                 advice = f": write {example}" if example else ""
                 raise InputError(f"Workload({name}=…) must be {expected}, found {kind_of(value)}{advice}")
-        if _is_plain_loss(self.loss):
-            name = getattr(self.loss, "__name__", type(self.loss).__name__)
-            raise InputError(
-                f"Workload(loss=…) is called as loss(model, batch), but {name} takes outputs and targets: "
-                f"write {_FUNCTIONS['loss']}"
-            )
+        check_loss(self.loss, "Workload(loss=…)")
         if _is_instance(self.model, "torch.nn", "Module"):
             raise InputError(
                 f"Workload(model=…) must be a function that builds the model, found {kind_of(self.model)} "
@@ -366,6 +361,21 @@ class Workload:
             )
         elif not len(data):
             raise InputError(f"Workload({name}=…) has 0 samples: at least 1 is needed")
+
+
+def check_loss(loss: object, whose: str) -> None:
+    """Check that a loss is no loss of torch, which knows no model: ``cross_entropy``, ``CrossEntropyLoss()``.
+
+    Raises:
+        InputError: it is one; the message says what to write.
+    """
+    module = getattr(loss, "__module__", None)
+    of_python = {"torch.nn.functional", "torch.nn.modules.loss"}
+    if module in {*of_python, "torch", "torch._C._nn"} or type(loss).__module__ in of_python:
+        raise InputError(
+            f"{whose} is called as loss(model, batch), but {getattr(loss, '__name__', type(loss).__name__)} "
+            f"takes outputs and targets: write {_FUNCTIONS['loss']}"
+        )
 
 
 def is_stream(data: object) -> bool:
@@ -452,13 +462,6 @@ def _is_instance(value: object, module: str, name: str) -> bool:
     """Check for an instance of a class of torch; if nothing has imported its module, there is none."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name))
-
-
-def _is_plain_loss(value: object) -> bool:
-    """Check for a loss of torch, which knows no model: ``cross_entropy`` or ``CrossEntropyLoss()``."""
-    module = getattr(value, "__module__", None)
-    of_python = {"torch.nn.functional", "torch.nn.modules.loss"}
-    return module in {*of_python, "torch", "torch._C._nn"} or type(value).__module__ in of_python
 
 
 def parts_of(loader: DataLoader[Any], *, batched: bool | None = None) -> dict[str, Any]:

@@ -98,14 +98,19 @@ def is_open_ended(data: object) -> bool:
     return isinstance(data, Prefix) and not data.is_all
 
 
-def stream_notes(data: Any) -> list[str]:
-    """Return a remark on what a plan has seen of a stream; nothing for other data."""
+def stream_notes(data: Any, *, repeats: bool = True) -> list[str]:
+    """Return a remark on what a plan has seen of a stream; nothing for other data.
+
+    Args:
+        data: of the plan.
+        repeats: whether the loop runs a step again that runs out of memory.
+    """
     if not is_open_ended(data):
         return []
+    then = "; a step that runs out of memory runs again in smaller micro-batches" if repeats else ""
     return [
-        f"the data are a stream: this is planned from its first {len(data):,} samples. A larger "
-        " sample may come later; a step that runs out of memory runs again in smaller "
-        "micro-batches"
+        f"the data are a stream: this is planned from its first {len(data):,} samples. A larger sample may "
+        f"come later{then}"
     ]
 
 

@@ -38,6 +38,10 @@ def loader_of(rows: Any = ROWS, **options: Any) -> DataLoader[Tensor]:
     return DataLoader(rows, **{"batch_size": 2, **options})  # type: ignore[arg-type]
 
 
+def mean_output(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch[:, None]).mean()  # type: ignore[no-any-return]
+
+
 def plan(loader: Any = None, target_batch: int = 24, *, world: int = 1, **options: Any) -> Any:
     """Plan for an Accelerator, of which its adapter uses a few attributes."""
     device, precision = torch.device(options.pop("where", "cpu")), options.pop("mixed_precision", "no")
@@ -54,9 +58,13 @@ def plan(loader: Any = None, target_batch: int = 24, *, world: int = 1, **option
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         loader_of() if loader is None else loader,
-        loss=lambda model, batch: model(batch[:, None]).mean(),
         target_batch=target_batch,
-        **{"max_micro_batch": 8, "memory_budget": "1GiB", **options},
+        **{
+            "loss": lambda model, batch: model(batch[:, None]).mean(),
+            "max_micro_batch": 8,
+            "memory_budget": "1GiB",
+            **options,
+        },
     )
     assert accelerator.gradient_accumulation_steps == found.accumulation_steps
     return found
@@ -80,7 +88,10 @@ def test_the_plan_is_what_the_library_runs() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"world": 2, "world_size": 1}, "the plan is for 1 rank, and accelerate runs in 2 processes"),
+        (
+            {"loss": nn.CrossEntropyLoss()},
+            "but CrossEntropyLoss takes outputs and targets",
+        ),
         ({"where": "mps"}, "probes on cpu and cuda, and the library trains on mps"),
         ({"where": "cuda:1"}, "cuda:1 was asked for"),
         (

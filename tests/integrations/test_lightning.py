@@ -26,7 +26,7 @@ def test_a_planned_fit_takes_the_steps_of_whole_batches() -> None:
     module, data = Classifier(), Points()
     before = {name: id(value) for name, value in vars(module).items()}
     trainer = Quiet(max_epochs=1)
-    plan = lightning.plan(trainer, module, data, target_batch=20, memory_budget="14KiB")
+    plan = lightning.plan_fit(trainer, module, data, target_batch=20, memory_budget="14KiB")
     assert {name: id(value) for name, value in vars(module).items()} == before
     assert plan.probe.limited_by == "memory"
     assert plan.accumulation_steps > 1
@@ -51,22 +51,22 @@ def test_what_a_plan_cannot_describe_is_refused() -> None:
     module = Classifier()
     module.automatic_optimization = False
     with pytest.raises(InputError, match="a Classifier has automatic_optimization=False"):
-        lightning.plan(Quiet(), module, Points(), target_batch=8)
+        lightning.plan_fit(Quiet(), module, Points(), target_batch=8)
     data = Points()
     del data.batch_size
     with pytest.raises(
         InputError, match="neither Points nor Classifier has an attribute batch_size, which the plan sets"
     ):
-        lightning.plan(Quiet(), Classifier(), data, target_batch=8)
+        lightning.plan_fit(Quiet(), Classifier(), data, target_batch=8)
     with pytest.raises(InputError, match=r"plans for the precisions 32-true, .* of Lightning, found 64-true"):
-        lightning.plan(Quiet(precision="64-true"), Classifier(), Points(), target_batch=8)
+        lightning.plan_fit(Quiet(precision="64-true"), Classifier(), Points(), target_batch=8)
 
     class Fixed(Words):
         def train_dataloader(self) -> DataLoader:  # type: ignore[type-arg]
             return DataLoader(super().train_dataloader().dataset, batch_size=3, collate_fn=pad)
 
     with pytest.raises(InputError, match="made a loader of 3 samples, after batch_size was set to 8"):
-        lightning.plan(Quiet(), Fixed(), target_batch=8)
+        lightning.plan_fit(Quiet(), Fixed(), target_batch=8)
 
 
 def classifier(**members: Any) -> Any:
@@ -112,7 +112,7 @@ def test_data_and_layers_that_hooks_make_are_planned_for_and_fitted() -> None:
     module.batch_size = 1
     del module.network
     state = torch.get_rng_state()
-    plan = lightning.plan(quiet(), module, target_batch=20, max_micro_batch=10)
+    plan = lightning.plan_fit(quiet(), module, target_batch=20, max_micro_batch=10)
     assert order == ["prepared", "fit", "layers"]
     assert torch.equal(torch.get_rng_state(), state)
     assert (plan.micro_batch, module.batch_size) == (10, 10)
@@ -127,7 +127,7 @@ def test_data_and_layers_that_hooks_make_are_planned_for_and_fitted() -> None:
 def test_a_loader_for_fit_comes_back_with_the_planned_size() -> None:
     module, loader = classifier(), DataLoader(points(), batch_size=1, shuffle=True)
     trainer = quiet()
-    plan = lightning.plan(trainer, module, loader, target_batch=20, max_micro_batch=10)
+    plan = lightning.plan_fit(trainer, module, loader, target_batch=20, max_micro_batch=10)
     assert (plan.loader.batch_size, plan.loader.dataset) == (10, loader.dataset)
     trainer.fit(module, plan.loader)
     assert trainer.global_step == 2
@@ -136,7 +136,7 @@ def test_a_loader_for_fit_comes_back_with_the_planned_size() -> None:
     trainer.fit(classifier(), loader)
     assert (trainer.global_step, trainer.accumulate_grad_batches) == (2, 4)
     with pytest.raises(InputError, match=r"must be a torch DataLoader before trainer\.fit, found a list"):
-        lightning.plan(quiet(), module, [loader], target_batch=20)
+        lightning.plan_fit(quiet(), module, [loader], target_batch=20)
 
 
 def test_a_step_that_logs_reads_its_schedule_and_leaves_no_trace() -> None:
@@ -159,7 +159,7 @@ def test_a_step_that_logs_reads_its_schedule_and_leaves_no_trace() -> None:
 
     module = classifier(training_step=training_step)
     trainer = quiet(logger=Own())
-    lightning.plan(trainer, module, DataLoader(points()), target_batch=20, max_micro_batch=10)
+    lightning.plan_fit(trainer, module, DataLoader(points()), target_batch=20, max_micro_batch=10)
     assert seen[:2] == [0.2, 0.1]
     assert logged == []
 
@@ -186,7 +186,7 @@ def test_the_hooks_around_the_transfer_run_as_in_fit() -> None:
             first=1.0,
             on_after_batch_transfer=lambda self, batch, _: [batch[0] * 2, batch[1]],
         )
-        lightning.plan(quiet(), module, data, target_batch=20, max_micro_batch=10)
+        lightning.plan_fit(quiet(), module, data, target_batch=20, max_micro_batch=10)
         return seen
 
     assert plan(Constant()) == {2.0}
@@ -218,10 +218,10 @@ def test_optimizers_that_lightning_does_not_step_are_refused() -> None:
         configure_optimizers=lambda self: [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
     )
     with pytest.raises(InputError, match="returned 2 optimizers, and Lightning steps several only with"):
-        lightning.plan(quiet(), two, DataLoader(points()), target_batch=20)
+        lightning.plan_fit(quiet(), two, DataLoader(points()), target_batch=20)
     none = classifier(configure_optimizers=lambda self: None)
     with pytest.raises(InputError, match=r"must return an optimizer, found nothing \(None\)"):
-        lightning.plan(quiet(), none, DataLoader(points()), target_batch=20)
+        lightning.plan_fit(quiet(), none, DataLoader(points()), target_batch=20)
 
 
 def test_the_callback_plans_before_the_data_are_read(caplog: pytest.LogCaptureFixture) -> None:

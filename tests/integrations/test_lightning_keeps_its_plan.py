@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from autobatch import InputError, integrations
+from autobatch import integrations
 from tests.support.libraries import installed
 
 lightning = integrations.lightning
@@ -93,7 +93,7 @@ def test_the_probe_leaves_nothing_in_what_the_module_holds() -> None:
         own.metric, own.total = torchmetrics.MeanMetric(), torch.zeros(1)
         trainer, data = quiet(), loader(BATCH)
         if planned:
-            plan = lightning.plan(trainer, own, loader(), target_batch=BATCH, max_micro_batch=BATCH)
+            plan = lightning.plan_fit(trainer, own, loader(), target_batch=BATCH, max_micro_batch=BATCH)
             data = plan.loader
             assert (outputs, seen, meter.total, float(own.total)) == ([], {"train": []}, 0, 0)
             assert meter.values.tolist() == [0, 0]
@@ -108,27 +108,19 @@ def saved_by(micro_batch: int, folder: Path, **when: Any) -> None:
     """Fit with a micro-batch, and save checkpoints in a folder."""
     callback = installed("lightning").pytorch.callbacks.ModelCheckpoint(folder, save_top_k=-1, **when)
     trainer, own = quiet(enable_checkpointing=True, callbacks=[callback]), module()
-    plan = lightning.plan(trainer, own, loader(), target_batch=BATCH, max_micro_batch=micro_batch)
+    plan = lightning.plan_fit(trainer, own, loader(), target_batch=BATCH, max_micro_batch=micro_batch)
     trainer.fit(own, plan.loader)
     assert own.steps == [32, 32, 32, 24] * 2 + [0]
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "step", "way"),
-    [(32, 8, 2, "plan"), (32, 8, 6, "finder"), (8, 4, 6, "plan"), (8, 4, 2, "finder"), (4, 32, 2, "plan")],
-)
+@pytest.mark.parametrize(("before", "after", "step"), [(32, 8, 2), (32, 8, 6), (8, 4, 6), (4, 32, 2)])
 def test_a_fit_resumed_with_another_micro_batch_takes_whole_steps(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: int, after: int, step: int, way: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: int, after: int, step: int
 ) -> None:
     saved_by(before, tmp_path, every_n_train_steps=2)
     own = module()
-    if way == "plan":
-        trainer = quiet()
-        plan = lightning.plan(trainer, own, loader(), target_batch=BATCH, max_micro_batch=after)
-        data = plan.loader
-    else:
-        finder = lightning.AutobatchFinder(target_batch=BATCH, max_micro_batch=after)
-        trainer, data = quiet(callbacks=[finder]), loader()
+    finder = lightning.AutobatchFinder(target_batch=BATCH, max_micro_batch=after)
+    trainer, data = quiet(callbacks=[finder]), loader()
     caplog.clear()
     checkpoint = tmp_path / f"epoch={step // 4}-step={step}.ckpt"
     trainer.fit(own, data, ckpt_path=str(checkpoint), weights_only=False)
@@ -144,29 +136,9 @@ def test_a_resume_at_the_end_of_an_epoch_or_of_the_same_plan_is_left_alone(
 ) -> None:
     saved_by(8, tmp_path, every_n_train_steps=2)
     for name, micro_batch, steps in (("epoch=0-step=2", 8, 6), ("epoch=0-step=4", 16, 4)):
-        own, trainer = module(), quiet()
-        plan = lightning.plan(trainer, own, loader(), target_batch=BATCH, max_micro_batch=micro_batch)
-        trainer.fit(own, plan.loader, ckpt_path=str(tmp_path / f"{name}.ckpt"), weights_only=False)
+        finder = lightning.AutobatchFinder(target_batch=BATCH, max_micro_batch=micro_batch)
+        own, trainer = module(), quiet(callbacks=[finder])
+        trainer.fit(own, loader(), ckpt_path=str(tmp_path / f"{name}.ckpt"), weights_only=False)
         assert len(own.steps) - 1 == steps
         assert own.steps[-5:] == [32, 32, 32, 24, 0]
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
-
-
-def test_a_loader_that_is_not_the_plans_is_refused() -> None:
-    own, trainer = module(), quiet()
-    plan = lightning.plan(trainer, own, loader(2), target_batch=BATCH, max_micro_batch=8)
-    with pytest.raises(InputError, match=r"4 micro-batches of 8 samples.* 4 of 2: give plan\.loader to fit"):
-        trainer.fit(own, loader(2))
-    assert own.steps == [0]
-    with pytest.raises(InputError, match="take 4 of a dict"):
-        trainer.fit(own, {"a": plan.loader})
-    trainer.accumulate_grad_batches = 2
-    with pytest.raises(InputError, match="take 2 of 8"):
-        trainer.fit(own, plan.loader)
-    again = lightning.plan(trainer, own, loader(2), target_batch=BATCH, max_micro_batch=16)
-    trainer.fit(own, again.loader)
-    assert own.steps == [32, 32, 32, 24] * 2 + [0], "the later plan counts"
-    other = module()
-    trainer.fit_loop.epoch_progress.reset()
-    trainer.fit(other, loader(60))
-    assert other.steps[0] == 120, "another module was not planned for"

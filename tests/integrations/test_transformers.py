@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from autobatch import InputError, Loss, integrations
 from tests.support.bounded import bounded
 from tests.support.libraries import installed
-from tests.support.noted import known
 from tests.support.trainers import BUDGET, Texts, gpt2, gradient_of, mean_over_words, pad, weights_of
 
 transformers = integrations.transformers
@@ -214,35 +212,6 @@ def test_a_run_resumed_with_another_micro_batch_takes_whole_steps(tmp_path: Path
     assert runs[1] == {step: runs[0][step] for step in (1, 2)}
 
 
-def test_the_callback_plans_at_the_start_of_train_and_logs_the_plan(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trainer = a_trainer(tmp_path, max_steps=2)
-    callback = transformers.AutobatchCallback(trainer, target_batch=24, memory_budget=BUDGET)
-    trainer.add_callback(callback)
-    assert callback.plan is None
-    assert trainer.args.gradient_accumulation_steps == 1
-    with caplog.at_level(logging.INFO, logger="autobatch"):
-        trainer.train()
-    plan = callback.plan
-    assert plan is not None
-    assert plan.accumulation_steps > 1
-    assert trainer.args.gradient_accumulation_steps == plan.accumulation_steps
-    assert trainer.args.per_device_train_batch_size == plan.micro_batch
-    assert trainer.state.global_step == 2
-    assert str(plan) in "\n".join(caplog.messages)
-    notes = [one for one in caplog.messages if "Trainer: the last step" in one]
-    assert notes[0].endswith("has 16 of 24 samples: autobatch.batches carries them into the next epoch")
-    logged = next(one for one in trainer.state.log_history if "autobatch/micro_batch" in one)
-    assert logged["autobatch/micro_batch"] == plan.micro_batch
-    capsys.readouterr()
-    with caplog.at_level(logging.WARNING, logger="autobatch"):
-        trainer.train()
-    assert callback.plan is plan
-    assert str(plan) in capsys.readouterr().err, "printed if no log shows it"
-
-
-@known("the outside is rewritten: the plan of a Trainer promises a repeat")
 def test_a_plan_on_a_stream_promises_no_repeat(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A step of a Trainer that runs out of memory ends its run: no loop of another library repeats it."""
 
