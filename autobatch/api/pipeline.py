@@ -348,7 +348,7 @@ def _epoch_samples(call: Call, setup: OpenSetup) -> int:
     if known is not None:
         return known
     call.progress.note(
-        "--epochs or --last-batch needs the number of samples, so the stream is read once to its end: give "
+        "--epochs needs the number of samples, so the stream is read once to its end: give "
         "--steps if it has no end"
     )
 

@@ -21,7 +21,7 @@ from autobatch.core.files import UNREADABLE
 from autobatch.core.knobs import parse_knobs
 from autobatch.core.options import MOST_WORKERS, AtLeastOne, Options, fields_of
 from autobatch.core.text import LONGEST_VALUE, is_text, printable, quoted
-from autobatch.core.units import TiB, parse_budget
+from autobatch.core.units import TiB, parse_budget, parse_duration
 
 LARGEST_INTEGER = 2**63 - 1
 """Largest whole number of an option: torch and the files count in 64 bits."""
@@ -63,6 +63,11 @@ REMOVED = {
     "own_loop": "plan is for a loop of your own, and fit plans for its own loop",
     "study": "a study is named after what it tunes, so the same command goes on with it",
     "lr_trials": "--tune-lr tries 10 learning rates; --timeout limits its time",
+    "last_batch": "batches carry over the end of an epoch, and the rest of the data is the run's last batch",
+    "warmup_samples": "a schedule warms up: Workload(schedule=…)",
+    "checkpoint_minutes": "--checkpoint-every takes a time too, for example 15min",
+    "on_failed_save": "a checkpoint that cannot be written ends the run, and the earlier ones are intact",
+    "optimizer": "the optimizer is that of Workload(optimizer=…)",
     "lr_steps": "--tune-lr runs 40 optimizer steps for each learning rate",
 }
 """Options of earlier versions, and what is in their place."""
@@ -151,6 +156,9 @@ def _check(command: str, values: Mapping[str, Any], names: Mapping[str, str]) ->
         name = "knobs"
         if name in given:
             parse_knobs(given[name])
+        name = "checkpoint_every"
+        if isinstance(given.get(name), str):
+            parse_duration(given[name])
     except InputError as error:
         raise InputError(f"{names[name]}: {error}") from None
     if "steps" in given and "epochs" in given:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -58,14 +59,14 @@ def is_file(path: Path) -> bool:
         return False
 
 
-def write_atomic(path: Path, content: bytes | Iterable[bytes | memoryview]) -> Path:
-    """Write ``content`` to ``path`` so that a reader sees the old file or the new one, never a part.
+@contextlib.contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """Replace a file at the end of the block, so that a reader sees the old one or the new one, never a part.
 
-    The content may come in parts. A temporary file in the same directory is written, flushed to the disk and
-    renamed over ``path``. Missing parent directories are created. A file that is replaced keeps its mode.
+    Missing parent directories are created. A file that is replaced keeps its mode.
 
-    Returns:
-        ``path``.
+    Yields:
+        A path in the same directory, to write the new file to. It is flushed to the disk and renamed.
 
     Raises:
         OSError: the directory or the file cannot be written; the old file is untouched.
@@ -73,20 +74,25 @@ def write_atomic(path: Path, content: bytes | Iterable[bytes | memoryview]) -> P
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("xb") as file:
-            if path.exists():
-                temporary.chmod(path.stat().st_mode & 0o777)
-            file.writelines([content] if isinstance(content, bytes) else content)
-            file.flush()
+        yield temporary
+        if path.exists():
+            temporary.chmod(path.stat().st_mode & 0o777)
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
+        sync_directory(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno is not None:
             error.filename = str(path)  # else the temporary name, or none if the disk is full
         raise
-    sync_directory(path.parent)
+
+
+def write_atomic(path: Path, content: bytes) -> Path:
+    """Write ``content`` to ``path``, whole or not at all; see `replaced_file`. Return ``path``."""
+    with replaced_file(path) as temporary, temporary.open("xb") as file:
+        file.write(content)
     return path
 
 
@@ -98,10 +104,18 @@ def clean_unfinished(folder: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Flush the rename to the disk, if the system can open a directory."""
-    with contextlib.suppress(OSError):
+    """Flush the names in a directory to the disk, if the system can open and flush a directory.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    descriptor = None
+    try:
         descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+            raise
+    finally:
+        if descriptor is not None:
             os.close(descriptor)

@@ -20,7 +20,7 @@ from autobatch.core.options import (
     TrackerChoice,
     fields_of,
 )
-from autobatch.core.records import LastBatch, LearningRateRule, Precision, ShardSync
+from autobatch.core.records import LearningRateRule, Precision, ShardSync
 
 StrPath = str | os.PathLike[str]
 CallT = TypeVar("CallT", bound=Callable[..., Any])
@@ -98,12 +98,8 @@ class FitKeywords(TuneKeywords, total=False):
 
     steps: int | None
     epochs: int | None
-    last_batch: LastBatch
-    checkpoint_every: int | None
-    checkpoint_minutes: float | None
-    on_failed_save: Literal["stop", "continue"]
+    checkpoint_every: int | str | None
     validate_every: int | None
-    warmup_samples: int | None
     on_nonfinite: Literal["raise", "skip"]
     split_check: SplitCheck | None
     log: TrackerChoice | Sequence[TrackerChoice]

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_orig
 import msgspec
 from msgspec import Meta
 
-from autobatch.core.records import LastBatch, LearningRateRule, Precision, ShardSync
+from autobatch.core.records import LearningRateRule, Precision, ShardSync
+from autobatch.core.units import parse_duration
 
 COMMANDS = ("fit", "plan", "probe", "tune", "estimate")
 """Commands that open a workload."""
@@ -167,13 +168,6 @@ class TrainOptions(Section, frozen=True, kw_only=True):
     epochs: Annotated[
         AtLeastOne | None, Option("Passes over the training data. Without --steps: 1.", "N", common=True)
     ] = None
-    last_batch: Annotated[
-        LastBatch,
-        Option(
-            "At the end of an epoch: carry the samples that are left into the next epoch, flush them as a "
-            "short batch, or drop them."
-        ),
-    ] = "carry"
     max_grad_norm: Annotated[
         Positive | None,
         Option("Clip the gradient of each step to this norm. Without it: no clipping.", "NORM", RUNS),
@@ -185,9 +179,6 @@ class TrainOptions(Section, frozen=True, kw_only=True):
             "DECAY",
             RUNS,
         ),
-    ] = None
-    warmup_samples: Annotated[
-        AtLeastOne | None, Option("Raise the learning rate linearly over the first N samples.", "N")
     ] = None
     on_nonfinite: Annotated[
         Literal["raise", "skip"],
@@ -203,18 +194,9 @@ class TrainOptions(Section, frozen=True, kw_only=True):
         AtLeastOne | None, Option("Validate every N steps, and at the end.", "N", common=True)
     ] = None
     checkpoint_every: Annotated[
-        AtLeastOne | None, Option("Save a checkpoint every N steps, and at the end.", "N", common=True)
+        AtLeastOne | str | None,
+        Option("Save a checkpoint every N steps, or 15min or 2h, and at the end.", "N|TIME", common=True),
     ] = None
-    checkpoint_minutes: Annotated[
-        Positive | None, Option("Save a checkpoint if the last one is older than this.", "MINUTES")
-    ] = None
-    on_failed_save: Annotated[
-        Literal["stop", "continue"],
-        Option(
-            "Stop or continue when a periodic checkpoint cannot be written. A failed final checkpoint always "
-            "stops."
-        ),
-    ] = "stop"
     log: Annotated[
         list[TrackerChoice],
         Option("Also log to this tracker, whose package must be installed; may be repeated."),
@@ -234,7 +216,13 @@ class TrainOptions(Section, frozen=True, kw_only=True):
     @property
     def depends_on_end(self) -> bool:
         """True if the run depends on the length of an epoch."""
-        return self.epochs is not None or self.last_batch != "carry"
+        return self.epochs is not None
+
+    @property
+    def checkpoint_seconds(self) -> float | None:
+        """Longest time between two checkpoints in seconds; None if they are counted in steps, or not asked."""
+        asked = self.checkpoint_every
+        return parse_duration(asked) if isinstance(asked, str) else None
 
 
 class TuneOptions(Section, frozen=True, kw_only=True):

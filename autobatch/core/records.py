@@ -337,8 +337,6 @@ class Training(Record, frozen=True, kw_only=True):
     peak_allocated_bytes: int | None = None
     """Largest peak of a step; None if the device does not count it."""
     peak_reserved_bytes: int | None = None
-    failed_checkpoints: list[int] = []
-    """Steps after which a checkpoint could not be written and the run continued."""
     notes: list[str] = []
     """Findings of the check of the loss, and smaller micro-batches after out of memory."""
 

@@ -20,6 +20,7 @@ _UNITS = {
     "t": TiB, "tib": TiB, "tb": 10**12,
 }  # fmt: skip
 _QUANTITY = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*([A-Za-z]*)\s*")
+_DURATION = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(min|h)\s*")
 _PERCENT = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*%\s*")
 
 
@@ -66,6 +67,19 @@ def parse_budget(text: str | int, *, whole_bytes: int) -> int:
         raise InputError(f"{quoted(text)} is not a share of memory: write more than 0% and at most 100%")
     # At least 1 byte: a budget of 0 would be no budget.
     return max(1, int(whole_bytes * percent / 100))
+
+
+def parse_duration(text: str) -> float:
+    """Parse a time in seconds: ``"15min"`` or ``"1.5h"``.
+
+    Raises:
+        InputError: the text is no time, or the time is not positive.
+    """
+    match = _DURATION.fullmatch(text)
+    seconds = float(match[1]) * (60 if match[2] == "min" else 3600) if match else 0.0
+    if seconds <= 0:
+        raise InputError(f"{quoted(text)} is no number of steps and no time: write it like 500, 15min or 2h")
+    return seconds
 
 
 def format_bytes(size: int | None) -> str:

@@ -296,16 +296,8 @@ def _plan_facts(plan: Plan) -> Iterator[Fact]:
     yield Fact("plan", "learning rate", describe_learning_rate(plan), "more")
     if plan.base_batch is not None:
         yield Fact("plan", "tuned for", f"a batch of {plural(plan.base_batch, 'sample')}", "more")
-    yield Fact("plan", "last batch", _LAST_BATCH[plan.last_batch], "more")
     if plan.size_cut is not None:
         yield Fact("plan", "padding", _describe_padding(plan.size_cut), "more")
-
-
-_LAST_BATCH = {
-    "carry": "batches run on over the end of an epoch",
-    "flush": "the last batch of an epoch is as short as it is",
-    "drop": "a short last batch of an epoch is left out",
-}
 
 
 def describe_plan(plan: Plan) -> str:
@@ -467,9 +459,6 @@ def describe_training(training: Training, *, with_loss: bool = True) -> str:
         words.append(f"{plural(training.skipped_steps, 'step')} skipped")
     if training.oom_recoveries:
         words.append(f"{plural(training.oom_recoveries, 'recovery', 'recoveries')} from out of memory")
-    if training.failed_checkpoints:
-        failed = plural(len(training.failed_checkpoints), "periodic checkpoint")
-        words.append(f"{failed} could not be written")
     return ", ".join(words)
 
 

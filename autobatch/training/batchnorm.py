@@ -58,7 +58,5 @@ def smallest_micro_batch(
         None if this process takes no sample.
     """
     indices = {0, sampler.total - 1}
-    if sampler.epochs is not None and sampler.last_batch == "flush":
-        indices.add(min(-(-sampler.samples // sampler.target_batch), sampler.total) - 1)
     sizes = [size for index in indices for size in micro_batches(share_of(sampler.size(index)), micro_batch)]
     return min(sizes, default=None)

@@ -49,9 +49,6 @@ def build_sampler(
         options: options of the run.
         order: order of an epoch; None for a permutation.
         view: the stream that the run reads; None for data with an index.
-
-    Raises:
-        InputError: the run would have no batch.
     """
     fields: dict[str, Any] = {
         "samples": samples,
@@ -59,17 +56,8 @@ def build_sampler(
         "seed": options.device.seed,
         "steps": options.train.steps,
         "epochs": options.train.epochs,
-        "last_batch": options.train.last_batch,
     }
-    sampler = (
-        GlobalBatchSampler(**fields, order=order) if view is None else StreamSampler(**fields, view=view)
-    )
-    if sampler.total == 0:
-        raise InputError(
-            f"--last-batch drop leaves no batch: the {sampler.samples} training samples do not fill a target "
-            f"batch of {sampler.target_batch}. Lower --target-batch, or use --last-batch carry or flush"
-        )
-    return sampler
+    return GlobalBatchSampler(**fields, order=order) if view is None else StreamSampler(**fields, view=view)
 
 
 def stream_length(session: Session) -> int | None:
@@ -122,6 +110,7 @@ def open_loop(
     with device.training() as meter, feeding as feed:
         seed_everything(options.device.seed)
         train_state = _open_train_state(setup, plan, train, meter, ranks)
+        train_state.model.train()
         engine = open_engine(ranks, train_state, lambda: _filler_of(setup))
         if train_state.shared is None:
             engine.broadcast([*train_state.model.parameters(), *train_state.model.buffers()])
@@ -139,7 +128,6 @@ def open_loop(
             feed=feed,
             schedules=build_schedules(workload, train_state.optimizers, sampler),
             on_nonfinite=train.on_nonfinite,
-            warmup_samples=train.warmup_samples,
         )
         sanity_check_validation(workload, train_state, device=device, meter=meter)
         if device.allocator_config is not None:

@@ -1,13 +1,13 @@
 """Checkpoints that survive a kill at any instant and are verified before they are loaded.
 
-A checkpoint is a folder ``step-N``. It is written as ``step-N.tmp-PID``: every file is flushed to the disk,
-and the manifest comes last, with their sizes and SHA-256 sums and a sum of its own. Then the folder is
-renamed and its parent flushed, so a folder called ``step-N`` is complete. Later damage is detected on
-reading: the checkpoint is named and passed over, never deleted. Nothing in a file is executed. An error of
-memory that runs out while one is read is raised as it is, because it says nothing about the file.
+A checkpoint is a folder ``step-N`` with the state of a run in ``state.pt``, as `torch.save` writes it, and a
+manifest. It is written as ``step-N.tmp-PID``: every file is flushed to the disk, and the manifest comes last,
+with their sizes and SHA-256 sums and a sum of its own. Then the folder is renamed and its parent flushed, so
+a folder called ``step-N`` is complete. Later damage is detected on reading: the checkpoint is named and
+passed over, never deleted. ``state.pt`` is read with ``weights_only=True``, so nothing in it is executed.
 
-    step-N.tmp-PID ──► step-N ──► step-N.trash-PID ──► deleted       (more than ``keep_last``)
-                          └─────► step-N.damaged-K                   (the run reaches the same step again)
+    step-N.tmp-PID ──► step-N ──► deleted            (more than ``keep_last``)
+                          └─────► step-N.damaged-K   (the run is resumed from an earlier one)
 
 Sharded tensors are written by all ranks with torch.distributed.checkpoint; rank 0 writes the rest
 and publishes. No rank continues before. A checkpoint is read by any number of ranks, sharded or not.
@@ -16,34 +16,95 @@ and publishes. No rank continues before. A checkpoint is read by any number of r
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
+import io
 import itertools
 import json
 import os
 import re
 import shutil
+import sys
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import msgspec
+import torch
+from torch import Tensor, nn
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from autobatch.core.errors import CheckpointError, DoesNotFitError, InputError
-from autobatch.core.units import format_bytes
-from autobatch.device.host import host_memory
-from autobatch.device.oom import is_oom
+from autobatch.core.files import sync_directory
+from autobatch.device.oom import first_line, is_oom
 from autobatch.distributed.ranks import Ranks
-from autobatch.training.state_file import Packed, pack, read_state, write_file, write_state
+from autobatch.step.gradients import is_sharded
 
-SCHEMA = 5
-"""Format of checkpoints; 5 has one micro-batch for all ranks."""
+SCHEMA = 6
+"""Format of checkpoints; 6 has the state in one file of torch."""
 MANIFEST = "manifest.json"
+STATE = "state.pt"
+SHARDED = "$sharded"
+"""Key of what stands for a sharded tensor in a state: its name; see `ShardedTensor`."""
 _PREFIX = b'{"sha256": "'
 _BODY_START = len(_PREFIX) + 64 + 2
 """Offset of the first byte that the manifest's own sum covers."""
 _NAME = re.compile(r"step-(\d+)")
-_LEFTOVER = re.compile(r"step-\d+\.(?:tmp|trash)-\d+")
+_LEFTOVER = re.compile(r"step-\d+\.tmp-\d+")
+
+
+class ShardedTensor(NamedTuple):
+    """Form of a tensor of which each rank holds a part."""
+
+    shape: list[int]
+    dtype: torch.dtype
+    dim: int | None
+    """The dimension that is cut over the ranks; None if each rank has all of it."""
+
+
+def map_leaves(value: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
+    """Return a state with each leaf changed.
+
+    Args:
+        value: dicts, lists and tuples of leaves. Objects of other classes are leaves.
+        change: receives the place of a leaf, which are the keys joined by slashes, and the leaf.
+        place: of the value.
+    """
+
+    def inner(key: object, item: Any) -> Any:
+        return map_leaves(item, change, f"{place}/{key}" if place else str(key))
+
+    if type(value) in (dict, OrderedDict, Counter):
+        return type(value)({key: inner(key, item) for key, item in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)(inner(number, item) for number, item in enumerate(value))
+    return change(place, value)
+
+
+def check_savable(state: Mapping[str, Any]) -> None:
+    """Check that a state can be read back from a file; no values of tensors are read.
+
+    Raises:
+        InputError: it holds objects that are read by executing code; names the part and the class.
+    """
+
+    def emptied(_: str, leaf: Any) -> Any:
+        is_plain = type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided
+        return torch.empty_like(leaf, device="meta") if is_plain and not leaf.is_quantized else leaf
+
+    for part, value in _without_shards(state)[0].items():
+        file, reason = io.BytesIO(), ""
+        try:
+            torch.save(map_leaves(value, emptied), file)
+            reason = ", ".join(get_unsafe_globals_in_checkpoint(file))
+        except Exception as error:  # of many kinds, as objects have their own ways to be saved
+            reason = first_line(error)
+        if reason:
+            raise InputError(
+                f"the state of the workload's {part} cannot be kept in a checkpoint, which is read without "
+                f"executing code, found {reason}: keep only numbers, text, tensors and lists, tuples, sets "
+                "and dicts of them"
+            )
 
 
 def save_checkpoint(
@@ -53,7 +114,6 @@ def save_checkpoint(
     state: Mapping[str, Any],
     facts: Mapping[str, Any],
     keep_last: int = 3,
-    protected: Path | None = None,
     ranks: Ranks | None = None,
 ) -> Path:
     """Write a checkpoint, then delete all but the last ``keep_last``, oldest first.
@@ -61,10 +121,9 @@ def save_checkpoint(
     Args:
         folder: the folder of all checkpoints of the run.
         step: batches seen, which names the checkpoint.
-        state: tensors and plain values; see `autobatch.training.state_file`.
+        state: tensors and plain values, as `check_savable` wants them.
         facts: JSON that users and resumes read without loading tensors.
         keep_last: checkpoints to keep.
-        protected: the checkpoint that the run was resumed from, which is never deleted.
         ranks: all of them call this; None if this process trains alone.
 
     Returns:
@@ -73,33 +132,78 @@ def save_checkpoint(
     Raises:
         CheckpointError: the disk is full or not writable, for some rank; earlier checkpoints are intact.
         DoesNotFitError: the host memory of a rank does not suffice.
-        InputError: the state holds what no file can hold.
     """
-    ranks, packed = ranks or Ranks(), pack(state)
-    temporary = folder / f"step-{step:08d}.tmp-{os.getpid()}"
+    ranks = ranks or Ranks()
+    plain, shards = _without_shards(state)
+    target = folder / f"step-{step:08d}"
+    temporary = _temporary(target)
 
     def begin() -> str:
-        with _as_checkpoint_error(temporary):
+        with _as_checkpoint_error(target):
             folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
         return str(temporary)
 
     def publish() -> str:
-        with _as_checkpoint_error(temporary):
-            files = {**write_state(temporary, packed), **shards}
+        with _as_checkpoint_error(target):
+            files = {STATE: _write_state(temporary / STATE, plain), **of_ranks}
             write_manifest(temporary / MANIFEST, {"step": step, "files": files, "facts": dict(facts)})
-            path = _publish(temporary)
-        _prune(path, keep_last=keep_last, protected=protected)
-        return str(path)
+            sync_directory(temporary)
+            temporary.rename(target)
+            sync_directory(folder)
+        _prune(target, keep_last)
+        return str(target)
 
-    shards = _write_shards(Path(ranks.once(begin)), packed, ranks)
+    of_ranks = _write_shards(Path(ranks.once(begin)), shards, ranks)
     return Path(ranks.once(publish))
 
 
-def _write_shards(temporary: Path, packed: Packed, ranks: Ranks) -> Mapping[str, Mapping[str, Any]]:
+def _without_shards(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return a state with plain numbers, and a form in place of each sharded tensor; and these by name."""
+    shards: dict[str, Tensor] = {}
+    numpy = sys.modules.get("numpy")
+
+    def plain(place: str, leaf: Any) -> Any:
+        if numpy is not None and isinstance(leaf, numpy.generic):
+            return leaf.item()
+        if not isinstance(leaf, Tensor) or not is_sharded(leaf):
+            return leaf
+        shards[place] = leaf
+        (placement,) = leaf.placements  # type: ignore[attr-defined]
+        form = ShardedTensor([*leaf.shape], leaf.dtype, getattr(placement, "dim", None))
+        return {SHARDED: place, **form._asdict()}
+
+    return map_leaves(dict(state), plain), shards
+
+
+def sharded_tensors(state: Any) -> dict[str, ShardedTensor]:
+    """Return the forms of the sharded tensors of a state that was read, by name."""
+    found: dict[str, ShardedTensor] = {}
+
+    def collect(form: dict[str, Any]) -> None:
+        found[form[SHARDED]] = ShardedTensor(form["shape"], form["dtype"], form["dim"])
+
+    replace_sharded(state, collect)
+    return found
+
+
+def replace_sharded(state: Any, replacement: Callable[[dict[str, Any]], Any]) -> Any:
+    """Return a state with something else in place of the form of each sharded tensor."""
+    if isinstance(state, dict):
+        if SHARDED in state:
+            return replacement(state)
+        return {key: replace_sharded(item, replacement) for key, item in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(replace_sharded(item, replacement) for item in state)
+    return state
+
+
+def _write_shards(
+    temporary: Path, shards: Mapping[str, Tensor], ranks: Ranks
+) -> Mapping[str, Mapping[str, Any]]:
     """Write the sharded tensors of all ranks, and return sizes and sums of their files by name."""
-    if not packed.sharded:
+    if not shards:
         return {}
     # Only here: one process needs no torch.distributed.
     from autobatch.distributed.group import Group
@@ -107,43 +211,69 @@ def _write_shards(temporary: Path, packed: Packed, ranks: Ranks) -> Mapping[str,
 
     assert isinstance(ranks, Group)
     try:
-        return write_shards(temporary, packed.sharded, ranks)
+        return write_shards(temporary, shards, ranks)
     except (CheckpointError, DoesNotFitError):
         ranks.once(lambda: shutil.rmtree(temporary, ignore_errors=True))
         raise
 
 
-def _publish(temporary: Path) -> Path:
-    """Give a folder that is complete the name of a checkpoint."""
-    target = temporary.with_suffix("")
-    _sync_directory(temporary)
-    if target.exists():
-        # A resumed run reached the same step: keep the old checkpoint until the new one is published.
-        damaged = (target.with_name(f"{target.name}.damaged-{number}") for number in itertools.count(1))
-        target.rename(
-            _trash(target) if is_valid(target) else next(path for path in damaged if not path.exists())
-        )
-    temporary.rename(target)
-    _sync_directory(temporary.parent)
-    shutil.rmtree(_trash(target), ignore_errors=True)
-    return target
+class _HashedFile:
+    """File that knows the size, the SHA-256 and the first error of what was written.
+
+    torch replaces an error of writing by one that does not name a full disk.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest, self._size = hashlib.sha256(), 0
+        self.error: BaseException | None = None
+
+    def write(self, part: bytes | memoryview) -> int:
+        """Write a part."""
+        try:
+            self._file.write(part)
+        except BaseException as error:
+            self.error = error
+            raise
+        self._digest.update(part)
+        self._size += len(part)
+        return len(part)
+
+    def flush(self) -> None:
+        """Do nothing: the file is flushed once, at its end."""
+
+    def entry(self) -> dict[str, Any]:
+        """Return size in bytes and SHA-256, as the manifest lists them."""
+        return {"bytes": self._size, "sha256": self._digest.hexdigest()}
+
+
+def _write_state(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a state, flush it to the disk, and return its size and sum."""
+    with path.open("wb") as file:
+        hashed = _HashedFile(file)
+        try:
+            torch.save(state, hashed)
+        except Exception:
+            if hashed.error is None:
+                raise
+        if hashed.error is not None:
+            raise hashed.error
+        file.flush()
+        os.fsync(file.fileno())
+    return hashed.entry()
 
 
 @contextlib.contextmanager
-def _as_checkpoint_error(temporary: Path) -> Iterator[None]:
+def _as_checkpoint_error(target: Path) -> Iterator[None]:
     """Undo a failed checkpoint, and name the cause if the system refused something within the block."""
-    target = temporary.with_suffix("")
     try:
         yield
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            if _trash(target).exists() and not target.exists():
-                _trash(target).rename(target)
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(_temporary(target), ignore_errors=True)
         if not isinstance(error, OSError):
             raise
         raise CheckpointError(
-            f"the checkpoint of step {_number(target)} could not be written to {temporary.parent}: "
+            f"the checkpoint of step {_number(target)} could not be written to {target.parent}: "
             f"{error.strerror or error}. Free some space there; no earlier checkpoint is lost"
         ) from error
 
@@ -156,51 +286,37 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def clean_leftovers(folder: Path) -> None:
-    """Delete what a killed process left half-written, and bring back a checkpoint that it had set aside."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if not _LEFTOVER.fullmatch(path.name):
-            continue
-        published = folder / path.name.split(".")[0]
-        if ".trash-" in path.name and not published.exists() and is_valid(path):
-            path.rename(published)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
+def begin_after(folder: Path, step: int) -> None:
+    """Prepare a folder for a run that continues from the checkpoint of a step, or begins with step 0.
 
-
-def _prune(newest: Path, *, keep_last: int, protected: Path | None) -> None:
-    """Delete the oldest checkpoints over ``keep_last``, each by one rename, so that none is ever incomplete.
-
-    Damaged checkpoints are neither counted nor deleted. Neither are later steps, which the run passed over.
+    What a killed process left half-written is deleted. Checkpoints of later steps, which were passed over,
+    are set aside, because the run reaches these steps again.
     """
-    known = [path for path in list_checkpoints(newest.parent) if _number(path) <= _number(newest)]
-    for path in [path for path in known if is_valid(path, sums=False)][:-keep_last]:
-        if path in (newest, protected):
-            continue
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _LEFTOVER.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+    for path in list_checkpoints(folder):
+        if _number(path) > step:
+            names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
+            path.rename(next(name for name in names if not name.exists()))
+
+
+def _prune(newest: Path, keep_last: int) -> None:
+    """Delete the oldest checkpoints over ``keep_last``, each by one rename, so that none is ever incomplete."""
+    for path in [one for one in list_checkpoints(newest.parent) if _number(one) <= _number(newest)][
+        :-keep_last
+    ]:
         # A checkpoint that cannot be deleted now (permissions) is tried again at the next one.
         with contextlib.suppress(OSError):
-            path.rename(_trash(path))
-            shutil.rmtree(_trash(path))
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make renames durable, unless the file system cannot flush a directory."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
-            raise
-    finally:
-        os.close(descriptor)
+            shutil.rmtree(path.rename(_temporary(path)))
 
 
 def _number(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _trash(path: Path) -> Path:
-    return path.with_name(f"{path.name}.trash-{os.getpid()}")
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp-{os.getpid()}")
 
 
 class _File(msgspec.Struct):
@@ -224,7 +340,10 @@ def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
         OSError: the file cannot be written.
     """
     body = json.dumps({"schema": SCHEMA, **manifest}, indent=1)[1:].encode()
-    write_file(path, [_PREFIX, hashlib.sha256(body).hexdigest().encode(), b'",', body])
+    with path.open("wb") as file:
+        file.write(_PREFIX + hashlib.sha256(body).hexdigest().encode() + b'",' + body)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -253,50 +372,42 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def check_files(
-    path: Path, manifest: Mapping[str, Any], *, sums: bool = True, part: tuple[int, int] = (0, 1)
-) -> None:
+def check_files(path: Path, manifest: Mapping[str, Any], *, part: tuple[int, int] = (0, 1)) -> None:
     """Check the files of the checkpoint ``path``: those of the manifest, and no others.
 
     Args:
         path: its folder.
         manifest: the expected sizes and sums.
-        sums: also read every file and compare its sum, not only its size.
         part: the rank, and the number of ranks that compare the sums of all files together.
 
     Raises:
         CheckpointError: a file differs; names it and the fault.
     """
     rank, world = part
-    for number, (name, expected) in enumerate(sorted(manifest["files"].items())):
-        try:
-            size = (path / name).stat().st_size
-            found = expected["sha256"]
-            if sums and number % world == rank and size == expected["bytes"]:
+    try:
+        for number, (name, expected) in enumerate(sorted(manifest["files"].items())):
+            size, found = (path / name).stat().st_size, expected["sha256"]
+            if size != expected["bytes"]:
+                raise CheckpointError(f"{path}: {name} must have {expected['bytes']} bytes, found {size}")
+            if number % world == rank:
                 with (path / name).open("rb") as file:
                     found = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            if is_oom(error):
-                raise
-            raise CheckpointError(f"{path}: {name} cannot be read ({error.strerror})") from None
-        if size != expected["bytes"]:
-            raise CheckpointError(f"{path}: {name} must have {expected['bytes']} bytes, found {size}")
-        if found != expected["sha256"]:
-            raise CheckpointError(f"{path}: {name} was changed after it was written (SHA-256 differs)")
-    # The readers of tensors take every such file of the folder.
-    try:
-        present = sorted(one.name for one in path.glob("*.safetensors"))
+            if found != expected["sha256"]:
+                raise CheckpointError(f"{path}: {name} was changed after it was written (SHA-256 differs)")
+        # The readers of tensors take every such file of the folder.
+        for file_path in sorted(path.glob("*.safetensors")):
+            if file_path.name not in manifest["files"]:
+                raise CheckpointError(f"{path}: {file_path.name} is not listed in {MANIFEST}")
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from None
-    for name in present:
-        if name not in manifest["files"]:
-            raise CheckpointError(f"{path}: {name} is not listed in {MANIFEST}")
+        if is_oom(error) or isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: {error.filename} cannot be read ({error.strerror})") from None
 
 
-def is_valid(path: Path, *, sums: bool = True) -> bool:
-    """Return whether a checkpoint is unchanged since it was written; without ``sums``, of the same sizes."""
+def is_valid(path: Path) -> bool:
+    """Return whether a checkpoint is unchanged since it was written."""
     try:
-        check_files(path, read_manifest(path), sums=sums)
+        check_files(path, read_manifest(path))
     except CheckpointError:
         return False
     return True
@@ -307,6 +418,7 @@ class Loaded(NamedTuple):
 
     path: Path
     state: dict[str, Any]
+    """Its tensors are pages of the file until they are written."""
     facts: dict[str, Any]
     """Facts that were written beside the state: the plan, the versions, the data order."""
     passed_over: list[str]
@@ -337,12 +449,12 @@ def load_newest(folder: Path, check: Check = lambda *_: None, ranks: Ranks | Non
     for name in ranks.once(lambda: [path.name for path in reversed(list_checkpoints(folder))]):
         reason = ""
         try:
-            found = load_checkpoint(folder / name, check, part=(ranks.rank, ranks.world))
+            loaded = _load(folder / name, check, part=(ranks.rank, ranks.world))
         except CheckpointError as error:
             reason = str(error)
         reasons = [one for one in ranks.gather(reason) if one]
         if not reasons:
-            return found._replace(passed_over=passed_over)
+            return loaded._replace(passed_over=passed_over)
         passed_over.append(reasons[0])
     if passed_over:
         raise InputError(
@@ -352,7 +464,7 @@ def load_newest(folder: Path, check: Check = lambda *_: None, ranks: Ranks | Non
     return None
 
 
-def load_checkpoint(path: Path, check: Check = lambda *_: None, *, part: tuple[int, int] = (0, 1)) -> Loaded:
+def _load(path: Path, check: Check, *, part: tuple[int, int]) -> Loaded:
     """Load the checkpoint ``path``; for ``check`` see `load_newest`, for ``part`` `check_files`.
 
     Raises:
@@ -361,20 +473,12 @@ def load_checkpoint(path: Path, check: Check = lambda *_: None, *, part: tuple[i
     manifest = read_manifest(path)
     check_files(path, manifest, part=part)
     try:
-        state = read_state(path)
+        state = torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True)
         check(path, state, manifest["facts"])
     except CheckpointError:
         raise
-    except Exception as error:  # a hostile or foreign file may make the readers raise anything
+    except Exception as error:  # a hostile or foreign file may make the reader raise anything
         if is_oom(error):
             raise
-        raise CheckpointError(f"{path}: its state cannot be read ({type(error).__name__})") from None
+        raise CheckpointError(f"{path}: {STATE} cannot be read ({type(error).__name__})") from None
     return Loaded(path, state, manifest["facts"], [])
-
-
-def available_host_memory() -> str:
-    """Return the host memory that is available, in words; ``unknown`` if it cannot be read now."""
-    try:
-        return format_bytes(host_memory().available_bytes)
-    except MemoryError:
-        return format_bytes(None)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import CheckpointError, InputError
-from autobatch.core.files import write_atomic
+from autobatch.core.files import replaced_file
 from autobatch.core.version import __version__
 from autobatch.distributed.engine import Engine
 from autobatch.rehearsal.process import Session
 from autobatch.step.train_state import TrainState
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
-from autobatch.training.state_file import can_be_written, tensor_parts
 from autobatch.workload.contract import kind_of
 
 METADATA = {"format": "pt", "autobatch": __version__}
@@ -24,6 +25,8 @@ METADATA = {"format": "pt", "autobatch": __version__}
 
 def export_weights(train_state: TrainState, folder: Path, engine: Engine | None = None) -> None:
     """Write the weights as safetensors, and their averages if there are any.
+
+    Of tied weights a file has one, and its metadata name the others (`safetensors.torch.save_model`).
 
     Args:
         train_state: the model.
@@ -58,7 +61,7 @@ def whole_model(built: nn.Module, trained: nn.Module, folder: Path) -> nn.Module
             names.setdefault(tensor, []).append(name)
     for tensor, places in names.items():
         # Of tied tensors the file has one.
-        value = next(values[one] for one in map(_plain, places) if one in values)
+        value = next(values[name] for name in map(_plain, places) if name in values)
         made = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
         for place in places:
             path, _, name = place.rpartition(".")
@@ -77,7 +80,7 @@ def check_exportable(model: nn.Module) -> None:
             reason = kind_of(value)
         elif value.layout is not torch.strided:
             reason = f"a tensor in the layout {str(value.layout).removeprefix('torch.')}"
-        elif not can_be_written(value.dtype):
+        elif not _can_be_written(value.dtype):
             reason = f"of type {str(value.dtype).removeprefix('torch.')}"
         else:
             continue
@@ -92,6 +95,16 @@ def examine_weights(session: Session) -> None:
     check_exportable(session.setup.model)
 
 
+@cache
+def _can_be_written(dtype: torch.dtype) -> bool:
+    from safetensors.torch import save
+
+    try:
+        return bool(save({"tensor": torch.zeros(1, dtype=dtype, device="cpu")}))
+    except Exception:  # of many kinds, for example KeyError and safetensors' own
+        return False
+
+
 def _export(model: nn.Module, path: Path, engine: Engine) -> None:
     """Write one file on rank 0, with whole tensors."""
     if engine.mesh is None:
@@ -104,25 +117,34 @@ def _export(model: nn.Module, path: Path, engine: Engine) -> None:
     engine.ranks.once(lambda: _write(weights, path))
 
 
+class _Weights(nn.Module):
+    """Module with a state dict that was made before: `safetensors.torch.save_model` wants no dict."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Return the weights."""
+        return dict(self._weights)
+
+
 def _write(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write one file atomically; tied parameters are stored once, and the metadata name the others."""
-    names: dict[int, str] = {}
-    tensors, metadata = {}, dict(METADATA)
-    for name, one in sorted({_plain(name): one for name, one in weights.items()}.items()):
-        storage = one.untyped_storage()
-        # A part of a larger tensor, such as a slice or an expanded buffer, is a tensor of its own.
-        is_whole = one.nbytes == storage.nbytes() > 0
-        first = names.setdefault(storage.data_ptr(), name) if is_whole else name
-        if first == name:
-            tensors[name] = one
-        else:
-            metadata[name] = first
+    from safetensors.torch import save_model
+
+    plain = {_plain(name): _own(value) for name, value in sorted(weights.items())}
     try:
-        write_atomic(path, tensor_parts(tensors, metadata))
-    except OSError as error:
+        with replaced_file(path) as temporary:
+            save_model(_Weights(plain), str(temporary), METADATA)
+    except Exception as error:  # safetensors has errors of its own for a full disk
         raise CheckpointError(
             f"the weights could not be written to {path}: {error}. The checkpoints hold them too"
         ) from error
+
+
+def _own(value: Tensor) -> Tensor:
+    """Return a tensor in whole memory: of a part of another tensor, which is not tied to it, a copy."""
+    return value if value.nbytes == value.untyped_storage().nbytes() else value.clone()
 
 
 def _plain(name: str) -> str:

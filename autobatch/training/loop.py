@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -87,8 +86,6 @@ class Loop:
     """One per optimizer, or empty."""
     on_nonfinite: Literal["raise", "skip"] = "raise"
     """Raise or skip the step if the loss or gradient is not finite; fp16 overflows are always skipped."""
-    warmup_samples: int | None = None
-    """Samples over which the learning rate grows to its full value; None for no warm-up."""
     batches_seen: int = 0
     steps_applied: int = 0
     skipped_steps_in_a_row: int = 0
@@ -123,7 +120,6 @@ class Loop:
             DoesNotFitError: out of memory at a micro-batch of 1.
         """
         train_state = self.train_state
-        train_state.model.train()
         # Gradients that the model came with are not part of the first batch.
         train_state.gradients.clear()
         batches, early = self.sampler.batches(self.batches_seen), self.batches_seen + EARLY_STEPS
@@ -133,10 +129,8 @@ class Loop:
             if batch is None:
                 return
             samples = self.sampler.seen(batch.index + 1)
-            warm_up = 1.0 if self.warmup_samples is None else min(1.0, samples / self.warmup_samples)
-            with scaled_learning_rate(train_state.optimizers, warm_up):
-                learning_rate = check_learning_rates(train_state.optimizers, batch.index + 1)
-                result, parts, oom_message = self._train_batch(batch)
+            learning_rate = check_learning_rates(train_state.optimizers, batch.index + 1)
+            result, parts, oom_message = self._train_batch(batch)
             self._check(batch, parts, result)
             self._advance(batch, result)
             memory = self.meter.stats()
@@ -400,22 +394,6 @@ class _Running:
             return 1, 1
         part = self.part or max(self._parts, key=lambda one: split.halved(one, micro_batch))
         return len(part.ids), split.halved(part, micro_batch)
-
-
-@contextmanager
-def scaled_learning_rate(optimizers: Optimizers, factor: float) -> Iterator[None]:
-    """Multiply all learning rates by ``factor`` within the block; schedules never see it."""
-    if factor == 1.0:
-        yield
-        return
-    originals = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
-    try:
-        for group, rate in originals:
-            group["lr"] = rate * factor
-        yield
-    finally:
-        for group, rate in originals:
-            group["lr"] = rate
 
 
 def check_learning_rates(optimizers: Optimizers, step: int) -> float:

@@ -5,17 +5,15 @@ Counters in a checkpoint:
 - ``batches_seen``: batches trained so far, whether their step was applied or not.
 - ``steps_applied``: optimizer steps among them; the others are the ``skipped_steps`` of a run's summary.
 - ``skipped_steps_in_a_row``: steps skipped since the last applied one because they were not finite.
-- ``oom_recoveries``: batches that ran again in smaller micro-batches.
+- ``oom_recoveries``: batches that ran again after an out-of-memory error.
 
-``micro_batch`` has the largest one of all ranks, which shrinks with each recovery, and ``random`` the
-state of its generators.
+``micro_batch`` has the largest one of all ranks, which shrinks with a recovery, ``random`` the generators of
+each rank, and ``frozen`` and ``evaluated`` the names of the parameters and modules that do not train.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from numbers import Real
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +25,7 @@ from torch import Tensor, nn
 from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitError, InputError
 from autobatch.core.options import Options
 from autobatch.core.records import Count, Plan, Positive, RunRecord
-from autobatch.core.text import error_text, quoted
+from autobatch.core.text import error_text
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
 from autobatch.distributed.rank_plan import layout_of
@@ -35,21 +33,20 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.setup import Setup, device_key
 from autobatch.step.ema import load_average
 from autobatch.step.gradients import is_sharded
-from autobatch.step.train_state import TrainState
 from autobatch.training.checkpoint import (
     MANIFEST,
+    SHARDED,
+    STATE,
     Loaded,
-    available_host_memory,
-    clean_leftovers,
-    list_checkpoints,
     load_newest,
+    replace_sharded,
+    sharded_tensors,
 )
 from autobatch.training.loop import Loop
 from autobatch.training.run_folder import CHECKPOINTS
-from autobatch.training.state_file import STATE, replace_sharded, sharded_tensors
 from autobatch.workload.data_digest import DataDigest
 from autobatch.workload.nested import tensors_of
-from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler, LastBatch, order_digest
+from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler, order_digest
 from autobatch.workload.rng import (
     capture_random_state,
     plain_random_state,
@@ -86,10 +83,8 @@ class _Facts(msgspec.Struct):
 
     plan: Plan
     seed: int
-    warmup_samples: Positive | None
     total_steps: Positive
     samples: Positive
-    last_batch: LastBatch
     total_samples: Positive
     ranks: list[dict[str, Any]]
     key: _Key
@@ -97,8 +92,6 @@ class _Facts(msgspec.Struct):
     sampler: str | None = None
     sample_seeds: bool = False
     notes: list[str] = []
-    failed_checkpoints: list[int] = []
-    times: dict[str, dict[str, float]] = {}
     data: DataDigest | None = None
     records: dict[str, Any] = {}
 
@@ -118,6 +111,8 @@ class _State(msgspec.Struct):
     counters: _Counters
     model: dict[str, Any]
     buffers: dict[str, Any]
+    frozen: list[str]
+    evaluated: list[str]
     optimizers: list[dict[Any, Any]]
     schedules: list[dict[Any, Any]]
     scaler: dict[str, Any] | None
@@ -130,14 +125,18 @@ class _State(msgspec.Struct):
 def capture_loop(loop: Loop) -> dict[str, Any]:
     """Return everything that the rest of a run depends on, between two steps; all ranks call it."""
     train_state = loop.train_state
+    model, scaler, average = train_state.model, train_state.scaler, train_state.average
+    saved = model.state_dict()
     return {
-        "model": train_state.model.state_dict(),
-        "buffers": _unsaved_buffers(train_state.model),
-        "names": _parameter_names(train_state),
+        "model": saved,
+        # A state dict leaves these out, and a forward pass may change them too.
+        "buffers": {name: buffer for name, buffer in model.named_buffers() if name not in saved},
+        "frozen": [name for name, parameter in model.named_parameters() if not parameter.requires_grad],
+        "evaluated": [name for name, module in model.named_modules() if not module.training],
         "optimizers": [optimizer.state_dict() for optimizer in train_state.optimizers],
         "schedules": [schedule.state_dict() for schedule in loop.schedules],
-        "scaler": None if train_state.scaler is None else train_state.scaler.state_dict(),
-        "average": None if train_state.average is None else train_state.average.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "average": None if average is None else average.state_dict(),
         "items_per_sample": train_state.items_per_sample,
         "stream": loop.sampler.state_dict(),
         "random": loop.engine.ranks.gather(plain_random_state()),
@@ -170,8 +169,11 @@ def restore_loop(
     except Exception as error:  # a user's optimizer or schedule may raise anything
         if is_oom(error):
             raise DoesNotFitError(_not_enough_memory(loop, state, error)) from error
+        line = first_line(error)
+        if line.startswith(STATE_DICT_ERROR):
+            line = error_text(error).partition(": ")[2]
         raise InputError(
-            f"the checkpoint was written with another model, optimizer or schedule ({_difference(error)}). "
+            f"the checkpoint was written with another model, optimizer or schedule ({line}). "
             "Give the same workload, or start without --resume"
         ) from error
     for name, count in state["counters"].items():
@@ -187,22 +189,6 @@ def fails_on_state(loop: Loop, resumed: Loaded, error: Exception) -> bool:
     return is_first and failed_part(error) in ("optimizer", "schedule")
 
 
-def _parameter_names(train_state: TrainState) -> dict[str, Any]:
-    """Return the names of the parameters that optimizers and the average know by number."""
-    known = {parameter: name for name, parameter in train_state.model.named_parameters()}
-
-    def names_of(parameters: Iterable[Tensor]) -> list[str]:
-        return [known.get(one, f"parameter-{number}") for number, one in enumerate(parameters)]  # type: ignore[call-overload]
-
-    return {
-        "optimizers": [
-            names_of(p for group in optimizer.param_groups for p in group["params"])
-            for optimizer in train_state.optimizers
-        ],
-        "average": names_of(train_state.parameters),
-    }
-
-
 def _with_shards(loop: Loop, state: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
     """Return a state with all of its tensors, sharded as those of the loop."""
     wanted, mesh = sharded_tensors(state), loop.engine.mesh
@@ -214,9 +200,8 @@ def _with_shards(loop: Loop, state: Mapping[str, Any], folder: Path | None) -> M
     if wanted:
         assert folder is not None
         # The weights are read in place.
-        forms = {name: (one.shape, one.dtype, one.dim) for name, one in wanted.items()}
-        tensors = read_shards(folder, forms, mesh=mesh, into=sharded_parameters(loop.train_state))
-        state = replace_sharded(dict(state), lambda one: tensors[one.name])
+        tensors = read_shards(folder, wanted, mesh=mesh, into=sharded_parameters(loop.train_state))
+        state = replace_sharded(dict(state), lambda form: tensors[form[SHARDED]])
     return state if mesh is None else shard_like(loop.train_state, state, mesh)
 
 
@@ -233,19 +218,23 @@ def _restore_random(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool
 
 def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
     train_state = loop.train_state
-    weights = train_state.model.state_dict()  # has the versions of the modules as an attribute
+    model = train_state.model
+    weights = model.state_dict()  # has the versions of the modules as an attribute
     for name, tensor in state["model"].items():
         own = weights.get(name)
         if isinstance(own, Tensor) and own.is_floating_point() != tensor.is_floating_point():
             raise ValueError(f"{name} is of type {own.dtype} here and {tensor.dtype} in the checkpoint")
     weights.clear()
     weights.update(state["model"])
-    train_state.model.load_state_dict(weights)
-    _load_buffers(train_state.model, state["buffers"], train_state.device)
+    model.load_state_dict(weights)
+    _load_buffers(model, state["buffers"], train_state.device)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in state["frozen"])
+    for name, module in model.named_modules():
+        module.training = name not in state["evaluated"]
     for optimizer, saved in zip(train_state.optimizers, state["optimizers"], strict=True):
         _load_optimizer(optimizer, saved)
     for schedule, saved in zip(loop.schedules, state["schedules"], strict=True):
-        _check_settings("schedule", saved, schedule.state_dict())
         schedule.load_state_dict(saved)
     load_average(train_state.average, state["average"])
     if train_state.scaler is not None and state["scaler"]:
@@ -253,27 +242,13 @@ def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
     train_state.items_per_sample = state["items_per_sample"]
 
 
-def _difference(error: Exception) -> str:
-    """Return an error in one line; of torch's about a state dict, the parameters that do not match."""
-    line = first_line(error)
-    return error_text(error).partition(": ")[2] if line.startswith(STATE_DICT_ERROR) else line
-
-
 def _not_enough_memory(loop: Loop, state: Mapping[str, Any], error: Exception) -> str:
-    shared = sum(one.nbytes for one in sharded_tensors(state).values())
-    own = shared if loop.engine.mesh is None else -(-shared // loop.engine.ranks.world)
-    size = sum(tensor.nbytes for tensor in tensors_of(dict(state))) + own
+    size = sum(tensor.nbytes for tensor in tensors_of(dict(state)))
     return (
         f"not enough memory to resume: the state of the checkpoint takes {format_bytes(size)}, and the "
         f"memory budget is {format_bytes(loop.device.budget_bytes)}: {first_line(error).rstrip('.')}. The "
         "checkpoint is intact: free memory, or give a larger --memory-budget, then resume again"
     )
-
-
-def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a state dict leaves out; a forward pass may change them too."""
-    saved = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
 
 
 def _load_buffers(model: nn.Module, saved: Mapping[str, Tensor], device: torch.device) -> None:
@@ -284,65 +259,30 @@ def _load_buffers(model: nn.Module, saved: Mapping[str, Tensor], device: torch.d
         if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
             buffer.copy_(value)
         else:
-            module.register_buffer(name, value.to(device), persistent=False)
+            module.register_buffer(name, value.to(device, copy=True), persistent=False)
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load optimizer state exactly, in the layout of its parameters.
+    """Load optimizer state exactly, in memory of its own.
 
-    torch would round float32 state of 16-bit parameters to 16 bits. Files keep no layout in memory, and fused
-    optimizers need that of the parameter.
+    torch would round float32 state of 16-bit parameters to 16 bits, and keep the tensors of the checkpoint,
+    which are pages of its file. Fused optimizers need the layout of the parameter.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     if not saved["state"].keys() <= set(numbers):
         raise ValueError("the optimizer has state of parameters that no group has")
-    for group, own in zip(saved["param_groups"], optimizer.state_dict()["param_groups"], strict=True):
-        _check_settings("parameter group", group, own)
     optimizer.load_state_dict(saved)
     for number, parameter in zip(numbers, parameters, strict=True):
         for name, value in saved["state"].get(number, {}).items():
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or is_sharded(value):
                 continue
             device = optimizer.state[parameter][name].device
-            if value.shape == parameter.shape and not is_sharded(value):
+            if value.shape == parameter.shape and not is_sharded(parameter):
                 made = torch.empty_like(parameter.detach(), dtype=value.dtype, device=device)
                 optimizer.state[parameter][name] = made.copy_(value)
-            elif optimizer.state[parameter][name].dtype != value.dtype:
+            else:
                 optimizer.state[parameter][name] = value.to(device, copy=True)
-
-
-def _check_settings(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` if a stored setting has another type than the same one of this run."""
-    if own and not own.keys() & saved.keys():
-        raise ValueError(f"the {what} of the checkpoint has no {next(iter(own))}")
-    for name in own.keys() & saved.keys():
-        if not _is_alike(saved[name], own[name]):
-            raise ValueError(
-                f"the {what} has {name} {quoted(own[name])} here and {quoted(saved[name])} in the checkpoint"
-            )
-
-
-def _is_alike(saved: Any, own: Any) -> bool:
-    """Return whether a stored value may follow from a value that is as it began."""
-    match own:
-        case bool():
-            alike = saved is None or isinstance(saved, bool)
-        case Tensor() | Real():
-            is_number = isinstance(saved, Real) and not isinstance(saved, bool)
-            is_possible = is_number and (math.isfinite(saved) or not math.isfinite(own))
-            alike = isinstance(saved, Tensor) or is_possible
-        case tuple():
-            alike = isinstance(saved, tuple) and len(saved) == len(own) and all(map(_is_alike, saved, own))
-        case list():
-            alike = isinstance(saved, list) and all(map(_is_alike, saved, own))
-        case dict():
-            alike = isinstance(saved, dict) and all(
-                _is_alike(saved[key], own[key]) for key in own.keys() & saved.keys()
-            )
-        case _:
-            alike = own is None or isinstance(saved, type(own))
-    return alike
 
 
 def load_run_state(out: Path, ranks: Ranks | None = None) -> Loaded:
@@ -354,12 +294,14 @@ def load_run_state(out: Path, ranks: Ranks | None = None) -> Loaded:
     """
     folder = out / CHECKPOINTS
     try:
-        (ranks or Ranks()).once(lambda: clean_leftovers(folder))
         loaded = load_newest(folder, check_content, ranks)
     except Exception as error:
         if not is_oom(error):
             raise
-        raise DoesNotFitError(_not_enough_host_memory(folder, error)) from error
+        raise DoesNotFitError(
+            f"not enough memory to load a checkpoint from {folder}: {first_line(error).rstrip('.')}. "
+            "The checkpoints are intact: free host memory, then resume again"
+        ) from error
     if loaded is None:
         raise InputError(f"--resume found no checkpoint in {folder}: start without --resume")
     return loaded
@@ -375,7 +317,7 @@ def stored_records(facts: Mapping[str, Any]) -> _StoredRecords | None:
     Raises:
         ValueError: they are no such records.
     """
-    stored = {name: one for name, one in facts.get("records", {}).items() if one is not None}
+    stored = {name: record for name, record in facts.get("records", {}).items() if record is not None}
     names = (*BEFORE_TRAINING, "profile")
     given = {name: stored[name] for name in names if name in stored}
     return msgspec.convert(given, _StoredRecords) if "device" in given else None
@@ -398,8 +340,8 @@ def check_content(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
         stored_records(facts)
         name = STATE
         found = msgspec.convert(state, _State)
-        for one in found.random:
-            random_state_of(one)
+        for of_rank in found.random:
+            random_state_of(of_rank)
     except (ValueError, TypeError, LookupError) as error:  # with msgspec.ValidationError
         raise CheckpointError(f"{path}: {name} holds no run to resume: {error}") from None
     step, counters = int(path.name.removeprefix("step-")), found.counters
@@ -413,15 +355,13 @@ def load_plan(resumed: Loaded, options: Options) -> Plan:
     """Return the plan that the run was started with.
 
     Raises:
-        InputError: the target batch, the seed or the warm-up differs.
+        InputError: the target batch or the seed differs.
     """
-    facts = resumed.facts
-    plan = msgspec.convert(facts["plan"], Plan)
+    plan = msgspec.convert(resumed.facts["plan"], Plan)
     _check_equal(
         resumed,
         ("--target-batch", options.target_batch, plan.target_batch, "the same"),
-        ("--seed", options.device.seed, facts["seed"], "the same"),
-        ("--warmup-samples", options.train.warmup_samples, facts["warmup_samples"], "the same"),
+        ("--seed", options.device.seed, resumed.facts["seed"], "the same"),
     )
     return plan
 
@@ -432,7 +372,6 @@ def data_order_facts(sampler: GlobalBatchSampler) -> dict[str, Any]:
         "order": ORDER_VERSION,
         "total_steps": sampler.total,
         "samples": sampler.samples,
-        "last_batch": sampler.last_batch,
         "total_samples": sampler.seen(sampler.total),
         "sampler": None if sampler.order is None else order_digest(sampler.order),
     }
@@ -455,7 +394,6 @@ def check_same_data_order(resumed: Loaded, sampler: GlobalBatchSampler, *, sched
         ("version of the data order", ORDER_VERSION, before["order"], "the run its own autobatch"),
         ("number of training samples", now["samples"], before["samples"], "the same data"),
         ("order of the sampler", now["sampler"], before.get("sampler"), "the same sampler"),
-        ("--last-batch", now["last_batch"], before["last_batch"], "the same"),
     )
     done, steps = resumed.state["counters"]["batches_seen"], before["total_steps"]
     if scheduled:
@@ -504,16 +442,6 @@ def changes_since_checkpoint(
     if plan.size_cut is not None and (sizes is None or digest_of(sizes) != plan.size_cut.digest):
         changes.append("sizes of the samples")
     return changes if setup.layout == layout_of(plan) else [*changes, "--parallel"]
-
-
-def _not_enough_host_memory(folder: Path, error: Exception) -> str:
-    path = list_checkpoints(folder)[-1]
-    size = sum(file.stat().st_size for file in path.iterdir())
-    return (
-        f"not enough memory to resume from {path}: its state takes {format_bytes(size)} of host memory, "
-        f"found {available_host_memory()} available: {first_line(error).rstrip('.')}. "
-        "Free host memory, then resume again"
-    )
 
 
 def _check_equal(resumed: Loaded, *rows: tuple[str, object, object, str]) -> None:

@@ -37,14 +37,13 @@ from autobatch.planning import split_over_ranks
 from autobatch.rehearsal.setup import Setup, device_key, with_knobs
 from autobatch.step.optimizers import averaged_weights, switch
 from autobatch.training.build import open_loop
-from autobatch.training.checkpoint import Loaded, available_host_memory, list_checkpoints, save_checkpoint
+from autobatch.training.checkpoint import Loaded, begin_after, check_savable, list_checkpoints, save_checkpoint
 from autobatch.training.export import check_exportable, export_weights
 from autobatch.training.loop import Loop
 from autobatch.training.metrics import Metrics, RunTotals, rewind_metrics
 from autobatch.training.resume import capture_loop, data_order_facts, fails_on_state, restore_loop
 from autobatch.training.run_folder import CHECKPOINTS, METRICS, OOM_FILE, RunFiles
 from autobatch.training.split_check import check_loss_splits
-from autobatch.training.state_file import pack
 from autobatch.training.trackers import LoggedRun, open_trackers
 from autobatch.training.validation import Validator
 from autobatch.workload.order import GlobalBatchSampler
@@ -138,7 +137,6 @@ def train_plan(
             "notes": notes,
             "sample_seeds": loop.feed.seeds_samples,
             "seed": options.device.seed,
-            "warmup_samples": options.train.warmup_samples,
             **data_order_facts(sampler),
             "versions": versions(),
             "ranks": ranks.gather(device_key(setup)),
@@ -199,7 +197,8 @@ def train(
     """
     files.out.mkdir(parents=True, exist_ok=True)
     _take_smaller_micro_batch(loop, files.out / OOM_FILE, is_new=resumed is None)
-    pack(capture_loop(loop))  # refuses what no checkpoint can hold, before the first step
+    loop.engine.ranks.once(lambda: begin_after(files.out / CHECKPOINTS, loop.batches_seen))
+    check_savable(capture_loop(loop))
     check_exportable(loop.train_state.model)
     if resumed is not None and loop.batches_seen == loop.sampler.total:
         progress.note(f"nothing is left to train: all {loop.batches_seen:,} steps of the run are done")
@@ -264,9 +263,6 @@ class _Run:
         self._options = files.options.train
         self._progress = progress
         self._resumed_from = self._newest = None if resumed is None else resumed.path
-        self._failed_steps: list[int] = (
-            [] if resumed is None else [*resumed.facts.get("failed_checkpoints", [])]
-        )
         self._notes: list[str] = files.facts.get("notes", [])
         """A checkpoint holds them too."""
         self._micro_batch = loop.micro_batch
@@ -315,7 +311,8 @@ class _Run:
             self._note_memory(record)
             if self._checkpoint_is_due(record.step):
                 self._progress.doing("saving a checkpoint")
-                self._save_periodic()
+                self._save_if_needed()
+                self._progress.saved(record.step)
             self._stop_if_requested()
         self._progress.doing("saving a checkpoint")
         self._save_if_needed()
@@ -394,25 +391,10 @@ class _Run:
 
     def _checkpoint_is_due(self, step: int) -> bool:
         """Return whether a checkpoint of a step is due; all ranks call it."""
-        every, minutes = self._options.checkpoint_every, self._options.checkpoint_minutes
-        if every and step % every == 0:
-            return True
-        if minutes is None:
-            return False
-        return self._loop.engine.ranks.agree(self._loop.clock() - self._saved_at > 60 * minutes)
-
-    def _save_periodic(self) -> None:
-        """Write a checkpoint that is due; if it fails and the run may continue, wait for the next one."""
-        self.metrics.flush()
-        try:
-            self._save()
-            self._progress.saved(self._loop.batches_seen)
-        except (CheckpointError, DoesNotFitError) as error:
-            if self._options.on_failed_save == "stop":
-                raise
-            self._failed_steps.append(self._loop.batches_seen)
-            self._saved_at = self._loop.clock()
-            self._progress.note(f"{error}. The run continues without it (--on-failed-save continue)")
+        every, seconds = self._options.checkpoint_every, self._options.checkpoint_seconds
+        if seconds is None:
+            return isinstance(every, int) and step % every == 0
+        return self._loop.engine.ranks.agree(self._loop.clock() - self._saved_at > seconds)
 
     def _save_if_needed(self) -> None:
         """Write a checkpoint unless the last one is of this step."""
@@ -435,9 +417,8 @@ class _Run:
                 files.out / CHECKPOINTS,
                 step=loop.batches_seen,
                 state=capture_loop(loop),
-                facts={**files.facts, "failed_checkpoints": self._failed_steps},
+                facts=files.facts,
                 keep_last=self._options.keep_last,
-                protected=self._resumed_from,
                 ranks=ranks,
             )
             # The checkpoint has the smaller micro-batches now. No rank continues before the file is gone,
@@ -453,9 +434,8 @@ class _Run:
         # Outside of the except block, so that nothing holds the copies of the state.
         loop.device.release()
         raise DoesNotFitError(
-            f"out of memory while the checkpoint of step {loop.batches_seen} was written, with "
-            f"{available_host_memory()} of host memory available: {reason}. Earlier checkpoints are intact. "
-            "Free host memory and resume, or let the run continue without it (--on-failed-save continue)"
+            f"out of memory while the checkpoint of step {loop.batches_seen} was written: {reason}. Earlier "
+            "checkpoints are intact: free host memory, then resume"
         )
 
     def summary(self, validation: dict[str, float | None]) -> Training:
@@ -478,6 +458,5 @@ class _Run:
             validation=validation,
             micro_batch=loop.split.of_longest(loop.micro_batch),
             ema=None if average is None else average.decay,
-            failed_checkpoints=self._failed_steps,
             notes=[*self._notes],
         )

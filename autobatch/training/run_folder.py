@@ -6,11 +6,12 @@ import contextlib
 import datetime
 import itertools
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from autobatch.core.errors import AutobatchError, CheckpointError, InputError
 from autobatch.core.options import Options
@@ -106,11 +107,20 @@ def claim_folder(out: Path) -> Iterator[None]:
         ) from None
     if not os.access(out, os.W_OK | os.X_OK):
         raise InputError(f"the run's folder {out} is not writable: give another --out")
+    lock = FileLock(out / LOCK)
     try:
-        with _locked(out):
-            yield
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise FolderTakenError(
+            f"another run is writing to {out}: wait until it ends, or give another --out"
+        ) from None
+    try:
+        yield
     finally:
+        lock.release()
         with contextlib.suppress(OSError):
+            if made and os.listdir(out) == [LOCK]:
+                (out / LOCK).unlink()
             for path in made:
                 path.rmdir()
 
@@ -146,58 +156,3 @@ def move_earlier_run(out: Path) -> str | None:
     for path in old:
         path.rename(folder / path.name)
     return str(folder)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold an advisory lock on the folder itself, which needs no lock file (flock(2))."""
-    if sys.platform == "win32":
-        with locked_by_file(folder):
-            yield
-        return
-    import fcntl
-
-    held = [os.open(folder, os.O_RDONLY)]
-
-    def release() -> None:
-        while held:
-            os.close(held.pop())
-
-    # A forked child would hold the lock after this process was killed. It closes its copy.
-    os.register_at_fork(after_in_child=release)
-    try:
-        fcntl.flock(held[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        release()
-        raise _taken(folder) from None
-    except OSError:  # some network file systems have no such locks
-        pass
-    try:
-        yield
-    finally:
-        release()
-
-
-@contextlib.contextmanager
-def locked_by_file(folder: Path) -> Iterator[None]:
-    """Hold a lock file in the folder within the block, on systems that cannot lock a folder.
-
-    Raises:
-        FolderTakenError: another run holds it.
-    """
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(folder / LOCK, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise _taken(folder) from None
-    try:
-        yield
-    finally:
-        lock.release()
-        (folder / LOCK).unlink(missing_ok=True)
-
-
-def _taken(folder: Path) -> FolderTakenError:
-    return FolderTakenError(f"another run is writing to {folder}: wait until it ends, or give another --out")
