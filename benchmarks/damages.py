@@ -9,33 +9,30 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
-import json
 import math
 import os
 import pickle
 import random
 import shutil
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load, save
+from torch import Tensor
 
 from autobatch import AutobatchError, NonFiniteError
-from autobatch.training.checkpoint import MANIFEST, list_checkpoints, read_manifest, write_manifest
+from autobatch.training.checkpoint import MANIFEST, STATE, list_checkpoints, read_manifest, write_manifest
 from autobatch.training.resume import load_run_state
 from autobatch.training.run_folder import CHECKPOINTS
-from autobatch.training.state_file import STATE
 from benchmarks.report import Findings
 from benchmarks.tiny_run import tiny_call, train
 from benchmarks.wrong_files import PLANTED
 
-TENSORS = "state-00001.safetensors"
-OF_TORCH = "state.pt"
-"""A file as torch.save writes it, which nothing reads."""
+PICKLE = "state.pkl"
+"""A file that nothing reads."""
 
 
 class Damage(NamedTuple):
@@ -57,7 +54,7 @@ def damage_checkpoints(root: Path, seed: int, number: int) -> Findings:
     """
     train(tiny_call(root))
     older, newest = list_checkpoints(root / CHECKPOINTS)[-2:]
-    sound = {name: (newest / name).read_bytes() for name in (MANIFEST, STATE, TENSORS)}
+    sound = {name: (newest / name).read_bytes() for name in (MANIFEST, STATE)}
     other = {name: (older / name).read_bytes() for name in sound}
     assert load_run_state(root).path == newest
     sentinel, findings = root / "executed", Findings()
@@ -66,7 +63,7 @@ def damage_checkpoints(root: Path, seed: int, number: int) -> Findings:
         found = _outcome(root, older, newest, sentinel)
         findings.add(damage.kind, found, "" if found == "caught" else found)
         sentinel.unlink(missing_ok=True)
-        (newest / OF_TORCH).unlink(missing_ok=True)
+        (newest / PICKLE).unlink(missing_ok=True)
         for name, content in sound.items():
             (newest / name).write_bytes(content)
     assert load_run_state(root).path == newest
@@ -96,12 +93,11 @@ def _damages(
     yield Damage("swaps", dict(other))
     yield Damage("swaps", {STATE: sound[MANIFEST]})
     yield Damage("swaps", {MANIFEST: sound[STATE]})
-    yield Damage("swaps", {STATE: sound[TENSORS], TENSORS: sound[STATE]}, resealed=True)
+    yield Damage("swaps", {STATE: sound[MANIFEST]}, resealed=True)
     for payload in payloads(sentinel):
-        for place in (STATE, TENSORS):
-            for name, planted in ((place, payload), (OF_TORCH, payload), (OF_TORCH, _in_zip(payload))):
-                yield Damage("planted pickles", {place: None, name: planted})
-                yield Damage("planted pickles with right sums", {place: None, name: planted}, resealed=True)
+        for name, planted in ((STATE, payload), (STATE, _in_zip(payload)), (PICKLE, payload)):
+            yield Damage("planted pickles", {STATE: None, name: planted})
+            yield Damage("planted pickles with right sums", {STATE: None, name: planted}, resealed=True)
 
 
 class _Calling:
@@ -188,80 +184,72 @@ def forge_checkpoints(root: Path, stride: int = 1, places: Collection[str] = ())
     Args:
         root: an empty folder.
         stride: forgeries from one that is tried to the next.
-        places: forgeries to try, for example ``optimizer/0/exp_avg/0.bias longer``; all if none are given.
+        places: forgeries to try, for example ``state/model/0.bias = longer``; all if none are given.
     """
     begun, folder, findings = root / "begun", root / "forged", Findings()
     train(tiny_call(begun))
     *_, newest, last = list_checkpoints(begun / CHECKPOINTS)
     shutil.rmtree(last)
-    manifest, state = read_manifest(newest), json.loads((newest / STATE).read_bytes())
-    tensors = load((newest / TENSORS).read_bytes())
+    facts, state = read_manifest(newest)["facts"], torch.load(newest / STATE, weights_only=True)
     chosen = (
-        one for one in _forgeries(manifest["facts"], state, tensors) if not places or one.place in places
+        forged for forged in _changes({"facts": facts, "state": state}) if not places or forged[0] in places
     )
-    for forged in islice(chosen, 0, None, stride):
+    for place, forged in islice(chosen, 0, None, stride):
         shutil.copytree(begun, folder)
         path = folder / CHECKPOINTS / newest.name
-        (path / STATE).write_text(json.dumps(forged.state))
-        (path / TENSORS).write_bytes(save(forged.tensors))
-        files = {name: _sums_of(path / name) for name in (STATE, TENSORS)}
-        write_manifest(path / MANIFEST, {"step": manifest["step"], "facts": forged.facts, "files": files})
+        torch.save(forged.get("state"), path / STATE)
+        step = int(newest.name.removeprefix("step-"))
+        files = {STATE: _sums_of(path / STATE)}
+        write_manifest(path / MANIFEST, {"step": step, "facts": forged.get("facts"), "files": files})
         found, said = _resumed(folder)
         is_fault = found not in ("passed over", "refused", "trained") or not said.isprintable()
-        findings.add(forged.kind, found, f"{forged.place}: {found}: {said!r}" if is_fault else "")
+        findings.add(place.partition("/")[0], found, f"{place}: {found}: {said!r}" if is_fault else "")
         shutil.rmtree(folder)
     return findings
 
 
-class _Forgery(NamedTuple):
-    kind: str
-    place: str
-    facts: Any
-    state: Any
-    tensors: Mapping[str, torch.Tensor]
-
-
-def _forgeries(facts: Any, state: Any, tensors: dict[str, torch.Tensor]) -> Iterator[_Forgery]:
-    """Yield checkpoints with one other value, one entry less, or one other tensor."""
-    for place, changed in _changes(facts):
-        yield _Forgery("facts", place, changed, state, tensors)
-    for place, changed in _changes(state):
-        yield _Forgery("state", place, facts, changed, tensors)
-    for name, tensor in tensors.items():
-        others = {
-            "longer": torch.cat([tensor.reshape(-1), torch.ones(1, dtype=tensor.dtype)]),
-            "empty": tensor.reshape(-1)[:0],
-            "integers": torch.zeros_like(tensor, dtype=torch.int64),
-            "NaN": tensor * math.nan,
-            "another rank": tensor[None],
-        }
-        for what, other in others.items():
-            forged = {**tensors, name: other.contiguous()}
-            yield _Forgery("tensors", f"{name} {what}", facts, state, forged)
-        named = {f"{one}\0" if one == name else one: value for one, value in tensors.items()}
-        yield _Forgery("tensors", f"{name} NUL", facts, state, named)
-        renamed = json.loads(json.dumps(state).replace(json.dumps(name), json.dumps(f"{name}\0")))
-        yield _Forgery("tensors", f"{name} NUL in both", facts, renamed, named)
-
-
 def _changes(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a place in a tree of JSON, and the tree with another value there, for every place and value."""
+    """Yield every place in a tree, and the tree with each other value, or nothing, there."""
     for place in [*_places(tree)]:
-        for value in (*FORGED, KeyError):
+        value = tree
+        for key in place:
+            value = value[key]
+        for what, other in [*_others(value).items(), ("nothing", KeyError)]:
             changed = copy.deepcopy(tree)
             parent = changed
             for key in place[:-1]:
                 parent = parent[key]
-            if value is KeyError:
+            if other is KeyError:
                 del parent[place[-1]]
             else:
-                parent[place[-1]] = value
-            yield f"{'/'.join(map(str, place))} = {'nothing' if value is KeyError else value}", changed
+                parent[place[-1]] = other
+            yield f"{'/'.join(map(str, place))} = {what}", changed
+        if isinstance(value, Tensor) and isinstance(place[-1], str):
+            changed = copy.deepcopy(tree)
+            parent = changed
+            for key in place[:-1]:
+                parent = parent[key]
+            parent[f"{place[-1]}\0"] = parent.pop(place[-1])
+            yield f"{'/'.join(map(str, place))} with NUL", changed
+
+
+def _others(value: Any) -> dict[str, Any]:
+    """Return the values to put in the place of one, by name."""
+    if not isinstance(value, Tensor):
+        return {str(other): other for other in FORGED}
+    return {
+        "longer": torch.cat([value.reshape(-1), torch.ones(1, dtype=value.dtype)]),
+        "empty": value.reshape(-1)[:0].clone(),
+        "integers": torch.zeros_like(value, dtype=torch.int64),
+        "NaN": value * math.nan,
+        "another rank": value[None],
+        "a number": 3,
+    }
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, ...]]:
     pairs = tree.items() if isinstance(tree, dict) else enumerate(tree[:MANY])
-    for key, value in pairs:
+    for key, value in [*pairs]:
         yield (key,)
         if isinstance(value, dict | list):
             yield from ((key, *rest) for rest in _places(value))

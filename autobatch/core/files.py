@@ -74,9 +74,10 @@ def replaced_file(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
+        temporary.touch(exist_ok=False)
+        mode = (path if path.exists() else temporary).stat().st_mode & 0o777
         yield temporary
-        if path.exists():
-            temporary.chmod(path.stat().st_mode & 0o777)
+        temporary.chmod(mode)  # some writers set one of their own
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -91,7 +92,7 @@ def replaced_file(path: Path) -> Iterator[Path]:
 
 def write_atomic(path: Path, content: bytes) -> Path:
     """Write ``content`` to ``path``, whole or not at all; see `replaced_file`. Return ``path``."""
-    with replaced_file(path) as temporary, temporary.open("xb") as file:
+    with replaced_file(path) as temporary, temporary.open("wb") as file:
         file.write(content)
     return path
 

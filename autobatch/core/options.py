@@ -220,7 +220,7 @@ class TrainOptions(Section, frozen=True, kw_only=True):
 
     @property
     def checkpoint_seconds(self) -> float | None:
-        """Longest time between two checkpoints in seconds; None if they are counted in steps, or not asked."""
+        """Longest time between two checkpoints in seconds; None if they are counted in steps."""
         asked = self.checkpoint_every
         return parse_duration(asked) if isinstance(asked, str) else None
 

@@ -36,7 +36,7 @@ class WeightAverage:
 
     def tensors(self) -> list[Tensor]:
         """Return the averages."""
-        return list(self._averages.values())
+        return [self._averages[p] for p in self._parameters if p in self._averages]
 
     @torch.no_grad()
     def update(self) -> None:

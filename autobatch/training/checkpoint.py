@@ -96,6 +96,7 @@ def check_savable(state: Mapping[str, Any]) -> None:
         file, reason = io.BytesIO(), ""
         try:
             torch.save(map_leaves(value, emptied), file)
+            file.seek(0)
             reason = ", ".join(get_unsafe_globals_in_checkpoint(file))
         except Exception as error:  # of many kinds, as objects have their own ways to be saved
             reason = first_line(error)
@@ -162,17 +163,20 @@ def save_checkpoint(
 def _without_shards(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return a state with plain numbers, and a form in place of each sharded tensor; and these by name."""
     shards: dict[str, Tensor] = {}
+    names: dict[int, str] = {}
     numpy = sys.modules.get("numpy")
 
     def plain(place: str, leaf: Any) -> Any:
         if numpy is not None and isinstance(leaf, numpy.generic):
             return leaf.item()
         if not isinstance(leaf, Tensor) or not is_sharded(leaf):
-            return leaf
-        shards[place] = leaf
+            return leaf.detach() if isinstance(leaf, nn.Parameter) else leaf
+        # Tied weights are one object, on every rank.
+        name = names.setdefault(id(leaf), place)
+        shards[name] = leaf.detach()
         (placement,) = leaf.placements  # type: ignore[attr-defined]
         form = ShardedTensor([*leaf.shape], leaf.dtype, getattr(placement, "dim", None))
-        return {SHARDED: place, **form._asdict()}
+        return {SHARDED: name, **form._asdict()}
 
     return map_leaves(dict(state), plain), shards
 
@@ -252,7 +256,7 @@ def _write_state(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     with path.open("wb") as file:
         hashed = _HashedFile(file)
         try:
-            torch.save(state, hashed)
+            torch.save(state, hashed)  # type: ignore[arg-type]
         except Exception:
             if hashed.error is None:
                 raise
@@ -302,7 +306,7 @@ def begin_after(folder: Path, step: int) -> None:
 
 
 def _prune(newest: Path, keep_last: int) -> None:
-    """Delete the oldest checkpoints over ``keep_last``, each by one rename, so that none is ever incomplete."""
+    """Delete the oldest checkpoints over ``keep_last``. Each is renamed first, so none is ever incomplete."""
     for path in [one for one in list_checkpoints(newest.parent) if _number(one) <= _number(newest)][
         :-keep_last
     ]:

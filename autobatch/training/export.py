@@ -124,7 +124,7 @@ class _Weights(nn.Module):
         super().__init__()
         self._weights = weights
 
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the weights."""
         return dict(self._weights)
 

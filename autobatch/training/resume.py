@@ -126,7 +126,7 @@ def capture_loop(loop: Loop) -> dict[str, Any]:
     """Return everything that the rest of a run depends on, between two steps; all ranks call it."""
     train_state = loop.train_state
     model, scaler, average = train_state.model, train_state.scaler, train_state.average
-    saved = model.state_dict()
+    saved = model.state_dict(keep_vars=True)
     return {
         "model": saved,
         # A state dict leaves these out, and a forward pass may change them too.

@@ -18,7 +18,6 @@ from torch import nn
 
 from autobatch.core.errors import (
     AutobatchError,
-    CheckpointError,
     DoesNotFitError,
     InputError,
     Interrupted,
@@ -37,7 +36,13 @@ from autobatch.planning import split_over_ranks
 from autobatch.rehearsal.setup import Setup, device_key, with_knobs
 from autobatch.step.optimizers import averaged_weights, switch
 from autobatch.training.build import open_loop
-from autobatch.training.checkpoint import Loaded, begin_after, check_savable, list_checkpoints, save_checkpoint
+from autobatch.training.checkpoint import (
+    Loaded,
+    begin_after,
+    check_savable,
+    list_checkpoints,
+    save_checkpoint,
+)
 from autobatch.training.export import check_exportable, export_weights
 from autobatch.training.loop import Loop
 from autobatch.training.metrics import Metrics, RunTotals, rewind_metrics

@@ -252,7 +252,7 @@ class Workload:
         """Build a workload from the parts of a ``DataLoader``.
 
         Its data, collate function, sampler or batch sampler, workers and pinning are taken. The batch size is
-        not: autobatch finds the micro-batch. Batches carry over the end of an epoch, whatever its ``drop_last``.
+        not: autobatch finds the micro-batch. Batches carry over the end of an epoch, whatever ``drop_last``.
 
         Args:
             loader: of the training data.

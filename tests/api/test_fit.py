@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 import autobatch
 from autobatch import InputError, NonFiniteError
@@ -103,15 +103,6 @@ def test_training_has_the_budget_of_the_probe_whatever_is_free_by_then(tmp_path:
     probed = fit(make_workload(), tmp_path, **options).device.budget_bytes
     fit(make_workload(), tmp_path, **options, resume=True)
     assert budgets == [probed, probed]
-
-
-def test_a_run_without_a_batch_is_refused_before_it_is_probed(tmp_path: Path) -> None:
-    def loss(model: nn.Module, batch: object) -> Tensor:
-        raise AssertionError
-
-    workload = make_workload(loss=loss)
-    with pytest.raises(InputError, match="--last-batch drop leaves no batch"):
-        fit(workload, tmp_path, target_batch=512, steps=None, last_batch="drop")
 
 
 def test_the_result_on_disk_is_the_returned_one(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def fit(stream: str, out: str, options: dict[str, Any]) -> tuple[str, list[float
     [
         ("in order", {"steps": 4}, 2),
         ("function", {"steps": 4}, 2),
-        pytest.param("in order", {"epochs": 2, "last_batch": "flush"}, 3, marks=pytest.mark.slow),
+        pytest.param("in order", {"epochs": 2}, 3, marks=pytest.mark.slow),
     ],
     ids=str,
 )

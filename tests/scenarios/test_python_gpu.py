@@ -85,7 +85,7 @@ KINDS: dict[str, tuple[Callable[[], autobatch.Workload], dict[str, Any]]] = {
     "clipped and averaged": (workload, {"max_grad_norm": 0.1, "ema": 0.9, "workers": 1}),
     "dropout and statistics": (
         lambda: workload(loss=counted, model=lambda: network(nn.Dropout(0.2), nn.BatchNorm1d(8))),
-        {"warmup_samples": 48},
+        {},
     ),
     "whole batch": (whole, {}),
     "sgd, scheduled": (

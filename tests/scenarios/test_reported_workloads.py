@@ -211,12 +211,6 @@ def test_data_shorter_than_a_batch_are_told_before_anything_runs(tmp_path: Path)
     assert any("9" in note and "16" in note for note in told), listener.notes
 
 
-@known("run: a run whose batches are all dropped divides by zero")
-def test_a_run_without_any_whole_batch_is_no_bug_of_autobatch(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="ended with InputError"):
-        fit(make_workload(train_data=points(9)), tmp_path, target_batch=16, steps=3, last_batch="drop")
-
-
 def clamped(gradient: Tensor) -> Tensor:
     return gradient.clamp(-1e-3, 1e-3)
 

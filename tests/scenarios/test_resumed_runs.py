@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import autobatch
 from autobatch import (
     DoesNotFitError,
-    InputError,
     NonFiniteError,
     Progress,
     RestartSmallerError,
@@ -30,7 +28,7 @@ from tests.support.runs import (
     saved_steps,
     settings,
 )
-from tests.support.training import make_workload, mean_loss, weights
+from tests.support.training import make_workload, mean_loss
 
 
 def test_metrics_of_steps_that_run_again_are_dropped(tmp_path: Path) -> None:
@@ -115,17 +113,3 @@ def test_a_run_that_is_always_out_of_memory_in_the_optimizer_ends_at_a_micro_bat
     assert "what would help: a larger --memory-budget, a fused optimizer" in str(caught.value)
     assert "no --ema" in str(caught.value)
     assert load_newest(tmp_path / "checkpoints").state["counters"]["batches_seen"] == 2
-
-
-def test_a_resumed_run_continues_its_warmup_and_needs_the_same_one(tmp_path: Path) -> None:
-    def fit(out: str, steps: int, **more: object) -> autobatch.Result:
-        return autobatch.fit(
-            make_workload(), target_batch=8, device="cpu", trials=0, out=tmp_path / out, steps=steps, **more
-        )
-
-    whole = fit("whole", 6, warmup_samples=40)
-    fit("parts", 2, warmup_samples=40)
-    with pytest.raises(InputError, match=r"no --warmup-samples does not match .* which has 40"):
-        fit("parts", 6, resume=True)
-    parts = fit("parts", 6, resume=True, warmup_samples=40)
-    assert weights(parts.model).equal(weights(whole.model))

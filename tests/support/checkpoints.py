@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -15,17 +16,22 @@ import torch
 
 from autobatch.planning import make_plan
 from autobatch.training import checkpoint
-from autobatch.training.checkpoint import load_newest, read_manifest, save_checkpoint, write_manifest
+from autobatch.training.checkpoint import (
+    MANIFEST,
+    STATE,
+    load_newest,
+    read_manifest,
+    save_checkpoint,
+    write_manifest,
+)
 from autobatch.training.loop import Loop
 from autobatch.training.resume import capture_loop, data_order_facts
-from autobatch.training.state_file import pack, read_state, write_state
-
-TENSORS = "state-00001.safetensors"
-MANIFEST, STATE = "manifest.json", "state.json"
 
 
-def save(folder: Path, step: int, size: int = 8, **options: Any) -> Path:
-    state = {"weights": torch.full((size,), float(step)), "step": step}
+def save(
+    folder: Path, step: int, size: int = 8, *, state: dict[str, Any] | None = None, **options: Any
+) -> Path:
+    state = state or {"weights": torch.full((size,), float(step)), "step": step}
     return save_checkpoint(folder, step=step, state=state, facts={"seed": 1, "step": step}, **options)
 
 
@@ -34,7 +40,7 @@ def facts_of(loop: Loop) -> dict[str, Any]:
     plan = make_plan(
         target_batch=loop.sampler.target_batch, micro_batch_limit=loop.micro_batch, learning_rate=0.1
     )
-    more = {"plan": msgspec.to_builtins(plan), "key": {}, "seed": 0, "warmup_samples": None, "ranks": [{}]}
+    more = {"plan": msgspec.to_builtins(plan), "key": {}, "seed": 0, "ranks": [{}]}
     return {**more, **data_order_facts(loop.sampler)}
 
 
@@ -51,11 +57,21 @@ def save_run(folder: Path, loop: Loop, steps: int) -> list[Path]:
 
 def reseal(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:
     """Change the state and the facts of a checkpoint, and give it valid sums."""
-    manifest, state = read_manifest(path), read_state(path)
+    manifest, state = read_manifest(path), torch.load(path / STATE, weights_only=True)
     change(state, manifest["facts"])
-    files = write_state(path, pack(state))
-    content = {"step": manifest["step"], "files": files, "facts": manifest["facts"]}
-    write_manifest(path / MANIFEST, content)
+    torch.save(state, path / STATE)
+    seal(path, manifest["facts"])
+
+
+def seal(path: Path, facts: dict[str, Any]) -> None:
+    """Give the files of a checkpoint valid sums."""
+    files = {
+        file.name: {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+        for file in path.iterdir()
+        if file.name != MANIFEST
+    }
+    step = int(path.name.removeprefix("step-"))
+    write_manifest(path / MANIFEST, {"step": step, "files": files, "facts": facts})
 
 
 def newest(folder: Path) -> int | None:
@@ -66,7 +82,7 @@ def newest(folder: Path) -> int | None:
 
 def leftovers(folder: Path) -> list[str]:
     """Return the half-written folders."""
-    return [path.name for path in folder.iterdir() if "tmp" in path.name or "trash" in path.name]
+    return [path.name for path in folder.iterdir() if "tmp" in path.name]
 
 
 class Killed(BaseException):

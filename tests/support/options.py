@@ -10,7 +10,6 @@ from autobatch.core.options import Options, fields_of
 CHANGED: dict[str, Any] = {
     "base_batch": 24,
     "checkpoint_every": 5,
-    "checkpoint_minutes": 2.5,
     "device": "sim:t4",
     "ema": 0.9,
     "epochs": 3,
@@ -18,7 +17,6 @@ CHANGED: dict[str, Any] = {
     "json": True,
     "keep_last": 4,
     "knobs": "precision",
-    "last_batch": "drop",
     "log": ["wandb", "mlflow"],
     "lr_rule": "sqrt",
     "max_grad_norm": 0.5,
@@ -26,7 +24,6 @@ CHANGED: dict[str, Any] = {
     "micro_batch_multiple": 2,
     "memory_budget": "123MiB",
     "micro_batch": 2,
-    "on_failed_save": "continue",
     "on_nonfinite": "skip",
     "out": "elsewhere",
     "precision": "bf16",
@@ -53,7 +50,6 @@ CHANGED: dict[str, Any] = {
     "tune_lr": True,
     "validate_every": 6,
     "verbose": True,
-    "warmup_samples": 100,
     "workers": 2,
 }
 

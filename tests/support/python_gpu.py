@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from autobatch.core.units import MiB
 from autobatch.device import nvml
 from autobatch.device.nvml import NvmlAbsent
-from autobatch.training.state_file import Packed
+from autobatch.training import checkpoint
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 READ_THE_MEMORY = (Tensor.tolist, Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr)
@@ -152,8 +152,15 @@ class PythonGpu:
         return {"allocated_bytes": figures, "reserved_bytes": figures, "num_alloc_retries": 0}
 
 
-def _on_the_cpu(pack: Operator) -> Operator:
-    return lambda self, value, path: pack(self, value.inner if isinstance(value, GpuTensor) else value, path)
+def _on_the_cpu(map_leaves: Operator) -> Operator:
+    def changed(value: Any, change: Operator, place: str = "") -> Any:
+        return map_leaves(
+            value,
+            lambda at, leaf: change(at, leaf.inner if isinstance(leaf, GpuTensor) else leaf),
+            place,
+        )
+
+    return changed
 
 
 @contextmanager
@@ -175,7 +182,7 @@ def python_gpu(total_bytes: int = 64 * MiB) -> Iterator[PythonGpu]:
         stack.enter_context(patch.object(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, create=True))
         stack.enter_context(patch.object(nvml, "read_gpu", lambda *_: NvmlAbsent(reason="not installed")))
         # A checkpoint has the values on the CPU.
-        stack.enter_context(patch.object(Packed, "pack", _on_the_cpu(Packed.pack)))
+        stack.enter_context(patch.object(checkpoint, "map_leaves", _on_the_cpu(checkpoint.map_leaves)))
         stack.enter_context(_Dispatch(gpu))
         stack.enter_context(Functions())
         yield gpu

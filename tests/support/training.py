@@ -128,7 +128,6 @@ def make_loop(
     precision: Any = "fp32",
     max_grad_norm: float | None = None,
     ema: float | None = None,
-    last_batch: Any = "carry",
     device: Any | None = None,
     meter: Any | None = None,
     world: int = 1,
@@ -154,7 +153,6 @@ def make_loop(
         seed=seed,
         steps=steps,
         epochs=epochs,
-        last_batch=last_batch,
     )
     split = fields.pop("split", None) or Split()
     return Loop(

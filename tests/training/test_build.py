@@ -63,12 +63,6 @@ def test_a_wrong_result_of_a_function_is_refused_with_its_line(
     assert f"look at the workload's {field} ({place})" in str(describe_failure(caught.value))
 
 
-def test_a_run_without_a_batch_is_refused_with_both_numbers(tmp_path: Path) -> None:
-    asked = {**OPTIONS, "target_batch": 25, "steps": None, "epochs": 3, "last_batch": "drop"}
-    with pytest.raises(InputError, match="24 training samples do not fill a target batch of 25"):
-        fit(make_workload(), **asked, out=tmp_path)
-
-
 def per_epoch(optimizer, steps_per_epoch):
     return StepLR(optimizer, 2 * steps_per_epoch, gamma=0.5)
 
@@ -85,10 +79,9 @@ def per_epoch(optimizer, steps_per_epoch):
         (partial(StepLR, step_size=3, gamma=0.5), [1, 1, 1, 1 / 2, 1 / 2, 1 / 2, 1 / 4]),
     ],
 )
-@pytest.mark.parametrize("last", ["carry", "flush"])
-def test_a_schedule_takes_what_its_arguments_are_called(schedule, rates, last: str) -> None:
+def test_a_schedule_takes_what_its_arguments_are_called(schedule, rates) -> None:
     """An epoch of 24 samples ends in the second batch of 16."""
-    loop = make_loop(make_workload(schedule=schedule), target_batch=16, steps=7, last_batch=last)
+    loop = make_loop(make_workload(schedule=schedule), target_batch=16, steps=7)
     assert [record.learning_rate for record in loop.run()] == pytest.approx([0.1 * one for one in rates])
 
 

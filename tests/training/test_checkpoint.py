@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
+import math
+import os
 import shutil
+import struct
+import subprocess
+import sys
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from autobatch import CheckpointError, InputError
 from autobatch.training.checkpoint import (
-    clean_leftovers,
+    MANIFEST,
+    STATE,
+    begin_after,
+    check_savable,
     is_valid,
     list_checkpoints,
     load_newest,
     read_manifest,
     write_manifest,
 )
-from tests.support.checkpoints import MANIFEST, STATE, TENSORS, newest, save
-
-FILES = [MANIFEST, STATE, TENSORS]
+from benchmarks.damages import payloads
+from tests.support.checkpoints import newest, save, seal
 
 
 def test_a_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
@@ -34,20 +43,75 @@ def test_a_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     assert load_newest(tmp_path / "nothing") is None
     manifest = read_manifest(path)
     assert (manifest["step"], manifest["facts"]) == (2, {"seed": 1, "step": 2})
-    assert manifest["files"] == {name: entry_of(path / name) for name in (STATE, TENSORS)}
+    before = (path / MANIFEST).read_bytes()
+    seal(path, manifest["facts"])  # reads the file, where the run summed it up while it was written
+    assert (path / MANIFEST).read_bytes() == before
 
 
-def entry_of(path: Path) -> dict[str, Any]:
-    content = path.read_bytes()
-    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+def are_alike(one: Any, other: Any) -> bool:
+    """Compare values, their classes, and of tensors and floats also their bits."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        bits = [x.contiguous().reshape(-1).view(torch.uint8) for x in (one, other)]
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(*bits)
+    if isinstance(one, float):
+        return (math.isnan(one) and math.isnan(other)) or struct.pack("d", one) == struct.pack("d", other)
+    if isinstance(one, dict):
+        return are_alike([*one.items()], [*other.items()])
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(are_alike, one, other))
+    return one == other
 
 
-@pytest.mark.parametrize("name", FILES)
+def test_values_come_back_as_they_were(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    tied = torch.randn(100)
+    state = {
+        "tensors": [
+            torch.empty(0, 3), torch.tensor(math.nan), torch.randn(3, 5).bfloat16(), torch.tensor([True]),
+            torch.arange(12).reshape(3, 4).t(), torch.arange(1000.0)[::7], torch.ones(1).expand(3, 4),
+            torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.ones(2, dtype=torch.uint32),
+            torch.randn(7).to(torch.float8_e4m3fn), torch.ones(2, dtype=torch.complex128),
+        ],
+        "values": [None, True, 2**70, -0.0, math.nan, "text", b"bytes", (1, [2]), {1, "a"}, Counter({3: 2}),
+                   {1: {"$sharded?": 0}}, OrderedDict(a=1), torch.float16, torch.device("cpu")],
+        "numbers": [numpy.float64(0.1), numpy.int32(3)],
+        "tied": [tied, nn.Parameter(tied)],
+    }  # fmt: skip
+    check_savable(state)
+    with torch.device("meta"):  # the default device of a user changes nothing
+        save(tmp_path, 1, state=state)
+        loaded = load_newest(tmp_path)
+    assert loaded is not None
+    found = loaded.state
+    assert all(map(are_alike, found["tensors"], state["tensors"]))
+    assert are_alike(found["values"], state["values"])
+    assert are_alike(found["numbers"], [0.1, 3])
+    one, other = found["tied"]
+    assert one.data_ptr() == other.data_ptr()
+
+
+class Odd:
+    pass
+
+
+class OddTensor(Tensor):
+    pass
+
+
+@pytest.mark.parametrize("make", [Odd, lambda: len, lambda: torch.ones(2).as_subclass(OddTensor)])
+def test_what_is_read_by_executing_code_is_refused_by_its_class(make: Any) -> None:
+    with pytest.raises(InputError, match=r"the workload's deep .*(test_checkpoint\.Odd|builtins\.len)"):
+        check_savable({"deep": [(make(),)]})
+
+
+@pytest.mark.parametrize("name", [MANIFEST, STATE])
 def test_a_change_of_any_byte_is_detected(tmp_path: Path, name: str) -> None:
     save(tmp_path, 1)
     path = save(tmp_path, 2)
     content = (path / name).read_bytes()
-    for place in range(len(content)):
+    for place in range(0, len(content), 1 if name == MANIFEST else 7):
         changed = bytearray(content)
         changed[place] ^= 1 << place % 8
         (path / name).write_bytes(changed)
@@ -62,8 +126,17 @@ def test_a_change_of_any_byte_is_detected(tmp_path: Path, name: str) -> None:
     assert newest(tmp_path) == 2
 
 
-def seal(path: Path, files: dict[str, Any]) -> None:
-    write_manifest(path / MANIFEST, {"step": 2, "files": files, "facts": {"seed": 1, "step": 2}})
+def test_a_forged_state_with_right_sums_is_refused_and_not_executed(tmp_path: Path) -> None:
+    path, sentinel = save(tmp_path, 2), tmp_path / "executed"
+    for payload in payloads(sentinel):
+        (path / STATE).write_bytes(payload)
+        seal(path, {})
+        with pytest.raises(
+            InputError, match=r"no checkpoint .* is valid .*state\.pt cannot be read"
+        ) as caught:
+            load_newest(tmp_path)
+        assert not sentinel.exists()
+        assert "\n" not in str(caught.value)
 
 
 def test_a_manifest_that_lists_something_else_is_refused(tmp_path: Path) -> None:
@@ -74,57 +147,53 @@ def test_a_manifest_that_lists_something_else_is_refused(tmp_path: Path) -> None
         ({STATE: {"bytes": 3}}, "cannot be read"),
         ([STATE], "cannot be read"),
     ):
-        seal(path, files)  # type: ignore[arg-type]
+        write_manifest(path / MANIFEST, {"step": 2, "files": files, "facts": {}})
         with pytest.raises(CheckpointError, match=message):
             read_manifest(path)
-    seal(path, sound)
+    seal(path, {})
     assert is_valid(path)
-    shutil.copy(path / TENSORS, path / "planted.safetensors")
-    with pytest.raises(InputError, match=r"planted\.safetensors is not listed in manifest\.json"):
+    (path / "planted.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match=r"planted\.safetensors is not listed"):
         load_newest(tmp_path)
     content = (path / MANIFEST).read_text()
-    (path / MANIFEST).write_text(content.replace('"schema": 5', '"schema": 4'))
-    with pytest.raises(InputError, match="has format 4, and this version reads 5"):
+    (path / MANIFEST).write_text(content.replace('"schema": 6', '"schema": 5'))
+    with pytest.raises(InputError, match="has format 5, and this version reads 6"):
         load_newest(tmp_path)
 
 
-def test_the_checkpoint_of_the_resume_is_not_deleted(tmp_path: Path) -> None:
-    resumed_from = save(tmp_path, 1)
-    for step in range(2, 7):
-        save(tmp_path, step, keep_last=2, protected=resumed_from)
-    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["1", "5", "6"]
-
-
-def test_damaged_checkpoints_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
+def test_checkpoints_of_later_steps_are_set_aside_and_leftovers_deleted(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
-    (tmp_path / "step-00000002" / STATE).write_bytes(b"")
-    save(tmp_path, 9)
-    shutil.move(tmp_path / "step-00000009", tmp_path / "step-00000099")
-    (tmp_path / "step-00000099" / MANIFEST).unlink()
-    for step in (4, 5, 6):
-        save(tmp_path, step, keep_last=2)
-    names = [int(path.name[-2:]) for path in list_checkpoints(tmp_path)]
-    assert names == [2, 5, 6, 99]
-
-
-def test_a_damaged_checkpoint_is_set_aside_when_the_run_reaches_its_step_again(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    path = save(tmp_path, 2)
-    (path / STATE).write_bytes(b"damaged")
-    save(tmp_path, 2)
-    assert newest(tmp_path) == 2
-    assert (tmp_path / "step-00000002.damaged-1" / STATE).read_bytes() == b"damaged"
-    clean_leftovers(tmp_path)
-    assert (tmp_path / "step-00000002.damaged-1").is_dir()
-
-
-def test_leftovers_are_deleted_and_a_checkpoint_that_was_set_aside_is_restored(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    path = save(tmp_path, 2)
-    path.rename(tmp_path / "step-00000002.trash-123")
-    (tmp_path / "step-00000003.tmp-123").mkdir()
+    (tmp_path / "step-00000004.tmp-123").mkdir()
+    (tmp_path / "step-00000003.damaged-1").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
-    clean_leftovers(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", "step-00000001", "step-00000002"]
+    (tmp_path / "step-00000003" / STATE).write_bytes(b"damaged")
+    begin_after(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "notes.txt", "step-00000001", "step-00000002", "step-00000003.damaged-1", "step-00000003.damaged-2",
+    ]  # fmt: skip
+    save(tmp_path, 3, keep_last=2)
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["2", "3"]
+    assert (tmp_path / "step-00000003.damaged-2" / STATE).read_bytes() == b"damaged"
+    shutil.rmtree(tmp_path / "step-00000003")
     assert newest(tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    ("gib", "tensors"),
+    [pytest.param(0.25, 1, marks=pytest.mark.program), pytest.param(4.0, 17, marks=pytest.mark.slow)],
+)
+def test_a_large_state_is_saved_and_resumed_without_a_copy(tmp_path: Path, gib: float, tensors: int) -> None:
+    words = [sys.executable, "-m", "benchmarks.large_state", f"--gib={gib}", f"--tensors={tensors}"]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    ran = subprocess.run(
+        words, cwd=Path(__file__).parents[2], env=environ, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["state_bytes"] > gib * 2**30
+    assert found["same_weights"]
+    # Of the state in the model there is one copy, and its file is mapped.
+    assert found["copies"]["train and save"] < 1.2
+    assert found["copies"]["resume, train and save"] < 1.2
+    assert found["copies"]["load"] < 0.2

@@ -125,13 +125,8 @@ def test_weights_that_pass_the_check_are_exported(kind: str, tmp_path: Path) -> 
     assert all(torch.equal(found[name], value) for name, value in CAN[kind].items())
 
 
-def test_equal_weights_are_equal_files(tmp_path: Path) -> None:
-    train_state = make_loop(make_workload(model=Tied)).train_state
-    contents = set()
-    for _ in range(12):
-        export_weights(train_state, tmp_path)
-        contents.add((tmp_path / "model.safetensors").read_bytes())
-    assert len(contents) == 1
+def test_exported_weights_name_their_format(tmp_path: Path) -> None:
+    export_weights(make_loop(make_workload(model=Tied)).train_state, tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert file.metadata().items() > {"format": "pt", "autobatch": __version__}.items()
 

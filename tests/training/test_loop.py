@@ -24,7 +24,6 @@ from tests.support.training import (
     make_workload,
     mean_loss,
     network,
-    points,
     reference,
     token_loss,
     weights,
@@ -44,10 +43,9 @@ LOSSES: dict[str, tuple[dict[str, Any], Any]] = {
 """Fields of a workload, and its loss over a whole batch."""
 
 
-@pytest.mark.parametrize("last_batch", ["carry", "flush", "drop"])
 @pytest.mark.parametrize("micro_batch", [1, 3, 7, 50])
 @pytest.mark.parametrize("kind", LOSSES)
-def test_a_run_equals_training_on_whole_batches(kind: str, last_batch: str, micro_batch: int) -> None:
+def test_a_run_equals_training_on_whole_batches(kind: str, micro_batch: int) -> None:
     """24 samples in batches of 7 over 3 epochs, with momentum and weight decay; the last one may be short."""
     fields, whole_loss = LOSSES[kind]
 
@@ -55,15 +53,13 @@ def test_a_run_equals_training_on_whole_batches(kind: str, last_batch: str, micr
         return torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=0.01)
 
     workload = make_workload(optimizer=optimizer, **fields)
-    loop = make_loop(
-        workload, target_batch=7, micro_batch=micro_batch, steps=None, epochs=3, last_batch=last_batch
-    )
+    loop = make_loop(workload, target_batch=7, micro_batch=micro_batch, steps=None, epochs=3)
     records = list(loop.run())
     batches = [batch.ids for batch in loop.sampler.batches()]
     expected, losses = reference(workload, batches, whole_loss)
     assert apart(weights(loop.train_state.model), expected) <= 1e-12
     assert [record.loss for record in records] == pytest.approx(losses, rel=1e-12)
-    assert len(records) == loop.sampler.total == {"carry": 11, "flush": 12, "drop": 9}[last_batch]
+    assert len(records) == loop.sampler.total == 11
     assert records[-1].samples == sum(map(len, batches))
 
 
@@ -71,8 +67,7 @@ def test_a_run_equals_training_on_whole_batches(kind: str, last_batch: str, micr
     ("rate", "error"), [(math.nan, NonFiniteError), (math.inf, NonFiniteError), (-0.1, InputError)]
 )
 @pytest.mark.parametrize("kind", [float, torch.as_tensor])
-@pytest.mark.parametrize("warmup", [None, 60])
-def test_an_invalid_learning_rate_is_named_before_its_step(rate: float, error, kind, warmup) -> None:
+def test_an_invalid_learning_rate_is_named_before_its_step(rate: float, error, kind) -> None:
     """The schedule breaks after the second step: the third is not taken, and no sample is blamed."""
 
     class Broken(LambdaLR):
@@ -88,7 +83,7 @@ def test_an_invalid_learning_rate_is_named_before_its_step(rate: float, error, k
     workload = make_workload(
         optimizer=optimizer, schedule=lambda optimizer, _: Broken(optimizer, lambda step: 1.0)
     )
-    loop = make_loop(workload, target_batch=6, steps=4, warmup_samples=warmup)
+    loop = make_loop(workload, target_batch=6, steps=4)
     run = loop.run()
     next(run), next(run)
     before = weights(loop.train_state.model)
@@ -201,23 +196,3 @@ def test_gradients_that_the_model_came_with_are_not_part_of_the_first_batch() ->
         parameter.grad = torch.ones_like(parameter)
     list(loop.run()), list(other.run())
     assert torch.equal(weights(loop.train_state.model), weights(other.train_state.model))
-
-
-@pytest.mark.parametrize("decay", [1.0, 0.5])
-@pytest.mark.parametrize(("target", "steps"), [(24, 5), (7, 12)])
-def test_warmup_grows_with_the_samples_on_top_of_the_schedule(target, steps, decay) -> None:
-    workload = make_workload(schedule=lambda optimizer, _: LambdaLR(optimizer, lambda step: decay**step))
-    loop = make_loop(workload, target_batch=target, steps=steps, warmup_samples=60)
-    records = list(loop.run())
-    rates = [0.1 * decay**step * min(1.0, (step + 1) * target / 60) for step in range(steps)]
-    assert [record.learning_rate for record in records] == pytest.approx(rates, rel=1e-15)
-    model, columns = make_loop(workload).train_state.model, points().columns
-    for rate, batch in zip(rates, loop.sampler.batches(), strict=True):
-        model.zero_grad()
-        mean_loss(model, [column[batch.ids] for column in columns]).backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.sub_(rate * parameter.grad)
-    assert apart(weights(loop.train_state.model), weights(model)) < 1e-12
-    # Schedules and checkpoints see the learning rate without the warm-up.
-    assert loop.train_state.optimizers[0].param_groups[0]["lr"] == 0.1 * decay**steps

@@ -17,7 +17,9 @@ from safetensors.torch import load_file
 from autobatch import AutobatchError
 from autobatch.distributed.sharding import state as shard_files
 from autobatch.training.checkpoint import (
-    clean_leftovers,
+    MANIFEST,
+    STATE,
+    begin_after,
     is_valid,
     list_checkpoints,
     load_newest,
@@ -25,8 +27,7 @@ from autobatch.training.checkpoint import (
 )
 from autobatch.training.loop import Loop
 from autobatch.training.resume import capture_loop, restore_loop
-from autobatch.training.state_file import STATE
-from tests.support.checkpoints import MANIFEST, TENSORS, leftovers
+from tests.support.checkpoints import leftovers
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.sharded_loops import block_workload, digests, sharded_loop, step_together, tensors
@@ -82,8 +83,8 @@ def test_a_run_moves_between_numbers_of_ranks(server: RankServer, tmp_path: Path
     assert "average/averages/0" in written
     (path,) = list_checkpoints(tmp_path)
     shards = [f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)]
-    assert {one.name for one in path.iterdir()} == {MANIFEST, STATE, TENSORS, *shards}
-    assert "optimizer/0/max_exp_avg_sq/mix.weight" in load_file(path / shards[0])
+    assert {one.name for one in path.iterdir()} == {MANIFEST, STATE, *shards}
+    assert "optimizers/0/state/0/max_exp_avg_sq" in load_file(path / shards[0])
     assert server.values(on_ranks, tmp_path, 0, world=4) == [written] * 4  # the head has 3 rows
     assert alone(tmp_path, 0) == written
     alone(tmp_path, 2)
@@ -195,7 +196,7 @@ def check_kill(server: RankServer, folder: Path, rank: int, call: int) -> None:
     assert ended[rank].code == -signal.SIGKILL
     if ended[1 - rank].code:
         assert "RankLost" in ended[1 - rank].error
-    clean_leftovers(folder)
+    begin_after(folder, 99)
     found = load_newest(folder)
     assert not found.passed_over
     assert not leftovers(folder)
@@ -249,7 +250,7 @@ def test_a_file_that_any_rank_finds_changed_is_passed_over_by_all(server: RankSe
     found, other = server.values(load_with_each_file_damaged, tmp_path)
     assert other == found
     assert found.pop("none") == ("step-00000002", [])
-    assert len(found) == 5
+    assert len(found) == 4
     for name, (loaded, passed_over) in found.items():
         assert loaded == "step-00000001"
         assert len(passed_over) == 1

@@ -468,7 +468,6 @@ def test_the_check_changes_nothing(kind: str | None) -> None:
     ("options", "micro_batch"),
     [
         ({"steps": None, "epochs": 1, "target_batch": 23}, 8),
-        ({"steps": None, "epochs": 2, "target_batch": 23, "last_batch": "flush"}, 8),
         ({"target_batch": 9}, 2),
         ({}, 1),
     ],
