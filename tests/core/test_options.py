@@ -116,7 +116,9 @@ SAMPLES: dict[Any, Any] = {
     str: "cuda:1", int: 4, float: 0.5, bool: True, NoneType: None, os.PathLike[str]: Path("a/b"),
     Sequence[str]: ("a", "b"), Sequence[TrackerChoice]: ("wandb",),
 }  # fmt: skip
-TEXTS = {"memory_budget": "80%", "knobs": "precision,compile", "ranks": "1,8"}
+TEXTS = {
+    "memory_budget": "80%", "knobs": "precision,compile", "ranks": "1,8", "checkpoint_every": "15min",
+}  # fmt: skip
 """Text of the options that are checked beyond their type."""
 
 
