@@ -342,7 +342,7 @@ def _epoch_samples(call: Call, setup: OpenSetup) -> int:
     """Return the samples of an epoch. A stream is counted only if the run depends on its end."""
     if setup.info.epoch_samples is not None:
         return setup.info.epoch_samples
-    if not call.options.train.depends_on_end:
+    if call.options.train.epochs is None:
         return ENDLESS
     known = call.ranks.once(lambda: setup.process.call("the length of the stream", stream_length))
     if known is not None:
@@ -373,7 +373,7 @@ def _sampler_of(call: Call, setup: Setup, samples: int | None) -> GlobalBatchSam
         samples, order = epoch_of(setup.workload, options.device.seed)
         return build_sampler(samples, options, order)
     if samples is None:
-        samples = ranks.once(lambda: count_samples(stream)) if options.train.depends_on_end else ENDLESS
+        samples = ranks.once(lambda: count_samples(stream)) if options.train.epochs is not None else ENDLESS
     note = split_note(setup.workload.train_data[0], ranks)  # type: ignore[index]
     if note is not None:
         call.progress.note(note)

@@ -214,11 +214,6 @@ class TrainOptions(Section, frozen=True, kw_only=True):
     ] = None
 
     @property
-    def depends_on_end(self) -> bool:
-        """True if the run depends on the length of an epoch."""
-        return self.epochs is not None
-
-    @property
     def checkpoint_seconds(self) -> float | None:
         """Longest time between two checkpoints in seconds; None if they are counted in steps."""
         asked = self.checkpoint_every

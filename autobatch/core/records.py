@@ -18,7 +18,6 @@ GradientDtype = Literal["fp32", "weights"]
 """Type in which gradients are summed: float32 at least, or that of the weights."""
 Parallel = Literal["replicate", "shard"]
 ShardSync = Literal["each", "once"]
-LastBatch = Literal["carry", "flush", "drop"]
 """Treatment of the samples that are left at the end of an epoch: carry them into the next one, flush
 them as a short batch, or drop them."""
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -180,7 +179,6 @@ class Plan(Record, frozen=True, kw_only=True):
     learning_rate_source: str = ""
     precision: Precision = "fp32"
     gradient_dtype: GradientDtype = "fp32"
-    last_batch: LastBatch = "carry"
     knobs: dict[str, str | int | float | bool | None] = {}
     """Other choices of the tuner, by the name of the knob."""
     split: Literal["count", "size"] = "count"

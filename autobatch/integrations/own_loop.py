@@ -349,7 +349,7 @@ def batches(
     Args:
         workload: the one that was planned for: has the data, their order, ``collate``, ``size_of``,
             ``counts`` and the loader processes.
-        plan: sets the target batch, the micro-batches and ``last_batch``; of `autobatch.plan`.
+        plan: sets the target batch, the micro-batches; of `autobatch.plan`.
         optimizer: one or several, which train your model. Of several, each pass over a batch chooses.
         steps: optimizer steps of the run, ``start`` included; the run ends at the smaller of ``steps`` and
             ``epochs``.
@@ -428,14 +428,18 @@ def _sampler_of(
     """Return the batches of the run, which are the same on all ranks.
 
     Raises:
-        InputError: the sampler of the workload is invalid, there is no batch, or the ranks read other data.
+        InputError: the sampler of the workload is invalid, or the ranks read other data.
     """
-    numbers = {"target_batch": plan.target_batch, "seed": seed, "steps": steps, "epochs": epochs}
-    fields: dict[str, Any] = {**numbers, "last_batch": plan.last_batch}
+    fields: dict[str, Any] = {
+        "target_batch": plan.target_batch,
+        "seed": seed,
+        "steps": steps,
+        "epochs": epochs,
+    }
     stream: Any = workload.train_data
     if is_stream(stream):
         samples = ENDLESS
-        if epochs is not None or plan.last_batch != "carry":
+        if epochs is not None:
             known = ranks.once(lambda: known_length(stream))
             if known is None:
                 logger.warning(
@@ -453,11 +457,6 @@ def _sampler_of(
             ranks.check_equal({"number of batches": sampler.total, "order of the sampler": digest})
             names = [f"rank {rank}" for rank in range(ranks.world)]
             check_same_data(ranks.gather(digest_data(workload.train_data)), names)
-    if not sampler.total:
-        raise InputError(
-            f"last_batch='drop' leaves no batch, because an epoch has {samples} samples and the target batch "
-            f"is {plan.target_batch}: use 'carry' or 'flush' to keep them"
-        )
     return sampler
 
 

@@ -1,9 +1,10 @@
 """The samples of each optimizer step, and their order.
 
 Batches of exactly ``target_batch`` sample ids are drawn from a permutation of each epoch, which depends on
-the seed and the epoch alone. It is computed for any place at once, so no large epoch is held in memory.
-Batches are split into micro-batches afterwards. The order of the data therefore does not depend on the
-micro-batch, the number of workers, the ranks, or the step of a resume.
+the seed and the epoch alone. A batch goes on in the next epoch where one ends. The permutation is computed
+for any place at once, so no large epoch is held in memory. Batches are split into micro-batches afterwards.
+The order of the data therefore does not depend on the micro-batch, the number of workers, the ranks, or the
+step of a resume.
 
 A sampler of the user's takes the place of the permutation. It may be random: weighted, or grouped by length.
 It is drawn with generators that are seeded by the run's seed and the epoch, so that a resume needs no state.
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,6 @@ from autobatch.workload.rng import (
 from autobatch.workload.user_code import user_code
 
 Integers = NDArray[np.int64]
-LastBatch = Literal["carry", "flush", "drop"]
 Order: TypeAlias = Callable[[int], list[int]]
 """Returns the samples of an epoch in order, always equally many."""
 ORDER_VERSION = 2
@@ -78,52 +78,30 @@ class GlobalBatchSampler:
     ``epochs``."""
     epochs: int | None = None
     """Passes over the data; None for no limit."""
-    last_batch: LastBatch = "carry"
-    """Samples that an epoch leaves over: ``carry`` them into the next epoch, ``flush`` them as a short batch,
-    or ``drop`` them."""
     order: Order | None = None
     """Order of an epoch; None for the permutation that the seed and the epoch give."""
 
     @property
     def total(self) -> int:
-        """Number of batches in the whole run."""
+        """Number of batches in the whole run; the last one has the samples that are left."""
         if self.epochs is None:
             return self.steps or 0
-        if self.last_batch == "carry":
-            batches = math.ceil(self.epochs * self.samples / self.target_batch)
-        else:
-            batches = self.epochs * self._per_epoch
+        batches = math.ceil(self.epochs * self.samples / self.target_batch)
         return batches if self.steps is None else min(batches, self.steps)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps in which an epoch ends; with ``carry``, the last one also begins the next epoch."""
-        return math.ceil(self.samples / self.target_batch) if self.last_batch == "carry" else self._per_epoch
-
-    @property
-    def _per_epoch(self) -> int:
-        """Number of batches per epoch if no batch spans two epochs."""
-        if self.last_batch == "drop":
-            return self.samples // self.target_batch
+        """Number of steps in which an epoch ends; the last one also begins the next epoch."""
         return math.ceil(self.samples / self.target_batch)
 
     def size(self, index: int) -> int:
-        """Return the number of samples in a batch: the target, or fewer if the data ends within it."""
-        if self.last_batch == "carry":
-            end = None if self.epochs is None else self.epochs * self.samples
-            return (
-                self.target_batch if end is None else min(self.target_batch, end - index * self.target_batch)
-            )
-        place = index % self._per_epoch
-        return min(self.target_batch, self.samples - place * self.target_batch)
+        """Return the number of samples in a batch: the target, or fewer if the run ends within it."""
+        return self.seen(index + 1) - self.seen(index)
 
     def seen(self, index: int) -> int:
         """Return the number of samples taken before a batch."""
-        if self.last_batch == "carry":
-            return min(index * self.target_batch, (self.epochs or math.inf) * self.samples)  # type: ignore[return-value]
-        epochs, place = divmod(index, self._per_epoch)
-        whole = self.samples if self.last_batch == "flush" else self._per_epoch * self.target_batch
-        return epochs * whole + place * self.target_batch
+        taken = index * self.target_batch
+        return taken if self.epochs is None else min(taken, self.epochs * self.samples)
 
     def batches(self, start: int = 0) -> Iterator[GlobalBatch]:
         """Draw the batches of the run, from number ``start`` on."""
@@ -132,7 +110,7 @@ class GlobalBatchSampler:
         """Place of the block in all epochs in a row."""
         block_size = self._block_size
         for index in range(start, self.total):
-            first, size = self._position(index), self.size(index)
+            first, size = index * self.target_batch, self.size(index)
             offset = first - block_at
             # Most batches lie in the block of the one before.
             ids = block[offset : offset + size]
@@ -162,13 +140,6 @@ class GlobalBatchSampler:
     @property
     def _block_size(self) -> int:
         return self.samples if self.samples <= SMALL_EPOCH else BLOCK
-
-    def _position(self, index: int) -> int:
-        """Return where a batch begins, counted in samples of all epochs in a row."""
-        if self.last_batch == "carry":
-            return index * self.target_batch
-        epoch, place = divmod(index, self._per_epoch)
-        return epoch * self.samples + place * self.target_batch
 
 
 def epoch_of(workload: Workload, seed: int) -> tuple[int, Order | None]:

@@ -424,7 +424,7 @@ class StreamSampler(GlobalBatchSampler):
     def batches(self, start: int = 0) -> Iterator[GlobalBatch]:
         """Draw the batches of the run, from number ``start`` on. The view forgets those before."""
         for index in range(start, self.total):
-            first = self._position(index)
+            first = index * self.target_batch
             stop = first + self.size(index)
             self.view.begin_batch(first, stop)
             yield GlobalBatch(index, first // self.samples, list(range(first, stop)))

@@ -121,9 +121,8 @@ def test_a_run_resumes_at_any_batch_and_is_iterated_once(kind: str) -> None:
     assert ids_by_batch(DATA[kind](), plan, steps=6, start=2, seed=5) == full[2:]
 
 
-@pytest.mark.parametrize("last", ["carry", "flush", "drop"])
-def test_the_end_of_a_stream_is_that_of_data_with_an_index(last: str) -> None:
-    plan = small_plan(10, 4, last_batch=last)
+def test_the_end_of_a_stream_is_that_of_data_with_an_index() -> None:
+    plan = small_plan(10, 4)
     ordered = ids_by_batch(torch.arange(23), plan, sampler=range(23), epochs=2)
     assert ids_by_batch(Stream(23), plan, epochs=2) == ordered
 
@@ -156,7 +155,6 @@ PLAN = small_plan()
         ({"plan": 24}, r"batches\(workload, autobatch.plan\(workload, …\).*found an int"),
         ({"plan": small_plan(world_size=2)}, "the plan is for 2 ranks"),
         ({"plan": msgspec.structs.replace(PLAN, parallel="shard")}, "parallel='replicate'"),
-        ({"plan": small_plan(30, last_batch="drop")}, "leaves no batch"),
         ({"workload": points()}, "must be an autobatch.Workload"),
         ({"workload": make_workload(loss=WholeBatchLoss(represent=mean_loss, loss=mean_loss))}, "fit"),
         ({"workload": make_workload(train_data=Stream(0))}, "has 0 samples"),

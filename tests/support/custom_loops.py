@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
@@ -31,10 +30,9 @@ EXACT = 1e-12
 SAMPLES = 24
 
 
-def small_plan(target: int = SAMPLES, limit: int = 5, *, last_batch: str = "carry", **changes: Any) -> Plan:
+def small_plan(target: int = SAMPLES, limit: int = 5, **changes: Any) -> Plan:
     """Plan batches of ``target`` samples in micro-batches of at most ``limit``."""
-    planned = make_plan(target_batch=target, micro_batch_limit=limit, learning_rate=0.1, **changes)
-    return msgspec.structs.replace(planned, last_batch=last_batch)
+    return make_plan(target_batch=target, micro_batch_limit=limit, learning_rate=0.1, **changes)
 
 
 KINDS = {

@@ -25,7 +25,7 @@ from autobatch.workload.order import (
 )
 
 
-def simulate(samples: int, target: int, epochs: int, last: str, seed: int) -> list[list[int]]:
+def simulate(samples: int, target: int, epochs: int, seed: int) -> list[list[int]]:
     """Draw all batches by a loop over epochs and samples."""
     batches: list[list[int]] = []
     batch: list[int] = []
@@ -35,10 +35,6 @@ def simulate(samples: int, target: int, epochs: int, last: str, seed: int) -> li
             if len(batch) == target:
                 batches.append(batch)
                 batch = []
-        if last == "flush" and batch:
-            batches.append(batch)
-        if last != "carry":
-            batch = []
     if batch:
         batches.append(batch)
     return batches
@@ -50,15 +46,12 @@ def simulate(samples: int, target: int, epochs: int, last: str, seed: int) -> li
     target=st.integers(1, 60),
     epochs=st.integers(1, 5),
     steps=st.none() | st.integers(1, 8),
-    last=st.sampled_from(["carry", "flush", "drop"]),
     data=st.data(),
 )
-def test_batches_equal_those_of_the_simulation_from_any_start(
-    samples, target, epochs, steps, last, data
-) -> None:
+def test_batches_equal_those_of_the_simulation_from_any_start(samples, target, epochs, steps, data) -> None:
     fields = {"samples": samples, "target_batch": target, "seed": 7}
-    sampler = GlobalBatchSampler(**fields, epochs=epochs, steps=steps, last_batch=last)
-    expected = simulate(samples, target, epochs, last, seed=7)[:steps]
+    sampler = GlobalBatchSampler(**fields, epochs=epochs, steps=steps)
+    expected = simulate(samples, target, epochs, seed=7)[:steps]
     assert sampler.total == len(expected)
     start = data.draw(st.integers(0, sampler.total))
     assert [batch.ids for batch in sampler.batches(start)] == expected[start:]
@@ -67,7 +60,7 @@ def test_batches_equal_those_of_the_simulation_from_any_start(
         assert sampler.size(index) == len(ids)
         assert sampler.seen(index) == sum(map(len, expected[:index]))
     # A run that is counted in steps has only full batches.
-    endless = simulate(samples, target, -(-8 * target // samples), "carry", seed=7)
+    endless = simulate(samples, target, -(-8 * target // samples), seed=7)
     counted = GlobalBatchSampler(**fields, steps=steps or 1)
     assert [batch.ids for batch in counted.batches()] == endless[: steps or 1]
 
