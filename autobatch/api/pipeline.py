@@ -292,7 +292,7 @@ def _plan_again(call: Call, earlier: EarlierRun) -> PlannedRun:
     call = call.with_options(trials=0, tune_lr=False)
     layout = earlier.setup.layout
     if layout is not None:
-        call = call.with_options(parallel="shard", shard_sync=layout.sync, shard_modules=layout.modules)
+        call = call.with_options(parallel="shard")
     elif call.ranks.world > 1:
         call = call.with_options(parallel="replicate")
     with ExitStack() as opened:

@@ -20,7 +20,7 @@ from autobatch.api.ranks import check_data_of_ranks
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
 from autobatch.core.records import MemoryCurve, Plan, PredictedPoint, Remedy, Tuning
 from autobatch.distributed.rank_plan import agree_on_limit
-from autobatch.distributed.sharding.layout import ONCE, ShardLayout
+from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.estimates.suggestions import in_words, suggest
 from autobatch.footprint.explain import memory_curve, predicted_points
 from autobatch.planning import launched_world_size, make_plan, split_over_ranks
@@ -115,8 +115,7 @@ class OpenSetup:
 
 def layout_of_call(call: Call) -> ShardLayout:
     """Return the layout in which the ranks of a call share a model."""
-    asked = call.options.ranks
-    return ShardLayout(world=call.ranks.world, sync=asked.shard_sync, modules=asked.shard_modules)
+    return ShardLayout(world=call.ranks.world)
 
 
 def search_and_plan(call: Call, setup: OpenSetup) -> Result:
@@ -257,19 +256,11 @@ def _report_plan(call: Call, plan: Plan, epoch_samples: int | None) -> None:
 
 def _with_layout(call: Call, setup: OpenSetup, result: Result) -> Result:
     """Record in the probe and the plan whether ranks share the model, with the reasons."""
-    shared = setup.info.layout
-    fields: dict[str, Any] = {"parallel": "replicate", "parallel_reason": setup.reason}
-    if shared is not None:
-        fields |= {"parallel": "shard", "shard_sync": shared.sync}
-        if shared.sync != call.options.ranks.shard_sync:
-            fields["shard_sync_reason"] = ONCE
-            call.progress.note(f"gradients are reduced once per step (--shard-sync once): {ONCE}")
+    parallel = "replicate" if setup.info.layout is None else "shard"
+    fields: dict[str, Any] = {"parallel": parallel, "parallel_reason": setup.reason}
     assert result.probe is not None
     probe = msgspec.structs.replace(result.probe, **fields)
-    modules = None if shared is None else shared.modules
-    plan = result.plan
-    if plan is not None:
-        plan = msgspec.structs.replace(plan, **fields, shard_modules=modules)
+    plan = result.plan and msgspec.structs.replace(result.plan, **fields)
     return msgspec.structs.replace(result, probe=probe, plan=plan)
 
 

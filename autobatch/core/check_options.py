@@ -69,6 +69,8 @@ REMOVED = {
     "on_failed_save": "a checkpoint that cannot be written ends the run, and the earlier ones are intact",
     "optimizer": "the optimizer is that of Workload(optimizer=…)",
     "lr_steps": "--tune-lr runs 40 optimizer steps for each learning rate",
+    "shard_sync": "gradients are reduced after each micro-batch; those of 16-bit weights once per step",
+    "shard_modules": "the repeated blocks of a shared model are gathered one at a time",
 }
 """Options of earlier versions, and what is in their place."""
 

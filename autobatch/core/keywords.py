@@ -20,7 +20,7 @@ from autobatch.core.options import (
     TrackerChoice,
     fields_of,
 )
-from autobatch.core.records import LearningRateRule, Precision, ShardSync
+from autobatch.core.records import LearningRateRule, Precision
 
 StrPath = str | os.PathLike[str]
 CallT = TypeVar("CallT", bound=Callable[..., Any])
@@ -38,8 +38,6 @@ class CommonKeywords(TypedDict, total=False):
     max_micro_batch: int | None
     micro_batch_multiple: int
     parallel: ParallelChoice
-    shard_sync: ShardSync
-    shard_modules: str | None
 
 
 class EstimateKeywords(CommonKeywords, total=False):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_orig
 import msgspec
 from msgspec import Meta
 
-from autobatch.core.records import LearningRateRule, Precision, ShardSync
+from autobatch.core.records import LearningRateRule, Precision
 from autobatch.core.units import parse_duration
 
 COMMANDS = ("fit", "plan", "probe", "tune", "estimate")
@@ -281,29 +281,14 @@ class RankOptions(Section, frozen=True, kw_only=True):
             "shard if no whole model fits."
         ),
     ] = "auto"
-    shard_sync: Annotated[
-        ShardSync,
-        Option(
-            "With --parallel shard: reduce gradients after each micro-batch, or once per step, which takes "
-            "memory for all of them."
-        ),
-    ] = "each"
-    shard_modules: Annotated[
-        str | None,
-        Option(
-            "With --parallel shard: regular expression for the names of the modules to gather one at a time. "
-            "Without it: the repeated blocks of the model.",
-            "REGEX",
-        ),
-    ] = None
     collective_timeout: Annotated[
         Positive,
         Option(
-            "Over several ranks, end the run if a rank lets the others wait longer and gets no further.",
+            "Over several ranks, end the run if a rank lets the others wait longer.",
             "SECONDS",
             ("fit",),
         ),
-    ] = 600.0
+    ] = 1800.0
 
 
 class OutputOptions(Section, frozen=True, kw_only=True):

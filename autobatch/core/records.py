@@ -17,7 +17,6 @@ Precision = Literal["fp32", "bf16", "fp16"]
 GradientDtype = Literal["fp32", "weights"]
 """Type in which gradients are summed: float32 at least, or that of the weights."""
 Parallel = Literal["replicate", "shard"]
-ShardSync = Literal["each", "once"]
 """Treatment of the samples that are left at the end of an epoch: carry them into the next one, flush
 them as a short batch, or drop them."""
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -120,10 +119,6 @@ class Probe(Record, frozen=True, kw_only=True):
     """``replicate`` if each rank has a whole model, ``shard`` if the ranks share it; None for one rank."""
     parallel_reason: str | None = None
     """The reason for it; None if it was asked for."""
-    shard_sync: ShardSync | None = None
-    """Reduction of sharded gradients: after ``each`` micro-batch, or ``once`` per step; None if none are."""
-    shard_sync_reason: str | None = None
-    """The reason for it; None if it was asked for."""
 
 
 LearningRateRule = Literal["none", "linear", "sqrt"]
@@ -189,12 +184,6 @@ class Plan(Record, frozen=True, kw_only=True):
     """``replicate`` if each rank has a whole model, ``shard`` if the ranks share it; None for one rank."""
     parallel_reason: str | None = None
     """The reason for it; None if it was asked for."""
-    shard_sync: ShardSync | None = None
-    """Reduction of sharded gradients: after ``each`` micro-batch, or ``once`` per step; None if none are."""
-    shard_sync_reason: str | None = None
-    """The reason for it; None if it was asked for."""
-    shard_modules: str | None = None
-    """Regular expression for the modules that are gathered one at a time; None for the repeated blocks."""
 
 
 class Trial(Record, frozen=True, kw_only=True):
@@ -387,8 +376,6 @@ class Estimate(Record, frozen=True, kw_only=True):
     """``replicate`` if each rank has a whole model, ``shard`` if the ranks share it; None for one rank."""
     parallel_reason: str | None = None
     """Reason for the choice, in words; None if it was asked for."""
-    shard_sync: ShardSync | None = None
-    """Reduction of sharded gradients: after ``each`` micro-batch, or ``once`` per step."""
 
 
 class RecordedFit(Record, frozen=True, kw_only=True):

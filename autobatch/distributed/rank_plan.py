@@ -76,7 +76,7 @@ def layout_of(plan: Plan) -> ShardLayout | None:
     """Return the layout of a sharded model; None if each rank has a whole one."""
     if plan.parallel != "shard":
         return None
-    return ShardLayout(world=plan.world_size, sync=plan.shard_sync or "each", modules=plan.shard_modules)
+    return ShardLayout(world=plan.world_size)
 
 
 def model_of_ranks(
@@ -90,13 +90,12 @@ def model_of_ranks(
     Raises:
         InputError: the model cannot be sharded; the message says why.
     """
-    layout = layout_of(plan)
-    if layout is None or not isinstance(ranks, Group):
+    if plan.parallel != "shard" or not isinstance(ranks, Group):
         return model.to(device), None
     # Only here: importing FSDP takes a second.
     from autobatch.distributed.sharding.build import shard_over
 
-    return shard_over(ranks, layout, model, plan.precision, device)
+    return shard_over(ranks, model, plan.precision, device)
 
 
 def open_engine(ranks: Ranks, train_state: TrainState, filler: Filler) -> Engine:

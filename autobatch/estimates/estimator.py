@@ -110,7 +110,6 @@ class Estimator:
             phase=where.phase,
             world_size=layout.world,
             parallel=layout.parallel if layout.world > 1 else None,
-            shard_sync=None if layout.shard is None else layout.shard.sync,
             parallel_reason=reason,
             seconds=0.0,
         )

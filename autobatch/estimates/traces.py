@@ -56,7 +56,7 @@ class Layout(NamedTuple):
         from autobatch.distributed.sharding.model import Sharding
 
         with fake_ranks(self.world) as mesh:
-            yield Sharding(mesh=mesh, sync=self.shard.sync, modules=self.shard.modules)
+            yield Sharding(mesh)
 
 
 class Traces:
@@ -86,13 +86,12 @@ class Traces:
         """
         if parallel == "replicate":
             return Layout(world)
-        ranks = self._options.ranks
-        asked = ShardLayout(world=world, sync=ranks.shard_sync, modules=ranks.shard_modules)
+        asked = ShardLayout(world=world)
         check_loss_of_ranks(self.workload, asked)
         # Here, or each copy would import it again.
         import autobatch.distributed.sharding.build  # noqa: F401
 
-        return Layout(world, asked.fitting(self.model))
+        return Layout(world, asked)
 
     def footprint(self, gpu: HardwareProfile, layout: Layout) -> Footprint:
         """Return the footprint of a step on a GPU.

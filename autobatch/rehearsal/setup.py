@@ -25,7 +25,7 @@ from autobatch.device.cuda_allocator import allocator_options
 from autobatch.device.host import host_memory
 from autobatch.device.oom import memory_named
 from autobatch.device.select import device_kind, open_device
-from autobatch.distributed.sharding.layout import ShardLayout
+from autobatch.distributed.sharding.layout import ShardLayout, check_sharding
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.step.optimizers import stand_in_optimizers
 from autobatch.step.train_state import StepSettings
@@ -189,8 +189,7 @@ def _build(workload: Workload, role: Role) -> tuple[nn.Module, ShardLayout | Non
     """Build the model, and find what ranks gather and reduce of it if they share it."""
     if role.shard is None:
         return build_model(workload), None
-    model = build_shared_model(workload, role.shard.modules, holds_model=role.holds_model, trains=role.trains)
-    return model, role.shard.fitting(model)
+    return build_shared_model(workload, builds=role.holds_model and role.trains), role.shard
 
 
 def build_model(workload: Workload) -> nn.Module:
@@ -212,38 +211,28 @@ def build_model(workload: Workload) -> nn.Module:
     return model
 
 
-def build_shared_model(
-    workload: Workload, modules: str | None, *, holds_model: bool, trains: bool
-) -> nn.Module:
+def build_shared_model(workload: Workload, *, builds: bool) -> nn.Module:
     """Build a model that ranks share: without memory, unless this process has its first values.
-
-    That process builds it without memory too if it does not fit in that of the host.
 
     Args:
         workload: what to train.
-        modules: regular expression for the modules to gather at a time; None for the repeated blocks.
-        holds_model: whether the ranks get the first values from this process.
-        trains: whether this process trains.
+        builds: whether the ranks get the first values from this process.
 
     Raises:
-        InputError: the model cannot be shared, or is too large to be built and cannot draw its first values.
+        InputError: the model cannot be shared, or does not fit in the memory of the host.
     """
     on_meta = built_on_meta(workload)
     if on_meta is None:
         return build_model(workload)
-    # Only here: a run without FSDP saves its import.
-    from autobatch.distributed.sharding.build import check_resets
-    from autobatch.distributed.sharding.layout import check_sharding
-
-    check_sharding(on_meta, modules)
-    if not holds_model:
-        return on_meta
+    check_sharding(on_meta)
     available = host_memory().available_bytes
     size = sum(tensor.nbytes for tensor in [*on_meta.parameters(), *on_meta.buffers()])
-    if available is not None and size > available:
-        check_resets(on_meta)
-        return on_meta
-    return build_model(workload) if trains else on_meta
+    if builds and available is not None and size > available:
+        raise InputError(
+            f"the model has {format_bytes(size)}, and the host of rank 0, which builds it for all ranks, has "
+            f"{format_bytes(available)} of free memory: give it more, or build a smaller model"
+        )
+    return build_model(workload) if builds else on_meta
 
 
 def check_whole(workload: Workload, device: Device) -> None:

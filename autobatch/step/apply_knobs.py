@@ -92,17 +92,24 @@ def free_graphs() -> None:
     torch.compiler.reset()
 
 
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks: children of one class in the model's lists and sequences.
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+"""Modules that only hold others."""
 
-    No block contains another. Of several classes, the one with the most parameters wins. Blocks of a single
-    layer do not count, because recomputing them saves nothing.
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks: children of one class in the model's lists, sequences and dicts.
+
+    No block contains another, and the towers of a dict that have blocks of their own are none. Of several
+    classes, the one with the most parameters wins. Blocks of a single layer do not count, because recomputing
+    them saves nothing.
     """
     groups: dict[object, dict[int, nn.Module]] = defaultdict(dict)
     for parent in model.modules():
-        if isinstance(parent, nn.ModuleList | nn.Sequential):
+        if isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             for child in parent.children():
-                if any(True for _ in child.children()) and not isinstance(child, nn.ModuleList):
+                if isinstance(parent, nn.ModuleDict) and find_blocks(child):
+                    continue
+                if any(True for _ in child.children()) and not isinstance(child, CONTAINERS):
                     # All sequences share one class, so only those of one list are the same block repeated.
                     kind = (type(child), id(parent) if type(child) is nn.Sequential else 0)
                     groups[kind][id(child)] = child

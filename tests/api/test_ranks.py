@@ -107,10 +107,10 @@ def fit(out: str, budget: str) -> tuple[dict[str, Any], float | None]:
 @pytest.mark.slow
 def test_auto_shares_a_model_only_if_it_does_not_fit_whole(server: RankServer, tmp_path: Path) -> None:
     (plan, loss), _ = server.values(fit, str(tmp_path / "large"), "64MiB")
-    assert (plan["parallel"], plan["shard_sync"]) == ("replicate", None)
+    assert plan["parallel"] == "replicate"
     assert plan["parallel_reason"] == "a whole model fits on each rank, so each has its own"
     (plan, other), _ = server.values(fit, str(tmp_path / "small"), "8MiB")
-    assert (plan["parallel"], plan["shard_sync"]) == ("shard", "each")
+    assert plan["parallel"] == "shard"
     why = "no whole model fits on rank 0, so the ranks share it (--parallel shard): "
     assert plan["parallel_reason"].startswith(f"{why}a micro-batch of 1 does not")
     assert other == pytest.approx(loss, rel=1e-5)

@@ -49,7 +49,7 @@ def test_a_rank_holds_its_part_and_gathers_layers(tmp_path):
     # Rows that do not divide by 4 are padded, so a part may be a little more than a fourth.
     assert elements <= one.memory["parameters"] <= 1.02 * elements
     assert one.memory["optimizer state"] <= 2.05 * elements
-    assert (one.world_size, one.parallel, one.shard_sync) == (4, "shard", "each")
+    assert (one.world_size, one.parallel) == (4, "shard")
     assert one.plan.world_size == 4
     assert sum(one.plan.micro_batches) * 4 == 64
     assert not any("NCCL" in note for note in notes)
@@ -99,7 +99,7 @@ def test_nccl_is_left_room_unless_a_budget_is_given(tmp_path):
     ranked, notes = limit(tmp_path, budget=None, parallel="replicate")
     assert abs(one.budget_bytes - ranked.budget_bytes - NCCL_BYTES) < MiB
     assert any("NCCL" in note for note in notes)
-    assert (ranked.parallel, ranked.shard_sync) == ("replicate", None)
+    assert ranked.parallel == "replicate"
 
 
 def contrastive():
@@ -128,7 +128,6 @@ def test_a_loss_over_the_whole_batch_needs_whole_models_and_the_rows_of_all_rank
 @pytest.mark.parametrize(
     ("what", "more", "message"),
     [
-        (workload, {"shard_modules": "layers"}, "--shard-modules layers matches none"),
         (
             lambda: make(
                 lambda: Transformer(WIDTH),

@@ -33,8 +33,6 @@ CHANGED: dict[str, Any] = {
     "resume": True,
     "ranks": 2,
     "parallel": "shard",
-    "shard_sync": "once",
-    "shard_modules": "layers",
     "collective_timeout": 60.0,
     "sequence": 11,
     "lora": 3,

@@ -32,17 +32,15 @@ class Case(NamedTuple):
     """A way to run the steps of a workload over ranks."""
 
     micro_batch: int
-    sync: Any = "each"
     precision: Any = "fp32"
     steps: Sequence[int] = (1, 2, 2)
-    modules: str | None = None
 
 
 def run_real(workload: Workload, case: Case) -> Trace:
     """Run the steps in this rank of a real group, and return what it allocated."""
     torch.set_num_threads(1)
     group = open_group()
-    sharding = Sharding(mesh=init_device_mesh("cpu", (group.world,)), sync=case.sync, modules=case.modules)
+    sharding = Sharding(init_device_mesh("cpu", (group.world,)))
     torch.manual_seed(0)
     model = workload.model().train()
     worst_case = WorstCaseSampler(workload)
@@ -107,7 +105,7 @@ def predict(workload: Workload, case: Case, world: int) -> Trace:
             precision=case.precision,
             capability=None,
             steps=case.steps,
-            sharding=lambda: nullcontext(Sharding(mesh=mesh, sync=case.sync, modules=case.modules)),
+            sharding=lambda: nullcontext(Sharding(mesh)),
         )
         return record(setting, case.micro_batch).trace
 

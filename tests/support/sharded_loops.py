@@ -65,8 +65,6 @@ def sharded_loop(
     group: Group,
     workload: Workload,
     limits: Sequence[int] | None = None,
-    *,
-    sync: Any = "each",
     **options: Any,
 ) -> Loop:
     """Build the loop of a rank that has a part of every parameter; all have the least limit."""
@@ -76,7 +74,7 @@ def sharded_loop(
 
     def model() -> nn.Module:
         whole = workload.model()
-        arranged.append(Sharding(mesh=mesh, sync=sync)(whole, precision))
+        arranged.append(Sharding(mesh)(whole, precision))
         return whole
 
     loop = make_loop(

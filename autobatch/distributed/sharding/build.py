@@ -1,10 +1,9 @@
 """Construction of a sharded model: every rank takes its shards, and never the whole model on its device.
 
 Rank 0 builds the model in host memory as one process would, with the same draws. The other ranks build it on
-``meta``, without memory. After the sharding, rank 0 sends one parameter after the other, and every rank keeps
+``meta``, without memory. After the sharding, rank 0 sends one tensor after the other, and every rank keeps
 its shard. So the run begins with the weights of one process with the same seed, bit for bit, and one host
-holds one model. A model that does not fit in the host memory is never whole: every rank draws its shards with
-``reset_parameters``, which gives other weights of the same distributions.
+holds one model.
 
 A process that predicts or tries the steps of one rank has no others beside it. It gets a process group that
 exchanges nothing, under which a rank allocates the same as beside real ranks. In place of the shards of other
@@ -14,15 +13,14 @@ ranks it uses its own, so that all values are finite and a loss can be computed 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autobatch.core.errors import InputError
 from autobatch.core.records import Precision
@@ -31,10 +29,7 @@ from autobatch.distributed.group import Group
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.distributed.sharding.model import ShardedModel, Sharding
 from autobatch.step.gradients import local_part
-from autobatch.workload.rng import seed_rank
 
-RESETS = ("reset_parameters", "_reset_parameters", "init_weights")
-"""Methods that give a module its first values; ``nn.MultiheadAttention`` has the second."""
 ALONE = ("alone",)
 """Name of the dimension of a mesh without real ranks. DTensor takes meshes of one name and size for one mesh,
 and would ask the ranks of the wrong group."""
@@ -43,46 +38,36 @@ PROBE_STD = 0.02
 
 
 def shard_over(
-    group: Group,
-    layout: ShardLayout,
-    model: nn.Module,
-    precision: Precision,
-    device: torch.device,
-    *,
-    keeps_model: bool = False,
+    group: Group, model: nn.Module, precision: Precision, device: torch.device
 ) -> tuple[nn.Module, ShardedModel]:
     """Return a copy of a model that the ranks share, with the first weights of rank 0; all of them call it.
 
-    The model itself is left without its weights unless it is kept, and only tells how to build a whole one.
+    The model itself is left without its weights, and only tells how to build a whole one.
 
     Args:
         group: the ranks.
-        layout: what is gathered and reduced, and when.
-        model: in host memory or on ``meta``; the values of rank 0 count, if it has any.
+        model: in host memory on rank 0, which has the values; there or on ``meta`` on the others.
         precision: of the forward pass.
         device: of this rank.
-        keeps_model: whether the model keeps its weights, for another copy.
 
     Raises:
-        InputError: the model cannot be sharded, or has no values and a module cannot draw them.
+        InputError: the model cannot be sharded.
     """
-    whole = _tensors_of(model)
-    must_draw = group.agree(group.rank == 0 and any(tensor.is_meta for tensor in whole.values()))
-    if must_draw:
-        check_resets(model)
     made = on_meta(model)
-    sharding = Sharding(mesh=mesh_of(group, device), sync=layout.sync, modules=layout.modules)
-    sharded = sharding(made, precision)
+    sharded = Sharding(mesh_of(group, device))(made, precision)
     sharded.materialize(device)
-    if must_draw:
-        _draw(made, group.rank, device)
-        return made, sharded
     with group.waiting("receive the first weights"), torch.no_grad():
-        for name, tensor in _tensors_of(made).items():
-            _send(whole[name] if group.rank == 0 else None, tensor, group, device)
-            if not (keeps_model or whole[name].is_meta):
-                # Its memory is free for the run.
-                whole[name].data = whole[name].new_empty(0)
+        set_model_state_dict(
+            made,
+            model.state_dict() if group.rank == 0 else {},
+            options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+        )
+        for whole, buffer in zip(model.buffers(), made.buffers(), strict=True):
+            # No checkpoint keeps some of them.
+            buffer.copy_(whole if group.rank == 0 else buffer)
+            dist.broadcast(buffer, 0, group=group.tensor_group(device))
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.data = tensor.new_empty(0)  # its memory is free for the run
     return made, sharded
 
 
@@ -150,8 +135,7 @@ def open_fake_mesh(world: int, device_type: str) -> DeviceMesh:
 
 def sharding_alone(layout: ShardLayout, device_type: str) -> Sharding:
     """Return the sharding of a process that runs the steps of a rank without the other ranks."""
-    mesh = open_fake_mesh(layout.world, device_type)
-    return Sharding(mesh=mesh, sync=layout.sync, modules=layout.modules)
+    return Sharding(open_fake_mesh(layout.world, device_type))
 
 
 def mesh_of(group: Group, device: torch.device) -> DeviceMesh:
@@ -159,22 +143,6 @@ def mesh_of(group: Group, device: torch.device) -> DeviceMesh:
     tensors = group.tensor_group(device)
     assert dist.group.WORLD is not None
     return DeviceMesh.from_group(dist.group.WORLD if tensors is None else tensors, device.type)
-
-
-def check_resets(model: nn.Module) -> None:
-    """Check that every module with parameters or buffers of its own can give them their first values.
-
-    Raises:
-        InputError: one cannot.
-    """
-    for name, module in model.named_modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if own and not any(callable(getattr(module, one, None)) for one in RESETS):
-            raise InputError(
-                f"the model does not fit in the memory of the host, so each rank draws its part of the "
-                f"weights, and {name or 'the model'} ({type(module).__name__}) has no reset_parameters(): "
-                "add one, or give the host more memory"
-            )
 
 
 def fill(model: nn.Module) -> None:
@@ -204,39 +172,6 @@ def on_meta(model: nn.Module) -> nn.Module:
         raise InputError(
             f"--parallel shard needs a model that copy.deepcopy can copy ({first_line(error)})"
         ) from error
-
-
-def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, tied ones once."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _draw(model: nn.Module, rank: int, device: torch.device) -> None:
-    """Let each module draw its first values; on a GPU, DTensor gives each rank other numbers of one seed."""
-    if device.type == "cpu":
-        seed_rank(torch.initial_seed() % 2**31, rank)
-    for module in model.modules():
-        reset = next((found for one in RESETS if callable(found := getattr(module, one, None))), None)
-        has_own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if has_own and reset is not None:
-            with torch.no_grad(), warnings.catch_warnings():
-                # On a CPU, DTensor warns that the seeds are up to us.
-                warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)
-                reset()
-
-
-def _send(whole: Tensor | None, target: Tensor, group: Group, device: torch.device) -> None:
-    """Send a tensor of rank 0 to all ranks, each of which keeps its shard."""
-    # A buffer of its own, because the whole one may be a view of something larger.
-    sent = torch.empty(target.shape, dtype=target.dtype, device=device)
-    if group.rank == 0:
-        assert whole is not None
-        sent.copy_(whole)
-    dist.broadcast(sent, 0, group=group.tensor_group(device))
-    if isinstance(target, DTensor):
-        target.copy_(distribute_tensor(sent, target.device_mesh, target.placements, src_data_rank=None))
-    else:
-        target.copy_(sent)
 
 
 class _Repeated:

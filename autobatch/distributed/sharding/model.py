@@ -7,8 +7,8 @@ The rest is gathered before a forward pass and freed after its backward pass. If
 once per step and stays until the last backward pass, because each message costs time however short it is.
 
 Ranks sum their gradients and do not average them: one divisor for the whole batch is in the loss already
-(`autobatch.step.train_step`). In 16 bits the gathered weights and the activations have 16 bits, in place of
-autocast; parameters, gradients of a rank and the outputs of the model stay in float32.
+(`autobatch.step.train_step`). In 16 bits the weights of blocks are gathered in 16 bits, and autocast runs the
+rest; parameters and sums of gradients stay in float32.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map_only
 
 from autobatch.core.errors import InputError
-from autobatch.core.records import Precision, ShardSync
-from autobatch.distributed.sharding.layout import check_sharding, sync_of
-from autobatch.step.gradients import EXCHANGE_BYTES, LOW_PRECISION
+from autobatch.core.records import Precision
+from autobatch.distributed.sharding.layout import check_sharding
+from autobatch.step.gradients import EXCHANGE_BYTES, low_precision_parameters
 from autobatch.step.loss import ONE, terms_of
 from autobatch.step.train_state import TrainState
 from autobatch.workload.contract import Collated, Loss, LossValue
@@ -39,46 +38,42 @@ KEPT_BYTES = EXCHANGE_BYTES
 """Most bytes of the gathered root that stay between two micro-batches of a step."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Sharding:
-    """The ranks over which a model is sharded, and the way in which it is."""
+    """The ranks over which a model is sharded."""
 
     mesh: DeviceMesh
-    sync: ShardSync = "each"
-    modules: str | None = None
-    """Regular expression that the full names of modules to gather at a time match; None for the blocks."""
 
     def __call__(self, model: nn.Module, precision: Precision) -> ShardedModel:
         """Shard a model in place, before its optimizer is built: its blocks, then the loss with the rest.
 
         Args:
             model: on the device of the mesh, on ``meta``, or of fake tensors.
-            precision: the type of gathered weights and of activations.
+            precision: the type of gathered weights of blocks.
 
         Raises:
             InputError: the model cannot be sharded; the message says why.
         """
-        blocks = check_sharding(model, self.modules)
-        policy = _policy_of(model, precision)
-        root = _Root(model)
-        inner = {id(module) for block in blocks for module in block.modules()}
-        norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and policy.param_dtype is not None]
-        inner |= {id(norm) for norm in norms}
+        blocks, root, low = check_sharding(model), _Root(model), _LOW_DTYPES.get(precision)
+        is_low = bool(low_precision_parameters(model))
+        whole = MixedPrecisionPolicy(
+            reduce_dtype=torch.float32 if is_low else None, cast_forward_inputs=False
+        )
+        norms = [module for module in model.modules() if isinstance(module, _BatchNorm)] if low else []
         for norm in norms:
             # Their kernels need weights in the type of the running statistics.
-            fully_shard(norm, mesh=self.mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
-        for block in (one for one in blocks if one not in norms):
-            fully_shard(block, mesh=self.mesh, mp_policy=policy)
-        rest = {p for m in model.modules() if id(m) not in inner for p in m.parameters(recurse=False)}
-        gathered = sum(p.numel() * (policy.param_dtype or p.dtype).itemsize for p in rest)
-        fully_shard(root, mesh=self.mesh, mp_policy=_without_casts(policy))
-        made = ShardedModel(root, self, keeps_root=gathered <= KEPT_BYTES)
+            fully_shard(norm, mesh=self.mesh, mp_policy=whole)
+        inner = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low else whole
+        for block in (block for block in blocks if block not in norms):
+            fully_shard(block, mesh=self.mesh, mp_policy=inner)
+        held = {id(module) for block in (*blocks, *norms) for module in block.modules()}
+        rest = {p for m in model.modules() if id(m) not in held for p in m.parameters(recurse=False)}
+        fully_shard(root, mesh=self.mesh, mp_policy=whole)
+        keeps_root = sum(parameter.nbytes for parameter in rest) <= KEPT_BYTES
+        made = ShardedModel(root, self.mesh, keeps_root=keeps_root, sums_once=is_low)
         for module in made.parts():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        if policy.param_dtype is not None:
-            _cast_inputs([m for m in model.modules() if id(m) not in inner], policy.param_dtype)
-            model.register_forward_hook(lambda _, __, out: _cast(out, torch.float32))
         return made
 
 
@@ -87,16 +82,17 @@ class ShardedModel:
 
     Args:
         root: the model, called by functions of it.
-        sharding: the ranks.
+        mesh: the ranks.
         keeps_root: whether the gathered root stays until the last backward pass of a step.
+        sums_once: whether gradients are reduced after the last micro-batch only, because the weights have 16
+            bits, and sums of many micro-batches need more.
     """
 
-    def __init__(self, root: _Root, sharding: Sharding, *, keeps_root: bool) -> None:
+    def __init__(self, root: _Root, mesh: DeviceMesh, *, keeps_root: bool, sums_once: bool) -> None:
         self._root: Any = root
-        self._sync = sync_of(root, sharding.sync)
         self._keeps_root = keeps_root
-        self._is_reducing = True
-        self.mesh = sharding.mesh
+        self._sums_once = sums_once
+        self.mesh = mesh
         self.rounds = 0
         """Micro-batches of the step that runs, as many on every rank."""
         self.weight = 1.0
@@ -121,8 +117,6 @@ class ShardedModel:
                 "them to the optimizer"
             )
         loss = train_state.loss
-        # The gathered weights replace autocast.
-        train_state.precision = "fp32"
         train_state.loss = lambda _, batch: self._weighted(self.run(loss, batch))
         train_state.shared = self
 
@@ -146,7 +140,8 @@ class ShardedModel:
         keeps_root = self._keeps_root and count > 1
         root.set_reshard_after_backward(not keeps_root, recurse=False)
         for number in range(1, count + 1):
-            self._reduce(number == count or self._sync == "each")
+            if self._sums_once:
+                root.set_requires_gradient_sync(number == count)
             # Not bound to a name, which would hold it until the next one is fetched.
             yield next(fetched)
         if keeps_root:
@@ -173,12 +168,6 @@ class ShardedModel:
                     setattr(module, name, made[tensor])
         # FSDP looks for new parameters when a function is applied to them.
         self._root._apply(lambda tensor: tensor)
-
-    def _reduce(self, is_reducing: bool) -> None:
-        # Each call walks through all modules.
-        if is_reducing != self._is_reducing:
-            self._is_reducing = is_reducing
-            self._root.set_requires_gradient_sync(is_reducing)
 
     def _weighted(self, found: LossValue) -> LossValue:
         weight = self.weight
@@ -207,36 +196,3 @@ def _materialized(tensor: Tensor, device: torch.device) -> Tensor:
         made = torch.empty_like(tensor, device=device)
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
     return torch.zeros_like(tensor, device=device)
-
-
-def _policy_of(model: nn.Module, precision: Precision) -> MixedPrecisionPolicy:
-    """Return the types of gathered weights and of reductions."""
-    is_low = any(p.dtype in LOW_PRECISION for p in model.parameters() if p.requires_grad)
-    low = _LOW_DTYPES.get(precision)
-    if low is None and not is_low:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-
-
-def _without_casts(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Return the policy of the root: the batch keeps its types, because targets are part of it."""
-    return MixedPrecisionPolicy(
-        param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False
-    )
-
-
-def _cast_inputs(modules: list[nn.Module], dtype: torch.dtype) -> None:
-    """Let modules with parameters of their own receive inputs in the type of their weights."""
-    for module in modules:
-        if any(p.is_floating_point() for p in module.parameters(recurse=False)):
-            module.register_forward_pre_hook(
-                lambda _, args, kwargs: _cast((args, kwargs), dtype), with_kwargs=True
-            )
-
-
-def _cast(values: Any, dtype: torch.dtype) -> Any:
-    def one(tensor: Tensor) -> Tensor:
-        eligible = tensor.is_floating_point() and tensor.dtype is not torch.float64
-        return tensor.to(dtype) if eligible else tensor
-
-    return tree_map_only(Tensor, one, values)

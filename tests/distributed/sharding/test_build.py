@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autobatch import InputError
 from autobatch.distributed.sharding.build import on_meta, shard_over
-from autobatch.distributed.sharding.layout import ShardLayout, check_sharding
+from autobatch.distributed.sharding.layout import check_sharding
 from autobatch.distributed.sharding.state import shard_like
 from autobatch.training.resume import capture_loop
 from tests.support.rank_server import RankServer
@@ -51,8 +51,7 @@ def share(is_whole: bool) -> tuple[dict[str, list[float]], bool]:
     else:
         model = built()
     torch.manual_seed(9)
-    layout = ShardLayout(world=group.world)
-    made, _ = shard_over(group, layout, model, "fp32", torch.device("cpu"))
+    made, _ = shard_over(group, model, "fp32", torch.device("cpu"))
     found = {name: whole(tensor) for name, tensor in [*made.named_parameters(), *made.named_buffers()]}
     is_tied = made.first.weight is made.again.weight
     group.close()
@@ -67,34 +66,6 @@ def test_the_first_weights_are_those_of_one_process(server: RankServer, world: i
     assert server.values(share, True, world=world) == [(expected, True)] * world
 
 
-class Drawn(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(2)])
-
-
-def draw() -> list[float]:
-    group = open_group()
-    with torch.device("meta"):
-        model = Drawn()
-    torch.manual_seed(9)
-    made, _ = shard_over(group, ShardLayout(world=group.world), model, "fp32", torch.device("cpu"))
-    found = whole(made.blocks[0][0].weight)  # type: ignore[index]
-    group.close()
-    return found
-
-
-@pytest.mark.distributed
-def test_a_model_that_is_never_whole_draws_other_numbers_on_each_rank(server: RankServer) -> None:
-    found = server.values(draw)
-    assert found[0] == found[1]
-    weights = torch.tensor(found[0]).view(64, 64)
-    # nn.Linear draws between -1 ÷ √64 and 1 ÷ √64.
-    assert weights.abs().max() <= 1 / 8
-    assert weights.std() == pytest.approx(1 / 8 / 3**0.5, rel=0.05)
-    assert not torch.equal(weights[:32], weights[32:])
-
-
 def test_a_model_that_cannot_be_copied_is_refused() -> None:
     model = nn.Linear(2, 2)
     model.lock = (one for one in "a generator")  # type: ignore[assignment]
@@ -102,10 +73,27 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
         on_meta(model)
 
 
-def test_blocks_are_sharded_by_default_and_a_pattern_chooses_others() -> None:
+class InDict(nn.Module):
+    """Blocks in a dict, and towers in a dict that have blocks of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({str(number): Transformer().blocks[0] for number in range(5)})
+        self.towers = nn.ModuleDict({name: Towered() for name in ("image", "text")})
+
+
+class Towered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Transformer().blocks[0] for _ in range(2)])
+
+
+def test_blocks_are_gathered_one_at_a_time_in_any_container() -> None:
     model = Transformer()
-    assert check_sharding(model, None) == list(model.blocks)
-    assert check_sharding(model, r"blocks\.\d+\.mlp") == [model.blocks[1].mlp, model.blocks[0].mlp]
+    assert check_sharding(model) == list(model.blocks)
+    other = InDict()
+    blocks = [*other.blocks.values(), *(block for tower in other.towers.values() for block in tower.blocks)]
+    assert {*check_sharding(other)} == {*blocks}
 
 
 class TiedToBlock(nn.Module):
@@ -117,26 +105,21 @@ class TiedToBlock(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "pattern", "message"),
+    ("model", "message"),
     [
-        (nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), None, r"SyncBatchNorm \(1\)"),
-        (nn.Sequential(nn.Embedding(4, 2, sparse=True)), None, "the sparse gradient of 0: use sparse=False"),
-        (TiedToBlock(), None, "blocks.0.0.weight belongs to two of them"),
-        (nn.ParameterDict({"scale": torch.tensor(2.6)}), None, "cannot split scale, .* give it the shape"),
+        (nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), r"SyncBatchNorm \(1\)"),
+        (nn.Sequential(nn.Embedding(4, 2, sparse=True)), "the sparse gradient of 0: use sparse=False"),
+        (TiedToBlock(), "blocks.0.0.weight belongs to two of them"),
+        (nn.ParameterDict({"scale": torch.tensor(2.6)}), "cannot split scale, .* give it the shape"),
         (
             nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()),
-            None,
             "0.bias is float32, and 1.bias is float64",
         ),
-        (nn.Sequential(nn.Linear(2, 2)), "blocks", "--shard-modules blocks matches none of the 1 modules"),
-        (nn.Linear(2, 2), "(", "is no regular expression"),
     ],
 )
-def test_what_cannot_be_sharded_is_named_in_one_line(
-    model: nn.Module, pattern: str | None, message: str
-) -> None:
+def test_what_cannot_be_sharded_is_named_in_one_line(model: nn.Module, message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
-        check_sharding(model, pattern)
+        check_sharding(model)
     assert "\n" not in str(caught.value)
 
 

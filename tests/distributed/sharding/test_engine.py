@@ -89,10 +89,10 @@ def figures_of(loop: Loop) -> list[list[float | None]]:
     return [[one.loss, one.grad_norm, one.count] for one in loop.run()]
 
 
-def train(kind: str, limits: list[int], sync: str, options: dict[str, Any]) -> tuple[Any, ...]:
+def train(kind: str, limits: list[int], options: dict[str, Any]) -> tuple[Any, ...]:
     """Train, and return the weights, their averages, the figures and the noise of each step."""
     group = open_group()
-    loop = sharded_loop(group, KINDS[kind](), limits, sync=sync, **options)  # type: ignore[arg-type]
+    loop = sharded_loop(group, KINDS[kind](), limits, **options)  # type: ignore[arg-type]
     figures = figures_of(loop)
     state = loop.train_state
     assert state.average is not None
@@ -105,46 +105,44 @@ KNOBS = {"checkpointing": "full", "optimizer": "for-loop"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "sync", "limits", "changes"),
+    ("kind", "limits", "changes"),
     [
-        *((kind, sync, [5, 3], {}) for kind in KINDS for sync in ("each", "once")),
-        pytest.param("means", "each", [5, 3], {"knobs": KNOBS}, id="knobs"),
-        pytest.param("means", "each", [1, 1, 1], {"target_batch": 2}, id="a rank without samples"),
+        *((kind, [5, 3], {}) for kind in KINDS),
+        pytest.param("means", [5, 3], {"knobs": KNOBS}, id="knobs"),
+        pytest.param("means", [1, 1, 1], {"target_batch": 2}, id="a rank without samples"),
         *(
-            pytest.param(kind, sync, limits, {}, marks=pytest.mark.slow)
+            pytest.param(kind, limits, {}, marks=pytest.mark.slow)
             for kind in KINDS
-            for sync in ("each", "once")
             for limits in ([12, 12], [7, 2, 4], [7, 2, 4, 1])
         ),
     ],
 )
 def test_steps_are_those_of_whole_batches(
-    server: RankServer, kind: str, sync: str, limits: list[int], changes: dict[str, Any]
+    server: RankServer, kind: str, limits: list[int], changes: dict[str, Any]
 ) -> None:
     options = {**OPTIONS, **changes}
     alone = make_loop(KINDS[kind](), micro_batch=14, **{**options, "knobs": {}})
     expected = figures_of(alone)
     assert alone.train_state.average is not None
-    for weights, averages, figures in server.values(train, kind, limits, sync, options, world=len(limits)):
+    for weights, averages, figures in server.values(train, kind, limits, options, world=len(limits)):
         assert apart(as_double(weights), whole(alone.train_state.model.parameters())) < 1e-12
         assert apart(as_double(averages), whole(alone.train_state.average.tensors())) < 1e-12
         for of_step, other in zip(figures, expected, strict=True):
             assert of_step == pytest.approx(other, rel=1e-12)
 
 
-def train_with_draws(given: Any, sync: str) -> tuple[list[float], list[float]]:
+def train_with_draws(given: Any) -> tuple[list[float], list[float]]:
     """Train with dropout; return the weights and the next draw."""
     group = open_group()
-    loop = sharded_loop(group, several_terms(0.5, counts=given), [5, 2], sync=sync, **OPTIONS)
+    loop = sharded_loop(group, several_terms(0.5, counts=given), [5, 2], **OPTIONS)
     list(loop.run())
     found = whole(loop.train_state.model.parameters()).tolist(), torch.rand(1).tolist()
     group.close()
     return found
 
 
-@pytest.mark.parametrize("sync", ["each", pytest.param("once", marks=pytest.mark.slow)])
-def test_a_pass_that_counts_changes_no_draw(server: RankServer, sync: str) -> None:
-    assert server.values(train_with_draws, None, sync) == server.values(train_with_draws, counts, sync)
+def test_a_pass_that_counts_changes_no_draw(server: RankServer) -> None:
+    assert server.values(train_with_draws, None) == server.values(train_with_draws, counts)
 
 
 def train_hidden(folder: Path) -> tuple[int, list[float]]:
@@ -233,7 +231,7 @@ def test_out_of_memory_on_one_rank_ends_all_to_start_smaller_if_they_can(
     assert [one.code for one in server.run(run_out, kind, [limit, limit])] == [code, code]
 
 
-def low_precision(sync: str) -> float:
+def low_precision() -> float:
     """Return the sum of 256 gradients of 1 ÷ 256, in bf16."""
     group = open_group()
     workload = make_workload(
@@ -242,7 +240,7 @@ def low_precision(sync: str) -> float:
         loss=lambda model, batch: model(batch[0][:, :1] * 0 + 1).sum() / 4,
         learning_rate=1.0,
     )
-    loop = sharded_loop(group, workload, [1, 1], sync=sync, target_batch=256, steps=1)  # type: ignore[arg-type]
+    loop = sharded_loop(group, workload, [1, 1], target_batch=256, steps=1)  # type: ignore[arg-type]
     before = whole(loop.train_state.model.parameters())
     list(loop.run())
     moved = (before - whole(loop.train_state.model.parameters())).abs().mean()
@@ -252,7 +250,7 @@ def low_precision(sync: str) -> float:
 
 @pytest.mark.slow
 def test_parameters_of_16_bits_are_summed_in_more(server: RankServer) -> None:
-    assert server.values(low_precision, "each")[0] == pytest.approx(0.25, rel=0.02)
+    assert server.values(low_precision)[0] == pytest.approx(0.25, rel=0.02)
 
 
 def low_activations(precision: str, scale: float) -> tuple[list[float], list[bool], float]:

@@ -43,17 +43,9 @@ def predicted(name: str, case: Case, world: int):
     return predict(MADE[name](), case, world)
 
 
-@pytest.mark.parametrize(
-    ("sync", "precision"),
-    [
-        ("each", "bf16"),
-        pytest.param("once", "fp32", marks=pytest.mark.program),
-        pytest.param("each", "fp32", marks=pytest.mark.slow),
-        pytest.param("once", "bf16", marks=pytest.mark.slow),
-    ],
-)
-def test_one_process_predicts_the_bytes_of_real_ranks(server: RankServer, sync, precision):
-    case = Case(3, sync, precision, steps=(1, 2))
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+def test_one_process_predicts_the_bytes_of_real_ranks(server: RankServer, precision):
+    case = Case(3, precision, steps=(1, 2))
     ran = server.values(real, "transformer", case, world=2)[0]
     (traced,) = server.values(predicted, "transformer", case, 2, world=1)
     assert peak_bytes(traced) == peak_bytes(ran)
@@ -64,11 +56,10 @@ def test_one_process_predicts_the_bytes_of_real_ranks(server: RankServer, sync, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("sync", ["each", "once"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", BENCHMARKED)
-def test_more_workloads_and_ranks(server: RankServer, name, precision, sync, world):
-    case = Case(3, sync, precision)
+def test_more_workloads_and_ranks(server: RankServer, name, precision, world):
+    case = Case(3, precision)
     ran = server.values(real, name, case, world=world)[0]
     (traced,) = server.values(predicted, name, case, world, world=1)
     assert peak_bytes(traced) == peak_bytes(ran)
@@ -115,7 +106,7 @@ def gather_root() -> tuple[list[int], list[list[float]]]:
     """Take steps of three micro-batches and of one."""
     workload = linear_workload()
     model = workload.model()
-    arranged = Sharding(mesh=init_device_mesh("cpu", (2,)))(model, "fp32")
+    arranged = Sharding(init_device_mesh("cpu", (2,)))(model, "fp32")
     train_state = state_of(workload, model)
     arranged.attach(train_state)
     *_, root = sorted(arranged.parts(), key=lambda one: len(list(one.modules())))
@@ -142,7 +133,7 @@ def test_a_small_root_is_gathered_once_per_step(server: RankServer):
 def alone(name: str, case: Case, world: int) -> tuple[int, float]:
     """Return the peak of the steps of a rank without the others, and the loss of the last."""
     torch.set_num_threads(1)
-    layout = ShardLayout(world=world, sync=case.sync)
+    layout = ShardLayout(world=world)
     setup = replace(
         make_setup(WORKLOADS[name]()), precision=case.precision, sharding=sharding_alone(layout, "cpu")
     )
@@ -158,15 +149,14 @@ def alone(name: str, case: Case, world: int) -> tuple[int, float]:
     return replay(trace.canonical(), CountingAllocator()).peak_allocated_bytes, result.loss
 
 
-@pytest.mark.parametrize("sync", ["each", pytest.param("once", marks=pytest.mark.program)])
-def test_a_rank_without_the_others_takes_the_memory_of_a_real_one(server: RankServer, sync: str) -> None:
-    case = Case(3, sync)  # type: ignore[arg-type]
+def test_a_rank_without_the_others_takes_the_memory_of_a_real_one(server: RankServer) -> None:
+    case = Case(3)
     expected = peak_bytes(server.values(real, "transformer", case)[0])
     ((peak, loss),) = server.values(alone, "transformer", case, 2, world=1)
     assert math.isfinite(loss)
     # Here each batch is counted as the loader makes it.
     assert abs(peak - expected) <= 4096
-    ((longer, _),) = server.values(alone, "transformer", Case(3, sync, steps=(1, 2, 5)), 2, world=1)
+    ((longer, _),) = server.values(alone, "transformer", Case(3, steps=(1, 2, 5)), 2, world=1)
     assert longer == peak, "more micro-batches than a probe runs take no more memory"
 
 
