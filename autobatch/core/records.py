@@ -17,8 +17,6 @@ Precision = Literal["fp32", "bf16", "fp16"]
 GradientDtype = Literal["fp32", "weights"]
 """Type in which gradients are summed: float32 at least, or that of the weights."""
 Parallel = Literal["replicate", "shard"]
-"""Treatment of the samples that are left at the end of an epoch: carry them into the next one, flush
-them as a short batch, or drop them."""
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 
