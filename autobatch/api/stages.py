@@ -186,7 +186,7 @@ def _limit(call: Call, setup: OpenSetup, samples: int | None) -> Limit:
 
 def _memory_of(limit: Limit, info: SetupInfo) -> tuple[list[PredictedPoint], MemoryCurve | None]:
     """Return predicted peaks around a limit, and the memory over a step of the run at it; None if unknown."""
-    unlimited = partial(new_allocator, info, capped=False)
+    unlimited = partial(new_allocator, info, capped=False, falls=limit.falls)
     ran = max((attempt.micro_batch for attempt in limit.probe.attempts if attempt.fits), default=1)
     has_phases = limit.trace is not None and limit.trace.marks
     curve = memory_curve(limit.trace, ran, unlimited()) if limit.trace is not None and has_phases else None

@@ -30,13 +30,13 @@ from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.device.cuda_allocator import unmodelled_options
 from autobatch.device.profiles import HardwareProfile
 from autobatch.device.snapshot_file import OutOfMemory, Recording, Stack, read_recordings
-from autobatch.estimates.alignment import Sized, align, line_of
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.estimator import nothing_fits
 from autobatch.estimates.footprints import MARGIN, Footprint
 from autobatch.estimates.gpus import Gpus
 from autobatch.estimates.predict import Spending
 from autobatch.estimates.suggestions import helpful
+from autobatch.footprint.alignment import Aligned, Apart, Sized, align, block_sizes
 from autobatch.planning import equal_plan, even_split_note
 from autobatch.report.result import Estimates
 from autobatch.report.words import count, plural
@@ -50,13 +50,18 @@ MOST_GUESSED = 1 / 3
 NOTED_SHARE = 0.01
 """Share of a peak by which a replay may differ from its recording without a note."""
 _SIZED = re.compile(r"([1-9][0-9]{0,8})=(.+)", re.DOTALL)
+LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "/torch/", "<frozen", "<string>", "?")
+"""Parts of the names of files that are not the user's own."""
 
 
 class OnPools(CachingAllocator):
     """A model of the allocator that is asked for blocks in their order, each of its own stream and pool."""
 
-    def __init__(self, limit: int | None, pools: Sequence[int], *, expandable: bool) -> None:
-        super().__init__(limit, AllocatorConfig(expandable_segments=expandable, retries=False))
+    def __init__(
+        self, limit: int | None, pools: Sequence[int], *, expandable: bool, falls: bool = False
+    ) -> None:
+        config = AllocatorConfig(expandable_segments=expandable, falls=falls, retries=False)
+        super().__init__(limit, config)
         self._pool_of_next = iter(pools)
 
     def malloc(self, size: int, stream: int | None = None) -> Block | None:
@@ -89,7 +94,7 @@ def estimate_snapshots(options: Options, *, home: Path) -> Estimates:
     if len(files) == 1:
         ((_, path),) = files
         return _explained(path, gpus)
-    sized: list[Sized] = []
+    sized: list[tuple[int, Recording]] = []
     notes: list[str] = []
     device: int | None = None
     for size, path in sorted(files, key=lambda file: -file[0]):
@@ -332,7 +337,9 @@ class _Prediction(NamedTuple):
         )
 
 
-def _predicted(sized: Sequence[Sized], options: Options, gpus: Gpus, notes: Sequence[str]) -> Estimates:
+def _predicted(
+    sized: Sequence[tuple[int, Recording]], options: Options, gpus: Gpus, notes: Sequence[str]
+) -> Estimates:
     """Predict what fits on each GPU from recordings, the smallest first.
 
     Raises:
@@ -340,7 +347,7 @@ def _predicted(sized: Sequence[Sized], options: Options, gpus: Gpus, notes: Sequ
         DoesNotFitError: nothing fits.
     """
     start = time.perf_counter()
-    (program, unpaired), (largest, last) = align(sized), sized[-1]
+    (program, unpaired), (largest, last) = _aligned(sized), sized[-1]
     trace, recorded = program.at(largest), last.peak_reserved_bytes
     outcome = replay(trace, _model(last))
     reserved = outcome.peak_reserved_bytes or 0
@@ -386,7 +393,50 @@ def _predicted(sized: Sequence[Sized], options: Options, gpus: Gpus, notes: Sequ
     return Estimates(estimates=found, notes=[*dict.fromkeys(said)])
 
 
+def _aligned(sized: Sequence[tuple[int, Recording]]) -> Aligned:
+    """Fit a program to recordings, whose blocks are paired by their stack and pool.
+
+    Raises:
+        InputError: they part too far, with the place.
+    """
+    points = [
+        Sized(size, recording.trace, list(zip(recording.stacks, recording.pools, strict=True)))
+        for size, recording in sized
+    ]
+    try:
+        return align(points)
+    except Apart as apart:
+        ends = dict(sized)
+        where = [
+            f"block {block:,} of {len(ends[size].pools):,} at {size}{_about(ends[size], block)}"
+            for size, block in zip(apart.sizes, apart.reached, strict=True)
+        ]
+        raise InputError(
+            f"the recordings at {apart.sizes[0]} and {apart.sizes[1]} part too far: after {where[0]} and "
+            f"{where[1]} more than {apart.most} blocks are in one of them alone. Record the same steps of "
+            "the same program, at sizes that are closer"
+        ) from None
+
+
+def _about(recording: Recording, block: int) -> str:
+    """Return the size and the line of a block."""
+    sizes = block_sizes(recording.trace)
+    if block >= len(sizes):
+        return " (its end)"
+    line = line_of(recording.stacks[block])
+    return f" ({format_bytes(sizes[block])}{line and ' in '}{line})"
+
+
 def _need(estimate: Estimate) -> tuple[bool, int, int]:
     """Return what to sort by: fewest micro-batches first, small GPUs before large ones."""
     steps = 0 if estimate.plan is None else estimate.plan.accumulation_steps
     return not estimate.fits, steps, estimate.budget_bytes
+
+
+def line_of(stack: Stack) -> str:
+    """Return the user's own line that allocated a block, else that of a library; empty without frames."""
+    python = [frame for frame in stack if frame.file.endswith(".py") or frame.file.startswith("<")]
+    own = [frame for frame in python if not any(part in frame.file for part in LIBRARIES)]
+    for frame in [*own, *python]:
+        return f"{frame.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{frame.line} {frame.function}"
+    return ""

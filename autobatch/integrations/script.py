@@ -150,11 +150,15 @@ class Runner:
         self.outcomes[size] = outcome
         return outcome
 
-    def new_allocator(self) -> OnPools:
-        """Return an empty model of the allocator of the largest run that fits, limited to the budget."""
+    def new_allocator(self, *, falls: bool = False) -> OnPools:
+        """Return an empty model of the allocator of the largest run that fits, limited to the budget.
+
+        Args:
+            falls: each new segment lies below those before it.
+        """
         pools = () if self.recording is None else self.recording.pools
         is_expandable = self.recording is not None and self.recording.is_expandable
-        return OnPools(self.device.budget_bytes, pools, expandable=is_expandable)
+        return OnPools(self.device.budget_bytes, pools, expandable=is_expandable, falls=falls)
 
     def _run(self, size: int) -> Outcome:
         start, words = time.monotonic(), self.words(size)

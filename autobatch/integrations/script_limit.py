@@ -6,6 +6,7 @@ saved limit ──guess──► search by runs ──► limit ──► equal 
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -79,6 +80,7 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
         runner.run,
         cap=cap,
         new_allocator=runner.new_allocator,
+        falling=partial(runner.new_allocator, falls=True),
         multiple=multiple,
         guess=None if saved is None else saved.micro_batch,
         known=programs,
@@ -105,7 +107,8 @@ def _equal_plan(runner: Runner, target: int, found: Found, multiple: int) -> Pla
     It may fail, because the allocator cuts its memory in another way.
     """
     plan = equal_plan(target, found.micro_batch, world_size=runner.world, multiple=multiple)
-    fitting = Fitting(found.programs, runner.new_allocator) if found.programs else None
+    new_allocator = partial(runner.new_allocator, falls=found.falls)
+    fitting = Fitting(found.programs, new_allocator) if found.programs else None
     while plan.micro_batch not in runner.outcomes and fitting and not fitting.fits(plan.micro_batch):
         if runner.run(plan.micro_batch).attempt.fits:
             break

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,6 +54,8 @@ class Limit(NamedTuple):
     """The events of the run at the limit; None if none were recorded."""
     planned: int = 0
     """The largest micro-batch that a plan may ask for; less than the limit if an even split does not fit."""
+    falls: bool = False
+    """True if the runs show that the driver puts each new segment below those before it."""
 
 
 def find_limit(
@@ -132,7 +135,7 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, progress: P
     probe, largest = limit.probe, limit.probe.micro_batch
     if not limit.programs or probe.real_batches is not None or probe.stopped_by is not None:
         return limit
-    fitting = Fitting(limit.programs, lambda: new_allocator(process.info))
+    fitting = Fitting(limit.programs, partial(new_allocator, process.info, falls=limit.falls))
     attempts = []
     try:
         # If the replay is wrong about the limit, it proves nothing about smaller sizes.
@@ -174,12 +177,14 @@ def _search(
         tried[size] = attempts.run(size)
         return tried[size]
 
+    is_order_unknown = info.allocator is not None and info.allocator.falls is None
     is_large = STATE_COPIES * info.model_bytes > info.device.budget_bytes / 2
     try:
         found = find_largest(
             run,
             cap=cap,
-            new_allocator=lambda: new_allocator(info),
+            new_allocator=partial(new_allocator, info),
+            falling=partial(new_allocator, info, falls=True) if is_order_unknown else None,
             multiple=multiple,
             guess=guess,
             known=programs,
@@ -203,7 +208,7 @@ def _search(
     _note_next(found, multiple, info.device.name, progress)
     probe = found.probe(caps, multiple=multiple, saved_on=None if saved is None else saved.date)
     probe = msgspec.structs.replace(probe, precision=info.precision)
-    return Limit(probe, None, found.programs, tried[found.micro_batch].trace)
+    return Limit(probe, None, found.programs, tried[found.micro_batch].trace, falls=found.falls)
 
 
 def _look_for_multiple(attempts: Attempts, failed: list[int], error: Exception) -> None:

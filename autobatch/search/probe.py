@@ -18,6 +18,7 @@ from autobatch.core.largest import Bracket, most_asked, told_apart
 from autobatch.core.records import Attempt, LimitedBy, Probe, UpperBoundBy
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
+from autobatch.footprint.alignment import Sized, align
 from autobatch.footprint.fitting import Fitting
 from autobatch.footprint.program import Program, Untraceable
 from autobatch.rehearsal.attempt import Outcome
@@ -61,6 +62,8 @@ class Found(NamedTuple):
     """The largest size in question, and larger ones that came into question because all up to there fit."""
     programs: tuple[Program, ...] = ()
     """The steps at any size, in each order that ran; empty if no two runs have the same structure."""
+    falls: bool = False
+    """True if the replay agrees with the runs where each new segment lies below those before it."""
 
     def probe(self, caps: Mapping[LimitedBy, int], *, multiple: int, saved_on: str | None) -> Probe:
         """Return the record of the search.
@@ -92,6 +95,7 @@ def find_largest(
     *,
     cap: int,
     new_allocator: Callable[[], Allocator],
+    falling: Callable[[], Allocator] | None = None,
     multiple: int = 1,
     guess: int | None = None,
     known: Sequence[Program] = (),
@@ -108,6 +112,7 @@ def find_largest(
         run: makes an attempt, and returns the error of one that fails for another reason than memory.
         cap: largest size of the search, at least ``multiple``.
         new_allocator: returns an empty model of the device's allocator, limited to the budget.
+        falling: returns the same whose segments lie below those before them; None if the order is known.
         multiple: the number whose multiples run.
         guess: the likely answer, which runs first; None if nothing is known.
         known: programs of the step that came with the guess; a run that agrees with them ends the search.
@@ -120,7 +125,7 @@ def find_largest(
     Raises:
         Exception: the first error, if nothing fits, and the smallest size for another reason than memory.
     """
-    search = _Search(run, cap // multiple, multiple, Runs(new_allocator, known))
+    search = _Search(run, cap // multiple, multiple, Runs(new_allocator, falling, known))
     stopped_by = None
     try:
         search.begin(first, guess)
@@ -132,7 +137,8 @@ def find_largest(
     low = search.low * multiple
     by = search.proof() if low and not stopped_by else None
     tops = tuple(top * multiple for top in search.tops)
-    return Found(low, by, search.predicted, search.attempts, stopped_by, tops, search.runs.programs)
+    runs = search.runs
+    return Found(low, by, search.predicted, search.attempts, stopped_by, tops, runs.programs, runs.falls)
 
 
 class _Stopped(Exception):  # noqa: N818 - the end of a search is no fault
@@ -181,12 +187,13 @@ class _Search:
             second = self.low + 1 if line > self.low + 1 or self.low < FIRST else self.low // 2
         if second < self.high:
             self.fits(second)
-        self.predicted = self.runs.largest(self.cap * self.multiple, self.multiple)
+        if not self.runs.is_aligned:  # small runs that differ say little about large ones
+            self.predicted = self.runs.largest(self.cap * self.multiple, self.multiple)
         if self.predicted is not None:
             self.fits_between(self.predicted)
             return
         for share in SHARES:
-            if not self.runs.is_of_largest:
+            if self.runs.is_aligned or not self.runs.is_of_largest:
                 self.fits_between(share * self.runs.line())
 
     def fits_between(self, size: float) -> bool:
@@ -284,10 +291,12 @@ class _Search:
 
 
 class Fit(NamedTuple):
-    """A program, and the sizes of the runs that have its structure."""
+    """A program, and the sizes of the runs that it was fitted to."""
 
     program: Program
     sizes: tuple[int, ...]
+    is_aligned: bool = False
+    """True if the runs differ in a few blocks: it tells what may fit, and proves nothing."""
 
 
 class Runs:
@@ -295,11 +304,19 @@ class Runs:
 
     Args:
         new_allocator: returns an empty allocator with the budget as its limit.
+        falling: the same, with segments in the other order; the driver decides which it is, and runs tell.
         known: programs of an earlier search, which count until two runs give others.
     """
 
-    def __init__(self, new_allocator: Callable[[], Allocator], known: Sequence[Program] = ()) -> None:
-        self._new_allocator = new_allocator
+    def __init__(
+        self,
+        new_allocator: Callable[[], Allocator],
+        falling: Callable[[], Allocator] | None = None,
+        known: Sequence[Program] = (),
+    ) -> None:
+        self._models = [new_allocator, *([] if falling is None else [falling])]
+        self._agreed = [0] * len(self._models)
+        """Runs with which a replay in each model agrees."""
         self._known = [Fit(program, ()) for program in known]
         self._ran: dict[int, Attempt] = {}
         """Runs that fit, by size."""
@@ -310,13 +327,23 @@ class Runs:
         self._fitting = Fitting(self.programs, new_allocator) if known else None
 
     @property
+    def falls(self) -> bool:
+        """True if segments in the falling order agree with more runs."""
+        return self._agreed[-1] > self._agreed[0]
+
+    @property
     def programs(self) -> tuple[Program, ...]:
         """The programs of the step in each order that ran."""
         return tuple(fit.program for fit in self._fits)
 
     @property
+    def is_aligned(self) -> bool:
+        """True if what is replayed was fitted to runs that differ in a few blocks."""
+        return any(fit.is_aligned for fit in self._fits)
+
+    @property
     def is_of_largest(self) -> bool:
-        """True if the largest run that fits has the structure of what is replayed."""
+        """True if what is replayed was fitted to the largest run that fits."""
         if self._fits is self._known:
             return bool(self._known)
         return max(self._ran, default=0) in self._fits[0].sizes
@@ -326,6 +353,8 @@ class Runs:
         attempt = outcome.attempt
         if attempt.fits:
             self._ran[attempt.micro_batch] = attempt
+            for at, model in enumerate(self._models):
+                self._agreed[at] += _agrees(outcome.trace, attempt, model())
         is_whole = attempt.fits or attempt.phase is None
         wholes = (is_whole or outcome.other is not None, is_whole)
         for traces, trace, whole in zip(self._orders, (outcome.trace, outcome.other), wholes, strict=True):
@@ -333,6 +362,9 @@ class Runs:
                 traces[attempt.micro_batch] = trace.canonical()
         self._fits = [fit for fit in map(fit_largest, self._orders) if fit is not None] or self._known
         self._fitting = Fitting(self.programs, self._new_allocator) if self._fits else None
+
+    def _new_allocator(self) -> Allocator:
+        return self._models[-1 if self.falls else 0]()
 
     def largest(self, cap: int, multiple: int) -> int | None:
         """Return the largest size that fits according to the replay; None if there is none."""
@@ -343,14 +375,10 @@ class Runs:
     def refuse(self, size: int, above: int) -> bool:
         """Return whether a replay that agrees to the byte with the run of a size refuses the next one."""
         ran = self._ran.get(size)
-        if ran is None or not self._fits:
+        if ran is None or not self._fits or self.is_aligned:
             return False
         with suppress(Untraceable):
-            said = replay(self._fits[0].program.at(size), self._new_allocator())
-            agrees = said.peak_reserved_bytes == ran.peak_reserved_bytes
-            if ran.peak_reserved_bytes is None:  # the allocator keeps nothing
-                agrees = said.peak_allocated_bytes == ran.peak_allocated_bytes
-            if not (said.fits and agrees):
+            if not _agrees(self._fits[0].program.at(size), ran, self._new_allocator()):
                 return False
             nexts = [program.at(above, since=size) for program in self.programs]
             return not all(replay(trace, self._new_allocator()).fits for trace in nexts)
@@ -378,8 +406,18 @@ class Runs:
         return size + int((share * budget - peaks[1]) * (size - less) / (peaks[1] - peaks[0]))
 
 
+def _agrees(trace: Trace | None, ran: Attempt, allocator: Allocator) -> bool:
+    """Return whether a replay fits, and its peak is that of a run to the byte."""
+    if trace is None:
+        return False
+    said = replay(trace, allocator)
+    if ran.peak_reserved_bytes is None:  # the allocator keeps nothing
+        return said.fits and said.peak_allocated_bytes == ran.peak_allocated_bytes
+    return said.fits and said.peak_reserved_bytes == ran.peak_reserved_bytes
+
+
 def fit_largest(traces: dict[int, Trace]) -> Fit | None:
-    """Fit a program to the largest traces of one structure; None if each has its own."""
+    """Fit a program to the largest traces of one structure, else to the two largest; None if it fits none."""
     groups: dict[int, list[tuple[int, Trace]]] = {}
     for size in sorted(traces, reverse=True):
         shape = tuple((block, bytes_ == FREE) for block, bytes_ in traces[size].events)
@@ -388,7 +426,18 @@ def fit_largest(traces: dict[int, Trace]) -> Fit | None:
         # Three are a parabola; the two largest still are a line where three follow none.
         for points in (alike, alike[-2:]):
             with suppress(Untraceable, ValueError):
-                return Fit(Program.fit(points), tuple(size for size, _ in alike))
+                exact = Fit(Program.fit(points), tuple(size for size, _ in alike))
+                return exact if max(traces) in exact.sizes else _fit_aligned(traces) or exact
+    return _fit_aligned(traces)
+
+
+def _fit_aligned(traces: dict[int, Trace]) -> Fit | None:
+    """Fit a program to the two largest traces, which differ in a few blocks; None if they part too far."""
+    two = sorted(traces.items())[-2:]
+    if len(two) > 1:
+        with suppress(Untraceable):
+            aligned = align([Sized(size, trace) for size, trace in two])
+            return Fit(aligned.program, tuple(size for size, _ in two), is_aligned=True)
     return None
 
 

@@ -1,11 +1,11 @@
-"""Recordings of one program at several sizes, aligned block by block and fitted over the size.
+"""Traces of one program at several sizes, aligned block by block and fitted over the size.
 
-    Recording at 8 ─┐
-                    ├─ blocks in pairs ─► one order of events, that of the largest ─► Program
-    Recording at 16 ┘
+    Trace at 8 ─┐
+                ├─ blocks in pairs ─► one order of events, that of the largest ─► Program
+    Trace at 16 ┘
 
 Between sizes few blocks come and go: the scratch of a long sum, a library's workspace in the first run. These
-are taken as in the largest recording.
+are taken as in the largest trace.
 """
 
 from __future__ import annotations
@@ -14,57 +14,75 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from autobatch.core.errors import InputError
-from autobatch.core.units import format_bytes
-from autobatch.device.allocator.trace import FREE
-from autobatch.device.snapshot_file import Recording, Stack
+from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.program import Polynomial, Program, Untraceable, interpolate
 
 MOST_APART, LEAST_APART = 0.25, 16
-"""Share and number of blocks that one of two recordings may have alone. A sum of gradients takes two more
+"""Share and number of blocks that one of two traces may have alone. A sum of gradients takes two more
 from some size on, which is one block in ten for a model of linear layers."""
 MOST_EDITS = 1000
 """Bound on them, as the search for pairs takes its square."""
 LIFE_SLACK, LIFE_SHARE = 8, 3
 """Number of allocations, and one part in this many, by which the lives of a pair may differ."""
-Sized = tuple[int, Recording]
-"""A recording with its size in samples."""
+
+
+class Sized(NamedTuple):
+    """A trace with its size in samples."""
+
+    size: int
+    trace: Trace
+    kinds: Sequence[object] = ()
+    """What only equal blocks are paired by, for each block by its number; empty if nothing is known."""
+
+
+class Apart(Untraceable):
+    """Two traces that part too far.
+
+    Args:
+        sizes: their sizes in samples.
+        reached: number of the block of each that was reached.
+        most: blocks that may be in one of them alone.
+    """
+
+    def __init__(self, sizes: tuple[int, int], reached: tuple[int, int], most: int) -> None:
+        super().__init__(f"the traces at {sizes[0]} and {sizes[1]} part too far, after blocks {reached}")
+        self.sizes, self.reached, self.most = sizes, reached, most
 
 
 class Aligned(NamedTuple):
-    """A program that was fitted to recordings."""
+    """A program that was fitted to traces."""
 
     program: Program
     unpaired: frozenset[int]
-    """Blocks that are taken from the largest recording: not all have them, or they follow no rule."""
+    """Blocks that are taken from the largest trace: not all have them, or they follow no rule."""
 
 
-def align(recordings: Sequence[Sized]) -> Aligned:
-    """Fit a program to recordings, the smallest first.
+def align(points: Sequence[Sized]) -> Aligned:
+    """Fit a program to canonical traces, the smallest first.
 
     Raises:
-        InputError: they part too far, with the place.
+        Apart: they part too far.
     """
-    *smaller, (largest, last) = recordings
-    pairs = [_pairs(sized, (largest, last)) for sized in smaller]
-    sizes_of = [_sizes(recording) for _, recording in recordings]
-    points = [size for size, _ in recordings]
+    *smaller, last = points
+    pairs = [_pairs(sized, last) for sized in smaller]
+    sizes_of = [block_sizes(sized.trace) for sized in points]
+    counts = [sized.size for sized in points]
     rules: list[Polynomial] = []
     unpaired = set()
     known: dict[tuple[int, ...], Polynomial | None] = {}
     for block, size in enumerate(sizes_of[-1]):
         others = [pair.get(block) for pair in pairs]
         column = (*(sizes[at] for sizes, at in zip(sizes_of, others, strict=False) if at is not None), size)
-        if len(column) < len(points):
+        if len(column) < len(counts):
             rule = None
         else:
             if column not in known:
-                known[column] = _rule(points, column)
+                known[column] = _rule(counts, column)
             rule = known[column]
         unpaired |= {block} if rule is None else set()
         rules.append(Polynomial(size) if rule is None else rule)
     events = ((block, None if size == FREE else rules[block]) for block, size in last.trace.events)
-    return Aligned(Program(tuple(events), ()), frozenset(unpaired))
+    return Aligned(Program(tuple(events), last.trace.marks, last.trace.modules), frozenset(unpaired))
 
 
 def _rule(points: Sequence[int], sizes: Sequence[int]) -> Polynomial | None:
@@ -80,26 +98,25 @@ def _rule(points: Sequence[int], sizes: Sequence[int]) -> Polynomial | None:
 
 
 def _pairs(small: Sized, large: Sized) -> dict[int, int]:
-    """Return the block of the smaller recording for each block of the larger one that both have.
+    """Return the block of the smaller trace for each block of the larger one that both have.
 
     First blocks are paired that stay, or grow with the size or its square, as nearly all do. Between them,
     others are paired in order if their growth lies in between.
 
     Raises:
-        InputError: the recordings part too far.
+        Apart: the traces part too far.
     """
-    (n, first), (m, second) = small, large
-    sizes, lives = _sizes(first), _lives(first)
-    other_sizes, other_lives = _sizes(second), _lives(second)
-    kinds = list(zip(first.stacks, first.pools, strict=True))
-    other_kinds = list(zip(second.stacks, second.pools, strict=True))
+    n, m = small.size, large.size
+    sizes, lives = block_sizes(small.trace), _lives(small.trace)
+    other_sizes, other_lives = block_sizes(large.trace), _lives(large.trace)
+    has_kinds = bool(small.kinds and large.kinds)
 
     def may_be_pair(x: int, y: int) -> bool:
         life, other_life = lives[x], other_lives[y]
         return (
             sizes[x] * n * n <= other_sizes[y] * n * n <= sizes[x] * m * m
             and abs(life - other_life) <= LIFE_SLACK + max(life, other_life) // LIFE_SHARE
-            and kinds[x] == other_kinds[y]
+            and not (has_kinds and small.kinds[x] != large.kinds[y])
         )
 
     def is_pair(x: int, y: int) -> bool:
@@ -112,12 +129,7 @@ def _pairs(small: Sized, large: Sized) -> dict[int, int]:
     if pairs is None:
         pairs, (x, y) = shortest_edit(may_be_pair, range(len(sizes)), range(len(other_sizes)), most)
     if pairs is None:
-        raise InputError(
-            f"the recordings at {n} and {m} part too far: after block {x:,} of {len(sizes):,} at {n}"
-            f"{_about(first, sizes, x)} and block {y:,} of {len(other_sizes):,} at {m}"
-            f"{_about(second, other_sizes, y)} more than {most} blocks are in one of them alone. Record the "
-            "same steps of the same program, at sizes that are closer"
-        )
+        raise Apart((n, m), (x, y), most)
     between = []
     ends = [(-1, -1), *pairs, (len(sizes), len(other_sizes))]
     for (x, y), (next_x, next_y) in pairwise(ends):
@@ -125,14 +137,6 @@ def _pairs(small: Sized, large: Sized) -> dict[int, int]:
         if xs and ys:
             between += shortest_edit(may_be_pair, xs, ys, len(xs) + len(ys))[0] or []
     return {y: x for x, y in [*pairs, *between]}
-
-
-def _about(recording: Recording, sizes: Sequence[int], block: int) -> str:
-    """Return the size and the line of a block."""
-    if block >= len(sizes):
-        return " (its end)"
-    line = line_of(recording.stacks[block])
-    return f" ({format_bytes(sizes[block])}{line and ' in '}{line})"
 
 
 def shortest_edit(
@@ -181,33 +185,20 @@ def _walk_back(history: Sequence[dict[int, int]], n: int, m: int) -> Iterator[tu
         x, y = (x, y - 1) if down else (x - 1, y)
 
 
-def _sizes(recording: Recording) -> list[int]:
-    return [size for _, size in recording.trace.events if size != FREE]
+def block_sizes(trace: Trace) -> list[int]:
+    """Return the size of each block, by its number."""
+    return [size for _, size in trace.events if size != FREE]
 
 
-def _lives(recording: Recording) -> list[int]:
+def _lives(trace: Trace) -> list[int]:
     """Return how many allocations follow each block until it is freed, or until the end."""
-    born = [0] * len(recording.pools)
-    lives = [0] * len(recording.pools)
-    count = 0
-    for block, size in recording.trace.events:
+    born: dict[int, int] = {}
+    lives: list[int] = []
+    for block, size in trace.events:
         if size == FREE:
-            lives[block] = count - born[block]
-            born[block] = -1
+            lives[block] = len(lives) - born[block]
         else:
-            count += 1
-            born[block] = count
-    return [count - start if start >= 0 else life for start, life in zip(born, lives, strict=True)]
-
-
-LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "/torch/", "<frozen", "<string>", "?")
-"""Parts of the names of files that are not the user's own."""
-
-
-def line_of(stack: Stack) -> str:
-    """Return the user's own line that allocated a block, else that of a library; empty without frames."""
-    python = [frame for frame in stack if frame.file.endswith(".py") or frame.file.startswith("<")]
-    own = [frame for frame in python if not any(part in frame.file for part in LIBRARIES)]
-    for frame in [*own, *python]:
-        return f"{frame.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{frame.line} {frame.function}"
-    return ""
+            lives.append(0)
+            born[block] = len(lives)
+    freed = {block for block, size in trace.events if size == FREE}
+    return [life if block in freed else len(lives) - born[block] for block, life in enumerate(lives)]
