@@ -343,19 +343,22 @@ def data_of_setup(setup: Setup) -> DataDigest | None:
     return None if setup.stream is not None else digest_data(setup.workload.train_data)
 
 
-def new_allocator(info: SetupInfo, *, capped: bool = True, expandable: bool | None = None) -> Allocator:
+def new_allocator(
+    info: SetupInfo, *, capped: bool = True, expandable: bool | None = None, falls: bool = False
+) -> Allocator:
     """Return an empty model of the device's allocator, as `Device.new_allocator` does.
 
     Args:
         info: the device and its budget.
         capped: make the budget its limit; False for no limit.
         expandable: use expandable segments in a caching allocator; None for the device's own setting.
+        falls: let the addresses of its segments fall.
     """
     limit = info.device.budget_bytes if capped else None
     if info.allocator is None:
         return CountingAllocator(limit)
     asked = info.allocator.expandable_segments if expandable is None else expandable
-    return CachingAllocator(limit, replace(info.allocator, expandable_segments=asked))
+    return CachingAllocator(limit, replace(info.allocator, expandable_segments=asked, falls=falls))
 
 
 def whole_batch_notes(workload: Workload, whole_batch: int | None) -> list[str]:

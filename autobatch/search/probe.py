@@ -213,7 +213,7 @@ class _Search:
                     bracket, is_first = self.bracket([]), False
                 guess = self.guess(bracket.low, bracket.high)
                 if is_first:  # its small runs have left few questions
-                    bracket = bracket.around(guess)
+                    bracket = bracket.around(max(guess, bracket.low + 1))
                 size = bracket.nearest(guess)
                 bracket = bracket.after(size, self.fits(size))
             larger = self.larger()
@@ -316,7 +316,7 @@ class Runs:
     ) -> None:
         self._models = [new_allocator, *([] if falling is None else [falling])]
         self._agreed = [0] * len(self._models)
-        """Runs with which a replay in each model agrees."""
+        """Peaks of runs, up to their error if they failed, that a replay in each model meets to the byte."""
         self._known = [Fit(program, ()) for program in known]
         self._ran: dict[int, Attempt] = {}
         """Runs that fit, by size."""
@@ -353,8 +353,11 @@ class Runs:
         attempt = outcome.attempt
         if attempt.fits:
             self._ran[attempt.micro_batch] = attempt
+        if outcome.trace is not None and len(self._models) > 1:
             for at, model in enumerate(self._models):
-                self._agreed[at] += _agrees(outcome.trace, attempt, model())
+                said = replay(outcome.trace.canonical(), model())
+                self._agreed[at] += said.peak_reserved_bytes == attempt.peak_reserved_bytes
+                self._agreed[at] += said.peak_allocated_bytes == attempt.peak_allocated_bytes
         is_whole = attempt.fits or attempt.phase is None
         wholes = (is_whole or outcome.other is not None, is_whole)
         for traces, trace, whole in zip(self._orders, (outcome.trace, outcome.other), wholes, strict=True):
@@ -378,7 +381,11 @@ class Runs:
         if ran is None or not self._fits or self.is_aligned:
             return False
         with suppress(Untraceable):
-            if not _agrees(self._fits[0].program.at(size), ran, self._new_allocator()):
+            said = replay(self._fits[0].program.at(size), self._new_allocator())
+            agrees = said.peak_reserved_bytes == ran.peak_reserved_bytes
+            if ran.peak_reserved_bytes is None:  # the allocator keeps nothing
+                agrees = said.peak_allocated_bytes == ran.peak_allocated_bytes
+            if not (said.fits and agrees):
                 return False
             nexts = [program.at(above, since=size) for program in self.programs]
             return not all(replay(trace, self._new_allocator()).fits for trace in nexts)
@@ -404,16 +411,6 @@ class Runs:
         if peaks[0] >= peaks[1]:
             return ENDLESS
         return size + int((share * budget - peaks[1]) * (size - less) / (peaks[1] - peaks[0]))
-
-
-def _agrees(trace: Trace | None, ran: Attempt, allocator: Allocator) -> bool:
-    """Return whether a replay fits, and its peak is that of a run to the byte."""
-    if trace is None:
-        return False
-    said = replay(trace, allocator)
-    if ran.peak_reserved_bytes is None:  # the allocator keeps nothing
-        return said.fits and said.peak_allocated_bytes == ran.peak_allocated_bytes
-    return said.fits and said.peak_reserved_bytes == ran.peak_reserved_bytes
 
 
 def fit_largest(traces: dict[int, Trace]) -> Fit | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -248,6 +249,49 @@ def test_a_replay_of_fragmented_memory_is_exact() -> None:
     largest = max(size for size in range(1, 41) if replay(trace(size), new_allocator()).fits)
     assert found.micro_batch == largest
     assert len(asked) <= 5
+
+
+@pytest.mark.parametrize("falls", [False, True])
+def test_the_order_of_segments_is_learnt_from_the_runs(falls: bool) -> None:
+    """Of two equal holes the lower one is taken, and only one choice leaves room for 14 MiB."""
+    events = [(0, 8), (1, 9), (2, 8), (3, 9), (0, FREE), (2, FREE), (4, 8), (1, FREE), (5, 14)]
+
+    def trace(size: int) -> Trace:
+        sized = [*events, (6, size)]
+        return Trace(tuple((block, one if one == FREE else one * MiB) for block, one in sized))
+
+    def allocator(falls: bool = False) -> CachingAllocator:
+        return CachingAllocator(100 * MiB, AllocatorConfig(falls=falls, retries=False))
+
+    def run(size: int) -> Outcome:
+        asked.append(size)
+        said = replay(trace(size), allocator(falls))
+        outcome = outcome_of(size, said.fits, said.peak_allocated_bytes, trace(size))
+        peak = msgspec.structs.replace(outcome.attempt, peak_reserved_bytes=said.peak_reserved_bytes)
+        return outcome._replace(attempt=peak)
+
+    asked: list[int] = []
+    found = find_largest(run, cap=90, new_allocator=allocator, falling=partial(allocator, True))
+    largest = max(size for size in range(1, 91) if replay(trace(size), allocator(falls)).fits)
+    assert (found.micro_batch, found.upper_bound_by, found.falls) == (largest, "replay", falls)
+    assert len(asked) <= 4
+
+
+def test_runs_that_differ_in_a_block_tell_what_may_fit() -> None:
+    """Whatever the size, another block comes at another place, so that no two runs are alike."""
+
+    def trace(m: int) -> Trace:
+        blocks = [90 * m, *(3 * number for number in range(30))]
+        events = [(number, size) for number, size in enumerate(blocks)]
+        scratch = [(99, 7), (99, FREE)]
+        at = 2 + m % 29
+        return Trace((*events[:at], *scratch, *events[at:]))
+
+    machine = Machine(lambda m: 90 * m + 3 * sum(range(30)), trace)
+    found = find(machine, 5000)
+    assert found.micro_batch == machine.limit(5000)
+    assert len(machine.asked) <= 7
+    assert machine.ooms <= 1
 
 
 # Where a search begins and ends.

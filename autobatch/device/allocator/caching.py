@@ -7,8 +7,8 @@ use torch, so a trace replays in milliseconds.
 Each stream has pools of its own, and all count together. Not modelled: blocks that a second stream uses
 (``record_stream``), private pools (CUDA graphs), ``max_split_size_mb`` and other options that are off by
 default. Among free blocks of the same size the lowest is taken, so the order of the segments counts, which
-the driver decides. Here addresses only grow, and none is used again, unless the caller gives a source of
-addresses.
+the driver decides. Here addresses only grow or only fall, and none is used again, unless the caller gives a
+source of addresses.
 
 Recordings of real GPUs confirm the model (tests/recordings): with the driver's addresses of segments, it puts
 each block where the GPU put it.
@@ -49,6 +49,8 @@ class AllocatorConfig:
     """One growing segment per pool instead of many fixed ones (``expandable_segments:True``)."""
     large_segment_bytes: int = 20 * MiB
     """Segment of requests from 1 to 10 MiB, and page of an expandable one: ``large_segment_size()``."""
+    falls: bool = False
+    """Each new segment lies below those before it, in place of above."""
     held_bytes: int = 0
     """Bytes that the process holds already, as one block that nothing frees."""
     retries: bool = True
@@ -190,7 +192,7 @@ class CachingAllocator(Allocator):
         limit: The cap of the bytes of segments, as ``per_process_memory_fraction`` sets it. None for no cap.
         config: Its settings; None for torch's defaults.
         addresses: Source of the addresses of segments: called with the bytes of a new one. None for addresses
-            that grow.
+            that grow or fall, as ``config`` says.
     """
 
     def __init__(
@@ -365,6 +367,9 @@ class CachingAllocator(Allocator):
     def _fresh_address(self, size: int) -> int:
         # Pages of either size then start at multiples of that size.
         alignment = lcm(self.config.large_segment_bytes, SMALL_SEGMENT_BYTES)
+        if self.config.falls:
+            self._next_address = (self._next_address - size) // alignment * alignment
+            return self._next_address
         address = -(-self._next_address // alignment) * alignment
         self._next_address = address + size
         return address
