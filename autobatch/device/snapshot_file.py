@@ -85,6 +85,12 @@ class _Plain(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no snapshot has")
 
 
+def load_snapshot(path: Path) -> Any:
+    """Load the content of a snapshot: numbers, text, lists and dictionaries."""
+    with path.open("rb") as file:
+        return _Plain(file).load()
+
+
 def read_recordings(path: Path) -> list[Recording]:
     """Read the GPUs of a snapshot that have events, those that reserve most first.
 
@@ -94,8 +100,7 @@ def read_recordings(path: Path) -> list[Recording]:
     collects = gc.isenabled()
     gc.disable()  # collections while millions of events are made take twice as long as all else
     try:
-        with path.open("rb") as file:
-            content = _Plain(file).load()
+        content = load_snapshot(path)
         settings = str((content.get("allocator_settings") or {}).get("PYTORCH_CUDA_ALLOC_CONF") or "")
         traces, segments = content["device_traces"], content["segments"]
         recordings = [

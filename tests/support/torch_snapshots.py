@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import pickle
 from pathlib import Path
 from typing import Any
+
+from benchmarks.published.recordings import read
 
 RECORDINGS = Path(__file__).parents[1] / "recordings"
 ACTIONS = {
@@ -17,16 +18,9 @@ ACTIONS = {
 }
 
 
-def rows_of(name: str) -> list[tuple[Any, ...]]:
-    """Return the rows of a recording: an action, and its numbers."""
-    with gzip.open(RECORDINGS / f"{name}.csv.gz", "rt") as lines:
-        rows = [line.strip().split(",") for line in lines]
-    return [tuple(int(part) if part.isdigit() else part for part in row) for row in rows]
-
-
 def snapshot_of(name: str) -> dict[str, Any]:
     """Return a recording as torch dumps it: the events, and the segments with their blocks at the end."""
-    rows = rows_of(name)
+    rows = read(RECORDINGS / f"{name}.csv.gz")
     live: dict[int, int] = {}
     memory: dict[int, list[int]] = {}
     """Bytes and stream of each piece of memory, by its address."""

@@ -2,84 +2,23 @@
 
 from __future__ import annotations
 
-import gzip
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from autobatch.core.units import MiB
-from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator, Segment
+from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
+from benchmarks.published.recordings import read, replayed
 
 RECORDINGS = Path(__file__).parents[2] / "recordings"
-FAR = 1 << 46
-"""Bytes of addresses behind the mapped pages of an expandable segment."""
-
-
-def read(path: Path) -> list[tuple[Any, ...]]:
-    """Return the rows of a recording: an action, and its numbers."""
-    with gzip.open(path, "rt") as lines:
-        rows = [line.strip().split(",") for line in lines]
-    return [tuple(int(part) if part.isdigit() else part for part in row) for row in rows]
-
-
-def stated(rows: list[tuple[Any, ...]], kind: str, start: int, end: int) -> list[tuple[int, int]]:
-    """Return the addresses and bytes of the rows of a kind within a range of addresses, in order."""
-    return sorted((row[1], row[2]) for row in rows if row[0] == kind and start <= row[1] < end)
-
-
-def state_before(rows: list[tuple[Any, ...]]) -> list[Segment]:
-    """Return the segments that the process had when the recording began."""
-    segments = []
-    for _, address, size, pool, *stream in (row for row in rows if row[0] == "segment"):
-        held = stated(rows, "held", address, address + size)
-        segments.append(Segment(address, size, pool == "small", *stream, held=tuple(held)))
-    begins = sorted(row[1] for row in rows if row[0] == "begin")
-    for _, begin, _, pool in (row for row in rows if row[0] == "begin"):
-        end = next((other for other in begins if other > begin), begin + FAR)
-        gaps, position = [], begin
-        for address, size in [*stated(rows, "mapped", begin, end), (end, 0)]:
-            if address > position:
-                gaps.append((position, address - position))
-            position = address + size
-        held = stated(rows, "held", begin, end)
-        segments.append(Segment(begin, end - begin, pool == "small", held=tuple(held), unmapped=tuple(gaps)))
-    return segments
 
 
 @pytest.mark.parametrize("path", sorted(RECORDINGS.rglob("*.csv.gz")), ids=lambda path: path.name[:-7])
 def test_each_block_lies_where_the_gpu_put_it(path):
-    rows = read(path)
-    given: list[int] = []  # the address of the segment that the driver returns next
-    is_expandable = any(row[0] == "begin" for row in rows)
-    model = CachingAllocator(
-        None, AllocatorConfig(expandable_segments=is_expandable), addresses=lambda _: given.pop()
-    )
-    blocks = model.begin_with(state_before(rows))
-    reserved = peak = model.reserved_bytes
-    assert reserved == sum(row[2] for row in rows if row[0] in ("segment", "mapped"))
-    allocations, previous = 0, ""
-    for action, address, *rest in rows:
-        if action in ("new", "map"):
-            reserved += rest[0]
-            peak = max(peak, reserved)
-            given += [address] * (action == "new")
-        elif action == "released":
-            reserved -= rest[0]
-            if previous != "released":
-                model.release()
-        elif action == "alloc":
-            blocks[address] = model.malloc(*rest)
-            allocations += 1
-            assert blocks[address].address == address, f"allocation {allocations}"
-            assert not given, "the GPU needed a segment that the model did not"
-            assert model.reserved_bytes == reserved
-        elif action == "free" and address in blocks:
-            model.free(blocks.pop(address))
-        previous = action
-    assert allocations > 30
-    assert (model.reserved_bytes, model.peak_reserved_bytes) == (reserved, peak)
+    found = replayed(read(path))
+    assert found.allocations > 30
+    assert found.agrees
 
 
 WORKSPACE_BYTES = 32 * MiB

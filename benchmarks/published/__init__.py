@@ -1,0 +1,1 @@
+"""The allocator's model and predictions against what others measured and published on real GPUs."""

@@ -1,0 +1,137 @@
+"""Recordings of real GPUs' allocators, replayed in the model: each block at the address where the GPU put it.
+
+A recording is a snapshot as ``torch.cuda.memory._dump_snapshot`` writes it, or its reduced form: rows of a
+CSV file. Before the first event these are ``segment,address,bytes,pool[,stream]`` and ``held,address,bytes``,
+or of expandable segments ``begin,address,0,pool`` and ``mapped,address,bytes,pool``. Then come ``new`` and
+``released`` (segments), ``map`` (pages), ``alloc,address,bytes[,stream]`` and ``free,address``.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator, Segment
+from autobatch.device.snapshot_file import load_snapshot
+
+Row = tuple[Any, ...]
+FAR = 1 << 46
+"""Bytes of addresses behind the mapped pages of an expandable segment."""
+
+
+class Outcome(NamedTuple):
+    """Result of a replay."""
+
+    allocations: int
+    same: int
+    """Those that the model puts where the GPU put them."""
+    segments: int
+    """New segments, and pages."""
+    peak_bytes: int
+    """Most that the GPU reserved."""
+    model_peak_bytes: int
+
+    @property
+    def agrees(self) -> bool:
+        """True if the model differs nowhere."""
+        return (self.same, self.model_peak_bytes) == (self.allocations, self.peak_bytes)
+
+
+def read(path: Path) -> list[Row]:
+    """Return the rows of a recording in its reduced form."""
+    with gzip.open(path, "rt") as lines:
+        rows = [line.strip().split(",") for line in lines]
+    return [tuple(int(part) if part.isdigit() else part for part in row) for row in rows]
+
+
+def read_snapshot(path: Path) -> Iterator[list[Row]]:
+    """Yield the rows of each GPU of a snapshot that begins with an empty allocator.
+
+    Of one that begins later, the state before is unknown, and of expandable segments their addresses are.
+    """
+    content = load_snapshot(path)
+    actions = {"segment_alloc": "new", "segment_free": "released", "alloc": "alloc", "free_completed": "free"}
+    for device, entries in enumerate(content["device_traces"]):
+        rows = [
+            (actions[entry["action"]], entry["addr"], entry["size"], entry.get("stream", 0))
+            for entry in entries
+            if entry["action"] in actions
+        ]
+        segments = [one for one in content["segments"] if one.get("device", 0) == device]
+        grown = sum({"new": 1, "released": -1}.get(kind, 0) * size for kind, _, size, _ in rows)
+        if rows and grown == sum(one["total_size"] for one in segments):
+            yield [row[:2] if row[0] == "free" else row for row in rows]
+
+
+def stated(rows: Sequence[Row], kind: str, start: int, end: int) -> list[tuple[int, int]]:
+    """Return the addresses and bytes of the rows of a kind within a range of addresses, in order."""
+    return sorted((row[1], row[2]) for row in rows if row[0] == kind and start <= row[1] < end)
+
+
+def state_before(rows: Sequence[Row]) -> Iterator[Segment]:
+    """Yield the segments that the process had when the recording began."""
+    for _, address, size, pool, *stream in (row for row in rows if row[0] == "segment"):
+        held = stated(rows, "held", address, address + size)
+        yield Segment(address, size, pool == "small", *stream, held=tuple(held))
+    begins = sorted(row[1] for row in rows if row[0] == "begin")
+    for _, begin, _, pool in (row for row in rows if row[0] == "begin"):
+        end = next((other for other in begins if other > begin), begin + FAR)
+        gaps, position = [], begin
+        for address, size in [*stated(rows, "mapped", begin, end), (end, 0)]:
+            if address > position:
+                gaps.append((position, address - position))
+            position = address + size
+        held = stated(rows, "held", begin, end)
+        yield Segment(begin, end - begin, pool == "small", held=tuple(held), unmapped=tuple(gaps))
+
+
+def replayed(rows: Sequence[Row]) -> Outcome:
+    """Replay a recording, with new segments at the addresses that the driver gave.
+
+    Raises:
+        IndexError: the model needs a segment that the GPU did not.
+    """
+    given: list[int] = []
+    config = AllocatorConfig(expandable_segments=any(row[0] == "begin" for row in rows))
+    model = CachingAllocator(None, config, addresses=lambda _: given.pop())
+    blocks = model.begin_with(state_before(rows))
+    reserved = peak = model.reserved_bytes
+    allocations = same = segments = 0
+    previous = ""
+    for action, address, *rest in rows:
+        if action in ("new", "map"):
+            reserved += rest[0]
+            peak, segments = max(peak, reserved), segments + 1
+            given += [address] * (action == "new")
+        elif action == "released":
+            reserved -= rest[0]
+            if previous != "released":
+                model.release()
+        elif action == "alloc":
+            block = blocks[address] = model.malloc(*rest)
+            # A segment that the model does not take is a difference, too.
+            at_same = block is None or block.address == address
+            allocations, same = allocations + 1, same + (at_same and not given)
+            given.clear()
+        elif action == "free" and address in blocks:
+            model.free(blocks.pop(address))
+        previous = action
+    return Outcome(allocations, same, segments, peak, model.peak_reserved_bytes)
+
+
+def table(paths: Sequence[Path]) -> Iterator[tuple[object, ...]]:
+    """Yield a row for each recording, and their sum."""
+    found = []
+    for path in paths:
+        recordings = [read(path)] if path.name.endswith(".csv.gz") else [*read_snapshot(path)]
+        if not recordings:
+            yield path.name, "begins in the middle", *"----"
+        for rows in recordings:
+            outcome = replayed(rows)
+            found.append(outcome)
+            yield path.name.removesuffix(".csv.gz"), *outcome
+    sums = [sum(column) for column in list(zip(*found, strict=True))[:3]] if found else [0, 0, 0]
+    equal = sum(one.model_peak_bytes == one.peak_bytes for one in found)
+    yield f"{len(found)} recordings", *sums, f"{equal} peaks equal", ""

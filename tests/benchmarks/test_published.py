@@ -1,0 +1,68 @@
+"""The benchmark against published measurements: recordings that differ are seen, and no row runs twice."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published import __main__ as published
+from benchmarks.published.recordings import read, read_snapshot, replayed
+from tests.support.torch_snapshots import snapshot_of, write
+
+RECORDINGS = Path(__file__).parents[1] / "recordings"
+
+
+def test_a_block_at_another_address_and_another_peak_are_seen() -> None:
+    rows = read(RECORDINGS / "context-100-forward.csv.gz")
+    assert replayed(rows).agrees
+    last = max(at for at, row in enumerate(rows) if row[0] == "alloc")
+    moved = [*rows[:last], ("alloc", rows[last][1] + 512, *rows[last][2:]), *rows[last + 1 :]]
+    found = replayed(moved)
+    assert (found.same, found.agrees) == (found.allocations - 1, False)
+    first = next(at for at, row in enumerate(rows) if row[0] == "new")
+    assert not replayed([*rows[:first], ("new", 1 << 45, 4 << 30), *rows[first:]]).agrees
+
+
+def test_the_command_prints_the_sum_and_fails_if_the_model_differs(monkeypatch, capsys) -> None:
+    file = str(RECORDINGS / "context-150-forward.csv.gz")
+    monkeypatch.setattr(sys, "argv", ["published", "recordings", file])
+    assert published.main() == 0
+    assert "| 1 recordings |" in capsys.readouterr().out
+
+
+def test_a_snapshot_of_torch_is_replayed_like_its_reduced_form(tmp_path: Path) -> None:
+    rows = read(RECORDINGS / "context-200-forward.csv.gz")
+    (found,) = read_snapshot(write(tmp_path / "snapshot.pickle", snapshot_of("context-200-forward")))
+    assert replayed(found) == replayed(rows)
+
+
+@pytest.mark.parametrize(
+    ("failed", "size", "ratio"),
+    [
+        ("128", 95, 95 / 96),
+        ("128", 96, 1),
+        ("128", 127, 1),
+        ("128", 128, 1),
+        ("128", 160, 1.25),
+        ("", 999, 1),
+    ],
+)
+def test_a_limit_is_judged_by_the_nearest_end_of_its_bracket(failed: str, size: int, ratio: float) -> None:
+    assert math.isclose(published.off({"ran": "96", "failed": failed}, size), ratio)
+
+
+def test_rows_that_the_file_has_are_not_predicted_again(tmp_path: Path) -> None:
+    known = {**published.read(published.DATA / "litgpt.csv")[0], "predicted_bytes": "1", "fits": "True"}
+    with (tmp_path / "out_litgpt.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, known)
+        writer.writeheader()
+        writer.writerow(known)
+    asked = argparse.Namespace(
+        out=tmp_path / "out.csv", command="peaks", only="tiny-llama-1.1b,5895df10,full"
+    )
+    assert [*published.predicted("litgpt", asked, math.inf)] == [known]
