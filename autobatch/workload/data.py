@@ -68,7 +68,14 @@ def fetch(data: Any, ids: Sequence[int], *, name: str = "train_data") -> list[An
     """
     many = getattr(data, "__getitems__", None)
     if many is None:
-        return [_read_sample(data, index, name) for index in ids]
+        samples, index = [], None
+        try:  # one block for all samples, because a block of its own costs as much as reading one
+            for index in ids:
+                samples.append(data[index])
+        except (Exception, SystemExit) as error:
+            mark_user_error(error, f"{name}[{index}]")
+            raise
+        return samples
     try:
         found = many(list(ids))
     except (Exception, SystemExit) as error:
