@@ -109,7 +109,7 @@ class CudaDevice(Device):
         if held_bytes is None:
             held_bytes = torch.cuda.memory_allocated(self._index)
         return AllocatorConfig(
-            expandable_segments=asked or self._expandable, held_bytes=held_bytes, retries=False
+            expandable_segments=asked or self._expandable, falls=None, held_bytes=held_bytes, retries=False
         )
 
     def native_precisions(self) -> tuple[Precision, ...]:

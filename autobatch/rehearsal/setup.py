@@ -344,7 +344,7 @@ def data_of_setup(setup: Setup) -> DataDigest | None:
 
 
 def new_allocator(
-    info: SetupInfo, *, capped: bool = True, expandable: bool | None = None, falls: bool = False
+    info: SetupInfo, *, capped: bool = True, expandable: bool | None = None, falls: bool | None = None
 ) -> Allocator:
     """Return an empty model of the device's allocator, as `Device.new_allocator` does.
 
@@ -352,12 +352,13 @@ def new_allocator(
         info: the device and its budget.
         capped: make the budget its limit; False for no limit.
         expandable: use expandable segments in a caching allocator; None for the device's own setting.
-        falls: let the addresses of its segments fall.
+        falls: let the addresses of its segments fall; None for the device's own order.
     """
     limit = info.device.budget_bytes if capped else None
     if info.allocator is None:
         return CountingAllocator(limit)
     asked = info.allocator.expandable_segments if expandable is None else expandable
+    falls = info.allocator.falls if falls is None else falls
     return CachingAllocator(limit, replace(info.allocator, expandable_segments=asked, falls=falls))
 
 

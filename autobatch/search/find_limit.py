@@ -177,13 +177,14 @@ def _search(
         tried[size] = attempts.run(size)
         return tried[size]
 
+    is_order_unknown = info.allocator is not None and info.allocator.falls is None
     is_large = STATE_COPIES * info.model_bytes > info.device.budget_bytes / 2
     try:
         found = find_largest(
             run,
             cap=cap,
             new_allocator=partial(new_allocator, info),
-            falling=partial(new_allocator, info, falls=True) if info.device.kind == "cuda" else None,
+            falling=partial(new_allocator, info, falls=True) if is_order_unknown else None,
             multiple=multiple,
             guess=guess,
             known=programs,

@@ -49,8 +49,8 @@ class AllocatorConfig:
     """One growing segment per pool instead of many fixed ones (``expandable_segments:True``)."""
     large_segment_bytes: int = 20 * MiB
     """Segment of requests from 1 to 10 MiB, and page of an expandable one: ``large_segment_size()``."""
-    falls: bool = False
-    """Each new segment lies below those before it, in place of above."""
+    falls: bool | None = False
+    """Each new segment lies below those before it; False: above; None: above, or as the driver likes."""
     held_bytes: int = 0
     """Bytes that the process holds already, as one block that nothing frees."""
     retries: bool = True
