@@ -328,7 +328,7 @@ def read_terms(totals: StepTotals, values: list[float]) -> dict[str, float]:
             raise InputError(
                 f"the term {name!r} of the loss counts {count:.10g} items of a batch while it trains, and "
                 f"{expected:.10g} were counted before, so no step was taken: counts=… must count "
-                "what the loss does; without it, the loss must count the same items of a micro-batch twice"
+                "what the loss does"
             )
         if items:
             means[name] = loss

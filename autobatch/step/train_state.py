@@ -74,7 +74,7 @@ class TrainState:
     form: Form | None = None
     """Form of the loss; None before the first micro-batch, then fixed for the run."""
     counts: CountsAhead | None = None
-    """Counts of its terms that follow from the data alone; None if only the loss tells them."""
+    """Counts of its terms, which follow from the data alone; None if no term needs them."""
     average: WeightAverage | None = None
     """Average of the weights, updated by every applied step; None for no average."""
     stepping: bool = False
@@ -86,21 +86,13 @@ class TrainState:
     shared: SharedModel | None = None
     """The model if ranks share it; None if this process has a whole one."""
 
-    @property
-    def may_count(self) -> bool:
-        """True if the loss has several terms whose counts must be known before the first backward pass.
-
-        True also as long as that is unknown.
-        """
-        return self.form is None or bool(self.form.counted)
-
     def feed(self, fetched: Iterable[tuple[Collated, int]], meter: Meter) -> Iterable[tuple[Collated, int]]:
         """Move the micro-batches of a batch to the device, as often as the loss needs; see `nested.feed`."""
         return feed(
             fetched,
             self.device,
             meter,
-            twice=lambda: isinstance(self.loss, WholeBatchLoss) or self.may_count,
+            twice=lambda: isinstance(self.loss, WholeBatchLoss) or self.counts is not None,
             look=None if self.counts is None else self.counts.add,
         )
 

@@ -6,8 +6,8 @@ the sum of the counts, is known, the gradient is multiplied by D ÷ N.
 
 - If the loss is a mean over samples, N is known before the step and D = N.
 - For a `Loss`, and in 16 bits, D is a power of two near N, so that dividing by D rounds nothing.
-- For several terms, N differs by term, so each N must be known before the first backward pass. If the data do
-  not tell it (``Workload(counts=…)``), a first forward pass over all micro-batches of the batch counts.
+- For several terms, N differs by term, so each N must be known before the first backward pass: the data tell
+  it (``Workload(counts=…)``).
 - A `WholeBatchLoss` is the loss of the batch already; see `autobatch.step.whole_batch`.
 
 The host waits for the device once per batch, after the last backward pass. A loss scale waits once more, in
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,7 +28,6 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import Record
 from autobatch.step.gradients import is_readable, norm_of
 from autobatch.step.loss import (
-    Form,
     Number,
     StepTotals,
     Term,
@@ -37,7 +35,6 @@ from autobatch.step.loss import (
     at_least_32_bits,
     check_form,
     check_has_value,
-    counts_of,
     invalid_count,
     normalize_loss,
     numbers_of_terms,
@@ -46,7 +43,7 @@ from autobatch.step.loss import (
     terms_of,
 )
 from autobatch.step.train_state import TrainState, precision_context
-from autobatch.step.whole_batch import Rewind, WholeBatchPasses
+from autobatch.step.whole_batch import WholeBatchPasses
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
 from autobatch.workload.user_code import mark_user_error, place_of, user_code
 
@@ -105,90 +102,45 @@ def accumulate(
     """
     totals = StepTotals(samples=samples, form=train_state.form)
     train_state.buffers.take()
+    if train_state.counts is not None:
+        train_state.counts.begin()
     with train_state.gradients.summed_apart():
         if isinstance(train_state.loss, WholeBatchLoss):
             _accumulate_whole(train_state, train_state.loss, micro_batches, totals, mark, places=places)
             return totals
-        run = partial(_run_pass, train_state, totals=totals, mark=mark)
-        if not train_state.may_count:
-            run(micro_batches, count=None)
-            return totals
-        rewind, count = (
-            Rewind(),
-            CountPass(train_state, totals, is_only=places is not None and len(places) == 1),
-        )
-        run(map(rewind.keep, micro_batches), count=count)
-        if count.end():
-            run(map(rewind.restore, micro_batches), count=None)
-            rewind.check_complete()
+        _run_pass(train_state, micro_batches, totals=totals, mark=mark)
     return totals
 
 
-class CountPass:
-    """The pass over a batch that counts the items of each term, until the batch can train.
+def _prepare(train_state: TrainState, totals: StepTotals, terms: Mapping[str, Tensor | Loss] | None) -> None:
+    """Set the divisors of several terms before a batch trains, from the counts of its data over all ranks.
 
-    It ends with the first micro-batch if nothing has to be counted, and with the last one otherwise.
+    All ranks call it once per batch, in the first micro-batch; one without samples has no ``terms``.
+
+    Raises:
+        InputError: the loss has several terms with counts, and nothing counts them ahead.
     """
-
-    def __init__(self, train_state: TrainState, totals: StepTotals, *, is_only: bool = False) -> None:
-        self._train_state, self._totals, self._is_only = train_state, totals, is_only
-        self._counts: dict[str, Number] = {}
-        self._is_counted = False
-        if train_state.counts is not None:
-            train_state.counts.begin()
-
-    def needs_more(self, terms: Mapping[str, Tensor | Loss], size: int) -> bool:
-        """Count a micro-batch; return whether others must be counted before it can train."""
-        form = check_form(self._totals, terms)
-        self._learn(form)
-        if not form.counted and self._train_state.counts is not None:
-            self._train_state.counts.sums(form)
-        if not form.counted or self._is_counted:
-            return False
-        if self._train_state.counts is not None:
-            ahead = self._train_state.counts.sums(form)
-            self._set_items({name: ahead.get(name, 1.0) for name in form.counted}, ahead)
-            return False
-        for name, count in counts_of(terms).items():
-            self._counts[name] = self._counts.get(name, 0.0) + count
-        shared = self._train_state.shared
-        is_only = self._is_only or size >= self._totals.samples
-        # Ranks that share the model run as many passes as each other, also those with one micro-batch.
-        if is_only if shared is None else shared.rounds == 1:
-            # The ranks compare sums, so that one which counts once adds to both.
-            self._set_items(self._counts, {} if self._train_state.peers is None else self._counts)
-            return False
-        return True
-
-    def end(self) -> bool:
-        """Return whether the micro-batches have been counted, and are to be run again to train."""
-        self._learn(None)
-        form = self._train_state.form
-        if form is None or not form.counted or self._is_counted:
-            return False
-        self._set_items(self._counts, self._counts)
-        if not self._counts:
-            return False  # a rank without samples
-        if not self._train_state.buffers.restore(keep=True):
-            raise InputError(
-                "the terms of the loss are counted in a forward pass of its own, which changed a large "
-                "buffer of the model: give Workload(counts=…), which counts without the model"
-            )
-        return True
-
-    def _learn(self, form: Form | None) -> None:
-        """Let all ranks know the form of the loss, once per run."""
-        state = self._train_state
-        if state.form is None:
-            state.form = form if state.peers is None else state.peers.agree_on_form(form)
-
-    def _set_items(self, counts: Mapping[str, Number], expected: Mapping[str, Number]) -> None:
-        """Set the divisor of each term, given the counts of this rank."""
-        peers, self._is_counted = self._train_state.peers, True
-        if peers is not None:
-            counts = peers.sum_counts({name: float(one) for name, one in counts.items()})
-        for name, items in counts.items():
-            self._totals.terms[name] = Term(items=items, expected=expected.get(name))
+    counts, peers = train_state.counts, train_state.peers
+    form = None if terms is None else check_form(totals, terms)
+    if form is not None and form.counted and counts is None:
+        example = ", ".join(f"{name!r}: …" for name in form.counted)
+        raise InputError(
+            f"the loss has several terms, each divided by all that it counts in a batch, which must be "
+            f"known before the first backward pass: give Workload(counts=lambda batch: {{{example}}}), which "
+            "returns the counts of a collated micro-batch on the host"
+        )
+    if train_state.form is None:
+        train_state.form = form if peers is None else peers.agree_on_form(form)
+    if counts is None:
+        return
+    own = counts.sums(form)
+    names = () if train_state.form is None else train_state.form.counted
+    if not names:
+        return
+    # A footprint is traced without looking at the data.
+    items = {name: own.get(name, 1.0) for name in names} if terms is not None else {}
+    for name, total in (items if peers is None else peers.sum_counts(items)).items():
+        totals.terms[name] = Term(items=total, expected=own.get(name))
 
 
 def _run_pass(
@@ -197,9 +149,8 @@ def _run_pass(
     *,
     totals: StepTotals,
     mark: Mark,
-    count: CountPass | None,
 ) -> None:
-    """Run the micro-batches forward; and backward unless they are only counted."""
+    """Run the micro-batches forward and backward."""
     context = precision_context(train_state.device, train_state.precision)
     part = "data"
     try:
@@ -209,17 +160,18 @@ def _run_pass(
             # Entered anew for each: it holds the weights in 16 bits until it is left.
             with context:
                 terms = terms_of(train_state.loss(train_state.model, batch))
-                if count is not None:
-                    count = count if count.needs_more(terms, size) else None
-                weighted = [] if count is not None else normalize_loss(train_state, totals, terms, size)
+                if not totals.sizes:
+                    _prepare(train_state, totals, terms)
+                weighted = normalize_loss(train_state, totals, terms, size)
             # From here on the micro-batch lives only as far as autograd has saved it.
             del batch, terms
-            if count is None:
-                part = "the backward pass of its loss"
-                mark("backward")
-                run_backward(train_state, totals, weighted, size)
+            part = "the backward pass of its loss"
+            mark("backward")
+            run_backward(train_state, totals, weighted, size)
             part = "data"
             del weighted
+        if not totals.sizes:
+            _prepare(train_state, totals, None)
     except Exception as error:
         mark_user_error(error, part, train_state.loss if part == "loss" else None)
         raise

@@ -225,7 +225,7 @@ class Workload:
     """Returns further figures for validation, each a mean over samples or a `Loss`; None for no metrics."""
     counts: Callable[[Collated], Mapping[str, float | Tensor] | Sequence[float | Tensor]] | None = None
     """Returns the count of each `Loss` of a loss of several terms for a collated micro-batch on the host, by
-    name; it spares a forward pass. None if the counts follow from the loss alone."""
+    name; such a loss needs it. None for a loss of one term, or of means."""
     size_of: Callable[[Any], float] | None = None
     """Returns the cost of a sample, for example its length. The probe runs the most expensive samples; None
     to find them by a scan."""

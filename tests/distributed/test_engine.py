@@ -119,9 +119,11 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "tied": ({**TOKENS, "model": tied}, whole_tokens),
     "recomputed": ({"model": Recomputed}, mean_loss),
     "partly used": ({"model": Partly}, mean_loss),
-    "terms": ({**DETECTION, "loss": terms}, whole),
-    "terms that the data count": ({**DETECTION, "loss": terms, "counts": counts}, whole),
-    "a term beside a mean": ({**DETECTION, "loss": with_mean}, whole_with_mean),
+    "terms": ({**DETECTION, "loss": terms, "counts": counts}, whole),
+    "a term beside a mean": (
+        {**DETECTION, "loss": with_mean, "counts": lambda batch: {"boxes": counts(batch)["boxes"]}},
+        whole_with_mean,
+    ),
     "terms that are means": ({**DETECTION, "loss": two_means}, lambda m, b: sum(two_means(m, b).values())),
 }
 LIMITS: list[Any] = [

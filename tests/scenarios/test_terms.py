@@ -22,7 +22,7 @@ from autobatch.rehearsal.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS, atte
 from autobatch.rehearsal.setup import open_setup
 from autobatch.training.split_check import check_loss_splits
 from autobatch.workload.order import GlobalBatchSampler
-from tests.support.detection import Batch, counts, detection, scenes, terms, whole
+from tests.support.detection import Batch, detection, scenes, terms, whole
 from tests.support.probes import mlp, work
 from tests.support.step_workloads import WORKLOADS, setup, traced_step
 from tests.support.steps import CLASS_WEIGHTS
@@ -32,22 +32,22 @@ RUN: dict[str, Any] = {"target_batch": 24, "trials": 0, "steps": 2, "device": "c
 
 
 def weighted(model: nn.Module, batch: Any) -> dict[str, Tensor | Loss]:
-    """Two terms with counts that a GPU would keep, and a mean."""
+    """Two terms with counts, one of which a GPU would keep, and a mean."""
     scores = model(batch[0]).flatten(1)
-    large = scores.detach().abs() > 0.1
     return {
-        "large": Loss(scores[:, :4].square().sum(), large.sum()),
+        "large": Loss(scores[:, :4].square().sum(), torch.tensor(float(len(scores)))),
         "all": Loss(scores.abs().sum(), float(len(scores))),
         "pull": scores.mean(),
     }
 
 
-@pytest.mark.parametrize("given", [None, lambda batch: {"large": len(batch[0]), "all": len(batch[0])}])
+def count_rows(batch: Any) -> dict[str, float]:
+    return {"large": len(batch[0]), "all": len(batch[0])}
+
+
 @pytest.mark.parametrize("order", [ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS])
-def test_what_is_traced_is_what_an_attempt_allocates(given: Callable[..., Any] | None, order: Any) -> None:
-    """Known counts: those of these rows are all large, so the check before the step passes."""
-    loss = weighted if given is None else all_large
-    made = setup(replace(WORKLOADS["perceptron"](), loss=loss, counts=given))
+def test_what_is_traced_is_what_an_attempt_allocates(order: Any) -> None:
+    made = setup(replace(WORKLOADS["perceptron"](), loss=weighted, counts=count_rows))
     traced = traced_step(made, steps=order)
     if order == ATTEMPT_STEPS:
         for size in (3, 11, 25):
@@ -56,17 +56,9 @@ def test_what_is_traced_is_what_an_attempt_allocates(given: Callable[..., Any] |
     assert record(traced, 11).trace
 
 
-def all_large(model: nn.Module, batch: Any) -> dict[str, Tensor | Loss]:
-    found = weighted(model, batch)
-    return {**found, "large": Loss(found["large"].total, torch.tensor(float(len(batch[0]))))}
-
-
 @pytest.mark.parametrize(("device", "budget"), [("cpu", "800KiB"), ("sim:t4", "6MiB")])
-@pytest.mark.parametrize("given", [None, lambda batch: {"large": len(batch[0]), "all": len(batch[0])}])
-def test_the_limit_is_by_brute_force_the_largest(
-    device: str, budget: str, given: Callable[..., Any] | None
-) -> None:
-    workload = work(lambda: mlp(512), loss=weighted if given is None else all_large, counts=given)
+def test_the_limit_is_by_brute_force_the_largest(device: str, budget: str) -> None:
+    workload = work(lambda: mlp(512), loss=weighted, counts=count_rows)
     asked = {"device": device, "memory_budget": budget}
     found = autobatch.probe(workload, **asked).probe
     made = open_setup(workload, Options().with_values(**asked))
@@ -140,9 +132,8 @@ def test_the_term_that_cannot_be_split_is_named(loss: Callable[..., Any], messag
         checked(loss=loss)
 
 
-@pytest.mark.parametrize("given", [None, counts])
-def test_a_run_of_any_micro_batch_is_that_of_whole_batches(given: Callable[..., Any] | None) -> None:
-    workload = detection(train_data=scenes(24), counts=given)
+def test_a_run_of_any_micro_batch_is_that_of_whole_batches() -> None:
+    workload = detection(train_data=scenes(24))
     for micro_batch in (1, 5, 7):
         loop = make_loop(workload, target_batch=7, micro_batch=micro_batch, steps=None, epochs=2)
         records = list(loop.run())

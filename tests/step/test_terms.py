@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from autobatch import InputError, Loss, Workload
 from autobatch.device.base import SilentMeter
 from autobatch.step.train_step import train_step
 from tests.support.detection import (
-    Batch,
     Detector,
     boxes_only,
     counts,
@@ -29,17 +27,34 @@ from tests.support.detection import (
     with_mean,
 )
 from tests.support.steps import CLASS_WEIGHTS, EXACT, SAMPLES, off, split, train_state_of
-from tests.support.training import Rows, reference, weights
+from tests.support.training import Rows, reference
 
 SPLITS = [[24], [12, 12], [5] * 4 + [4], [1] * 24, [20, 3, 1]]
+
+
+def count_boxes(batch: Any) -> dict[str, float]:
+    return {"boxes": counts(batch)["boxes"]}
+
+
 LOSSES: dict[str, tuple[dict[str, Any], Callable[..., Tensor]]] = {
-    "counted first": ({"loss": terms}, whole),
-    "counted by the data": ({"loss": terms, "counts": counts}, whole),
-    "a sequence": ({"loss": lambda m, b: list(terms(m, b).values())}, whole),
-    "beside a mean": ({"loss": with_mean}, whole_with_mean),
-    "means only": ({"loss": two_means}, lambda m, b: sum(two_means(m, b).values())),
+    "counted": ({}, whole),
+    "a sequence": (
+        {
+            "loss": lambda m, b: list(terms(m, b).values()),
+            "counts": lambda b: [counts(b)["boxes"], counts(b)["classes"]],
+        },
+        whole,
+    ),
+    "beside a mean": (
+        {"loss": with_mean, "counts": count_boxes},
+        whole_with_mean,
+    ),
+    "means only": ({"loss": two_means, "counts": None}, lambda m, b: sum(two_means(m, b).values())),
     "one with a name": (
-        {"loss": lambda m, b: {"classes": terms(m, b)["classes"]}},
+        {
+            "loss": lambda m, b: {"classes": terms(m, b)["classes"]},
+            "counts": lambda b: {"classes": counts(b)["classes"]},
+        },
         lambda m, b: cross_entropy(m(b[0])[0], b[1], CLASS_WEIGHTS),
     ),
 }
@@ -77,29 +92,13 @@ def test_any_split_takes_the_step_of_the_whole_batch(kind: str, sizes: list[int]
     assert train_state.model.seen == 2 * SAMPLES, "the first pass leaves no trace in buffers"
 
 
-@pytest.mark.parametrize("given", [None, counts])
-def test_both_passes_draw_the_same(given) -> None:
-    """The state after the batch, too, is that of one pass over it."""
-    workload = detection(model=lambda: Detector(0.5).double(), counts=given)
-    alone = detection(model=lambda: Detector(0.5).double(), loss=lambda m, b: whole_of(m, b, items))
-    items = {
-        name: sum(float(counts(b)[name]) for b, _ in split(workload, [9, 15]))
-        for name in ("boxes", "classes")
-    }
-    ends = []
-    for one in (workload, alone):
-        train_state = train_state_of(one)
-        step_of(train_state, one, [9, 15])
-        ends.append((weights(train_state.model), torch.get_rng_state()))
-    assert torch.allclose(ends[0][0], ends[1][0], rtol=EXACT, atol=EXACT)
-    assert torch.equal(ends[0][1], ends[1][1])
-
-
-def whole_of(model: nn.Module, batch: Batch, items: dict[str, float]) -> Loss:
-    """The terms with the divisors of the whole batch, as a sum over samples: one pass is enough."""
-    found = terms(model, batch)
-    total = sum(one.total / items[name] for name, one in found.items()) * SAMPLES
-    return Loss(total, len(batch[0]))
+def test_terms_without_counts_are_told_what_to_write() -> None:
+    workload = detection(counts=None)
+    train_state = train_state_of(workload)
+    before = [one.clone() for one in train_state.model.parameters()]
+    with pytest.raises(InputError, match=r"Workload\(counts=lambda batch: \{'boxes': …, 'classes': …\}\)"):
+        step_of(train_state, workload, [12, 12])
+    assert all(map(torch.equal, train_state.model.parameters(), before))
 
 
 def test_a_term_that_counts_nothing_adds_nothing_and_is_not_told() -> None:
@@ -123,6 +122,7 @@ def test_no_step_is_taken_if_no_term_counts_anything(precision) -> None:
         model=Detector,
         train_data=Rows(*(one.float() if one.is_floating_point() else one for one in data.columns)),
         loss=boxes_only,
+        counts=count_boxes,
     )
     train_state = train_state_of(workload, precision=precision)
     before = [one.clone() for one in train_state.model.parameters()]
@@ -142,6 +142,14 @@ def test_the_norm_the_clipping_and_the_scale_of_fp16_are_those_of_the_whole_batc
     assert off(train_state, workload, expected) <= EXACT
 
 
+def counts_of_names(value: Any) -> Any:
+    """Return counts of the names that the first of these losses has; None for a single loss."""
+    first = value[0] if isinstance(value, list) else value
+    terms = first if isinstance(first, dict) else first(torch.zeros(()))
+    names = [*terms] if isinstance(terms, dict) else []
+    return (lambda batch: dict.fromkeys(names, len(batch[0]))) if names else None
+
+
 def returning(value: Any) -> Workload:
     """Return a workload whose loss returns this, or the values of a list in turn."""
     left = iter(value if isinstance(value, list) else [value] * 9)
@@ -152,7 +160,7 @@ def returning(value: Any) -> Workload:
             return {name: one and Loss(zero, one) for name, one in found.items()}
         return found(zero)
 
-    return detection(loss=loss)
+    return detection(loss=loss, counts=counts_of_names(value))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +170,7 @@ def returning(value: Any) -> Workload:
         ({"loss": 1.0, "boxes": 1.0}, "'loss', 'boxes', whose sum is the loss"),
         ({"boxes": None}, "the term 'boxes' of the workload's loss must be a 0-d tensor or a Loss, found"),
         ({"boxes": -1.0}, "the count of the term 'boxes' must be finite and at least 0, found -1"),
-        (lambda zero: {"boxes": Loss(zero, torch.tensor(math.nan))}, "count of the term 'boxes' must be"),
+        (lambda zero: {"boxes": Loss(zero, torch.tensor(math.nan))}, "counts nan items of a batch"),
         (lambda zero: {"boxes": Loss(zero, torch.tensor(-1.0))}, "found -1 for a micro-batch"),
         (lambda zero: {"boxes": Loss(zero[None], 1)}, "the total of the term 'boxes' must be a 0-d tensor"),
         (lambda zero: (zero, zero), "found a tuple of a tensor of shape (), a tensor of shape ()"),
@@ -170,7 +178,7 @@ def returning(value: Any) -> Workload:
         ([{"a": 1.0}, {"b": 1.0}], "a (a Loss) for one micro-batch and b (a Loss) for another: return the"),
         ([{"a": 1.0}, lambda zero: zero], "a (a Loss) for one micro-batch and a tensor for another: return"),
         ([lambda zero: zero, lambda zero: Loss(zero, 1)], "a tensor for one micro-batch and a Loss for"),
-        ([{"a": one} for one in (1.0, 2.0, 1.0, 1.0)], "counts 2 items of a batch while it trains, and 3"),
+        ([{"a": one} for one in (1.0, 1.0)], "counts 2 items of a batch while it trains, and 24"),
     ],
 )
 def test_a_wrong_loss_is_one_line_and_moves_nothing(value: Any, found: str) -> None:
@@ -219,26 +227,8 @@ def test_counts_beside_a_loss_without_counted_terms_are_refused() -> None:
         step_of(train_state_of(workload), workload, [12, 12])
 
 
-def test_a_buffer_too_large_to_keep_is_refused_unless_the_data_tell_the_counts() -> None:
-    class Queued(Detector):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("queue", torch.zeros(2**18 + 1))
-
-        def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-            self.queue[0] += 1
-            return super().forward(inputs)
-
-    workload = detection(model=lambda: Queued().double())
-    with pytest.raises(InputError, match="large buffer of the model: give Workload"):
-        step_of(train_state_of(workload), workload, [12, 12])
-    known = replace(workload, counts=counts)
-    assert step_of(train_state_of(known), known, [12, 12]).applied
-
-
 def test_a_loss_that_needs_no_second_pass_keeps_no_batch() -> None:
-    """The first micro-batch of a run alone is kept, until its loss is known."""
-    workload = detection(loss=two_means)
+    workload = detection(loss=two_means, counts=None)
     train_state = train_state_of(workload)
     fed = train_state.feed(iter(split(workload, [8] * 3)), SilentMeter())
     train_step(train_state, fed, SAMPLES)

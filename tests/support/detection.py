@@ -89,16 +89,23 @@ def two_means(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def drawn_terms(model: nn.Module, batch: Any) -> dict[str, Tensor | Loss]:
-    """Return a mean over rows that are drawn at random, and one over the samples."""
-    scores = model(batch[0])
-    hidden = torch.rand(len(scores)) < 0.6
+    """Return a mean over some rows, with weights that are drawn at random, and one over the samples."""
+    scores, shown = model(batch[0]), shown_rows(batch)
+    drawn = torch.rand(len(scores), 1)
     return {
-        "hidden": Loss(scores[hidden].square().sum(), hidden.sum()),
+        "shown": Loss((scores * drawn)[shown].square().sum(), shown.sum()),
         "labels": cross_entropy(scores, batch[1]),
     }
 
 
+def shown_rows(batch: Any) -> Tensor:
+    return batch[0].flatten(1)[:, 0] > 0
+
+
+def count_shown(batch: Any) -> dict[str, Tensor]:
+    return {"shown": shown_rows(batch).sum()}
+
+
 def detection(**fields: Any) -> Workload:
-    return make_workload(
-        **{"model": lambda: Detector().double(), "train_data": scenes(), "loss": terms, **fields}
-    )
+    known = {"model": lambda: Detector().double(), "train_data": scenes(), "loss": terms, "counts": counts}
+    return make_workload(**{**known, **fields})

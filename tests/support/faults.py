@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.base import SilentMeter
 from autobatch.device.cpu import CpuDevice
-from tests.support.detection import drawn_terms
+from tests.support.detection import count_shown, drawn_terms
 from tests.support.training import INFO_NCE, Rows, make_loop, make_workload, points
 
 FAULTY_STEP = 1
@@ -116,7 +116,7 @@ def stateful_contrastive(dtype: torch.dtype = torch.float64):
 
 
 def stateful_terms(dtype: torch.dtype = torch.float64):
-    return stateful(dtype, loss=drawn_terms)
+    return stateful(dtype, loss=drawn_terms, counts=count_shown)
 
 
 def train(workload, fault: Fault | None, *, device: Any | None = None, **options):

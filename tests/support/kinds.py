@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from tests.support.detection import drawn_terms
+from tests.support.detection import count_shown, drawn_terms
 from tests.support.overflow import flagged
 from tests.support.overflow import loss as overflowing_loss
 from tests.support.training import (
@@ -184,7 +184,10 @@ def contrastive():
 
 def several_terms():
     data = Augmented(*points(dtype=torch.float32).columns)
-    return make_workload(model=Everything, train_data=data, loss=drawn_terms, optimizer=adamw), {}
+    workload = make_workload(
+        model=Everything, train_data=data, loss=drawn_terms, counts=count_shown, optimizer=adamw
+    )
+    return workload, {}
 
 
 RUNS = {

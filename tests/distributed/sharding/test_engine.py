@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autobatch import AutobatchError, Loss
-from autobatch.training.checkpoint import load_newest, save_checkpoint
+from autobatch import AutobatchError
 from autobatch.training.loop import Loop
-from autobatch.training.resume import capture_loop, restore_loop
-from tests.support.detection import Detector, counts, detection, scenes
+from tests.support.detection import Detector, detection, scenes
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.sharded_loops import sharded_loop
@@ -53,25 +49,10 @@ def several_terms(dropout: float = 0.0, **fields: Any) -> Any:
     )
 
 
-def hidden_terms() -> Any:
-    """Make a workload whose counts are drawn in each forward pass."""
-
-    def loss(model: nn.Module, batch: Any) -> dict[str, Loss]:
-        scores, boxes = model(batch[0])
-        hidden = torch.rand(len(scores)) < 0.6
-        return {
-            "hidden": Loss(scores[hidden].square().sum(), hidden.sum()),
-            "boxes": Loss(boxes.abs().sum(), 4 * len(boxes)),
-        }
-
-    return several_terms(0.5, loss=loss)
-
-
 KINDS = {
     "means": means,
     "tokens": lambda: make_workload(**TOKENS),
     "terms": several_terms,
-    "terms that the data count": partial(several_terms, counts=counts),
 }
 OPTIONS: dict[str, Any] = {"target_batch": 14, "steps": 3, "max_grad_norm": 0.3, "ema": 0.5}
 
@@ -129,47 +110,6 @@ def test_steps_are_those_of_whole_batches(
         assert apart(as_double(averages), whole(alone.train_state.average.tensors())) < 1e-12
         for of_step, other in zip(figures, expected, strict=True):
             assert of_step == pytest.approx(other, rel=1e-12)
-
-
-def train_with_draws(given: Any) -> tuple[list[float], list[float]]:
-    """Train with dropout; return the weights and the next draw."""
-    group = open_group()
-    loop = sharded_loop(group, several_terms(0.5, counts=given), [5, 2], **OPTIONS)
-    list(loop.run())
-    found = whole(loop.train_state.model.parameters()).tolist(), torch.rand(1).tolist()
-    group.close()
-    return found
-
-
-def test_a_pass_that_counts_changes_no_draw(server: RankServer) -> None:
-    assert server.values(train_with_draws, None) == server.values(train_with_draws, counts)
-
-
-def train_hidden(folder: Path) -> tuple[int, list[float]]:
-    """Train 4 steps from the checkpoint after the second, if it is there; else write it.
-
-    Return the steps before, and the weights.
-    """
-    group = open_group()
-    loop = sharded_loop(group, hidden_terms(), [5, 2], target_batch=14, steps=4)
-    found = load_newest(folder)
-    if found is not None:
-        restore_loop(loop, found.state, same_hardware=True, folder=found.path)
-    before = loop.batches_seen
-    for _ in loop.run():
-        if loop.batches_seen == 2:
-            state, ranks = capture_loop(loop), loop.engine.ranks
-            save_checkpoint(folder, step=2, state=state, facts={}, ranks=ranks)
-    weights = whole(loop.train_state.model.parameters()).tolist()
-    group.close()
-    return before, weights
-
-
-def test_a_run_with_drawn_counts_continues_bit_exactly(server: RankServer, tmp_path: Path) -> None:
-    """The counts of both passes are compared before each step, so they draw the same."""
-    expected = server.values(train_hidden, tmp_path)
-    assert [before for before, _ in expected] == [0, 0]
-    assert server.values(train_hidden, tmp_path) == [(2, weights) for _, weights in expected]
 
 
 def noisy_means() -> Any:
