@@ -195,7 +195,7 @@ class TrainOptions(Section, frozen=True, kw_only=True):
     ] = None
     checkpoint_every: Annotated[
         AtLeastOne | str | None,
-        Option("Save a checkpoint every N steps, or 15min or 2h, and at the end.", "N|TIME", common=True),
+        Option("Save every N steps, or 15min, and at the end.", "N", common=True),
     ] = None
     log: Annotated[
         list[TrackerChoice],

@@ -242,7 +242,7 @@ def test_help_all_explains_every_option_in_its_group(name: str, capsys: pytest.C
 
 def test_the_help_shows_defaults_and_their_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(help_text("fit", "--help", capsys).split())
-    assert "(default: 600.0)" in " ".join(help_text("fit", "--help-all", capsys).split())
+    assert "(default: 1800.0)" in " ".join(help_text("fit", "--help-all", capsys).split())
     assert "None" not in text
     (tmp_path / "autobatch.toml").write_text("trials = 3\n")
     text = " ".join(help_text("fit", "--help", capsys, AUTOBATCH_TARGET_BATCH="64").split())

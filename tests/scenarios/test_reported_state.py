@@ -105,13 +105,11 @@ def hooked() -> Any:
     return make_workload(model=lambda: nn.Sequential(Centred(), nn.Tanh(), nn.Linear(8, 3)).double())
 
 
-@known("run: requires_grad that a run has changed is no state of a checkpoint")
 def test_parameters_that_a_run_has_unfrozen_are_trained_after_a_resume(tmp_path: Path) -> None:
     difference, _ = apart_after_resume(unfreezing, tmp_path)
     assert difference == 0
 
 
-@known("run: modes of modules that a run has changed are no state of a checkpoint")
 def test_modes_that_a_run_has_changed_hold_after_a_resume(tmp_path: Path) -> None:
     difference, _ = apart_after_resume(stilling, tmp_path, split_check="note")
     assert difference == 0
@@ -271,7 +269,6 @@ def test_a_checkpoint_never_has_more_steps_than_the_disk_has_lines(
     assert all(lines >= step for step, lines in published), published
 
 
-@known("run: without locks of the system, a second run enters the folder of the first and deletes its files")
 def test_a_second_run_deletes_nothing_of_the_first_where_the_system_has_no_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

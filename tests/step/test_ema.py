@@ -60,7 +60,7 @@ def test_a_parameter_unfrozen_later_is_averaged_from_then_on() -> None:
     for value in (3.0, 5.0):
         frozen.data.fill_(value)
         average.update()
-    assert average.tensors()[1].tolist() == [4.0, 4.0]
+    assert average.tensors()[0].tolist() == [4.0, 4.0]
     other = WeightAverage([nn.Parameter(torch.ones(2), requires_grad=False), free], 0.5)
     other.load_state_dict(average.state_dict())
     assert [tensor.tolist() for tensor in other.tensors()] == [[4.0, 4.0], [0.0, 0.0]]
