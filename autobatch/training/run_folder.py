@@ -111,6 +111,8 @@ def claim_folder(out: Path) -> Iterator[None]:
     try:
         try:
             lock.acquire(blocking=False)
+        except Timeout:  # which is an OSError, too
+            raise
         except (OSError, NotImplementedError):  # the file system has no locks, so a file stands for one
             lock = SoftFileLock(out / f"{LOCK}-held")
             lock.acquire(blocking=False)
