@@ -192,10 +192,11 @@ def killed_at(folder: Path, rank: int, call: int) -> int:
 
 
 def check_kill(server: RankServer, folder: Path, rank: int, call: int) -> None:
-    ended = server.run(killed_at, folder, rank, call, world=2)
+    # The other rank may wait for this one. A launcher ends it at once, here the server after some seconds.
+    ended = server.run(killed_at, folder, rank, call, world=2, seconds=20)
     assert ended[rank].code == -signal.SIGKILL
-    if ended[1 - rank].code:
-        assert "RankLost" in ended[1 - rank].error
+    other = ended[1 - rank]
+    assert other.code in (0, -signal.SIGKILL) or "RankLost" in other.error
     begin_after(folder, 99)
     found = load_newest(folder)
     assert not found.passed_over
