@@ -33,7 +33,7 @@ def workload() -> autobatch.Workload:
 def main() -> None:
     """Train for 20 steps, then resume up to step 30."""
     with tempfile.TemporaryDirectory() as out:
-        options = {"target_batch": 256, "scan": 300, "memory_budget": "300KiB", "device": "cpu", "trials": 0}
+        options = {"target_batch": 256, "memory_budget": "300KiB", "device": "cpu", "trials": 0}
         for steps, resume in ((20, False), (30, True)):
             result = autobatch.fit(workload(), steps=steps, resume=resume, out=out, **options)
             print(f"{result.training.samples:,} samples, loss {result.training.final_loss:.4f}")

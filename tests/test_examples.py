@@ -91,7 +91,7 @@ ADDED = "  # +"
 """Mark of the lines that a script of a library has more with autobatch."""
 LIBRARIES = {
     "hf_trainer": ("transformers", r"Trainer: .*batch 64 in \d+ micro-batches.*after 8 steps"),
-    "lightning_module": ("lightning", r"Lightning: .*batch 256 in \d+ micro-batches.*8 steps"),
+    "lightning_module": ("lightning", r"Lightning: .*batch 256 in \d+ micro-batches; 8 steps"),
     "accelerate_loop": ("accelerate", r"accelerate: .*batch 256 in \d+ micro-batches.*8 steps"),
 }
 TRAINED = r"in (about )?[\d.]+ micro-batches.*trained +20 steps"
@@ -109,7 +109,8 @@ OWN = {
 def test_a_script_of_a_library_is_planned_and_trained(name: str, runner: RankServer, tmp_path: Path) -> None:
     library, expected = LIBRARIES[name]
     installed(library)
-    assert re.search(expected, runner.script(EXAMPLES / f"{name}.py", tmp_path), re.DOTALL)
+    said = runner.script(EXAMPLES / f"{name}.py", tmp_path)
+    assert all(re.search(part, said, re.DOTALL) for part in expected.split("; "))
 
 
 @pytest.mark.program
@@ -124,7 +125,7 @@ def test_a_program_of_the_gallery_trains_in_micro_batches(
 def test_the_centre_of_dino_is_that_of_all_ranks(tmp_path: Path) -> None:
     """Two ranks, of which each sees other samples, end with the weights of one process."""
     counts = ("--target-batch", "101", "--max-micro-batch", "16", "--steps", "3", "--trials", "0")
-    words = (*counts, "--sample-seeds", "--device", "cpu", "--split-check", "off")
+    words = (*counts, "--workers", "1", "--device", "cpu", "--split-check", "off")
     found = {}
     for ranks in ("1", "2"):
         more = (*words, "--ranks", ranks, "--out", ranks)

@@ -164,7 +164,7 @@ def test_a_size_that_runs_in_one_order_of_steps_only_does_not_fit(monkeypatch) -
     found = autobatch.probe(workload, **options).micro_batch
     assert survives(setup, found, steps=3)
     monkeypatch.setattr(attempts, "OTHER_ATTEMPT_STEPS", (1,))
-    refused = next(size for size in range(found + 7, found, -1) if attempt(setup, size).attempt.fits)
+    refused = next(size for size in range(found + 100, found, -1) if attempt(setup, size).attempt.fits)
     assert not survives(setup, refused, steps=3)
 
 

@@ -109,7 +109,6 @@ def stop_in_long_step(out: str) -> tuple[str, int]:
 
 
 @pytest.mark.program
-@known("run: a step that takes longer than 20 seconds after a signal loses its checkpoint")
 def test_a_long_step_ends_with_its_checkpoint_after_a_signal(server: RankServer, tmp_path: Path) -> None:
     ended = server.run(stop_in_long_step, str(tmp_path), seconds=100)
     assert [rank.value for rank in ended] == [("Interrupted", 143)] * 2, ended

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+from autobatch import Workload
 from autobatch.planning import make_plan
 
 torch.manual_seed(0)
@@ -23,6 +24,15 @@ optimizer = torch.optim.SGD(model.parameters(), lr=plan.learning_rate)
 def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """Return the mean cross-entropy."""
     return cross_entropy(model(batch[0]), batch[1])
+
+
+workload = Workload(
+    model=lambda: model,
+    train_data=dataset,
+    loss=loss,
+    optimizer=lambda parameters, learning_rate: torch.optim.SGD(parameters, lr=learning_rate),
+    learning_rate=plan.learning_rate,
+)
 
 
 def set_up(library: str) -> dict[str, Any]:
