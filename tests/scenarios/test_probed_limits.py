@@ -155,19 +155,6 @@ def test_a_limit_leaves_room_for_state_that_the_first_step_makes(
     assert not survives(setup, too_large, steps=3)
 
 
-@pytest.mark.program
-def test_a_size_that_runs_in_one_order_of_steps_only_does_not_fit(monkeypatch) -> None:
-    """A first step of two micro-batches fragments the cache in another way than a step of one."""
-    workload = WORKLOADS["experts"]()
-    options = {"device": "sim:t4", "memory_budget": "2MiB"}
-    setup = open_setup(workload, Options().with_values(**options))
-    found = autobatch.probe(workload, **options).micro_batch
-    assert survives(setup, found, steps=3)
-    monkeypatch.setattr(attempts, "OTHER_ATTEMPT_STEPS", (1,))
-    refused = next(size for size in range(found + 100, found, -1) if attempt(setup, size).attempt.fits)
-    assert not survives(setup, refused, steps=3)
-
-
 LENGTHS = [2 + (index * 37 % 29) + (30 if index % 60 == 41 else 0) for index in range(240)]
 """Few samples are as long as the longest, and those do not come first."""
 

@@ -98,7 +98,7 @@ class RankServer:
             self._process.kill()
 
     def script(self, path: Path, folder: Path) -> str:
-        """Run a script in a folder as ``python PATH`` would, and return what it prints."""
+        """Run a script in a folder as ``python PATH`` would, and return what it prints on both streams."""
         environ = {"AUTOBATCH_HOME": str(folder / "home")}
         return str(self.values(_run_script, path, folder, world=1, environ=environ, seconds=300)[0])
 
@@ -110,7 +110,7 @@ def _run_script(path: Path, folder: Path) -> str:
     os.chdir(folder)
     sys.argv, sys.path[:0] = [str(path)], [str(path.parent)]
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         runpy.run_path(str(path), run_name="__main__")
     return printed.getvalue()
 
