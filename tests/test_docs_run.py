@@ -254,6 +254,13 @@ def test_the_program_of_the_readme_runs_when_it_is_copied(tmp_path: Path) -> Non
     assert "batch 2,048 in" in printed_by("bash", command, tmp_path)
 
 
+@pytest.mark.program
+def test_a_project_begins_with_the_program_of_the_readme(tmp_path: Path) -> None:
+    assert "autobatch fit" in printed_by("bash", "autobatch init .", tmp_path)
+    assert (tmp_path / "train.py").read_text() == code_of(ROOT / "README.md")[0].removeprefix("# train.py\n")
+    assert "batch 2,048 in" in printed_by("bash", "autobatch fit --memory-budget 2MiB --steps 4", tmp_path)
+
+
 def diffs_of(page: Path) -> list[str]:
     return re.findall(r"^```diff\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 

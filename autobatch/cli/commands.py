@@ -6,6 +6,8 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import shlex
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ import msgspec
 from autobatch.cli.output import write_json, write_line
 from autobatch.cli.record import RECORD_HELP
 from autobatch.core.errors import InputError
+from autobatch.core.files import write_atomic
 from autobatch.core.options import options_schema
 from autobatch.core.records import SCHEMA
 from autobatch.core.text import printable_lines, quoted
@@ -46,7 +49,14 @@ PACKAGES = (
     *("tensorboard", "wandb", "mlflow"),
 )
 """Distributions whose versions belong in a bug report."""
+STARTED = {"train.py": "train.txt", "autobatch.toml": "autobatch.toml"}
+"""Files of a new project, and what is in them."""
 HELP = {
+    "init": """\
+usage: autobatch init [DIR] [--json]
+
+Write a small program, train.py, and its options, autobatch.toml, to a folder.
+There, autobatch fit trains it. Both are yours to change. (default: this folder)""",
     "profiles": """\
 usage: autobatch profiles [list | show NAME | save NAME] [--json]
 
@@ -106,6 +116,7 @@ def run_command(name: str, arguments: list[str]) -> int:
     if unknown:
         raise InputError(f"there is no option {unknown[0]}; see autobatch {name} --help")
     commands = {
+        "init": _init,
         "profiles": _profiles,
         "report": _report,
         "compare": _compare,
@@ -117,6 +128,23 @@ def run_command(name: str, arguments: list[str]) -> int:
     if "--json" in options:
         return write_json(found.content)
     return write_line(printable_lines(found.text))
+
+
+def _init(words: list[str]) -> Answer:
+    """Run ``autobatch init [DIR]``: write a program and its options, and overwrite nothing."""
+    if len(words) > 1:
+        raise InputError(f"init takes one folder, found {len(words)}: {quoted(' '.join(words))}")
+    folder = Path(*words)
+    paths = [folder / name for name in STARTED]
+    there = next((path for path in paths if path.exists()), None)
+    if there is not None:
+        raise InputError(f"{there} exists, and init overwrites nothing: name another folder, or move it away")
+    for path in paths:
+        template = files("autobatch.cli") / "templates" / STARTED[path.name]
+        write_atomic(path, template.read_bytes())
+    enter = f"cd {shlex.quote(str(folder))} && " if words else ""
+    text = f"wrote {' and '.join(map(str, paths))}. Try: {enter}autobatch fit"
+    return Answer({"files": [str(path) for path in paths]}, text)
 
 
 def _profiles(words: list[str]) -> Answer:

@@ -46,6 +46,7 @@ commands:
   probe      find the largest micro-batch that fits
   tune       probe, plan, and measure which configuration is fastest
   estimate   predict what fits on GPUs that need not be present
+  init       write a program to start from, and its options
   record     record the memory of any program, for estimate --snapshot
   profiles   hardware profiles: list, show NAME, save NAME
   report     write the report of a run again: report [RUN], else the newest
@@ -70,7 +71,7 @@ OVER_RANKS = ("fit", "plan", "probe", "tune")
 SCRIPTED = ("fit", "plan", "probe")
 """Commands that take the words of a program after ``--``."""
 RUNNING = (*OVER_RANKS, "estimate")
-OTHER = ("profiles", "doctor", "report", "compare", "completion", "schema")
+OTHER = ("init", "profiles", "doctor", "report", "compare", "completion", "schema")
 ALL = (*RUNNING, *OTHER, "record")
 PARTS: dict[str, tuple[str, ...]] = {
     "plan": ("device", "probe", "plan", "profile", "report"),

@@ -256,6 +256,7 @@ def completion_script(shell: str, profiles: Iterable[str], others: Mapping[str, 
     words: dict[str, dict[str, Any]] = {
         "profiles": {"action": ("list", "show", "save"), "name": names},
         "completion": {"shell": SHELLS},
+        "init": {"folder": shtab.DIRECTORY},
         "report": {"run": shtab.DIRECTORY},
         "compare": {"run": shtab.DIRECTORY, "other run": shtab.DIRECTORY},
     }

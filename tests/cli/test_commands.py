@@ -61,6 +61,18 @@ def test_the_help_is_short_and_unknown_options_are_refused(name: str, said: Said
     assert f"there is no option --foo; see autobatch {name} --help" in said(name, "--foo", code=2)
 
 
+def test_a_project_is_begun_where_nothing_is_overwritten(tmp_path: Path, said: Said) -> None:
+    assert "cd 'my project' && autobatch fit" in said("init", "my project")
+    started = {path.name: path for path in (tmp_path / "my project").iterdir()}
+    assert started.keys() == {"train.py", "autobatch.toml"}
+    assert set(tomllib.loads(started["autobatch.toml"].read_text())) <= {"workload", *fields_of("fit")}
+    started["train.py"].write_text("mine")
+    started["autobatch.toml"].unlink()
+    assert "train.py exists" in said("init", "my project", code=2)
+    assert started["train.py"].read_text() == "mine"
+    assert not started["autobatch.toml"].exists()
+
+
 def test_profiles_are_listed_with_their_memory_and_shown_as_toml_or_json(said: Said) -> None:
     lines = said("profiles").splitlines()
     assert lines == said("profiles", "list").splitlines()
