@@ -24,7 +24,7 @@ from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.estimates.suggestions import in_words, suggest
 from autobatch.footprint.explain import memory_curve, predicted_points
 from autobatch.planning import launched_world_size, make_plan, split_over_ranks
-from autobatch.rehearsal.process import Session, SetupProcess, open_process
+from autobatch.rehearsal.process import SetupProcess, open_process
 from autobatch.rehearsal.setup import Role, SetupInfo, new_allocator
 from autobatch.report.result import Result
 from autobatch.report.words import decimal, plural
@@ -172,7 +172,7 @@ def _limit(call: Call, setup: OpenSetup, samples: int | None) -> Limit:
             refused = str(error)
         found: list[Remedy] = []
         with suppress(AutobatchError):  # the error stands without it
-            found = process.call("looking for what helps", _suggestions)
+            found = process.call("looking for what helps", suggest)
         raise DoesNotFitError(f"{refused}{in_words(found)}")
 
     limit = setup.fitting(find)
@@ -191,10 +191,6 @@ def _memory_of(limit: Limit, info: SetupInfo) -> tuple[list[PredictedPoint], Mem
     has_phases = limit.trace is not None and limit.trace.marks
     curve = memory_curve(limit.trace, ran, unlimited()) if limit.trace is not None and has_phases else None
     return predicted_points(limit.programs, ran, unlimited, info.samples), curve
-
-
-def _suggestions(session: Session) -> list[Remedy]:
-    return suggest(session.setup)
 
 
 def _probe_and_plan(call: Call, setup: OpenSetup) -> Result:

@@ -1,13 +1,11 @@
 """The process that holds the setup of real steps: this one, or a child whose crash does no harm.
 
     parent                                        child
-    call(act, function, …) ──the function──►      function(session, …)
-                           ◄──"alive"───────      at each phase of a step
+    call(act, function, …) ──the function──►      function(setup, …)
                            ◄──the answer────
 
-Both kinds have one verb, `call`: a stage of a run does not know where it runs, and the workload is opened
-once for all stages. A child that the host kills for want of memory is an answer. A child that crashes, or
-gives no sign of life for long, is an error that quotes its last output.
+A stage of a run does not know where it runs, and the workload is opened once for all stages. A child that the
+host kills for want of memory is an answer. A child that crashes is an error that quotes its last output.
 
 A child may start before its parent imports torch, and imports it meanwhile. So this module imports torch in
 functions only.
@@ -18,20 +16,16 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
-import math
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from autobatch.core.errors import AutobatchError
 from autobatch.core.options import Options
@@ -44,17 +38,17 @@ if TYPE_CHECKING:
 
 PATIENCE_SECONDS = 2.0
 """Time for a child to leave before it is killed."""
-SIGN_SECONDS = 10.0
-"""Least time between two signs of life of a child."""
 TAIL_LINES = 5
 """Lines of the child's output in a crash message."""
+ENDED = (EOFError, BrokenPipeError, ConnectionResetError)
+"""Errors of a pipe whose other end is gone."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class ChildCrashed(AutobatchError, RuntimeError):  # noqa: N818 - named like ProcessLookupError
-    """Crash or hang of the child process.
+    """Crash of the child process.
 
     Args:
         message: one line, with the last output of the child.
@@ -64,23 +58,6 @@ class ChildCrashed(AutobatchError, RuntimeError):  # noqa: N818 - named like Pro
     def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
         super().__init__(message)
         self.out_of_memory = out_of_memory
-
-
-@dataclass
-class Session:
-    """An open setup, and objects that calls keep there for later calls."""
-
-    setup: Setup
-    _kept: dict[type, Any] = field(default_factory=dict)
-
-    def keep(self, value: T) -> T:
-        """Keep a value in place of an earlier one of its type, and return it."""
-        self._kept[type(value)] = value
-        return value
-
-    def find(self, kind: type[T]) -> T | None:
-        """Return the kept value of a type; None if there is none."""
-        return self._kept.get(kind)
 
 
 class ThisProcess:
@@ -94,14 +71,13 @@ class ThisProcess:
 
         self.setup = setup
         self.info: SetupInfo = describe_setup(setup)
-        self._session = Session(setup)
 
     def call(
-        self, act: str, function: Callable[Concatenate[Session, P], T], *args: P.args, **more: P.kwargs
+        self, act: str, function: Callable[Concatenate[Setup, P], T], *args: P.args, **more: P.kwargs
     ) -> T:
-        """Call a function of the session here; see `ChildProcess.call`."""
+        """Call a function of the setup here; see `ChildProcess.call`."""
         del act
-        return function(self._session, *args, **more)
+        return function(self.setup, *args, **more)
 
     def restart(self) -> None:
         """Do nothing: there is no child."""
@@ -119,12 +95,9 @@ class ChildProcess:
     """Description of the setup that is open."""
     is_replaceable = True
     """True: a new child takes the place of one that crashed, or lost its GPU context."""
-    answer_seconds = 600.0
-    """Time without an answer and without a sign of life after which a call counts as hung."""
 
     def __init__(self, *, is_copy: bool = False, oom_kills: Callable[[], int] = count_oom_kills) -> None:
-        self._is_copy = is_copy
-        self._oom_kills = oom_kills
+        self._is_copy, self._oom_kills = is_copy, oom_kills
         self._is_started = False
         self._opened: tuple[str | None, Options, Role] | None = None
 
@@ -135,7 +108,7 @@ class ChildProcess:
 
     def __exit__(self, kind: object, *_: object) -> None:
         # After Ctrl-C the user does not wait for the end of a call.
-        self.close(patience=PATIENCE_SECONDS if kind is None and self._opened else 0.0)
+        self._close(patience=PATIENCE_SECONDS if kind is None and self._opened else 0.0)
 
     def open(self, reference: str | None, options: Options, role: Role) -> Self:
         """Open a workload in the child, which has not opened any.
@@ -147,59 +120,38 @@ class ChildProcess:
 
         Raises:
             InputError: the device, the budget, the workload or a setting is invalid.
-            AutobatchError: the child crashed.
+            ChildCrashed: the child crashed.
         """
         self._opened, self._calls = (reference, options, role), 0
-        try:
-            with suppress(BrokenPipeError):  # the wait for its answer tells why
-                self._connection.send(self._opened)
-            # Without a limit: the user's code may download a dataset, or build a large model.
-            self.info = self._receive("opening the workload", math.inf)
-        except (EOFError, ConnectionResetError):
-            message = self._crash_message(self._stop(), "while it opened the workload")
-            raise AutobatchError(message) from None
+        self.info = self._answer(self._opened, "while it opened the workload")
         return self
 
     def call(
-        self, act: str, function: Callable[Concatenate[Any, P], T], *args: P.args, **more: P.kwargs
+        self, act: str, function: Callable[Concatenate[Setup, P], T], *args: P.args, **more: P.kwargs
     ) -> T:
-        """Call a function of the session in the child; in a new child if this one crashed, or lost its GPU.
+        """Call a function of the setup in the child; in a new child if this one crashed, or lost its GPU.
 
         Args:
             act: the action of the function in messages, for example "a trial".
             function: a function of a module; its arguments and its result are pickled.
-            args: its arguments after the session.
+            args: its arguments after the setup.
             more: its keyword arguments.
 
         Raises:
-            ChildCrashed: the child crashed, or gave no sign of life for long.
+            ChildCrashed: the child crashed.
             AutobatchError: the function raised it, or another error that became a `UserCodeError`.
         """
         if self._is_lost:
             self.restart()
-        kills = self._oom_kills()
         self._calls += 1
-        try:
-            self._connection.send((self._calls, function, args, more))
-            return cast(T, self._receive(act, self.answer_seconds))
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            code = self._stop()
-        killed = code == -signal.SIGKILL and self._oom_kills() > kills
-        raise ChildCrashed(self._crash_message(code, f"during {act}"), out_of_memory=killed)
+        return cast(T, self._answer((self._calls, function, args, more), f"during {act}"))
 
     def restart(self) -> None:
         """Open the workload in a new child, in place of this one."""
         assert self._opened is not None
-        self.close(patience=0.0)
+        self._close(patience=0.0)
         self._start()
         self.open(*self._opened)
-
-    def close(self, *, patience: float = PATIENCE_SECONDS) -> None:
-        """End the child, and delete its output."""
-        if self._is_started:
-            self._stop(patience=patience)
-            self._log.close()
-            self._is_started = False
 
     def _start(self) -> None:
         """Start a process that waits for a workload; later ones are no copies."""
@@ -210,7 +162,7 @@ class ChildProcess:
         # `multiprocessing` hands over an open file only as the end of a pipe.
         output = Connection(os.dup(self._log.fileno()))
         args = theirs, self._connection if self._is_copy else None, output
-        self._process: BaseProcess = context.Process(target=_serve, args=args, daemon=True)
+        self._process = context.Process(target=_serve, args=args, daemon=True)
         with hold_back_signals({signal.SIGINT}, with_tracker=not self._is_copy), warnings.catch_warnings():
             # Python warns of threads, such as those of the terminal, which a copy does not have.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -219,61 +171,46 @@ class ChildProcess:
         output.close()
         self._is_started, self._is_copy, self._is_lost = True, False, False
 
-    def _receive(self, act: str, seconds: float) -> Any:
-        """Wait for the answer to the latest call. Ctrl-C ends the wait, and the child ignores it.
-
-        Args:
-            act: the action of the call.
-            seconds: time without a sign of life after which the call counts as hung.
-        """
-        deadline = time.monotonic() + seconds
-        while self._connection.poll(None if deadline == math.inf else max(0.0, deadline - time.monotonic())):
-            number, kind, content, is_lost = self._connection.recv()
-            if number != self._calls:
-                continue  # the answer to an interrupted call
-            if kind == "alive":
-                deadline = time.monotonic() + seconds
-                continue
-            self._is_lost = is_lost
-            if kind == "error":
+    def _answer(self, question: object, when: str) -> Any:
+        """Send a question, and wait for its answer. Ctrl-C ends the wait, and the child ignores it."""
+        kills = self._oom_kills()
+        try:
+            with suppress(BrokenPipeError):  # the wait tells why
+                self._connection.send(question)
+            number = None
+            while number != self._calls:  # others answer interrupted calls
+                number, is_error, content, self._is_lost = self._connection.recv()
+        except ENDED:
+            code = self._stop(PATIENCE_SECONDS)
+        else:
+            if is_error:
                 raise content
             return content
-        self._stop(patience=0.0)
+        is_killed = code == -signal.SIGKILL
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        advice = ". If the host ran out of memory, give a smaller --memory-budget or --max-micro-batch"
         raise ChildCrashed(
-            f"the child process gave no answer in {seconds:.0f} s during {act} and was ended. "
-            f"Its last output: {self._tail()}"
+            f"the child process ended {when} ({how}). Its last output: {_last_lines(self._log)}"
+            f"{advice if is_killed else ''}",
+            out_of_memory=is_killed and self._oom_kills() > kills,
         )
 
-    def _stop(self, *, patience: float = PATIENCE_SECONDS) -> int | None:
+    def _stop(self, patience: float) -> int:
         """Close the pipe, wait for the child to leave or kill it, and return its exit code."""
         self._is_lost = True
-        with suppress(OSError):
-            self._connection.close()
+        self._connection.close()
         self._process.join(timeout=patience)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
-        return self._process.exitcode
+        return int(self._process.exitcode)
 
-    def _crash_message(self, code: int | None, when: str) -> str:
-        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-        advice = ". If the host ran out of memory, give a smaller --memory-budget or --max-micro-batch"
-        return (
-            f"the child process ended {when} ({how}). Its last output: {self._tail()}"
-            f"{advice if code == -signal.SIGKILL else ''}"
-        )
-
-    def _tail(self) -> str:
-        """Return the last lines of the child's output in one line, or the place of a crash."""
-        # Not from the place where the child writes, which the processes share.
-        descriptor = self._log.fileno()
-        text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
-        lines = text.strip().splitlines()
-        crash = next((n for n, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
-        if crash is None:
-            return " | ".join(line.strip() for line in lines[-TAIL_LINES:]) or "nothing"
-        frames = [line.strip() for line in lines[crash + 1 :] if line.startswith("  File ")]
-        return " | ".join([lines[crash], *frames[:TAIL_LINES]])
+    def _close(self, patience: float) -> None:
+        """End the child, and delete its output."""
+        if self._is_started:
+            self._stop(patience)
+            self._log.close()
+            self._is_started = False
 
 
 SetupProcess = ThisProcess | ChildProcess
@@ -329,6 +266,18 @@ def _open(workload: WorkloadSource, options: Options, role: Role) -> Setup:
     return open_setup(find_workload(workload, options.device.seed), options, role, is_demo=workload is None)
 
 
+def _last_lines(log: IO[bytes]) -> str:
+    """Return the last lines of a child's output in one line, or the place of its crash."""
+    # Not from the place where the child writes, which the processes share.
+    text = os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0).decode(errors="replace")
+    lines = [line.strip() for line in text.strip().splitlines()]
+    crash = next((at for at, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
+    if crash is None:
+        return " | ".join(lines[-TAIL_LINES:]) or "nothing"
+    frames = [line for line in lines[crash + 1 :] if line.startswith("File ")]
+    return " | ".join([lines[crash], *frames[:TAIL_LINES]])
+
+
 def _serve(connection: Connection, of_parent: Connection | None, output: Connection) -> None:
     """Run the child: import torch, open the workload that comes, then answer calls until the pipe closes.
 
@@ -337,42 +286,37 @@ def _serve(connection: Connection, of_parent: Connection | None, output: Connect
         of_parent: in a copy, the parent's end of the pipe, which else would never close.
         output: has the descriptor of the file for the child's output.
     """
-    _begin(of_parent, output.fileno())
+    _detach(of_parent, output.fileno())
     from autobatch.workload.user_code import to_picklable
 
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    with suppress(*ENDED):
         workload, options, role = connection.recv()
-        number, next_sign = 0, 0.0
-
-        def show_life() -> None:
-            nonlocal next_sign
-            if time.monotonic() >= next_sign:
-                next_sign = time.monotonic() + SIGN_SECONDS
-                connection.send((number, "alive", None, False))
-
         try:
-            setup = replace(_open(workload, options, role), show_life=show_life)
-            here = ThisProcess(setup)
+            here = ThisProcess(_open(workload, options, role))
         except (Exception, SystemExit) as error:
-            connection.send((0, "error", to_picklable(error), False))
+            connection.send((0, True, to_picklable(error), False))
             return
         # What is open now lives as long as this process, so no collection needs to look at it again.
         gc.collect()
         gc.freeze()
-        connection.send((0, "answer", here.info, False))
+        connection.send((0, False, here.info, False))
         while True:
             number, function, args, more = connection.recv()
-            kind = "answer"
+            is_error = is_lost = False
             try:
-                content = here.call("", function, *args, **more)
+                content = function(here.setup, *args, **more)
             except (Exception, SystemExit) as error:
-                kind, content = "error", to_picklable(error)
-            if kind == "error":  # outside of the except block, nothing keeps the tensors of a failed call
-                setup.device.release()
-            connection.send((number, kind, content, _has_lost_context(setup)))
+                is_error, content = True, to_picklable(error)
+            if is_error:  # outside of the except block, nothing keeps the tensors of a failed call
+                here.setup.device.release()
+            try:
+                here.setup.device.synchronize()
+            except RuntimeError:  # the context of the GPU is gone
+                is_lost = True
+            connection.send((number, is_error, content, is_lost))
 
 
-def _begin(of_parent: Connection | None, output: int) -> None:
+def _detach(of_parent: Connection | None, output: int) -> None:
     """Detach the child from the parent's terminal and signals, and import what it needs."""
     parent = multiprocessing.parent_process()
     if parent is not None and os.getppid() == parent.pid:  # unless a server of `multiprocessing` forked it
@@ -396,12 +340,3 @@ def _begin(of_parent: Connection | None, output: int) -> None:
     atexit.register(gc.freeze)
     # Trials start loader workers, which a daemon must not. They end with this process.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-
-
-def _has_lost_context(setup: Setup) -> bool:
-    """Return whether the GPU answers nothing any more, as after an error of its context."""
-    try:
-        setup.device.synchronize()
-    except RuntimeError:
-        return True
-    return False

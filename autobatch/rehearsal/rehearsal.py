@@ -244,14 +244,12 @@ class _Stopwatch:
         self.meter = meter
         self.phase = ""
         self._clock, self._synchronize = setup.clock, setup.device.synchronize
-        self._show_life = setup.show_life
         self._loss_began: float | None = None
 
     def mark(self, phase: str) -> None:
         """Begin a phase. The loss over a whole batch comes once per step, so its time is counted apart."""
         self.phase = phase
         self.meter.mark(phase)
-        self._show_life()
         if phase == "loss":
             self._loss_began = self._now()
         elif self._loss_began is not None:

@@ -65,8 +65,6 @@ class Setup(StepSettings):
     layout: ShardLayout | None = None
     """What ranks gather and reduce of a model that they share; None if each has a whole one."""
     clock: Callable[[], float] = time.perf_counter
-    show_life: Callable[[], None] = lambda: None
-    """Called at each phase of a step: a child tells its parent that a call gets further."""
 
 
 @dataclass(frozen=True, kw_only=True)

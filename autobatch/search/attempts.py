@@ -19,7 +19,7 @@ from autobatch.core.units import format_bytes
 from autobatch.device.oom import loses_context
 from autobatch.footprint.explain import explain
 from autobatch.rehearsal.attempt import Outcome, attempt
-from autobatch.rehearsal.process import ChildCrashed, Session, SetupProcess
+from autobatch.rehearsal.process import ChildCrashed, SetupProcess
 
 SPILL_FACTOR = 3.0
 """A size that takes this much longer per sample than the fastest does not run in the GPU's own memory."""
@@ -30,11 +30,11 @@ def run_attempt(process: SetupProcess, micro_batch: int) -> Outcome:
 
     Raises:
         InputError: the workload raised.
-        ChildCrashed: the child crashed or hung for another reason.
+        ChildCrashed: the child crashed for another reason.
     """
     start = time.perf_counter()
     try:
-        outcome = process.call(f"an attempt at a micro-batch of {micro_batch}", _attempt, micro_batch)
+        outcome = process.call(f"an attempt at a micro-batch of {micro_batch}", attempt, micro_batch)
     except ChildCrashed as crash:
         if not crash.out_of_memory:
             raise
@@ -157,7 +157,3 @@ def _failed(size: int, reason: str, seconds: float, *, is_error: bool = False) -
         is_error=is_error,
     )
     return Outcome(failed, None, is_context_lost=not is_error)
-
-
-def _attempt(session: Session, micro_batch: int) -> Outcome:
-    return attempt(session.setup, micro_batch)

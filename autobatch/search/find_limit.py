@@ -26,8 +26,8 @@ from autobatch.footprint.fitting import Fitting
 from autobatch.footprint.program import Program, Untraceable
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.attempt import Outcome
-from autobatch.rehearsal.process import Session, SetupProcess
-from autobatch.rehearsal.setup import new_allocator
+from autobatch.rehearsal.process import SetupProcess
+from autobatch.rehearsal.setup import Setup, new_allocator
 from autobatch.search.attempts import Attempts, nothing_fits, run_attempt
 from autobatch.search.probe import FIRST, Found, find_largest
 from autobatch.search.real_batches import survive_real_batches
@@ -265,5 +265,5 @@ def _with_others(probe: Probe, process: SetupProcess, progress: Progress) -> Pro
     return msgspec.structs.replace(probe, other_processes_bytes=after)
 
 
-def _others_bytes(session: Session) -> int | None:
-    return session.setup.device.describe().other_processes_bytes
+def _others_bytes(setup: Setup) -> int | None:
+    return setup.device.describe().other_processes_bytes

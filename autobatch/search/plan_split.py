@@ -15,8 +15,8 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Probe, SizeCut
 from autobatch.distributed.rank_plan import agree_on_cut
 from autobatch.distributed.ranks import Ranks
-from autobatch.rehearsal.process import Session, SetupProcess
-from autobatch.rehearsal.setup import with_knobs
+from autobatch.rehearsal.process import SetupProcess
+from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.search.hazards import hazard, nothing_to_gain
 from autobatch.search.real_batches import FIRST, TRIES, batches_to_run, why_not
 from autobatch.workload.order import GlobalBatch
@@ -72,19 +72,19 @@ def choose_split(
 
 
 def _choose(
-    session: Session, plan: Plan, asked: str, limits: tuple[int, int], seed: int
+    setup: Setup, plan: Plan, asked: str, limits: tuple[int, int], seed: int
 ) -> tuple[SizeCut | None, str]:
     """Return the split, None by count, and the reason, empty if there was no choice.
 
     Args:
-        session: holds the setup, which stays unchanged.
+        setup: stays unchanged.
         plan: the split by count.
         asked: ``auto`` or ``size``.
         limits: the largest micro-batches of the longest samples and of any.
         seed: of the order of the data.
     """
-    session = Session(with_knobs(session.setup, {**plan.knobs, PRECISION: plan.precision}))
-    setup, sizes = session.setup, session.setup.worst_case.sizes()
+    setup = with_knobs(setup, {**plan.knobs, PRECISION: plan.precision})
+    sizes = setup.worst_case.sizes()
     if sizes is None:
         return (
             None,
@@ -101,7 +101,7 @@ def _choose(
     if obstacle is not None:
         return None, obstacle
     # A rank takes about as many samples of a batch that is split by size.
-    batches = batches_to_run(session, max(1, sum(plan.micro_batches)), seed)
+    batches = batches_to_run(setup, max(1, sum(plan.micro_batches)), seed)
     limit, cap = min(limits), limits[1]
     steps = math.ceil(len(batches[0].ids) / limit)
     for smaller in dict.fromkeys(max(1, limit * steps // (steps + more)) for more in range(1 + TRIES)):
@@ -116,7 +116,7 @@ def _choose(
         if asked == "auto" and gain < LEAST_GAIN:
             return None, f"by size would save {max(0.0, 1 - 1 / gain):.0%}"
         split = SizeSplit(sizes=sizes, cut=cut)
-        if why_not(session, batches, split, split.largest) is None:
+        if why_not(setup, batches, split, split.largest) is None:
             padded = f"{cut.padding:.2f} times its real size in place of {cut.padding_by_count:.2f} times"
             steps_saved = f"{cut.steps:.1f} micro-batches on average in place of {cut.steps_by_count:.0f}"
             return cut, f"{steps_saved}, and a padded batch has {padded}"
@@ -142,6 +142,6 @@ def _with_expectations(
     return known, areas[0] / areas[1]
 
 
-def read_sizes(session: Session) -> Sizes | None:
+def read_sizes(setup: Setup) -> Sizes | None:
     """Return the size of each sample; None if some are unknown."""
-    return session.setup.worst_case.sizes()
+    return setup.worst_case.sizes()

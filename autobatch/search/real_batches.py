@@ -17,8 +17,9 @@ import msgspec
 from autobatch.core.errors import AutobatchError
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt, Probe, RealBatches
-from autobatch.rehearsal.process import Session, SetupProcess
+from autobatch.rehearsal.process import SetupProcess
 from autobatch.rehearsal.rehearsal import batch_of, rehearse
+from autobatch.rehearsal.setup import Setup
 from autobatch.search.attempts import run_attempt
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, epoch_of
 from autobatch.workload.split import Split
@@ -99,9 +100,8 @@ def survive_real_batches(
     )
 
 
-def batches_to_run(session: Session, samples: int, seed: int) -> list[GlobalBatch]:
+def batches_to_run(setup: Setup, samples: int, seed: int) -> list[GlobalBatch]:
     """Return the first batches of a run and its heaviest; of a stream, twice as many of the first."""
-    setup = session.setup
     epoch, order = epoch_of(setup.workload, seed)
     sizes = None if setup.stream is not None else setup.worst_case.sizes()
     run = GlobalBatchSampler(
@@ -117,9 +117,8 @@ def batches_to_run(session: Session, samples: int, seed: int) -> list[GlobalBatc
     return [*islice(run.batches(), FIRST), *heaviest]
 
 
-def why_not(session: Session, batches: Sequence[GlobalBatch], split: Split, micro_batch: int) -> str | None:
+def why_not(setup: Setup, batches: Sequence[GlobalBatch], split: Split, micro_batch: int) -> str | None:
     """Run batches in a split within the budget. Return the reason if they do not fit, else None."""
-    setup = session.setup
     chosen = (batch_of(setup.workload, split.parts(batch, micro_batch)) for batch in batches)
     found = rehearse(setup, chosen, within_budget=True)
     return setup.device.refuses(found.stats) if found.failure is None else found.failure.reason

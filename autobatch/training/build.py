@@ -18,7 +18,6 @@ from autobatch.core.records import Plan
 from autobatch.device.base import Meter
 from autobatch.distributed.rank_plan import model_of_ranks, open_engine
 from autobatch.distributed.ranks import Ranks
-from autobatch.rehearsal.process import Session
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.gradients import Optimizers
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
@@ -60,14 +59,14 @@ def build_sampler(
     return GlobalBatchSampler(**fields, order=order) if view is None else StreamSampler(**fields, view=view)
 
 
-def stream_length(session: Session) -> int | None:
+def stream_length(setup: Setup) -> int | None:
     """Return the length that the stream of an open setup reports; None if unknown."""
-    return known_length(session.setup.stream)
+    return known_length(setup.stream)
 
 
-def count_stream(session: Session) -> int:
+def count_stream(setup: Setup) -> int:
     """Count the samples of the stream of an open setup."""
-    return count_samples(session.setup.stream)
+    return count_samples(setup.stream)
 
 
 @contextmanager

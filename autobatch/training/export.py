@@ -14,7 +14,7 @@ from autobatch.core.errors import CheckpointError, InputError
 from autobatch.core.files import replaced_file
 from autobatch.core.version import __version__
 from autobatch.distributed.engine import Engine
-from autobatch.rehearsal.process import Session
+from autobatch.rehearsal.setup import Setup
 from autobatch.step.train_state import TrainState
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
 from autobatch.workload.contract import kind_of
@@ -90,9 +90,9 @@ def check_exportable(model: nn.Module) -> None:
         )
 
 
-def examine_weights(session: Session) -> None:
+def examine_weights(setup: Setup) -> None:
     """Check the weights of an open setup; see `check_exportable`."""
-    check_exportable(session.setup.model)
+    check_exportable(setup.model)
 
 
 @cache

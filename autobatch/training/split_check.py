@@ -28,7 +28,6 @@ from autobatch.core.units import format_share
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, loses_context
 from autobatch.planning import split_evenly
-from autobatch.rehearsal.process import Session
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.loss import ONE
 from autobatch.training.batchnorm import batch_norm_notes, batch_norms, smallest_micro_batch
@@ -181,16 +180,16 @@ def first_samples(sampler: GlobalBatchSampler) -> list[int]:
     return list(dict.fromkeys(islice(ids, most)))[:CANDIDATES]
 
 
-def examine(session: Session, micro_batch: int, ids: list[int] | None) -> Finding:
+def examine(setup: Setup, micro_batch: int, ids: list[int] | None) -> Finding:
     """Examine the loss of an open setup; see `examine_loss`. None stands for batches of one micro-batch."""
     if ids is None:
-        samples, order = epoch_of(session.setup.workload, 0)
+        samples, order = epoch_of(setup.workload, 0)
         ids = first_samples(
             GlobalBatchSampler(
                 samples=samples, target_batch=micro_batch, seed=0, steps=CANDIDATES, order=order
             )
         )
-    return examine_loss(session.setup, micro_batch, ids)
+    return examine_loss(setup, micro_batch, ids)
 
 
 def examine_loss(setup: Setup, micro_batch: int, ids: Sequence[int]) -> Finding:

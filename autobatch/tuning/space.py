@@ -9,7 +9,6 @@ import torch
 
 from autobatch.core.knobs import Configuration, SearchAxis, TuningContext, Value
 from autobatch.device.host import usable_cores
-from autobatch.rehearsal.process import Session
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.step.optimizers import stand_in_optimizers
@@ -37,17 +36,17 @@ def neighbours(values: Configuration, axes: Sequence[SearchAxis]) -> Iterator[di
 
 
 def look_at_workload(
-    session: Session, micro_batch: int, planned_steps: int, workers: int | None
+    setup: Setup, micro_batch: int, planned_steps: int, workers: int | None
 ) -> TuningContext:
     """Return the facts about the device and the workload that decide which knobs apply.
 
     Args:
-        session: has the setup.
+        setup: has the model and the data.
         micro_batch: the largest micro-batch of the plan.
         planned_steps: optimizer steps of the run that is tuned for.
         workers: loader workers that were asked for; None if none were.
     """
-    setup, workload, device = session.setup, session.setup.workload, session.setup.device
+    workload, device = setup.workload, setup.device
     cores = usable_cores()
     loader: str | None = "the number of workers is given"
     if workers is None:

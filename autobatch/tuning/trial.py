@@ -31,7 +31,7 @@ from autobatch.core.knobs import (
 from autobatch.device.oom import first_line
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.attempt import attempt
-from autobatch.rehearsal.process import ChildCrashed, Session, SetupProcess
+from autobatch.rehearsal.process import ChildCrashed, SetupProcess
 from autobatch.rehearsal.rehearsal import Batch, Step, batch_of, rehearse
 from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.search.probe import find_largest
@@ -202,17 +202,17 @@ def _key(values: Configuration) -> Key:
 
 
 def _attempted(
-    session: Session, function: Callable[..., Any], values: Configuration, is_own: bool, *args: Any
+    setup: Setup, function: Callable[..., Any], values: Configuration, is_own: bool, *args: Any
 ) -> Any:
     """Return what a function finds with a configuration, or why it fails; an own error is raised."""
     try:
-        return function(with_knobs(session.setup, values), *args)
+        return function(with_knobs(setup, values), *args)
     except Exception as error:
         if is_own and not isinstance(error, Infeasible):
             raise
         reason = str(error) if isinstance(error, Infeasible) else first_line(error)
     # Outside the except block, nothing keeps the failed step's tensors alive.
-    session.setup.device.release()
+    setup.device.release()
     return Failure(reason)
 
 

@@ -35,7 +35,7 @@ from optuna.distributions import CategoricalDistribution
 from autobatch import Progress, Workload
 from autobatch.core.knobs import Configuration, SearchAxis, applicable, defaults
 from autobatch.core.options import Options
-from autobatch.rehearsal.process import Session, ThisProcess
+from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import open_setup
 from autobatch.search.find_limit import find_limit
 from autobatch.tuning.compare import ROUNDS, Infeasible, Measurement, compare
@@ -100,7 +100,7 @@ def open_trials(workload: Workload, target_batch: int, memory_budget: str) -> tu
     with tempfile.TemporaryDirectory() as home:
         found = find_limit(process, options, share=target_batch, home=Path(home), progress=Progress())
     limit = found.probe.micro_batch
-    axes, _ = applicable(look_at_workload(Session(setup), limit, 1000, None), KNOBS)
+    axes, _ = applicable(look_at_workload(setup, limit, 1000, None), KNOBS)
     fields = {"limit": limit, "cap": target_batch, "samples": target_batch, "planned_steps": 1000}
     return Trials(process=process, defaults=defaults(axes), **fields), axes
 

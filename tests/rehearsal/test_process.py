@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -21,8 +20,8 @@ from autobatch import InputError
 from autobatch.core.errors import UserCodeError
 from autobatch.core.options import Options
 from autobatch.rehearsal import process as child_module
-from autobatch.rehearsal.process import ChildCrashed, ChildProcess, Session, may_copy, open_process
-from autobatch.rehearsal.setup import Role
+from autobatch.rehearsal.process import ChildCrashed, ChildProcess, may_copy, open_process
+from autobatch.rehearsal.setup import Role, Setup
 from autobatch.search.attempts import run_attempt
 from autobatch.step.optimizers import import_for_optimizers
 from tests.support.commandline import SMALL
@@ -43,11 +42,11 @@ def child(train: Path, function: str, code: str = "", **settings) -> Iterator[Ch
         yield process.open(f"{train}:{function}", SETTINGS, Role())
 
 
-def pid(session: Session) -> int:
+def pid(setup: Setup) -> int:
     return os.getpid()
 
 
-def die(session: Session) -> None:
+def die(setup: Setup) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -114,55 +113,6 @@ def test_a_child_that_was_killed_is_replaced_at_the_next_call(train: Path) -> No
 
 
 @warm
-def test_a_child_that_hangs_is_ended(train: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = """
-import pathlib, time
-def hanging(model, batch):
-    print("looking for the answer", flush=True)
-    pathlib.Path(__file__).with_name("hangs").touch()
-    time.sleep(600)
-def workload():
-    return small(loss=hanging)
-"""
-    readings = itertools.count()
-
-    def later() -> float:
-        """Return 0, and 2 seconds once the child hangs."""
-        if next(readings) == 0:
-            return 0.0
-        while not (train.parent / "hangs").exists():
-            time.sleep(0.01)
-        return 2.0
-
-    with child(train, "workload", code) as process:
-        number = process.call("a look", pid)
-        process.answer_seconds = 1.0
-        monkeypatch.setattr(child_module, "time", SimpleNamespace(monotonic=later))
-        with pytest.raises(ChildCrashed, match=r"no answer in 1 s during .*looking for the answer"):
-            run_attempt(process, 2)
-        assert not is_running(number)
-
-
-def slow_steps(session: Session, steps: int) -> str:
-    for _ in range(steps):
-        time.sleep(0.4)
-        session.setup.show_life()
-    return "done"
-
-
-@warm
-def test_a_call_that_gets_further_may_take_any_time(train: Path) -> None:
-    with child(train, "workload") as process:
-        process.answer_seconds = 1.5
-        process.call("a look", set_sign_seconds, 0.0)
-        assert process.call("slow steps", slow_steps, 6) == "done"
-
-
-def set_sign_seconds(session: Session, seconds: float) -> None:
-    child_module.SIGN_SECONDS = seconds
-
-
-@warm
 def test_the_output_of_a_child_stays_off_the_terminal(train: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = """
 import os, sys
@@ -218,7 +168,7 @@ def test_a_child_that_cannot_open_the_workload_raises_the_reason(train: Path, co
         pass
 
 
-def answer(session: Session, text: str, seconds: float = 0.0) -> str:
+def answer(setup: Setup, text: str, seconds: float = 0.0) -> str:
     time.sleep(seconds)
     return text
 
@@ -263,7 +213,7 @@ def test_a_child_whose_gpu_is_lost_tells_why_and_another_answers_the_next_questi
         assert not is_running(first)
 
 
-def modules(session: Session) -> list[str]:
+def modules(setup: Setup) -> list[str]:
     return list(sys.modules)
 
 

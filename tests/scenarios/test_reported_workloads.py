@@ -17,13 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import autobatch
 from autobatch import Loss, Progress, StepRecord
-from autobatch.core.options import Options
 from autobatch.core.records import Attempt
-from autobatch.rehearsal.process import ChildCrashed, ChildProcess
-from autobatch.rehearsal.setup import Role
-from autobatch.training.build import count_stream
-from autobatch.training.split_check import Finding, examine
-from tests.support.commandline import SMALL
 from tests.support.noted import Noting, fit, fit_until, known
 from tests.support.training import (
     Rows,
@@ -246,59 +240,6 @@ def test_a_loss_that_depends_on_several_samples_is_not_told_as_a_hook(tmp_path: 
     said = said_of(make_workload(loss=contrastive_loss), tmp_path)
     assert "several samples" in said
     assert "hook" not in said
-
-
-SLOW = f"""{SMALL}
-import time
-from torch.utils.data import IterableDataset, get_worker_info
-from autobatch.rehearsal import process
-process.SIGN_SECONDS = 0.0
-
-class Slow(IterableDataset):
-    def __iter__(self):
-        for index, row in enumerate(data(270)):
-            time.sleep(0.25 if index > 257 else 0.0)  # a child looks at 256 samples when it opens
-            yield row
-
-def stream():
-    return small(train_data=Slow())
-
-def slow(model, batch):
-    time.sleep(0.15)
-    return loss(model, batch)
-
-def of_slow_loss():
-    return small(loss=slow)
-"""
-
-
-@pytest.mark.program
-@pytest.mark.usefixtures("warm_children")
-@pytest.mark.parametrize(
-    ("function", "call", "arguments"),
-    [
-        pytest.param(
-            "stream",
-            count_stream,
-            (),
-            marks=known("run: a child that counts a stream hangs for it"),
-        ),
-        ("of_slow_loss", examine, (4, None)),
-    ],
-)
-def test_a_call_of_a_child_that_gets_further_may_take_any_time(
-    tmp_path: Path, function: str, call: Any, arguments: tuple[int, ...]
-) -> None:
-    (tmp_path / "slow_parts.py").write_text(SLOW)
-    options = Options().with_values(device="cpu", memory_budget="64MiB")
-    with ChildProcess() as process:
-        process.open(f"{tmp_path / 'slow_parts.py'}:{function}", options, Role())
-        process.answer_seconds = 2.0
-        try:
-            found = process.call("a long call", call, *arguments)
-        except ChildCrashed as error:
-            raise AssertionError(f"the child was ended: {error}") from error
-    assert found == (270 if function == "stream" else Finding())
 
 
 class Unshared(IterableDataset[Any]):

@@ -18,7 +18,7 @@ from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.planning import make_plan, micro_batches
 from autobatch.rehearsal.attempt import attempt
-from autobatch.rehearsal.process import Session, open_process
+from autobatch.rehearsal.process import open_process
 from autobatch.rehearsal.setup import Role, Setup, with_knobs
 from autobatch.tuning import space
 from autobatch.tuning.compare import Infeasible
@@ -38,7 +38,7 @@ def changed(**values: Any) -> Any:
 
 
 def context_of(made: Setup, workers: int | None = None) -> TuningContext:
-    return look_at_workload(Session(made), 8, 100, workers)
+    return look_at_workload(made, 8, 100, workers)
 
 
 def why_not(trials: Trials, values: Any) -> str:
