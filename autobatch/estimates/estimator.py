@@ -136,10 +136,10 @@ class Estimator:
         """Return what would let more fit."""
         layout = self._choose(gpu, self._gpus.world)[0]
         step = self._footprint(gpu, layout)
-        changes = with_changes(self._traces.step(gpu, layout), are_lines=step.is_line)
+        changes = with_changes(self._traces.step(gpu, layout), step)
         if self._may_share and layout.shard is None:
             shared = self._traces.layout("shard", self._gpus.world)
-            changes["shard"] = "--parallel shard", footprints([self._traces.step(gpu, shared)])[0]
+            changes["shard"] = "--parallel shard", footprints([self._traces.step(gpu, shared)], step.only)[0]
         return helpful(step, changes, self._gpus.spending(gpu))
 
     def _table(self) -> list[RankEstimate]:

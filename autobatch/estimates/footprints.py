@@ -57,26 +57,36 @@ class Footprint(NamedTuple):
     """True if all sizes are lines in the micro-batch."""
     is_for_all: bool = True
     """True if GPUs of all generations run the same kernels."""
+    only: int | None = None
+    """The one micro-batch at which the program is valid; None if it is valid at all."""
 
 
-def footprint(step: TracedStep) -> Footprint:
+def footprint(step: TracedStep, only: int | None = None) -> Footprint:
     """Trace a step at a few small micro-batches, and fit a program to its allocations.
+
+    Args:
+        step: what to trace.
+        only: the micro-batch that is asked about, at which a step is traced that follows no rule; None if all
+            are.
 
     Raises:
         InputError: the user's code is invalid.
         Unpredictable: the step cannot be traced, or follows no rule in the micro-batch.
     """
-    (found,) = footprints([step])
+    (found,) = footprints([step], only)
     if isinstance(found, AutobatchError):
         raise found
     return found
 
 
-def footprints(steps: Sequence[TracedStep], *, are_lines: bool = False) -> list[Footprint | AutobatchError]:
+def footprints(
+    steps: Sequence[TracedStep], only: int | None = None, *, are_lines: bool = False
+) -> list[Footprint | AutobatchError]:
     """Do as `footprint` for several steps at the same time. One that fails gives its error.
 
     Args:
         steps: what to trace.
+        only: the micro-batch that is asked about; None if all are.
         are_lines: True if their sizes are known to be lines in the micro-batch, which no third trace checks.
     """
     count = 2 if are_lines else 3
@@ -86,8 +96,10 @@ def footprints(steps: Sequence[TracedStep], *, are_lines: bool = False) -> list[
         first, traced = traced[:count], traced[count:]
         try:
             found.append(_fitted(step, first))
-        except Untraceable as error:
-            found.append(Unpredictable(f"cannot predict: {error}"))
+        except (Untraceable, Unpredictable) as error:
+            alone = recorded_each([] if only is None else [(step, only)])
+            reason = f"cannot predict: {error}" if isinstance(error, Untraceable) else str(error)
+            found += [_at_one_size(step, one, only) for one in alone] or [Unpredictable(reason)]
         except AutobatchError as error:
             found.append(error)
     return found
@@ -127,9 +139,26 @@ def _fitted(step: TracedStep, first: Sequence[Recording | AutobatchError]) -> Fo
         rule is None or (isinstance(rule, Polynomial) and not rule.square and rule.granule == 1)
         for _, rule in program.events
     )
-    margin = CONVOLUTION_MARGIN if CONVOLUTIONS in small.notes else MARGIN
     notes = (*sorted(small.notes), *_notes_on(step.model))
-    return Footprint(program, margin, notes, step.multiple, is_line, small.is_for_all)
+    return Footprint(program, _margin(small), notes, step.multiple, is_line, small.is_for_all)
+
+
+def _at_one_size(
+    step: TracedStep, traced: Recording | AutobatchError, only: int | None
+) -> Footprint | AutobatchError:
+    """Return the footprint of the one micro-batch that is asked about."""
+    if isinstance(traced, AutobatchError):
+        return traced
+    notes = (
+        f"the step does other work at other micro-batches, so this holds for {only} only",
+        *sorted(traced.notes),
+        *_notes_on(step.model),
+    )
+    return Footprint(Program.of(traced.trace), _margin(traced), notes, is_line=False, only=only)
+
+
+def _margin(traced: Recording) -> float:
+    return CONVOLUTION_MARGIN if CONVOLUTIONS in traced.notes else MARGIN
 
 
 def _checked(traced: Sequence[Recording | AutobatchError]) -> list[Recording]:

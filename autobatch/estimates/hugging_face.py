@@ -158,7 +158,10 @@ def load_config(name: str) -> Any:
         # transformers raises its own error from the hub's, and the hub raises its own from the client's.
         cause = error if isinstance(error, errors.HfHubHTTPError) else error.__cause__ or error
         reason = f"has no config that transformers can read ({one_line(error_text(error))})"
-        if isinstance(cause, errors.GatedRepoError):
+        # The config needs a package that is there, and broken.
+        if any(isinstance(one, ImportError) for one in (error, cause)):
+            reason = f"cannot be read, as a package fails to import: {one_line(error_text(cause))}"
+        elif isinstance(cause, errors.GatedRepoError):
             reason = f"is gated: ask for access on its page and run hf auth login, {instead}"
         elif isinstance(cause, errors.RepositoryNotFoundError | errors.HFValidationError):
             reason = f"is no folder here and no model on the hub: check the name, {instead}"

@@ -58,7 +58,7 @@ class Spending(NamedTuple):
         Raises:
             Untraceable: its footprint is invalid at a size that was tried.
         """
-        size = self._most(step, partial(self.new_allocator, self.budget_bytes, expandable), self.cap)
+        size = self._most(step, partial(self.new_allocator, self.budget_bytes, expandable), self._cap(step))
         # If a size fits only after the cache is emptied, the peak is the one within the budget.
         limit = self.budget_bytes if size else None
         peaks = replay(step.program.at(max(1, size)), self.new_allocator(limit, expandable))
@@ -71,10 +71,10 @@ class Spending(NamedTuple):
         Raises:
             Unpredictable: its footprint is invalid at a size that was tried.
         """
-        less = int(self.budget_bytes * (1 - step.margin))
+        less, cap = int(self.budget_bytes * (1 - step.margin)), self._cap(step)
         try:
             # Each limits the next: if the live bytes alone exceed the budget, no allocator fits them.
-            high = self._most(step, partial(CountingAllocator, self.budget_bytes - self.held_bytes), self.cap)
+            high = self._most(step, partial(CountingAllocator, self.budget_bytes - self.held_bytes), cap)
             best = self._most(step, partial(self.new_allocator, self.budget_bytes, False), high)
             low = self._most(step, partial(self.new_allocator, less, False), best)
             asked = best if micro_batch is None else micro_batch
@@ -87,8 +87,11 @@ class Spending(NamedTuple):
             raise Unpredictable(f"cannot predict: {error}") from error
         return Prediction(asked, low, high, fits, outcome)
 
+    def _cap(self, step: Footprint) -> int:
+        return self.cap if step.only is None else step.only
+
     def _most(self, step: Footprint, new_allocator: Callable[[], Allocator], cap: int) -> int:
-        return Fitting([step.program], new_allocator).largest(cap, step.multiple)
+        return Fitting([step.program], new_allocator).largest(cap, step.only or step.multiple)
 
 
 def gpu_allocator(limit: int | None, expandable: bool = False, *, held_bytes: int = 0) -> CachingAllocator:

@@ -76,13 +76,18 @@ def suggest(setup: Setup) -> list[Remedy]:
     can_expand = info.allocator is not None and not info.allocator.expandable_segments
     spending = Spending(info.device.budget_bytes, allocator, info.samples, can_expand)
     found = footprint(step)
-    return helpful(found, with_changes(step, are_lines=found.is_line), spending)
+    return helpful(found, with_changes(step, found), spending)
 
 
-def with_changes(step: TracedStep, *, are_lines: bool) -> dict[str, tuple[str, Footprint | AutobatchError]]:
-    """Return advice and footprint of a step with each change that may help, by its name."""
+def with_changes(step: TracedStep, plain: Footprint) -> dict[str, tuple[str, Footprint | AutobatchError]]:
+    """Return advice and footprint of a step with each change that may help, by its name.
+
+    Args:
+        step: the step without any change.
+        plain: its footprint.
+    """
     changes = list(changes_of(step))
-    found = footprints([change.step for change in changes], are_lines=are_lines)
+    found = footprints([change.step for change in changes], plain.only, are_lines=plain.is_line)
     return {change.name: (change.advice, one) for change, one in zip(changes, found, strict=True)}
 
 

@@ -102,7 +102,7 @@ class Traces:
         known = self._known.setdefault(layout, {})
         generation = max(GENERATIONS[0], *(first for first in GENERATIONS if first <= gpu.compute_capability))
         if not any(found.is_for_all for found in known.values()) and generation not in known:
-            known[generation] = footprint(self.step(gpu, layout))
+            known[generation] = footprint(self.step(gpu, layout), self._options.search.micro_batch)
         return known.get(generation) or next(iter(known.values()))
 
     def step(self, gpu: HardwareProfile, layout: Layout) -> TracedStep:

@@ -231,6 +231,34 @@ class Joined(torch.utils.data.Dataset):
         return torch.ones(300 + index * index % 97, 16)
 
 
+def in_chunks(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """Return the mean loss, over at most four samples at a time."""
+    parts = zip(batch[0].split(4), batch[1].split(4), strict=True)
+    return sum(nn.functional.cross_entropy(model(x), y, reduction="sum") for x, y in parts) / len(batch[0])
+
+
+def test_a_step_of_other_work_at_each_size_is_predicted_at_the_size_that_is_asked_about():
+    chunked = replace(work(lambda: mlp(2048)), loss=in_chunks)
+
+    def estimated(micro_batch: int | None, budget: str):
+        options = as_options("estimate", profile=["t4"], memory_budget=budget, micro_batch=micro_batch)
+        return estimate_limits(chunked, options, home=NOWHERE)
+
+    with pytest.raises(Unpredictable, match="the order of allocations"):
+        estimated(None, "26MiB")
+    found = estimated(100, "100MiB")
+    (one,) = found.estimates
+    assert one.fits
+    assert (one.micro_batch_low, one.micro_batch, one.micro_batch_high) == (100, 100, 100)
+    assert any("holds for 100 only" in note for note in found.notes)
+    # Within the budget that the prediction names, the step runs; within less than its live bytes, it fails.
+    device = {"device": "sim:t4", "micro_batch": 100, "progress": False}
+    peak = one.peak_reserved_bytes - one.memory["workspaces of cuBLAS"]
+    assert autobatch.probe(chunked, memory_budget=peak, **device).micro_batch == 100
+    with pytest.raises(autobatch.DoesNotFitError):
+        estimated(100, "8MiB")
+
+
 def test_a_step_that_follows_no_rule_is_left_to_a_simulated_gpu():
     made = make(lambda: nn.Linear(16, 4), data=Joined(), loss=lambda model, rows: model(rows).mean())
     options = as_options("estimate", profile=["t4"], memory_budget="4MiB")

@@ -131,6 +131,18 @@ def test_missing_configs_and_names_are_one_line(tmp_path: Path, monkeypatch: pyt
         autobatch.estimate(f"hf:{config_folder(tmp_path, 'bert')}", profile=["h1000"])
 
 
+def test_a_broken_package_is_named_and_not_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        broken = RuntimeError("operator torchvision::nms does not exist")
+        raise ModuleNotFoundError("Could not import module 'BertConfig'") from broken
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fail)
+    with pytest.raises(InputError, match="package fails to import: operator torchvision::nms"):
+        estimate(config_folder(tmp_path, "bert"))
+
+
 class Hub(BaseHTTPRequestHandler):
     """A hub whose owners are named after what their models are."""
 
