@@ -42,7 +42,7 @@ from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import KeyValue, Role, Setup, data_of_setup, open_setup
 from autobatch.report.result import Estimates, Result, load_run
 from autobatch.search.plan_split import read_sizes
-from autobatch.training.build import build_sampler, count_stream, stream_length
+from autobatch.training.build import build_sampler, count_stream
 from autobatch.training.checkpoint import Loaded, list_checkpoints
 from autobatch.training.export import examine_weights, whole_model
 from autobatch.training.resume import (
@@ -62,7 +62,7 @@ from autobatch.workload.data_digest import DataDigest, check_same_data
 from autobatch.workload.order import GlobalBatchSampler, epoch_of
 from autobatch.workload.reference import find_workload, is_named_model, shared_model_notes
 from autobatch.workload.rng import preserved_generators
-from autobatch.workload.streams import ENDLESS, count_samples
+from autobatch.workload.streams import COUNTED, ENDLESS, count_samples
 
 GIT_SECONDS = 5.0
 """Time after which Git counts as absent, for example on a slow network file system."""
@@ -344,20 +344,11 @@ def _epoch_samples(call: Call, setup: OpenSetup) -> int:
         return setup.info.epoch_samples
     if call.options.train.epochs is None:
         return ENDLESS
-    known = call.ranks.once(lambda: setup.process.call("the length of the stream", stream_length))
-    if known is not None:
-        return known
-    call.progress.note(
-        "--epochs needs the number of samples, so the stream is read once to its end: give "
-        "--steps if it has no end"
-    )
-
-    def count() -> int:
-        if isinstance(setup.process, ThisProcess):
-            return count_samples(setup.process.setup.stream)
-        return setup.process.call("counting the samples", count_stream)
-
-    return call.ranks.once(count)
+    call.progress.note(COUNTED)
+    samples, remarks = call.ranks.once(lambda: setup.process.call("counting the samples", count_stream))
+    for line in remarks:
+        call.progress.note(line)
+    return samples
 
 
 def _sampler_of(call: Call, setup: Setup, samples: int | None) -> GlobalBatchSampler:
@@ -373,7 +364,8 @@ def _sampler_of(call: Call, setup: Setup, samples: int | None) -> GlobalBatchSam
         samples, order = epoch_of(setup.workload, options.device.seed)
         return build_sampler(samples, options, order)
     if samples is None:
-        samples = ranks.once(lambda: count_samples(stream)) if options.train.epochs is not None else ENDLESS
+        is_counted = options.train.epochs is not None
+        samples = ranks.once(lambda: count_samples(stream)[0]) if is_counted else ENDLESS
     note = split_note(setup.workload.train_data[0], ranks)  # type: ignore[index]
     if note is not None:
         call.progress.note(note)

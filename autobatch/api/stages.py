@@ -201,13 +201,21 @@ def _probe_and_plan(call: Call, setup: OpenSetup) -> Result:
         world = call.world_size or launched_world_size(os.environ)
     # An invalid plan must fail before minutes are spent on a probe.
     _plan(call, setup.info, 1, world)
+    target, samples = call.options.target_batch, setup.info.epoch_samples
+    if samples is not None and target > samples:
+        call.progress.note(
+            f"the batch of {target:,} is larger than the data: each step takes "
+            f"{decimal(target / samples, 3)} epochs of {plural(samples, 'sample')}"
+        )
     limit = _limit(call, setup, split_over_ranks(call.options.target_batch, world)[0])
     info = setup.info
     probe, planned, note = agree_on_limit(ranks, limit.probe, limit.planned, info.device)
     if note is not None:
         call.progress.note(note)
     plan = _plan(call, info, planned, world)
-    _report_plan(call, plan, info.epoch_samples)
+    call.progress.planned(plan)
+    if plan.learning_rate_rule == "none" and plan.base_batch not in (None, plan.target_batch):
+        call.progress.note(f"learning rate {plan.learning_rate:g}: {plan.learning_rate_source}")
     predicted, curve = _memory_of(limit, info)
     return Result(
         device=info.device,
@@ -235,19 +243,6 @@ def _plan(call: Call, info: SetupInfo, limit: int, world_size: int) -> Plan:
         precision=info.precision,
         gradient_dtype=info.gradient_dtype,
     )
-
-
-def _report_plan(call: Call, plan: Plan, epoch_samples: int | None) -> None:
-    """Report a plan; note a batch larger than an epoch, or a learning rate tuned for another batch."""
-    call.progress.planned(plan)
-    if epoch_samples is not None and plan.target_batch > epoch_samples:
-        epochs = decimal(plan.target_batch / epoch_samples, 3)
-        call.progress.note(
-            f"the batch of {plan.target_batch:,} is larger than the data: each step takes {epochs} epochs of "
-            f"{plural(epoch_samples, 'sample')}"
-        )
-    if plan.learning_rate_rule == "none" and plan.base_batch not in (None, plan.target_batch):
-        call.progress.note(f"learning rate {plan.learning_rate:g}: {plan.learning_rate_source}")
 
 
 def _with_layout(call: Call, setup: OpenSetup, result: Result) -> Result:

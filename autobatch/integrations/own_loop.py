@@ -50,7 +50,7 @@ from autobatch.workload.rng import (
     restore_random_state,
 )
 from autobatch.workload.split import Split, split_of
-from autobatch.workload.streams import ENDLESS, StreamSampler, count_samples, known_length
+from autobatch.workload.streams import COUNTED, ENDLESS, StreamSampler, count_samples
 
 Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("autobatch")
@@ -440,13 +440,9 @@ def _sampler_of(
     if is_stream(stream):
         samples = ENDLESS
         if epochs is not None:
-            known = ranks.once(lambda: known_length(stream))
-            if known is None:
-                logger.warning(
-                    "the stream is read once to its end, to count its samples: give steps= instead"
-                )
-                known = ranks.once(lambda: count_samples(stream))
-            samples = known
+            samples, remarks = ranks.once(lambda: count_samples(stream))
+            for line in [COUNTED, *remarks]:
+                logger.warning(line)
         view = open_stream(stream, ranks, seed, plan.target_batch)
         sampler: GlobalBatchSampler = StreamSampler(**fields, samples=samples, view=view)
     else:

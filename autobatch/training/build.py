@@ -31,7 +31,7 @@ from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler, Order
 from autobatch.workload.rng import seed_everything, seed_rank
 from autobatch.workload.split import split_of
-from autobatch.workload.streams import ENDLESS, StreamSampler, StreamView, count_samples, known_length
+from autobatch.workload.streams import ENDLESS, StreamSampler, StreamView, count_samples
 from autobatch.workload.user_code import user_code
 
 FILLER_SAMPLES = 2
@@ -59,13 +59,8 @@ def build_sampler(
     return GlobalBatchSampler(**fields, order=order) if view is None else StreamSampler(**fields, view=view)
 
 
-def stream_length(setup: Setup) -> int | None:
-    """Return the length that the stream of an open setup reports; None if unknown."""
-    return known_length(setup.stream)
-
-
-def count_stream(setup: Setup) -> int:
-    """Count the samples of the stream of an open setup."""
+def count_stream(setup: Setup) -> tuple[int, list[str]]:
+    """Count the samples of the stream of an open setup; see `count_samples`."""
     return count_samples(setup.stream)
 
 

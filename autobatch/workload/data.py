@@ -223,14 +223,14 @@ class WorstCaseSampler:
         return None if self._costs[first] == self._costs[last] else (first, self._costs[first])
 
     def check_collate(self) -> None:
-        """Collate the most expensive sample with the cheapest, as training will.
+        """Collate the most expensive sample with the cheapest, as training may unless a sampler parts them.
 
         A failure shows here, before a probe takes minutes.
 
         Raises:
             InputError: they cannot be collated.
         """
-        if self.largest() is not None:
+        if self._workload.sampler is None and self.largest() is not None:
             load_micro_batch(self._workload, [self._order[0], self._order[-1]])
 
     def batch(self, size: int) -> Collated:

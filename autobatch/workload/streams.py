@@ -114,34 +114,35 @@ def stream_notes(data: Any, *, repeats: bool = True) -> list[str]:
     ]
 
 
-def known_length(stream: Any) -> int | None:
-    """Return the length of a stream that has one; None if it is unknown.
+COUNTED = (
+    "epochs need the number of samples, so the stream is read once to its end: give the number of optimizer "
+    "steps instead (--steps N) if that takes long, or if it has no end"
+)
+"""Remark on `count_samples`."""
+
+
+def count_samples(stream: Any) -> tuple[int, list[str]]:
+    """Read a stream once to its end; return the number of samples, and a remark if it says another one.
 
     Raises:
-        InputError: a `BatchFunction` has no end.
+        InputError: it has no sample, or a `BatchFunction` has no end.
     """
     if isinstance(stream, BatchFunction):
         raise InputError(
-            "a BatchFunction has no end, so its run cannot be counted in epochs, and has no last batch to "
-            "flush or drop: give the number of optimizer steps (--steps N)"
+            "a BatchFunction has no end, so its run cannot be counted in epochs: give the number of "
+            "optimizer steps (--steps N)"
         )
-    try:
-        return len(stream)
-    except TypeError:  # also torch's own way to say that the length is unknown
-        return None
-
-
-def count_samples(stream: Any) -> int:
-    """Return the number of samples of a stream whose length is unknown: it is read once to its end.
-
-    Args:
-        stream: the user's data.
-
-    Raises:
-        InputError: it has no sample.
-    """
     with preserved_random_state():
-        return sum(1 for _ in _first_epoch(stream))
+        samples = sum(1 for _ in _first_epoch(stream))
+    try:
+        said = len(stream)
+    except TypeError:  # also torch's own way to say that the length is unknown
+        said = samples
+    if said == samples:
+        return samples, []
+    return samples, [
+        f"the __len__ of the stream says {said:,} samples, and {samples:,} came: an epoch has these"
+    ]
 
 
 class Rows:
