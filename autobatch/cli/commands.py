@@ -75,10 +75,9 @@ taken. (default: the newest run in runs, where fit puts them)""",
 usage: autobatch compare [RUN RUN …] [--json]
 
 Print runs side by side: the options, versions and hardware that differ, plan,
-speed, memory and held-out figures. Write compare.html to the folder of the last
-one, with their curves over each other. RUN is the folder of a run, or the one
-that it is directly in, of which the newest run is taken. (default: the newest
-two runs of one workload in runs, where fit puts them)""",
+speed, memory and held-out figures. RUN is the folder of a run, or the one that
+it is directly in, of which the newest run is taken. (default: the newest two
+runs of one workload in runs, where fit puts them)""",
     "doctor": """\
 usage: autobatch doctor [--json]
 
@@ -208,19 +207,21 @@ def _compare(words: list[str]) -> Answer:
     folders = [find_run(Path(word)) for word in words] or newest_runs(Path(RUNS), LEAST_COMPARED)
     if len({folder.resolve() for folder in folders}) < LEAST_COMPARED:
         raise InputError(f"compare takes two or more different runs, found {folders[0]} only")
-    runs = [load_run(folder, is_whole=True) for folder in folders]
+    runs = [load_run(folder) for folder in folders]
     parent, names = _short_names(folders)
-    found = compare_runs(runs, names)
-    differing = found.differing.rows
+    found = compare_runs(runs)
     every = found.given | found.reached
     content = {
         "runs": {
             str(folder): {name: row[at] for name, row in every.items()} for at, folder in enumerate(folders)
         },
-        "differs": [name for name, *_ in differing],
+        "differs": list(found.differing),
     }
+    differing, figures = (
+        [[name, *cells] for name, cells in part.items()] for part in (found.differing, found.reached)
+    )
     what = [["differs"], *differing] if differing else [["same options, versions and hardware"]]
-    rows = [["", *names], *what, ["planned and reached"], *found.figures.rows]
+    rows = [["", *names], *what, ["planned and reached"], *figures]
     widths = [max(len(row[at]) for row in rows if len(row) > 1) for at in range(len(rows[0]))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()

@@ -1,4 +1,4 @@
-"""The charts of the report: each is drawn once, from records, and has its data in a table.
+"""The charts of the report: each is drawn once, from records.
 
 Colours are readable on light and dark, and the page sets the colour of the text. So one drawing serves both
 themes, wide and narrow pages, and notebooks.
@@ -25,8 +25,8 @@ from autobatch.core.records import DeviceRecord, MemoryCurve, PredictedPoint, Pr
 from autobatch.core.text import error_text
 from autobatch.core.units import GiB, KiB, MiB, TiB, format_bytes
 from autobatch.report.facts import peak_bytes
-from autobatch.report.tables import Table
-from autobatch.report.words import count, decimal, metrics_in_words, percent, plural
+from autobatch.report.tables import Table, table_of
+from autobatch.report.words import count, decimal, plural
 
 WIDTH = 400
 """Pixels across: a phone shows a drawing a little smaller, a wide page larger."""
@@ -39,12 +39,8 @@ LAYERS = ("#2c7a55", "#7b9550", "#3f7f31", "#90904f", "#6c7d1c", "#4b8f46")
 """Colours of the parts of a model, all of them greens."""
 CACHED = "cached"
 """Category of memory that the allocator holds and no tensor uses."""
-TABLE_ROWS = 200
 SMOOTHED_FROM = 300
 """Steps from which a noisy curve gets a smoothed line."""
-NOISY = ("loss", "samples/s")
-FROM_ZERO = ("learning rate", "micro-batch")
-"""Panels whose axis starts at 0."""
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,
@@ -75,19 +71,26 @@ STYLE: dict[Any, Any] = {
 
 
 class Picture(NamedTuple):
-    """A chart with its data."""
+    """A chart."""
 
     slug: str
     title: str
     svg: str
     """The drawing; a sentence in its place if it cannot be drawn."""
-    table: Table
-    note: str = ""
+    note: str
     """Text below the chart."""
+    table: Table | None = None
+    """What a curve cannot show of its points; None for nothing."""
 
 
 def draw(
-    slug: str, title: str, paint: Callable[[Figure], None], table: Table, *, height: int, note: str
+    slug: str,
+    title: str,
+    paint: Callable[[Figure], None],
+    *,
+    height: int,
+    note: str = "",
+    table: Table | None = None,
 ) -> Picture:
     """Draw a picture.
 
@@ -97,20 +100,18 @@ def draw(
         slug: name of the picture, unique on its page.
         title: title for screen readers.
         paint: draws on a figure. What it labels is in the legend.
-        table: the data.
         height: pixels without the legend.
         note: text below the picture.
+        table: what belongs to it.
     """
     try:
-        svg = _svg(slug, paint, height)
-        head = (
-            f'<svg role="img" aria-label="{escape(f"{title}. {note}")}" style="max-width:100%;height:auto" '
-        )
-        return Picture(slug, title, svg.replace("<svg ", head, 1), table, note)
+        label = escape(f"{title}. {note}")
+        head = f'<svg role="img" aria-label="{label}" style="max-width:100%;height:auto" '
+        drawing = _svg(slug, paint, height).replace("<svg ", head, 1)
     except Exception as error:
         reason = escape(f"{type(error).__name__}: {error_text(error)}")
-        words = f"<p>The figure of {escape(title)} is left out, it cannot be drawn ({reason}).</p>"
-        return Picture(slug, title, words, table, note)
+        drawing = f"<p>The figure of {escape(title)} is left out, it cannot be drawn ({reason}).</p>"
+    return Picture(slug, title, drawing, note, table)
 
 
 def _svg(slug: str, paint: Callable[[Figure], None], height: int) -> str:
@@ -122,17 +123,17 @@ def _svg(slug: str, paint: Callable[[Figure], None], height: int) -> str:
         mpl.rcParams.update(STYLE | {"svg.hashsalt": slug})
         figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
         paint(figure)
-        found: dict[str, Any] = {}
+        legend: dict[str, Any] = {}
         for axes in figure.axes:
             for axis in (axes.xaxis, axes.yaxis):
                 if max(axis.get_view_interval()) >= 1000:
                     axis.set_major_formatter("{x:,.0f}")
             handles, labels = axes.get_legend_handles_labels()
-            found |= dict(zip(labels, handles, strict=True))
-        if found:
-            columns = min(len(found), max(1, int(WIDTH // (40 + LETTER * max(map(len, found))))))
-            figure.set_figheight((height + ROW * -(-len(found) // columns)) / 72)
-            figure.legend(list(found.values()), list(found), loc="outside lower left", ncols=columns)
+            legend |= dict(zip(labels, handles, strict=True))
+        if legend:
+            columns = min(len(legend), max(1, int(WIDTH // (40 + LETTER * max(map(len, legend))))))
+            figure.set_figheight((height + ROW * -(-len(legend) // columns)) / 72)
+            figure.legend(list(legend.values()), list(legend), loc="outside lower left", ncols=columns)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     body = buffer.getvalue().partition("<svg")[2]
@@ -140,24 +141,15 @@ def _svg(slug: str, paint: Callable[[Figure], None], height: int) -> str:
     return "<svg" + re.sub(r' id="[A-Za-z]+[\w.]*_\d+"', "", body)
 
 
-def bytes_unit(size: int) -> tuple[int, str]:
+def _bytes_unit(size: int) -> tuple[int, str]:
     """Return the largest unit that ``size`` bytes fill, and its name."""
     steps = ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB"))
     return next(((unit, name) for unit, name in steps if size >= unit), (1, "B"))
 
 
-def evenly_spaced(length: int, limit: int) -> list[int]:
-    """Return at most ``limit`` evenly spaced indices of ``length``, including the first and the last."""
-    if length <= limit:
-        return list(range(length))
-    return sorted({round(place * (length - 1) / (limit - 1)) for place in range(limit)})
-
-
-def one_axes(figure: Figure, xlabel: str, title: str) -> Axes:
+def _one_axes(figure: Figure, xlabel: str, title: str) -> Axes:
     """Add one axes with whole numbers across."""
-    axes = figure.add_subplot()
-    axes.set_xlabel(xlabel)
-    axes.set_title(title)
+    axes = figure.add_subplot(xlabel=xlabel, title=title)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(5))
     return axes
@@ -171,56 +163,51 @@ def memory_figure(
     Returns:
         The picture; None if there are fewer than two points to draw.
     """
-    if len(probe.attempts) + len(predicted) < 2:
+    attempts = probe.attempts
+    if len(attempts) + len(predicted) < 2:
         return None
-    kind = (
-        "allocated" if all(attempt.peak_reserved_bytes is None for attempt in probe.attempts) else "reserved"
-    )
-    fits = [
-        (attempt.micro_batch, peak)
-        for attempt in probe.attempts
-        if attempt.fits and (peak := peak_bytes(attempt)) is not None
-    ]
-    fails = sorted({attempt.micro_batch for attempt in probe.attempts if not attempt.fits})
+    kind = "allocated" if all(attempt.peak_reserved_bytes is None for attempt in attempts) else "reserved"
+    peaks = [(attempt, peak_bytes(attempt)) for attempt in attempts if attempt.fits]
+    fits = [(attempt.micro_batch, peak) for attempt, peak in peaks if peak is not None]
+    result = [point for point in fits if point[0] == probe.micro_batch][-1:]
+    fails = sorted({attempt.micro_batch for attempt in attempts if not attempt.fits})
+    above = [(size, int(1.06 * device.budget_bytes)) for size in fails]
     replayed = sorted((point.micro_batch, point.peak_reserved_bytes) for point in predicted)
     highest = max([device.budget_bytes, *(peak for _, peak in [*fits, *replayed])])
-    unit, name = bytes_unit(highest)
+    unit, name = _bytes_unit(highest)
 
     def paint(figure: Figure) -> None:
-        axes = one_axes(figure, "micro-batch, samples", f"peak {kind} memory, {name}")
+        axes = _one_axes(figure, "micro-batch, samples", f"peak {kind} memory, {name}")
 
         def plot(points: Sequence[tuple[int, int]], style: str, label: str, **look: Any) -> None:
             if points:
                 sizes, heights = [size for size, _ in points], [peak / unit for _, peak in points]
                 axes.plot(sizes, heights, style, label=label, **look)
 
-        budget = device.budget_bytes / unit
         label = f"budget {format_bytes(device.budget_bytes)}"
+        budget = device.budget_bytes / unit
         axes.axhline(budget, color=BAD, linestyle=(0, (5, 3)), linewidth=1.4, label=label)
         plot(replayed, "-", "replayed", color=GREY, linewidth=1.4)
         plot(fits, "o", "ran and fits", color=ACCENT, markersize=6)
-        result = [point for point in fits if point[0] == probe.micro_batch][-1:]
         ring = {"markersize": 13, "markerfacecolor": "none", "markeredgewidth": 1.8}
         plot(result, "o", f"result, {count(probe.micro_batch)}", color=ACCENT, **ring)
-        above = [(size, int(1.06 * device.budget_bytes)) for size in fails]
         plot(above, "x", "does not fit", color=BAD, markersize=7, markeredgewidth=2)
         axes.set_ylim(0, 1.14 * highest / unit)
         axes.margins(x=0.06)
 
-    rows = [
-        [
-            count(attempt.micro_batch),
-            "fits" if attempt.fits else "does not fit",
-            format_bytes(attempt.peak_allocated_bytes),
-            format_bytes(attempt.peak_reserved_bytes),
-            decimal(attempt.seconds, 3),
-            " in ".join(filter(None, (attempt.reason, attempt.phase))),
-        ]
-        for attempt in probe.attempts
-    ]
-    head = ["Micro-batch", "Result", "Peak allocated", "Peak reserved", "Seconds", "Reason"]
-    table = Table("Every size that ran, in order", head, rows)
-    return draw("memory", "Peak memory by micro-batch", paint, table, height=270, note=note)
+    table = table_of(
+        "Every size that ran, in order",
+        attempts,
+        {
+            "Micro-batch": lambda attempt: count(attempt.micro_batch),
+            "Result": lambda attempt: "fits" if attempt.fits else "does not fit",
+            "Peak allocated": lambda attempt: format_bytes(attempt.peak_allocated_bytes),
+            "Peak reserved": lambda attempt: format_bytes(attempt.peak_reserved_bytes),
+            "Seconds": lambda attempt: decimal(attempt.seconds, 3),
+            "Reason": lambda attempt: " in ".join(filter(None, (attempt.reason, attempt.phase))),
+        },
+    )
+    return draw("memory", "Peak memory by micro-batch", paint, height=270, note=note, table=table)
 
 
 def memory_curve_figure(curve: MemoryCurve, budget_bytes: int, note: str = "") -> Picture | None:
@@ -236,23 +223,22 @@ def memory_curve_figure(curve: MemoryCurve, budget_bytes: int, note: str = "") -
     if not curve.positions or not curve.categories:
         return None
     layers: dict[str, tuple[str, Sequence[int]]] = {}
-    for number, (kind, sizes) in enumerate(curve.categories.items()):
+    for color, (kind, sizes) in zip(itertools.cycle(SERIES), curve.categories.items(), strict=False):
         if kind == "activations" and curve.modules:
-            layers |= {
-                name: (LAYERS[at % len(LAYERS)], of) for at, (name, of) in enumerate(curve.modules.items())
-            }
+            of_modules = zip(itertools.cycle(LAYERS), curve.modules.items(), strict=False)
+            layers |= {module: (green, own) for green, (module, own) in of_modules}
         else:
-            layers[kind] = (RULE if kind == CACHED else SERIES[number % len(SERIES)], sizes)
+            layers[kind] = (RULE if kind == CACHED else color, sizes)
     totals = [sum(sizes) for sizes in zip(*curve.categories.values(), strict=True)]
     # A caching allocator may hold the peak for the whole step: the moment with the most in use explains it.
     unused = curve.categories.get(CACHED, [0] * len(totals))
     peak_at = max(range(len(totals)), key=lambda at: (totals[at], -unused[at]))
     peak = totals[peak_at]
-    unit, name = bytes_unit(peak)
-    phases, at_phase, places = _in_phases(curve)
+    unit, name = _bytes_unit(peak)
+    phases, places = _in_phases(curve)
 
     def paint(figure: Figure) -> None:
-        axes = one_axes(figure, "phases of one optimizer step", f"live memory, {name}")
+        axes = _one_axes(figure, "phases of one optimizer step", f"live memory, {name}")
         heights = [[size / unit for size in [*sizes, sizes[-1]]] for _, sizes in layers.values()]
         colors = [color for color, _ in layers.values()]
         across = [*places, len(phases)]
@@ -264,30 +250,15 @@ def memory_curve_figure(curve: MemoryCurve, budget_bytes: int, note: str = "") -
             axes.axhline(budget_bytes / unit, color=BAD, linestyle=(0, (5, 3)), label=label)
         label = f"peak {format_bytes(peak)}"
         axes.plot([places[peak_at]], [peak / unit], "o", color=GREY, markersize=5, label=label, zorder=3)
-        axes.set_xlim(0, len(phases))
-        axes.set_ylim(0, top)
+        axes.set(xlim=(0, len(phases)), ylim=(0, top))
         for start in range(1, len(phases)):
             axes.axvline(start, color=RULE, linewidth=1, zorder=3)
-        axes.set_xticks(
-            [at + 0.5 for at in range(len(phases))], [phase.replace(" ", "\n") for phase in phases]
-        )
+        middles = [at + 0.5 for at in range(len(phases))]
+        axes.set_xticks(middles, [phase.replace(" ", "\n") for phase in phases])
 
-    chosen = sorted({*evenly_spaced(len(places), TABLE_ROWS), peak_at})
-    table = Table(
-        f"Live memory over one step, {count(len(chosen))} of {count(len(places))} points",
-        ["Phase", *layers, "All"],
-        [
-            [
-                f"{phases[at_phase[at]]}, {percent(places[at] - at_phase[at])}",
-                *(format_bytes(sizes[at]) for _, sizes in layers.values()),
-                format_bytes(totals[at]),
-            ]
-            for at in chosen
-        ],
-    )
     where = "" if curve.micro_batch is None else f" at micro-batch {count(curve.micro_batch)}"
-    words = [f"The peak{where} is {format_bytes(peak)} of {format_bytes(budget_bytes)}, "]
-    words[0] += f"in {phases[at_phase[peak_at]]}."
+    of = f"{format_bytes(peak)} of {format_bytes(budget_bytes)}"
+    words = [f"The peak{where} is {of}, in {phases[int(places[peak_at])]}."]
     if "forward 2" in phases:
         words.append(
             "Forward 1 and backward 1 are the first micro-batch of a step, forward 2 and backward 2 a "
@@ -296,20 +267,18 @@ def memory_curve_figure(curve: MemoryCurve, budget_bytes: int, note: str = "") -
     if curve.modules:
         words.append("Activations, in green, are shown by the part of the model that made them.")
     note = " ".join([*words, *filter(None, [note])])
-    return draw("memory-over-time", "Memory over one optimizer step", paint, table, height=300, note=note)
+    return draw("memory-over-time", "Memory over one optimizer step", paint, height=300, note=note)
 
 
-def _in_phases(curve: MemoryCurve) -> tuple[list[str], list[int], list[float]]:
-    """Return the phases of a step, and the phase and the place of each position, a phase being 1 wide."""
-    phases = list(curve.phases) or ["step"]
+def _in_phases(curve: MemoryCurve) -> tuple[list[str], list[float]]:
+    """Return the phases of a step, and the place of each position: phase n reaches from n to n + 1."""
     starts = [*curve.phases.values()] or [curve.positions[0]]
     ends = [*starts[1:], max(curve.positions[-1], starts[-1]) + 1]
-    at_phase = [max(0, bisect_right(starts, position) - 1) for position in curve.positions]
-    places = [
-        at + (position - starts[at]) / (ends[at] - starts[at])
-        for position, at in zip(curve.positions, at_phase, strict=True)
-    ]
-    return phases, at_phase, places
+    places = []
+    for position in curve.positions:
+        at = max(0, bisect_right(starts, position) - 1)
+        places.append(at + (position - starts[at]) / (ends[at] - starts[at]))
+    return list(curve.phases) or ["step"], places
 
 
 def trials_figure(trials: Sequence[Trial]) -> Picture | None:
@@ -324,7 +293,7 @@ def trials_figure(trials: Sequence[Trial]) -> Picture | None:
     infeasible = [trial.number + 1 for trial in trials if trial.relative is None]
 
     def paint(figure: Figure) -> None:
-        axes = one_axes(figure, "trial", "speed ÷ speed of the default")
+        axes = _one_axes(figure, "trial", "speed ÷ speed of the default")
         axes.axhline(1, color=GREY, linestyle=":", linewidth=1.6, label="default")
         axes.plot(*zip(*measured, strict=True), "o", color=SOFT, markersize=6, label="trial")
         if faster:
@@ -335,20 +304,19 @@ def trials_figure(trials: Sequence[Trial]) -> Picture | None:
             axes.plot(infeasible, [0.04] * len(infeasible), "x", color=BAD, markeredgewidth=2, **at_bottom)
         axes.margins(x=0.04, y=0.2)
 
-    knobs = sorted({name for trial in trials for name in trial.parameters})
-    rows = [
-        [
-            str(trial.number + 1),
-            "" if trial.samples_per_s is None else decimal(trial.samples_per_s),
-            "" if trial.relative is None else f"{trial.relative:.3f}",
-            *(str(trial.parameters.get(knob, "")) for knob in knobs),
-            trial.note or "",
-        ]
-        for trial in trials
-    ]
-    table = Table("Every trial", ["Trial", "Samples/s", "÷ default", *knobs, "Note"], rows)
+    def knob(name: str) -> Callable[[Trial], str]:
+        return lambda trial: str(trial.parameters.get(name, ""))
+
+    cells: dict[str, Callable[[Trial], str]] = {
+        "Trial": lambda trial: count(trial.number + 1),
+        "Samples/s": lambda trial: "" if trial.samples_per_s is None else decimal(trial.samples_per_s),
+        "÷ default": lambda trial: "" if trial.relative is None else f"{trial.relative:.3f}",
+        **{name: knob(name) for name in sorted({name for trial in trials for name in trial.parameters})},
+        "Note": lambda trial: trial.note or "",
+    }
     words = f"{plural(len(measured), 'trial')} measured, {len(infeasible)} infeasible."
-    return draw("trials", "Speed by trial", paint, table, height=230, note=words)
+    table = table_of("Every trial", trials, cells)
+    return draw("trials", "Speed by trial", paint, height=230, note=words, table=table)
 
 
 class Curve(NamedTuple):
@@ -397,8 +365,8 @@ def training_figure(
             axes.margins(x=0.02)
             axes.yaxis.set_major_locator(MaxNLocator(5 if panel == "loss" else 3))
             for curve in curves:
-                _plot(axes, curve, SERIES[-1] if curve.label != panel else ACCENT)
-            if panel in FROM_ZERO:
+                _plot(axes, curve)
+            if panel in ("learning rate", "micro-batch"):
                 axes.set_ylim(bottom=0)
             for step in recoveries:
                 axes.axvline(step, zorder=1, color=WARN, linewidth=1.1, label="recovery from out of memory")
@@ -407,25 +375,15 @@ def training_figure(
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.set_xlabel("optimizer step")
 
-    events = [at for at, record in enumerate(records) if record.recovered or record.validation]
-    shown = {
-        *evenly_spaced(len(records), TABLE_ROWS),
-        *(events[at] for at in evenly_spaced(len(events), 100)),
-    }
-    chosen = [records[at] for at in sorted(shown)]
-    table = Table(
-        f"Optimizer steps: {count(len(chosen))} of {count(len(records))}",
-        ["Step", "Loss", "Learning rate", "Samples/s", "Micro-batch", "Held-out", "Event"],
-        [_cells(record) for record in chosen],
-    )
     saved = f"Checkpoints after {', '.join(map(count, checkpoints))}." if checkpoints else ""
-    return draw("training", "Training", paint, table, height=100 + 85 * len(panels), note=saved)
+    return draw("training", "Training", paint, height=100 + 85 * len(panels), note=saved)
 
 
-def _plot(axes: Axes, curve: Curve, color: str) -> None:
+def _plot(axes: Axes, curve: Curve) -> None:
     """Draw a curve, with a smoothed line over one that is long and noisy."""
-    smooth = smoothed(curve.values) if curve.label in NOISY else []
+    smooth = smoothed(curve.values) if curve.label in ("loss", "samples/s") else []
     is_sparse = len(curve.steps) == 1 or curve.label.startswith("held-out")
+    color = ACCENT if curve.label == curve.panel else SERIES[-1]
     axes.plot(
         curve.steps,
         curve.values,
@@ -451,8 +409,8 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 def _curves(records: Sequence[StepRecord]) -> Iterator[Curve]:
     def curve(panel: str, label: str, value: Callable[[StepRecord], float | None]) -> Curve:
-        known = [(record.step, found) for record in records if (found := value(record)) is not None]
-        return Curve(panel, label, [step for step, _ in known], [found for _, found in known])
+        known = [(record.step, at) for record in records if (at := value(record)) is not None]
+        return Curve(panel, label, [step for step, _ in known], [at for _, at in known])
 
     yield curve("loss", "loss", lambda record: record.loss)
     for name in sorted({name for record in records for name in record.validation}, key="loss".__ne__):
@@ -464,16 +422,3 @@ def _curves(records: Sequence[StepRecord]) -> Iterator[Curve]:
     yield curve("samples/s", "samples/s", lambda record: record.samples_per_s)
     if any(record.oom_recoveries for record in records):
         yield curve("micro-batch", "micro-batch", lambda record: record.micro_batch)
-
-
-def _cells(record: StepRecord) -> list[str]:
-    skipped = "" if record.applied else "no optimizer step was taken"
-    return [
-        count(record.step),
-        "" if record.loss is None else decimal(record.loss, 6),
-        decimal(record.learning_rate, 6),
-        "" if record.samples_per_s is None else decimal(record.samples_per_s),
-        count(record.micro_batch),
-        ", ".join(metrics_in_words(record.validation)),
-        "; ".join(filter(None, (skipped, record.recovered))),
-    ]

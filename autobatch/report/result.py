@@ -1,8 +1,8 @@
-"""Results of the library calls, with their JSON and their notebook output."""
+"""Results of the library calls with their JSON, and the folders of runs that hold them."""
 
 from __future__ import annotations
 
-import itertools
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from autobatch.core.records import (
 )
 from autobatch.core.text import error_text, printable_lines
 from autobatch.core.version import __version__
-from autobatch.report.facts import describe_estimate, recorded_lines, text_of
+from autobatch.report.facts import describe_estimate, final_facts, recorded_lines
 from autobatch.report.words import plural
 
 RESULT = "result.json"
@@ -38,8 +38,8 @@ HEAD: dict[str, Any] = {"schema": SCHEMA, "autobatch": __version__}
 class Shown:
     """A result as a terminal, a REPL and a notebook show it."""
 
-    def _run(self) -> RunRecord:
-        """Return what is known, as records of a run."""
+    def _run(self) -> Result:
+        """Return what is known, as the records of a run."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -48,7 +48,8 @@ class Shown:
 
     def _text(self) -> str:
         run = self._run()
-        return text_of(run, out=run.out if isinstance(run, Result) else None)
+        facts = [fact for fact in final_facts(run, out=run.out) if fact.kind != "path"]
+        return "\n".join(f"{fact.label:<10} {fact.text}" for fact in facts)
 
     def __repr__(self) -> str:
         first = " ".join(str(self).partition("\n")[0].split())
@@ -56,12 +57,14 @@ class Shown:
 
     def _repr_html_(self) -> str:
         # Imported here: matplotlib takes half a second, and only a notebook needs it.
-        from autobatch.report.page import run_html
+        from autobatch.report.notebook import run_html
 
         run = self._run()
-        if isinstance(run, Result):
-            return run_html(msgspec.structs.replace(run, metrics=_metrics_of(run)), report=run.report)
-        return run_html(run)
+        with suppress(InputError):  # its folder may be gone, or have another run
+            stored = None if run.out is None else load_run(run.out)
+            if stored is not None and stored.created == run.created:
+                run = msgspec.structs.replace(run, metrics=stored.metrics)
+        return run_html(run, report=run.report)
 
 
 class Result(Shown, RunRecord, frozen=True, kw_only=True):
@@ -82,13 +85,9 @@ class Result(Shown, RunRecord, frozen=True, kw_only=True):
             parts: names of the parts to print; all parts if none are given.
         """
         names = parts or tuple(name for name in self.__struct_fields__ if name not in NOT_IN_JSON)
-        values = {name: getattr(self, name) for name in names}
-        return HEAD | {
-            name: str(value) if isinstance(value, Path) else msgspec.to_builtins(value)
-            for name, value in values.items()
-        }
+        return HEAD | {name: msgspec.to_builtins(getattr(self, name), enc_hook=str) for name in names}
 
-    def _run(self) -> RunRecord:
+    def _run(self) -> Result:
         return self
 
 
@@ -116,8 +115,8 @@ class ProbeResult(Shown, Probe, frozen=True, kw_only=True):
         """The probe, under its name in the JSON."""
         return self
 
-    def _run(self) -> RunRecord:
-        return RunRecord(device=self.device, probe=self)
+    def _run(self) -> Result:
+        return Result(device=self.device, probe=self)
 
 
 class PlanResult(Shown, Plan, frozen=True, kw_only=True):
@@ -133,8 +132,8 @@ class PlanResult(Shown, Plan, frozen=True, kw_only=True):
         """The plan, under its name in the JSON."""
         return self
 
-    def _run(self) -> RunRecord:
-        return RunRecord(device=self.device, probe=self.probe, plan=self)
+    def _run(self) -> Result:
+        return Result(device=self.device, probe=self.probe, plan=self)
 
 
 class Estimates(Shown, Record, frozen=True, kw_only=True):
@@ -157,7 +156,7 @@ class Estimates(Shown, Record, frozen=True, kw_only=True):
         return "\n".join([*map(describe_estimate, self.estimates), *recorded, *self.notes])
 
     def _repr_html_(self) -> str:
-        from autobatch.report.page import estimates_html
+        from autobatch.report.notebook import estimates_html
 
         return estimates_html(self.estimates, self.notes, self.recorded)
 
@@ -173,19 +172,19 @@ def find_run(folder: Path) -> Path:
             return folder.parent
         if (folder / RESULT).exists():
             return folder
-        found = _runs_in(folder, "*")
+        runs = _runs_in(folder, "*")
     except OSError as error:
         raise InputError(f"cannot look for a run in {folder}: {error.strerror or error}") from error
-    if not found:
+    if not runs:
         raise InputError(
             f"there is no run in {folder} or in a folder directly in it: give the folder of a run, which "
             f"has {RESULT}, or train with autobatch fit"
         )
-    return found[0]
+    return runs[0]
 
 
 def newest_runs(runs: Path, number: int) -> list[Path]:
-    """Return the newest runs of one workload, that of the newest of all, the oldest of them first.
+    """Return the newest runs in the folder of one workload, that of the newest of all, the oldest first.
 
     Args:
         runs: the folder of runs, with runs in it and in the folders of workloads.
@@ -197,109 +196,71 @@ def newest_runs(runs: Path, number: int) -> list[Path]:
     known = _runs_in(runs, "*", "*/*")
     if not known:
         raise InputError(f"there is no run in {runs}: give the folder of a run, or train with autobatch fit")
-    if number == 1:
-        return known[:1]
-    title = _read_result(known[0])["title"]
-    same = (run for run in known[1:] if _title_of(run) == title)
-    found = [known[0], *itertools.islice(same, number - 1)]
-    if len(found) < number:
+    newest = [run for run in known if run.parent == known[0].parent][:number]
+    if len(newest) < number:
         raise InputError(
-            f"{runs} has fewer than {number} runs of {title}, found {found[0]}: give RUN RUN, or train again"
+            f"{newest[0].parent} has fewer than {number} runs, found {newest[0]}: give RUN RUN, or "
+            "train again"
         )
-    return found[::-1]
-
-
-def _title_of(run: Path) -> str | None:
-    """Return the title of a run; None if its result is damaged."""
-    try:
-        return str(_read_result(run)["title"])
-    except InputError:
-        return None
+    return newest[::-1]
 
 
 def _runs_in(folder: Path, *patterns: str) -> list[Path]:
     """Return the runs that patterns find, the newest first, without links, which lead elsewhere."""
     # A later run in the same folder moves the earlier one aside.
-    found = {
+    written = {
         path.parent: path.stat().st_mtime_ns
         for pattern in patterns
         for path in folder.glob(f"{pattern}/{RESULT}")
         if path.is_file() and not path.parent.name.startswith("previous-")
     }
-    own = [run for run in found if run.resolve() == folder.resolve() / run.relative_to(folder)]
-    return sorted(own, key=lambda run: (found[run], run), reverse=True)
+    own = [run for run in written if run.resolve() == folder.resolve() / run.relative_to(folder)]
+    return sorted(own, key=lambda run: (written[run], run), reverse=True)
 
 
-def load_run(folder: Path, *, is_whole: bool = False) -> RunRecord:
+def load_run(folder: Path) -> RunRecord:
     """Read the folder of a run.
 
     Args:
         folder: contains ``result.json`` and, after training, ``metrics.jsonl``. Unreadable rows of metrics,
             such as the last row of a killed run, are left out, and a note states their number.
-        is_whole: raise if rows of metrics are unreadable, other than the last one.
 
     Raises:
-        InputError: ``result.json`` is missing or is not the result of a run, or metrics are damaged.
+        InputError: ``result.json`` is missing or is not the result of a run, or metrics cannot be read.
     """
-    found, metrics_path = _read_result(folder), folder / "metrics.jsonl"
-    metrics, unreadable, is_cut = _read_rows(metrics_path)
-    if is_whole and unreadable and not is_cut:
-        raise InputError(
-            f"{metrics_path} is damaged: {unreadable} of its {plural(len(metrics) + unreadable, 'line')} "
-            "cannot be read. Give another run, or restore the file"
-        )
-    versions = {"autobatch": found["autobatch"]} if "autobatch" in found else {}
     try:
-        run = msgspec.convert({"versions": versions} | found | {"metrics": metrics}, RunRecord)
-    except UNREADABLE as error:
-        raise _not_a_run(folder, error_text(error)) from error
+        content = read_json(folder / RESULT)
+    except InputError as error:
+        raise InputError(f"{error}. Give the folder of a run, which has {RESULT}") from error
+    metrics, unreadable = _read_rows(folder / "metrics.jsonl")
+    try:
+        known = {name: value for name, value in content.items() if value is not None}
+        versions = {"autobatch": known["autobatch"]} if "autobatch" in known else {}
+        defaults = {"title": folder.resolve().name, "versions": versions}
+        run = msgspec.convert(defaults | known | {"metrics": metrics}, RunRecord)
+    except (AttributeError, *UNREADABLE) as error:
+        reason = error_text(error)
+        if not isinstance(content, dict):
+            reason = f"expected a JSON object, found {type(content).__name__}"
+        raise InputError(
+            f"{folder / RESULT} is not the result of a run: {reason}. Give the folder of a run"
+        ) from error
     if not unreadable:
         return run
     left_out = f"left out {plural(unreadable, 'unreadable line')} of metrics.jsonl"
     return msgspec.structs.replace(run, notes=[*run.notes, left_out])
 
 
-def _read_result(folder: Path) -> dict[str, Any]:
-    """Return what ``result.json`` says, with a title, without what did not run."""
+def _read_rows(path: Path) -> tuple[list[StepRecord], int]:
+    """Return the readable rows of metrics, and the number of unreadable ones."""
     try:
-        found = read_json(folder / RESULT)
-    except InputError as error:
-        raise InputError(f"{error}. Give the folder of a run, which has {RESULT}") from error
-    if not isinstance(found, dict):
-        raise _not_a_run(folder, f"expected a JSON object, found {type(found).__name__}")
-    known = {name: one for name, one in found.items() if one is not None}
-    return {"title": folder.resolve().name} | known
-
-
-def _not_a_run(folder: Path, reason: str) -> InputError:
-    return InputError(f"{folder / RESULT} is not the result of a run: {reason}. Give the folder of a run")
-
-
-def _read_rows(path: Path) -> tuple[list[StepRecord], int, bool]:
-    """Return the readable rows of metrics, the number of unreadable ones, and if only the last one is."""
-    try:
-        lines = path.read_bytes().splitlines()
+        lines = [line for line in path.read_bytes().splitlines() if line.strip()]
     except FileNotFoundError:
-        return [], 0, False
+        return [], 0
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-    rows, unreadable, was_read = [], 0, True
-    for line in filter(None, map(bytes.strip, lines)):
-        try:
+    rows = []
+    for line in lines:
+        with suppress(*UNREADABLE):
             rows.append(msgspec.json.decode(line, type=StepRecord))
-            was_read = True
-        except UNREADABLE:
-            unreadable += 1
-            was_read = False
-    return rows, unreadable, bool(rows) and unreadable == 1 and not was_read
-
-
-def _metrics_of(result: Result) -> list[StepRecord]:
-    """Return the metrics of the run; empty if its folder is gone or now contains another run."""
-    if result.out is None:
-        return []
-    try:
-        stored = load_run(result.out)
-    except InputError:
-        return []
-    return stored.metrics if stored.created == result.created else []
+    return rows, len(lines) - len(rows)

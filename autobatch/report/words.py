@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from autobatch.core.units import significant
 
@@ -35,9 +35,7 @@ def percent(share: float) -> str:
 def ratio_in_words(ratio: float) -> str:
     """Write a ratio of speeds: ``31 % faster``, ``2 % slower``, ``as fast``."""
     change = percent(abs(ratio - 1))
-    if change == "0 %":
-        return "as fast"
-    return f"{change} {'faster' if ratio > 1 else 'slower'}"
+    return "as fast" if change == "0 %" else f"{change} {'faster' if ratio > 1 else 'slower'}"
 
 
 def metric_in_words(name: str, value: float | None) -> str:
@@ -59,38 +57,27 @@ def terms_in_words(terms: Mapping[str, float | None]) -> str:
     return f" ({', '.join(metric_in_words(name, value) for name, value in terms.items())})" if terms else ""
 
 
-def knob_name(name: str) -> str:
-    """Write the name of a knob: ``micro-batch``, ``loader workers``."""
-    return {"micro_batch_shift": "micro-batch", "channels_last": "channels-last"}.get(
-        name, name.replace("_", " ")
-    )
-
-
 def knobs_in_words(values: Mapping[str, object], between: str = ", ") -> str:
     """Write the values of knobs: ``bf16, channels-last, micro-batch halved``."""
-    return between.join(_KNOBS.get(name, _any_knob)(name, value) for name, value in values.items())
+    return between.join(_knob_in_words(name, value) for name, value in values.items())
 
 
-def _any_knob(name: str, value: object) -> str:
-    words = name.replace("_", "-" if isinstance(value, bool) else " ")
-    if isinstance(value, bool):
-        return words if value else f"no {words}"
-    return f"{words} {value}"
-
-
-def _halved(_: str, value: object) -> str:
-    if value == 0:
-        return "largest micro-batch"
-    return "micro-batch halved" if value == 1 else f"micro-batch halved {value} times"
-
-
-_KNOBS: Mapping[str, Callable[[str, object], str]] = {
-    "micro_batch_shift": _halved,
-    "precision": lambda _, value: str(value),
-    "checkpointing": lambda _, value: "no checkpointing" if value == "none" else "checkpointing",
-    "compile": lambda _, value: "not compiled" if value == "off" else "compiled",
-    "optimizer": lambda _, value: f"{value} optimizer",
-    "loader_workers": lambda _, value: (
-        plural(value, "loader worker") if isinstance(value, int) else str(value)
-    ),
-}
+def _knob_in_words(name: str, value: object) -> str:
+    words = f"{name.replace('_', ' ')} {value}"
+    match name, value:
+        case "micro_batch_shift", int(times):
+            halved = "micro-batch halved" + (f" {times} times" if times > 1 else "")
+            words = halved if times else "largest micro-batch"
+        case "precision", _:
+            words = str(value)
+        case "checkpointing", _:
+            words = "no checkpointing" if value == "none" else "checkpointing"
+        case "compile", _:
+            words = "not compiled" if value == "off" else "compiled"
+        case "optimizer", _:
+            words = f"{value} optimizer"
+        case "loader_workers", int(workers):
+            words = plural(workers, "loader worker")
+        case _, bool():
+            words = ("" if value else "no ") + name.replace("_", "-")
+    return words

@@ -1,4 +1,4 @@
-"""The charts: their data, and what holds for every drawing."""
+"""The charts: what they show, and what holds for every drawing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import matplotlib as mpl
 import msgspec
 import pytest
 
-from autobatch.core.records import Attempt, MemoryCurve, Trial
+from autobatch.core.records import Attempt, MemoryCurve
 from autobatch.core.units import GiB, MiB
 from autobatch.report import charts
 from autobatch.report.page import sections_of
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.xdist_group("pictures")
 
 @pytest.fixture(scope="module", name="pictures")
 def drawn_once() -> dict[str, Any]:
-    pictures = [picture for section in sections_of(a_run()) for picture in section.pictures]
+    pictures = [section.picture for section in sections_of(a_run()) if section.picture]
     return {picture.slug: picture for picture in pictures}
 
 
@@ -86,14 +86,12 @@ def test_unknown_peaks_and_nothing_that_fits() -> None:
     assert "ran and fits" not in drawn(charts.memory_figure(a_device(), failed)).svg
 
 
-def test_memory_over_a_step_has_its_peak_and_equally_wide_phases(pictures: dict[str, Any]) -> None:
+def test_memory_over_a_step_has_its_peak_and_the_budget_near_it() -> None:
     curve = MemoryCurve(positions=[0.0, 1.0], categories={"parameters": [GiB, GiB], "cached": [0, 2 * GiB]})
     picture = drawn(charts.memory_curve_figure(curve, 3 * GiB))
     assert picture.note == "The peak is 3.00 GiB of 3.00 GiB, in step."
     assert ">budget 3.00 GiB<" in picture.svg
     assert ">budget" not in drawn(charts.memory_curve_figure(a_memory_curve(), 60 * GiB)).svg, "far above"
-    rows = pictures["memory-over-time"].table.rows
-    assert [rows[at][0] for at in (30, 88)] == ["forward, 50 %", "backward, 50 %"]
 
 
 def test_two_micro_batches_of_a_step_are_explained() -> None:
@@ -103,10 +101,10 @@ def test_two_micro_batches_of_a_step_are_explained() -> None:
 
 
 def test_trials_count_from_one_and_infeasible_ones_have_no_speed() -> None:
-    infeasible = Trial(number=0, note="no")
-    assert drawn(charts.trials_figure([infeasible] * 2)).table.rows == [["1", "", "", "no"]] * 2
-    numbers = [row[0] for row in drawn(charts.trials_figure(some_trials())).table.rows]
-    assert numbers == [str(number) for number in range(1, 14)]
+    table = drawn(charts.trials_figure(some_trials())).table
+    assert [row[0] for row in table.rows] == [str(number) for number in range(1, 14)]
+    assert table.rows[-1][1:3] == ["", ""]
+    assert table.rows[-1][-1] == "over the budget by 4 %"
 
 
 def test_dollars_and_distant_alphabets_are_no_formulas() -> None:
@@ -118,27 +116,29 @@ def test_long_runs_are_thinned_but_keep_their_spikes() -> None:
     flat = trained(*(a_step(step, loss=1.0) for step in range(1, 20_001)))
     spiky = trained(*(a_step(step, loss=9.0 if step == 7777 else 1.0) for step in range(1, 20_001)))
     assert len(spiky.svg) < 200_000
-    assert [spiky.table.rows[at][0] for at in (0, -1)] == ["1", "20,000"]
-    assert len(spiky.table.rows) == charts.TABLE_ROWS + 1, "the recovery is always there"
     assert ">8</text>" in spiky.svg, "its axis goes up to the spike"
     assert ">8</text>" not in flat.svg
 
 
-def test_steps_that_ran_again_count_once_and_what_is_unknown_is_left_empty() -> None:
-    untimed = a_step(5, applied=False, loss=None, samples_per_s=None)
-    rows = trained(a_step(1, loss=5.0), a_step(2), a_step(1, loss=4.0), untimed).table.rows
-    assert [row[0] for row in rows] == ["1", "2", "5"]
-    assert rows[0][1] == "4"
-    assert rows[2][1:4:2] == ["", ""]
-    assert rows[2][-1] == "no optimizer step was taken"
+def test_steps_that_ran_again_count_once() -> None:
+    again, once = (
+        trained(a_step(1, loss=5.0), a_step(2), a_step(1, loss=4.0)),
+        [a_step(1, loss=4.0), a_step(2)],
+    )
+    assert again == trained(*once)
+
+
+def test_each_term_of_a_loss_has_a_curve() -> None:
+    several = trained(*(a_step(step, terms={"boxes": 0.5, "classes": 1.0}) for step in (1, 2)))
+    assert [several.svg.count(f">loss: {name}</text>") for name in ("boxes", "classes")] == [1, 1]
+    assert "loss: " not in trained(a_step(1), a_step(2)).svg
 
 
 def test_held_out_figures_are_curves_and_one_figure_is_none() -> None:
     steps = [a_step(at, validation={"f1": 0.5, "loss": 1.0} if at < 3 else {"f1": None}) for at in (1, 2, 3)]
     assert ">held-out f1</text>" in trained(*steps).svg
     assert ">held-out f1</text>" not in trained(a_step(1), *steps[2:]).svg
-    ended = drawn(charts.training_figure([*steps[:2], a_step(3)], held_out={"f1": 0.75}))
-    assert [row[-2] for row in ended.table.rows] == ["f1 0.5, loss 1", "f1 0.5, loss 1", "f1 0.75"]
+    assert ">held-out f1</text>" in drawn(charts.training_figure(steps[:2], held_out={"f1": 0.75})).svg
     assert ">micro-batch</text>" not in trained(a_step(1), a_step(2)).svg, "it did not change"
 
 
@@ -154,14 +154,13 @@ def test_a_long_noisy_curve_has_a_smoothed_line_over_it() -> None:
 def test_a_figure_that_cannot_be_drawn_is_left_out_with_a_note(loss: float) -> None:
     picture = trained(*(a_step(step, loss=loss) for step in range(1, 51)))
     assert picture.svg.startswith("<p>The figure of Training is left out, it cannot be drawn (")
-    assert len(picture.table.rows) == 50
 
 
-def test_the_reason_of_a_figure_that_is_left_out_is_escaped_and_cut(pictures: dict[str, Any]) -> None:
+def test_the_reason_of_a_figure_that_is_left_out_is_escaped_and_cut() -> None:
     def paint(*_: object) -> None:
         raise RuntimeError("<script>\x1b" + "x" * 100_000)
 
-    words = charts.draw("slug", "<b>", paint, pictures["memory"].table, height=100, note="").svg
+    words = charts.draw("slug", "<b>", paint, height=100).svg
     assert "&lt;b&gt; is left out" in words
     assert "&lt;script&gt;\\x1b" in words
     assert len(words) < 1000

@@ -1,4 +1,4 @@
-"""Every fact of a result in words: `facts.txt` has them, for many kinds of results."""
+"""The facts of a result in words: said once, of one mind with each other, for many kinds of results."""
 
 from __future__ import annotations
 
@@ -8,16 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from autobatch import Plan
-from autobatch.core.records import (
-    Estimate,
-    LimitedBy,
-    RealBatches,
-    RunRecord,
-    SizeCut,
-    Trial,
-    Tuning,
-)
+from autobatch.core.records import RealBatches, RunRecord, SizeCut, Trial, Tuning
 from autobatch.planning import make_plan
 from autobatch.report import words
 from autobatch.report.facts import (
@@ -29,146 +20,90 @@ from autobatch.report.facts import (
     tiles_of,
 )
 from tests.support.sample_run import a_device, a_run, an_estimate, some_rates
-from tests.support.snapshots import check_snapshot
 
 
-def changed(part: str, run: RunRecord | None = None, **changes: Any) -> RunRecord:
+def changed(part: str, **changes: Any) -> RunRecord:
     """Return the sample run with some fields of one part changed."""
-    run = run or a_run()
+    run = a_run()
     return msgspec.structs.replace(run, **{part: msgspec.structs.replace(getattr(run, part), **changes)})
 
 
 def probed(**changes: Any) -> RunRecord:
-    bare = a_run(plan=None, tuning=None, training=None, command=None)
-    return changed("probe", bare, **changes)
+    run = changed("probe", **changes)
+    return msgspec.structs.replace(run, plan=None, tuning=None, training=None, command=None)
 
 
-def planned(plan: Plan | None = None, **changes: Any) -> RunRecord:
-    made = plan or make_plan(target_batch=1024, micro_batch_limit=93, learning_rate=0.1)
-    return a_run(plan=msgspec.structs.replace(made, **changes), tuning=None, training=None, command=None)
-
-
-def tuned(**changes: Any) -> RunRecord:
-    known: dict[str, Any] = {
-        "trials": 4, "best": {"precision": "bf16"}, "baseline_samples_per_s": 1000.0,
-        "best_samples_per_s": 1370.0, "study": "s", "seconds": 10.0, "low": 1.29, "high": 1.45,
-        "changes": {"precision": "bf16"},
-    }  # fmt: skip
-    plan = make_plan(target_batch=1000, micro_batch_limit=93, learning_rate=0.1)
-    return a_run(plan=plan, tuning=Tuning(**(known | changes)), training=None, command=None)
+def planned(**changes: Any) -> RunRecord:
+    plan = make_plan(target_batch=1024, micro_batch_limit=93, learning_rate=0.1)
+    return a_run(plan=msgspec.structs.replace(plan, **changes), tuning=None, training=None, command=None)
 
 
 CUT = SizeCut(
     longest=512.0, micro_batch=4, max_micro_batch=1024, padding=1.25, padding_by_count=2.5, steps=8.9,
     steps_by_count=12.0,
 )  # fmt: skip
-DIVERGED = msgspec.structs.replace(some_rates(), default_loss=None)
-RUNS: dict[str, RunRecord] = {
-    "a whole run": a_run(),
-    "a run on the CPU with little known": a_run(
-        device=a_device(kind="cpu", name="AMD EPYC", holders=[], notes=[], other_processes_bytes=None),
-        probe=None, tuning=None, training=None, metrics=[], command=None,
+RUNS: dict[str, tuple[RunRecord, str]] = {
+    "a whole run": (a_run(), "held-out accuracy 93.12 %"),
+    "a device alone": (RunRecord(device=a_device()), "6.00 GiB"),
+    "a limit that a run has shown": (probed(), "93 samples at a time in 6.00 GiB; 94 ran and do not"),
+    "a limit that a replay has shown": (probed(upper_bound_by="replay"), "94 do not (6 test runs)"),
+    "a search that was stopped": (probed(upper_bound_by=None, stopped_by="interrupt"), "more may"),
+    "a limit of multiples": (probed(multiple=8), "101 ran and do not"),
+    "a cap": (probed(limited_by="dataset", upper_bound_by="cap"), "all samples of the data"),
+    "ranks that share the model": (probed(world_size=2, parallel="shard"), "which share the model"),
+    "real batches": (
+        probed(real_batches=RealBatches(batches=6, micro_batch_alone=120)),
+        "6 batches of the run ran too",
     ),
-    "a device alone": RunRecord(device=a_device()),
-    "a limit that a run has shown": probed(precision="bf16"),
-    "a limit that a replay has shown": probed(upper_bound_by="replay", oom_count=0),
-    "a limit for another reason": probed(upper_bound_by="error"),
-    "a search that was stopped": probed(upper_bound_by=None, stopped_by="time limit"),
-    "a saved limit": probed(source="saved 2026-11-20"),
-    "a size that was asked about": probed(source="asked", micro_batch=1),
-    **{f"a cap by {cap}": probed(limited_by=cap, upper_bound_by="cap") for cap in LimitedBy.__args__},  # type: ignore[attr-defined]
-    "a limit on ranks": probed(world_size=2, parallel="replicate"),
-    "a limit on ranks that share the model": probed(world_size=2, parallel="shard"),
-    "real batches": probed(real_batches=RealBatches(batches=6, micro_batch_alone=120)),
-    "real batches at the limit": probed(real_batches=RealBatches(batches=6, micro_batch_alone=93)),
-    "real batches that do not fit": probed(real_batches=RealBatches(batches=0, micro_batch_alone=120)),
-    "one micro-batch": planned(make_plan(target_batch=93, micro_batch_limit=93, learning_rate=1e-5)),
-    "ranks": planned(make_plan(target_batch=1024, micro_batch_limit=93, learning_rate=0.1, world_size=2)),
-    "a rule for the learning rate": planned(
-        make_plan(target_batch=1024, micro_batch_limit=93, learning_rate=0.1, rule="sqrt", base_batch=256)
+    "unequal micro-batches": (planned(), "batch 1,024 in 12 micro-batches (4 × 86, 8 × 85) · fp32 · lr 0.1"),
+    "a split by size": (planned(split="size", size_cut=CUT), "in about 8.9 micro-batches, cut by size"),
+    "no gain": (
+        a_run(
+            tuning=Tuning(
+                trials=4, best_samples_per_s=1000.0, offers=["an offer"], learning_rate=some_rates()
+            )
+        ),
+        "kept the default, 1,000 samples/s",
     ),
-    "a small base batch": planned(
-        make_plan(target_batch=1_000_000, micro_batch_limit=93, learning_rate=0.1, base_batch=64)
+    "a training with incidents": (
+        changed("training", skipped_steps=2, oom_recoveries=3, validation={}),
+        "2 steps skipped, 3 recoveries from out of memory, micro-batch 64 at the end",
     ),
-    "a tuned configuration": planned(
-        knobs={"optimizer": "fused", "channels_last": True, "loader_workers": 2, "pin_memory": False},
-        learning_rate=0.3, learning_rate_rule="tuned", learning_rate_factor=3.0, precision="bf16",
+    "a training of several terms": (
+        changed("training", final_terms={"boxes": 0.31, "classes": 0.7}),
+        "0.3618 (boxes 0.31, classes 0.7)",
     ),
-    "a split by size": planned(split="size", size_cut=CUT),
-    "a split by size on ranks": planned(split="size", size_cut=CUT, world_size=2),
-    "a gain": tuned(),
-    "no gain": tuned(best_samples_per_s=1000.0, low=None, high=None, offers=["an offer", "another"]),
-    "speeds that could not be measured": tuned(trials=0, best_samples_per_s=0.0, low=None, high=None),
-    "a learning rate that was kept": tuned(learning_rate=msgspec.structs.replace(some_rates(), best=3e-4)),
-    "a learning rate that diverged": tuned(learning_rate=DIVERGED),
-    "a training without held-out data": changed("training", validation={}),
-    "a training without losses": changed("training", validation={}, first_loss=None, samples_per_s=None),
-    "a training with incidents": changed(
-        "training", skipped_steps=2, oom_recoveries=3, ema=0.999,
-        validation={"loss": 0.1017, "accuracy": 0.9722, "f1": None},
-        resumed_from="checkpoints/step-00000040", peak_reserved_bytes=3 << 30,
-    ),
-}  # fmt: skip
-TRIALS = [
-    describe_trial(Trial(number=1, **trial), {"precision": "bf16"})
-    for trial in (
-        {"samples_per_s": 1234.5, "relative": 1.25},
-        {"samples_per_s": 1234.5, "relative": 0.98},
-        {"samples_per_s": None, "note": "too large"},
-    )
-]
-ESTIMATES: dict[str, Estimate] = {
-    "one GPU": an_estimate(),
-    "a GPU that is too small": an_estimate(fits=False, micro_batch=0, plan=None),
-    "ranks": an_estimate(world_size=8, parallel="shard"),
 }
 
 
-def written(run: RunRecord) -> list[str]:
-    lines = [headline(run), *(" | ".join(tile) for tile in tiles_of(run))]
-    facts = facts_of(run, out=Path("runs/one"), report=Path("runs/one/report.html"))
-    return [*lines, *(f"{one.part:<9}{one.kind:<7}{one.label:<14}{one.text}".rstrip() for one in facts)]
-
-
-def test_every_fact_reads_as_it_did() -> None:
-    """Of each further kind, the file has the lines that the first one lacks."""
-    parts, known = [], list[str]()
-    for name, run in RUNS.items():
-        lines = [line for line in written(run) if line not in known]
-        parts.append("\n".join([f"## {name}", *lines]))
-        known = known or lines
-    parts += [f"## an estimate: {name}\n{describe_estimate(one)}" for name, one in ESTIMATES.items()]
-    default = describe_trial(Trial(number=0, samples_per_s=10.0), {})
-    parts.append("\n".join(["## trials", default, *TRIALS]))
-    check_snapshot(Path(__file__).with_name("facts.txt"), "\n\n".join(parts) + "\n")
-
-
 @pytest.mark.parametrize("name", RUNS)
-def test_a_fact_is_said_once_and_as_people_say_it(name: str) -> None:
-    facts = facts_of(RUNS[name], out=Path("runs/one"))
+def test_a_fact_is_said_once_and_what_answers_the_question_comes_first(name: str) -> None:
+    run, words_of_it = RUNS[name]
+    facts = facts_of(run, out=Path("runs/one"))
+    text = "\n".join([headline(run), *(fact.text for fact in facts)])
+    assert words_of_it in text
+    assert "e+" not in text
     labels = [fact.label for fact in facts if fact.label]
     assert len(labels) == len(set(labels))
-    final = final_facts(RUNS[name], out=Path("runs/one"))
-    kinds = [fact.kind for fact in final]
-    assert kinds == sorted(kinds, key=lambda kind: kind != "main"), "what answers the question comes first"
-    assert {fact.kind for fact in final} <= {"main", "detail", "path"}
-    text = " ".join(fact.text for fact in facts) + headline(RUNS[name])
-    assert "e+" not in text
-    assert "1 ÷" not in text
-
-
-def test_no_tile_denies_a_split_by_size() -> None:
-    tiles = tiles_of(RUNS["a split by size"])
-    assert tiles[0].note == "exactly, in about 8.9 micro-batches"
-    assert not any("accumulation" in tile.note or "in 12 micro-batches" in tile.note for tile in tiles)
+    kinds = [fact.kind for fact in final_facts(run, out=Path("runs/one"))]
+    assert kinds == sorted(kinds, key=lambda kind: kind != "main")
+    assert "more" not in kinds
 
 
 def test_a_limit_of_another_configuration_is_not_shown_beside_the_plan() -> None:
     """The probe ran in fp32; the tuned plan trains in bf16, where more fits."""
     plan = make_plan(target_batch=1024, micro_batch_limit=342, learning_rate=0.1, precision="bf16")
-    run = changed("probe", a_run(plan=plan, tuning=None, training=None), precision="fp32")
+    run = msgspec.structs.replace(changed("probe", precision="fp32"), plan=plan)
     assert final_facts(run)[0].text == "342 samples at a time in 6.00 GiB as tuned, 93 before"
-    assert "93" not in tiles_of(run)[1].note
+    assert not any("93" in tile.figure + tile.note for tile in tiles_of(run) if tile.name != "Throughput")
+
+
+def test_a_trial_and_an_estimate_in_a_line() -> None:
+    slower = Trial(number=1, samples_per_s=1234.5, relative=0.98)
+    assert describe_trial(slower, {"precision": "bf16"}) == "bf16: 1,234 samples/s (2 % slower)"
+    assert describe_trial(Trial(number=1, note="too large"), {"precision": "bf16"}).endswith("too large")
+    assert "90 samples at a time in 22.0 GiB (bf16)" in describe_estimate(an_estimate())
+    assert "does not fit" in describe_estimate(an_estimate(fits=False, micro_batch=0, plan=None))
 
 
 def test_numbers_and_choices_in_words() -> None:

@@ -118,24 +118,6 @@ def test_the_newest_run_directly_in_a_folder_is_found(tmp_path: Path) -> None:
         find_run(tmp_path / ("x" * 5000))
 
 
-@pytest.mark.parametrize(
-    ("lines", "damaged"),
-    [(["row", "cut"], 0), (["row", "cut", "row"], 1), (["cut"], 1), (["row", "cut", "cut"], 2), ([], 0)],
-)
-def test_damaged_metrics_are_refused_where_all_are_needed(
-    tmp_path: Path, lines: list[str], damaged: int
-) -> None:
-    row = msgspec.json.encode(a_step(1))
-    found = [row if line == "row" else row[:40] for line in lines]
-    write(tmp_path, {"device": msgspec.to_builtins(a_device())}, found)
-    if not damaged:
-        assert len(load_run(tmp_path, is_whole=True).metrics) == lines.count("row")
-        return
-    count = f"{damaged} of its {len(lines)} lines? cannot be read"
-    with pytest.raises(InputError, match=rf"metrics\.jsonl is damaged: {count}\. Give another run"):
-        load_run(tmp_path, is_whole=True)
-
-
 def test_results_are_printed_as_a_summary_and_represented_in_one_line() -> None:
     run = a_run()
     result = Result(device=run.device, probe=run.probe, plan=run.plan, training=run.training)

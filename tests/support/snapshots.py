@@ -1,6 +1,6 @@
 """Text that is compared with a file beside the test; one command rewrites it.
 
-``SNAPSHOTS=write python -m pytest tests/report``, then read the difference.
+``SNAPSHOTS=write python -m pytest tests/cli``, then read the difference.
 """
 
 from __future__ import annotations
