@@ -206,12 +206,13 @@ def _on_each_rank(world: int, parallel: str | None) -> str:
 
 def _plan_facts(plan: Plan) -> Iterator[Fact]:
     yield Fact("plan", "plan", describe_plan(plan), "main")
-    rate, factor, rule = decimal(plan.learning_rate), decimal(plan.learning_rate_factor), ""
-    if plan.learning_rate and plan.learning_rate_rule != "none":
-        name = "" if plan.learning_rate_rule == "tuned" else f" by the {plan.learning_rate_rule} rule"
-        rule = f", {factor} times the declared rate{name}"
-    source = plan.learning_rate_source
-    words = f"{rate}{rule}" + (f" ({source})" if source else "")
+    rate, rule, source = decimal(plan.learning_rate), plan.learning_rate_rule, plan.learning_rate_source
+    if rule == "none":
+        words = ", ".join(filter(None, [rate, source]))
+    else:
+        by = "" if rule == "tuned" else f" by the {rule} rule"
+        words = f"{rate}, {decimal(plan.learning_rate_factor)} times the declared rate{by}"
+        words += f" ({source})" if source else ""
     yield Fact("plan", "learning rate", words if plan.learning_rate else source, "more")
     if (cut := plan.size_cut) is not None:
         words = (
