@@ -105,8 +105,6 @@ class Probe(Record, frozen=True, kw_only=True):
     stopped_by: str | None = None
     """``interrupt`` or ``lost GPU context`` if the answer is the largest size found before;
     None if complete."""
-    other_processes_bytes: int | None = None
-    """Bytes of other processes on the GPU at the end; `DeviceRecord` has the figure of the start."""
     precision: Precision | None = None
     """Precision of the attempts; None if unknown."""
     real_batches: RealBatches | None = None

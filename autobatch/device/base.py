@@ -89,8 +89,6 @@ class Device(ABC):
     """Device of the tensors."""
     compute_capability: tuple[int, int] | None = None
     """Major and minor of the GPU that runs the operators; None if the CPU runs them."""
-    may_spill = False
-    """True if the driver may move memory to the host where an allocation should fail."""
 
     def __init__(
         self, budget: tuple[int, str], *, name: str, total_bytes: int, notes: Sequence[str] = ()

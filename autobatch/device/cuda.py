@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -25,7 +24,7 @@ from autobatch.device.allocator.caching import AllocatorConfig
 from autobatch.device.base import GPU_HEADROOM_SHARE, Device, resolve_budget
 from autobatch.device.cuda_allocator import CudaMeter
 from autobatch.device.cuda_gpus import open_context, require_usable
-from autobatch.device.host import compiler_missing_on_gpu, host_memory, is_wsl
+from autobatch.device.host import compiler_missing_on_gpu, host_memory
 from autobatch.device.oom import lost_context_ignored
 
 if TYPE_CHECKING:
@@ -69,8 +68,6 @@ class CudaDevice(Device):
         """What the process held when the session began; None outside of sessions."""
         self.torch_device = torch.device("cuda", index)
         self.compute_capability = (gpu.major, gpu.minor)
-        # The driver of Windows spills, and a GPU without memory of its own shares the host's.
-        self.may_spill = sys.platform == "win32" or is_wsl() or self._is_integrated
         before = nvml.read_gpu(self._uuid)
         open_context(index)
         after = nvml.read_gpu(self._uuid)

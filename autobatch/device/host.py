@@ -37,11 +37,6 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def is_wsl() -> bool:
-    """Return whether this is Linux within Windows, by the name of its kernel."""
-    return "microsoft" in platform.release().lower()
-
-
 def has_gpu_driver(*, devices: Path = Path("/dev")) -> bool:
     """Return whether the driver of a GPU is loaded, without any library; False elsewhere than on Linux."""
     return any((devices / name).exists() for name in _GPU_DRIVERS)

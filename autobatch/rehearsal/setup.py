@@ -104,10 +104,6 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     name: str
     allocator: AllocatorConfig | None = None
     """Settings of the device's caching allocator; None if it caches nothing."""
-    compute_capability: tuple[int, int] | None = None
-    """Compute capability of the GPU that runs the operators; None if the CPU runs them."""
-    may_spill: bool = False
-    """True if the driver may move memory to the host where an allocation should fail."""
     largest_sample: tuple[int, float] | None = None
     """Index and size of the largest sample; None if all sizes are equal."""
     layout: ShardLayout | None = None
@@ -319,8 +315,6 @@ def describe_setup(setup: Setup) -> SetupInfo:
         model_bytes=sum(p.nbytes for p in setup.model.parameters() if p.requires_grad),
         name=workload.name,
         allocator=setup.device.allocator_config,
-        compute_capability=setup.device.compute_capability,
-        may_spill=setup.device.may_spill,
         largest_sample=setup.worst_case.largest(),
         data=data,
         layout=setup.layout,

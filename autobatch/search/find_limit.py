@@ -9,26 +9,26 @@ more fits.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
+from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import LimitedBy, Probe
-from autobatch.core.units import MiB, format_bytes
+from autobatch.core.units import format_bytes
 from autobatch.device.allocator.trace import Trace
 from autobatch.footprint.fitting import Fitting
 from autobatch.footprint.program import Program, Untraceable
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.attempt import Outcome
 from autobatch.rehearsal.process import SetupProcess
-from autobatch.rehearsal.setup import Setup, new_allocator
-from autobatch.search.attempts import Attempts, nothing_fits, run_attempt
+from autobatch.rehearsal.setup import new_allocator
+from autobatch.search.attempts import nothing_fits, run_attempt
 from autobatch.search.probe import FIRST, Found, find_largest
 from autobatch.search.real_batches import survive_real_batches
 from autobatch.search.saved import keep, recall
@@ -38,8 +38,6 @@ MULTIPLES = (8, 4, 2)
 """Numbers of samples that a workload may insist on multiples of."""
 STATE_COPIES = 4
 """Weights, gradients, and two states of each weight, as Adam has them."""
-NOTABLE_GROWTH = 64 * MiB
-"""Growth of other processes' memory during a probe that is worth a note: less is noise of drivers."""
 
 
 class Limit(NamedTuple):
@@ -85,7 +83,6 @@ def find_limit(
     }
     caps = {name: size for name, size in most.items() if size is not None}
     limit = _search(process, options, caps, home, progress)
-    limit = limit._replace(probe=_with_others(limit.probe, process, progress))
     progress.probed(limit.probe)
     cap = min(caps.values())
     file = keep(limit.probe, limit.programs, key, cap=cap, home=home, progress=progress)
@@ -102,25 +99,17 @@ def check_size(process: SetupProcess, micro_batch: int, *, progress: Progress) -
         DoesNotFitError: it does not fit.
     """
     _announce(process, progress)
-    outcome = Attempts(process, progress).run(micro_batch)
+    outcome = run_attempt(process, micro_batch, progress)
     if outcome.error is not None:
         raise outcome.error
-    attempted = outcome.attempt
-    if not attempted.fits:
+    if not outcome.attempt.fits:
         raise DoesNotFitError(
             f"a micro-batch of {micro_batch} does not fit in "
-            f"{format_bytes(process.info.device.budget_bytes)}: {attempted.reason}"
+            f"{format_bytes(process.info.device.budget_bytes)}: {outcome.attempt.reason}"
         )
-    probe = Probe(
-        micro_batch=micro_batch,
-        limited_by="max_micro_batch",
-        upper_bound_by="cap",
-        predicted_micro_batch=None,
-        oom_count=0,
-        attempts=[attempted],
-        source="asked",
-        precision=process.info.precision,
-    )
+    found = Found(micro_batch, "cap", None, [outcome.attempt], None)
+    probe = found.probe({"max_micro_batch": micro_batch}, multiple=1, saved_on=None)
+    probe = msgspec.structs.replace(probe, source="asked", precision=process.info.precision)
     progress.probed(probe)
     return probe
 
@@ -143,9 +132,11 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, progress: P
         while planned > probe.multiple:
             sizes = set(micro_batches(samples, planned, probe.multiple)) - {largest}
             for size in sorted((size for size in sizes if not fitting.fits(size)), reverse=True):
-                attempts.append(run_attempt(process, size).attempt)
-                progress.attempted(attempts[-1])
-                if not attempts[-1].fits:
+                outcome = run_attempt(process, size, progress)
+                if outcome.error is not None:
+                    raise outcome.error
+                attempts.append(outcome.attempt)
+                if not outcome.attempt.fits:
                     break
             else:
                 break
@@ -171,10 +162,10 @@ def _search(
     saved, programs = recall(info.key, home, may_vary=options.device.memory_budget is None)
     guess = None if saved is None or saved.micro_batch < multiple else saved.micro_batch
     progress.doing("looking for what fits")
-    attempts, tried = Attempts(process, progress), dict[int, Outcome]()
+    tried: dict[int, Outcome] = {}
 
     def run(size: int) -> Outcome:
-        tried[size] = attempts.run(size)
+        tried[size] = run_attempt(process, size, progress)
         return tried[size]
 
     is_order_unknown = info.allocator is not None and info.allocator.falls is None
@@ -193,7 +184,7 @@ def _search(
         )
     except Exception as error:
         if tried and cap >= MULTIPLES[0] and all(outcome.error for outcome in tried.values()):
-            _look_for_multiple(attempts, sorted(tried), error)
+            _look_for_multiple(run, sorted(tried), error)
         # A batch of 1 is a special case for some operators (batch statistics), and the last resort.
         refused = [outcome for _, outcome in sorted(tried.items()) if outcome.error is None]
         if min(tried, default=0) == 1 and refused:
@@ -211,13 +202,13 @@ def _search(
     return Limit(probe, None, found.programs, tried[found.micro_batch].trace, falls=found.falls)
 
 
-def _look_for_multiple(attempts: Attempts, failed: list[int], error: Exception) -> None:
+def _look_for_multiple(run: Callable[[int], Outcome], failed: list[int], error: Exception) -> None:
     """Raise if a multiple of a number runs where all sizes failed for another reason than memory.
 
     Raises:
         InputError: it names the number.
     """
-    if attempts.run(MULTIPLES[0]).attempt.fits:
+    if run(MULTIPLES[0]).attempt.fits:
         raise InputError(
             f"micro-batches of {', '.join(map(str, failed))} fail, and one of {MULTIPLES[0]} runs: give "
             f"--micro-batch-multiple {MULTIPLES[0]}, or a smaller number whose multiples run. The error of "
@@ -246,24 +237,3 @@ def _announce(process: SetupProcess, progress: Progress) -> None:
     progress.opened(process.info.device)
     for line in process.info.notes:
         progress.note(line)
-
-
-def _with_others(probe: Probe, process: SetupProcess, progress: Progress) -> Probe:
-    """Add the memory that other processes hold after the probe, with a note if that grew."""
-    before = process.info.device.other_processes_bytes
-    if before is None:
-        return probe
-    try:
-        after = process.call("reading the GPU", _others_bytes)
-    except AutobatchError:  # the answer stands without it
-        after = None
-    if after is not None and after - before >= NOTABLE_GROWTH:
-        progress.note(
-            f"other processes held {format_bytes(before)} of the GPU before the probe and hold "
-            f"{format_bytes(after)} now. The answer may no longer fit: probe again, or give --memory-budget"
-        )
-    return msgspec.structs.replace(probe, other_processes_bytes=after)
-
-
-def _others_bytes(setup: Setup) -> int | None:
-    return setup.device.describe().other_processes_bytes

@@ -255,8 +255,8 @@ class _Search:
         self.attempts.append(outcome.attempt)
         if outcome.error is not None:
             self.error = self.error or outcome.error
-            if size == 1:
-                raise self.error
+            if size <= max(1, self.low):
+                raise outcome.error if size <= self.low else self.error
             self.refused[size] = "error"
             if outcome.is_context_lost and self.low:
                 raise _Stopped(LOST)

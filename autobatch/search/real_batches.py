@@ -65,8 +65,7 @@ def survive_real_batches(
         for number, (size, _) in enumerate(islice(sizes, 1 + TRIES)):
             reason = process.call("a run of real batches", why_not, batches, Split(multiple=multiple), size)
             if reason is None and number:
-                attempts.append(run_attempt(process, size).attempt)
-                progress.attempted(attempts[-1])
+                attempts.append(run_attempt(process, size, progress).attempt)
                 reason = attempts[-1].reason
             if reason is None or size == multiple:
                 break
@@ -94,7 +93,7 @@ def survive_real_batches(
         probe,
         micro_batch=size,
         upper_bound_by="run",
-        oom_count=probe.oom_count + sum(not attempt.fits for attempt in attempts),
+        oom_count=probe.oom_count + sum(not (run.fits or run.is_error) for run in attempts),
         attempts=[*probe.attempts, *attempts],
         real_batches=found,
     )

@@ -86,30 +86,6 @@ def test_cleaning_up_does_not_hide_the_error_that_lost_the_context(fake: FakeCud
     assert caught.value is error
 
 
-@pytest.mark.parametrize(
-    ("platform", "release", "integrated", "spills"),
-    [
-        ("linux", "6.8.0-generic", 0, False),
-        ("linux", "5.15.167.4-microsoft-standard-WSL2", 0, True),
-        ("win32", "11", 0, True),
-        ("linux", "6.8.0-tegra", 1, True),
-    ],
-)
-def test_only_drivers_of_windows_and_gpus_without_memory_of_their_own_spill(
-    fake: FakeCuda,
-    monkeypatch: pytest.MonkeyPatch,
-    platform: str,
-    release: str,
-    integrated: int,
-    spills: bool,
-) -> None:
-    """On Linux an allocation over the memory fails, and a size that is slow has another reason."""
-    fake.integrated = integrated
-    monkeypatch.setattr("sys.platform", platform)
-    monkeypatch.setattr("platform.release", lambda: release)
-    assert opened().may_spill is spills
-
-
 def test_a_full_gpu_leaves_no_budget(fake: FakeCuda) -> None:
     fake.figures["reserved_bytes.all.current"] = 0
     fake.driver_free = GiB

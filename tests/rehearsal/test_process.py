@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from autobatch import InputError
+from autobatch import InputError, Progress
 from autobatch.core.errors import UserCodeError
 from autobatch.core.options import Options
 from autobatch.rehearsal import process as child_module
+from autobatch.rehearsal.attempt import Outcome, attempt
 from autobatch.rehearsal.process import ChildCrashed, ChildProcess, may_copy, open_process
 from autobatch.rehearsal.setup import Role, Setup
 from autobatch.search.attempts import run_attempt
@@ -44,6 +45,10 @@ def child(train: Path, function: str, code: str = "", **settings) -> Iterator[Ch
 
 def pid(setup: Setup) -> int:
     return os.getpid()
+
+
+def ran(process: ChildProcess, size: int) -> Outcome:
+    return process.call(f"an attempt at a micro-batch of {size}", attempt, size)
 
 
 def die(setup: Setup) -> None:
@@ -85,9 +90,9 @@ def exits():
 )
 def test_a_child_that_dies_is_an_error_of_one_line(function: str, said: list[str], train: Path) -> None:
     with child(train, function, DIES, oom_kills=lambda: 5) as process:
-        assert run_attempt(process, 2).attempt.fits
+        assert ran(process, 2).attempt.fits
         with pytest.raises(ChildCrashed) as found:
-            run_attempt(process, 3)
+            ran(process, 3)
     assert found.value.exit_code == 1
     assert all(text.format(train=train) in str(found.value) for text in said), found.value
     assert "\n" not in str(found.value)
@@ -97,10 +102,10 @@ def test_a_child_that_dies_is_an_error_of_one_line(function: str, said: list[str
 def test_a_child_that_the_host_killed_for_memory_is_an_answer_and_the_next_one_continues(train: Path) -> None:
     kills = itertools.count()
     with child(train, "killed", DIES, oom_kills=lambda: next(kills)) as process:
-        refused = run_attempt(process, 3).attempt
+        refused = run_attempt(process, 3, Progress()).attempt
         assert (refused.micro_batch, refused.fits, refused.peak_allocated_bytes) == (3, False, None)
         assert refused.reason == "the host ran out of memory and ended the child process"
-        assert run_attempt(process, 2).attempt.fits
+        assert ran(process, 2).attempt.fits
 
 
 @warm
@@ -109,7 +114,7 @@ def test_a_child_that_was_killed_is_replaced_at_the_next_call(train: Path) -> No
         os.kill(process.call("a look", pid), signal.SIGKILL)
         with pytest.raises(ChildCrashed):
             process.call("a look", pid)
-        assert run_attempt(process, 2).attempt.fits
+        assert ran(process, 2).attempt.fits
 
 
 @warm
@@ -126,7 +131,7 @@ def workload():
 """
     with child(train, "workload", code) as process:
         assert process.info.samples == 32
-        assert run_attempt(process, 2).attempt.fits
+        assert ran(process, 2).attempt.fits
         with pytest.raises(ChildCrashed, match="garbage"):
             process.call("a crash", die)
     assert capfd.readouterr() == ("", "")
@@ -148,8 +153,8 @@ def workload():
     line = f"{SMALL}\n{code}".splitlines().index("        raise Odd(1, 2)") + 1
     with child(train, "workload", code) as process:
         with pytest.raises(UserCodeError) as found:
-            run_attempt(process, 3)
-        assert run_attempt(process, 2).attempt.fits
+            ran(process, 3)
+        assert ran(process, 2).attempt.fits
     assert str(found.value) == f"the workload's loss raised Odd: odd ({train}:{line})"
     assert "Traceback" in found.value.__notes__[0]
 
@@ -207,9 +212,9 @@ def test_a_child_whose_gpu_is_lost_tells_why_and_another_answers_the_next_questi
     with child(train, "workload", LOSES_THE_GPU) as process:
         first = process.call("a look", pid)
         with pytest.raises(UserCodeError, match="device-side assert"):
-            run_attempt(process, 3)
+            ran(process, 3)
         assert is_running(first)
-        assert run_attempt(process, 2).attempt.fits
+        assert ran(process, 2).attempt.fits
         assert not is_running(first)
 
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,13 +17,8 @@ from torch.utils.data import Dataset
 
 import autobatch
 from autobatch import DoesNotFitError, Loss
-from autobatch.core.records import MemoryHolder
-from autobatch.core.units import GiB, MiB
-from autobatch.device import nvml
 from tests.support.commandline import SMALL
-from tests.support.fake_cuda import gpu_reading
 from tests.support.probes import Listener, Sequences, classify, pad, work
-from tests.support.python_gpu import GpuTensor, python_gpu
 from tests.support.rank_server import RankServer
 
 WIDTH = 8
@@ -208,38 +202,3 @@ def test_a_thread_that_cannot_start_is_told_as_itself() -> None:
 def test_a_thread_that_cannot_start_is_no_want_of_memory() -> None:
     found = autobatch.probe(thread_failing_above(3), device="cpu", memory_budget="1MiB", max_micro_batch=4)
     assert (found.micro_batch, found.oom_count) == (3, 0)
-
-
-def probe_beside_another_process() -> tuple[int | None, int | None]:
-    """Return what others hold before and after a probe, in whose first step another process takes 1 GiB.
-
-    In a container, NVML lists the other process, and not this one.
-    """
-    torch.set_num_threads(1)
-    held = [GiB]
-
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        if isinstance(batch[0], GpuTensor):
-            held[0] = 2 * GiB
-        return classify(model, batch)
-
-    with python_gpu(24 * GiB) as gpu:
-
-        def reading(_: str) -> nvml.NvmlGpu:
-            other = MemoryHolder(pid=1, name="other", used_bytes=held[0])
-            return gpu_reading(held[0] + gpu.used_bytes, [other])
-
-        with patch.object(nvml, "read_gpu", reading):
-            found = autobatch.probe(
-                work(loss=loss), device="cuda", memory_budget=8 * MiB, precision="fp32", max_micro_batch=4
-            )
-    return found.device.other_processes_bytes, found.other_processes_bytes
-
-
-def test_memory_that_another_process_takes_is_told_as_its_own(server: RankServer, own_home: Path) -> None:
-    environ = {"AUTOBATCH_HOME": str(own_home)}
-    ((before, after),) = server.values(
-        probe_beside_another_process, world=1, environ=environ, seconds=SECONDS
-    )
-    assert before == GiB
-    assert after == pytest.approx(2 * GiB, abs=64 * MiB)

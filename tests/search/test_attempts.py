@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ from autobatch.core.units import MiB
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.rehearsal.attempt import Outcome
 from autobatch.rehearsal.process import ChildCrashed, ThisProcess
-from autobatch.search.attempts import Attempts, nothing_fits
+from autobatch.search.attempts import nothing_fits, run_attempt
 from autobatch.search.probe import find_largest
 from tests.support.hardware import CpuAsGpu
 from tests.support.probes import classify, probed, work
@@ -32,12 +31,10 @@ ILLEGAL = RuntimeError("CUDA error: an illegal memory access was encountered\nCU
 class Process:
     """Answers each attempt by a function of its size, and counts its restarts."""
 
-    def __init__(
-        self, run: Callable[[int], Outcome], *, is_replaceable: bool = True, may_spill: bool = False
-    ) -> None:
+    def __init__(self, run: Callable[[int], Outcome], *, is_replaceable: bool = True) -> None:
         self.answer = run
         self.is_replaceable = is_replaceable
-        self.info = SimpleNamespace(may_spill=may_spill)
+        self.info: Any = None
         self.restarts = 0
 
     def call(self, act: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -60,8 +57,11 @@ def failing(error: Exception, first: int = 0) -> Callable[[int], Outcome]:
 
 
 def found_in(process: Process) -> Any:
-    attempts = Attempts(process, Progress())
-    return find_largest(attempts.run, cap=10_000, new_allocator=lambda: CountingAllocator(BUDGET))
+    return find_largest(
+        lambda size: run_attempt(process, size, Progress()),
+        cap=10_000,
+        new_allocator=lambda: CountingAllocator(BUDGET),
+    )
 
 
 def test_a_search_continues_below_a_size_that_killed_its_child() -> None:
@@ -97,21 +97,6 @@ def test_a_process_without_a_child_stops_with_the_best_size_once_its_context_is_
     found = found_in(process)
     assert (found.upper_bound_by, found.stopped_by) == (None, "lost GPU context")
     assert found.micro_batch == max(one.micro_batch for one in found.attempts if one.fits)
-
-
-@pytest.mark.parametrize("may_spill", [True, False])
-def test_a_larger_size_that_is_slower_per_sample_spills(may_spill: bool) -> None:
-    """Costs per step weigh more in a smaller size, but cannot slow a larger one."""
-    seconds = {100: 1.0, 10: 0.9, 200: 2.0, 201: 8.04, 150: 5.0}
-
-    def run(size: int) -> Outcome:
-        ran = msgspec.structs.replace(outcome_of(size, True, 1).attempt, step_seconds=seconds[size])
-        return Outcome(ran, None)
-
-    attempts = Attempts(Process(run, may_spill=may_spill), Progress())
-    found = {size: attempts.run(size).attempt for size in seconds}
-    assert [size for size, one in found.items() if not one.fits] == [201] * may_spill
-    assert not may_spill or "4.0 times" in str(found[201].reason)
 
 
 def limited(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -17,13 +17,13 @@ from autobatch.api.call import Call
 from autobatch.api.pipeline import run as run_command
 from autobatch.core.options import Options
 from autobatch.core.records import RealBatches
-from autobatch.core.units import GiB, KiB, MiB
+from autobatch.core.units import GiB, KiB
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Setup, open_setup
-from autobatch.search.find_limit import find_limit, limit_of_plan
+from autobatch.search.find_limit import limit_of_plan
 from benchmarks.workloads import WORKLOADS as TEST_WORKLOADS
 from tests.support.options import as_options
 from tests.support.probes import (
@@ -114,28 +114,6 @@ def test_a_budget_that_follows_free_memory_may_vary_by_a_few_percent(tmp_path: P
     assert probe(1020).source.startswith("saved")
     assert probe(1030, memory_budget="1GiB").source == "search"
     assert probe(1100).source == "search"
-
-
-# Other processes.
-
-
-class Shared(CpuDevice):
-    """Memory that others use as well."""
-
-    others = 100 * MiB
-
-    def describe(self):
-        return msgspec.structs.replace(super().describe(), other_processes_bytes=self.others)
-
-
-@pytest.mark.parametrize(("grown", "is_noted"), [(63 * MiB, False), (64 * MiB, True)])
-def test_a_growth_of_other_processes_is_noted(grown: int, is_noted: bool, tmp_path: Path) -> None:
-    here = replace(setup(WORKLOADS["perceptron"]()), device=Shared(memory_budget=64 * MiB))
-    process, notes = ThisProcess(here), Listener()
-    here.device.others += grown
-    found = find_limit(process, Options().with_values(max_micro_batch=3), home=tmp_path, progress=notes).probe
-    assert found.other_processes_bytes == 100 * MiB + grown
-    assert any("held 100 MiB of the GPU before" in line for line in notes.notes) == is_noted
 
 
 # Micro-batches of a plan that do not fit although a larger one does.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from autobatch import DoesNotFitError, Probe
+from autobatch import DoesNotFitError, Probe, Progress
 from autobatch.api.call import Call
 from autobatch.api.pipeline import run as run_command
 from autobatch.core.check_options import options_from
@@ -82,9 +82,9 @@ def test_a_smaller_size_that_fails_alone_is_not_the_answer(tmp_path: Path, monke
     real = real_batches.run_attempt
     sizes = []
 
-    def attempt(process: ThisProcess, size: int) -> Any:
+    def attempt(process: ThisProcess, size: int, progress: Progress) -> Any:
         sizes.append(size)
-        return real(process, 400 if size > 32 else 8)
+        return real(process, 400 if size > 32 else 8, progress)
 
     monkeypatch.setattr(real_batches, "run_attempt", attempt)
     found, notes = survived(WORKLOAD, tmp_path, 128)
