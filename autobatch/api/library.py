@@ -100,7 +100,7 @@ def plan(
     result = _run("plan", values, workload, progress, environ=environ, world_size=world_size)
     assert result.plan is not None
     assert result.probe is not None
-    return PlanResult(**_fields(result.plan), device=result.device, probe=result.probe)
+    return PlanResult(**_fields(result.plan), device=result.device, probe=result.probe, notes=result.notes)
 
 
 @listing_keywords

@@ -30,6 +30,7 @@ from autobatch.report.result import Result
 from autobatch.report.words import decimal, plural
 from autobatch.search.find_limit import Limit, check_size, find_limit
 from autobatch.search.plan_split import choose_split
+from autobatch.training.batchnorm import statistics_notes
 from autobatch.training.split_check import ANYWAY, Finding, examine, first_samples
 from autobatch.workload.order import GlobalBatchSampler
 
@@ -217,6 +218,7 @@ def _probe_and_plan(call: Call, setup: OpenSetup) -> Result:
     if plan.learning_rate_rule == "none" and plan.base_batch not in (None, plan.target_batch):
         call.progress.note(f"learning rate {plan.learning_rate:g}: {plan.learning_rate_source}")
     predicted, curve = _memory_of(limit, info)
+    is_last = call.options.command == "plan"  # a training says it of its own batches
     return Result(
         device=info.device,
         probe=probe,
@@ -226,6 +228,7 @@ def _probe_and_plan(call: Call, setup: OpenSetup) -> Result:
         command=call.command,
         predicted=predicted,
         memory_curve=curve,
+        notes=statistics_notes(info.batch_norms, plan.micro_batches) if is_last else [],
     )
 
 

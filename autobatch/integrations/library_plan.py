@@ -26,6 +26,7 @@ from autobatch.core.keywords import PlanKeywords
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import even_split, even_split_note
 from autobatch.report.result import PlanResult
+from autobatch.training.batchnorm import batch_norms, statistics_notes
 from autobatch.workload.contract import Workload, is_stream, kind_of
 
 logger = logging.getLogger("autobatch")
@@ -76,7 +77,7 @@ class LibraryPlan(PlanResult, frozen=True, kw_only=True):
 
     def _text(self) -> str:
         """Return the lines of a plan, and the remarks on what the library does with it."""
-        return "\n".join([f"{self.library}: {super()._text()}", *(f"note: {one}" for one in self.notes)])
+        return f"{self.library}: {super()._text()}"
 
 
 def plan_for(
@@ -114,7 +115,7 @@ def plan_for(
     fields = {name: getattr(found, name) for name in found.__struct_fields__}
     fields |= {"micro_batch": size, "accumulation_steps": steps, "micro_batches": [size] * steps}
     remarks = [*of_smallest, *loop.remarks, *_remarks(loop, workload, found, size, steps)]
-    fields["notes"] = [*found.notes, *(f"{loop.name}: {one}" for one in remarks)]
+    fields["notes"] = [f"{loop.name}: {one}" for one in remarks]
     return LibraryPlan(**fields, library=loop.name, loader=None if loader is None else loader(size))
 
 
@@ -162,6 +163,8 @@ def _remarks(
         )
     if (note := even_split_note(found, min(found.micro_batch, found.probe.micro_batch))) is not None:
         yield note
+    model: Any = workload.model
+    yield from statistics_notes([layer.momentum for layer in batch_norms(model())], [size] * steps)
     if steps > 1 and loop.averages_means:
         yield (
             "each micro-batch has the same weight, which is exact for a loss that is a mean over samples and "

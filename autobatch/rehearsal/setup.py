@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from autobatch.core.errors import DoesNotFitError, InputError
@@ -101,6 +102,8 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     gradient_dtype: GradientDtype = "fp32"
     model_bytes: int = 0
     """Bytes of the parameters that are trained."""
+    batch_norms: tuple[float | None, ...] = ()
+    """Momentum of each BatchNorm layer."""
     name: str
     allocator: AllocatorConfig | None = None
     """Settings of the device's caching allocator; None if it caches nothing."""
@@ -313,6 +316,7 @@ def describe_setup(setup: Setup) -> SetupInfo:
         precision=setup.precision,
         gradient_dtype=setup.gradient_dtype,
         model_bytes=sum(p.nbytes for p in setup.model.parameters() if p.requires_grad),
+        batch_norms=tuple(layer.momentum for layer in setup.model.modules() if isinstance(layer, _BatchNorm)),
         name=workload.name,
         allocator=setup.device.allocator_config,
         largest_sample=setup.worst_case.largest(),

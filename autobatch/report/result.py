@@ -135,6 +135,9 @@ class PlanResult(Shown, Plan, frozen=True, kw_only=True):
     def _run(self) -> Result:
         return Result(device=self.device, probe=self.probe, plan=self)
 
+    def _text(self) -> str:
+        return "\n".join([super()._text(), *(f"note: {note}" for note in self.notes)])
+
 
 class Estimates(Shown, Record, frozen=True, kw_only=True):
     """Predictions for one workload, one per GPU."""

@@ -155,6 +155,8 @@ class Terminal(Progress):
         self._end()
         for fact in final_facts(result, out=result.out, report=result.report):
             self._print_fact(fact)
+        for text in result.notes:
+            self.note(text)
 
     def estimated(self, estimates: Estimates) -> None:
         """Print what is predicted to fit, even if quiet."""

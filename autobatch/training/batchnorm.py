@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -19,17 +19,26 @@ def batch_norm_notes(model: nn.Module, sampler: GlobalBatchSampler, micro_batch:
         sampler: the batches of the run.
         micro_batch: the largest micro-batch, in samples.
     """
-    layers = batch_norms(model)
     sizes = micro_batches(min(sampler.target_batch, sampler.size(0)), micro_batch)
-    if not layers or len(sizes) == 1:
+    return statistics_notes([layer.momentum for layer in batch_norms(model)], sizes)
+
+
+def statistics_notes(momenta: Sequence[float | None], sizes: Sequence[int]) -> list[str]:
+    """Return notes on batch statistics; empty without BatchNorm or for a single micro-batch.
+
+    Args:
+        momenta: the momentum of each BatchNorm layer.
+        sizes: the micro-batches of a batch, the largest first.
+    """
+    if not momenta or len(sizes) == 1:
         return []
     who = (
         "1 BatchNorm layer computes its"
-        if len(layers) == 1
-        else f"{len(layers)} BatchNorm layers compute their"
+        if len(momenta) == 1
+        else f"{len(momenta)} BatchNorm layers compute their"
     )
     size = f"{sizes[-1]} to {sizes[0]}" if sizes[-1] < sizes[0] else f"{sizes[0]}"
-    momentum = layers[0].momentum
+    momentum = momenta[0]
     # n updates with 1 - (1 - m) ** (1 / n) weigh as much as one with m.
     rate = 0.0 if momentum is None else 1 - (1 - momentum) ** (1 / len(sizes))
     matching = f", which a momentum of {rate:.4g} instead of {momentum:g} would undo" if rate else ""

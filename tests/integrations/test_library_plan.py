@@ -17,7 +17,6 @@ import autobatch
 from autobatch import AutobatchError, InputError, Workload, integrations
 from tests.support.bounded import bounded
 from tests.support.libraries import installed
-from tests.support.noted import known
 from tests.support.rank_server import RankServer
 
 accelerate = integrations.accelerate
@@ -136,7 +135,6 @@ def test_an_optimizer_is_rebuilt_over_a_copy_by_name() -> None:
         rebuilt(nn.Linear(1, 1))
 
 
-@known("the outside is rewritten: a plan for a loop of one's own says nothing of BatchNorm")
 @pytest.mark.parametrize("is_library", [False, True])
 def test_a_plan_says_what_batch_norm_sees(is_library: bool) -> None:
     """Statistics are those of 4 micro-batches of 6, as ``fit`` says of its own loop."""
