@@ -177,7 +177,8 @@ def _prepare_new(call: Call, lock: ExitStack) -> PlannedRun:
     with ExitStack() as opened:
         setup = OpenSetup(call, opened)
         samples = _epoch_samples(call, setup)
-        batches = build_sampler(samples, options)
+        is_stream = setup.info.epoch_samples is None
+        batches = build_sampler(samples, options, (lambda _: range(samples)) if is_stream else None)
         name = setup.info.name
         out = claim_of_ranks(call, lambda: folder_of(options.train.out, name, resume=False), lock)
         if setup.info.layout is None:
@@ -298,8 +299,7 @@ def _plan_again(call: Call, earlier: EarlierRun) -> PlannedRun:
     with ExitStack() as opened:
         setup = OpenSetup(call, opened)
         found = search_and_plan(call, setup)
-        # The order of the user's own sampler does not travel to a child.
-        result = finish_plan(call, setup, found, replace(earlier.sampler, order=None))
+        result = finish_plan(call, setup, found, earlier.sampler)
         key = setup.info.key
     assert result.plan is not None
     rate = [name for name in Plan.__struct_fields__ if name.startswith("learning_rate")]

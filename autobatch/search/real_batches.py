@@ -108,7 +108,7 @@ def batches_to_run(setup: Setup, samples: int, seed: int) -> list[GlobalBatch]:
         target_batch=samples,
         seed=seed,
         steps=max(2 * FIRST, min(epoch, MOST_SAMPLES) // samples),
-        order=order if setup.stream is None else lambda _: list(range(epoch)),
+        order=order if setup.stream is None else lambda _: range(epoch),
     )
     if sizes is None:
         return list(islice(run.batches(), 2 * FIRST))

@@ -1,10 +1,9 @@
 """The samples of each optimizer step, and their order.
 
 Batches of exactly ``target_batch`` sample ids are drawn from a permutation of each epoch, which depends on
-the seed and the epoch alone. A batch goes on in the next epoch where one ends. The permutation is computed
-for any place at once, so no large epoch is held in memory. Batches are split into micro-batches afterwards.
-The order of the data therefore does not depend on the micro-batch, the number of workers, the ranks, or the
-step of a resume.
+the seed and the epoch alone. A batch goes on in the next epoch where one ends. Batches are split into
+micro-batches afterwards. The order of the data therefore does not depend on the micro-batch, the number of
+workers, the ranks, or the step of a resume.
 
 A sampler of the user's takes the place of the permutation. It may be random: weighted, or grouped by length.
 It is drawn with generators that are seeded by the run's seed and the epoch, so that a resume needs no state.
@@ -14,9 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -34,24 +32,12 @@ from autobatch.workload.rng import (
 from autobatch.workload.user_code import user_code
 
 Integers = NDArray[np.int64]
-Order: TypeAlias = Callable[[int], list[int]]
+Order: TypeAlias = Callable[[int], Sequence[int]]
 """Returns the samples of an epoch in order, always equally many."""
-ORDER_VERSION = 2
+ORDER_VERSION = 3
 """Version of the order of an epoch, kept in checkpoints. Raise it if `permutation` changes any order."""
-BLOCK = 4096
-"""Places of an epoch that are computed at once, because many small arrays cost more than a large one."""
-SMALL_EPOCH = 2**16
-"""Most samples of an epoch that is computed and held as a whole, in 2.5 MB at most."""
-ROUNDS = 8
-"""Rounds of the Feistel network; four suffice in theory (Luby and Rackoff 1988)."""
-SMALL_BITS = 12
-"""Bits of a domain up to which halves are so small that more rounds are needed."""
-ROUNDS_IF_SMALL = 20
 MOST_PASSES = 1000
 """Times the size of the data above which a sampler counts as one that never ends."""
-_MASK32 = 2**32 - 1
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-"""Increment of SplitMix64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +91,16 @@ class GlobalBatchSampler:
 
     def batches(self, start: int = 0) -> Iterator[GlobalBatch]:
         """Draw the batches of the run, from number ``start`` on."""
-        block: list[int] = []
-        block_at = -1
-        """Place of the block in all epochs in a row."""
-        block_size = self._block_size
+        drawn: int | None = None
         for index in range(start, self.total):
             first, size = index * self.target_batch, self.size(index)
-            offset = first - block_at
-            # Most batches lie in the block of the one before.
-            ids = block[offset : offset + size]
+            ids: list[int] = []
             while len(ids) < size:
                 epoch, place = divmod(first + len(ids), self.samples)
-                number, offset = divmod(place, block_size)
-                block, block_at = self._block(epoch, number), first + len(ids) - offset
-                ids += block[offset : offset + size - len(ids)]
+                if epoch != drawn:
+                    drawn, order = epoch, self._order_of(epoch)
+                part = order[place : place + size - len(ids)]
+                ids += part.tolist() if isinstance(part, np.ndarray) else part
             yield GlobalBatch(index, first // self.samples, ids)
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -129,17 +111,10 @@ class GlobalBatchSampler:
         """Take over a state; return in words how the data continue, if that is worth a note."""
         return []
 
-    def _block(self, epoch: int, number: int) -> list[int]:
-        """Draw the samples of an epoch that have the places of a block."""
-        start = number * self._block_size
-        stop = start + self._block_size
+    def _order_of(self, epoch: int) -> Sequence[int] | Integers:
         if self.order is not None:
-            return self.order(epoch)[start:stop]
-        return permutation(self.samples, seed=self.seed, epoch=epoch, start=start, stop=stop)
-
-    @property
-    def _block_size(self) -> int:
-        return self.samples if self.samples <= SMALL_EPOCH else BLOCK
+            return self.order(epoch)
+        return permutation(self.samples, seed=self.seed, epoch=epoch)
 
 
 def epoch_of(workload: Workload, seed: int) -> tuple[int, Order | None]:
@@ -228,83 +203,31 @@ def order_digest(order: Order) -> str:
     return hashlib.sha256(repr(order(0)).encode()).hexdigest()[:16]
 
 
-def permutation(samples: int, *, seed: int, epoch: int, start: int = 0, stop: int | None = None) -> list[int]:
-    """Return the order of an epoch, or the part of it from ``start`` to ``stop``.
+def permutation(samples: int, *, seed: int, epoch: int) -> Integers:
+    """Return the order of an epoch: ``range(samples)``, sorted by a hash of each number under the seed.
 
-    The order is a permutation of ``range(samples)`` that is computed and never stored: a Feistel network
-    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains") on the next power of two. An image
-    outside of the range is permuted again until it lies within, which takes fewer than two passes on average.
+    The hash is SplitMix64, which maps different numbers to different ones. It is computed here, because the
+    generators of libraries may draw otherwise in their next version, and a resumed run would repeat samples.
 
     Args:
-        samples: number of samples, below 2^62.
+        samples: number of samples.
         seed: any integer, taken modulo 2^64.
         epoch: from 0.
-        start: first place.
-        stop: place after the last; None for the end.
     """
-    bits = (samples - 1).bit_length()
-    keys = _round_keys(seed, epoch, ROUNDS_IF_SMALL if bits <= SMALL_BITS else ROUNDS)
-    stop = samples if stop is None else min(stop, samples)
     # NumPy, because an order is no part of the step: a budget counts the tensors of torch.
-    images: Callable[[Integers], Integers] = partial(_feistel, bits=bits, keys=keys)
-    if samples <= SMALL_EPOCH:
-        # One evaluation of all values, and further passes are look-ups.
-        images = images(np.arange(2**bits)).__getitem__
-    ids = images(np.arange(start, stop))
-    outside = np.flatnonzero(ids >= samples)
-    while len(outside):
-        again = images(ids[outside])
-        ids[outside] = again
-        outside = outside[again >= samples]
-    found: list[int] = ids.tolist()
-    return found
-
-
-def _feistel(values: Integers, bits: int, keys: list[tuple[int, int]]) -> Integers:
-    """Permute integers of ``bits`` bits: hash each half in turn into the other."""
-    low_bits = (bits + 1) // 2
-    low_mask, high_mask = (1 << low_bits) - 1, (1 << bits - low_bits) - 1
-    low = (values & low_mask).astype(np.uint32)
-    high = (values >> low_bits).astype(np.uint32)
-    for number, (first, second) in enumerate(keys):
-        if number % 2:
-            low ^= _hash32(high, first, second) & np.uint32(low_mask)
-        else:
-            high ^= _hash32(low, first, second) & np.uint32(high_mask)
-    return (high.astype(np.int64) << low_bits) | low.astype(np.int64)
-
-
-def _hash32(values: NDArray[np.uint32], first: int, second: int) -> NDArray[np.uint32]:
-    """Hash integers of 32 bits under two keys of 32 bits; products wrap around.
-
-    The constants are those of lowbias32 (Wellons, hash-prospector).
-    """
-    hashed = values ^ np.uint32(first)
-    hashed ^= hashed >> np.uint32(16)
-    hashed *= np.uint32(0x7FEB352D)
-    hashed ^= np.uint32(second)
-    hashed ^= hashed >> np.uint32(15)
-    hashed *= np.uint32(0x846CA68B)
-    hashed ^= hashed >> np.uint32(16)
-    return hashed
-
-
-def _round_keys(seed: int, epoch: int, rounds: int) -> list[tuple[int, int]]:
-    """Return two keys of 32 bits per round, from SplitMix64 (Steele et al. 2014)."""
-    state = mix_seed(seed, epoch)
-    mixed = [_mix64(state + number * _GOLDEN_GAMMA) for number in range(1, rounds + 1)]
-    return [(key & _MASK32, key >> 32) for key in mixed]
+    return np.argsort(_mix64(np.arange(samples, dtype=np.uint64) + np.uint64(mix_seed(seed, epoch))))
 
 
 def mix_seed(seed: int, epoch: int) -> int:
     """Return a seed of 64 bits for an epoch of a run."""
     # The seed is mixed before the epoch is added, so that epochs of neighbouring seeds do not coincide.
-    return _mix64(_mix64(seed % 2**64) + epoch)
+    mixed = _mix64(np.array([seed % 2**64], dtype=np.uint64))
+    return int(_mix64(mixed + np.uint64(epoch))[0])
 
 
-def _mix64(value: int) -> int:
-    """Return the output of SplitMix64 for a state, taken modulo 2^64."""
-    value = (value + _GOLDEN_GAMMA) % 2**64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
-    return value ^ (value >> 31)
+def _mix64(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the outputs of SplitMix64 (Steele et al. 2014) for states; sums and products wrap around."""
+    mixed = states + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

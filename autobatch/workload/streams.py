@@ -422,6 +422,9 @@ class StreamSampler(GlobalBatchSampler):
 
     view: StreamView
 
+    def _order_of(self, epoch: int) -> range:
+        return range(self.samples)
+
     def batches(self, start: int = 0) -> Iterator[GlobalBatch]:
         """Draw the batches of the run, from number ``start`` on. The view forgets those before."""
         for index in range(start, self.total):

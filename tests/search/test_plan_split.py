@@ -225,7 +225,7 @@ def test_a_cut_is_lowered_until_batches_of_the_run_train_at_it(tmp_path: Path) -
     split = SizeSplit(sizes=setup.worst_case.sizes(), cut=cut)
     with setup.device.training() as meter:
         loop = make_loop(
-            workload, target_batch=120, micro_batch=split.largest, split=split, steps=20,
+            workload, target_batch=120, micro_batch=split.largest, split=split, steps=6,
             device=setup.device, meter=meter,
         )  # fmt: skip
         list(loop.run())

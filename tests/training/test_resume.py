@@ -101,8 +101,8 @@ def decaying(optimizer: torch.optim.Optimizer, steps: int) -> Any:
         ),
         ({"steps": 1}, "this run has 1 optimizer steps, but the checkpoint .* has taken 2 already"),
         (
-            {"stored": {"order": 3}},
-            "version of the data order 2 does not match .* which has 3: give the run its own",
+            {"stored": {"order": 4}},
+            "version of the data order 3 does not match .* which has 4: give the run its own",
         ),
         ({"schedule": decaying, "steps": 9}, "schedule was built for, 9 does not match .*, which has 2"),
     ],
