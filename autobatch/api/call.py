@@ -13,7 +13,7 @@ from autobatch.core.progress import Progress
 from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.process import ChildProcess
-from autobatch.training.metrics import Sink
+from autobatch.training.metrics import Sink, Until
 from autobatch.workload.reference import WorkloadSource
 
 
@@ -37,6 +37,8 @@ class Call:
     """The command line that repeats this call."""
     sinks: tuple[Sink, ...] = ()
     """Receive the records of the training besides the files of the run."""
+    until: Until | None = None
+    """The user's own rule that ends the training after a step; None to train to its end."""
     entered: Callable[[Path], None] = lambda _: None
     """Receives the folder of a run as soon as it is known."""
 

@@ -33,8 +33,9 @@ from autobatch.core.records import Attempt, DeviceRecord, Plan, Probe, Tuning
 from autobatch.core.text import one_line
 from autobatch.report.facts import describe_budget, describe_fits, describe_plan, describe_tuning
 from autobatch.report.result import Estimates, FitResult, PlanResult, ProbeResult, Result, TuneResult
-from autobatch.training.metrics import Sink
+from autobatch.training.metrics import Sink, Until
 from autobatch.workload.reference import WorkloadSource
+from autobatch.workload.user_code import check_takes
 
 LOG = logging.getLogger("autobatch")
 ShowProgress = Progress | Literal["auto"] | bool
@@ -157,6 +158,7 @@ def fit(
     target_batch: int,
     progress: ShowProgress = "auto",
     sinks: Sequence[Sink] = (),
+    until: Until | None = None,
     **options: Unpack[FitKeywords],
 ) -> FitResult:
     """Probe, plan, tune, train, validate and report.
@@ -167,6 +169,9 @@ def fit(
         progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
             to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
         sinks: receive the records of the training besides ``metrics.jsonl`` (see ``examples/sinks.py``).
+        until: called with the record of each step, after its validation. If it returns something true, the
+            run ends there as after its last step (early stopping, a budget of samples). Of several ranks,
+            rank 0 decides. What it raises ends the run after a checkpoint.
         options: the keywords below, which are the options of ``autobatch fit``.
 
     Returns:
@@ -181,7 +186,9 @@ def fit(
         Interrupted: a signal stopped the run; a checkpoint was written.
     """
     values = {"target_batch": target_batch, **options}
-    return FitResult(**_fields(_run("fit", values, workload, progress, sinks=sinks)))
+    if until is not None:
+        check_takes(until, "fit(until=…)", "record")
+    return FitResult(**_fields(_run("fit", values, workload, progress, sinks=sinks, until=until)))
 
 
 def _run(
@@ -191,6 +198,7 @@ def _run(
     progress: ShowProgress,
     *,
     sinks: Sequence[Sink] = (),
+    until: Until | None = None,
     environ: Mapping[str, str] | None = None,
     world_size: int | None = None,
 ) -> Result:
@@ -208,6 +216,7 @@ def _run(
                 ranks=ranks,
                 world_size=world_size,
                 sinks=tuple(sinks),
+                until=until,
             )
         )
 

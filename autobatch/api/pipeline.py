@@ -141,6 +141,7 @@ def fit(call: Call) -> Result:
             call.progress.note(line)
         hint = resume_hint(call.command, out)
         files = RunFiles(out=out, options=call.options, resume_hint=hint, sinks=call.sinks)
+        inputs = replace(inputs, until=call.until)
         training, model = train_plan(inputs, files, progress=call.progress, ranks=ranks)
         whole: nn.Module | None = model
         if inputs.plan.parallel == "shard":
@@ -273,9 +274,7 @@ def layout_to_resume(call: Call, plan: Plan) -> ShardLayout | None:
 
 def _continue(call: Call, earlier: EarlierRun) -> PlannedRun:
     """Continue with the stored plan, on the same hardware."""
-    # Nothing is claimed of a stream, and of values that are random by nature.
-    exactly = ", bit for bit" if earlier.data is not None and earlier.data.is_fixed else ""
-    call.progress.note(f"resuming from {earlier.checkpoint.path} on the same hardware{exactly}")
+    call.progress.note(f"resuming from {earlier.checkpoint.path} on the same hardware")
     device = earlier.setup.device.describe()
     call.progress.opened(device)
     call.progress.planned(earlier.plan)

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: recorded at once, obeyed at the end of the step."""
+"""Signals that ask a run to stop: recorded at once, obeyed after the micro-batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR
 PR_SET_PDEATHSIG = 1
 """prctl(2): set the signal that this process gets when its parent ends."""
 STDERR = 2
-STOPS = "stopping after this step and saving a checkpoint; press Ctrl-C again to end at once"
+STOPS = "stopping and saving a checkpoint; press Ctrl-C again to end at once"
 """Line after the first Ctrl-C; its first half after another signal."""
 POLL_S = 0.05
 """Interval at which a thread looks for signals."""

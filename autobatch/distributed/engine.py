@@ -231,13 +231,10 @@ class Replicate(GroupEngine):
         if train_state.peers is not None:
             train_state.peers = None
             outcome = self._exchange.end(train_state, outcome)
-        # From here on another rank may have stepped, so that nothing can be repeated.
-        train_state.stepping = True
         totals = None if isinstance(outcome, OutOfMemory) else outcome
         of_ranks = self._reduction.run(train_state, totals, self._request.own.signal_number or 0)
         self._request.agree(int(one.signal) for one in of_ranks)
         if any(one.failed for one in of_ranks):
-            train_state.stepping = False
             return outcome if isinstance(outcome, OutOfMemory) else OutOfMemory("")
         if totals is not None:
             self.sum_terms(totals, of_ranks)
@@ -274,8 +271,6 @@ class Shard(GroupEngine):
         self, train_state: TrainState, micro_batches: MicroBatches, count: int, rounds: int
     ) -> Iterator[tuple[Collated, int]]:
         """Yield the micro-batches of a pass over a batch."""
-        # From here on another rank may wait for this one, so that nothing can be repeated.
-        train_state.stepping = True
         train_state.peers = self._exchange
         self._agree_on_scale(train_state)
         padded = self._padded(micro_batches, count, rounds)

@@ -196,7 +196,6 @@ def open_train_state(setup: Setup, meter: Meter, *, learning_rate: float | None 
         learning_rate: None for the workload's own.
     """
     meter.count(tensor.data for tensor in [*setup.model.parameters(), *setup.model.buffers()])
-    setup.model.train()
     device = setup.device.torch_device
     return build_train_state(setup.workload, setup.model, device, setup, learning_rate=learning_rate)
 

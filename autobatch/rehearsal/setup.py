@@ -205,6 +205,9 @@ def build_model(workload: Workload) -> nn.Module:
             f"{lazy[0]} of the model has no shape before its first forward pass (a lazy module). Run it once "
             "on a sample in Workload(model=…)"
         )
+    # Modules that the user has put in eval mode stay so. A whole model in eval mode is as a library loads it.
+    if not any(module.training for module in model.modules()):
+        model.train()
     return model
 
 

@@ -77,8 +77,6 @@ class TrainState:
     """Counts of its terms, which follow from the data alone; None if no term needs them."""
     average: WeightAverage | None = None
     """Average of the weights, updated by every applied step; None for no average."""
-    stepping: bool = False
-    """True while optimizers move weights, here or on another rank: a failure then cannot be repeated."""
     exchange: Tensor | None = None
     """Buffer in which ranks sum their gradients; None if this process trains alone, or DDP sums them."""
     peers: PassExchange | None = None

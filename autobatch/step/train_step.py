@@ -338,7 +338,6 @@ def _take_steps(train_state: TrainState, has_gradient: list[bool], *, moved: boo
 
     The loss scale skips optimizers whose gradients overflowed. After a failure here nothing can be repeated.
     """
-    train_state.stepping = True
     train_state.gradients.round_sums()
     with user_code("optimizer"):
         for optimizer, has in zip(train_state.optimizers, has_gradient, strict=True):
@@ -360,7 +359,6 @@ def _take_steps(train_state: TrainState, has_gradient: list[bool], *, moved: boo
             _check_same(held, dict(train_state.model.named_parameters()), place_of(train_state.after_step))
     if train_state.average is not None and moved:
         train_state.average.update()
-    train_state.stepping = False
 
 
 def _check_same(held: Mapping[str, Tensor], found: Mapping[str, Tensor], place: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Real
@@ -22,7 +22,7 @@ from autobatch.rehearsal.setup import Setup
 from autobatch.step.gradients import Optimizers
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.training.loop import Loop
-from autobatch.training.validation import sanity_check_validation
+from autobatch.training.validation import check_validation
 from autobatch.workload.contract import Collated, Loading, Workload, kind_of, schedule_arguments
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.feed import feed_of_run
@@ -73,6 +73,7 @@ def open_loop(
     ranks: Ranks | None = None,
     *,
     sample_seeds: bool = False,
+    note: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Loop]:
     """Build a loop at its first batch, on the device and with its feed; close both at the end of the block.
 
@@ -83,6 +84,7 @@ def open_loop(
         sampler: the batches of the run.
         ranks: the processes that train together; None if this one trains alone.
         sample_seeds: whether to seed every sample, even if neither the options nor the plan need it.
+        note: called with remarks on the metrics.
 
     Raises:
         InputError: a part of the workload is invalid, or raised on the first validation samples.
@@ -104,7 +106,6 @@ def open_loop(
     with device.training() as meter, feeding as feed:
         seed_everything(options.device.seed)
         train_state = _open_train_state(setup, plan, train, meter, ranks)
-        train_state.model.train()
         engine = open_engine(ranks, train_state, lambda: _filler_of(setup))
         if train_state.shared is None:
             engine.broadcast([*train_state.model.parameters(), *train_state.model.buffers()])
@@ -123,7 +124,8 @@ def open_loop(
             schedules=build_schedules(workload, train_state.optimizers, sampler),
             on_nonfinite=train.on_nonfinite,
         )
-        sanity_check_validation(workload, train_state, device=device, meter=meter)
+        for line in check_validation(workload, train_state, device=device, meter=meter):
+            note(line)
         if device.allocator_config is not None:
             # The first step starts with an empty cache, as a probe does.
             device.release()

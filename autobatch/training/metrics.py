@@ -8,12 +8,13 @@ is an error. All else is only for viewing, and never stops a run.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
@@ -24,6 +25,11 @@ from autobatch.core.text import error_text
 
 WRITE_INTERVAL_S = 0.2
 """Least time between two writes of lines or of events: one costs more than all else that a record takes."""
+MOST_COMPARED = 8
+"""Steps that ran again after a resume, and are compared with their lines from before it."""
+
+Until: TypeAlias = Callable[[StepRecord], object]
+"""A rule of the user's: called with each record on rank 0, it returns whether the run ends after the step."""
 
 
 class Sink(Protocol):
@@ -89,12 +95,19 @@ class Metrics:
             self._each("step", record)
 
     def flush(self) -> None:
-        """Hand all lines to the system, as before each checkpoint."""
+        """Hand all lines to the system."""
         # Lines that cannot be written are dropped, because writing them would fail again on closing.
         rest, self._lines = memoryview(self._lines), bytearray()
         with self._naming_the_file():
             while rest and self._file is not None:
                 rest = rest[self._file.write(rest) :]
+
+    def sync(self) -> None:
+        """Write all lines to the disk, as before each checkpoint."""
+        self.flush()
+        if self._file is not None:
+            with self._naming_the_file():
+                os.fsync(self._file.fileno())
 
     def end(self, training: Training) -> None:
         """Hand the summary of a finished run to the sinks."""
@@ -142,8 +155,6 @@ class RunTotals:
     seconds: float = 0.0
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
-    logged: int = 0
-    """Last step of the lines before a resume, also of those that are dropped."""
 
     def add(self, step: StepRecord) -> None:
         """Add a step."""
@@ -160,27 +171,40 @@ class RunTotals:
             self.peak_reserved_bytes = max(step.peak_reserved_bytes, self.peak_reserved_bytes or 0)
 
 
-def rewind_metrics(path: Path, *, batches_seen: int) -> RunTotals:
-    """Drop the lines of batches that a resumed run trains again, and return the totals of the others.
+class Earlier(NamedTuple):
+    """The lines of a run before a resume."""
+
+    totals: RunTotals
+    """Over the steps of the checkpoint."""
+    logged: int = 0
+    """Last step of all lines."""
+    dropped: Sequence[StepRecord] = ()
+    """The first records after the checkpoint, whose steps run again."""
+
+
+def rewind_metrics(path: Path, *, batches_seen: int) -> Earlier:
+    """Drop the lines of batches that a resumed run trains again.
 
     Args:
         path: the metrics file, which need not exist.
         batches_seen: batches that the resumed run has trained already.
     """
-    totals = RunTotals()
+    totals, logged, dropped = RunTotals(), 0, list[StepRecord]()
     if not path.is_file():
-        return totals
+        return Earlier(totals)
     kept = bytearray()
     with path.open("rb") as file:
         for line in file:
             try:
-                found = msgspec.json.decode(line, type=StepRecord)
+                record = msgspec.json.decode(line, type=StepRecord)
             except UNREADABLE:
                 # The last line of a run that was killed while it wrote, or a line of something else.
                 continue
-            totals.logged = max(totals.logged, found.step)
-            if found.step <= batches_seen:
-                totals.add(found)
+            logged = max(logged, record.step)
+            if record.step <= batches_seen:
+                totals.add(record)
                 kept += line.rstrip(b"\n") + b"\n"
+            elif len(dropped) < MOST_COMPARED:
+                dropped.append(record)
     write_atomic(path, bytes(kept))
-    return totals
+    return Earlier(totals, logged, dropped)

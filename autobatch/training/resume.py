@@ -55,7 +55,6 @@ from autobatch.workload.rng import (
     seed_rank,
 )
 from autobatch.workload.split import digest_of
-from autobatch.workload.user_code import failed_part
 
 BEFORE_TRAINING = ("device", "probe", "tuning", "title", "predicted", "memory_curve")
 """Records of the parts before the training, which every checkpoint keeps for a resume."""
@@ -126,11 +125,10 @@ def capture_loop(loop: Loop) -> dict[str, Any]:
     """Return everything that the rest of a run depends on, between two steps; all ranks call it."""
     train_state = loop.train_state
     model, scaler, average = train_state.model, train_state.scaler, train_state.average
-    saved = model.state_dict(keep_vars=True)
     return {
-        "model": saved,
-        # A state dict leaves these out, and a forward pass may change them too.
-        "buffers": {name: buffer for name, buffer in model.named_buffers() if name not in saved},
+        "model": model.state_dict(keep_vars=True),
+        # A state dict leaves some out, and a new model may not have those that a forward pass has made.
+        "buffers": dict(model.named_buffers()),
         "frozen": [name for name, parameter in model.named_parameters() if not parameter.requires_grad],
         "evaluated": [name for name, module in model.named_modules() if not module.training],
         "optimizers": [optimizer.state_dict() for optimizer in train_state.optimizers],
@@ -183,12 +181,6 @@ def restore_loop(
     return loop.sampler.load_state_dict(state["stream"])
 
 
-def fails_on_state(loop: Loop, resumed: Loaded, error: Exception) -> bool:
-    """Return whether an error is that of the first step after a resume, in what a checkpoint has state of."""
-    is_first = loop.batches_seen == resumed.state["counters"]["batches_seen"]
-    return is_first and failed_part(error) in ("optimizer", "schedule")
-
-
 def _with_shards(loop: Loop, state: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
     """Return a state with all of its tensors, sharded as those of the loop."""
     wanted, mesh = sharded_tensors(state), loop.engine.mesh
@@ -219,6 +211,7 @@ def _restore_random(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool
 def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
     train_state = loop.train_state
     model = train_state.model
+    _load_buffers(model, state, train_state.device)
     weights = model.state_dict()  # has the versions of the modules as an attribute
     for name, tensor in state["model"].items():
         own = weights.get(name)
@@ -227,7 +220,6 @@ def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
     weights.clear()
     weights.update(state["model"])
     model.load_state_dict(weights)
-    _load_buffers(model, state["buffers"], train_state.device)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in state["frozen"])
     for name, module in model.named_modules():
@@ -251,15 +243,18 @@ def _not_enough_memory(loop: Loop, state: Mapping[str, Any], error: Exception) -
     )
 
 
-def _load_buffers(model: nn.Module, saved: Mapping[str, Tensor], device: torch.device) -> None:
-    for full_name, value in saved.items():
+def _load_buffers(model: nn.Module, state: Mapping[str, Any], device: torch.device) -> None:
+    """Load the buffers that no state dict has, and make those that only a forward pass registers."""
+    for full_name, value in state["buffers"].items():
         path, _, name = full_name.rpartition(".")
-        module = model.get_submodule(path)
+        module, is_persistent = model.get_submodule(path), full_name in state["model"]
         buffer = getattr(module, name, None)
-        if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
+        if buffer is None or not (
+            is_persistent or (buffer.shape == value.shape and buffer.dtype == value.dtype)
+        ):
+            module.register_buffer(name, value.to(device, copy=True), persistent=is_persistent)
+        elif not is_persistent:
             buffer.copy_(value)
-        else:
-            module.register_buffer(name, value.to(device, copy=True), persistent=False)
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

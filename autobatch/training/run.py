@@ -7,7 +7,7 @@ OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/model-
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,11 +22,12 @@ from autobatch.core.errors import (
     InputError,
     Interrupted,
     RestartSmallerError,
+    UserCodeError,
 )
 from autobatch.core.files import UNREADABLE, write_atomic
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Positive, StepRecord, Training
-from autobatch.core.signals import StopRequest, counts_as, stop_on_signals
+from autobatch.core.signals import counts_as, stop_on_signals
 from autobatch.core.units import GiB, format_bytes
 from autobatch.core.version import versions
 from autobatch.device.cpu import CpuDevice
@@ -45,15 +46,15 @@ from autobatch.training.checkpoint import (
 )
 from autobatch.training.export import check_exportable, export_weights
 from autobatch.training.loop import Loop
-from autobatch.training.metrics import Metrics, RunTotals, rewind_metrics
-from autobatch.training.resume import capture_loop, data_order_facts, fails_on_state, restore_loop
+from autobatch.training.metrics import Earlier, Metrics, RunTotals, Until, rewind_metrics
+from autobatch.training.resume import capture_loop, data_order_facts, restore_loop
 from autobatch.training.run_folder import CHECKPOINTS, METRICS, OOM_FILE, RunFiles
 from autobatch.training.split_check import check_loss_splits
 from autobatch.training.trackers import LoggedRun, open_trackers
 from autobatch.training.validation import Validator
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state
-from autobatch.workload.user_code import failed_part
+from autobatch.workload.user_code import describe, failed_part, user_code
 
 MOST_CHECKED_BYTES = GiB
 """Bytes of the largest model whose loss is checked on the CPU, where more would take minutes."""
@@ -74,7 +75,9 @@ class RunInputs:
     resumed: Loaded | None = None
     """The checkpoint to continue from; None for a new run."""
     is_exact: bool = False
-    """True if hardware, plan and versions are those of the checkpoint, so that the rest is bit-identical."""
+    """True if hardware, plan and versions are those of the checkpoint, so that steps can be compared."""
+    until: Until | None = None
+    """Ends the run early; None to train all batches."""
 
 
 class _OutOfMemoryFile(msgspec.Struct, kw_only=True):
@@ -121,7 +124,9 @@ def train_plan(
         add_note(line)
     progress.doing("preparing the training")
     seeded_before = before.get("sample_seeds")
-    with open_loop(setup, plan, options, sampler, ranks, sample_seeds=bool(seeded_before)) as loop:
+    with open_loop(
+        setup, plan, options, sampler, ranks, sample_seeds=bool(seeded_before), note=add_note
+    ) as loop:
         if loop.feed.seeds_samples and seeded_before is False:
             progress.note(
                 "the run did not seed its samples one by one before the resume, and does from here on. If "
@@ -132,9 +137,7 @@ def train_plan(
             for line in restore_loop(loop, resumed.state, same_hardware=run.is_exact, folder=resumed.path):
                 progress.note(line)
             # The loop has it now, and the caller would hold it as long as the run lasts.
-            counters = resumed.state["counters"]
             resumed.state.clear()
-            resumed.state["counters"] = counters
         facts = {
             "plan": msgspec.to_builtins(plan),
             "key": dict(run.key),
@@ -147,7 +150,8 @@ def train_plan(
             "ranks": ranks.gather(device_key(setup)),
         }
         progress.doing("training: the first step")
-        record = train(loop, replace(files, facts=facts), progress, resumed)
+        files = replace(files, facts=facts)
+        record = train(loop, files, progress, resumed, is_exact=run.is_exact, until=run.until)
     return record, loop.train_state.model
 
 
@@ -185,6 +189,9 @@ def train(
     files: RunFiles,
     progress: Progress,
     resumed: Loaded | None,
+    *,
+    is_exact: bool = True,
+    until: Until | None = None,
 ) -> Training:
     """Train the rest of a run, then validate and export the weights.
 
@@ -193,27 +200,30 @@ def train(
         files: what the run writes, and when.
         progress: receives notes and steps.
         resumed: the checkpoint that the loop was restored from; None for a new run.
+        is_exact: compare steps that run again after a resume with their lines before it.
+        until: the user's own rule that ends the run.
 
     Raises:
         Interrupted: a signal stopped the run; a checkpoint was written.
         CheckpointError: a checkpoint or another file could not be written.
         InputError: the workload keeps state that a checkpoint cannot hold.
         AutobatchError: see `Loop.run`.
+        Exception: whatever ``until`` raises, after a checkpoint.
     """
     files.out.mkdir(parents=True, exist_ok=True)
     _take_smaller_micro_batch(loop, files.out / OOM_FILE, is_new=resumed is None)
-    loop.engine.ranks.once(lambda: begin_after(files.out / CHECKPOINTS, loop.batches_seen))
+    ranks, begun_at = loop.engine.ranks, loop.batches_seen
+    ranks.once(lambda: begin_after(files.out / CHECKPOINTS, begun_at))
     check_savable(capture_loop(loop))
     check_exportable(loop.train_state.model)
-    if resumed is not None and loop.batches_seen == loop.sampler.total:
-        progress.note(f"nothing is left to train: all {loop.batches_seen:,} steps of the run are done")
-    run = _Run(loop, files, progress, resumed)
+    if resumed is not None and begun_at == loop.sampler.total:
+        progress.note(f"nothing is left to train: all {begun_at:,} steps of the run are done")
+    run = _Run(loop, files, progress, None if resumed is None else resumed.path, is_exact=is_exact)
     with closing(run.metrics):
-        ranks = loop.engine.ranks
         with stop_on_signals(tells=not ranks.rank) as asked:
-            run.request = loop.engine.shared_request(asked)
+            loop.request = loop.engine.shared_request(asked)
             try:
-                run.train_batches(loop.run())
+                run.train_batches(until)
                 progress.doing("validating")
                 validation = run.validate()
             except Interrupted:
@@ -222,13 +232,13 @@ def train(
                 run.end_with(error)
                 raise
             except Exception as error:
-                if resumed is None or not fails_on_state(loop, resumed, error):
+                part = failed_part(error)
+                if resumed is None or loop.batches_seen != begun_at or part not in ("optimizer", "schedule"):
                     raise
                 reason = f"{type(error).__name__}: {first_line(error)}"
                 raise InputError(
-                    f"the {failed_part(error)} cannot continue from its state in the checkpoint "
-                    f"{resumed.path} ({reason}). Give the same workload, or delete this checkpoint to resume "
-                    "from an earlier one"
+                    f"the {part} cannot continue from its state in the checkpoint {resumed.path} ({reason}). "
+                    "Give the same workload, or delete this checkpoint to resume from an earlier one"
                 ) from error
         # The run is over: what is exported, and what the caller gets, are the averaged weights.
         switch(loop.train_state.optimizers, train=False)
@@ -262,29 +272,34 @@ def _take_smaller_micro_batch(loop: Loop, path: Path, *, is_new: bool) -> None:
 class _Run:
     """A loop with the folder of its run. All ranks make the same calls, and rank 0 writes."""
 
-    def __init__(self, loop: Loop, files: RunFiles, progress: Progress, resumed: Loaded | None) -> None:
+    def __init__(
+        self, loop: Loop, files: RunFiles, progress: Progress, resumed_from: Path | None, *, is_exact: bool
+    ) -> None:
         self._loop = loop
         self._files = files
         self._options = files.options.train
         self._progress = progress
-        self._resumed_from = self._newest = None if resumed is None else resumed.path
+        self._resumed_from = self._newest = resumed_from
         self._notes: list[str] = files.facts.get("notes", [])
         """A checkpoint holds them too."""
-        self._micro_batch = loop.micro_batch
+        self._frozen = [p for p in loop.train_state.parameters if not p.requires_grad]
+        """Parameters whose gradients no probe has seen."""
         self._saved_at = loop.clock()
-        self.request = StopRequest()
-        self.metrics, self._totals = Metrics(None), RunTotals()
+        self.metrics, earlier = Metrics(None), Earlier(RunTotals())
         if not loop.engine.ranks.rank:
-            self._totals = rewind_metrics(files.out / METRICS, batches_seen=loop.batches_seen)
+            earlier = rewind_metrics(files.out / METRICS, batches_seen=loop.batches_seen)
             logged = LoggedRun(
                 folder=files.out,
                 project=loop.workload.name,
                 settings=files.settings,
                 batches_seen=loop.batches_seen,
-                logged=self._totals.logged,
+                logged=earlier.logged,
             )
             sinks = [*open_trackers(self._options.log, logged), *files.sinks]
             self.metrics = Metrics(files.out / METRICS, sinks, note=progress.note)
+        self._totals = earlier.totals
+        self._dropped = [*earlier.dropped] if is_exact else []
+        """Lines from before the resume of the next steps."""
         self._validator = Validator(
             loop.workload,
             loop.train_state,
@@ -296,14 +311,15 @@ class _Run:
             note=self._add_note,
         )
 
-    def train_batches(self, records: Iterator[StepRecord]) -> None:
-        """Train the remaining batches, and write a checkpoint at the end.
+    def train_batches(self, until: Until | None) -> None:
+        """Train the remaining batches, or until a rule of the user's ends the run, and write a checkpoint.
 
-        After each step come its validation, its record, its checkpoint and the check for a signal. In this
-        order the metrics have a line for every batch that a checkpoint holds.
+        After each step come its validation, its record, its checkpoint, the rule, and the check for a signal.
+        In this order the metrics have a line for every batch that a checkpoint holds.
         """
-        every, total = self._options.validate_every, self._loop.sampler.total
-        for step in records:
+        loop, every, total = self._loop, self._options.validate_every, self._loop.sampler.total
+        micro_batch = loop.micro_batch
+        for step in loop.run():
             record = step
             try:
                 if every is not None and step.step % every == 0 and step.step != total:
@@ -313,22 +329,75 @@ class _Run:
                 self.metrics.step(record)
             self._totals.add(record)
             self._progress.stepped(record, total)
-            self._note_memory(record)
+            if record.recovered is not None:
+                # A smaller micro-batch holds for the rest of the run.
+                tell = self._progress.note if loop.micro_batch == micro_batch else self._add_note
+                size, micro_batch = record.micro_batch, loop.micro_batch
+                tell(f"step {record.step}: out of memory, repeated at micro-batch {size}: {record.recovered}")
+            self._tell_unfrozen(record.step)
+            if self._dropped:
+                self._compare(record)
             if self._checkpoint_is_due(record.step):
                 self._progress.doing("saving a checkpoint")
                 self._save_if_needed()
                 self._progress.saved(record.step)
+            if until is not None and self._is_enough(until, record):
+                self._add_note(f"until=… ended the run after step {record.step} of {total}")
+                break
             self._stop_if_requested()
+        self._stop_if_requested()
         self._progress.doing("saving a checkpoint")
         self._save_if_needed()
 
-    def _note_memory(self, record: StepRecord) -> None:
-        """Say that a step ran again; keep what holds for the rest of the run."""
-        before, self._micro_batch = self._micro_batch, self._loop.micro_batch
-        if record.recovered is not None:
-            repeated = f"step {record.step}: out of memory, repeated at micro-batch {record.micro_batch}"
-            is_kept = before != self._micro_batch
-            (self._add_note if is_kept else self._progress.note)(f"{repeated}: {record.recovered}")
+    def _is_enough(self, until: Until, record: StepRecord) -> bool:
+        """Ask the user's rule on rank 0 whether the run ends here; all ranks call it.
+
+        Raises:
+            Exception: whatever the rule raises, on rank 0, after a checkpoint.
+            UserCodeError: the same on the other ranks.
+        """
+        ranks, error = self._loop.engine.ranks, None
+        answer: bool | str = False
+        if ranks.rank == 0:
+            try:
+                with user_code("until"):
+                    answer = bool(until(record))
+            except Exception as raised:
+                error, answer = raised, describe(raised)
+        answer = ranks.broadcast(answer)
+        if isinstance(answer, bool):
+            return answer
+        self._save_if_needed()
+        raise error or UserCodeError(f"on rank 0, {answer}")
+
+    def _tell_unfrozen(self, step: int) -> None:
+        """Tell once that parameters train which the probe has seen frozen."""
+        unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]
+        if unfrozen:
+            self._frozen = []
+            elements = sum(parameter.numel() for parameter in unfrozen)
+            self._add_note(
+                f"after step {step}, {elements:,} parameters train that were frozen in the probe "
+                "(requires_grad), so that a step takes more memory than it found. If memory runs out, the "
+                "batch runs again in smaller micro-batches"
+            )
+
+    def _compare(self, record: StepRecord) -> None:
+        """Compare a step that ran again after a resume with its line from before it."""
+        before = self._dropped.pop(0)
+        if (record.step, record.micro_batch) != (before.step, before.micro_batch):
+            self._dropped = []
+        elif (record.loss, record.grad_norm) != (before.loss, before.grad_norm):
+            self._dropped = []
+            self._progress.note(
+                f"the resume is not exact: step {record.step} had the loss {before.loss} and the gradient "
+                f"norm {before.grad_norm} before it, and has {record.loss} and {record.grad_norm} now. "
+                "Usually the data, the loss or the model keep state of their own, for example a "
+                "torch.Generator, which no checkpoint holds: keep it in a buffer of the model, or draw from "
+                "torch's own generator"
+            )
+        elif not self._dropped:
+            self._progress.note(f"step {record.step} ran again, bit for bit as before the resume")
 
     def _add_note(self, line: str) -> None:
         self._notes.append(line)
@@ -342,32 +411,30 @@ class _Run:
         loop = self._loop
         loop.engine.broadcast(loop.train_state.model.buffers())
         averaged = averaged_weights(loop.train_state.optimizers), loop.train_state.averaged()
+        # Out of memory, a rank of a shared model fails alone.
+        loop.can_be_saved = loop.train_state.shared is None
         with preserved_random_state(), averaged[0], averaged[1]:
-            metrics = self._validator.run(lambda: self.request.is_asked)
+            metrics = self._validator.run(lambda: loop.request.is_asked)
+        loop.can_be_saved = True
         loop.engine.agree_on_request()
         # A checkpoint must hold the random states of the training, which are restored only here.
         self._stop_if_requested()
         return metrics
 
     def end_with(self, error: AutobatchError) -> None:
-        """Save the state at an error if it can be saved, and add to the error how to continue.
+        """Add to an error how to continue. If memory ran out, save what a continuation needs before.
 
-        If memory ran out and the state is that between two steps, write a checkpoint. For a restart, write
-        the smaller micro-batches too.
+        That is a checkpoint, if the state is that between two steps, and for a restart the smaller
+        micro-batches.
         """
         loop, out = self._loop, self._files.out
-        # All ranks write a checkpoint together, so a rank that failed alone must not begin one.
-        is_alone = loop.engine.ranks.world > 1 and not loop.has_failed_on_all_ranks
-        is_out_of_memory = isinstance(error, DoesNotFitError | RestartSmallerError)
-        if is_out_of_memory and loop.is_intact and not is_alone:
+        if isinstance(error, DoesNotFitError | RestartSmallerError) and loop.can_be_saved:
             try:
                 self._save_if_needed()
             except Exception as failure:  # the error of the run counts, whatever this one is
                 error.add_note(
                     f"no checkpoint of step {loop.batches_seen} could be written: {first_line(failure)}"
                 )
-        if is_out_of_memory and (growth := loop.growth()):
-            error.add_note(growth)
         hint, has_checkpoint = self._files.resume_hint, bool(list_checkpoints(out / CHECKPOINTS))
         if isinstance(error, RestartSmallerError):
             content = _OutOfMemoryFile(
@@ -385,13 +452,16 @@ class _Run:
 
     def _stop_if_requested(self) -> None:
         """Write a checkpoint and raise if a signal asked to stop."""
-        if self.request.signal_number is None:
+        loop = self._loop
+        if loop.request.signal_number is None:
             return
-        self._save_if_needed()
+        if loop.can_be_saved:
+            self._save_if_needed()
+        kept = "without a checkpoint" if self._newest is None else f"with checkpoint {self._newest}"
         raise Interrupted(
-            f"stopped after step {self._loop.batches_seen} of {self._loop.sampler.total} with checkpoint "
-            f"{self._newest}. Resume with: {self._files.resume_hint}",
-            signal_number=counts_as(self.request.signal_number),
+            f"stopped after step {loop.batches_seen} of {loop.sampler.total} {kept}. Resume with: "
+            f"{self._files.resume_hint}",
+            signal_number=counts_as(loop.request.signal_number),
         )
 
     def _checkpoint_is_due(self, step: int) -> bool:
@@ -402,20 +472,19 @@ class _Run:
         return self._loop.engine.ranks.agree(self._loop.clock() - self._saved_at > seconds)
 
     def _save_if_needed(self) -> None:
-        """Write a checkpoint unless the last one is of this step."""
-        self.metrics.flush()
-        step = -1 if self._newest is None else int(self._newest.name.removeprefix("step-"))
-        if step != self._loop.batches_seen:
-            self._save()
-
-    def _save(self) -> None:
-        """Write a checkpoint. No rank trains on before it is published.
+        """Write a checkpoint unless the newest one is of this step. No rank trains on before it is published.
 
         Raises:
             CheckpointError: it could not be written.
             DoesNotFitError: memory ran out. The state of the run, and earlier checkpoints, are intact.
         """
         loop, files, ranks = self._loop, self._files, self._loop.engine.ranks
+        if self._newest is not None and self._newest.name == f"step-{loop.batches_seen:08d}":
+            return
+        # After a power cut, the disk has a line for every step of the checkpoint.
+        self.metrics.sync()
+        # A rank may fail alone.
+        loop.can_be_saved = ranks.world == 1
         try:
             loop.engine.broadcast(loop.train_state.model.buffers())
             self._newest = save_checkpoint(
@@ -430,6 +499,7 @@ class _Run:
             # because it may run out of memory at once and write a new one.
             ranks.once(lambda: (files.out / OOM_FILE).unlink(missing_ok=True))
             self._saved_at = loop.clock()
+            loop.can_be_saved = True
         except Exception as error:
             if not is_oom(error):
                 raise

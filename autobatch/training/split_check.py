@@ -21,7 +21,7 @@ from itertools import accumulate, islice
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.units import format_share
@@ -452,7 +452,8 @@ def _judge_term(
             f"which hides differences of less than {_share(found.allowed)}"
         )
         return Finding(None, unchecked if found.allowed > runner.tolerance else None, remark)
-    cause = _cause(found, is_whole_loss=isinstance(runner.loss, WholeBatchLoss))
+    is_whole_loss = isinstance(runner.loss, WholeBatchLoss)
+    cause = _cause_in_hooks(runner.model) or _cause(found, is_whole_loss=is_whole_loss)
     if split.collated is not None and split.cut is not None:
         of_cut = _differ(runner, split.whole, split.cut, term, seeds, from_start=True)
         cause = cause if of_cut.is_fault else PADDING
@@ -517,6 +518,22 @@ def _share(error: float) -> str:
     return format_share(error) if error < 10 else f"{error:.1e} times"
 
 
+def _cause_in_hooks(model: nn.Module) -> str | None:
+    """Return what to do about the first hook on a gradient; None if the model has none.
+
+    torch lists hooks under private names only.
+    """
+    kinds = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
+    named: list[tuple[str, Any]] = [*model.named_parameters(), *model.named_modules()]
+    hooked = [name for name, owner in named if any(getattr(owner, kind, None) for kind in kinds)]
+    if not hooked:
+        return None
+    return (
+        f"a hook changes the gradient of {hooked[0] or 'the model'!r}, for example clips it, in each "
+        "micro-batch and not once per step. Use --max-grad-norm, or change the gradient in the optimizer"
+    )
+
+
 def _cause(found: _Difference, *, is_whole_loss: bool) -> str:
     """Return the likely cause of a difference, and what to write."""
     whole, total = found.whole, found.total
@@ -548,13 +565,15 @@ def _cause(found: _Difference, *, is_whole_loss: bool) -> str:
 
 def _check_single_sample(setup: Setup, sampler: GlobalBatchSampler) -> None:
     """Raise if BatchNorm cannot train on a single sample, rather than in the last step of the run."""
+    modes = [(module, module.training) for module in setup.model.modules()]
     try:
         with (
             preserved_random_state(),
             setup.device.training() as meter,
             open_runner(setup, meter, PassType(None)) as runner,
         ):
-            setup.model.train()
+            for module, is_training in modes:
+                module.training = is_training
             runner.run(
                 Part(collate_samples(fetch(setup.workload.train_data, [0]), setup.workload.collate), 1), 1
             )

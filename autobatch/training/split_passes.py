@@ -86,7 +86,8 @@ def open_runner(setup: Setup, meter: Meter, kind: PassType) -> Iterator[Gradient
             if kind.dtype is not None and tensor.is_floating_point():
                 tensor.data = tensor.data.to(kind.dtype)
         meter.count(tensor.data for tensor in tensors)
-        setup.model.train(kind.train_mode)
+        if not kind.train_mode:
+            setup.model.eval()
         for module in setup.model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd | _BatchNorm):
                 module.eval()
@@ -99,6 +100,7 @@ class GradientRunner:
     def __init__(self, setup: Setup, meter: Meter, kind: PassType, state: PassState) -> None:
         self._setup, self._meter, self._kind, self.state = setup, meter, kind, state
         self.loss: Any = setup.workload.loss
+        self.model = setup.model
         self._scale = FP16_SCALE if kind.precision == "fp16" else 1.0
         own = {p.dtype if kind.dtype is None else kind.dtype for p in setup.model.parameters()}
         is_low = kind.precision == "bf16" or (kind.dtype is None and not own.isdisjoint(LOW_PRECISION))

@@ -30,7 +30,7 @@ from autobatch.workload.nested import tensors_of, to_device
 from autobatch.workload.rng import preserved_random_state
 from autobatch.workload.user_code import user_code
 
-SANITY_SAMPLES = 2
+CHECKED_SAMPLES = 4
 """Validation samples that loss and metrics are tried on before training."""
 Sums: TypeAlias = dict[tuple[str, ...], tuple[float, float]]
 """Total and count of each metric by its name, and of the terms of a loss by ``loss`` and their names."""
@@ -204,10 +204,13 @@ class Validator:
             raise
 
 
-def sanity_check_validation(
+def check_validation(
     workload: Workload, train_state: TrainState, *, device: Device, meter: Meter
-) -> None:
+) -> list[str]:
     """Run loss and metrics on the first validation samples, so that a mistake in them shows before training.
+
+    Returns:
+        A note on each metric that is no mean over samples, and so depends on the micro-batch.
 
     Raises:
         InputError: a metric is not a number.
@@ -215,18 +218,35 @@ def sanity_check_validation(
     """
     data = workload.validation_data
     if data is None:
-        return
-    few = Subset(data, range(min(SANITY_SAMPLES, len(data))))  # type: ignore[arg-type]
-    validator = Validator(
-        replace(workload, validation_data=few),
-        train_state,
-        device=device,
-        meter=meter,
-        target_batch=SANITY_SAMPLES,
-        micro_batch=SANITY_SAMPLES,
-    )
+        return []
+    size = min(CHECKED_SAMPLES, len(data))  # type: ignore[arg-type]
+    few = replace(workload, validation_data=Subset(data, range(size)))  # type: ignore[arg-type]
+
+    def means(micro_batch: int) -> dict[str, float | None]:
+        return Validator(
+            few, train_state, device=device, meter=meter, target_batch=size, micro_batch=micro_batch
+        ).run()
+
     with preserved_random_state():
-        validator.run()
+        whole = means(size)
+        if size < 2 or workload.metrics is None:
+            return []
+        again, parts = means(size), means(size - 1)
+    tolerance = 1e-4 if train_state.precision == "fp32" else 3e-2
+    notes = []
+    for name, value in whole.items():
+        part = parts[name]
+        # A metric that draws at random tells nothing.
+        if name == "loss" or value is None or part is None or value != again[name]:
+            continue
+        if not math.isclose(value, part, rel_tol=tolerance, abs_tol=tolerance):
+            notes.append(
+                f"the validation metric {name!r} is no mean over samples: {size} samples have {value:.4g} at "
+                f"once, and {part:.4g} as the mean of {size - 1} and 1, so that it depends on the "
+                "micro-batch. Return Loss(total, count) with sums over samples or items, or compute it from "
+                "such sums after the run"
+            )
+    return notes
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def test_steps_that_are_not_finite_are_skipped_if_requested(tmp_path: Path) -> N
     # The probe runs the costliest samples, which are the others.
     workload = make_workload(train_data=data, size_of=lambda sample: float(sample[0].isfinite().all()))
     options = {"target_batch": 200, "steps": None, "epochs": 1, "split_check": "off"}
-    with pytest.raises(NonFiniteError, match="sample 300 alone gives a non-finite loss"):
+    with pytest.raises(NonFiniteError, match="its batch has the samples"):
         fit(workload, tmp_path / "raised", **options)
     done = fit(workload, tmp_path / "skipped", on_nonfinite="skip", **options)
     assert (done.training.skipped_steps, done.training.optimizer_steps) == (1, 2)

@@ -141,4 +141,4 @@ def test_the_socket_of_another_library_is_left_to_it() -> None:
         assert signal.set_wakeup_fd(-1) == writer
         os.write(1, b"end")
 
-    assert ending_of(body) == (0, b"end", "autobatch: stopping after this step and saving a checkpoint\n")
+    assert ending_of(body) == (0, b"end", "autobatch: stopping and saving a checkpoint\n")

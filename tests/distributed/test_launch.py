@@ -128,7 +128,7 @@ def test_a_signal_leaves_one_checkpoint(tmp_path: Path) -> None:
     assert process.returncode == 130, err
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
     assert json.loads((tmp_path / "run" / "verdict.json").read_text())["code"] == 130
-    assert err.replace("autobatch: stopping after this step", "").count("autobatch: ") == 1
+    assert err.replace("autobatch: stopping", "").count("autobatch: ") == 1
 
 
 @pytest.mark.slow

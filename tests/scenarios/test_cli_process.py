@@ -181,7 +181,7 @@ def test_a_stopped_run_prints_the_command_that_resumes_it(
     process = started(tmp_path, *words, until=tmp_path / "out" / "metrics.jsonl")
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
-    answer = "autobatch: stopping after this step and saving a checkpoint"  # unless the step ended at once
+    answer = "autobatch: stopping and saving a checkpoint"  # unless the step ended at once
     line = one_line(Ran(process.returncode, "", re.sub(f"^{answer}.*\n", "", err)), code)
     assert "with checkpoint out/checkpoints/step-" in line
     (tmp_path / "slow").unlink()

@@ -64,7 +64,6 @@ def check_told(out: Path, notes: list[str], record: Any) -> None:
     assert [row["micro_batch"] for row in metrics] == [TARGET] * SINCE + [32] * (STEPS - SINCE)
     (told,) = notes
     assert told.startswith(f"step {SINCE + 1}: out of memory, repeated at micro-batch 32: ")
-    assert f"it had fitted in {SINCE} steps, so this one takes more" in told
     assert record.notes == notes
 
 

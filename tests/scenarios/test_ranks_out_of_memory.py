@@ -69,10 +69,10 @@ def open_loop(group: Any, kind: str, fault: Fault, limits: Sequence[int] = LIMIT
 
     train_batch = loop._train_batch
 
-    def train_batch_armed(batch: GlobalBatch) -> Any:
+    def train_batch_armed(batch: GlobalBatch, *rest: Any) -> Any:
         fault.armed, fault.phase = batch.index == faulty_step, "data"
         try:
-            return train_batch(batch)
+            return train_batch(batch, *rest)
         finally:
             fault.armed = False
 

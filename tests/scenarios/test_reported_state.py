@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 import autobatch
 from autobatch import Progress, StepRecord
 from autobatch.workload.rng import seed_everything
-from tests.support.noted import fit, fit_until, known
+from tests.support.noted import fit, fit_until
 from tests.support.training import apart, make_workload, mean_loss, points, weights
 
 OPTIONS: dict[str, Any] = {"target_batch": 8, "max_micro_batch": 3, "seed": 3}
@@ -29,9 +29,6 @@ ORDER = [(7 * place) % 24 for place in range(24)]
 """The samples of an epoch, as a sampler draws them."""
 SAVED, STOPPED, STEPS = 5, 7, 9
 EXACTLY = "bit for bit"
-
-
-NOT_SHOWN = known("run: a resume is called exact by a look at five samples, and not by what it trains")
 
 
 class Steps(nn.Sequential):
@@ -115,13 +112,11 @@ def test_modes_that_a_run_has_changed_hold_after_a_resume(tmp_path: Path) -> Non
     assert difference == 0
 
 
-@known("run: a resume refuses a buffer that the first forward pass registers")
 def test_a_buffer_that_a_hook_registers_is_resumed(tmp_path: Path) -> None:
     difference, _ = apart_after_resume(hooked, tmp_path, split_check="note")
     assert difference == 0
 
 
-@known("run: nothing tells that more parameters train than the probe has seen")
 def test_a_probe_of_fewer_trained_parameters_is_told(tmp_path: Path) -> None:
     _, notes = fit(unfreezing(), tmp_path, steps=STEPS, **OPTIONS)
     assert any(re.search("requires_grad|fr[eo]ez|froz", note) for note in notes), notes
@@ -190,9 +185,9 @@ def remembering() -> Any:
     "make",
     [
         make_workload,
-        pytest.param(own_generator, marks=NOT_SHOWN),
-        pytest.param(remembering, marks=NOT_SHOWN),
-        pytest.param(global_generator, marks=NOT_SHOWN),
+        own_generator,
+        remembering,
+        global_generator,
     ],
 )
 def test_a_resume_is_called_exact_if_it_is(make: Callable[[], Any], tmp_path: Path) -> None:
@@ -216,7 +211,6 @@ def still_backbone() -> nn.Module:
     return model
 
 
-@known("run: every part of a model is put in train mode, also what its function has put in eval mode")
 def test_a_backbone_in_eval_mode_trains_as_in_a_plain_loop(tmp_path: Path) -> None:
     workload = make_workload(model=still_backbone, sampler=ORDER)
     found, _ = fit(workload, tmp_path, steps=6, **OPTIONS)
@@ -232,7 +226,6 @@ def recording(modes: dict[tuple[str, str], int], act: list[str]) -> Any:
     return make_workload(model=still_backbone, loss=loss, validation_data=points(9, seed=5))
 
 
-@known("run: every part of a model is put in train mode, also what its function has put in eval mode")
 def test_no_part_of_a_run_changes_the_modes_of_a_model(tmp_path: Path) -> None:
     modes: dict[tuple[str, str], int] = {}
     act = ["probe"]
@@ -247,7 +240,6 @@ def test_no_part_of_a_run_changes_the_modes_of_a_model(tmp_path: Path) -> None:
     assert trained == {"backbone False, head True"}, sorted(modes)
 
 
-@known("run: a checkpoint may outlive the lines of its steps, which are not flushed to the disk before it")
 def test_a_checkpoint_never_has_more_steps_than_the_disk_has_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,6 @@ def scored() -> Any:
     return make_workload(metrics=scores, validation_data=Rows(inputs, torch.arange(24) % 2))
 
 
-@known("run: a metric that is no mean over samples is averaged over micro-batches without a word")
 @pytest.mark.parametrize("name", ["f1", "perplexity"])
 def test_a_metric_that_is_no_mean_is_told(tmp_path: Path, name: str) -> None:
     _, notes = fit(scored(), tmp_path, target_batch=8, max_micro_batch=4, steps=2)
@@ -157,7 +156,6 @@ class Failing(Progress):
         self.fails = True
 
 
-@known("run: a multiple that no longer fits runs again and again, because it is no smaller than before")
 def test_a_multiple_that_no_longer_fits_ends_a_run(tmp_path: Path) -> None:
     listener, failures = Failing(), []
 
@@ -220,7 +218,6 @@ def said_of(workload: Any, out: Path) -> str:
     return "\n".join(listener.notes)
 
 
-@known("run: a hook that clips gradients is told as a loss that depends on several samples at once")
 @pytest.mark.parametrize("where", ["parameter", "module"])
 def test_a_hook_that_clips_gradients_is_told_as_such(tmp_path: Path, where: str) -> None:
     assert "hook" in said_of(make_workload(model=partial(with_hooks, where)), tmp_path)

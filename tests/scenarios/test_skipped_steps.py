@@ -137,18 +137,16 @@ class Halving(torch.optim.AdamW):
             group["lr"] /= 2
 
 
-def test_the_fourth_skipped_step_in_a_row_ends_the_run_and_names_its_sample() -> None:
+def test_the_fourth_skipped_step_in_a_row_ends_the_run_and_names_its_samples() -> None:
     loop = open_loop(data(1, 0, 1, 2, 3))
     run = loop.run()
     assert [next(run).applied for _ in range(3)] == [False] * 3
     before = weights(loop.train_state.model)
-    bad = order()[3][2]
     with pytest.raises(
-        NonFiniteError,
-        match=r"loss \(nan\) of step 4 is not finite \(after 3 skipped steps in a row\), so the step was "
-        rf"not applied: sample {bad} alone gives a non-finite loss",
-    ):
+        NonFiniteError, match=r"step 4 is not finite \(after 3 skipped steps in a row"
+    ) as caught:
         next(run)
+    assert str(order()[3]) in str(caught.value)
     assert torch.equal(weights(loop.train_state.model), before)
     assert (loop.batches_seen, loop.steps_applied) == (3, 0)
 

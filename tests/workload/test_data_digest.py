@@ -62,7 +62,6 @@ def test_other_values_or_another_order_are_told_apart(change) -> None:
     ]
     first = digest(rows)
     assert first == digest(rows)
-    assert first.is_fixed
     assert not digest(change(rows)).is_same(first)
 
 
@@ -73,10 +72,9 @@ def test_the_indices_of_a_subset_tell_it_from_others_that_begin_alike() -> None:
     assert not digest(Subset(Subset(data, other), one)).is_same(digest(Subset(Subset(data, one), one)))
 
 
-def test_values_that_the_seed_decides_are_compared_but_not_called_fixed() -> None:
+def test_values_that_the_seed_decides_are_compared() -> None:
     found, data = digest(Drawn()), Drawn(own=True)
     assert found == digest(Drawn())
-    assert not found.is_fixed
     assert digest_data(Drawn(unseeded=True)) is None
     before = random.getstate(), *(one.get_state() for one in (torch.default_generator, data.generator))
     of_numpy = np.random.get_state()[1].tolist()  # type: ignore[union-attr]

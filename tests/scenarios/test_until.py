@@ -1,0 +1,148 @@
+"""Rules of the user's own that end a run, and stops within a batch: nothing is lost, no bit differs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+import autobatch
+from autobatch import InputError, Interrupted, Progress, StepRecord
+from autobatch.training.run import train
+from tests.support.faults import stateful
+from tests.support.noted import fit
+from tests.support.rank_server import RankServer
+from tests.support.ranked import open_group, ranked_loop
+from tests.support.runs import STEPS, open_loop, resume, rows, saved_steps, settings
+from tests.support.training import fingerprint, make_workload, mean_loss, points, weights
+
+OPTIONS: dict[str, Any] = {"target_batch": 8, "max_micro_batch": 3, "steps": 9, "split_check": "off"}
+
+
+def test_a_rule_of_the_users_ends_a_run_as_its_last_step_does_and_a_resume_goes_on(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def until(record: StepRecord) -> bool:
+        seen.append(record.step)
+        return record.step == 4
+
+    workload = make_workload(validation_data=points(9, seed=5))
+    whole, _ = fit(workload, tmp_path / "whole", **OPTIONS)
+    short, notes = fit(workload, tmp_path / "run", until=until, **OPTIONS)
+    assert seen == [1, 2, 3, 4]
+    assert (short.training.optimizer_steps, short.training.samples) == (4, 32)
+    assert short.training.checkpoint.endswith("step-00000004")
+    assert short.training.validation["loss"] > 0
+    assert (tmp_path / "run" / "report.html").exists()
+    assert any("after step 4 of 9" in note for note in notes)
+    rest, _ = fit(workload, tmp_path / "run", resume=True, **OPTIONS)
+    assert torch.equal(weights(rest.model), weights(whole.model))
+
+
+def test_what_a_rule_raises_is_the_users_own_and_comes_after_a_checkpoint(tmp_path: Path) -> None:
+    def until(record: StepRecord) -> bool:
+        raise ZeroDivisionError(f"at {record.step}")
+
+    with pytest.raises(ZeroDivisionError, match="at 1") as caught:
+        autobatch.fit(
+            make_workload(), out=tmp_path, until=until, device="cpu", trials=0, progress=False, **OPTIONS
+        )
+    assert "raised by the workload: until" in caught.value.__notes__[0]
+    assert saved_steps(tmp_path) == [1]
+    with pytest.raises(InputError, match="record"):
+        autobatch.fit(make_workload(), out=tmp_path, until=lambda: True, target_batch=8)
+
+
+def ruled(out: Path) -> tuple[int, str]:
+    """Train on ranks until the rule of rank 0 says so, then until it raises; return both ends."""
+    group = open_group()
+
+    def until(record: StepRecord) -> bool:
+        assert group.rank == 0
+        if record.step == 3:
+            raise ZeroDivisionError
+        return record.step == 2
+
+    loop = ranked_loop(group, make_workload(), [3, 3], target_batch=8, steps=6)
+    steps = train(loop, settings(out), Progress(), None, until=until).optimizer_steps
+    try:
+        train(loop, settings(out), Progress(), None, until=until)
+    except Exception as error:
+        group.close()
+        return steps, f"{type(error).__name__} {loop.batches_seen}"
+    raise AssertionError("the rule has raised nothing")
+
+
+@pytest.mark.distributed
+def test_rank_0_decides_for_all(server: RankServer, tmp_path: Path) -> None:
+    assert server.values(ruled, tmp_path) == [(2, "ZeroDivisionError 3"), (2, "UserCodeError 3")]
+    assert saved_steps(tmp_path) == [2, 3]
+
+
+def stopping(at: int, number: int = signal.SIGTERM, **fields: Any) -> Any:
+    """Return a workload with all kinds of state, in whose pass of this number a signal comes."""
+    workload, passes = stateful(**fields), [0]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        passes[0] += 1
+        if passes[0] == at:
+            os.kill(os.getpid(), number)
+        return mean_loss(model, batch)
+
+    return autobatch.Workload(**{**vars(workload), "loss": loss})
+
+
+@pytest.mark.parametrize(("at", "step"), [(1, 0), (4, 1), (5, 1), (6, 2)])
+def test_a_signal_drops_the_open_step_which_a_resume_draws_again(at: int, step: int, tmp_path: Path) -> None:
+    """A step has three micro-batches. The one in which the signal comes ends."""
+    options = {"target_batch": 8, "micro_batch": 3}
+    straight = open_loop(stateful(), **options)
+    train(straight, settings(tmp_path / "straight"), Progress(), None)
+    loop = open_loop(stopping(at), **options)
+    with pytest.raises(Interrupted, match=f"after step {step} of {STEPS}"):
+        train(loop, settings(tmp_path / "stopped"), Progress(), None)
+    assert saved_steps(tmp_path / "stopped") == [step]
+    again, done = resume(tmp_path / "stopped", stateful(), **options)
+    assert done.optimizer_steps == STEPS
+    assert fingerprint(again.train_state.model) == fingerprint(straight.train_state.model)
+    assert [row["loss"] for row in rows(tmp_path / "stopped")] == [
+        row["loss"] for row in rows(tmp_path / "straight")
+    ]
+
+
+class Stream(IterableDataset[Any]):
+    """Stream of points, which cannot be read again from within a batch."""
+
+    def __iter__(self) -> Any:
+        return iter([points()[index] for index in range(24)])
+
+
+class Arming(Progress):
+    """Listener after whose second step the next pass gets a signal."""
+
+    is_armed = False
+
+    def stepped(self, step: StepRecord, of: int) -> None:
+        self.is_armed = step.step == 2
+
+
+def test_a_stream_ends_its_open_step_because_it_cannot_go_back(tmp_path: Path) -> None:
+    listener = Arming()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if listener.is_armed:
+            listener.is_armed = False
+            os.kill(os.getpid(), signal.SIGTERM)
+        return mean_loss(model, batch)
+
+    workload = make_workload(train_data=Stream(), loss=loss)
+    options = {**OPTIONS, "device": "cpu", "trials": 0, "progress": listener, "out": tmp_path}
+    with pytest.raises(Interrupted, match="after step 3 of 9"):
+        autobatch.fit(workload, **options)
+    assert saved_steps(tmp_path)[-1] == 3
