@@ -7,6 +7,7 @@
     ├── RestartSmallerError (RuntimeError)  exit 77   out of memory that cannot be mended in place
     ├── CheckpointError (OSError)           exit 1    a checkpoint could not be written
     ├── NonFiniteError (ArithmeticError)    exit 1    the loss or the gradient is not finite
+    ├── Infeasible                          exit 1    a configuration of a study must not be chosen
     └── Interrupted                         exit 130 or 143   stopped by a signal, after a checkpoint
 
 Each message says what was asked, what was found (both numbers) and what to do.
@@ -63,6 +64,10 @@ class CheckpointError(AutobatchError, OSError):
 
 class NonFiniteError(AutobatchError, ArithmeticError):
     """The loss or the gradient of a batch is not finite; no optimizer step was taken."""
+
+
+class Infeasible(AutobatchError):  # noqa: N818 - a result of a trial
+    """End of a trial whose configuration must not be chosen, with the reason in one line."""
 
 
 class Interrupted(AutobatchError):  # noqa: N818 - an event, not a fault

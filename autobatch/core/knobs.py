@@ -26,7 +26,6 @@ CHANNELS_LAST = "channels_last"
 OPTIMIZER = "optimizer"
 LOADER_WORKERS = "loader_workers"
 PIN_MEMORY = "pin_memory"
-EXPANDABLE = "expandable_segments"
 MOST_HALVINGS = 3
 """Times that the micro-batch may be halved."""
 MOST_WORKERS = 16
@@ -64,8 +63,6 @@ class TuningContext(NamedTuple):
     """True if ``torch.compile`` is worth trying unasked on the device."""
     reads_pinned_memory: bool = False
     """True if the device copies from pinned host memory while it computes."""
-    segments: str | None = "the device keeps no segments"
-    """Reason why the allocator cannot use expandable segments; None if it can."""
 
 
 class Knob(NamedTuple):
@@ -82,7 +79,7 @@ class Knob(NamedTuple):
     """True if a choice changes the memory of a micro-batch; each choice then has its own limit."""
     changes_numbers: bool
     """True if a choice may change results, even by rounding only. It is chosen only if the user names the
-    knob, and its losses are checked."""
+    knob."""
     is_default: Callable[[TuningContext], bool] = lambda _: True
     """True if the knob is tuned, or offered if it changes numbers, although the user names no knob."""
 
@@ -172,14 +169,6 @@ KNOBS = (
         # On is best wherever the host has memory to lock.
         is_default=lambda _: False,
     ),
-    Knob(
-        EXPANDABLE,
-        "lets the allocator's segments grow: less fragmentation, so larger micro-batches may fit",
-        lambda here: (False, True) if here.segments is None else (),
-        lambda here: str(here.segments),
-        changes_memory=True,
-        changes_numbers=False,
-    ),
 )
 
 
@@ -241,8 +230,3 @@ def defaults(axes: Sequence[SearchAxis]) -> dict[str, Value]:
 def memory_signature(values: Configuration) -> dict[str, Value]:
     """Return the part of a configuration that changes how large a micro-batch fits."""
     return {knob.name: values[knob.name] for knob in KNOBS if knob.changes_memory and knob.name in values}
-
-
-def numeric_signature(values: Configuration) -> dict[str, Value]:
-    """Return the part of a configuration that changes the results."""
-    return {knob.name: values[knob.name] for knob in KNOBS if knob.changes_numbers and knob.name in values}

@@ -144,14 +144,6 @@ class Device(ABC):
     def training(self) -> AbstractContextManager[Meter]:
         """Run real training within the block, at full speed if the device itself enforces its limit."""
 
-    def why_not_expandable(self) -> str | None:
-        """Return why its allocator cannot switch to expandable segments; None if it can."""
-        return "only the allocator of a GPU keeps segments"
-
-    def expandable(self) -> Self:
-        """Return the same device with expandable segments, if its allocator can switch to them."""
-        return self
-
     def budgeted(self, budget_bytes: int) -> Self:
         """Return the same device with the budget of a probe, or with as much of it as is free."""
         other = copy.copy(self)

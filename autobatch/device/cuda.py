@@ -8,7 +8,6 @@ probe cannot hurt other processes.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -62,8 +61,6 @@ class CudaDevice(Device):
         self._index = index
         self._uuid = str(getattr(gpu, "uuid", ""))
         self._is_integrated = bool(gpu.is_integrated)
-        self._expandable = False
-        """True if its sessions switch the allocator to expandable segments."""
         self._held_bytes: int | None = None
         """What the process held when the session began; None outside of sessions."""
         self.torch_device = torch.device("cuda", index)
@@ -101,12 +98,12 @@ class CudaDevice(Device):
     @property
     def allocator_config(self) -> AllocatorConfig:
         """Settings of torch's allocator in a session, in which a step that needed a retry does not fit."""
-        asked = "expandable_segments:true" in cuda_allocator.allocator_options(os.environ)
         held_bytes = self._held_bytes
-        if held_bytes is None:
-            held_bytes = torch.cuda.memory_allocated(self._index)
         return AllocatorConfig(
-            expandable_segments=asked or self._expandable, falls=None, held_bytes=held_bytes, retries=False
+            expandable_segments="expandable_segments:true" in cuda_allocator.allocator_options(os.environ),
+            falls=None,
+            held_bytes=torch.cuda.memory_allocated(self._index) if held_bytes is None else held_bytes,
+            retries=False,
         )
 
     def native_precisions(self) -> tuple[Precision, ...]:
@@ -158,16 +155,6 @@ class CudaDevice(Device):
         with self._session():
             yield CudaMeter(self._index)
 
-    def why_not_expandable(self) -> str | None:
-        """Return why the allocator cannot switch to expandable segments while it runs; None if it can."""
-        return "segments are expandable already" if self._expandable else cuda_allocator.why_not_expandable()
-
-    def expandable(self) -> CudaDevice:
-        """Return the same GPU, with expandable segments in its sessions."""
-        other = copy.copy(self)
-        other._expandable = True
-        return other
-
     def budgeted(self, budget_bytes: int) -> CudaDevice:
         """Return the same GPU with the budget of a probe, or with as much of it as is free.
 
@@ -205,10 +192,9 @@ class CudaDevice(Device):
     def _session(self) -> Iterator[None]:
         before, self._held_bytes = self._held_bytes, torch.cuda.memory_allocated(self._index)
         cap = cuda_allocator.capped(self._index, limit_bytes=self.budget_bytes, total_bytes=self._total_bytes)
-        segments = cuda_allocator.expandable_segments(self.release) if self._expandable else nullcontext()
         try:
             # Code of the user and Triton's kernels run on the current GPU, and events record its stream.
-            with torch.cuda.device(self._index), cap, segments:
+            with torch.cuda.device(self._index), cap:
                 yield
         finally:
             self._held_bytes = before

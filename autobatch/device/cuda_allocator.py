@@ -8,10 +8,8 @@ at its mark. That is exact, which the times of the events are not.
 from __future__ import annotations
 
 import math
-import os
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -68,40 +66,6 @@ def fraction_of(limit_bytes: int, total_bytes: int) -> float:
     while fraction < 1.0 and int(fraction * total_bytes) < limit_bytes:
         fraction = math.nextafter(fraction, 1.0)
     return fraction
-
-
-@contextmanager
-def expandable_segments(release: Callable[[], None]) -> Iterator[None]:
-    """Make new segments expandable within the block, where `why_not_expandable` is None.
-
-    The allocator reads the setting whenever it requests memory from the driver (``alloc_block`` in
-    c10/cuda/CUDACachingAllocator.cpp). Segments are freed as they were made, so ``release`` frees cached
-    memory before each switch.
-    """
-    release()
-    private.set_allocator_settings("expandable_segments:True")
-    try:
-        yield
-    finally:
-        private.set_allocator_settings("expandable_segments:False")
-        release()
-
-
-def why_not_expandable() -> str | None:
-    """Return why the allocator cannot switch to expandable segments while it runs; None if it can."""
-    named = [name for name in _VARIABLES if os.environ.get(name)]
-    if named:
-        return f"{named[0]} is set, and its settings are kept"
-    is_cuda = sys.platform == "linux" and torch.version.hip is None
-    if not is_cuda or torch.cuda.get_allocator_backend() != "native":
-        return "only torch's own allocator has them, for CUDA on Linux"
-    settings = private.allocator_settings()
-    if settings is None:
-        return "this torch cannot change it while it runs: set PYTORCH_ALLOC_CONF=expandable_segments:True"
-    # Our own sessions leave torch's default behind.
-    if settings.strip() not in ("", "expandable_segments:False"):
-        return f"other code has changed the allocator's settings ({settings})"
-    return None
 
 
 def allocator_options(environ: Mapping[str, str]) -> str:

@@ -43,26 +43,6 @@ def snapshot(index: int) -> dict[str, Any] | None:
     return None
 
 
-def set_allocator_settings(settings: str) -> None:
-    """Change settings of CUDA's allocator, if `allocator_settings` returns any."""
-    torch._C._accelerator_setAllocatorSettings(settings)
-
-
-def allocator_settings() -> str | None:
-    """Return the settings that were made since the process began; None if this torch cannot change them."""
-    if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
-        return None
-    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    if read is not None:
-        return str(read())
-    # torch 2.11 reports them in a snapshot only.
-    with suppress(*_GONE):
-        settings = torch.cuda.memory._snapshot()["allocator_settings"]
-        names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-        return str(next((settings[name] for name in names if name in settings), ""))
-    return ""
-
-
 def clear_cublas_workspaces() -> None:
     """Free the workspaces that cuBLAS keeps (until torch 2.14); otherwise they stay, and count as held."""
     with suppress(*_GONE):

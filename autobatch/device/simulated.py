@@ -7,10 +7,8 @@ found here is not the GPU's (`autobatch.estimates` is for that).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 
 import msgspec
 
@@ -30,7 +28,6 @@ class SimulatedDevice(Device):
         profile: The GPU.
         memory_budget: Taken literally: a size, or a share of the GPU's memory. None for its memory less its
             CUDA context and a headroom.
-        expandable_segments: Whether the allocator uses expandable segments. No environment variable is read.
 
     Raises:
         InputError: The budget is no size, or exceeds the memory of the GPU.
@@ -38,14 +35,9 @@ class SimulatedDevice(Device):
     """
 
     kind = "sim"
+    allocator_config = AllocatorConfig()
 
-    def __init__(
-        self,
-        profile: HardwareProfile,
-        memory_budget: str | int | None = None,
-        *,
-        expandable_segments: bool = False,
-    ) -> None:
+    def __init__(self, profile: HardwareProfile, memory_budget: str | int | None = None) -> None:
         budget = resolve_budget(
             memory_budget,
             total_bytes=profile.total_bytes,
@@ -60,13 +52,7 @@ class SimulatedDevice(Device):
             notes=["simulated: CPU tensors in a model of CUDA's caching allocator, at the speed of this CPU"],
         )
         self._context_bytes = profile.context_bytes
-        self._config = AllocatorConfig(expandable_segments=expandable_segments)
         self._session: Allocator | None = None
-
-    @property
-    def allocator_config(self) -> AllocatorConfig:
-        """Settings of the allocator that is simulated."""
-        return self._config
 
     def describe(self) -> DeviceRecord:
         """Return name, total and budget of the GPU."""
@@ -83,16 +69,6 @@ class SimulatedDevice(Device):
     def compiler_missing(self) -> str | None:
         """Return that nothing is compiled here: torch compiles no model under a dispatch mode."""
         return "torch compiles nothing while the memory of a simulated GPU is counted"
-
-    def why_not_expandable(self) -> str | None:
-        """Return that segments are expandable already, if they are."""
-        return "segments are expandable already" if self._config.expandable_segments else None
-
-    def expandable(self) -> SimulatedDevice:
-        """Return the same GPU with expandable segments."""
-        other = copy.copy(self)
-        other._config = replace(self._config, expandable_segments=True)
-        return other
 
     def release(self) -> None:
         """Collect garbage that still holds tensors, and free what the running session has cached."""

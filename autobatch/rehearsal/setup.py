@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.core.knobs import EXPANDABLE, PRECISION, Value
+from autobatch.core.knobs import PRECISION, Value
 from autobatch.core.options import Options
 from autobatch.core.records import DeviceRecord, GradientDtype, Precision, Record
 from autobatch.core.units import format_bytes
@@ -117,12 +117,9 @@ class SetupInfo(Record, frozen=True, kw_only=True):
 
 
 def with_knobs(setup: Setup, knobs: Mapping[str, Value]) -> Setup:
-    """Return a setup with the precision, the step and the allocator of a configuration."""
+    """Return a setup with the precision and the step of a configuration."""
     precision: Precision = knobs.get(PRECISION) or setup.precision  # type: ignore[assignment]
-    device = setup.device
-    if knobs.get(EXPANDABLE) and device.why_not_expandable() is None:
-        device = device.expandable()
-    return replace(setup, precision=precision, device=device, knobs=knobs)
+    return replace(setup, precision=precision, knobs=knobs)
 
 
 def open_setup(

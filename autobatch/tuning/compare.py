@@ -20,10 +20,6 @@ SPARED = 1
 """Ratios at each end that are no bound."""
 
 
-class Infeasible(Exception):  # noqa: N818 - a result of a trial
-    """End of a trial whose configuration must not be chosen, with the reason in one line."""
-
-
 class Measurement(NamedTuple):
     """Speed of a configuration that ran."""
 
@@ -82,15 +78,9 @@ def compare(
             speeds.append(measure(values))
         ratios.append(others[-1].samples_per_s / bases[-1].samples_per_s)
     ordered, is_whole = sorted(ratios), len(ratios) == ROUNDS
-    return Comparison(
-        statistics.median(ratios),
-        ordered[SPARED] if is_whole else None,
-        ordered[-1 - SPARED] if is_whole else None,
-        _median(bases),
-        _median(others),
+    medians = (
+        run[-1]._replace(samples_per_s=statistics.median(measured.samples_per_s for measured in run))
+        for run in (bases, others)
     )
-
-
-def _median(measured: list[Measurement]) -> Measurement:
-    speed = statistics.median(one.samples_per_s for one in measured)
-    return measured[-1]._replace(samples_per_s=speed)
+    low, high = (ordered[SPARED], ordered[-1 - SPARED]) if is_whole else (None, None)
+    return Comparison(statistics.median(ratios), low, high, *medians)

@@ -15,7 +15,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 
+from autobatch.core.errors import Infeasible
 from autobatch.core.knobs import (
     PRECISION,
     Configuration,
@@ -41,7 +42,7 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.report.words import knobs_in_words
-from autobatch.tuning.compare import ROUNDS, Comparison, Infeasible, compare
+from autobatch.tuning.compare import ROUNDS, Comparison, compare
 from autobatch.tuning.space import changes, look_at_workload, neighbours
 from autobatch.tuning.study import Direction, Point, Study, open_study
 from autobatch.tuning.trial import Trials
@@ -52,7 +53,7 @@ RUN_SHARE = 0.25
 """Share of the run's time after which ``fit`` starts no further trial, if nothing was asked for."""
 WORTH_OFFERING = 1.05
 """The least that a choice must gain to be offered."""
-_NOT_A_PURPOSE = ("budget_bytes", "total_bytes")
+NOT_A_PURPOSE = ("budget_bytes", "total_bytes")
 """Fields of the key that do not belong to a study, because free memory makes no configuration fast."""
 
 
@@ -102,32 +103,36 @@ class Search:
         def is_over() -> bool:
             return self.expired() or time.monotonic() - start > allowed
 
-        around = lambda: [default, *neighbours(self._best().parameters, self.axes)]  # noqa: E731
-        self.study.run(partial(self._try, speed), around, self.budget, is_over)
-        tried = self._tried()
-        notes = []
+        self.study.run(
+            partial(self._try, speed),
+            lambda: [default, *neighbours(self._best().parameters, self.axes)],
+            self.budget,
+            is_over,
+        )
+        tried, notes = self._tried(), []
         if time.monotonic() - start > allowed and len(tried) < self.budget:
             notes.append(
                 f"tuning stopped after {len(tried)} of {self.budget} trials and {self.run_share:.0%} of the "
                 f"time that training takes: give --trials {self.budget} to run them all"
             )
-        found, micro_batch, best = None, 0, self._best().parameters
+        best, beside, micro_batch = self._best().parameters, None, 0
         if best != default:
             try:
                 micro_batch = trials.confirm(best)
-                found = self._beside(default, best, "comparing the best with the default")
+                beside = self._beside(default, best, "comparing the best with the default")
             except Infeasible as reason:
                 notes.append(f"kept the default: the fastest configuration fails: {reason}")
         fields: dict[str, Any] = {"best_samples_per_s": speed, "baseline_samples_per_s": speed}
-        if found is None or not found.is_faster:
+        if beside is None or not beside.is_faster:
             best, micro_batch = default, 0
         else:
-            base, other = found.base.samples_per_s, found.base.samples_per_s * found.ratio
-            fields = {"best_samples_per_s": other, "baseline_samples_per_s": base}
-            fields |= {"changes": changes(best, default), "low": found.low, "high": found.high}
-        offers = [line for axis in self.offers if not is_over() for line in self._offer(best, axis)]
-        fields |= {"best": best, "trials": len(tried), "history": tried, "offers": offers, "notes": notes}
-        return Answer(msgspec.structs.replace(kept, seconds=time.monotonic() - start, **fields), micro_batch)
+            base = beside.base.samples_per_s
+            fields = {"best_samples_per_s": base * beside.ratio, "baseline_samples_per_s": base}
+            fields |= {"changes": changes(best, default), "low": beside.low, "high": beside.high}
+        offers = [self._offer(best, axis) for axis in self.offers if not is_over()]
+        fields |= {"best": best, "trials": len(tried), "history": tried, "notes": notes}
+        fields |= {"offers": [*filter(None, offers)], "seconds": time.monotonic() - start}
+        return Answer(msgspec.structs.replace(kept, **fields), micro_batch)
 
     def _tried(self) -> list[Trial]:
         # Processes that share a study may have given the same number.
@@ -145,33 +150,36 @@ class Search:
         trial = Trial(number=number, parameters=values, relative=1.0, samples_per_s=speed)
         if values != default:
             try:
-                found = self._beside(best.parameters, values, f"trial {number + 1} of {self.budget}")
+                beside = self._beside(best.parameters, values, f"trial {number + 1} of {self.budget}")
             except Infeasible as reason:
                 changed: dict[str, Any] = {"relative": None, "samples_per_s": None, "note": str(reason)}
             else:
-                changed = {"relative": (best.relative or 1.0) * found.ratio, "is_faster": found.is_faster}
-                changed |= found.other._asdict()
+                changed = {"relative": (best.relative or 1.0) * beside.ratio, "is_faster": beside.is_faster}
+                changed |= beside.other._asdict()
             trial = msgspec.structs.replace(trial, **changed)
             self.progress.measured(trial, self.budget, changes(values, default))
         return trial.relative, msgspec.to_builtins(trial)
 
     def _beside(self, base: Configuration, values: Configuration, act: str) -> Comparison:
-        doing = lambda number: self.progress.doing(f"{act}, round {number} of at most {ROUNDS}")  # noqa: E731
-        return compare(self.trials.measure, base, values, doing)
+        def announce(number: int) -> None:
+            self.progress.doing(f"{act}, round {number} of at most {ROUNDS}")
 
-    def _offer(self, chosen: Configuration, axis: SearchAxis) -> Iterator[str]:
-        """Yield a line if a choice is much faster but changes numbers, with the words that ask for it."""
-        found: list[tuple[float, Point]] = []
+        return compare(self.trials.measure, base, values, announce)
+
+    def _offer(self, chosen: Configuration, axis: SearchAxis) -> str | None:
+        """Return the words that ask for the fastest choice of a knob; None if it is not worth it."""
+        lows: dict[Any, float] = {}
         for value in axis.choices[1:]:
-            changed = {axis.name: value}
+            act = f"looking at {knobs_in_words({axis.name: value})}"
             with suppress(Infeasible):
-                beside = self._beside(chosen, {**chosen, **changed}, f"looking at {knobs_in_words(changed)}")
-                found.append((beside.low or 0.0, changed))
-        low, changed = max(found, key=lambda pair: pair[0], default=(0.0, {}))
-        if low >= WORTH_OFFERING:
-            names = ",".join([*changes(chosen, defaults(self.axes)), axis.name])
-            add = f"--precision {changed[axis.name]}" if axis.name == PRECISION else f"--knobs {names}"
-            yield f"{knobs_in_words(changed)} is at least {low:.2f} × faster here: add {add}"
+                lows[value] = self._beside(chosen, {**chosen, axis.name: value}, act).low or 0.0
+        value = max(lows, key=lambda value: lows[value], default=None)
+        if lows.get(value, 0.0) < WORTH_OFFERING:
+            return None
+        names = ",".join([*changes(chosen, defaults(self.axes)), axis.name])
+        add = f"--precision {value}" if axis.name == PRECISION else f"--knobs {names}"
+        words = knobs_in_words({axis.name: value})
+        return f"{words} is at least {lows[value]:.2f} × faster here: add {add}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +210,17 @@ class Tuner:
         Raises:
             AutobatchError: the storage failed, or the workload does not run with every knob at its default.
         """
-        trials = self._open_trials(plan)
+        options, info = self.options, self.process.info
+        caps = (options.target_batch, options.search.max_micro_batch, info.samples)
+        trials = Trials(
+            process=self.process,
+            limit=plan.micro_batch,
+            multiple=plan.multiple,
+            cap=min(cap for cap in caps if cap is not None),
+            samples=sum(plan.micro_batches),
+            planned_steps=self.planned_steps,
+            workers=info.workers if options.train.workers is None else options.train.workers,
+        )
         (tuning, micro_batch), of_rank_0 = self.ranks.once(lambda: self._find_fastest(trials))
         chosen = plan
         if micro_batch:
@@ -227,7 +245,7 @@ class Tuner:
         """Open the study of everything that its results depend on, in ``--storage`` or the data directory."""
         info, device = self.process.info, self.options.device
         content = {
-            "key": {name: value for name, value in info.key.items() if name not in _NOT_A_PURPOSE},
+            "key": {name: value for name, value in info.key.items() if name not in NOT_A_PURPOSE},
             "asked": [self.options.target_batch, device.memory_budget, self.options.search.max_micro_batch],
             "space": str(space),
             **made_for,
@@ -271,14 +289,14 @@ class Tuner:
             except Infeasible as reason:
                 failure = str(reason)
         confirmed = self.ranks.gather((failure, micro_batch))
-        failed = next((rank for rank, (line, _) in enumerate(confirmed) if line is not None), None)
-        if failed is not None:
-            note = f"kept the plan: the fastest configuration fails on rank {failed}: {confirmed[failed][0]}"
+        for rank, (line, _) in enumerate(confirmed):
+            if line is None:
+                continue
+            note = f"kept the plan: the fastest configuration fails on rank {rank}: {line}"
             kept: dict[str, Any] = {"best": dict(trials.defaults), "changes": {}, "low": None, "high": None}
             kept |= {"best_samples_per_s": tuning.baseline_samples_per_s, "notes": [*tuning.notes, note]}
             return plan, msgspec.structs.replace(tuning, **kept)
-        micro_batch = min(size for _, size in confirmed)
-        sizes = micro_batches(sum(plan.micro_batches), micro_batch, plan.multiple)
+        sizes = micro_batches(sum(plan.micro_batches), min(size for _, size in confirmed), plan.multiple)
         # Knobs at their default are left out, and the split is the plan itself.
         knobs = trials.changes(tuning.best)
         chosen = msgspec.structs.replace(
@@ -290,21 +308,6 @@ class Tuner:
             knobs=knobs,
         )
         return chosen, tuning
-
-    def _open_trials(self, plan: Plan) -> Trials:
-        """Return the trials of a plan on this rank."""
-        options, info = self.options, self.process.info
-        caps = (options.target_batch, options.search.max_micro_batch, info.samples)
-        workers = options.train.workers
-        return Trials(
-            process=self.process,
-            limit=plan.micro_batch,
-            multiple=plan.multiple,
-            cap=min(cap for cap in caps if cap is not None),
-            samples=sum(plan.micro_batches),
-            planned_steps=self.planned_steps,
-            workers=info.workers if workers is None else workers,
-        )
 
     def _file(self, name: str) -> str | None:
         """Return the file of a study in the data directory; None to keep it in memory."""

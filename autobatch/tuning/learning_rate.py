@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 from optuna.distributions import FloatDistribution
 
+from autobatch.core.errors import Infeasible
 from autobatch.core.knobs import PRECISION
 from autobatch.core.records import LrTrial, LrTuning, Plan
 from autobatch.rehearsal.rehearsal import Batch, batch_of, rehearse
 from autobatch.rehearsal.setup import Setup
-from autobatch.tuning.compare import Infeasible
 from autobatch.tuning.fastest import Tuner
 from autobatch.tuning.study import Point
 from autobatch.tuning.trial import call_with, draw

@@ -66,7 +66,6 @@ def look_at_workload(
         fetch_seconds=_fetch_seconds(setup, micro_batch) if loader is None and cores > 1 else 0.0,
         gains_from_compile=device.gains_from_compile,
         reads_pinned_memory=device.reads_pinned_memory,
-        segments=device.why_not_expandable(),
     )
 
 

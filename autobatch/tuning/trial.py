@@ -1,6 +1,6 @@
-"""Trials: the micro-batch that a configuration allows, a check of its losses, and its speed.
+"""Trials: the micro-batch that a configuration allows, and its speed.
 
-    configuration ──► largest micro-batch ──► losses ──► seconds per step
+    configuration ──► largest micro-batch ──► seconds per step
 
 An error makes a configuration infeasible, also memory that runs out, or a child process that crashes. With
 every knob at its default, an error of the workload is its own and is raised.
@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import nn
-
+from autobatch.core.errors import Infeasible
 from autobatch.core.knobs import (
     COMPILE,
     LOADER_WORKERS,
@@ -26,22 +25,20 @@ from autobatch.core.knobs import (
     Configuration,
     Value,
     memory_signature,
-    numeric_signature,
 )
 from autobatch.device.oom import first_line
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.process import ChildCrashed, SetupProcess
-from autobatch.rehearsal.rehearsal import Batch, Step, batch_of, rehearse
+from autobatch.rehearsal.rehearsal import Batch, batch_of, rehearse
 from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.search.probe import find_largest
 from autobatch.step.whole_batch import batch_samples
-from autobatch.tuning.compare import Infeasible, Measurement
+from autobatch.tuning.compare import Measurement
 from autobatch.tuning.space import changes
 from autobatch.workload.contract import Workload
 from autobatch.workload.loader import AHEAD, gpu_of, open_feed
 from autobatch.workload.order import GlobalBatchSampler, epoch_of
-from autobatch.workload.rng import seed_torch
 from autobatch.workload.split import Split
 
 ROUND_SECONDS = 0.1
@@ -55,23 +52,10 @@ FED = 8
 their time must be small."""
 COMPILED_STEPS = 2
 """Warm-up steps of each size with a compiled model: the second size makes it compile again, for all sizes."""
-CHECK_STEPS = 10
-CHECK_MICRO_BATCHES = 2
-"""Micro-batches of a step of the loss check."""
-CHECK_SAMPLES = 8
-"""Samples of such a micro-batch: enough to see a loss go wrong, and cheap."""
-TOLERANCE = 0.02
-"""Bound on the mean relative distance of the losses; a model in bf16 stays well below it."""
 ENDLESS = 2**62
 """Steps of batches that are drawn until they have taken long enough."""
 Key = tuple[tuple[str, Value], ...]
 """Some values of a configuration in hashable form."""
-
-
-class Failure(NamedTuple):
-    """Reason why a part of a trial failed, as it travels from a child process."""
-
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,22 +79,16 @@ class Trials:
     defaults: Configuration = field(default_factory=dict)
     """Values that change nothing. A knob that is missing is at its default."""
     _limits: dict[Key, int] = field(default_factory=dict)
-    _losses: dict[Key, list[float]] = field(default_factory=dict)
     _compiling_s: dict[Key, float] = field(default_factory=dict)
 
     def measure(self, values: Configuration) -> Measurement:
-        """Check the losses of a configuration, and time its steps.
+        """Time the steps of a configuration.
 
         Raises:
             Infeasible: the configuration must not be chosen.
             Exception: whatever the workload raises with every knob at its default, except out of memory.
         """
-        size, numeric = self.micro_batch(values), self.changes(numeric_signature(values))
-        if numeric:
-            gap = _distance(self._losses_of({}), self._losses_of(numeric))
-            if gap > TOLERANCE:
-                raise Infeasible(f"its losses differ from the default's by {gap:.1%}, over {TOLERANCE:.0%}")
-        sizes = micro_batches(self.samples, size, self.multiple)
+        sizes = micro_batches(self.samples, self.micro_batch(values), self.multiple)
         knobs = {LOADER_WORKERS: self.workers, **values}
         seconds, compiling = self._call("a trial", time_steps, knobs, sizes, self.seconds)
         # A configuration that is measured again reuses compiled code.
@@ -124,9 +102,9 @@ class Trials:
             Infeasible: it does not fit.
         """
         size = self.micro_batch(values)
-        reason = self._call("the check of the best trial", why_too_large, values, size)
-        if reason is not None:
-            raise Infeasible(reason)
+        ran = self._call("the check of the best trial", attempt, values, size).attempt
+        if not ran.fits:
+            raise Infeasible(ran.reason)
         return size
 
     def micro_batch(self, values: Configuration) -> int:
@@ -148,27 +126,17 @@ class Trials:
         """
         if not changed:
             return self.limit
-        key, cap = _key(changed), self.cap
-        # The likely answer is that of the configuration that has most values in common.
-        known = {(): self.limit, **self._limits}
-        guess = known[max(known, key=lambda other: len(set(key) & set(other)))]
+        key, cap, guess = _key(changed), self.cap, self.limit
         if COMPILE in changed:
             cap = guess = self.limit_of({name: changed[name] for name in changed if name != COMPILE})
         if key not in self._limits:
-            search = (largest_of, changed, cap, max(1, guess), self.multiple)
+            search = (largest_of, changed, cap, guess, self.multiple)
             self._limits[key] = self._call("a search", *search) if cap else 0
         return self._limits[key]
 
     def changes(self, values: Configuration) -> dict[str, Value]:
         """Return the values that are not at their default, except the split."""
         return {name: value for name, value in changes(values, self.defaults).items() if name != SPLIT}
-
-    def _losses_of(self, changed: Configuration) -> list[float]:
-        """Return the losses of the first steps with some knobs changed."""
-        if _key(changed) not in self._losses:
-            size = min(CHECK_SAMPLES, self.limit)
-            self._losses[_key(changed)] = self._call("a check of losses", losses_of, changed, size)
-        return self._losses[_key(changed)]
 
     def _call(self, act: str, function: Callable[..., Any], values: Configuration, *args: Any) -> Any:
         return call_with(self.process, act, function, values, not self.changes(values), *args)
@@ -189,36 +157,23 @@ def call_with(
         Exception: whatever the function raises, if an error is the workload's own.
     """
     try:
-        found = process.call(act, _attempted, function, dict(values), is_own, *args)
-    except ChildCrashed as crash:
-        found = Failure(str(crash))
-    if isinstance(found, Failure):
-        raise Infeasible(found.reason)
-    return found
+        return process.call(act, _with_knobs, function, dict(values), *args)
+    except Infeasible:
+        raise
+    except Exception as error:
+        if is_own and not isinstance(error, ChildCrashed):
+            raise
+        reason = first_line(error)
+    # Outside the except block, nothing keeps the failed step's tensors alive.
+    raise Infeasible(reason)
+
+
+def _with_knobs(setup: Setup, function: Callable[..., Any], values: Configuration, *args: Any) -> Any:
+    return function(with_knobs(setup, values), *args)
 
 
 def _key(values: Configuration) -> Key:
     return tuple(sorted(values.items()))
-
-
-def _attempted(
-    setup: Setup, function: Callable[..., Any], values: Configuration, is_own: bool, *args: Any
-) -> Any:
-    """Return what a function finds with a configuration, or why it fails; an own error is raised."""
-    try:
-        return function(with_knobs(setup, values), *args)
-    except Exception as error:
-        if is_own and not isinstance(error, Infeasible):
-            raise
-        reason = str(error) if isinstance(error, Infeasible) else first_line(error)
-    # Outside the except block, nothing keeps the failed step's tensors alive.
-    setup.device.release()
-    return Failure(reason)
-
-
-def why_too_large(setup: Setup, size: int) -> str | None:
-    """Run a micro-batch within the enforced budget; return why it does not fit, or None if it does."""
-    return attempt(setup, size).attempt.reason
 
 
 def largest_of(setup: Setup, cap: int, guess: int, multiple: int) -> int:
@@ -243,7 +198,7 @@ def time_steps(setup: Setup, sizes: list[int], seconds: float) -> tuple[float, f
         seconds: approximate time to measure for.
 
     Raises:
-        Infeasible: the configuration runs out of memory.
+        Infeasible: the configuration runs out of memory, or its loss is not finite.
         Exception: whatever running the configuration raises.
     """
     workers, size = int(setup.knobs.get(LOADER_WORKERS) or 0), sizes[0]
@@ -273,7 +228,12 @@ def time_steps(setup: Setup, sizes: list[int], seconds: float) -> tuple[float, f
         for batch in draw(setup.workload, size, steps=1).batches()
     )
     with closing(timed()) as batches:
-        steps = _rehearsed(setup, chain(compiled, batches))
+        found = rehearse(setup, chain(compiled, batches))
+    if found.failure is not None:
+        raise Infeasible(found.failure.reason)
+    steps = found.steps
+    if any(step.result.count and not math.isfinite(step.result.loss) for step in steps):
+        raise Infeasible("its loss is not finite")
     first, measured = steps[: len(warm)], steps[len(warm) + ahead :]
     # Workers finish several micro-batches at once, so that only a mean over many counts.
     middle = statistics.fmean if workers else statistics.median
@@ -283,42 +243,7 @@ def time_steps(setup: Setup, sizes: list[int], seconds: float) -> tuple[float, f
     return micro * len(sizes) + once, max(0.0, compiling)
 
 
-def losses_of(setup: Setup, size: int) -> list[float]:
-    """Return the losses of the first steps, without dropout, on samples that are always the same.
-
-    Raises:
-        Infeasible: the configuration runs out of memory.
-    """
-
-    def batches() -> Iterator[Batch]:
-        for module in setup.model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
-                module.eval()
-        seed_torch(1)
-        for batch in draw(setup.workload, size * CHECK_MICRO_BATCHES, steps=CHECK_STEPS).batches():
-            yield batch_of(setup.workload, Split().parts(batch, size))
-
-    return [step.result.loss for step in _rehearsed(setup, batches())]
-
-
-def _rehearsed(setup: Setup, batches: Iterator[Batch]) -> list[Step]:
-    """Rehearse batches at full speed, and return the steps."""
-    found = rehearse(setup, batches)
-    if found.failure is not None:
-        raise Infeasible(found.failure.reason)
-    return found.steps
-
-
 def draw(workload: Workload, size: int, seed: int = 0, steps: int = ENDLESS) -> GlobalBatchSampler:
     """Return batches of a workload in its order, as a run with this seed draws them."""
     samples, order = epoch_of(workload, seed)
     return GlobalBatchSampler(samples=samples, target_batch=size, seed=seed, steps=steps, order=order)
-
-
-def _distance(reference: list[float], losses: list[float]) -> float:
-    """Return the mean absolute difference ÷ the mean absolute value of the reference, if that is finite."""
-    if not all(map(math.isfinite, reference)):
-        return 0.0  # nothing can be compared with a reference that does not train
-    scale = sum(map(abs, reference)) or 1.0
-    gap = sum(abs(a - b) for a, b in zip(reference, losses, strict=True)) / scale
-    return gap if math.isfinite(gap) else math.inf

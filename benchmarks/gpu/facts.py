@@ -127,20 +127,11 @@ def refused_allocation() -> dict[str, Any]:
 
 
 def cap() -> dict[str, Any]:
-    """Fill the budget in pieces, with fixed and with expandable segments: it holds all and never more."""
-    fixed = open_gpu(5000 * MiB)
-    found: dict[str, Any] = {"fixed": fill(fixed)}
-    why = fixed.why_not_expandable()
-    try:
-        found["expandable"] = why or fill(fixed.expandable())
-    except RuntimeError as error:  # a virtual machine may forbid the calls that they need
-        found["expandable"] = str(error).splitlines()[0]
-    return found
+    """Fill the budget in pieces: it holds all and never more."""
+    return {"fixed": fill(open_gpu(5000 * MiB))}
 
 
-def fill(
-    device: Device,
-) -> dict[str, Any]:
+def fill(device: Device) -> dict[str, Any]:
     """Return how many fiftieths of the budget the allocator holds, and its figures."""
     held = []
     with device.enforced() as meter:

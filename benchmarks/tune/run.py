@@ -33,12 +33,13 @@ import torch
 from optuna.distributions import CategoricalDistribution
 
 from autobatch import Progress, Workload
+from autobatch.core.errors import Infeasible
 from autobatch.core.knobs import Configuration, SearchAxis, applicable, defaults
 from autobatch.core.options import Options
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import open_setup
 from autobatch.search.find_limit import find_limit
-from autobatch.tuning.compare import ROUNDS, Infeasible, Measurement, compare
+from autobatch.tuning.compare import ROUNDS, Measurement, compare
 from autobatch.tuning.fastest import Search
 from autobatch.tuning.space import look_at_workload
 from autobatch.tuning.study import open_study

@@ -18,7 +18,6 @@ GPU = TuningContext(
     fetch_seconds=0.4,
     gains_from_compile=True,
     reads_pinned_memory=True,
-    segments=None,
 )
 BARE = TuningContext(
     precisions=("fp32",),
@@ -40,7 +39,6 @@ DEFAULTS = {
     "optimizer": "default",
     "loader_workers": 0,
     "pin_memory": True,
-    "expandable_segments": False,
 }
 
 
@@ -91,7 +89,7 @@ def test_what_is_tuned_follows_from_the_device_the_workload_and_the_run(here, as
 
 
 def test_what_is_not_tuned_unasked() -> None:
-    assert choices(GPU).keys() == {"micro_batch_shift", "loader_workers", "expandable_segments"}
+    assert choices(GPU).keys() == {"micro_batch_shift", "loader_workers"}
     changing = {"precision", "checkpointing", "channels_last", "optimizer"}
     assert {axis.name for axis in offered(GPU)} == changing | {"compile"}
     for here in (CPU, GPU._replace(planned_steps=60)):

@@ -73,7 +73,7 @@ def test_the_gpu_is_the_current_one_in_its_sessions(fake: FakeCuda) -> None:
 
 def test_cleaning_up_does_not_hide_the_error_that_lost_the_context(fake: FakeCuda) -> None:
     """After a device-side assert, also the restoring of the cap and the freeing of the cache fail."""
-    device = opened().expandable()
+    device = opened()
     error = RuntimeError("CUDA error: device-side assert triggered")
 
     def step() -> None:
@@ -116,26 +116,6 @@ def test_a_cap_allows_the_budget_to_the_byte_and_so_does_the_restored_one(fake: 
             assert limit <= fake.allowed <= limit + 1
             raise KeyError("in the step")
         assert fake.allowed == former
-
-
-def test_segments_are_expandable_inside_a_session_and_nowhere_else(fake: FakeCuda) -> None:
-    plain = opened()
-    device = plain.expandable()
-    assert plain.why_not_expandable() is None
-    assert device.why_not_expandable() == "segments are expandable already"
-    assert device.new_allocator().config.expandable_segments
-    assert not plain.new_allocator().config.expandable_segments
-    with plain.training():
-        assert not fake.settings
-    for session in (device.training, device.enforced):
-        fake.settings.clear()
-        with session():
-            assert fake.settings == ["expandable_segments:True"]
-            assert fake.allowed == 6 * GiB
-        assert fake.settings == ["expandable_segments:True", "expandable_segments:False"]
-        assert f"{fake.calls}".count("empty") >= 2, "the cache is freed before each switch"
-        assert fake.allowed == 24 * GiB
-    assert plain.why_not_expandable() is None
 
 
 @pytest.mark.parametrize(
@@ -258,11 +238,10 @@ def test_memory_that_the_process_holds_already_is_part_of_every_replay(fake: Fak
     device = opened()
     assert device.new_allocator().reserved_bytes == 0
     fake.held = 2 * GiB
-    for one in (device, device.expandable()):
-        allocator = one.new_allocator()
-        assert allocator.allocated_bytes == 2 * GiB <= allocator.reserved_bytes
-        with pytest.raises(BudgetExceeded):
-            allocator.malloc(4 * GiB + 1)
+    allocator = device.new_allocator()
+    assert allocator.allocated_bytes == 2 * GiB <= allocator.reserved_bytes
+    with pytest.raises(BudgetExceeded):
+        allocator.malloc(4 * GiB + 1)
     with device.enforced():
         # What a session takes is not held by others.
         fake.held = 3 * GiB

@@ -61,51 +61,6 @@ def test_options_that_make_it_another_allocator_are_named(text: str, count: int)
         assert len(set(unmodelled_options({variable: text}))) == count
 
 
-ONLY_TORCHS = "only torch's own allocator has them, for CUDA on Linux"
-OTHER_CODE = "other code has changed the allocator's settings"
-
-
-def snapshot(settings: str) -> dict[str, object]:
-    return {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": settings}}
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({}, None),
-        ({"settings": ["expandable_segments:False"]}, None),
-        ({"settings": ["max_split_size_mb:20"]}, OTHER_CODE),
-        ({"environ": ("PYTORCH_ALLOC_CONF", "expandable_segments:False")}, "PYTORCH_ALLOC_CONF is set"),
-        ({"environ": ("PYTORCH_CUDA_ALLOC_CONF", "x:1")}, "PYTORCH_CUDA_ALLOC_CONF is set"),
-        ({"sys.platform": "win32"}, ONLY_TORCHS),
-        ({"torch.version.hip": "6.4"}, ONLY_TORCHS),
-        ({"backend": "cudaMallocAsync"}, ONLY_TORCHS),
-        ({"lacks": ["_accelerator_setAllocatorSettings"]}, "set PYTORCH_ALLOC_CONF=expandable_segments:True"),
-        # torch 2.11 tells the settings in a snapshot only.
-        ({"lacks": ["_accelerator_getAllocatorSettings"]}, None),
-        ({"lacks": ["_accelerator_getAllocatorSettings"], "snapshot": snapshot("max_split:20")}, OTHER_CODE),
-        ({"lacks": ["_accelerator_getAllocatorSettings"], "snapshot": snapshot("")}, None),
-    ],
-)
-def test_an_allocator_that_cannot_switch_says_why(
-    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, change: dict, said: str | None
-) -> None:
-    device = CudaDevice(index=0, memory_budget="6GiB")
-    for name, value in change.items():
-        if name == "lacks":
-            monkeypatch.delattr(torch._C, *value)
-        elif name == "environ":
-            monkeypatch.setenv(*value)
-        elif name == "settings":
-            fake.settings += value
-        elif "." in name:
-            monkeypatch.setattr(name, value)
-        else:
-            setattr(fake, name, value)
-    found = device.why_not_expandable()
-    assert found is None if said is None else said in str(found)
-
-
 def entry(action: str, address: int, size: int = 0, **more: object) -> dict[str, object]:
     return {"action": action, "addr": address, "size": size, "stream": 0, **more}
 

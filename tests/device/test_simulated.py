@@ -88,18 +88,6 @@ def test_the_text_tells_fragmentation_as_that_of_cuda():
     assert is_fragmented(caught.value)
 
 
-def test_expandable_segments_reserve_less():
-    fixed = SimulatedDevice(gpu(), 128 * MiB)
-    reserved = []
-    for device in (fixed, fixed.expandable()):
-        with device.enforced() as meter:
-            torch.zeros(40 * MiB, dtype=torch.uint8)
-            torch.zeros(42 * MiB, dtype=torch.uint8)
-            reserved.append(meter.stats().peak_reserved_bytes)
-        assert (device.why_not_expandable() is None) is (device is fixed)
-    assert reserved == [82 * MiB, 60 * MiB]
-
-
 def test_the_record_of_the_device():
     device = SimulatedDevice(gpu(), "1GiB")
     record = device.describe()

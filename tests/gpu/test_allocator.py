@@ -27,14 +27,8 @@ def steps_of(device: torch.device, size: int, rounds: int = 3) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("expandable", [False, True])
-def test_a_replay_of_the_recorded_events_has_the_peaks_of_torch(expandable: bool) -> None:
+def test_a_replay_of_the_recorded_events_has_the_peaks_of_torch() -> None:
     device = CudaDevice(index=0, memory_budget="1GiB")
-    if expandable:
-        why = device.why_not_expandable()
-        if why:
-            pytest.skip(why)
-        device = device.expandable()
     for size in (100, 3000):
         with device.enforced() as meter:
             steps_of(device.torch_device, size)
@@ -141,22 +135,6 @@ def test_a_second_session_starts_like_the_first() -> None:
             (x @ x).sum().item()
             del x
     assert reserved[1] == reserved[0]
-
-
-def test_segments_are_expandable_inside_a_session_and_fixed_outside() -> None:
-    fixed = CudaDevice(index=0, memory_budget="1000MiB")
-    reason = fixed.why_not_expandable()
-    if reason is not None:
-        pytest.skip(reason)
-    kinds = []
-    for device in (fixed, fixed.expandable(), fixed):
-        with device.enforced() as meter:
-            held = bytes_on(device, 40 * MiB)
-            segments = {one["address"]: one["is_expandable"] for one in torch.cuda.memory_snapshot()}
-            kinds.append(segments[max(address for address in segments if address <= held.data_ptr())])
-            assert (meter.stats().peak_reserved_bytes or 0) <= device.budget_bytes
-            del held
-    assert kinds == [False, True, False]
 
 
 @only_stub

@@ -40,7 +40,6 @@ class FakeCuda:
         """Error of the first call, which creates the context."""
         self.capability = (8, 9)
         self.backend = "native"
-        self.settings: list[str] = []
         self.is_recording = False
         self.snapshot: dict[str, Any] = {}
         self.events_so_far = 100
@@ -66,8 +65,6 @@ class FakeCuda:
         private = {
             "_cuda_clearCublasWorkspaces": lambda: self.calls.append("clear"),
             "_cuda_isHistoryEnabled": lambda: self.is_recording,
-            "_accelerator_setAllocatorSettings": self.settings.append,
-            "_accelerator_getAllocatorSettings": lambda: self.settings[-1] if self.settings else "",
         }
         for name, function in private.items():
             monkeypatch.setattr(torch._C, name, function, raising=False)

@@ -92,8 +92,8 @@ DEFAULTS: dict[str, Any] = {
     "channels_last": False,
     "optimizer": "default",
 }
-LOADING: dict[str, Any] = {"micro_batch_shift": 0, "loader_workers": 0, "expandable_segments": False}
-"""Defaults of the knobs that change how data is loaded and memory is kept."""
+LOADING: dict[str, Any] = {"micro_batch_shift": 0, "loader_workers": 0}
+"""Defaults of the knobs that change how data is loaded."""
 
 
 class Deep(nn.Module):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from autobatch.tuning.compare import ROUNDS, Comparison, Infeasible, Measurement, compare
+from autobatch.core.errors import Infeasible
+from autobatch.tuning.compare import ROUNDS, Comparison, Measurement, compare
 
 BASE, OTHER = {"i": 0}, {"i": 1}
 

@@ -12,13 +12,13 @@ import pytest
 from optuna.trial import TrialState
 
 from autobatch import AutobatchError
+from autobatch.core.errors import Infeasible
 from autobatch.core.knobs import SearchAxis, defaults
 from autobatch.core.records import Tuning
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.tuning import fastest
-from autobatch.tuning.compare import Infeasible
 from autobatch.tuning.fastest import Answer, Tuner
 from tests.support.options import as_options
 from tests.support.probes import Listener

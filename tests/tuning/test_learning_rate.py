@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from autobatch.core.errors import Infeasible
 from autobatch.core.records import LrTuning, Plan
 from autobatch.planning import make_plan
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Setup
 from autobatch.tuning import learning_rate
-from autobatch.tuning.compare import Infeasible
 from autobatch.tuning.fastest import Tuner
 from autobatch.tuning.learning_rate import ORDERS, REACH, short_run, tune_learning_rate
 from tests.support.options import as_options

@@ -12,16 +12,14 @@ import pytest
 import torch
 from torch import nn
 
+from autobatch.core.errors import Infeasible
 from autobatch.core.knobs import TuningContext, applicable
 from autobatch.core.options import Options
-from autobatch.device.profiles import load_profile
-from autobatch.device.simulated import SimulatedDevice
-from autobatch.planning import make_plan, micro_batches
+from autobatch.planning import make_plan
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.process import open_process
 from autobatch.rehearsal.setup import Role, Setup, with_knobs
 from autobatch.tuning import space
-from autobatch.tuning.compare import Infeasible
 from autobatch.tuning.learning_rate import short_run
 from autobatch.tuning.space import look_at_workload
 from autobatch.tuning.trial import Trials, call_with
@@ -48,18 +46,11 @@ def why_not(trials: Trials, values: Any) -> str:
     return str(reason.value)
 
 
-def simulated_gpu(folder: Path, budget: str, **more: Any) -> SimulatedDevice:
-    return SimulatedDevice(load_profile("rtx-4090", user_dir=folder), memory_budget=budget, **more)
-
-
-def test_the_context_describes_the_workload_and_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_context_describes_the_workload_and_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(space, "usable_cores", lambda: 4)
     here = context_of(trial_setup())
     assert (here.blocks, here.images, here.optimizers) == (6, False, ("default", "foreach", "fused"))
     assert (here.precisions[0], here.loader) == ("fp32", None)
-    assert here.segments == "only the allocator of a GPU keeps segments"
     ticks = iter(range(100))
     assert context_of(trial_setup(clock=lambda: float(next(ticks)))).fetch_seconds == 1.0
     made = trial_setup(
@@ -73,8 +64,6 @@ def test_the_context_describes_the_workload_and_the_device(
     assert applicable(there, ["loader_workers"])[1] == [
         "loader_workers is not tuned: the number of workers is given"
     ]
-    gpu = context_of(make_setup(signed(set()), device=simulated_gpu(tmp_path, "1GiB")))
-    assert [axis.name for axis in applicable(gpu, ["expandable_segments"])[0]] == ["expandable_segments"]
 
 
 # Time.
@@ -241,35 +230,11 @@ def test_a_configuration_that_needs_less_memory_gets_a_larger_micro_batch_that_f
     )
 
 
-@pytest.mark.program
-def test_expandable_segments_have_their_own_limit(tmp_path: Path) -> None:
-    """The oracle is attempts on a GPU whose segments are expandable from the start."""
-    layers = [nn.Linear(640, 640) for _ in range(6)]
-    workload = signed(set(), model=lambda: nn.Sequential(nn.Linear(5, 640), *layers, nn.Linear(640, 3)))
-    made = make_setup(workload, device=simulated_gpu(tmp_path, "60MiB"))
-    trials = make_trials(made, cap=4096, samples=4096, limit=16, defaults=LOADING)
-    values = {**LOADING, "expandable_segments": True}
-    limit = trials.limit_of({"expandable_segments": True})
-    oracle = replace(made, device=simulated_gpu(tmp_path, "60MiB", expandable_segments=True))
-    assert attempt(oracle, limit).attempt.fits
-    assert not attempt(oracle, limit + 1).attempt.fits
-    assert trials.confirm(values) == trials.measure(values).micro_batch == micro_batches(4096, limit)[0]
-
-
 # Losses.
 
 
-@pytest.mark.parametrize("factor", [1.5, float("nan")])
-def test_losses_in_bf16_that_are_far_from_those_in_fp32_are_infeasible(factor: float) -> None:
+def test_a_loss_in_bf16_that_is_not_finite_is_infeasible() -> None:
     def spoiled(model: nn.Module, batch: Any) -> torch.Tensor:
-        return mean_loss(model, batch) * (factor if torch.is_autocast_enabled("cpu") else 1.0)
+        return mean_loss(model, batch) * (float("nan") if torch.is_autocast_enabled("cpu") else 1.0)
 
     assert "loss" in why_not(make_trials(trial_setup(loss=spoiled)), changed(precision="bf16"))
-
-
-def test_a_random_model_draws_the_same_numbers_in_both_runs() -> None:
-    def noisy(model: nn.Module, batch: Any) -> torch.Tensor:
-        return mean_loss(model, batch) * (1 + torch.rand(()))
-
-    trials = make_trials(trial_setup(loss=noisy), cap=8)
-    assert trials.measure(changed(checkpointing="full")).micro_batch == 8
