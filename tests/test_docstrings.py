@@ -72,9 +72,9 @@ def test_adapters_are_reached_after_the_plain_import(tmp_path: Path) -> None:
         "autobatch.integrations\n"
         "assert 'torch' not in sys.modules\n"
         "assert autobatch.integrations.transformers.plan\n"
-        "assert autobatch.integrations.lightning.plan_fit\n"
         "assert autobatch.integrations.accelerate.plan\n"
         "assert not {'transformers', 'lightning', 'accelerate'} & set(sys.modules)\n"
+        "assert autobatch.integrations.lightning.AutobatchFinder\n"
         "try:\n    autobatch.integrations.keras\nexcept AttributeError as error:\n    print(error)\n"
     )
     done = subprocess.run(

@@ -45,9 +45,7 @@ from autobatch.integrations.library_plan import (
 from autobatch.workload.contract import Collated, Loss, Workload, check_loss
 from autobatch.workload.user_code import check_takes
 
-__all__ = ["plan", "workload"]
-LossFunction = Callable[[Any, Collated], "Tensor | Loss"]
-_PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+__all__ = ["plan"]
 
 
 def plan(
@@ -56,7 +54,7 @@ def plan(
     optimizer: torch.optim.Optimizer,
     loader: DataLoader[Any],
     *,
-    loss: LossFunction,
+    loss: Callable[[Any, Collated], Tensor | Loss],
     target_batch: int,
     **options: Unpack[PlanKeywords],
 ) -> LibraryPlan:
@@ -78,7 +76,8 @@ def plan(
     check_loss(loss, "accelerate.plan(loss=…)")
     check_takes(loss, "accelerate.plan(loss=…)", "model", "batch")
     check_resizable(loader, before="accelerator.prepare")
-    options.setdefault("precision", precision_of(accelerator.mixed_precision, _PRECISIONS, "accelerate"))
+    precisions = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+    options.setdefault("precision", precision_of(accelerator.mixed_precision, precisions, "accelerate"))
     loop = LibraryLoop(
         name="accelerate",
         world_size=accelerator.num_processes,
@@ -86,12 +85,21 @@ def plan(
         divides_by_plan=True,
         drop_last=drops_last(loader),
     )
-    known = workload(model, optimizer, loader, loss=loss, mixed=accelerator.mixed_precision != "no")
+    is_mixed = accelerator.mixed_precision != "no"
+    own = model  # the workload's functions name their arguments
+    workload = Workload.from_loader(
+        loader,
+        model=lambda: own,
+        loss=lambda copy, batch: loss(Float32Outputs(copy) if is_mixed else copy, batch),
+        optimizer=lambda model, _: rebuilt(optimizer, own, model),
+        learning_rate=float(optimizer.param_groups[0]["lr"]),
+        name=type(model).__name__,
+    )
     with on_host(model), kept_state(model, loss):
-        found = plan_for(known, loop, target_batch, loader=partial(resized, loader), **options)
-    accelerator.gradient_accumulation_steps = found.accumulation_steps
-    _hold_to_plan(accelerator, loader, found)
-    return found
+        made = plan_for(workload, loop, target_batch, loader=partial(resized, loader), **options)
+    accelerator.gradient_accumulation_steps = made.accumulation_steps
+    _hold_to_plan(accelerator, loader, made)
+    return made
 
 
 def _hold_to_plan(accelerator: Any, loader: DataLoader[Any], plan: LibraryPlan) -> None:
@@ -111,31 +119,3 @@ def _hold_to_plan(accelerator: Any, loader: DataLoader[Any], plan: LibraryPlan) 
         accelerator.step = 0  # that of the checkpoint counts micro-batches of another plan
 
     accelerator.prepare_data_loader, accelerator.load_state = prepare_data_loader, load_state
-
-
-def workload(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loader: DataLoader[Any],
-    *,
-    loss: LossFunction,
-    mixed: bool = False,
-) -> Workload:
-    """Build the workload of a loop that uses ``accelerate``.
-
-    Args:
-        model: the model.
-        optimizer: over its parameters.
-        loader: of the training data.
-        loss: maps ``(model, batch)`` to the loss.
-        mixed: whether outputs in 16 bits are copied to float32.
-    """
-    own = model
-    return Workload.from_loader(
-        loader,
-        model=lambda: own,
-        loss=lambda one, batch: loss(Float32Outputs(one) if mixed else one, batch),
-        optimizer=lambda model, _: rebuilt(optimizer, own, model),
-        learning_rate=float(optimizer.param_groups[0]["lr"]),
-        name=type(own).__name__,
-    )

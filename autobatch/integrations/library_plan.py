@@ -6,9 +6,7 @@ Such a loop runs equal micro-batches. It takes the user's model, data, loss and 
 from __future__ import annotations
 
 import inspect
-import logging
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,28 +21,15 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from autobatch.api import library
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.keywords import PlanKeywords
-from autobatch.distributed.ranks import Ranks
+from autobatch.distributed.group import join_existing
 from autobatch.planning import even_split, even_split_note
 from autobatch.report.result import PlanResult
 from autobatch.training.batchnorm import batch_norms, statistics_notes
 from autobatch.workload.contract import Workload, is_stream, kind_of
 
-logger = logging.getLogger("autobatch")
-ALONE = (
-    "each process has planned for itself, because they are not connected before fit: on GPUs with unlike "
-    "free memory, give a memory_budget that all of them have, or plan in the callback"
-)
 _LOADER_FIELDS = (
-    "dataset",
-    "collate_fn",
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
+    *("dataset", "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn"),
+    *("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers"),
 )
 """Arguments of a loader that it keeps as attributes, besides those that make its batches."""
 
@@ -76,7 +61,6 @@ class LibraryPlan(PlanResult, frozen=True, kw_only=True):
     """The user's loader with the new batch size, if the library cannot change it."""
 
     def _text(self) -> str:
-        """Return the lines of a plan, and the remarks on what the library does with it."""
         return f"{self.library}: {super()._text()}"
 
 
@@ -85,7 +69,7 @@ def plan_for(
     loop: LibraryLoop,
     target_batch: int,
     *,
-    loader: Any = None,
+    loader: Callable[[int], Any] | None = None,
     **options: Unpack[PlanKeywords],
 ) -> LibraryPlan:
     """Probe and plan in equal micro-batches, and note what the library's loop makes of them.
@@ -101,25 +85,28 @@ def plan_for(
         InputError: an option is invalid, or the ranks do not divide the target batch.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    options.setdefault("device", device_option(loop.device))
+    if loop.device.type not in ("cpu", "cuda"):
+        raise InputError(f"autobatch probes on cpu and cuda, and the library trains on {loop.device.type}")
+    # A launcher makes cpu:0.
+    options.setdefault("device", "cpu" if loop.device.type == "cpu" else str(loop.device))
     # These loops add the gradient of each micro-batch to ``grad``, which has the type of the weights.
     options.setdefault("gradient_dtype", "weights")
     options["split"] = "count"
     # The check is for autobatch's own sum; the notes below say what the library's sum is.
     options.setdefault("split_check", "off")
-    found, of_smallest = _plan_with_ranks(
+    plan, of_ranks = _least_of_ranks(
         lambda: library.plan(workload, target_batch=target_batch, world_size=loop.world_size, **options),
         loop.world_size,
     )
-    size, steps = even_split(found)
-    fields = {name: getattr(found, name) for name in found.__struct_fields__}
+    size, steps = even_split(plan)
+    fields = {name: getattr(plan, name) for name in plan.__struct_fields__}
     fields |= {"micro_batch": size, "accumulation_steps": steps, "micro_batches": [size] * steps}
-    remarks = [*of_smallest, *loop.remarks, *_remarks(loop, workload, found, size, steps)]
-    fields["notes"] = [f"{loop.name}: {one}" for one in remarks]
+    remarks = [*of_ranks, *loop.remarks, *_remarks(loop, workload, plan, size, steps)]
+    fields["notes"] = [f"{loop.name}: {remark}" for remark in remarks]
     return LibraryPlan(**fields, library=loop.name, loader=None if loader is None else loader(size))
 
 
-def _plan_with_ranks(find: Callable[[], PlanResult], world_size: int) -> tuple[PlanResult, list[str]]:
+def _least_of_ranks(find: Callable[[], PlanResult], world_size: int) -> tuple[PlanResult, list[str]]:
     """Plan on this rank, and take the smallest limit of all ranks; all of them call it.
 
     Returns:
@@ -128,54 +115,52 @@ def _plan_with_ranks(find: Callable[[], PlanResult], world_size: int) -> tuple[P
     Raises:
         DoesNotFitError: another rank has no plan; its own message says why.
     """
-    ranks: Ranks | None = Ranks()
-    if world_size > 1:
-        # Only here: one process needs no torch.distributed.
-        from autobatch.distributed.group import join_existing
-
-        ranks = join_existing(world_size)
+    if world_size == 1:
+        return find(), []
+    ranks = join_existing(world_size)
     if ranks is None:
-        return find(), [ALONE]
+        return find(), [
+            "each process has planned for itself, because they are not connected before fit: on GPUs with "
+            "unlike free memory, give a memory_budget that all of them have, or plan in the callback"
+        ]
     try:
-        found = find()
+        plan = find()
     except Exception:
         ranks.gather(0)
         raise
-    limits = ranks.gather(found.micro_batch)
+    limits = ranks.gather(plan.micro_batch)
     least = min(limits)
     rank = limits.index(least)
     if not least:
         raise DoesNotFitError(f"rank {rank} has no plan: its own message says why")
-    if least == found.micro_batch:
-        return found, []
+    if least == plan.micro_batch:
+        return plan, []
     remark = f"all ranks run micro-batches of at most {least}, as fit on rank {rank}"
-    return msgspec.structs.replace(found, micro_batch=least), [remark]
+    return msgspec.structs.replace(plan, micro_batch=least), [remark]
 
 
-def _remarks(
-    loop: LibraryLoop, workload: Workload, found: PlanResult, size: int, steps: int
-) -> Iterator[str]:
+def _remarks(loop: LibraryLoop, workload: Workload, plan: PlanResult, size: int, steps: int) -> Iterator[str]:
     """Yield what the loop of a library does with a plan, where that is not what the plan says."""
-    if not loop.sets_rate and found.learning_rate != workload.learning_rate:
+    if not loop.sets_rate and plan.learning_rate != workload.learning_rate:
         yield (
             f"the optimizer keeps its rate of {workload.learning_rate:g}: build it with plan.learning_rate, "
-            f"{found.learning_rate:g}"
+            f"{plan.learning_rate:g}"
         )
-    if (note := even_split_note(found, min(found.micro_batch, found.probe.micro_batch))) is not None:
+    if (note := even_split_note(plan, min(plan.micro_batch, plan.probe.micro_batch))) is not None:
         yield note
-    model: Any = workload.model
-    yield from statistics_notes([layer.momentum for layer in batch_norms(model())], [size] * steps)
     if steps > 1 and loop.averages_means:
         yield (
             "each micro-batch has the same weight, which is exact for a loss that is a mean over samples and "
             "not for one over tokens: autobatch.batches is exact for both"
         )
+    model: Any = workload.model
+    yield from statistics_notes([layer.momentum for layer in batch_norms(model())], [size] * steps)
     data: Any = workload.train_data
-    rest = 0 if is_stream(data) else len(data) % found.target_batch
+    rest = 0 if is_stream(data) else len(data) % plan.target_batch
     rest -= rest % size if loop.drop_last else 0
     if not rest:
         return
-    text = f"the last step of each epoch has {rest} of {found.target_batch} samples"
+    text = f"the last step of each epoch has {rest} of {plan.target_batch} samples"
     done = math.ceil(rest / size)
     if loop.divides_by_plan and done < steps:
         text += (
@@ -187,22 +172,7 @@ def _remarks(
     yield f"{text}: autobatch.batches carries them into the next epoch"
 
 
-def tell_plan(plan: LibraryPlan, *, is_first: bool) -> None:
-    """Log a plan and its remarks, or print them on the first rank if the program logs no such lines."""
-    if not logger.isEnabledFor(logging.INFO) and is_first:
-        sys.stderr.write(f"{plan}\n")
-    for line in str(plan).splitlines():
-        logger.info(line)
-
-
-def device_option(device: torch.device) -> str:
-    """Return the option ``device`` of autobatch for a device of torch; raise if there is none."""
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"autobatch probes on cpu and cuda, and the library trains on {device.type}")
-    return "cpu" if device.type == "cpu" else str(device)  # a launcher makes cpu:0
-
-
-def precision_of(name: str, known: Mapping[str, str], library: str) -> Any:
+def precision_of(name: str, known: Mapping[str, Any], library: str) -> Any:
     """Return the precision of a plan for that of a library; raise if there is none."""
     if name not in known:
         raise InputError(
@@ -281,25 +251,21 @@ def check_resizable(loader: Any, *, before: str) -> None:
             f"the loader must be a torch DataLoader before {before}, found {kind_of(loader)}: plan first, "
             "then give plan.loader to the library"
         )
-    if loader.batch_size is None and loader.batch_sampler is None:
+    sampler = loader.batch_sampler
+    if loader.batch_size is None and type(sampler) is not BatchSampler:
+        maker = "data that make" if sampler is None else f"{kind_of(sampler)} that makes"
         raise InputError(
-            "the loader has batch_size=None, so its data make the batches, whose size cannot be changed: "
-            "give single samples and a batch_size"
-        )
-    if loader.batch_size is None and type(loader.batch_sampler) is not BatchSampler:
-        raise InputError(
-            f"the loader has {kind_of(loader.batch_sampler)} that makes its batches, whose size cannot be "
-            "changed: give it a sampler in place of a batch sampler"
+            f"the loader has {maker} its batches, whose size cannot be changed: give it single samples, a "
+            "batch_size, and a sampler in place of a batch sampler"
         )
 
 
 def resized(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     """Return a loader of the same kind and data with another batch size, in samples."""
     kept = {name: getattr(loader, name) for name in _LOADER_FIELDS}
-    batches: Any = loader.batch_sampler
     if not isinstance(loader.dataset, IterableDataset):  # a stream has an order of its own
-        kept["sampler"] = batches.sampler
-    return type(loader)(batch_size=size, drop_last=batches.drop_last, **kept)
+        kept["sampler"] = loader.batch_sampler.sampler  # type: ignore[union-attr]
+    return type(loader)(batch_size=size, drop_last=drops_last(loader), **kept)
 
 
 def drops_last(loader: DataLoader[Any]) -> bool:

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Weighted
 
 import autobatch
 from autobatch import AutobatchError, InputError, Workload, integrations
+from autobatch.integrations.library_plan import rebuilt
 from tests.support.bounded import bounded
 from tests.support.libraries import installed
 from tests.support.rank_server import RankServer
@@ -105,7 +106,7 @@ def test_the_plan_is_what_the_library_runs() -> None:
             {"loader": DataLoader(ROWS, batch_sampler=OwnBatches(range(10), 2, False))},  # type: ignore[arg-type]
             "has an OwnBatches that makes its batches",
         ),
-        ({"loader": DataLoader(Stream(), batch_size=None)}, "has batch_size=None, so its data make the bat"),
+        ({"loader": DataLoader(Stream(), batch_size=None)}, "has data that make its batches"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -121,18 +122,13 @@ def test_an_optimizer_is_rebuilt_over_a_copy_by_name() -> None:
         lr=0.1,
         amsgrad=True,
     )
-
-    def rebuilt(model: nn.Module) -> Any:
-        workload = accelerate.workload(model, own, loader_of(), loss=lambda model, batch: model(batch))
-        return workload.optimizer(copy, 0.5)  # type: ignore[call-arg, arg-type]
-
-    made = rebuilt(model)
+    made = rebuilt(own, model, copy)
     assert type(made) is torch.optim.AdamW
     assert [group["lr"] for group in made.param_groups] == [0.3, 0.1]
     assert made.defaults["amsgrad"] is True
     assert made.param_groups[0]["params"] == [*copy[1].parameters()]
     with pytest.raises(InputError, match="AdamW trains parameters that are not the model's"):
-        rebuilt(nn.Linear(1, 1))
+        rebuilt(own, nn.Linear(1, 1), copy)
 
 
 @pytest.mark.parametrize("is_library", [False, True])

@@ -1,4 +1,4 @@
-"""Plans for Lightning, against the library itself and the gradient of the whole batch."""
+"""The callback of Lightning, against the library itself and the gradient of the whole batch."""
 
 from __future__ import annotations
 
@@ -11,28 +11,45 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from autobatch import InputError, integrations
+from autobatch import InputError
 from tests.support.libraries import installed
-from tests.support.trainers import gradient_of, pad, weights_of
+from tests.support.trainers import gradient_of, weights_of
 
-lightning = integrations.lightning
+installed("lightning")
+
+from autobatch.integrations import lightning  # noqa: E402
+from tests.support.lightning_modules import Classifier, Points, Quiet, Words  # noqa: E402
 
 
-def test_a_planned_fit_takes_the_steps_of_whole_batches() -> None:
+def fitted(module: Any, data: Any = None, *, epochs: int = 1, trainer: Any = None, **options: Any) -> Any:
+    """Fit with the callback, with 0 epochs up to the training, and return the plan and the trainer."""
+    finder = lightning.AutobatchFinder(**{"target_batch": 20, "max_micro_batch": 10, **options})
+    library = Quiet(max_epochs=epochs, callbacks=[finder], **(trainer or {}))
+    library.fit(module, data)
+    return finder.plan, library
+
+
+def classifier(**members: Any) -> Any:
+    """Build the classifier with other methods."""
+    return type("Own", (Classifier,), members)()
+
+
+def points() -> Any:
+    data = Points()
+    data.setup("fit")
+    return data.data
+
+
+def test_a_planned_fit_takes_the_steps_of_whole_batches(caplog: pytest.LogCaptureFixture) -> None:
     """Two steps of the library itself, of 20 samples each, against one backward pass per batch."""
-    installed("lightning")
-    from tests.support.lightning_modules import Classifier, Points, Quiet
-
     module, data = Classifier(), Points()
-    before = {name: id(value) for name, value in vars(module).items()}
-    trainer = Quiet(max_epochs=1)
-    plan = lightning.plan_fit(trainer, module, data, target_batch=20, memory_budget="14KiB")
-    assert {name: id(value) for name, value in vars(module).items()} == before
+    with caplog.at_level(logging.INFO, logger="autobatch"):
+        plan, trainer = fitted(module, data, memory_budget="14KiB", max_micro_batch=None)
     assert plan.probe.limited_by == "memory"
     assert plan.accumulation_steps > 1
     assert (trainer.accumulate_grad_batches, data.batch_size) == (plan.accumulation_steps, plan.micro_batch)
     assert "Lightning: each micro-batch has the same weight" in plan.notes[0]
-    trainer.fit(module, data)
+    assert str(plan) in "\n".join(caplog.messages)
     expected = Classifier()
     for first in (0, 20):
         inputs, labels = data.data[first : first + 20]
@@ -44,51 +61,41 @@ def test_a_planned_fit_takes_the_steps_of_whole_batches() -> None:
     assert float((weights_of(module) - weights_of(expected)).norm()) < 1e-12
 
 
-def test_what_a_plan_cannot_describe_is_refused() -> None:
-    installed("lightning")
-    from tests.support.lightning_modules import Classifier, Points, Quiet, Words
-
-    module = Classifier()
-    module.automatic_optimization = False
-    with pytest.raises(InputError, match="a Classifier has automatic_optimization=False"):
-        lightning.plan_fit(Quiet(), module, Points(), target_batch=8)
+def without_batch_size() -> Any:
     data = Points()
     del data.batch_size
-    with pytest.raises(
-        InputError, match="neither Points nor Classifier has an attribute batch_size, which the plan sets"
-    ):
-        lightning.plan_fit(Quiet(), Classifier(), data, target_batch=8)
-    with pytest.raises(InputError, match=r"plans for the precisions 32-true, .* of Lightning, found 64-true"):
-        lightning.plan_fit(Quiet(precision="64-true"), Classifier(), Points(), target_batch=8)
-
-    class Fixed(Words):
-        def train_dataloader(self) -> DataLoader:  # type: ignore[type-arg]
-            return DataLoader(super().train_dataloader().dataset, batch_size=3, collate_fn=pad)
-
-    with pytest.raises(InputError, match="made a loader of 3 samples, after batch_size was set to 8"):
-        lightning.plan_fit(Quiet(), Fixed(), target_batch=8)
+    return data
 
 
-def classifier(**members: Any) -> Any:
-    """Build the classifier with other methods."""
-    installed("lightning")
-    from tests.support.lightning_modules import Classifier
-
-    return type("Own", (Classifier,), members)()
-
-
-def points() -> Any:
-    from tests.support.lightning_modules import Points
-
+def of_fixed_size() -> Any:
     data = Points()
-    data.setup("fit")
-    return data.data
+    data.train_dataloader = lambda: DataLoader(data.data, batch_size=3)  # type: ignore[method-assign]
+    return data
 
 
-def quiet(**options: Any) -> Any:
-    from tests.support.lightning_modules import Quiet
+def two_optimizers(module: Any) -> Any:
+    return [torch.optim.SGD(module.parameters(), lr=0.1) for _ in range(2)]
 
-    return Quiet(max_epochs=1, **options)
+
+@pytest.mark.parametrize(
+    ("module", "data", "message"),
+    [
+        ({"automatic_optimization": False}, Points, "automatic_optimization=False"),
+        ({}, without_batch_size, "no attribute batch_size, which the plan sets"),
+        ({}, of_fixed_size, "made a loader of 3 samples, after batch_size was set to 10"),
+        ({}, lambda: [DataLoader(points())], r"must be a torch DataLoader before trainer\.fit, found a list"),
+        ({"configure_optimizers": two_optimizers}, Points, "returned 2 optimizers"),
+        ({"configure_optimizers": lambda self: None}, Points, r"must return an optimizer, found nothing"),
+    ],
+)
+def test_what_a_plan_cannot_describe_is_refused(module: dict[str, Any], data: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        fitted(classifier(**module), data(), epochs=0)
+
+
+def test_a_precision_that_is_unknown_is_refused() -> None:
+    with pytest.raises(InputError, match=r"plans for the precisions 32-true, .* of Lightning, found 64-true"):
+        fitted(Words(), epochs=0, trainer={"precision": "64-true"})
 
 
 def test_data_and_layers_that_hooks_make_are_planned_for_and_fitted() -> None:
@@ -111,32 +118,16 @@ def test_data_and_layers_that_hooks_make_are_planned_for_and_fitted() -> None:
     )
     module.batch_size = 1
     del module.network
-    state = torch.get_rng_state()
-    plan = lightning.plan_fit(quiet(), module, target_batch=20, max_micro_batch=10)
-    assert order == ["prepared", "fit", "layers"]
-    assert torch.equal(torch.get_rng_state(), state)
-    assert (plan.micro_batch, module.batch_size) == (10, 10)
-    assert not hasattr(module, "data")
-    trainer = quiet(callbacks=[lightning.AutobatchFinder(target_batch=20, max_micro_batch=5)])
-    order.clear()
-    trainer.fit(module)
+    _, trainer = fitted(module, max_micro_batch=5)
     assert (trainer.global_step, trainer.accumulate_grad_batches, module.batch_size) == (2, 4, 5)
-    assert order.count("prepared") == 1, "fit prepares the data itself"
+    assert order == ["prepared", "fit", "layers", "fit", "layers"], "for the plan, and by fit itself"
 
 
-def test_a_loader_for_fit_comes_back_with_the_planned_size() -> None:
-    module, loader = classifier(), DataLoader(points(), batch_size=1, shuffle=True)
-    trainer = quiet()
-    plan = lightning.plan_fit(trainer, module, loader, target_batch=20, max_micro_batch=10)
-    assert (plan.loader.batch_size, plan.loader.dataset) == (10, loader.dataset)
-    trainer.fit(module, plan.loader)
-    assert trainer.global_step == 2
-    finder = lightning.AutobatchFinder(target_batch=20, max_micro_batch=5)
-    trainer = quiet(callbacks=[finder])
-    trainer.fit(classifier(), loader)
+def test_a_loader_for_fit_is_made_again_with_the_planned_size() -> None:
+    loader = DataLoader(points(), batch_size=1, shuffle=True)
+    plan, trainer = fitted(classifier(), loader, max_micro_batch=5)
+    assert (plan.loader.batch_size, plan.loader.dataset) == (5, loader.dataset)
     assert (trainer.global_step, trainer.accumulate_grad_batches) == (2, 4)
-    with pytest.raises(InputError, match=r"must be a torch DataLoader before trainer\.fit, found a list"):
-        lightning.plan_fit(quiet(), module, [loader], target_batch=20)
 
 
 def test_a_step_that_logs_reads_its_schedule_and_leaves_no_trace() -> None:
@@ -150,18 +141,28 @@ def test_a_step_that_logs_reads_its_schedule_and_leaves_no_trace() -> None:
         self.print("not in a probe")
         return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
 
-    library = installed("lightning")
     logged: list[Any] = []
 
-    class Own(library.pytorch.loggers.logger.DummyLogger):  # type: ignore[misc, name-defined]
+    class Own(installed("lightning").pytorch.loggers.logger.DummyLogger):  # type: ignore[misc]
         def log_metrics(self, metrics: Any, step: Any = None) -> None:
             logged.append(metrics)
 
     module = classifier(training_step=training_step)
-    trainer = quiet(logger=Own())
-    lightning.plan_fit(trainer, module, DataLoader(points()), target_batch=20, max_micro_batch=10)
+    before = {name: id(value) for name, value in vars(module).items() if name not in ("_trainer", "_device")}
+    fitted(module, DataLoader(points()), epochs=0, trainer={"logger": Own()})
     assert seen[:2] == [0.2, 0.1]
     assert logged == []
+    assert {name: id(vars(module)[name]) for name in before} == before
+
+
+def test_a_plan_moves_no_generator() -> None:
+    states = []
+    for callbacks in ([], [lightning.AutobatchFinder(target_batch=20, max_micro_batch=10)]):
+        module, data = classifier(), Points()
+        torch.manual_seed(0)
+        Quiet(max_epochs=1, callbacks=callbacks).fit(module, data)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
 
 
 def test_the_hooks_around_the_transfer_run_as_in_fit() -> None:
@@ -169,31 +170,22 @@ def test_the_hooks_around_the_transfer_run_as_in_fit() -> None:
     seen: set[float] = set()
 
     def training_step(self: Any, batch: Any) -> Any:
-        seen.add(float(batch[0][0, 0] / self.first))
+        seen.add(float(batch[0][0, 0]))
         return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
-
-    installed("lightning")
-    from tests.support.lightning_modules import Points
 
     class Constant(Points):  # type: ignore[misc]
         def setup(self, stage: str) -> None:
             self.data = torch.utils.data.TensorDataset(torch.ones(40, 4).double(), torch.zeros(40).long())
 
-    def plan(data: Any) -> set[float]:
-        seen.clear()
-        module = classifier(
-            training_step=training_step,
-            first=1.0,
-            on_after_batch_transfer=lambda self, batch, _: [batch[0] * 2, batch[1]],
-        )
-        lightning.plan_fit(quiet(), module, data, target_batch=20, max_micro_batch=10)
-        return seen
+    class Tripled(Constant):
+        def on_after_batch_transfer(self, batch: Any, number: int) -> Any:
+            return [batch[0] * 3, batch[1]]
 
-    assert plan(Constant()) == {2.0}
-    own = type(
-        "Own", (Constant,), {"on_after_batch_transfer": lambda self, batch, _: [batch[0] * 3, batch[1]]}
-    )
-    assert plan(own()) == {3.0}
+    doubled = {"on_after_batch_transfer": lambda self, batch, _: [batch[0] * 2, batch[1]]}
+    for data, factor in ((Constant(), 2.0), (Tripled(), 3.0)):
+        seen.clear()
+        fitted(classifier(training_step=training_step, **doubled), data, epochs=0)
+        assert seen == {factor}
 
 
 @pytest.mark.parametrize("form", ["one", "list", "dict", "both", "dicts"])
@@ -211,31 +203,3 @@ def test_optimizers_are_found_in_every_form(form: str) -> None:
     workload = lightning.workload(module, DataLoader(points()))
     assert workload.optimizer(module, 0.3) == [optimizer]  # type: ignore[arg-type]
     assert workload.learning_rate == 0.1
-
-
-def test_optimizers_that_lightning_does_not_step_are_refused() -> None:
-    two = classifier(
-        configure_optimizers=lambda self: [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
-    )
-    with pytest.raises(InputError, match="returned 2 optimizers, and Lightning steps several only with"):
-        lightning.plan_fit(quiet(), two, DataLoader(points()), target_batch=20)
-    none = classifier(configure_optimizers=lambda self: None)
-    with pytest.raises(InputError, match=r"must return an optimizer, found nothing \(None\)"):
-        lightning.plan_fit(quiet(), none, DataLoader(points()), target_batch=20)
-
-
-def test_the_callback_plans_before_the_data_are_read(caplog: pytest.LogCaptureFixture) -> None:
-    installed("lightning")
-    from tests.support.lightning_modules import Classifier, Points, Quiet
-
-    finder = lightning.AutobatchFinder(target_batch=20, memory_budget="14KiB")
-    trainer, data = Quiet(max_epochs=2, callbacks=[finder]), Points()
-    with caplog.at_level(logging.INFO, logger="autobatch"):
-        trainer.fit(Classifier(), data)
-    plan = finder.plan
-    assert plan is not None
-    assert plan.accumulation_steps > 1
-    assert data.batch_size == plan.micro_batch
-    assert trainer.accumulate_grad_batches == plan.accumulation_steps
-    assert trainer.global_step == 4
-    assert str(plan) in "\n".join(caplog.messages)

@@ -10,10 +10,12 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from autobatch import integrations
 from tests.support.libraries import installed
 
-lightning = integrations.lightning
+installed("lightning")
+
+from autobatch.integrations import lightning  # noqa: E402
+
 SAMPLES = 120
 BATCH = 32
 
@@ -91,14 +93,12 @@ def test_the_probe_leaves_nothing_in_what_the_module_holds() -> None:
             Meter(),
         )
         own.metric, own.total = torchmetrics.MeanMetric(), torch.zeros(1)
-        trainer, data = quiet(), loader(BATCH)
-        if planned:
-            plan = lightning.plan_fit(trainer, own, loader(), target_batch=BATCH, max_micro_batch=BATCH)
-            data = plan.loader
-            assert (outputs, seen, meter.total, float(own.total)) == ([], {"train": []}, 0, 0)
-            assert meter.values.tolist() == [0, 0]
-            assert own.training_step_outputs is outputs
-        trainer.fit(own, data)
+        finder = lightning.AutobatchFinder(target_batch=BATCH, max_micro_batch=BATCH)
+        quiet(callbacks=[finder] if planned else []).fit(own, loader(1 if planned else BATCH))
+        assert own.training_step_outputs is outputs
+        taken = 2 * -(-SAMPLES // BATCH)
+        assert (len(seen["train"]), meter.total, float(own.total)) == (taken, taken, taken)
+        assert meter.values.tolist() == [taken, taken]
         return [*epochs]
 
     assert fitted(planned=True) == fitted(planned=False)
@@ -107,9 +107,9 @@ def test_the_probe_leaves_nothing_in_what_the_module_holds() -> None:
 def saved_by(micro_batch: int, folder: Path, **when: Any) -> None:
     """Fit with a micro-batch, and save checkpoints in a folder."""
     callback = installed("lightning").pytorch.callbacks.ModelCheckpoint(folder, save_top_k=-1, **when)
-    trainer, own = quiet(enable_checkpointing=True, callbacks=[callback]), module()
-    plan = lightning.plan_fit(trainer, own, loader(), target_batch=BATCH, max_micro_batch=micro_batch)
-    trainer.fit(own, plan.loader)
+    finder = lightning.AutobatchFinder(target_batch=BATCH, max_micro_batch=micro_batch)
+    own = module()
+    quiet(enable_checkpointing=True, callbacks=[callback, finder]).fit(own, loader())
     assert own.steps == [32, 32, 32, 24] * 2 + [0]
 
 
