@@ -28,7 +28,7 @@ from autobatch.training.checkpoint import MANIFEST, STATE, list_checkpoints, rea
 from autobatch.training.resume import load_run_state
 from autobatch.training.run_folder import CHECKPOINTS
 from benchmarks.report import Findings
-from benchmarks.tiny_run import tiny_call, train
+from benchmarks.tiny_run import tiny_run, train
 from benchmarks.wrong_files import PLANTED
 
 PICKLE = "state.pkl"
@@ -52,7 +52,7 @@ def damage_checkpoints(root: Path, seed: int, number: int) -> Findings:
         seed: of the random places.
         number: flips of bits; there are fewer of the other damages.
     """
-    train(tiny_call(root))
+    train(tiny_run(root))
     older, newest = list_checkpoints(root / CHECKPOINTS)[-2:]
     sound = {name: (newest / name).read_bytes() for name in (MANIFEST, STATE)}
     other = {name: (older / name).read_bytes() for name in sound}
@@ -187,7 +187,7 @@ def forge_checkpoints(root: Path, stride: int = 1, places: Collection[str] = ())
         places: forgeries to try, for example ``state/model/0.bias = longer``; all if none are given.
     """
     begun, folder, findings = root / "begun", root / "forged", Findings()
-    train(tiny_call(begun))
+    train(tiny_run(begun))
     *_, newest, last = list_checkpoints(begun / CHECKPOINTS)
     shutil.rmtree(last)
     facts, state = read_manifest(newest)["facts"], torch.load(newest / STATE, weights_only=True)
@@ -258,7 +258,7 @@ def _places(tree: Any) -> Iterator[tuple[Any, ...]]:
 def _resumed(out: Path) -> tuple[str, str]:
     """Resume a run, and return how that ended, and the line."""
     try:
-        resumed = train(tiny_call(out, resume=True)).resumed
+        resumed = train(tiny_run(out, resume=True)).resumed
     except AutobatchError as error:
         # Weights of a run that diverged are a checkpoint like any other: the first step says so.
         is_refused = error.exit_code == 2 or isinstance(error, NonFiniteError)

@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 from autobatch import AutobatchError
-from autobatch.api.pipeline import fit
+from autobatch.api.pipeline import run_command
 from autobatch.report import page
 from autobatch.training.checkpoint import is_valid, list_checkpoints
 from autobatch.training.run_folder import CHECKPOINTS
 from benchmarks.report import Findings
-from benchmarks.tiny_run import tiny_call, weights_of
+from benchmarks.tiny_run import tiny_run, weights_of
 
 STEPS, KEPT = 4, 2
 READING = ("stat", "lstat", "listdir", "scandir")
@@ -190,9 +190,9 @@ def _signals() -> Iterator[None]:
 
 def _fit(folder: Path, *, resume: bool) -> nn.Module:
     """Train and write everything but the drawings of the report."""
-    call = tiny_call(folder, resume=resume, steps=STEPS, keep_last=KEPT, validate_every=2)
+    run = tiny_run(folder, resume=resume, steps=STEPS, keep_last=KEPT, validate_every=2)
     with mock.patch.object(page, "render", return_value="page"):
-        model: nn.Module = fit(call).model
+        model: nn.Module = run_command(run).model
     return model
 
 

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch import DoesNotFitError, RestartSmallerError
-from autobatch.api.call import Call
+from autobatch.api.run import Run
 from autobatch.training.checkpoint import list_checkpoints
 from autobatch.training.run_folder import CHECKPOINTS
 from benchmarks.report import Findings
-from benchmarks.tiny_run import tiny_call, train, weights_of
+from benchmarks.tiny_run import tiny_run, train, weights_of
 
 TOLERANCE = 1e-9
 """Relative error of weights in float64 after other micro-batches."""
@@ -103,13 +103,13 @@ def inject_everywhere(root: Path, *, stride: int = 1, split_check: str = "off") 
         The outcomes by part of the run.
     """
     begun, folder, findings = root / "begun", root / "injected", Findings()
-    expected = weights_of(train(_call(begun, resume=False)).model)
+    expected = weights_of(train(_run(begun, resume=False)).model)
     for path in list_checkpoints(begun / CHECKPOINTS)[1:]:
         shutil.rmtree(path)
     shutil.copytree(begun, folder)
-    call = _call(folder, split_check=split_check)
+    run = _run(folder, split_check=split_check)
     with _injected(None) as counting:
-        assert torch.equal(weights_of(train(call).model), expected)
+        assert torch.equal(weights_of(train(run).model), expected)
     # A collection of garbage would look through all modules in each run.
     gc.freeze()
     for at in range(0, counting.count, stride):
@@ -121,18 +121,18 @@ def inject_everywhere(root: Path, *, stride: int = 1, split_check: str = "off") 
     return findings
 
 
-def _call(folder: Path, *, resume: bool = True, **options: Any) -> Call:
-    return tiny_call(folder, resume=resume, validate_every=1, **options)
+def _run(folder: Path, *, resume: bool = True, **options: Any) -> Run:
+    return tiny_run(folder, resume=resume, validate_every=1, **options)
 
 
 def _outcome(folder: Path, at: int, expected: Tensor, split_check: str) -> tuple[str, str]:
     """Resume with an error at one operation; return the part of the run, and what happened."""
     failure: BaseException | None = None
     found: Tensor | None = None
-    call = _call(folder, split_check=split_check)
+    run = _run(folder, split_check=split_check)
     with _injected(at) as injection:
         try:
-            found = weights_of(train(call).model)
+            found = weights_of(train(run).model)
         except BaseException as error:
             failure = error.with_traceback(None)
     if found is not None:
@@ -141,7 +141,7 @@ def _outcome(folder: Path, at: int, expected: Tensor, split_check: str) -> tuple
     is_early = injection.phase == EARLY and isinstance(failure, torch.OutOfMemoryError)
     if not is_early and not isinstance(failure, DoesNotFitError | RestartSmallerError):
         return injection.phase, f"{type(failure).__name__}: {str(failure)[:200]}"
-    found = weights_of(train(_call(folder)).model)
+    found = weights_of(train(_run(folder)).model)
     return injection.phase, "resumed" if _agree(found, expected) else "other weights after a resume"
 
 

@@ -33,7 +33,7 @@ from autobatch.training.resume import check_content, load_run_state
 from autobatch.training.run import RunInputs, train_plan
 from autobatch.training.run_folder import CHECKPOINTS, RunFiles
 from benchmarks.report import arguments, save, surroundings
-from benchmarks.tiny_run import SAMPLES, tiny_call, tiny_workload, weights_of
+from benchmarks.tiny_run import SAMPLES, tiny_run, tiny_workload, weights_of
 
 STEPS = 2
 
@@ -80,7 +80,7 @@ def memory_taken() -> int:
 
 def trained(out: Path, workload: Workload, *, steps: int, resume: bool = False) -> nn.Module:
     """Train as planned by hand, because a probe would copy the model, and return it."""
-    options = tiny_call(out, steps=steps).options
+    options = tiny_run(out, steps=steps).options
     stored = load_run_state(out) if resume else None
     inputs = RunInputs(
         setup=open_setup(workload, options),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from autobatch import Progress, Workload
-from autobatch.api.call import Call
-from autobatch.api.pipeline import prepare
+from autobatch.api.inputs import begin, resume
+from autobatch.api.run import Run
 from autobatch.core.check_options import options_from
 from autobatch.training.run import train_plan
 from autobatch.training.run_folder import RunFiles
@@ -55,14 +54,14 @@ def tiny_workload() -> Workload:
     )
 
 
-def tiny_call(out: Path, *, workload: Workload | None = None, **more: Any) -> Call:
-    """Return a call of ``fit`` that writes a checkpoint after every step; ``more`` are other options."""
+def tiny_run(out: Path, *, workload: Workload | None = None, **more: Any) -> Run:
+    """Return a run of ``fit`` that writes a checkpoint after every step; ``more`` are other options."""
     asked: dict[str, Any] = {
         "target_batch": 8, "max_micro_batch": 4, "steps": 3, "ema": 0.9, "split_check": "off", "trials": 0,
         "checkpoint_every": 1, "device": "cpu", "memory_budget": "64MiB", "out": str(out),
     }  # fmt: skip
     options = options_from("fit", asked | more)
-    return Call(workload=workload or tiny_workload(), options=options, progress=Progress())
+    return Run(workload=workload or tiny_workload(), options=options, progress=Progress())
 
 
 class Trained(NamedTuple):
@@ -73,13 +72,14 @@ class Trained(NamedTuple):
     """What it was resumed from; None if it was not."""
 
 
-def train(call: Call) -> Trained:
+def train(run: Run) -> Trained:
     """Train, and write the checkpoints, but no result and no page."""
-    with ExitStack() as lock:
-        ready = prepare(call, lock)
-        files = RunFiles(out=ready.out, options=call.options)
-        _, model = train_plan(ready.inputs, files, progress=call.progress)
-        return Trained(model, ready.inputs.resumed)
+    with run.held:
+        inputs = (resume if run.options.train.resume else begin)(run)
+        assert run.out is not None
+        files = RunFiles(out=run.out, options=run.options)
+        _, model = train_plan(inputs, files, progress=run.progress)
+        return Trained(model, inputs.resumed)
 
 
 def weights_of(model: nn.Module) -> Tensor:

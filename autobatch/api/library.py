@@ -15,9 +15,9 @@ from typing import Any, Literal, TextIO, Unpack
 
 import msgspec
 
-from autobatch.api.call import Call
-from autobatch.api.pipeline import run, run_estimate
+from autobatch.api.pipeline import run_command, run_estimate
 from autobatch.api.ranks import joined_ranks
+from autobatch.api.run import Run
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
 from autobatch.core.keywords import (
@@ -124,7 +124,7 @@ def estimate(
         DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
     checked = options_from("estimate", {"target_batch": target_batch, **options})
-    return run_estimate(Call(workload=workload, options=checked))
+    return run_estimate(Run(workload=workload, options=checked))
 
 
 @listing_keywords
@@ -208,8 +208,8 @@ def _run(
         raise InputError(f"world_size must be a whole number of 1 or more, found {world_size!r}")
     of_ranks = os.environ if environ is None else environ
     with listening(progress) as listener, joined_ranks(of_ranks) as ranks:
-        return run(
-            Call(
+        return run_command(
+            Run(
                 workload=workload,
                 options=options,
                 progress=listener,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
-from autobatch.api.call import Call
+from autobatch.api.run import Run
 from autobatch.core.errors import InputError
 from autobatch.core.files import clean_unfinished
 from autobatch.core.text import error_text
@@ -44,13 +44,13 @@ def joined_ranks(environ: Mapping[str, str]) -> Iterator[Ranks]:
     ranks.close()
 
 
-def agree_on_options(call: Call) -> Call:
-    """Check that the ranks can do what was asked for, and return the call with the device of this rank.
+def agree_on_options(run: Run) -> None:
+    """Check that the ranks can do what was asked for, and settle the device of this rank.
 
     Raises:
         InputError: they cannot, or ranks differ in an option or a version.
     """
-    options, world = call.options, call.ranks.world
+    options, world = run.options, run.ranks.world
     asked = options.ranks
     is_count_wrong = asked.ranks not in (None, world)
     for is_wrong, message in (
@@ -72,15 +72,15 @@ def agree_on_options(call: Call) -> Call:
         if is_wrong:
             raise InputError(message)
     if world == 1:
-        return call
-    device = call.ranks.device(options.device.device)
+        return
+    device = run.ranks.device(options.device.device)
     common = {
         f"--{name.replace('_', '-')}": value
         for name, value in options.by_name().items()
         if name not in OWN_OPTIONS
     }
-    call.ranks.check_equal({**common, **versions()})
-    return call.with_options(device=device, parallel=asked.parallel)
+    run.ranks.check_equal({**common, **versions()})
+    run.settle(device=device)
 
 
 def check_data_of_ranks(data: DataDigest | None, ranks: Ranks, resumed: Loaded | None = None) -> None:
@@ -102,22 +102,20 @@ def check_data_of_ranks(data: DataDigest | None, ranks: Ranks, resumed: Loaded |
     check_same_data(found, whose)
 
 
-def continue_after_restart(call: Call) -> Call:
-    """Return a call that resumes in the same folder if the launcher has started the run again."""
-    out = call.ranks.earlier_out
-    if out is None:
-        return call
-    has_checkpoint = call.ranks.once(lambda: bool(list_checkpoints(out / CHECKPOINTS)))
-    return call.with_options(out=str(out), resume=has_checkpoint)
+def continue_after_restart(run: Run) -> None:
+    """Resume in the same folder if the launcher has started the run again."""
+    out = run.ranks.earlier_out
+    if out is not None:
+        has_checkpoint = run.ranks.once(lambda: bool(list_checkpoints(out / CHECKPOINTS)))
+        run.settle(out=str(out), resume=has_checkpoint)
 
 
-def claim_of_ranks(call: Call, choose: Callable[[], Path], lock: ExitStack) -> Path:
+def claim_of_ranks(run: Run, choose: Callable[[], Path]) -> Path:
     """Lock the folder of the run on rank 0 until its end, and make it known to all ranks.
 
     Args:
-        call: of this rank.
+        run: of this rank.
         choose: returns the folder; called on rank 0.
-        lock: keeps the folder locked.
 
     Raises:
         InputError: it is not writable, another run holds it, or a rank does not see it.
@@ -126,9 +124,9 @@ def claim_of_ranks(call: Call, choose: Callable[[], Path], lock: ExitStack) -> P
     def claim() -> str:
         out = choose()
         while True:
-            lock.enter_context(named_failures(out))
+            run.held.enter_context(named_failures(out))
             try:
-                lock.enter_context(claim_folder(out))
+                run.held.enter_context(claim_folder(out))
                 break
             except FolderTakenError:
                 # A run that began in the same second has the same name for a new folder.
@@ -141,11 +139,11 @@ def claim_of_ranks(call: Call, choose: Callable[[], Path], lock: ExitStack) -> P
         (out / VERDICT).unlink(missing_ok=True)
         return str(out)
 
-    out = Path(call.ranks.once(claim))
-    call.ranks.enter(out)
-    if call.ranks.world > 1:
-        _check_shared(out, call.ranks)
-    call.entered(out)
+    run.out = out = Path(run.ranks.once(claim))
+    run.ranks.enter(out)
+    if run.ranks.world > 1:
+        _check_shared(out, run.ranks)
+    run.entered(out)
     return out
 
 

@@ -1,7 +1,7 @@
-"""The stages of the pipeline before the training: open, search, plan, check, tune and split.
+"""The stages of a run before its training: open, limit, plan, check, tune and split.
 
-Each runs in the process that holds the setup. Over several ranks, all of them run the same stages, each in
-its own process, and agree where one of them decides for all.
+Each reads and fills in the `Run`, and does its work in the process that holds the setup. Over several ranks,
+all of them run the same stages, each in its own process, and agree where one of them decides for all.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from autobatch.api.call import Call
 from autobatch.api.ranks import check_data_of_ranks
+from autobatch.api.run import Run
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
 from autobatch.core.records import MemoryCurve, Plan, PredictedPoint, Remedy, Tuning
 from autobatch.distributed.rank_plan import agree_on_limit
@@ -43,132 +43,150 @@ OPENING = "opening the workload"
 T = TypeVar("T")
 
 
-class OpenSetup:
-    """The process that holds the setup of a call: with a whole model, or with one that the ranks share.
+def open_workload(run: Run) -> None:
+    """Open the workload, with a whole model or with one that the ranks share.
 
     With ``--parallel auto``, the ranks share the model as soon as a whole one does not fit on one of them.
-    All ranks make the same calls.
-
-    Args:
-        call: of this rank.
-        opened: keeps the process open.
-    """
-
-    def __init__(self, call: Call, opened: ExitStack) -> None:
-        self._call = call
-        self._opened = opened
-        asked = call.options.ranks.parallel
-        self.may_share = asked == "auto" and call.ranks.world > 1
-        """True as long as the ranks may still share the model."""
-        self._layout = layout_of_call(call) if asked == "shard" else None
-        self._process: SetupProcess | None = None
-        self.reason = "a whole model fits on each rank, so each has its own" if self.may_share else None
-        """The reason for the layout; None if it was asked for."""
-        self.fitting(lambda: self.process)
-
-    @property
-    def process(self) -> SetupProcess:
-        """The process that holds the setup; a new one once the ranks share the model."""
-        if self._process is None:
-            call, ranks = self._call, self._call.ranks
-            call.progress.doing(OPENING)
-            role = Role(
-                world=ranks.world,
-                shard=self._layout,
-                holds_model=ranks.rank == 0,
-                may_share=self.may_share,
-            )
-            self._process = self._opened.enter_context(
-                open_process(call.workload, call.options, role, isolated=call.isolated, child=call.child)
-            )
-        return self._process
-
-    @property
-    def info(self) -> SetupInfo:
-        """Description of the setup."""
-        return self.process.info
-
-    def fitting(self, act: Callable[[], T]) -> T:
-        """Call an act and return its result. If not even a micro-batch of 1 fits, share the model and repeat.
-
-        Raises:
-            DoesNotFitError: it does not fit, and ranks cannot share the model, or share it already.
-        """
-        if not self.may_share:
-            return act()
-        failure = None
-        try:
-            found = act()
-        except DoesNotFitError as error:
-            failure = str(error).split(". ")[0]
-        failures = self._call.ranks.gather(failure)
-        rank = next((rank for rank, line in enumerate(failures) if line is not None), None)
-        if rank is None:
-            return found
-        self.reason = (
-            f"no whole model fits on rank {rank}, so the ranks share it (--parallel shard): {failures[rank]}"
-        )
-        self._opened.close()
-        self._process, self.may_share, self._layout = None, False, layout_of_call(self._call)
-        self._call.progress.note(self.reason)
-        return act()
-
-
-def layout_of_call(call: Call) -> ShardLayout:
-    """Return the layout in which the ranks of a call share a model."""
-    return ShardLayout(world=call.ranks.world)
-
-
-def search_and_plan(call: Call, setup: OpenSetup) -> Result:
-    """Find the largest micro-batch, and plan the batch unless only a probe was asked for.
-
-    An interrupted probe of one process answers ``probe`` and ``plan``; it ends everything else.
 
     Raises:
-        InputError: a rule for the learning rate lacks the batch that it was tuned for.
-        DoesNotFitError: not even a micro-batch of 1 fits, or the one that was asked for does not.
+        InputError: the device, the budget, the workload or a setting is invalid.
     """
-    alone = call.ranks.world == 1
-    result = _probe(call, setup) if call.options.command == "probe" else _probe_and_plan(call, setup)
-    may_end_here = alone and call.options.command in ("probe", "plan")
-    if result.probe is not None and result.probe.stopped_by == "interrupt" and not may_end_here:
-        raise KeyboardInterrupt
-    return result if alone else _with_layout(call, setup, result)
+    asked = run.options.ranks.parallel
+    run.may_share = asked == "auto" and run.ranks.world > 1
+    run.layout = ShardLayout(world=run.ranks.world) if asked == "shard" else None
+    run.layout_reason = "a whole model fits on each rank, so each has its own" if run.may_share else None
+    if_it_fits(run, lambda: opened(run))
 
 
-def _probe(call: Call, setup: OpenSetup) -> Result:
-    """Find the largest micro-batch, or check the one that was asked for."""
-    asked, ranks = call.options.search.micro_batch, call.ranks
+def opened(run: Run) -> SetupProcess:
+    """Return the process that holds the setup, which is opened if it is not yet."""
+    if run.process is None:
+        run.progress.doing(OPENING)
+        role = Role(
+            world=run.ranks.world,
+            shard=run.layout,
+            holds_model=run.ranks.rank == 0,
+            may_share=run.may_share,
+        )
+        run.process = run.trying.enter_context(
+            open_process(run.workload, run.options, role, isolated=run.isolated, child=run.child)
+        )
+    return run.process
+
+
+def if_it_fits(run: Run, act: Callable[[], T]) -> T:
+    """Call an act and return its result. If not even a micro-batch of 1 fits, share the model and repeat.
+
+    Raises:
+        DoesNotFitError: it does not fit, and ranks cannot share the model, or share it already.
+    """
+    if not run.may_share:
+        return act()
+    failure = None
+    try:
+        found = act()
+    except DoesNotFitError as error:
+        failure = str(error).split(". ")[0]
+    failures = run.ranks.gather(failure)
+    rank = next((rank for rank, line in enumerate(failures) if line is not None), None)
+    if rank is None:
+        return found
+    run.layout_reason = (
+        f"no whole model fits on rank {rank}, so the ranks share it (--parallel shard): {failures[rank]}"
+    )
+    run.trying.close()
+    run.process, run.may_share, run.layout = None, False, ShardLayout(world=run.ranks.world)
+    run.progress.note(run.layout_reason)
+    opened(run)
+    return act()
+
+
+def probe(run: Run) -> None:
+    """Find the largest micro-batch, or check the one that was asked for.
+
+    Raises:
+        DoesNotFitError: not even a micro-batch of 1 fits, or the one that was asked for does not.
+        KeyboardInterrupt: it was interrupted, and other ranks wait.
+    """
+    asked = run.options.search.micro_batch
     if asked is None:
-        limit = _limit(call, setup, None)
+        limit = _limit(run, None)
     else:
         size = asked
 
         def check() -> Limit:
-            return Limit(check_size(setup.process, size, progress=call.progress))
+            return Limit(check_size(opened(run), size, progress=run.progress))
 
         # If a larger size does not fit, that is no reason to share the model.
-        limit = setup.fitting(check) if size == 1 else check()
-    probe, _, note = agree_on_limit(ranks, limit.probe, limit.probe.micro_batch, setup.info.device)
+        limit = if_it_fits(run, check) if size == 1 else check()
+    _record_limit(run, limit, limit.probe.micro_batch)
+
+
+def plan(run: Run) -> None:
+    """Find the largest micro-batch, and plan the batch in micro-batches of at most that.
+
+    An interrupted probe of one process is planned with for ``plan``; it ends everything else.
+
+    Raises:
+        InputError: a rule for the learning rate lacks the batch that it was tuned for.
+        DoesNotFitError: not even a micro-batch of 1 fits.
+        KeyboardInterrupt: the probe was interrupted.
+    """
+    world = run.ranks.world
+    if run.options.command == "plan" and world == 1:
+        world = run.world_size or launched_world_size(os.environ)
+    # An invalid plan must fail before minutes are spent on a probe.
+    _plan(run, 1, world)
+    target, samples = run.options.target_batch, run.setup.info.epoch_samples
+    if samples is not None and target > samples:
+        run.progress.note(
+            f"the batch of {target:,} is larger than the data: each step takes "
+            f"{decimal(target / samples, 3)} epochs of {plural(samples, 'sample')}"
+        )
+    limit = _limit(run, split_over_ranks(target, world)[0])
+    planned = _plan(run, _record_limit(run, limit, limit.planned), world)
+    run.progress.planned(planned)
+    if planned.learning_rate_rule == "none" and planned.base_batch not in (None, target):
+        run.progress.note(f"learning rate {planned.learning_rate:g}: {planned.learning_rate_source}")
+    info = run.setup.info
+    if run.ranks.world > 1:
+        planned = msgspec.structs.replace(planned, **_layout(run))
+    predicted, curve = _memory_of(limit, info)
+    is_last = run.options.command == "plan"  # a training says it of its own batches
+    notes = statistics_notes(info.batch_norms, planned.micro_batches) if is_last else []
+    run.record(plan=planned, title=info.name, predicted=predicted, memory_curve=curve, notes=notes)
+
+
+def _record_limit(run: Run, limit: Limit, planned: int) -> int:
+    """Record the limit that holds on all ranks, and return what a plan may ask for."""
+    ranks, info = run.ranks, run.setup.info
+    found, planned, note = agree_on_limit(ranks, limit.probe, planned, info.device)
     if note is not None:
-        call.progress.note(note)
-    return Result(
-        device=setup.info.device,
-        probe=probe,
-        profile=limit.file,
-        command=call.command,
-    )
+        run.progress.note(note)
+    if ranks.world > 1:
+        found = msgspec.structs.replace(found, **_layout(run))
+    run.found = Result(device=info.device, probe=found, profile=limit.file, command=run.command)
+    is_answer = ranks.world == 1 and run.options.command in ("probe", "plan")
+    if found.stopped_by == "interrupt" and not is_answer:
+        raise KeyboardInterrupt
+    return planned
 
 
-def _limit(call: Call, setup: OpenSetup, samples: int | None) -> Limit:
+def _layout(run: Run) -> dict[str, Any]:
+    """Return whether ranks share the model, with the reason."""
+    parallel = "replicate" if run.setup.info.layout is None else "shard"
+    return {"parallel": parallel, "parallel_reason": run.layout_reason}
+
+
+def _limit(run: Run, samples: int | None) -> Limit:
     """Find the largest micro-batch on this rank alone, and check that all ranks have the same workload."""
 
     def find() -> Limit:
-        process, options = setup.process, call.options
+        process = opened(run)
         try:
-            return find_limit(process, options, share=samples, home=call.home, progress=call.progress)
+            return find_limit(process, run.options, share=samples, home=run.home, progress=run.progress)
         except DoesNotFitError as error:
-            if setup.may_share:
+            if run.may_share:
                 raise
             refused = str(error)
         found: list[Remedy] = []
@@ -176,12 +194,12 @@ def _limit(call: Call, setup: OpenSetup, samples: int | None) -> Limit:
             found = process.call("looking for what helps", suggest)
         raise DoesNotFitError(f"{refused}{in_words(found)}")
 
-    limit = setup.fitting(find)
-    info = setup.info
+    limit = if_it_fits(run, find)
+    info = run.setup.info
     # For a stream these are only the scanned samples, and rank 0 reads them for all ranks.
     data = None if info.epoch_samples is None else info.samples
-    call.ranks.check_equal({"the model": info.key.get("model"), "the data": data})
-    check_data_of_ranks(info.data, call.ranks)
+    run.ranks.check_equal({"the model": info.key.get("model"), "the data": data})
+    check_data_of_ranks(info.data, run.ranks)
     return limit
 
 
@@ -194,52 +212,14 @@ def _memory_of(limit: Limit, info: SetupInfo) -> tuple[list[PredictedPoint], Mem
     return predicted_points(limit.programs, ran, unlimited, info.samples), curve
 
 
-def _probe_and_plan(call: Call, setup: OpenSetup) -> Result:
-    """Find the largest micro-batch and plan the batch, also after an interrupted probe."""
-    ranks = call.ranks
-    world = ranks.world
-    if call.options.command == "plan" and world == 1:
-        world = call.world_size or launched_world_size(os.environ)
-    # An invalid plan must fail before minutes are spent on a probe.
-    _plan(call, setup.info, 1, world)
-    target, samples = call.options.target_batch, setup.info.epoch_samples
-    if samples is not None and target > samples:
-        call.progress.note(
-            f"the batch of {target:,} is larger than the data: each step takes "
-            f"{decimal(target / samples, 3)} epochs of {plural(samples, 'sample')}"
-        )
-    limit = _limit(call, setup, split_over_ranks(call.options.target_batch, world)[0])
-    info = setup.info
-    probe, planned, note = agree_on_limit(ranks, limit.probe, limit.planned, info.device)
-    if note is not None:
-        call.progress.note(note)
-    plan = _plan(call, info, planned, world)
-    call.progress.planned(plan)
-    if plan.learning_rate_rule == "none" and plan.base_batch not in (None, plan.target_batch):
-        call.progress.note(f"learning rate {plan.learning_rate:g}: {plan.learning_rate_source}")
-    predicted, curve = _memory_of(limit, info)
-    is_last = call.options.command == "plan"  # a training says it of its own batches
-    return Result(
-        device=info.device,
-        probe=probe,
-        plan=plan,
-        profile=limit.file,
-        title=info.name,
-        command=call.command,
-        predicted=predicted,
-        memory_curve=curve,
-        notes=statistics_notes(info.batch_norms, plan.micro_batches) if is_last else [],
-    )
-
-
-def _plan(call: Call, info: SetupInfo, limit: int, world_size: int) -> Plan:
+def _plan(run: Run, limit: int, world_size: int) -> Plan:
     """Plan the batch in micro-batches up to ``limit``."""
-    batch = call.options.batch
+    batch, info = run.options.batch, run.setup.info
     return make_plan(
-        target_batch=call.options.target_batch,
+        target_batch=run.options.target_batch,
         micro_batch_limit=limit,
         world_size=world_size,
-        multiple=call.options.search.micro_batch_multiple,
+        multiple=run.options.search.micro_batch_multiple,
         learning_rate=info.learning_rate,
         base_batch=batch.base_batch or info.base_batch,
         rule=batch.lr_rule,
@@ -248,132 +228,111 @@ def _plan(call: Call, info: SetupInfo, limit: int, world_size: int) -> Plan:
     )
 
 
-def _with_layout(call: Call, setup: OpenSetup, result: Result) -> Result:
-    """Record in the probe and the plan whether ranks share the model, with the reasons."""
-    parallel = "replicate" if setup.info.layout is None else "shard"
-    fields: dict[str, Any] = {"parallel": parallel, "parallel_reason": setup.reason}
-    assert result.probe is not None
-    probe = msgspec.structs.replace(result.probe, **fields)
-    plan = result.plan and msgspec.structs.replace(result.plan, **fields)
-    return msgspec.structs.replace(result, probe=probe, plan=plan)
-
-
-def finish_plan(
-    call: Call, setup: OpenSetup, result: Result, batches: GlobalBatchSampler | None = None
-) -> Result:
-    """Check the split of the loss, tune, choose the split of batches, and write what was asked for.
+def finish_plan(run: Run, batches: GlobalBatchSampler | None = None) -> None:
+    """Check the split of the loss, tune, and choose the split of batches.
 
     Args:
-        call: of this rank.
-        setup: holds the process.
-        result: of `search_and_plan`.
+        run: with a limit, and with a plan unless only a probe was asked for.
         batches: of the run; None if they are unknown.
 
     Raises:
         InputError: the loss cannot be split, or a split by size was asked for and would change results.
     """
-    command, tune = call.options.command, call.options.tune
+    command, tune = run.options.command, run.options.tune
     has_trials, tunes_rate = command in ("tune", "fit") and tune.trials != 0, tune.tune_lr
-    if (has_trials or tunes_rate) and setup.info.layout is not None:
-        call.progress.note("nothing is tuned, because the ranks share the model")
+    if (has_trials or tunes_rate) and run.setup.info.layout is not None:
+        run.progress.note("nothing is tuned, because the ranks share the model")
         has_trials = tunes_rate = False
     # A training checks the loss on its own. Trials need the answer before.
-    if command != "fit" or (call.options.split_check == "error" and (has_trials or tunes_rate)):
-        _check_loss(call, setup, result, batches)
+    if command != "fit" or (run.options.split_check == "error" and (has_trials or tunes_rate)):
+        _check_loss(run, batches)
+    if command == "probe":
+        return
     tuner = None
     if has_trials or tunes_rate:
-        tuner = _open_tuner(call, setup, PLANNED_STEPS if batches is None else batches.total)
+        tuner = _open_tuner(run, PLANNED_STEPS if batches is None else batches.total)
     if tuner is not None and has_trials:
-        assert result.plan is not None
-        plan, tuning = tuner.tune(result.plan)
-        result = msgspec.structs.replace(result, plan=plan, tuning=tuning)
+        chosen, tuning = tuner.tune(run.plan)
+        run.record(plan=chosen, tuning=tuning)
     elif command == "tune":
-        result = msgspec.structs.replace(result, tuning=Tuning(notes=["no trial was asked for"]))
-    if result.plan is not None and result.probe is not None and result.probe.stopped_by != "interrupt":
-        plan = choose_split(
-            setup.process,
-            result.plan,
-            result.probe,
-            call.options,
-            ranks=call.ranks,
-            progress=call.progress,
+        run.record(tuning=Tuning(notes=["no trial was asked for"]))
+    if run.probe.stopped_by != "interrupt":
+        split = choose_split(
+            run.setup, run.plan, run.probe, run.options, ranks=run.ranks, progress=run.progress
         )
-        result = msgspec.structs.replace(result, plan=plan)
-    return _add_learning_rate(call, tuner, result) if tuner is not None and tunes_rate else result
+        run.record(plan=split)
+    if tuner is not None and tunes_rate:
+        _tune_learning_rate(run, tuner)
 
 
-def _check_loss(call: Call, setup: OpenSetup, result: Result, batches: GlobalBatchSampler | None) -> None:
+def _check_loss(run: Run, batches: GlobalBatchSampler | None) -> None:
     """Check that the loss can be split, as ``--split-check`` asks; skip it after an interrupted probe.
 
     A check that itself fails is an error only if a split is planned and the option asks for errors.
     """
-    probe, plan, asked = result.probe, result.plan, call.options.split_check
-    if probe is None or probe.micro_batch < 1 or probe.stopped_by == "interrupt" or asked == "off":
+    found_limit, planned, asked = run.probe, run.result.plan, run.options.split_check
+    if found_limit.micro_batch < 1 or found_limit.stopped_by == "interrupt" or asked == "off":
         return
-    if setup.info.layout is not None:
-        if call.options.command != "fit":
-            call.progress.note(
+    if run.setup.info.layout is not None:
+        if run.options.command != "fit":
+            run.progress.note(
                 "autobatch fit checks on rank 0 that the loss can be split, because the ranks share the model"
             )
         return
-    micro_batch, steps = (
-        (probe.micro_batch, 2) if plan is None else (plan.micro_batch, plan.accumulation_steps)
-    )
-    must_split = plan is not None and asked == "error"
+    micro_batch, steps = found_limit.micro_batch, 2
+    if planned is not None:
+        micro_batch, steps = planned.micro_batch, planned.accumulation_steps
+    must_split = planned is not None and asked == "error"
     if must_split and steps == 1:
         return
-    call.progress.doing("checking that the loss can be split into micro-batches")
+    run.progress.doing("checking that the loss can be split into micro-batches")
     try:
         ids = None if batches is None else first_samples(batches)
-        found = setup.process.call("the check of the loss", examine, micro_batch, ids)
-    except AutobatchError as error:
-        if must_split:
+        found = run.setup.call("the check of the loss", examine, micro_batch, ids)
+    except (AutobatchError, KeyboardInterrupt) as error:
+        is_stopped = isinstance(error, KeyboardInterrupt)
+        if must_split or (is_stopped and run.options.command == "tune"):
             raise
-        found = Finding(unchecked=str(error))
-    except KeyboardInterrupt:
-        if must_split or call.options.command == "tune":
-            raise
-        found = Finding(unchecked="the check was interrupted")
+        found = Finding(unchecked="the check was interrupted" if is_stopped else str(error))
     if must_split:
         if found.fault is not None:
             raise InputError(f"{found.fault}. {ANYWAY}")
         return
-    if plan is None:
+    if planned is None:
         found = found._replace(remark=None)  # a probe has no batch to split
     for line in found.notes(is_split=steps > 1):
-        call.progress.note(line)
+        run.progress.note(line)
 
 
-def _open_tuner(call: Call, setup: OpenSetup, steps: int) -> Tuner:
+def _open_tuner(run: Run, steps: int) -> Tuner:
     """Return the tuner of a plan, and start its time limit."""
     # Only here: Optuna takes half a second to import.
     from autobatch.tuning.fastest import Tuner
 
-    start, seconds = time.monotonic(), call.options.tune.timeout
+    start, seconds = time.monotonic(), run.options.tune.timeout
     return Tuner(
-        process=setup.process,
-        options=call.options,
+        process=run.setup,
+        options=run.options,
         planned_steps=steps,
-        home=call.home,
-        progress=call.progress,
-        ranks=call.ranks,
+        home=run.home,
+        progress=run.progress,
+        ranks=run.ranks,
         expired=lambda: seconds is not None and time.monotonic() - start > seconds,
     )
 
 
-def _add_learning_rate(call: Call, tuner: Tuner, result: Result) -> Result:
-    """Tune the learning rate, and add it to a result beside its trials, if it has any."""
+def _tune_learning_rate(run: Run, tuner: Tuner) -> None:
+    """Tune the learning rate, and record it beside the trials, if there are any."""
     from autobatch.tuning.learning_rate import tune_learning_rate
 
-    assert result.plan is not None
     try:
-        plan, found = tune_learning_rate(tuner, result.plan)
+        chosen, rate = tune_learning_rate(tuner, run.plan)
     except KeyboardInterrupt:
         # Other ranks may be in the middle of a run, and ``fit`` would train next.
-        if call.ranks.world > 1 or call.options.command == "fit":
+        if run.ranks.world > 1 or run.options.command == "fit":
             raise
         # The result so far is complete, and the next call continues the study.
-        call.progress.note("interrupted: kept the learning rate")
-        return result
-    tuning = msgspec.structs.replace(result.tuning or Tuning(), learning_rate=found)
-    return msgspec.structs.replace(result, plan=plan, tuning=tuning)
+        run.progress.note("interrupted: kept the learning rate")
+        return
+    tuning = msgspec.structs.replace(run.result.tuning or Tuning(), learning_rate=rate)
+    run.record(plan=chosen, tuning=tuning)

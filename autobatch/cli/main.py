@@ -28,7 +28,7 @@ from autobatch.core.text import printable_lines, quoted
 from autobatch.core.version import __version__
 
 if TYPE_CHECKING:
-    from autobatch.api.call import Call
+    from autobatch.api.run import Run
     from autobatch.core.options import Options
     from autobatch.distributed.ranks import Ranks
     from autobatch.report.result import Estimates, Result
@@ -199,12 +199,12 @@ class Command(NamedTuple):
     stopwatch: Stopwatch
     """Runs since the command line was read."""
 
-    def call(self, **fields: Any) -> Call:
-        """Return the call of the pipeline, which tries the workload in a child."""
+    def run(self, **fields: Any) -> Run:
+        """Return the run of the pipeline, which tries the workload in a child."""
         # Imported here: it imports torch.
-        from autobatch.api.call import Call
+        from autobatch.api.run import Run
 
-        return Call(
+        return Run(
             workload=self.workload,
             options=self.options,
             ranks=self.ranks,
@@ -221,9 +221,9 @@ def run_workload(command: Command) -> int:
     with reserve_stdout() if as_json else contextlib.nullcontext():
         stream = SafeStream(sys.stderr if as_json else sys.stdout)
         if command.ranks.rank:
-            from autobatch.api.pipeline import run
+            from autobatch.api.pipeline import run_command
 
-            run(command.call())
+            run_command(command.run())
             return 0
         result = _result_of(command, stream)
     if as_json:
@@ -254,7 +254,7 @@ def _result_of(command: Command, stream: SafeStream) -> Result | Estimates:
         progress = Broadcast([terminal, command.stopwatch])
         progress.doing("importing torch")
         gc.disable()  # collections while torch makes a million objects take a fifth of its import
-        from autobatch.api.pipeline import run, run_estimate
+        from autobatch.api.pipeline import run_command, run_estimate
         from autobatch.step.optimizers import import_for_optimizers
 
         import_for_optimizers()
@@ -263,12 +263,12 @@ def _result_of(command: Command, stream: SafeStream) -> Result | Estimates:
         found: Result | Estimates
         if is_estimate:
             progress.doing("predicting what fits")
-            found = run_estimate(command.call())
+            found = run_estimate(command.run())
             terminal.estimated(found)
         else:
             if child is not None and is_copy:
                 opened.enter_context(child)
-            found = run(command.call(progress=progress, child=child))
+            found = run_command(command.run(progress=progress, child=child))
             terminal.finish(found)
         if options.output.verbose:
             terminal.timed(command.stopwatch.lines())

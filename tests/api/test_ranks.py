@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from torch.nn.functional import cross_entropy
 
 import autobatch
 from autobatch import InputError
-from autobatch.api.call import Call
-from autobatch.api.pipeline import run
+from autobatch.api.pipeline import run_command
 from autobatch.api.ranks import claim_of_ranks
+from autobatch.api.run import Run
 from autobatch.distributed.ranks import Ranks
 from tests.support.options import as_options
 from tests.support.rank_server import RankServer
@@ -37,9 +36,9 @@ class Two(Ranks):
         return [value, other]
 
 
-def call(group: Any = None, command: str = "fit", **options: Any) -> Call:
+def a_run(group: Any = None, command: str = "fit", **options: Any) -> Run:
     asked = as_options(command, **{"target_batch": 8, **options})
-    return Call(workload=None, options=asked, ranks=group or Ranks())
+    return Run(workload=None, options=asked, ranks=group or Ranks())
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def test_what_ranks_cannot_do_is_refused_by_name(
     ranks: Any, command: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
-        run(call(ranks, command, **options))
+        run_command(a_run(ranks, command, **options))
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -66,7 +65,7 @@ def test_a_restart_moves_a_run_that_it_does_not_know(tmp_path: Path, is_known: b
     options = {"target_batch": 8, "steps": 1, "out": str(out), "max_micro_batch": 4, "trials": 0}
     ranks = Ranks()
     for _ in range(2):
-        run(Call(workload=make_workload(), options=as_options("fit", **options), ranks=ranks))
+        run_command(Run(workload=make_workload(), options=as_options("fit", **options), ranks=ranks))
         ranks.earlier_out = out if is_known else None
     assert len(list(tmp_path.rglob("step-00000001"))) == (1 if is_known else 2)
 
@@ -76,8 +75,9 @@ def test_a_folder_that_a_rank_does_not_see_is_refused(tmp_path: Path) -> None:
         def gather(self, value: Any) -> list[Any]:
             return [[True, "a"], [False, "b"]]
 
-    with ExitStack() as held, pytest.raises(InputError, match="rank 1 on b does not see the folder"):
-        claim_of_ranks(call(Blind()), lambda: tmp_path, held)
+    run = a_run(Blind())
+    with run.held, pytest.raises(InputError, match="rank 1 on b does not see the folder"):
+        claim_of_ranks(run, lambda: tmp_path)
     assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == []
 
 
@@ -124,8 +124,9 @@ def test_auto_shares_a_model_only_if_it_does_not_fit_whole(server: RankServer, t
 def test_a_new_folder_that_a_run_of_the_same_second_took_is_left_to_it(tmp_path: Path) -> None:
     taken, free = tmp_path / "20261123-103648", tmp_path / "20261123-103648-2"
     names = iter([taken, free])
-    with ExitStack() as first, ExitStack() as lock:
-        assert claim_of_ranks(call(), lambda: taken, first) == taken
-        assert claim_of_ranks(call(), lambda: next(names), lock) == free
-        with pytest.raises(InputError, match="another run is writing to"), ExitStack() as other:
-            claim_of_ranks(call(), lambda: taken, other)
+    first, second, third = a_run(), a_run(), a_run()
+    with first.held, second.held, third.held:
+        assert claim_of_ranks(first, lambda: taken) == taken
+        assert claim_of_ranks(second, lambda: next(names)) == free
+        with pytest.raises(InputError, match="another run is writing to"):
+            claim_of_ranks(third, lambda: taken)

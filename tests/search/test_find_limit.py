@@ -13,8 +13,8 @@ from torch import nn
 
 import autobatch
 from autobatch import DoesNotFitError, Probe
-from autobatch.api.call import Call
-from autobatch.api.pipeline import run as run_command
+from autobatch.api.pipeline import run_command
+from autobatch.api.run import Run
 from autobatch.core.options import Options
 from autobatch.core.records import RealBatches
 from autobatch.core.units import GiB, KiB
@@ -71,7 +71,7 @@ def test_the_smallest_cap_is_reached_and_not_exceeded(samples: int, options: dic
     asked = as_options(command, device="cpu", memory_budget="1GiB", **options)
     listener = Listener()
     probe = run_command(
-        Call(workload=work(train_data=vectors(samples)), options=asked, progress=listener)
+        Run(workload=work(train_data=vectors(samples)), options=asked, progress=listener)
     ).probe
     assert (probe.micro_batch, probe.limited_by) == answer
     assert probe.upper_bound_by == "cap"

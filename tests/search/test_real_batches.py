@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+<<<<<<< HEAD
 from autobatch import DoesNotFitError, Probe, Progress
 from autobatch.api.call import Call
 from autobatch.api.pipeline import run as run_command
+=======
+from autobatch import DoesNotFitError, Probe
+from autobatch.api.pipeline import run_command
+from autobatch.api.run import Run
+>>>>>>> 7b5f3e12 (Carry a run through its stages in one record)
 from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
 from autobatch.rehearsal.process import ThisProcess
@@ -114,7 +120,7 @@ def test_the_first_samples_of_a_stream_are_its_first_batches(tmp_path: Path) -> 
     options = options_from(
         "plan", {"target_batch": 32, "device": "sim:t4", "memory_budget": "40MiB", "split": "auto"}
     )
-    found = run_command(Call(workload=workload, options=options)).probe
+    found = run_command(Run(workload=workload, options=options)).probe
     assert found.real_batches.batches == 6
 
 
@@ -142,10 +148,10 @@ def test_a_sample_that_does_not_fit_alone_is_named_before_training() -> None:
     options = options_from(
         "plan", {"target_batch": 16, "device": "cpu", "memory_budget": "32MiB", "split": "count"}
     )
-    call = Call(workload=workload, options=options)
+    run = Run(workload=workload, options=options)
     with pytest.raises(
         DoesNotFitError, match="sample 17 of the training data, the largest: its size is 40000"
     ) as caught:
-        run_command(call)
+        run_command(run)
     assert caught.value.exit_code == 3
     assert "cut shorter or left out" in str(caught.value)

@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
 from autobatch import Probe, Progress, Result, Workload
-from autobatch.api.call import Call
-from autobatch.api.pipeline import run as run_command
+from autobatch.api.pipeline import run_command
+from autobatch.api.run import Run
 from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
 from autobatch.rehearsal.process import ThisProcess
@@ -100,7 +100,7 @@ class Listener(Progress):
 def probed(workload: Workload, **options) -> tuple[Result, Listener]:
     listener = Listener()
     asked = options_from("probe", {"device": "cpu", "memory_budget": "80KiB"} | options)
-    return run_command(Call(workload=workload, options=asked, progress=listener)), listener
+    return run_command(Run(workload=workload, options=asked, progress=listener)), listener
 
 
 def limit_of(setup: Setup, home: Path, progress: Progress | None = None, **limits) -> Any:
