@@ -30,7 +30,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         assert not call.isolated
         return Result(device=a_device(), probe=a_probe(), plan=a_run().plan)
 
-    monkeypatch.setattr(library, "run", run)
+    monkeypatch.setattr(library, "run_command", run)
     monkeypatch.setattr(library, "run_estimate", run)
     return found
 

@@ -9,15 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-<<<<<<< HEAD
 from autobatch import DoesNotFitError, Probe, Progress
-from autobatch.api.call import Call
-from autobatch.api.pipeline import run as run_command
-=======
-from autobatch import DoesNotFitError, Probe
 from autobatch.api.pipeline import run_command
 from autobatch.api.run import Run
->>>>>>> 7b5f3e12 (Carry a run through its stages in one record)
 from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
 from autobatch.rehearsal.process import ThisProcess
