@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from autobatch.footprint.program import Program, Untraceable
 MODULES = 3
 """Modules that an explanation names."""
 DEPTH = 2
-"""Parts of a module's name that an explanation keeps."""
+"""Parts of a module's name that an explanation and a chart keep."""
 POINTS = 24
 """Micro-batches whose peaks are predicted for a chart."""
 MOST_POSITIONS = 300
@@ -30,10 +30,10 @@ MOST_POSITIONS = 300
 ACTIVATIONS = "activations"
 KINDS = ("parameters", "optimizer state", "gradients", "batch", ACTIVATIONS, "temporaries")
 """Kinds of memory from the bottom of a chart upwards, in the order of how long they stay."""
-LAYERS = 6
+MOST_PARTS = 6
 """Parts of the model that a chart tells apart."""
-OUTSIDE = "loss and rest"
-"""What no module made."""
+OTHER_PARTS = "all else"
+"""The smaller parts, and what no module made."""
 CACHED = "cached"
 """Memory that the allocator holds without any tensor in it."""
 
@@ -43,8 +43,9 @@ class Label(NamedTuple):
 
     kind: str
     """One of `KINDS`."""
-    module: str
-    """Dotted name of the module that ran when an activation was taken; empty for none."""
+    part: str
+    """The part of the model that took an activation: the first parts of the module's dotted name; empty for
+    none."""
 
 
 def labels_of(trace: Trace) -> dict[int, Label]:
@@ -57,7 +58,8 @@ def labels_of(trace: Trace) -> dict[int, Label]:
             continue
         kind = "batch" if at in batches else _kind(trace, at, freed_at.get(block, len(trace.events)))
         place = bisect_right(trace.modules, at, key=lambda entry: entry[0]) if kind == ACTIVATIONS else 0
-        labels[block] = Label(kind, trace.modules[place - 1][1] if place else "")
+        module = trace.modules[place - 1][1] if place else ""
+        labels[block] = Label(kind, ".".join(module.split(".")[:DEPTH]))
     return labels
 
 
@@ -123,25 +125,16 @@ def explain(trace: Trace) -> Explanation:
     by_kind: Counter[str] = Counter()
     by_module: Counter[str] = Counter()
     for block, size in live.items():
-        kind, module = labels[block]
+        kind, part = labels[block]
         by_kind[kind] += size
         if kind == ACTIVATIONS:
-            by_module[".".join(module.split(".")[:DEPTH]) or "(the model itself)"] += size
+            by_module[part or "(the model itself)"] += size
     return Explanation(
         peak_bytes=outcome.peak_allocated_bytes,
         phase=outcome.peak_phase or "setup",
         by_kind=dict(by_kind.most_common()),
         by_module=dict(by_module.most_common()),
     )
-
-
-class Row(NamedTuple):
-    """Live bytes after an event of a step."""
-
-    position: int
-    by_kind: dict[str, int]
-    by_layer: dict[str, int]
-    """Activations by the part of the model that made them."""
 
 
 def memory_curve(trace: Trace, micro_batch: int, allocator: Allocator) -> MemoryCurve:
@@ -154,102 +147,68 @@ def memory_curve(trace: Trace, micro_batch: int, allocator: Allocator) -> Memory
     """
     trace = trace.canonical()
     labels = labels_of(trace)
+    made: Counter[str] = Counter()
+    for block, size in trace.events:
+        if size != FREE and labels[block].kind == ACTIVATIONS:
+            made[labels[block].part] += size
+    shown = [part for part, _ in made.most_common(MOST_PARTS) if part][: MOST_PARTS - 1]
     # The last step follows the optimizer of the one before.
-    steps = [
+    starts = [
         position
         for (_, before), (position, phase) in pairwise(trace.marks)
         if (before, phase) == ("optimizer", "forward")
     ]
-    first = steps[-1] if steps else 0
-    made: Counter[str] = Counter()
-    for block, size in trace.events:
-        if size != FREE and labels[block].kind == ACTIVATIONS:
-            made[labels[block].module] += size
-    outside = {"": made.pop("")} if "" in made else {}
-    layer_of = layers_of({**made, **outside})
-    live = dict.fromkeys(KINDS, 0)
-    of_layers = dict.fromkeys(layer_of.values(), 0)
-    blocks: dict[int, tuple[object, int]] = {}
-    rows: list[Row] = []
+    first = starts[-1] if starts else 0
+    live = dict.fromkeys((*KINDS, CACHED), 0)
+    of_parts = dict.fromkeys([*(part for part in made if part in shown), OTHER_PARTS], 0)
+    held: dict[int, tuple[object, int]] = {}
+    rows: list[tuple[int, dict[str, int], dict[str, int]]] = []
     for index, (block, size) in enumerate(trace.events):
-        kind, module = labels[block]
         if size == FREE:
-            handle, held = blocks.pop(block)
+            handle, change = held.pop(block)
             allocator.free(handle)
-            change = -held
+            change = -change
         else:
-            blocks[block] = allocator.malloc(size), size
+            held[block] = allocator.malloc(size), size
             change = size
+        kind, part = labels[block].kind, labels[block].part
         live[kind] += change
         if kind == ACTIVATIONS:
-            of_layers[layer_of[module]] += change
+            of_parts[part if part in shown else OTHER_PARTS] += change
         if index >= first:
-            cached = max(0, (allocator.reserved_bytes or 0) - sum(live.values()))
-            rows.append(Row(index - first, {**live, CACHED: cached}, dict(of_layers)))
-    rows = _downsample(rows)
+            live[CACHED] = max(0, (allocator.reserved_bytes or 0) - sum(live[kind] for kind in KINDS))
+            rows.append((index - first, dict(live), dict(of_parts)))
+    if (
+        len(rows) > MOST_POSITIONS
+    ):  # the first, the last, and the one with most memory of each stretch between
+        inner, count = rows[1:-1], MOST_POSITIONS - 2
+        edges = [len(inner) * number // count for number in range(count + 1)]
+        tops = (
+            max(inner[start:end], key=lambda row: sum(row[1][kind] for kind in KINDS))
+            for start, end in pairwise(edges)
+        )
+        rows = [rows[0], *tops, rows[-1]]
+    phases: dict[str, float] = {}
     marks = [(position - first, phase) for position, phase in trace.marks if position >= first]
+    names = [phase for _, phase in marks]
+    for number, (position, phase) in enumerate(marks):
+        many = f" {names[: number + 1].count(phase)}" if names.count(phase) > 1 else ""
+        phases[f"{phase}{many}"] = float(position)
     return MemoryCurve(
-        positions=[float(row.position) for row in rows],
+        positions=[float(position) for position, _, _ in rows],
         categories={
-            name: [row.by_kind[name] for row in rows]
-            for name in (*KINDS, CACHED)
-            if any(row.by_kind[name] for row in rows)
+            name: [kinds[name] for _, kinds, _ in rows]
+            for name in live
+            if any(kinds[name] for _, kinds, _ in rows)
         },
-        phases=_numbered(marks),
+        phases=phases,
         modules={
-            name: [row.by_layer[name] for row in rows]
-            for name in of_layers
-            if any(row.by_layer[name] for row in rows)
+            module_in_words(name): [parts[name] for _, _, parts in rows]
+            for name in of_parts
+            if any(parts[name] for _, _, parts in rows)
         },
         micro_batch=micro_batch,
     )
-
-
-class _Layer(NamedTuple):
-    """Neighbouring modules, from the first to the last, that a chart draws as one."""
-
-    size: int
-    first: str
-    last: str
-    modules: list[str]
-
-    @property
-    def name(self) -> str:
-        """The first and the last module: ``body.layers.0 … 7``."""
-        if self.first == self.last:
-            return module_in_words(self.first) or OUTSIDE
-        parent = self.first.rpartition(".")[0]
-        last = self.last.removeprefix(f"{parent}.") if parent else module_in_words(self.last)
-        return f"{module_in_words(self.first) or OUTSIDE} … {last or OUTSIDE}"
-
-
-def layers_of(sizes: Mapping[str, int]) -> dict[str, str]:
-    """Return the name of the layer of a chart that each module is drawn in.
-
-    A part of the model that has more than half of the memory is drawn as its own parts. Then the smallest
-    neighbours are joined until `LAYERS` are left.
-
-    Args:
-        sizes: bytes by the name of the module, in the order of the forward pass.
-    """
-    half = sum(sizes.values()) / 2
-    layers = [_Layer(sum(sizes.values()), "", "", list(sizes))]
-    while large := next((one for one in layers if one.size > half and len(one.modules) > 1), None):
-        depth = large.first.count(".") + 1 if large.first else 0
-        parts: dict[str, list[str]] = {}
-        for module in large.modules:
-            parts.setdefault(".".join(module.split(".")[: depth + 1]), []).append(module)
-        at = layers.index(large)
-        layers[at : at + 1] = [
-            _Layer(sum(sizes[one] for one in part), name, name, part) for name, part in parts.items()
-        ]
-    while len(layers) > LAYERS:
-        at = min(range(len(layers) - 1), key=lambda at: layers[at].size + layers[at + 1].size)
-        one, other = layers[at : at + 2]
-        layers[at : at + 2] = [
-            _Layer(one.size + other.size, one.first, other.last, one.modules + other.modules)
-        ]
-    return {module: layer.name for layer in layers for module in layer.modules}
 
 
 def predicted_points(
@@ -274,27 +233,3 @@ def predicted_points(
         peaks = (outcome.peak_reserved_bytes or outcome.peak_allocated_bytes for outcome in outcomes)
         points.append(PredictedPoint(micro_batch=size, peak_reserved_bytes=max(peaks)))
     return points
-
-
-def _numbered(marks: Sequence[tuple[int, str]]) -> dict[str, float]:
-    """Return the positions where phases begin, numbered if a phase repeats."""
-    names = [phase for _, phase in marks]
-    found: dict[str, float] = {}
-    for number, (position, phase) in enumerate(marks):
-        count = names[: number + 1].count(phase)
-        found[f"{phase} {count}" if names.count(phase) > 1 else phase] = float(position)
-    return found
-
-
-def _downsample(rows: list[Row]) -> list[Row]:
-    """Keep the first row, the last one, and the row with the most live memory of each stretch between."""
-    if len(rows) <= MOST_POSITIONS:
-        return rows
-    inner = rows[1:-1]
-    count = MOST_POSITIONS - 2
-    edges = [len(inner) * number // count for number in range(count + 1)]
-    tops = [
-        max(inner[start:end], key=lambda row: sum(row.by_kind.values()) - row.by_kind[CACHED])
-        for start, end in pairwise(edges)
-    ]
-    return [rows[0], *tops, rows[-1]]

@@ -10,7 +10,7 @@ from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Trace, replay
 from autobatch.footprint import explain as explaining
-from autobatch.footprint.explain import explain, layers_of, memory_curve, predicted_points
+from autobatch.footprint.explain import explain, memory_curve, predicted_points
 from autobatch.footprint.program import Program
 from autobatch.rehearsal.attempt import attempt
 from tests.support.step_workloads import WORKLOADS, setup
@@ -53,31 +53,10 @@ def test_the_curve_is_a_step_in_the_steady_state(ran: Trace, most: int, monkeypa
 
 def test_the_modules_of_the_curve_are_its_activations(ran: Trace) -> None:
     found = memory_curve(ran, SIZE, CountingAllocator())
-    assert 1 < len(found.modules) <= explaining.LAYERS
+    assert 1 < len(found.modules) <= explaining.MOST_PARTS
     activations = [sum(sizes) for sizes in zip(*found.modules.values(), strict=True)]
     assert activations == found.categories["activations"]
     assert found.micro_batch == SIZE
-
-
-@pytest.mark.parametrize(
-    ("sizes", "layers"),
-    [
-        ({}, []),
-        ({"": 5}, ["loss and rest"]),
-        ({"0": 1, "1": 2, "": 1}, ["model[0]", "model[1]", "loss and rest"]),
-        # The body has most, so its parts are shown, and those of its larger part.
-        ({"a": 1, "body.x": 1, "body.y.0": 4, "body.y.1": 4}, ["a", "body.x", "body.y.0", "body.y.1"]),
-        # The smallest neighbours are drawn as one.
-        (
-            {"wte": 1, **{f"h.{at}.{part}": 10 for at in range(12) for part in "ab"}, "head": 60},
-            ["wte … h.2", "h.3 … 4", "h.5 … 6", "h.7 … 8", "h.9 … 11", "head"],
-        ),
-    ],
-)
-def test_modules_are_drawn_in_few_layers(sizes, layers) -> None:
-    found = layers_of(sizes)
-    assert list(dict.fromkeys(found.values())) == layers
-    assert found.keys() == sizes.keys()
 
 
 def test_the_curve_shows_cached_memory(ran: Trace) -> None:
