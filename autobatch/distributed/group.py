@@ -9,7 +9,9 @@ from __future__ import annotations
 import atexit
 import datetime
 import re
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -21,6 +23,8 @@ from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitErr
 from autobatch.device.oom import is_oom
 from autobatch.distributed.ranks import Ranks
 
+BEAT_S = 1.0
+"""Longest pause between two signs of life of rank 0."""
 _OF_COLLECTIVES = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer")
 """The texts of failed collectives."""
 _PLACE_OF_SOURCE = re.compile(r"^\[[^\]]*\] ?")
@@ -47,8 +51,8 @@ class Group(Ranks):
         self.world = world
         self._messages = messages
         self._tensors: ProcessGroup | None = None
-        self._limit: datetime.timedelta | None = None
-        """Limit of a collective; None for that of torch."""
+        self._limit = datetime.timedelta(minutes=30)  # that of torch
+        """Longest wait in a collective."""
 
     @contextmanager
     def waiting(self, act: str) -> Iterator[None]:
@@ -96,23 +100,48 @@ class Group(Ranks):
         return bool(vote)
 
     def once(self, act: Callable[[], T]) -> T:
-        """See `Ranks.once`."""
+        """See `Ranks.once`. Rank 0 shows that it lives meanwhile, so that its work has no limit."""
         answer: Any = None
         error: Exception | None = None
-        kind: type[CheckpointError] | type[DoesNotFitError] = CheckpointError
         if self.rank == 0:
-            try:
-                answer = act()
-            except Exception as caught:
-                if not (isinstance(caught, CheckpointError) or is_oom(caught)):
-                    raise  # its verdict ends the others
-                error, kind = caught, DoesNotFitError if is_oom(caught) else CheckpointError
-        answer, kind, reason = self.broadcast((answer, kind, None if error is None else str(error)))
-        if error is not None:
-            raise error
-        if reason is not None:
-            raise kind(reason)
+            with self._beating():
+                try:
+                    answer = act()
+                except Exception as caught:
+                    if not (isinstance(caught, CheckpointError) or is_oom(caught)):
+                        raise  # its verdict ends the others
+                    error = caught
+        while not self._tell_over(self.rank == 0):
+            pass
+        kind = CheckpointError if isinstance(error, CheckpointError) else DoesNotFitError
+        answer, of_rank_0 = self.broadcast((answer, error and kind(str(error))))
+        if error or of_rank_0:
+            raise error or of_rank_0  # type: ignore[misc]
         return answer  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _beating(self) -> Iterator[None]:
+        """Show the other ranks within the block that this process works, from a thread."""
+        is_over = threading.Event()
+
+        def beat() -> None:
+            while not is_over.wait(min(BEAT_S, self._limit.total_seconds() / 4)):
+                self._tell_over(False)
+
+        beating = in_thread(beat)
+        try:
+            yield
+        finally:
+            is_over.set()
+            wait([beating])
+        beating.result()
+
+    def _tell_over(self, is_over: bool) -> bool:
+        """Return on every rank whether the work of rank 0 is over, as that tells."""
+        flag = torch.tensor([int(is_over)], device="cpu")
+        with self.waiting("wait for rank 0"):
+            dist.broadcast(flag, 0, group=self._messages)
+        return bool(flag)
 
     def tensor_group(self, device: torch.device) -> ProcessGroup | None:
         """Return the process group that sums tensors of a device; None for the default, which is gloo's.
@@ -162,6 +191,20 @@ def join_existing(world: int) -> Group | None:
     if not dist.is_initialized() or dist.get_world_size() != world:
         return None
     return join_loop()
+
+
+def in_thread(act: Callable[[], T]) -> Future[T]:
+    """Begin to call a function in a thread, which lasts if it never returns; signals end a wait for it."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(act())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer
 
 
 def rank_lost(act: str, error: Exception, who: str = "a rank") -> RankLost:

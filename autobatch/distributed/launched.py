@@ -1,16 +1,15 @@
-"""The ranks that a launcher started: their meeting, the work of rank 0 alone, and their end.
+"""The ranks that a launcher started: their meeting, and their end.
 
-A collective of a step has a limit, the ``--collective-timeout``: it fails on every rank if one has ended,
-hangs or is cut off. Then each rank answers a roll call in the store of the launcher, and the one that reports
-names those that did not. Work of rank 0 alone, such as a save or a trial, may take longer. Meanwhile it beats
-in the store, and the others wait there.
+A collective has a limit, the ``--collective-timeout``: it fails on every rank if one has ended, hangs or is
+cut off. Then each rank answers a roll call in the store of the launcher, and the first to report names those
+that did not.
 
-    start/N                the tokens of the ranks that have met in the N-th start
-    start/N/beat           grows while rank 0 works alone
-    start/N/alone/K        exists once rank 0 has done its K-th work
-    start/N/lost/RANK      exists once a collective has failed on this rank
-    start/N/verdict        the first failure of a rank, with its exit code and cause
-    out                    the folder of the run, until it has ended well
+    starts                   number of starts so far
+    start/N                  the tokens of the ranks that have met in the N-th start
+    start/N/token/RANK       written by a rank that wants to take part in it
+    start/N/lost/RANK        exists once a collective has failed on this rank
+    start/N/verdict          the first failure of a rank, with its exit code and cause
+    out                      the folder of the run, until it has ended well
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ import ctypes
 import datetime
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -38,23 +35,17 @@ from autobatch.core.files import UNREADABLE, write_atomic
 from autobatch.core.records import Record
 from autobatch.core.signals import PR_SET_PDEATHSIG
 from autobatch.device.select import device_of_rank, gpu_uuid
-from autobatch.distributed.group import Group, RankLost, rank_lost
+from autobatch.distributed.group import Group, RankLost, in_thread, rank_lost
 from autobatch.distributed.ranks import VERDICT, Launch, ranks_in_words, write_error_file
 
 START_S = 300.0
 """Seconds in which all ranks must have started, as they import torch at different times."""
-ALONE_S = 86_400.0
-"""Longest work of rank 0 alone."""
 ROLL_CALL_S = 4.0
 """Seconds in which a rank answers after a collective has failed."""
-REPORT_S = 1.5
-"""Further seconds in which the first of the ranks that have answered reports who is missing."""
 PAUSE_S = 0.1
 FINAL_CODES = (2, 3)
 """Exit codes that a restart cannot change."""
 OUT = "out"
-
-T = TypeVar("T")
 
 
 class EarlierVerdict(AutobatchError):  # noqa: N818 - an event, not a fault
@@ -85,148 +76,69 @@ class LaunchedGroup(Group):
         launch: the place of this process.
         store: the store of the run.
         number: of this start of the ranks, from 1.
-        earlier_out: folder of the run at an earlier start; None if this is the first.
     """
 
-    def __init__(self, launch: Launch, store: Store, number: int, earlier_out: Path | None) -> None:
+    def __init__(self, launch: Launch, store: Store, number: int) -> None:
         super().__init__(launch.rank, launch.world, None)
         self.host = launch.host
-        self.earlier_out = earlier_out
-        self._launch = launch
-        self._run = store
-        self._number = number
-        self._store = PrefixStore(f"start/{number}", store)
+        self.earlier_out = Path(store.get(OUT).decode()) if store.check([OUT]) else launch.earlier_out
         self._limit = datetime.timedelta(seconds=START_S)
-        self._works = 0
-        """Works of rank 0 alone so far."""
+        self._launch = launch
+        self._number = number
+        self._run = store
+        self._store = PrefixStore(f"start/{number}", store)
         self._out: Path | None = None
         self._is_owner = not dist.is_initialized()
         with self.waiting("join the other ranks"):
             if self._is_owner:
                 dist.init_process_group(
-                    "gloo",
-                    store=self._store,
-                    rank=launch.rank,
-                    world_size=launch.world,
-                    timeout=self._limit,
+                    "gloo", store=self._store, rank=launch.rank, world_size=launch.world, timeout=self._limit
                 )
             else:
                 self._messages = dist.new_group(backend="gloo", timeout=self._limit)
 
     def device(self, spec: str) -> str:
         """See `Ranks.device`."""
-        found = device_of_rank(
+        device = device_of_rank(
             spec,
             local_rank=self._launch.local_rank,
             local_world=self._launch.local_world,
             gpus=torch.cuda.device_count(),
         )
-        check_gpus(self.gather((self.host, gpu_uuid(found))))
-        return found
+        check_gpus(self.gather((self.host, gpu_uuid(device))))
+        return device
 
     def limit_wait(self, seconds: float) -> None:
         """See `Ranks.limit_wait`."""
-        limit = datetime.timedelta(seconds=seconds)
-        if limit != self._limit:
-            self._limit = limit
-            with self.waiting("join the other ranks"):
-                self._messages = dist.new_group(backend="gloo", timeout=limit)
-
-    def once(self, act: Callable[[], T]) -> T:
-        """See `Ranks.once`."""
-        self._works += 1
-        done = f"alone/{self._works}"
-        if self.rank:
-            self._wait_for_rank_0(done)
-            return super().once(act)
-
-        def work() -> T:
-            with self._beating(done):
-                return act()
-
-        return super().once(work)
-
-    @contextmanager
-    def _beating(self, done: str) -> Iterator[None]:
-        """Show the other ranks within the block that this process works, from a thread."""
-        has_ended = threading.Event()
-
-        def beat() -> None:
-            with suppress(RuntimeError):  # the store is gone, and the others know
-                while not has_ended.wait(min(1.0, self._limit_s / 4)):
-                    self._store.add("beat", 1)
-
-        thread = threading.Thread(target=beat, name="beat", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            has_ended.set()
-            thread.join(self._limit_s)
-            with suppress(RuntimeError):
-                self._store.set(done, "")
-
-    def _wait_for_rank_0(self, done: str) -> None:
-        """Wait until rank 0 has done its work, or for the store to be gone.
-
-        Pauses without a beat are counted, and not read from a clock, because this process may be stopped.
-
-        Raises:
-            RankLost: rank 0 shows no sign of life.
-        """
-        beats, has_ended = [0], threading.Event()
-
-        def listen() -> None:
-            store = self._store
-            while not has_ended.is_set():
-                with suppress(dist.DistStoreError):  # not yet
-                    store.wait([done], datetime.timedelta(seconds=0.5))
-                    return
-                beats[0] = store.add("beat", 0)
-
-        listening, silent_s, known = in_thread(listen), 0.0, 0
-        try:
-            for _ in range(int(ALONE_S / PAUSE_S)):
-                if wait(
-                    [listening], PAUSE_S
-                ).done:  # or the store is gone: the broadcast that follows shows it
-                    return
-                silent_s, known = (silent_s + PAUSE_S if beats[0] == known else 0.0), beats[0]
-                if silent_s > self._limit_s:
-                    break
-        finally:
-            has_ended.set()
-        raise self.lost("wait for rank 0", TimeoutError(f"no sign of life for {self._limit_s:g} s"))
+        self._limit = datetime.timedelta(seconds=seconds)
+        with self.waiting("join the other ranks"):
+            self._messages = dist.new_group(backend="gloo", timeout=self._limit)
 
     def lost(self, act: str, error: Exception) -> RankLost:
         """See `Group.lost`. The connections are closed first, so that every rank notices at once."""
-        heard = set[int]()
-
-        def call() -> None:
-            store = self._store
-            store.set(f"lost/{self.rank}", "")
-            heard.add(self.rank)
-            since = time.monotonic()
-            while not store.check(["verdict"]):
-                heard.update(rank for rank in range(self.world) if store.check([f"lost/{rank}"]))
-                is_over = len(heard) == self.world or time.monotonic() - since > ROLL_CALL_S
-                if is_over and self.rank == min(heard):
-                    return
-                time.sleep(PAUSE_S)
-
+        traceback.clear_frames(error.__traceback__)  # they would keep the connections open
         self._disconnect()
-        with suppress(TimeoutError, RuntimeError):
-            in_thread(call).result(ROLL_CALL_S + REPORT_S)
         who = f"the store of the run at {self._launch.address}:{self._launch.port}"
-        if heard:
-            missing = [rank for rank in range(self.world) if rank not in heard]
+        with suppress(TimeoutError, RuntimeError):  # it is gone
+            missing = in_thread(self._call_roll).result(2 * ROLL_CALL_S)
             who = ranks_in_words(missing) if missing else "the network failed, or a rank"
         return rank_lost(act, error, who)
 
+    def _call_roll(self) -> list[int]:
+        """Return the ranks that have not noticed that a collective has failed, as this one has."""
+        self._store.set(f"lost/{self.rank}", "")
+        deadline = time.monotonic() + ROLL_CALL_S
+        while True:
+            missing = [rank for rank in range(self.world) if not self._store.check([f"lost/{rank}"])]
+            if not missing or self._store.check(["verdict"]) or time.monotonic() > deadline:
+                return missing
+            time.sleep(PAUSE_S)
+
     def _disconnect(self) -> None:
-        messages, self._messages = self._messages, None
-        with suppress(RuntimeError, ValueError):
-            dist.destroy_process_group(messages)
+        messages, self._messages = None if self._is_owner else self._messages, None
+        if dist.is_initialized():
+            with suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(messages)
 
     def enter(self, out: Path) -> None:
         """See `Ranks.enter`."""
@@ -237,7 +149,7 @@ class LaunchedGroup(Group):
     def fail(self, line: str, code: int) -> int | None:
         """See `Ranks.fail`. The first failure counts, in the store or, if that is gone, in the folder."""
         write_error_file(self._launch.error_file, line, self._out)
-        own = first = Verdict(
+        own = Verdict(
             run_id=self._launch.run_id,
             restart=self._number - 1,
             rank=self.rank,
@@ -250,16 +162,18 @@ class LaunchedGroup(Group):
             kept = self._store.compare_set("verdict", "", msgspec.json.encode(own).decode())
             return msgspec.json.decode(kept, type=Verdict)
 
-        with suppress(TimeoutError, RuntimeError):  # the store is gone
+        first, path = own, None if self._out is None else self._out / VERDICT
+        try:
             first = in_thread(publish).result(ROLL_CALL_S)
-        if self._out is not None:
-            found = read_verdict(self._out)
-            if found is None:
-                with suppress(OSError):  # a full disk must not hide the cause
-                    write_atomic(self._out / VERDICT, msgspec.json.format(msgspec.json.encode(first)))
-            elif first == own:
-                first = found
-        return None if first == own else first.code
+        except (TimeoutError, RuntimeError):  # the store is gone
+            with suppress(OSError, *UNREADABLE):
+                first = own if path is None else msgspec.json.decode(path.read_bytes(), type=Verdict)
+        if first != own:
+            return first.code
+        if path is not None:
+            with suppress(OSError):  # a full disk must not hide the cause
+                write_atomic(path, msgspec.json.format(msgspec.json.encode(own)))
+        return None
 
     def close(self) -> None:
         """See `Ranks.close`."""
@@ -267,13 +181,6 @@ class LaunchedGroup(Group):
         if self.rank == 0:
             self._run.delete_key(OUT)
         self._disconnect()
-        if self._is_owner and dist.is_initialized():
-            dist.destroy_process_group()
-
-    @property
-    def _limit_s(self) -> float:
-        assert self._limit is not None
-        return self._limit.total_seconds()
 
 
 def join_launch(launch: Launch) -> LaunchedGroup:
@@ -301,11 +208,12 @@ def join_launch(launch: Launch) -> LaunchedGroup:
         # In a thread, because torch waits outside of Python, where no signal ends it.
         store = PrefixStore(f"autobatch/{launch.run_id}", in_thread(connect).result(START_S))
         number = meet(store, launch.rank, launch.world)
-        earlier_out = Path(store.get(OUT).decode()) if store.check([OUT]) else launch.earlier_out
-        earlier = None if earlier_out is None else read_verdict(earlier_out)
-        if earlier is not None and earlier.code in FINAL_CODES:
-            raise EarlierVerdict(earlier)
-        return LaunchedGroup(launch, store, number, earlier_out)
+        before = f"start/{number - 1}/verdict"
+        if store.check([OUT, before]):
+            verdict = msgspec.json.decode(store.get(before), type=Verdict)
+            if verdict.code in FINAL_CODES:
+                raise EarlierVerdict(verdict)
+        return LaunchedGroup(launch, store, number)
     except TimeoutError as error:
         raise RankLost(
             f"nobody answers at {launch.address}:{launch.port}, where the ranks meet, for {START_S:g} s: "
@@ -321,7 +229,8 @@ def meet(store: Store, rank: int, world: int, seconds: float = START_S) -> int:
     """Wait until all ranks have called this, and return the number of the start.
 
     Each torchrun counts the restarts of its own host, and a rank of an earlier start may still write. So rank
-    0 opens a start, and announces it with the tokens of the ranks that have come to it.
+    0 opens a start. All ranks write a token of their own into the newest one, and rank 0 closes it with the
+    tokens that are there: a rank that does not find its own waits for the next start.
 
     Raises:
         RankLost: some rank did not; it is named.
@@ -329,15 +238,16 @@ def meet(store: Store, rank: int, world: int, seconds: float = START_S) -> int:
     own, deadline = uuid4().hex, time.monotonic() + seconds
     number = store.add("starts", int(rank == 0))
     while True:
-        keys = [f"start/{number}/token/{other}" for other in range(world)]
+        start, missing = f"start/{number}", list(range(world))
         if number:
-            store.set(keys[rank], own)
-            if rank == 0 and store.check(keys):
-                store.set(f"start/{number}", " ".join(token.decode() for token in store.multi_get(keys)))
-            if store.check([f"start/{number}"]) and own in store.get(f"start/{number}").decode():
+            store.set(f"{start}/token/{rank}", own)
+            missing = [other for other in missing if not store.check([f"{start}/token/{other}"])]
+            if rank == 0 and not missing:
+                tokens = store.multi_get([f"{start}/token/{other}" for other in range(world)])
+                store.set(start, " ".join(token.decode() for token in tokens))
+            if store.check([start]) and own in store.get(start).decode():
                 return number
         if time.monotonic() > deadline:
-            missing = [other for other, key in enumerate(keys) if not (number and store.check([key]))]
             raise RankLost(
                 f"WORLD_SIZE is {world}, and {ranks_in_words(missing)} did not start within {seconds:g} s: "
                 "start all ranks, and look at their own logs"
@@ -362,25 +272,3 @@ def check_gpus(places: Sequence[tuple[str, str | None]]) -> None:
                 f"ranks {other} and {rank} share one GPU of {place[0]}: start one rank per GPU, with "
                 "--nproc-per-node at most the number of GPUs"
             )
-
-
-def read_verdict(out: Path) -> Verdict | None:
-    """Return the verdict in the folder of a run; None if there is none."""
-    try:
-        return msgspec.json.decode((out / VERDICT).read_bytes(), type=Verdict)
-    except (OSError, *UNREADABLE):
-        return None
-
-
-def in_thread(act: Callable[[], T]) -> Future[T]:
-    """Begin to call a function in a thread, which lasts if it never returns; signals end a wait for it."""
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(act())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return answer

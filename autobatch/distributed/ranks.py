@@ -63,7 +63,7 @@ class Ranks:
         return flag
 
     def once(self, act: Callable[[], T]) -> T:
-        """Run a function on rank 0 alone, and return its answer on every rank after it has ended.
+        """Run a function on rank 0 alone, for any time, and return its answer on every rank.
 
         Raises:
             CheckpointError: the function raised it on rank 0.
@@ -87,10 +87,7 @@ class Ranks:
                     )
 
     def limit_wait(self, seconds: float) -> None:
-        """Set the longest wait for another rank; after it the run ends, and names the ranks that are missing.
-
-        Work of rank 0 in `once` may take longer.
-        """
+        """Set the longest wait for another rank. After it the run ends, and names the missing ranks."""
 
     def enter(self, out: Path) -> None:
         """Set the folder of the run, for `fail`."""

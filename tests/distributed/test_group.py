@@ -111,7 +111,9 @@ def later_start(out: str, code: int) -> str:
     ranks.gather(None)
     ranks.fail("the line", code)
     try:
-        return str(open_ranks(os.environ).earlier_out)
+        again = open_ranks(os.environ)
+        again.gather(None)
+        return str(again.earlier_out)
     except AutobatchError as error:
         return f"{type(error).__name__} {error}"
 
@@ -150,6 +152,7 @@ def hangs(group: LaunchedGroup) -> None:
 
 def stop(out: str) -> None:
     """Stop this process with all of its threads, for longer than the others live."""
+    time.sleep(LIMIT_S)
     wake = f"until [ -s {out}/verdict.json ]; do sleep 0.1; done; kill -KILL {os.getpid()}"
     subprocess.Popen(["/bin/sh", "-c", wake])
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -68,8 +68,8 @@ def test_all_ranks_stop_at_one_step(
     server: RankServer, tmp_path: Path, of_rank: dict[int, str], code: int, in_validation: bool
 ) -> None:
     found = server.values(stop_in_step, str(tmp_path), of_rank, in_validation)
-    assert found == [(code, 3)] * 2
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000003"]
+    assert found == [(code, 2)] * 2, "the open step is dropped"
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000002"]
     newest = load_newest(tmp_path / "checkpoints")
     assert newest is not None
-    assert newest.state["counters"]["batches_seen"] == 3
+    assert newest.state["counters"]["batches_seen"] == 2
