@@ -10,9 +10,9 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import numpy as np
@@ -76,21 +76,89 @@ class MicroBatch:
         raise AttributeError(f"a micro-batch has no {name!r}: its samples are micro.data")
 
 
+@dataclass
+class Run:
+    """The parts that all batches of a run have in common.
+
+    The first passes over all batches share a train state, and so do the second ones: it knows the items of
+    their loss, and the places of their gradients in the exchange of the ranks.
+    """
+
+    optimizers: tuple[Optimizer, ...]
+    ranks: Ranks
+    scaler: torch.amp.GradScaler | None
+    counts: CountsAhead | None
+    """Counts of several terms of the loss that follow from the data; None without."""
+    split: Split
+    micro_batch: int
+    gradients: Gradients
+    """Those of all optimizers."""
+    exchange: Tensor | None
+    """Buffer in which ranks sum their gradients; None for one process."""
+    has_further_passes: bool = True
+    """True to remember the random states of a batch, for further passes over it.
+
+    False once a batch of a loop with one optimizer has had only one pass, as reading them takes long.
+    """
+    passes: list[tuple[TrainState, Engine]] = field(default_factory=list)
+
+    def of_pass(self, number: int) -> tuple[TrainState, Engine]:
+        """Return the train state and the engine of the passes with this number, from 0."""
+        if number == len(self.passes):
+            parameters = nn.ParameterList(_parameters_of(self.optimizers))
+            train_state = TrainState(
+                model=parameters,
+                loss=_not_here,
+                optimizers=self.optimizers,
+                parameters=list(parameters),
+                device=torch.device("cpu"),
+                precision="fp32",
+                scaler=self.scaler,
+                max_grad_norm=None,
+                gradients=self.gradients,
+                buffers=BufferSnapshot(parameters),
+                exchange=self.exchange,
+            )
+            ranks = self.ranks
+            engine = Replicate(ranks, train_state, _not_here) if isinstance(ranks, Group) else Engine()
+            self.passes.append((train_state, engine))
+        return self.passes[number]
+
+    def choose(self, number: int, optimizers: tuple[Optimizer, ...]) -> tuple[TrainState, Engine]:
+        """Return `of_pass` for some of the optimizers, and free all gradients that these do not read.
+
+        Raises:
+            InputError: an optimizer is not one of the run.
+        """
+        train_state, engine = self.of_pass(number)
+        for optimizer in optimizers:
+            if optimizer not in self.optimizers:
+                raise InputError(
+                    f"batch.step() was given {kind_of(optimizer)} that trains nothing in this run: give all "
+                    "optimizers to autobatch.batches(…, optimizer=[first, second])"
+                )
+        chosen = optimizers or self.optimizers
+        if chosen != train_state.optimizers:
+            train_state.optimizers, train_state.parameters = chosen, list(_parameters_of(chosen))
+        is_all = chosen == self.optimizers
+        train_state.gradients = self.gradients if is_all else self.gradients.taken_by(chosen)
+        self.has_further_passes = len(self.optimizers) > 1 or number > 0
+        return train_state, engine
+
+
 class Batch:
     """The samples of one optimizer step, in micro-batches; or of several steps, with a pass for each."""
 
-    def __init__(self, steps: Steps, feed: Feed, split: Split, drawn: GlobalBatch, micro_batch: int) -> None:
+    def __init__(self, run: Run, feed: Feed, drawn: GlobalBatch) -> None:
         self.index = drawn.index
         """Number of the batch in the run, from 0."""
         self.samples = len(drawn.ids)
         """The plan's target batch, or fewer if the data ends within this batch; those of all ranks."""
-        self._steps, self._feed, self._drawn, self._micro_batch = steps, feed, drawn, micro_batch
-        self._sizes = [len(part.ids) for part in split.parts(drawn, micro_batch)]
+        self._run, self._feed, self._drawn = run, feed, drawn
+        self._sizes = [len(part.ids) for part in run.split.parts(drawn, run.micro_batch)]
         self._states: list[RandomState] = []
         """Before each micro-batch was made for the first time."""
-        self._number = -1
-        """Number of the pass, from 0."""
-        self._begin_pass()
+        self._begin_pass(0)
 
     def __repr__(self) -> str:
         own = sum(self._sizes)
@@ -103,10 +171,9 @@ class Batch:
             "use micro.data"
         )
 
-    def _begin_pass(self) -> None:
-        self._number += 1
-        made = self._made() if self._number == 0 else self._made_again()
-        self._micro_batches = made if self._steps.counts is None else self._counted(made)
+    def _begin_pass(self, number: int) -> None:
+        self._number = number
+        self._micro_batches = self._made() if self._run.counts is None else self._counted(self._made())
         self._totals = StepTotals(samples=self.samples)
         self._open: int | None = None
         """Samples of the micro-batch that waits for `backward`; None if there is none."""
@@ -123,8 +190,8 @@ class Batch:
                 micro-batch, or the samples cannot be collated.
         """
         if self._is_stepped:
-            self._steps.repeats = True
-            self._begin_pass()
+            self._run.has_further_passes = True
+            self._begin_pass(self._number + 1)
         elif self._sizes and len(self._totals.sizes) == len(self._sizes):
             raise self._refused(
                 "its micro-batches were asked for again before its step was taken",
@@ -139,32 +206,27 @@ class Batch:
         return MicroBatch(*made)
 
     def _made(self) -> Iterator[tuple[Any, int]]:
-        """Make the micro-batches of the first pass."""
-        fed = self._feed.collated(self._drawn, self._micro_batch)
-        for size in self._sizes:
-            if self._steps.repeats:
-                self._states.append(self._steps.capture_random_state())
-            yield next(fed), size
-
-    def _made_again(self) -> Iterator[tuple[Any, int]]:
-        """Make the micro-batches of a further pass, with the random draws of the first one."""
-        fed = self._feed.repeated(self._drawn, self._micro_batch)
-        for place, size in enumerate(self._sizes):
-            with preserved_random_state():
-                if self._states:
+        """Make the micro-batches of a pass, a further one with the random draws of the first."""
+        is_first, batch, size = self._number == 0, self._drawn, self._run.micro_batch
+        fed = self._feed.collated(batch, size) if is_first else self._feed.repeated(batch, size)
+        for place, samples in enumerate(self._sizes):
+            if is_first and self._run.has_further_passes:
+                self._states.append(capture_random_state())
+            with nullcontext() if is_first else preserved_random_state():
+                if not is_first and self._states:
                     restore_random_state(self._states[place])
-                made = deque((next(fed),))
-            yield made.pop(), size
+                made = deque((next(fed),))  # popped, so that this frame does not hold it
+            yield made.pop(), samples
 
-    def _counted(self, made: Iterator[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
+    def _counted(self, made: Iterable[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
         """Count the terms in all micro-batches of a pass, on all ranks, and then yield them."""
-        counts, kept = self._steps.counts, deque(made)
+        counts, kept = self._run.counts, deque(made)
         assert counts is not None
         counts.begin()
         for place in range(len(kept)):
             counts.add(kept[place][0])
         own = dict(counts.sums())
-        of_ranks = self._steps.ranks.gather(own)
+        of_ranks = self._run.ranks.gather(own)
         for name in {name: None for known in of_ranks for name in known}:
             items = sum(known.get(name, 0.0) for known in of_ranks)
             self._totals.terms[name] = Term(items=items, expected=own.get(name, 0.0))
@@ -192,13 +254,13 @@ class Batch:
                 "batch.backward() takes the mean over the samples of the micro-batch, a 0-d tensor, or "
                 f"autobatch.Loss(total, count); found {form_of(loss)}"
             )
-        train_state, _ = self._steps.of_pass(self._number)
-        gradients, totals = self._steps.gradients, self._totals
+        gradients, totals = self._run.gradients, self._totals
         if not totals.sizes:
             gradients.clear()
         terms = terms_of(loss)
         if counted := check_form(totals, terms).counted:
             self._check_counts(counted, terms)
+        train_state, _ = self._run.of_pass(self._number)
         weighted = normalize_loss(train_state, totals, terms, self._open)
         with gradients.summed_apart():
             run_backward(train_state, totals, weighted, self._open)
@@ -207,8 +269,8 @@ class Batch:
     def _check_counts(self, names: Sequence[str], terms: Mapping[str, Any]) -> None:
         """Check that the counts of several terms in the whole batch are known, as in a single micro-batch."""
         totals = self._totals
-        if self._steps.counts is not None:
-            self._steps.counts.sums(totals.form)
+        if self._run.counts is not None:
+            self._run.counts.sums(totals.form)
         elif self._open == self.samples:
             totals.terms |= {name: Term(items=count) for name, count in counts_of(terms).items()}
         elif not totals.sizes:
@@ -246,7 +308,7 @@ class Batch:
             raise self._refused(
                 f"batch.step() was called after {done} of {own} samples", "finish `for micro in batch:` first"
             )
-        train_state, engine = self._steps.choose(self._number, optimizers)
+        train_state, engine = self._run.choose(self._number, optimizers)
         train_state.max_grad_norm = max_grad_norm
         if not self._totals.sizes:
             train_state.gradients.clear()
@@ -287,13 +349,9 @@ class Batches:
     """The batches of a run; see `batches`."""
 
     def __init__(
-        self,
-        sampler: GlobalBatchSampler,
-        start: int,
-        feeding: AbstractContextManager[Feed],
-        begin: Callable[[Feed, GlobalBatch], Batch],
+        self, run: Run, sampler: GlobalBatchSampler, start: int, feeding: AbstractContextManager[Feed]
     ) -> None:
-        self._sampler, self._start, self._feeding, self._begin = sampler, start, feeding, begin
+        self._run, self._sampler, self._start, self._feeding = run, sampler, start, feeding
         self._is_started = False
 
     def __repr__(self) -> str:
@@ -318,7 +376,7 @@ class Batches:
         self._is_started = True
         with self._feeding as feed:
             for drawn in self._sampler.batches(self._start):
-                batch = self._begin(feed, drawn)
+                batch = Batch(self._run, feed, drawn)
                 yield batch
                 batch.check_stepped()
 
@@ -364,9 +422,11 @@ def batches(
     Raises:
         InputError: the workload, the plan or an option is invalid, or ranks were started unlike each other.
     """
-    _check(plan, scaler, seed=seed, steps=steps, epochs=epochs, start=start)
     if steps is None and epochs is None:
         epochs = 1
+    optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    numbers = {"seed": seed, "start": start, "steps": steps, "epochs": epochs}
+    _check(plan, scaler, optimizers, numbers)
     found = find_workload(workload, seed)
     if isinstance(found.loss, WholeBatchLoss):
         raise InputError(
@@ -375,29 +435,30 @@ def batches(
         )
     check_world_size(plan, launched_world_size(os.environ), "autobatch.batches")
     ranks = Ranks() if plan.world_size == 1 else join_loop()
-    ranks.check_equal(
-        {"target batch": plan.target_batch, "seed": seed, "start": start, "steps": steps, "epochs": epochs}
-    )
+    ranks.check_equal({"target batch": plan.target_batch, **numbers})
     sampler = _sampler_of(found, plan, ranks, seed=seed, steps=steps, epochs=epochs)
     if isinstance(sampler, StreamSampler):
         sampler.view.skip(sampler.seen(start))
     split = split_of(plan, WorstCaseSampler(found, seed=seed).sizes, rank=ranks.rank, world=ranks.world)
-    several = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
-    counts = None if found.counts is None else CountsAhead(found.counts)
-    state = Steps(several, ranks, plan, scaler, counts)
-    micro_batch = plan.micro_batch if plan.size_cut is None else plan.size_cut.max_micro_batch
-    workers = int(plan.knobs.get(LOADER_WORKERS) or found.loading.workers or 0)
-    is_pinned = found.loading.pin_memory and torch.cuda.is_available()
-    gpu = torch.device("cuda", torch.cuda.current_device()) if workers and is_pinned else None
-    return Batches(
-        sampler,
-        start,
-        feed_of_run(found, sampler, split, workers=workers, gpu=gpu),
-        lambda feed, drawn: Batch(state, feed, split, drawn, micro_batch),
+    run = Run(
+        optimizers,
+        ranks,
+        # A disabled scaler would let gradients pass that are not finite.
+        scaler if scaler is not None and scaler.is_enabled() else None,
+        None if found.counts is None else CountsAhead(found.counts),
+        split,
+        plan.micro_batch if plan.size_cut is None else plan.size_cut.max_micro_batch,
+        Gradients(nn.Module(), optimizers, dtype=plan.gradient_dtype),
+        _begin_exchange(list(_parameters_of(optimizers)), ranks) if ranks.world > 1 else None,
     )
+    workers = int(plan.knobs.get(LOADER_WORKERS) or found.loading.workers or 0)
+    is_pinned = workers and found.loading.pin_memory and torch.cuda.is_available()
+    gpu = torch.device("cuda", torch.cuda.current_device()) if is_pinned else None
+    return Batches(run, sampler, start, feed_of_run(found, sampler, split, workers=workers, gpu=gpu))
 
 
-def _check(plan: Plan, scaler: object, **numbers: Any) -> None:
+def _check(plan: Plan, scaler: object, optimizers: Sequence[object], numbers: Mapping[str, Any]) -> None:
+    """Raise if an argument of `batches` is invalid."""
     if not isinstance(plan, Plan):
         raise InputError(
             "autobatch.batches takes a workload and its plan, batches(workload, autobatch.plan(workload, …), "
@@ -409,148 +470,53 @@ def _check(plan: Plan, scaler: object, **numbers: Any) -> None:
             "parallel='replicate'"
         )
     for name, value in numbers.items():
-        if value is None and name in ("steps", "epochs"):
-            continue
-        if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        least = {"seed": -math.inf, "start": 0}.get(name, 1)
+        is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if value is not None and not is_whole:
             raise InputError(f"{name} must be a whole number, found {kind_of(value)}")
-        least = 0 if name == "start" else 1
-        if value < least and name != "seed":
+        if value is not None and value < least:
             raise InputError(f"{name} is {value}: it must be {least} or more")
     if scaler is not None and not hasattr(scaler, "is_enabled"):
         raise InputError(
             f"autobatch.batches(scaler=…) must be a torch.amp.GradScaler, found {kind_of(scaler)}"
         )
+    for optimizer in optimizers or (None,):
+        if not isinstance(optimizer, Optimizer):
+            raise InputError(
+                "autobatch.batches(optimizer=…) takes one or several optimizers of torch.optim, found "
+                f"{kind_of(optimizer)}"
+            )
+        refuse_closure(optimizer)
 
 
-def _sampler_of(
-    workload: Workload, plan: Plan, ranks: Ranks, *, seed: int, steps: int | None, epochs: int | None
-) -> GlobalBatchSampler:
+def _sampler_of(workload: Workload, plan: Plan, ranks: Ranks, **fields: Any) -> GlobalBatchSampler:
     """Return the batches of the run, which are the same on all ranks.
 
     Raises:
         InputError: the sampler of the workload is invalid, or the ranks read other data.
     """
-    fields: dict[str, Any] = {
-        "target_batch": plan.target_batch,
-        "seed": seed,
-        "steps": steps,
-        "epochs": epochs,
-    }
     stream: Any = workload.train_data
     if is_stream(stream):
-        samples = ENDLESS
-        if epochs is not None:
+        samples, remarks = ENDLESS, []
+        if fields["epochs"] is not None:
             samples, remarks = ranks.once(lambda: count_samples(stream))
-            for line in [COUNTED, *remarks]:
-                logger.warning(line)
-        view = open_stream(stream, ranks, seed, plan.target_batch)
-        sampler: GlobalBatchSampler = StreamSampler(**fields, samples=samples, view=view)
-    else:
-        samples, order = epoch_of(workload, seed)
-        sampler = GlobalBatchSampler(**fields, samples=samples, order=order)
-        if ranks.world > 1:
-            digest = None if order is None else order_digest(order)
-            ranks.check_equal({"number of batches": sampler.total, "order of the sampler": digest})
-            names = [f"rank {rank}" for rank in range(ranks.world)]
-            check_same_data(ranks.gather(digest_data(workload.train_data)), names)
+            remarks = [COUNTED, *remarks]
+        for line in remarks:
+            logger.warning(line)
+        view = open_stream(stream, ranks, fields["seed"], plan.target_batch)
+        return StreamSampler(**fields, target_batch=plan.target_batch, samples=samples, view=view)
+    samples, order = epoch_of(workload, fields["seed"])
+    sampler = GlobalBatchSampler(**fields, target_batch=plan.target_batch, samples=samples, order=order)
+    if ranks.world > 1:
+        digest = None if order is None else order_digest(order)
+        ranks.check_equal({"number of batches": sampler.total, "order of the sampler": digest})
+        names = [f"rank {rank}" for rank in range(ranks.world)]
+        check_same_data(ranks.gather(digest_data(workload.train_data)), names)
     return sampler
 
 
 def _not_here(*_: object) -> Any:
     raise AssertionError("the forward passes run in the user's loop")
-
-
-class Steps:
-    """The optimizers of a loop of the user's own, and the steps that they take.
-
-    The first passes over all batches share a train state, and so do the second ones: it knows the items of
-    their loss, and the places of their gradients in the exchange of the ranks.
-
-    Args:
-        optimizers: all of the run.
-        ranks: those that train together.
-        plan: has the type in which the gradients of 16-bit parameters are summed.
-        scaler: the loss scaler; None without one.
-        counts: counts of several terms of the loss that follow from the data; None without.
-    """
-
-    def __init__(
-        self,
-        optimizers: tuple[Optimizer, ...],
-        ranks: Ranks,
-        plan: Plan,
-        scaler: torch.amp.GradScaler | None,
-        counts: CountsAhead | None,
-    ) -> None:
-        for optimizer in optimizers or (None,):
-            if not isinstance(optimizer, Optimizer):
-                raise InputError(
-                    "autobatch.batches(optimizer=…) takes one or several optimizers of torch.optim, found "
-                    f"{kind_of(optimizer)}"
-                )
-            refuse_closure(optimizer)
-        self.ranks, self.counts = ranks, counts
-        self.repeats = True
-        """True to remember the random states of a batch, for further passes over it.
-
-        False once a batch of a loop with one optimizer has had only one pass, as reading them takes long.
-        """
-        self._optimizers = optimizers
-        # A disabled scaler would let gradients pass that are not finite.
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.gradients = Gradients(nn.Module(), optimizers, dtype=plan.gradient_dtype)
-        """Those of all optimizers."""
-        self._random_state: RandomState | None = None
-        self._passes: list[tuple[TrainState, Engine]] = []
-        self._exchange = _begin_exchange(list(_parameters_of(optimizers)), ranks) if ranks.world > 1 else None
-
-    def capture_random_state(self) -> RandomState:
-        """Read the states of all generators."""
-        self._random_state = capture_random_state(self._random_state)
-        return self._random_state
-
-    def of_pass(self, number: int) -> tuple[TrainState, Engine]:
-        """Return the train state and the engine of the passes with this number, from 0."""
-        if number == len(self._passes):
-            parameters = nn.ParameterList(_parameters_of(self._optimizers))
-            train_state = TrainState(
-                model=parameters,
-                loss=_not_here,
-                optimizers=self._optimizers,
-                parameters=list(parameters),
-                device=torch.device("cpu"),
-                precision="fp32",
-                scaler=self._scaler,
-                max_grad_norm=None,
-                gradients=self.gradients,
-                buffers=BufferSnapshot(parameters),
-                exchange=self._exchange,
-            )
-            is_group = isinstance(self.ranks, Group)
-            engine = Replicate(self.ranks, train_state, _not_here) if is_group else Engine()  # type: ignore[arg-type]
-            self._passes.append((train_state, engine))
-        return self._passes[number]
-
-    def choose(self, number: int, optimizers: tuple[Optimizer, ...]) -> tuple[TrainState, Engine]:
-        """Return `of_pass` for some of the optimizers, and free all gradients that these do not read.
-
-        Raises:
-            InputError: an optimizer is not one of the run.
-        """
-        train_state, engine = self.of_pass(number)
-        for optimizer in optimizers:
-            if optimizer not in self._optimizers:
-                raise InputError(
-                    f"batch.step() was given {kind_of(optimizer)} that trains nothing in this run: give all "
-                    "optimizers to autobatch.batches(…, optimizer=[first, second])"
-                )
-        chosen = optimizers or self._optimizers
-        if chosen != train_state.optimizers:
-            train_state.optimizers, train_state.parameters = chosen, list(_parameters_of(chosen))
-        is_all = chosen == self._optimizers
-        train_state.gradients = self.gradients if is_all else self.gradients.taken_by(chosen)
-        self.repeats = len(self._optimizers) > 1 or number > 0
-        return train_state, engine
 
 
 def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[nn.Parameter, None]:
@@ -566,11 +532,11 @@ def _begin_exchange(parameters: list[nn.Parameter], ranks: Ranks) -> Tensor:
     """
     own = [parameter.detach() for parameter in parameters]
     norm = float(norm_of([weight.double() for weight in own])) if own else 0.0
-    found = ranks.gather((len(own), sum(weight.numel() for weight in own), norm))
-    for rank, other in enumerate(found):
-        if other != found[0]:
+    of_ranks = ranks.gather((len(own), sum(weight.numel() for weight in own), norm))
+    for rank, other in enumerate(of_ranks):
+        if other != of_ranks[0]:
             raise InputError(
-                f"the weights of the ranks differ before the first step (norm {found[0][2]:g} on rank 0, "
+                f"the weights of the ranks differ before the first step (norm {of_ranks[0][2]:g} on rank 0, "
                 f"{other[2]:g} on rank {rank}): seed all ranks alike before the model is built, or load "
                 "the same weights"
             )
