@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from autobatch.cli.output import print_error, write_line
@@ -55,20 +54,13 @@ def run_record(arguments: list[str]) -> int:
     if not given.out or not command:
         lacking = "a command after --" if given.out else "--out FILE"
         raise InputError(f"record needs {lacking}: autobatch record --out b8.pickle -- python train.py")
-    written: list[Path] = []
-
-    def wrote(path: Path) -> None:
-        written.append(path)
-        sys.stderr.write(f"autobatch: wrote {path}\n")
-
-    code = record(
+    code, is_written = record(
         command,
         Path(given.out),
         steps=None if given.steps is None else whole_number("--steps", given.steps),
         seconds=None if given.seconds is None else whole_number("--seconds", given.seconds),
-        wrote=wrote,
     )
-    if not written:
+    if not is_written:
         print_error(
             f"{given.out} was not written: the command ended with exit code {code}, and no process of it "
             "used a GPU with torch and came to an end"

@@ -1,14 +1,13 @@
 """Programs that have no `Workload`, run at sizes within a budget.
 
 The program runs as it is, up to its third optimizer step. A recorder comes in by the environment, also into
-processes that it starts (`autobatch.integrations.recorder`). All of its ranks must fit, and the events of the
-one that reserves most count.
+the ranks that a launcher starts (`autobatch.integrations.recorder`). All of them must fit, and the events of
+the one that reserves most count.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shlex
@@ -16,12 +15,14 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO
+
+import msgspec
 
 from autobatch.core.errors import InputError
 from autobatch.core.progress import Progress
@@ -30,7 +31,7 @@ from autobatch.core.units import format_bytes
 from autobatch.device.cuda_allocator import fraction_of
 from autobatch.device.snapshot_file import Recording, read_recordings
 from autobatch.estimates.snapshots import OnPools
-from autobatch.integrations.record import LOOK_SECONDS, recorded
+from autobatch.integrations.record import recorded
 from autobatch.rehearsal.attempt import Outcome
 from autobatch.report.words import plural
 
@@ -43,10 +44,13 @@ PROBED_ACCUMULATION = 2
 """Micro-batches of a rank in a step of a run, of a command that accumulates."""
 MOST_RANKS = 8
 """Number of ranks for which the first run has as many micro-batches, while their number is unknown."""
+LOOK_SECONDS = 0.2
+"""Time between two looks at a program that runs."""
 TAIL_BYTES, TAIL_LINES = 50_000, 3
 """The end of the program's output in which an exception is looked for, and the lines to quote without one."""
-EXCEPTION = re.compile(r"(\[rank\d+\]: )?[A-Za-z_.]+(Error|Exception|Interrupt|Exit)(: .+)?$")
-"""Last line of a traceback; that of torchrun, which tells nothing, ends in a colon."""
+EXCEPTION = re.compile(r"(\[rank\d+\]: )?(?!subprocess\.)[A-Za-z_.]+(Error|Exception|Interrupt|Exit)(: .+)?$")
+"""Last line of a traceback, but for those of launchers: that of torchrun ends in a colon, and those of
+accelerate and DeepSpeed tell of a ``subprocess``."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +80,8 @@ class Command:
 
     def at(self, size: int, steps: int, world: int) -> list[str]:
         """Return the words for a size, and a number of micro-batches of each rank in a step."""
-        values = {OF_ALL_RANKS: steps * world, ACCUMULATION: steps, SIZE: size}
         words = [*self.words]
-        for place, value in values.items():
+        for place, value in {OF_ALL_RANKS: steps * world, ACCUMULATION: steps, SIZE: size}.items():
             words = [word.replace(place, str(value)) for word in words]
         return words
 
@@ -91,10 +94,10 @@ class Command:
         return content.hexdigest()[:16]
 
 
-class Process(NamedTuple):
+class Process(msgspec.Struct):
     """A process of the program that has used a GPU, as the recorder describes it."""
 
-    snapshot: Path
+    snapshot: str
     steps: int
     """Optimizer steps that it took."""
     retries: int
@@ -102,26 +105,32 @@ class Process(NamedTuple):
     peak_allocated_bytes: int
     peak_reserved_bytes: int
 
+    def refusal(self, budget_bytes: int) -> str | None:
+        """Return why it does not fit, in words; None if it does."""
+        held = format_bytes(self.peak_reserved_bytes)
+        if self.retries and self.steps < STEPS:
+            return f"out of memory, after holding {held}"
+        if self.retries:
+            return "the allocator had to empty its cache to find memory"
+        is_over = self.peak_reserved_bytes > budget_bytes
+        return f"the allocator held {held}, over the budget" if is_over else None
+
 
 @dataclass
 class Runner:
-    """Runs of a command at sizes, within a budget.
-
-    Args:
-        command: the command.
-        device: the GPU, and the bytes that the allocator of each process may hold.
-        seconds: time for the steps of a run.
-        log: receives what the program prints.
-        echo: receives it, too.
-        progress: receives each run.
-    """
+    """Runs of a command at sizes, within a budget."""
 
     command: Command
     device: DeviceRecord
+    """The GPU, and the bytes that the allocator of each process may hold."""
     seconds: int
+    """Time for the steps of a run."""
     log: Path
+    """Receives what the program prints."""
     echo: Callable[[bytes], object] | None
+    """Receives it, too."""
     progress: Progress
+    """Receives each run."""
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     """Of the runs, by size."""
     world: int = 0
@@ -138,8 +147,9 @@ class Runner:
             InputError: it cannot be started. No size has fitted, and it takes no such step for another reason
                 than its size. Or the size changes nothing.
         """
-        self.progress.doing(f"running {shlex.join(self.words(size))}")
-        outcome = self._run(size)
+        words = self.command.at(size, PROBED_ACCUMULATION, self.world or MOST_RANKS)
+        self.progress.doing(f"running {shlex.join(words)}")
+        outcome = self._run(size, words)
         self.progress.attempted(outcome.attempt)
         for other, earlier in self.outcomes.items():
             if outcome.trace is not None and outcome.trace == earlier.trace:
@@ -160,25 +170,27 @@ class Runner:
         is_expandable = self.recording is not None and self.recording.is_expandable
         return OnPools(self.device.budget_bytes, pools, expandable=is_expandable, falls=falls)
 
-    def _run(self, size: int) -> Outcome:
-        start, words = time.monotonic(), self.words(size)
+    def _run(self, size: int, words: Sequence[str]) -> Outcome:
+        start, budget = time.monotonic(), self.device.budget_bytes
         with tempfile.TemporaryDirectory(prefix="autobatch-") as folder, self.log.open("ab+") as log:
             printed = log.tell()
-            code = self._execute(words, Path(folder), log)
-            processes = [*_processes(Path(folder))]
+            code = self._execute(words, folder, log)
+            files = [file.read_bytes() for file in sorted(Path(folder).glob("*.json"))]
+            processes = [msgspec.json.decode(file, type=Process) for file in files]
+            processes = [process for process in processes if process.peak_reserved_bytes]
             ranks = [process for process in processes if process.steps]
             attempt = partial(Attempt, micro_batch=size, seconds=time.monotonic() - start)
-            refused = [process for process in processes if self._refusal(process)]
+            refused = [process for process in processes if process.refusal(budget)]
             if refused or (code == 0 and ranks and all(process.steps >= STEPS for process in ranks)):
                 most = max(refused or ranks, key=lambda process: process.peak_reserved_bytes)
-                recording = None if refused else read_recordings(most.snapshot)[0]
+                recording = None if refused else read_recordings(Path(most.snapshot))[0]
                 if recording is not None and size > self.largest:
                     self.recording, self.largest, self.world = recording, size, len(ranks)
                 ran = attempt(
                     fits=not refused,
                     peak_allocated_bytes=most.peak_allocated_bytes,
                     peak_reserved_bytes=most.peak_reserved_bytes,
-                    reason=self._refusal(most),
+                    reason=most.refusal(budget),
                 )
                 return Outcome(ran, None if recording is None else recording.trace)
             error = InputError(
@@ -192,18 +204,14 @@ class Runner:
         )
         return Outcome(failed, None, error=error)  # another size may run
 
-    def words(self, size: int) -> list[str]:
-        """Return the command of a run."""
-        return self.command.at(size, PROBED_ACCUMULATION, self.world or MOST_RANKS)
-
-    def _execute(self, words: Sequence[str], folder: Path, log: BinaryIO) -> int | None:
+    def _execute(self, words: Sequence[str], folder: str, log: BinaryIO) -> int | None:
         """Run words with the recorder, and return their exit code; None if time was over."""
         fraction = fraction_of(self.device.budget_bytes, self.device.total_bytes)
         printed, end = log.tell(), time.monotonic() + self.seconds
         try:
             process = subprocess.Popen(
                 words,
-                env=recorded(str(folder), steps=STEPS, ends=True, fraction=fraction),
+                env=recorded(folder, steps=STEPS, ends=True, fraction=fraction),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -220,44 +228,17 @@ class Runner:
                     self.echo(text)
             return process.returncode
         finally:  # also on Ctrl-C
-            _end(process, str(folder))
-
-    def _refusal(self, process: Process) -> str | None:
-        """Return why a process does not fit, in words; None if it does."""
-        if process.retries and process.steps < STEPS:
-            return f"out of memory, after holding {format_bytes(process.peak_reserved_bytes)}"
-        if process.retries:
-            return "the allocator had to empty its cache to find memory"
-        if process.peak_reserved_bytes > self.device.budget_bytes:
-            return f"the allocator held {format_bytes(process.peak_reserved_bytes)}, over the budget"
-        return None
+            _end(process, folder)
 
     def _ending(self, code: int | None, processes: Sequence[Process]) -> str:
         """Return how a run ended that took too few steps."""
         if code is None:
             return f"took no {STEPS} optimizer steps in {self.seconds} s (--seconds)"
-        ending = f"ended with exit code {code}"
-        if code < 0:
-            ending = f"was ended by {signal.Signals(-code).name}"
+        ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if not processes:
             return f"{ending}, and no process of it allocated memory of a GPU with torch"
         steps = max(process.steps for process in processes)
         return f"{ending} after {plural(steps, 'optimizer step')} of {STEPS}"
-
-
-def _processes(folder: Path) -> Iterator[Process]:
-    """Yield the processes that have allocated memory of a GPU."""
-    for file in sorted(folder.glob("*.json")):
-        facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        device = max(facts["devices"], key=lambda device: device["reserved_bytes.all.peak"])
-        if device["reserved_bytes.all.peak"]:
-            yield Process(
-                snapshot=file.with_suffix(".pickle"),
-                steps=facts["steps"],
-                retries=device["num_alloc_retries"] + device["num_ooms"],
-                peak_allocated_bytes=device["allocated_bytes.all.peak"],
-                peak_reserved_bytes=device["reserved_bytes.all.peak"],
-            )
 
 
 def _last_words(log: BinaryIO, since: int) -> str:

@@ -13,7 +13,7 @@ import msgspec
 
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options
-from autobatch.core.records import Attempt, DeviceRecord, LimitedBy, Plan
+from autobatch.core.records import DeviceRecord, LimitedBy, Plan
 from autobatch.core.units import format_bytes
 from autobatch.device.cuda_allocator import allocator_options
 from autobatch.device.select import open_device
@@ -36,11 +36,9 @@ def describe_gpu(memory_budget: str | int | None) -> DeviceRecord:
     Raises:
         InputError: there is no GPU, or the budget exceeds its memory.
     """
-
-    def describe() -> DeviceRecord:
-        return open_device("cuda", memory_budget=memory_budget, environ=os.environ).describe()
-
-    return run_in_copies([describe])[0]
+    return run_in_copies(
+        [lambda: open_device("cuda", memory_budget=memory_budget, environ=os.environ).describe()]
+    )[0]
 
 
 def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
@@ -86,10 +84,16 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
         known=programs,
     )
     limit, above = found.micro_batch, outcomes.get(found.micro_batch + multiple)
+    if not limit and found.stopped_by == "interrupt":
+        raise KeyboardInterrupt
     if not limit:
-        if found.stopped_by == "interrupt":
-            raise KeyboardInterrupt
-        raise _nothing_fits(device, outcomes[min(outcomes)].attempt)
+        smallest = outcomes[min(outcomes)].attempt
+        raise DoesNotFitError(
+            f"a micro-batch of {smallest.micro_batch} does not fit in the budget of "
+            f"{format_bytes(device.budget_bytes)}: {smallest.reason}. What helps: a larger --memory-budget, "
+            "or flags of the command with which it takes less, such as 16 bits or recomputed activations. "
+            "autobatch record and estimate --snapshot show the lines that take it"
+        )
     if above is not None and above.error is not None:
         progress.note(f"a micro-batch of {limit + multiple:,} does not run: {above.attempt.reason}")
     probe = found.probe(caps, multiple=multiple, saved_on=None if saved is None else saved.date)
@@ -117,12 +121,3 @@ def _equal_plan(runner: Runner, target: int, found: Found, multiple: int) -> Pla
     if note is not None:
         runner.progress.note(note)
     return plan
-
-
-def _nothing_fits(device: DeviceRecord, smallest: Attempt) -> DoesNotFitError:
-    return DoesNotFitError(
-        f"a micro-batch of {smallest.micro_batch} does not fit in the budget of "
-        f"{format_bytes(device.budget_bytes)}: {smallest.reason}. What helps: a larger --memory-budget, or "
-        "flags of the command with which it takes less, such as 16 bits or recomputed activations. autobatch "
-        "record and estimate --snapshot show the lines that take it"
-    )

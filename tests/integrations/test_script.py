@@ -46,7 +46,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(lib))
 
-    def run(*words: str, program: str = PROGRAM, budget: int = 1000, rest: tuple[str, ...] = ("{}",)) -> Ran:
+    def run(
+        *words: str,
+        program: str = PROGRAM,
+        budget: int = 1000,
+        rest: tuple[str, ...] = ("{}",),
+        launcher: tuple[str, ...] = (),
+    ) -> Ran:
         Path("train.py").write_text(program, encoding="utf-8")
         device = DeviceRecord(
             kind="cuda",
@@ -56,7 +62,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
             budget_source="as set",
         )
         monkeypatch.setattr("autobatch.cli.script.describe_gpu", lambda _: device)
-        code = cli.run([*words, "--", sys.executable, "train.py", *rest])
+        code = cli.run([*words, "--", sys.executable, *launcher, "train.py", *rest])
         return Ran(code, *capfd.readouterr())
 
     return run
@@ -129,6 +135,33 @@ if "RANK" not in os.environ:
     assert found["probe"]["micro_batch"] == largest(700)
     assert found["plan"]["world_size"] == 2
     assert found["plan"]["micro_batch"] * found["plan"]["accumulation_steps"] == 48
+
+
+LAUNCHER = """
+import os, subprocess, sys
+
+def start(rank):
+    variables = {**os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+    return subprocess.Popen([sys.executable, *sys.argv[1:]], env=variables, start_new_session=True)
+
+ranks = [start(rank) for rank in "01"]
+for rank in ranks:
+    if rank.wait():
+        raise subprocess.CalledProcessError(rank.returncode, sys.argv[1:])
+"""
+"""Starts ranks as DeepSpeed and accelerate do: in sessions of their own, and with a traceback of its own."""
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_launcher_of_ranks_is_as_good_as_the_program(run, tmp_path, is_broken):
+    (tmp_path / "launch.py").write_text(LAUNCHER, encoding="utf-8")
+    program = "raise ValueError('bad data')" if is_broken else PROGRAM
+    ran = run("probe", "--json", program=program, rest=("{}",), launcher=("launch.py",))
+    if is_broken:
+        assert ran.code == 2
+        assert "ValueError: bad data" in ran.err
+    else:
+        assert ran.json["probe"]["micro_batch"] == largest(1000)
 
 
 def test_the_budget_holds_whatever_the_program_sets(run):

@@ -4,11 +4,12 @@ Python imports a module of this name before a program, if its folder is on ``PYT
 the program starts has it, too. It needs nothing but the program's own torch, and imports nothing before the
 program does.
 
-``AUTOBATCH_RECORDER`` is JSON: ``folder`` for the files; ``steps`` of an optimizer or ``seconds`` after which
-they are written, both None for the end of the program; ``ends`` if the program ends then; ``stacks`` to
-record the lines of Python that allocate; ``at_oom`` to write them when memory runs out; ``fraction`` of each
-GPU that the allocator may hold, None for all. A process that has touched no GPU writes nothing. Each other
-one writes once: ``NAME.pickle``, a snapshot as torch makes them, and then ``NAME.json``.
+``AUTOBATCH_RECORDER`` is JSON with the ``folder`` for the facts of each process, and perhaps: ``out``, the
+file for the snapshot of the first process, beside which those of other ranks are; ``steps`` of an optimizer
+or ``seconds`` after which they are written, otherwise at the end of the program; ``ends`` if the program ends
+then; ``stacks`` to record the lines of Python that allocate; ``fraction`` of each GPU that the allocator may
+hold. They are written in any case when memory runs out. A process that has touched no GPU writes nothing.
+Each other one writes once: a snapshot as torch makes them, and then its facts.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class AfterTorch(importlib.abc.MetaPathFinder):
         if name != "torch":
             return None
         sys.meta_path.remove(self)
-        if self._wanted["fraction"] is not None:
+        if "fraction" in self._wanted:
             limit_memory(self._wanted["fraction"])
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
@@ -84,7 +85,7 @@ def record(wanted: dict[str, Any]) -> None:
         is_main = threading.current_thread() is threading.main_thread()
         earlier = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
         try:
-            dump(wanted["folder"], max(steps.values(), default=0))
+            dump(wanted, max(steps.values(), default=0))
         except Exception as error:  # the program goes on
             sys.stderr.write(f"autobatch: the snapshot of memory was not written: {error}\n")
         finally:
@@ -93,46 +94,63 @@ def record(wanted: dict[str, Any]) -> None:
 
     def count(optimizer: Any, *_: Any) -> None:
         steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
-        if steps[id(optimizer)] == wanted["steps"]:
+        if steps[id(optimizer)] == wanted.get("steps"):
             handle.remove()
             finish(0)
 
     def finish(code: int) -> None:
         write()
-        if wanted["ends"]:
+        if wanted.get("ends"):
             with suppress(Exception):
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
 
     torch.cuda.memory._record_memory_history(
-        context="alloc" if wanted["stacks"] else None, stacks="python", max_entries=MOST_EVENTS
+        context="alloc" if wanted.get("stacks") else None, stacks="python", max_entries=MOST_EVENTS
     )
     handle = register_optimizer_step_post_hook(count)
     atexit.register(write)
-    if wanted["at_oom"]:
-        attach = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]
-        attach(lambda *_: finish(1))
-    if wanted["seconds"]:
+    attach = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]
+    attach(lambda *_: finish(1))
+    if wanted.get("seconds"):
         timer = threading.Timer(wanted["seconds"], write)
         timer.daemon = True
         timer.start()
 
 
-def dump(folder: str, steps: int) -> None:
+def dump(wanted: dict[str, Any], steps: int) -> None:
     """Write the snapshot of this process, and then what it is of, and end the recording."""
     import torch
 
     torch.cuda.synchronize()  # other ranks wait for what this one has begun
-    name = os.path.join(folder, f"rank-{os.environ.get('RANK', '0')}-{os.getpid()}")
-    devices = [torch.cuda.memory_stats(device) for device in range(torch.cuda.device_count())]
-    kept = ("num_ooms", "num_alloc_retries", "allocated_bytes.all.peak", "reserved_bytes.all.peak")
-    facts = {"steps": steps, "devices": [{key: stats.get(key, 0) for key in kept} for stats in devices]}
-    torch.cuda.memory._dump_snapshot(f"{name}.pickle")  # type: ignore[no-untyped-call]
+    rank, process = os.environ.get("RANK", "0"), os.getpid()
+    facts = os.path.join(wanted["folder"], f"rank-{rank}-{process}.json")
+    snapshot = wanted.get("out") or facts.replace(".json", ".pickle")
+    stem, ending = os.path.splitext(snapshot)
+    if "out" in wanted and rank != "0":
+        snapshot = f"{stem}-rank{rank}{ending}"
+    try:
+        os.close(os.open(os.path.join(wanted["folder"], f"{rank}.taken"), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:  # by another process of this rank
+        snapshot = f"{stem}-{process}{ending}"
+    torch.cuda.memory._dump_snapshot(f"{snapshot}.part")  # type: ignore[no-untyped-call]
+    os.replace(f"{snapshot}.part", snapshot)
     torch.cuda.memory._record_memory_history(enabled=None)
-    with open(f"{name}.part", "w", encoding="utf-8") as file:
-        json.dump(facts, file)
-    os.replace(f"{name}.part", f"{name}.json")
+    devices = [torch.cuda.memory_stats(device) for device in range(torch.cuda.device_count())]
+    most = max(devices, key=lambda device: device.get("reserved_bytes.all.peak", 0))
+    content = {
+        "snapshot": snapshot,
+        "steps": steps,
+        "retries": most.get("num_alloc_retries", 0) + most.get("num_ooms", 0),
+        "peak_allocated_bytes": most.get("allocated_bytes.all.peak", 0),
+        "peak_reserved_bytes": most.get("reserved_bytes.all.peak", 0),
+    }
+    with open(f"{facts}.part", "w", encoding="utf-8") as file:
+        json.dump(content, file)
+    os.replace(f"{facts}.part", facts)
+    if "out" in wanted:
+        sys.stderr.write(f"autobatch: wrote {snapshot}\n")
 
 
 def run_next_of_this_name() -> None:
