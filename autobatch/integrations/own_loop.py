@@ -497,12 +497,11 @@ def _sampler_of(workload: Workload, plan: Plan, ranks: Ranks, **fields: Any) -> 
     """
     stream: Any = workload.train_data
     if is_stream(stream):
-        samples, remarks = ENDLESS, []
+        samples = ENDLESS
         if fields["epochs"] is not None:
             samples, remarks = ranks.once(lambda: count_samples(stream))
-            remarks = [COUNTED, *remarks]
-        for line in remarks:
-            logger.warning(line)
+            for line in (COUNTED, *remarks):
+                logger.warning(line)
         view = open_stream(stream, ranks, fields["seed"], plan.target_batch)
         return StreamSampler(**fields, target_batch=plan.target_batch, samples=samples, view=view)
     samples, order = epoch_of(workload, fields["seed"])
