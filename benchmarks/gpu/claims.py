@@ -6,16 +6,12 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from autobatch.core.units import MiB, format_bytes
+from autobatch.core.units import format_bytes
 from benchmarks.gpu.journal import DONE, latest
 
 Found = dict[str, dict[str, Any]]
 """What each unit found, by name."""
 UNKNOWN = "not measured"
-COMMON_POOLS = {"None", "(0, 0)"}
-"""Names of the allocator's own pool in a snapshot."""
-NOTABLE_GROWTH_BYTES = 64 * MiB
-"""Growth outside the allocator from which a probe tells that other processes took memory."""
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -92,31 +88,10 @@ def sessions(found: Found) -> str:
     return f"reserved at the start: {found['facts/sessions']['reserved_bytes']}"
 
 
-def workspaces(found: Found) -> str:
-    """Return the blocks that products keep."""
-    kept = {
-        str(row["kept"]) if row["kept"] else f"none (took {row['taken']})"
-        for row in found["facts/workspaces"].values()
-    }
-    return " or ".join(sorted(kept))
-
-
 def growth(found: Found) -> str:
     """Return what kernels and libraries add outside of the allocator."""
     sizes = list(found["facts/context"].values())
-    grown = sizes[-1] - sizes[0]
-    more = "more" if grown > NOTABLE_GROWTH_BYTES else "less"
-    return f"{format_bytes(sizes[0])}, then {format_bytes(grown)} more ({more} than the notable 64 MiB)"
-
-
-def copies(found: Found) -> str:
-    """Return the longest call of a copy while the GPU is busy, from pageable and from pinned memory."""
-    rows = found["facts/copies"]
-    longest = {
-        kind: max(seconds for name, seconds in rows.items() if name.startswith(kind))
-        for kind in ("pageable", "pinned")
-    }
-    return ", ".join(f"{kind}: {1000 * seconds:.1f} ms" for kind, seconds in longest.items())
+    return f"{format_bytes(sizes[0])}, then {format_bytes(sizes[-1] - sizes[0])} more"
 
 
 def loop(found: Found) -> str:
@@ -125,33 +100,12 @@ def loop(found: Found) -> str:
     return ", ".join(f"{row['workload']} {row['ratio']:.3f}" for row in rows)
 
 
-def compiled(found: Found) -> str:
-    """Return the speed of compiled steps over plain ones, and by how much their losses differ."""
-    row = found["speed/compiled"]
-    said = []
-    for mode in sorted(row.keys() - {"off"}):
-        if isinstance(row[mode], str):
-            said.append(f"{mode}: {row[mode].splitlines()[0]}")
-            continue
-        pairs = zip(row["off"]["losses"], row[mode]["losses"], strict=True)
-        apart = max(abs(one - other) / max(abs(one), 1e-9) for one, other in pairs)
-        speed = row["off"]["seconds"] / row[mode]["seconds"]
-        said.append(f"{mode}: {speed:.2f} times as fast, losses within {apart:.1e}")
-    return "; ".join(said) or UNKNOWN
-
-
 def commands(found: Found) -> str:
     """Return exit codes and seconds of the demo."""
     row = found["fit/demo"]
     return ", ".join(
         f"{name}: exit {row[name]['exit']}, {row[name]['seconds']} s" for name in ("first", "second")
     )
-
-
-def other_processes(found: Found) -> str:
-    """Return whether the demo tells of other processes."""
-    said = " ".join(found["fit/demo"]["first"]["said"])
-    return "a note tells of other processes" if "other processes" in said else "no note"
 
 
 def resume(found: Found) -> str:
@@ -164,13 +118,6 @@ def resume(found: Found) -> str:
     if not row["repeatable"]:
         return "other weights, as of two uninterrupted runs: the kernels are not deterministic"
     return f"other weights: exits {row['exits']}"
-
-
-def pools(found: Found) -> str:
-    """Return whether the memory of a CUDA graph is told from other memory."""
-    row = found["facts/pools"]
-    where = " and ".join(kind for kind in ("entries", "segments") if set(row[kind]) - COMMON_POOLS)
-    return f"{'yes' if row['is_refused'] else 'no'}, its pool is named in {where or 'nothing'}"
 
 
 def tests(found: Found) -> str:
@@ -214,14 +161,9 @@ CLAIMS: dict[str, Callable[[Found], str]] = {
     "events are the same in equal runs, and straight lines over the micro-batch": alike,
     "the budget is never exceeded, and can be filled": cap,
     "sessions start from nothing": sessions,
-    "cuBLAS keeps two workspaces of 32 MiB (9.0 and later, until torch 2.14)": workspaces,
     "what grows outside the allocator stays within the headroom": growth,
-    "copies do not wait for the GPU": copies,
     "the loop costs at most 5 % over one written by hand": loop,
-    "compiled steps and CUDA graphs train batches of several micro-batches alike": compiled,
-    "the memory of a CUDA graph is told from other memory": pools,
     "the demo runs, and the saved limit answers the second time": commands,
-    "other processes are only told of where there are some": other_processes,
     "a resumed run has the same weights, bit for bit": resume,
     "the tests for a GPU pass": tests,
     "tuning gains over the largest micro-batch": gain,

@@ -19,8 +19,6 @@ NAME = "cuda:0"
 GPU = torch.device(NAME)
 HEADROOM_BYTES = 2 * GiB
 """Free memory above a budget, because the context grows and other processes may start."""
-BUSY_CYCLES = 400_000_000
-"""About 0.2 seconds of a GPU at 2 GHz."""
 ON_STUB = "STUB_GPU_STATE" in os.environ
 """Whether this is a rehearsal on the stub of `tests.stub_gpu`, on which losses are garbage."""
 Entries = Callable[[], list[dict[str, Any]]]

@@ -28,7 +28,6 @@ def units_of(out: Path) -> list[Unit]:
         Unit("fit/demo", 60, commands.demo),
         Unit("speed/loop mlp", 30, lambda: speed.loop("mlp", 256, 40)),
         Unit("fit/resume", 60, lambda: commands.resume(60)),
-        Unit("speed/compiled", 60, lambda: speed.compiled("mlp", 256)),
         Unit("fit/doctor", 8, commands.doctor),
         Unit("speed/loop gpt", 60, lambda: speed.loop("gpt", 32, 20)),
         Unit("facts/traces residual", 30, lambda: recordings.traces("residual", out)),

@@ -1,4 +1,4 @@
-"""The speed of training on a GPU: against a loop written by hand, compiled, and tuned."""
+"""The speed of training on a GPU: against a loop written by hand, and tuned."""
 
 from __future__ import annotations
 
@@ -14,18 +14,11 @@ from torch.utils.data import default_collate
 
 import autobatch
 from autobatch import Progress, StepRecord, Workload
-from autobatch.core.knobs import COMPILE, COMPILE_MODES
-from autobatch.core.units import GiB
-from autobatch.step.apply_knobs import free_graphs
-from autobatch.step.train_state import StepSettings, build_train_state
-from autobatch.step.train_step import train_step
-from benchmarks.gpu.device import GPU, NAME, empty, open_gpu
+from benchmarks.gpu.device import GPU, NAME, empty
 from benchmarks.gpu.workloads import CASES
 
 ACCUMULATION = 4
 WARM = 3
-STEPS, MICRO_BATCHES = 6, 3
-"""The first steps compile and record; three micro-batches have to share their gradients."""
 
 
 class Seconds(Progress):
@@ -101,37 +94,6 @@ def timed(step: Callable[[], object], rounds: int) -> list[float]:
         torch.cuda.synchronize(GPU)
         seconds.append(time.perf_counter() - start)
     return seconds[WARM:]
-
-
-def compiled(name: str, size: int) -> dict[str, Any]:
-    """Return the losses, the seconds of the last step and the memory of each mode of the compiler."""
-    found: dict[str, Any] = {}
-    for mode in COMPILE_MODES:
-        try:
-            found[mode] = compiled_steps(name, size, mode)
-        except Exception as error:  # the other modes are measured
-            found[mode] = f"{type(error).__name__}: {error}"[:500]
-        free_graphs()
-        empty()
-    return found
-
-
-def compiled_steps(name: str, size: int, mode: str) -> dict[str, Any]:
-    """Train a few steps, always on the same samples."""
-    work = CASES[name].make()
-    batch = [tensor.to(GPU) for tensor in default_collate([work.train_data[i] for i in range(size)])]
-    losses, seconds = [], 0.0
-    with open_gpu(64 * GiB).training():
-        torch.manual_seed(0)
-        settings = StepSettings(precision="fp32", knobs={COMPILE: mode})
-        state = build_train_state(work, work.model().to(GPU), GPU, settings, learning_rate=work.learning_rate)
-        for _ in range(STEPS):
-            torch.cuda.synchronize(GPU)
-            start = time.perf_counter()
-            losses.append(train_step(state, [(batch, size)] * MICRO_BATCHES, MICRO_BATCHES * size).loss)
-            torch.cuda.synchronize(GPU)
-            seconds = time.perf_counter() - start
-    return {"losses": losses, "seconds": seconds, "reserved_bytes": torch.cuda.memory_reserved(GPU)}
 
 
 def tuned(name: str, target: int, trials: int, seconds: float) -> dict[str, Any]:
