@@ -63,9 +63,6 @@ class ChildCrashed(AutobatchError, RuntimeError):  # noqa: N818 - named like Pro
 class ThisProcess:
     """A setup that is open in this process."""
 
-    is_replaceable = False
-    """False: there is no child."""
-
     def __init__(self, setup: Setup) -> None:
         from autobatch.rehearsal.setup import describe_setup
 
@@ -79,8 +76,9 @@ class ThisProcess:
         del act
         return function(self.setup, *args, **more)
 
-    def restart(self) -> None:
-        """Do nothing: there is no child."""
+    def restart(self) -> bool:
+        """Return False: no child takes the place of another one here."""
+        return False
 
 
 class ChildProcess:
@@ -93,8 +91,6 @@ class ChildProcess:
 
     info: SetupInfo
     """Description of the setup that is open."""
-    is_replaceable = True
-    """True: a new child takes the place of one that crashed, or lost its GPU context."""
 
     def __init__(self, *, is_copy: bool = False, oom_kills: Callable[[], int] = count_oom_kills) -> None:
         self._is_copy, self._oom_kills = is_copy, oom_kills
@@ -146,12 +142,13 @@ class ChildProcess:
         self._calls += 1
         return cast(T, self._answer((self._calls, function, args, more), f"during {act}"))
 
-    def restart(self) -> None:
-        """Open the workload in a new child, in place of this one."""
+    def restart(self) -> bool:
+        """Open the workload in a new child, in place of this one, and return True."""
         assert self._opened is not None
         self._close(patience=0.0)
         self._start()
         self.open(*self._opened)
+        return True
 
     def _start(self) -> None:
         """Start a process that waits for a workload; later ones are no copies."""

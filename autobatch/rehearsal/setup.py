@@ -154,8 +154,11 @@ def open_setup(
     with preserved_random_state():
         seed_everything(asked.seed)
         with memory_named("the model was built"):
-            model, layout = _build(workload, role)
-    sharding = None
+            if role.shard is None:
+                model = build_model(workload)
+            else:
+                model = build_shared_model(workload, builds=role.holds_model and role.trains)
+    layout, sharding = role.shard, None
     if layout is not None and not role.trains:
         # Importing FSDP takes a second, which a run without it saves.
         from autobatch.distributed.sharding.build import sharding_alone
@@ -177,13 +180,6 @@ def open_setup(
         sharding=sharding,
         layout=layout,
     )
-
-
-def _build(workload: Workload, role: Role) -> tuple[nn.Module, ShardLayout | None]:
-    """Build the model, and find what ranks gather and reduce of it if they share it."""
-    if role.shard is None:
-        return build_model(workload), None
-    return build_shared_model(workload, builds=role.holds_model and role.trains), role.shard
 
 
 def build_model(workload: Workload) -> nn.Module:
@@ -328,8 +324,6 @@ def describe_setup(setup: Setup) -> SetupInfo:
             *setup.worst_case.notes,
             *whole_batch_notes(workload, setup.whole_batch),
             *gradient_sum_notes(setup.model, setup.gradient_dtype),
-            *placement_notes(setup.model),
-            *emulation_notes(setup.precision, setup.device.compute_capability),
         ],
     )
 
@@ -365,29 +359,6 @@ def whole_batch_notes(workload: Workload, whole_batch: int | None) -> list[str]:
     return [
         "the loss sees all samples of an optimizer step, assumed to be two micro-batches here: a larger "
         "batch takes more memory. Give --target-batch to plan, tune, fit or estimate"
-    ]
-
-
-def placement_notes(model: nn.Module) -> list[str]:
-    """Return a note if the model was built on a GPU, where attempts hold a copy beside it."""
-    parameters = [one for one in model.parameters() if one.device.type not in ("cpu", "meta")]
-    if not parameters:
-        return []
-    size = format_bytes(sum(one.numel() * one.element_size() for one in parameters))
-    return [
-        f"the model was built on {parameters[0].device}, where each attempt holds a copy of its {size} "
-        "beside it, so that fewer samples fit: build it on the CPU, and it is moved once"
-    ]
-
-
-def emulation_notes(precision: Precision, compute_capability: tuple[int, int] | None) -> list[str]:
-    """Return a note if a GPU is older than the first that computes in bf16 (8.0), and emulates it."""
-    if precision != "bf16" or compute_capability is None or compute_capability >= (8, 0):
-        return []
-    capability = ".".join(map(str, compute_capability))
-    return [
-        f"a GPU of compute capability {capability} emulates bf16, which is slower than fp32: --precision "
-        "fp16 is fast from 7.0 on"
     ]
 
 

@@ -55,8 +55,7 @@ def _run(process: SetupProcess, micro_batch: int) -> Outcome:
     traceback.clear_frames(failure.__traceback__)
     is_killed = isinstance(failure, ChildCrashed) and failure.out_of_memory
     is_lost = isinstance(failure, ChildCrashed) or loses_context(failure)
-    if is_lost:
-        process.restart()
+    is_end = is_lost and not process.restart()
     by_host = "the host ran out of memory and ended the child process"
     failed = Attempt(
         micro_batch=micro_batch,
@@ -67,7 +66,6 @@ def _run(process: SetupProcess, micro_batch: int) -> Outcome:
         reason=by_host if is_killed else error_text(failure, first_line=True),
         is_error=not is_killed,
     )
-    is_end = is_lost and not process.is_replaceable
     return Outcome(failed, None, is_context_lost=is_end, error=None if is_killed else failure)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +18,7 @@ from autobatch.rehearsal.setup import (
     Setup,
     check_whole,
     describe_setup,
-    emulation_notes,
     open_setup,
-    placement_notes,
     with_knobs,
 )
 from tests.support.probes import WIDTH, amsgrad, classify, mlp, vectors, work
@@ -132,21 +129,3 @@ def test_ranks_that_share_a_model_refuse_a_loss_over_the_batch_before_a_probe() 
     with pytest.raises(InputError, match="a WholeBatchLoss runs two passes over a batch, and ranks that sh"):
         opened(contrastive, Role(world=2, shard=ShardLayout(world=2)))
     assert opened(contrastive, Role(world=2)).world == 2
-
-
-def test_a_model_that_was_built_on_a_gpu_is_noted() -> None:
-    model = nn.Linear(1024, 256, bias=False)
-    assert placement_notes(model) == placement_notes(model.to("meta")) == []
-    on_gpu = SimpleNamespace(device=torch.device("cuda", 1), numel=lambda: 1 << 20, element_size=lambda: 4)
-    (note,) = placement_notes(SimpleNamespace(parameters=lambda: iter([on_gpu])))
-    assert "built on cuda:1, where each attempt holds a copy of its 4.00 MiB" in note
-
-
-@pytest.mark.parametrize(
-    ("precision", "capability", "noted"),
-    [("bf16", (7, 5), True), ("bf16", (8, 0), False), ("fp16", (7, 5), False), ("bf16", None, False)],
-)
-def test_bf16_is_emulated_before_8_0(precision: Any, capability: tuple[int, int] | None, noted: bool) -> None:
-    """torch runs it there without a word (``is_bf16_supported`` counts emulation)."""
-    notes = emulation_notes(precision, capability)
-    assert [note.startswith("a GPU of compute capability 7.") for note in notes] == [True] * noted

@@ -40,8 +40,9 @@ class Process:
     def call(self, act: str, function: Callable[..., Any], *arguments: Any) -> Any:
         return self.answer(*arguments)
 
-    def restart(self) -> None:
+    def restart(self) -> bool:
         self.restarts += 1
+        return self.is_replaceable
 
 
 def failing(error: Exception, first: int = 0) -> Callable[[int], Outcome]:
