@@ -73,7 +73,7 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
         "budget_bytes": device.budget_bytes,
         "allocator": allocator_options(os.environ) or None,
     }
-    saved, programs = recall(key, home, may_vary=options.device.memory_budget is None)
+    saved = recall(key, home, may_vary=options.device.memory_budget is None)
     found = find_largest(
         runner.run,
         cap=cap,
@@ -81,7 +81,7 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
         falling=partial(runner.new_allocator, falls=True),
         multiple=multiple,
         guess=None if saved is None else saved.micro_batch,
-        known=programs,
+        known=() if saved is None else saved.programs(),
     )
     limit, above = found.micro_batch, outcomes.get(found.micro_batch + multiple)
     if not limit and found.stopped_by == "interrupt":
@@ -101,7 +101,7 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
     attempts = [outcome.attempt for outcome in outcomes.values()]  # with those of the plan
     oom_count = sum(not (attempt.fits or attempt.is_error) for attempt in attempts)
     probe = msgspec.structs.replace(probe, attempts=attempts, oom_count=oom_count)
-    file = keep(probe, found.programs, key, cap=cap, home=home, progress=progress)
+    file = keep(probe, found.programs, key, home=home, progress=progress)
     return Result(device=device, probe=probe, plan=plan, profile=file)
 
 

@@ -84,8 +84,7 @@ def find_limit(
     caps = {name: size for name, size in most.items() if size is not None}
     limit = _search(process, options, caps, home, progress)
     progress.probed(limit.probe)
-    cap = min(caps.values())
-    file = keep(limit.probe, limit.programs, key, cap=cap, home=home, progress=progress)
+    file = keep(limit.probe, limit.programs, key, home=home, progress=progress)
     probe = survive_real_batches(process, limit.probe, share, options.device.seed, progress)
     limit = limit._replace(probe=probe, file=file, planned=probe.micro_batch)
     is_alone = key["world_size"] in (None, 1)
@@ -159,7 +158,7 @@ def _search(
 ) -> Limit:
     """Search by runs, from the saved limit if there is one."""
     info, multiple, cap = process.info, options.search.micro_batch_multiple, min(caps.values())
-    saved, programs = recall(info.key, home, may_vary=options.device.memory_budget is None)
+    saved = recall(info.key, home, may_vary=options.device.memory_budget is None)
     guess = None if saved is None or saved.micro_batch < multiple else saved.micro_batch
     progress.doing("looking for what fits")
     tried: dict[int, Outcome] = {}
@@ -178,7 +177,7 @@ def _search(
             falling=partial(new_allocator, info, falls=True) if is_order_unknown else None,
             multiple=multiple,
             guess=guess,
-            known=programs,
+            known=() if saved is None else saved.programs(),
             # An error of a large model costs a whole run.
             first=FIRST // 2 if is_large else FIRST,
         )

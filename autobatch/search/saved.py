@@ -1,8 +1,7 @@
 """Limits that were found on this machine, by everything that changes them, with the programs of their steps.
 
-One JSON file per key, under ``profiles/<device>/limits`` of the data directory, and beside it the programs.
-A file that cannot be used is ignored with a logged reason and left alone: a newer autobatch may have written
-it.
+One JSON file per key, under ``profiles/<device>/limits`` of the data directory. A file that cannot be used is
+ignored with a logged reason and left alone: a newer autobatch may have written it.
 
 A later probe runs the saved limit first. A run that agrees with the saved programs to the byte ends the
 search; otherwise both are only a guess.
@@ -14,54 +13,55 @@ import datetime
 import hashlib
 import logging
 import re
+import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from autobatch.core.errors import InputError
-from autobatch.core.files import UNREADABLE, read_json, write_atomic
+from autobatch.core.files import UNREADABLE, read_json
 from autobatch.core.progress import Progress
-from autobatch.core.records import LimitedBy, Probe, UpperBoundBy
+from autobatch.core.records import Probe
 from autobatch.core.text import printable
 from autobatch.core.version import __version__
 from autobatch.device.profiles import save_or_explain
 from autobatch.footprint.program import Program
 from autobatch.rehearsal.setup import KeyValue
 
-SCHEMA = 3
-SUFFIX = ".programs"
-"""Ending of the file with the programs of a limit."""
+SCHEMA = 4
 CLOSE_BUDGETS = 0.05
 """Share within which two budgets that follow free memory count as the same."""
 
 _LOG = logging.getLogger(__name__)
-Positive = Annotated[int, msgspec.Meta(gt=0, le=2**63 - 1)]
 
 
 class SavedLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The largest micro-batch of a workload on a device, as it was found."""
 
     schema: int = SCHEMA
+    autobatch: str = __version__
+    """The version that wrote it. Another one may record other events."""
     key: dict[str, KeyValue]
     """Everything that changes the answer, by name; ``workload`` names the workload."""
-    micro_batch: Positive
-    limited_by: LimitedBy
-    upper_bound_by: UpperBoundBy
-    multiple: Positive = 1
-    """Micro-batches are multiples of it."""
-    cap: Positive | None = None
-    """Cap of the search in samples; None if there was none."""
+    micro_batch: Annotated[int, msgspec.Meta(gt=0, le=2**63 - 1)]
     date: str
     """ISO date on which it was found."""
+    packed: bytes = b""
+    """The programs of its steps; see `SavedLimit.programs`."""
+
+    def programs(self) -> tuple[Program, ...]:
+        """Return the programs; none if they are unreadable, or of another version."""
+        try:
+            packed = zlib.decompress(self.packed) if self.autobatch == __version__ else b""
+            return msgspec.msgpack.decode(packed, type=tuple[Program, ...])
+        except (zlib.error, *UNREADABLE):
+            return ()
 
 
-def recall(
-    key: Mapping[str, KeyValue], home: Path, *, may_vary: bool = False
-) -> tuple[SavedLimit | None, tuple[Program, ...]]:
-    """Return the saved limit of a key and its programs; None and no programs if there is none.
+def recall(key: Mapping[str, KeyValue], home: Path, *, may_vary: bool = False) -> SavedLimit | None:
+    """Return the saved limit of a key; None if there is none.
 
     Args:
         key: everything that changes the answer.
@@ -70,13 +70,11 @@ def recall(
     """
     file = path_of(key, home)
     limit = _read(file)
-    if limit is not None and _known(limit.key) != _known(key):
-        limit = None
-    if limit is None and may_vary:
-        files = sorted(file.parent.glob("*.json"))
-        near = [(saved, other) for other in files if (saved := _read(other)) and _is_near(saved.key, key)]
-        limit, file = max(near, key=lambda pair: pair[0].date, default=(None, file))
-    return limit, () if limit is None else _programs(file)
+    if limit is not None and _known(limit.key) == _known(key):
+        return limit
+    others = map(_read, sorted(file.parent.glob("*.json")) if may_vary else ())
+    near = (other for other in others if other is not None and _is_near(other.key, key))
+    return max(near, key=lambda other: other.date, default=None)
 
 
 def keep(
@@ -84,7 +82,6 @@ def keep(
     programs: tuple[Program, ...],
     key: Mapping[str, KeyValue],
     *,
-    cap: int,
     home: Path,
     progress: Progress,
 ) -> Path | None:
@@ -101,23 +98,15 @@ def keep(
     limit = SavedLimit(
         key=dict(key),
         micro_batch=probe.micro_batch,
-        limited_by=probe.limited_by,
-        upper_bound_by=probe.upper_bound_by,
-        multiple=probe.multiple,
-        cap=cap,
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        packed=zlib.compress(msgspec.msgpack.encode(programs)) if programs else b"",
     )
     content = msgspec.json.format(msgspec.json.encode(limit, order="deterministic"))
     try:
-        file = save_or_explain(path_of(key, home), content + b"\n")
+        return save_or_explain(path_of(key, home), content + b"\n")
     except InputError as error:
         progress.note(f"the limit was not saved: {error}")
         return None
-    if programs:
-        with suppress(OSError, InputError):
-            saved = _Programs(__version__, programs)
-            write_atomic(file.with_suffix(SUFFIX), msgspec.msgpack.encode(saved))
-    return file
 
 
 def path_of(key: Mapping[str, KeyValue], home: Path) -> Path:
@@ -154,19 +143,3 @@ def _read(file: Path) -> SavedLimit | None:
         reason = f"schema {limit.schema}, this autobatch reads {SCHEMA}"
     _LOG.warning("%s", printable(f"the saved limit {file} is ignored: {reason}"))
     return None
-
-
-class _Programs(msgspec.Struct, frozen=True, array_like=True):
-    """Programs with the version that wrote them; another version may record other events."""
-
-    autobatch: str
-    programs: tuple[Program, ...]
-
-
-def _programs(limit: Path) -> tuple[Program, ...]:
-    """Return the programs that were saved with a limit; none if they are unreadable or of another version."""
-    try:
-        saved = msgspec.msgpack.decode(limit.with_suffix(SUFFIX).read_bytes(), type=_Programs)
-    except (OSError, *UNREADABLE):
-        return ()
-    return saved.programs if saved.autobatch == __version__ else ()
