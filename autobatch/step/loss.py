@@ -10,7 +10,8 @@ are summed in one place, so these divisors must be known before the first backwa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -212,6 +213,14 @@ class CountsAhead:
     def begin(self) -> None:
         """Forget the counts of the batch before."""
         self._sums = {}
+
+    def ahead(self, fetched: Iterable[tuple[Collated, int]]) -> Iterator[tuple[Collated, int]]:
+        """Add the counts of all micro-batches on the host, then yield them and hold none."""
+        kept = deque(fetched)
+        for place in range(len(kept)):
+            self.add(kept[place][0])
+        while kept:
+            yield kept.popleft()
 
     def add(self, batch: Collated) -> None:
         """Add the counts of a collated micro-batch on the host.

@@ -86,13 +86,8 @@ class TrainState:
 
     def feed(self, fetched: Iterable[tuple[Collated, int]], meter: Meter) -> Iterable[tuple[Collated, int]]:
         """Move the micro-batches of a batch to the device, as often as the loss needs; see `nested.feed`."""
-        return feed(
-            fetched,
-            self.device,
-            meter,
-            twice=lambda: isinstance(self.loss, WholeBatchLoss) or self.counts is not None,
-            look=None if self.counts is None else self.counts.add,
-        )
+        counted = fetched if self.counts is None else self.counts.ahead(fetched)
+        return feed(counted, self.device, meter, twice=isinstance(self.loss, WholeBatchLoss))
 
     def call(self, function: Callable[[nn.Module, Collated], T], batch: Collated) -> T:
         """Call a function of the model and a micro-batch; see `SharedModel.run`."""

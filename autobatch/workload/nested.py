@@ -6,7 +6,6 @@ They are looked through, moved to the device, cut along dimension 0, and concate
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from itertools import starmap
@@ -139,18 +138,6 @@ def _rebuilt(value: Any, children: list[Any]) -> Any:
 # Samples of a batch, along dimension 0
 
 
-def signature(value: Any) -> Any:
-    """Return what must be equal for batches to be concatenated: all but the number of samples."""
-    if isinstance(value, Tensor):
-        return value.shape[1:], value.dtype, value.device
-    if is_column(value):
-        return type(value)
-    if isinstance(value, Mapping | list | tuple):
-        names = list(value) if isinstance(value, Mapping) else []
-        return type(value), names, [signature(one) for one in children_of(value)]
-    return value
-
-
 def is_column(value: Any) -> bool:
     """Check for a list with a plain value per sample, for example names."""
     return type(value) in (list, tuple) and bool(value) and all(isinstance(one, PLAIN) for one in value)
@@ -215,58 +202,35 @@ def cut(value: Any, part: slice) -> Any:
     return _rebuilt(value, [cut(one, part) for one in children_of(value)])
 
 
-def concatenate(values: list[Any]) -> Any:
-    """Concatenate collated batches of one signature along dimension 0."""
-    first = values[0]
-    if isinstance(first, Tensor):
-        return torch.cat(values)
-    if is_column(first):
-        return type(first)(itertools.chain.from_iterable(values))
-    return _rebuilt(first, [concatenate(list(same)) for same in zip(*map(children_of, values), strict=True)])
-
-
 # On their way to the device
 
 
 def feed(
-    fetched: Iterable[tuple[Collated, int]],
-    device: torch.device,
-    meter: Meter,
-    *,
-    twice: Callable[[], bool] = lambda: False,
-    look: Callable[[Collated], object] | None = None,
+    fetched: Iterable[tuple[Collated, int]], device: torch.device, meter: Meter, *, twice: bool = False
 ) -> Iterable[tuple[Collated, int]]:
-    """Move micro-batches to the device, one at a time, and hold none of them.
+    """Move micro-batches to the device, one at a time, and hold none of them there.
 
     Args:
         fetched: each micro-batch on the host, with its number of samples.
         device: to move them to.
         meter: counts each micro-batch on the device, and nothing that is made on the host.
-        twice: returns whether a second iteration may follow; asked before each micro-batch, and once False
-            it stays so.
-        look: called with each micro-batch on the host before the first one is moved, if ``twice``.
+        twice: keep them on the host, for a second iteration.
     """
 
     def place(batch: Collated) -> Collated:
         with meter.uncounted():
             # A second pass needs a copy of its own, even if the device is the host.
-            is_copied = twice() and device.type == "cpu"
+            is_copied = twice and device.type == "cpu"
             there = map_tensors(batch, Tensor.clone) if is_copied else to_device(batch, device)
         meter.count(tensors_of(there))
         return there
 
-    def look_at(batch: Collated) -> None:
-        with meter.uncounted():
-            look(batch)  # type: ignore[misc]
-
-    if not twice() and device.type == "cpu" and type(meter) is SilentMeter:
+    if not twice and device.type == "cpu" and type(meter) is SilentMeter:
         # Nothing to move and nothing to count.
         return fetched
     # No generators, because their frames would hold each micro-batch until the next one is there.
     source = iter(partial(_next_uncounted, iter(fetched), meter), None)
-    if twice():
-        return Twice(source, place, twice, None if look is None else look_at)
-    return starmap(lambda batch, size: (place(batch), size), source)
+    return Twice(source, place) if twice else starmap(lambda batch, size: (place(batch), size), source)
 
 
 def _next_uncounted(fetched: Iterator[tuple[Collated, int]], meter: Meter) -> tuple[Collated, int] | None:
@@ -285,10 +249,9 @@ class HeldMicroBatches:
     """
 
     def __init__(self, placed: Iterable[tuple[Collated, int]]) -> None:
-        self._placed = placed
+        self._left = iter(placed)
 
     def __iter__(self) -> Iterator[tuple[Collated, int]]:
-        self._left = iter(self._placed)
         return self
 
     def __next__(self) -> tuple[Collated, int]:
@@ -317,38 +280,19 @@ class Twice:
     Args:
         fetched: each micro-batch on the host, with its number of samples.
         place: copies a micro-batch to the device.
-        is_needed: returns False once no second iteration will follow; then nothing is kept any more.
-        look: called with each micro-batch before the first one is moved; None to move each as it is fetched.
     """
 
     def __init__(
-        self,
-        fetched: Iterable[tuple[Collated, int]],
-        place: Callable[[Collated], Collated],
-        is_needed: Callable[[], bool] = lambda: True,
-        look: Callable[[Collated], object] | None = None,
+        self, fetched: Iterable[tuple[Collated, int]], place: Callable[[Collated], Collated]
     ) -> None:
         self._fetched = iter(fetched)
         self._place = place
-        self._is_needed = is_needed
-        self._look = look
         self._kept: list[tuple[Collated, int]] = []
 
     def __iter__(self) -> Iterator[tuple[Collated, int]]:
-        """Yield micro-batches on the device: fetch and keep them the first time, then use the kept ones."""
-        if self._look is not None and not self._kept:
-            self._kept.extend(self._fetched)
-            for batch, _ in self._kept:
-                self._look(batch)
-        for batch, size in self._kept:
+        """Yield micro-batches on the device: those that are kept, then those that are fetched and kept."""
+        for batch, size in self._kept[:]:
             yield self._place(batch), size
-        for number in itertools.count(len(self._kept)):
-            if not self._is_needed():
-                break
-            self._kept.extend(itertools.islice(self._fetched, 1))
-            if number == len(self._kept):
-                return
-            yield self._place(self._kept[-1][0]), self._kept[-1][1]
-        # From here on nothing holds a micro-batch, not even this frame.
-        self._kept.clear()
-        yield from starmap(lambda batch, size: (self._place(batch), size), self._fetched)
+        for batch, size in self._fetched:
+            self._kept.append((batch, size))
+            yield self._place(batch), size
