@@ -38,8 +38,7 @@ from autobatch.training.loop import LEAST_LOSS_SCALE
 from autobatch.workload.contract import LossValue, WholeBatchLoss, Workload, is_stream, kind_of
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.data_digest import check_same_data, digest_data
-from autobatch.workload.feed import feed_of_run
-from autobatch.workload.loader import Feed
+from autobatch.workload.feed import Feed, open_feed
 from autobatch.workload.nested import form_of
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, epoch_of, order_digest
 from autobatch.workload.reference import WorkloadSource, find_workload
@@ -454,7 +453,7 @@ def batches(
     workers = int(plan.knobs.get(LOADER_WORKERS) or found.loading.workers or 0)
     is_pinned = workers and found.loading.pin_memory and torch.cuda.is_available()
     gpu = torch.device("cuda", torch.cuda.current_device()) if is_pinned else None
-    return Batches(run, sampler, start, feed_of_run(found, sampler, split, workers=workers, gpu=gpu))
+    return Batches(run, sampler, start, open_feed(found, sampler, split, workers=workers, gpu=gpu))
 
 
 def _check(plan: Plan, scaler: object, optimizers: Sequence[object], numbers: Mapping[str, Any]) -> None:

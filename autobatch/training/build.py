@@ -25,8 +25,7 @@ from autobatch.training.loop import Loop
 from autobatch.training.validation import check_validation
 from autobatch.workload.contract import Collated, Loading, Workload, kind_of, schedule_arguments
 from autobatch.workload.data import load_micro_batch
-from autobatch.workload.feed import feed_of_run
-from autobatch.workload.loader import gpu_of
+from autobatch.workload.feed import gpu_of, open_feed
 from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler, Order
 from autobatch.workload.rng import seed_everything, seed_rank
@@ -95,7 +94,7 @@ def open_loop(
     if isinstance(sampler, StreamSampler):
         # The setup has the first samples of the stream only.
         workload = replace(workload, train_data=sampler.view)
-    feeding = feed_of_run(
+    feeding = open_feed(
         workload,
         sampler,
         split,

@@ -42,7 +42,7 @@ from autobatch.step.loss import StepTotals
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
-from autobatch.workload.loader import Feed
+from autobatch.workload.feed import Feed
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.rng import RandomState, capture_random_state, restore_random_state
 from autobatch.workload.split import MicroBatchIds, Split

@@ -12,7 +12,7 @@ from autobatch.device.host import usable_cores
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.step.optimizers import stand_in_optimizers
-from autobatch.workload.loader import why_not_sent
+from autobatch.workload.feed import why_not_sent
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.rng import preserved_random_state
 

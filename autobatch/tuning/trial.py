@@ -37,7 +37,7 @@ from autobatch.step.whole_batch import batch_samples
 from autobatch.tuning.compare import Measurement
 from autobatch.tuning.space import changes
 from autobatch.workload.contract import Workload
-from autobatch.workload.loader import AHEAD, gpu_of, open_feed
+from autobatch.workload.feed import AHEAD, gpu_of, open_feed
 from autobatch.workload.order import GlobalBatchSampler, epoch_of
 from autobatch.workload.split import Split
 
@@ -210,11 +210,11 @@ def time_steps(setup: Setup, sizes: list[int], seconds: float) -> tuple[float, f
     least = max(LEAST_STEPS, 2 * workers // in_a_step)
 
     def timed() -> Generator[Batch, None, None]:
-        drawn = draw(setup.workload, size * in_a_step).batches
+        drawn = draw(setup.workload, size * in_a_step)
         gpu = gpu_of(setup.device, setup.knobs, setup.workload.loading)
-        with open_feed(setup.workload, drawn, seed=0, workers=workers, gpu=gpu) as feed:
+        with open_feed(setup.workload, drawn, workers=workers, gpu=gpu) as feed:
             start = setup.clock()
-            for batch in drawn(0):
+            for batch in drawn.batches():
                 if batch.index == ahead:
                     start = setup.clock()
                 if batch.index >= ahead + least and setup.clock() - start >= seconds:

@@ -1,57 +1,367 @@
-"""The feed of a run, for `fit` and for loops of the user's own."""
+"""The micro-batches of a run, made by this process or by the worker processes of torch's ``DataLoader``.
+
+With workers, a ``DataLoader`` reads a dataset whose items are whole micro-batches, as one stream for the rest
+of the run. Batches are drawn first and split afterwards, so the coming micro-batches are known. If a batch
+runs again in smaller micro-batches, the stream starts again at that batch.
+
+If samples are seeded, the random draws of a dataset for one sample (augmentation) depend on four numbers
+alone: the run's seed, the batch, the sample's place in it, and the sample's index. They are the same for any
+number of workers, for any micro-batch, after a batch was run again, and after a resume. Only the default
+generators are seeded, those of Python, of NumPy, and of torch for the CPU. A dataset's own generator is not.
+Sums that torch spreads over threads may still differ, because a worker has one thread. A collate function
+that draws is seeded by the first sample of its micro-batch.
+
+Workers ignore the signals that ask the run to stop. A signal to the whole process group would otherwise end
+the workers first, and the checkpoint would never be written. The kernel ends the workers with this process.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from dataclasses import replace
+import ctypes
+import io
+import multiprocessing
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from autobatch.workload.contract import Workload
-from autobatch.workload.loader import AHEAD, Feed, open_feed, start_method
-from autobatch.workload.order import GlobalBatchSampler
-from autobatch.workload.split import SizeSplit, Split
-from autobatch.workload.streams import StreamSampler
+from autobatch.core.errors import AutobatchError, InputError
+from autobatch.core.knobs import PIN_MEMORY, Configuration
+from autobatch.core.signals import STOPPING, end_with_parent, hold_back_signals
+from autobatch.device.base import Device
+from autobatch.device.oom import Verdict, classify
+from autobatch.workload.contract import Collated, Loading, Workload
+from autobatch.workload.data import collate_samples, fetch
+from autobatch.workload.nested import tensors_of
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
+from autobatch.workload.rng import capture_random_state, restore_random_state, seed_generators
+from autobatch.workload.split import MicroBatchIds, SizeSplit, Split
+from autobatch.workload.streams import StreamSampler, unchanged
+from autobatch.workload.user_code import to_picklable
+
+AHEAD = 2
+"""Micro-batches that a worker fetches ahead, as in torch's own loader."""
+COLLATING = -1
+"""Takes the place of a sample's index in the seed of a collate function."""
 
 
-def feed_of_run(
+class LoaderWorkerCrashed(AutobatchError, RuntimeError):  # noqa: N818 - an event, as in ChildCrashed
+    """A loader worker ended; the message says how, and what to do."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error that a worker sends in place of a micro-batch, because torch keeps no notes and no cause."""
+
+    error: AutobatchError
+
+
+class MicroBatches(Dataset[Any]):
+    """The micro-batches of a workload, each by its sample ids.
+
+    Args:
+        workload: has the data and the collate function.
+        seed: of the run, to seed every sample; None to draw from the generators as they are.
+        stop: a flag that a worker shares with the loop; once it is set, an item is left unfinished.
+    """
+
+    def __init__(self, workload: Workload, seed: int | None, stop: Any = None) -> None:
+        self._data, self._collate = workload.train_data, workload.collate
+        self.seed = seed
+        self._stop = stop
+
+    def load(self, part: MicroBatchIds) -> Collated:
+        """Fetch and collate a micro-batch; seeded samples leave no trace in the generators.
+
+        Raises:
+            InputError: the samples cannot be collated.
+        """
+        if self.seed is None:
+            return collate_samples(fetch(self._data, part.ids), self._collate)
+        # GPU generators are not seeded, so they are not restored either.
+        before = capture_random_state()._replace(cuda=[])
+        try:
+            return self._load_seeded(part)
+        finally:
+            restore_random_state(before)
+
+    def __getitem__(self, part: MicroBatchIds) -> Collated | Failure:
+        """Return a micro-batch in a worker, or the error of the workload that prevented it."""
+        try:
+            batch = self._load_seeded(part)
+        except (Exception, SystemExit) as error:
+            if classify(error) is not Verdict.NONE:
+                raise  # torch sends its type and text to the loop, and the recovery needs both
+            return Failure(to_picklable(error))
+        # The queue silently drops what it cannot pickle, and the loop would wait for it in vain.
+        if (why := why_not_pickled(batch)) is None:
+            return batch
+        return Failure(
+            InputError(
+                f"a micro-batch cannot be sent from a loader worker ({why}): let the collate function return "
+                "tensors in tuples, lists or dictionaries, or use --workers 0"
+            )
+        )
+
+    def _load_seeded(self, part: MicroBatchIds) -> Collated:
+        """Collate a micro-batch with a seed for every sample; return None if it was asked to stop."""
+        assert self.seed is not None
+        samples: list[Any] = []
+        for place, sample in zip(part.places, part.ids, strict=True):
+            if self._stop is not None and self._stop.value:
+                return None
+            seed_generators(self.seed, part.batch_index, place, sample)
+            # One at a time, even from data that can fetch many at once (``__getitems__``).
+            samples += fetch(self._data, [sample])
+        seed_generators(self.seed, part.batch_index, part.places[0], COLLATING)
+        return collate_samples(samples, self._collate)
+
+
+class Feed:
+    """Source of a loop's micro-batches, which this process collates on demand.
+
+    Args:
+        micro_batches: fetches and collates one.
+        split: forms them.
+    """
+
+    def __init__(self, micro_batches: MicroBatches, split: Split) -> None:
+        self._micro_batches = micro_batches
+        self._split = split
+
+    @property
+    def seeds_samples(self) -> bool:
+        """True if samples are seeded one by one."""
+        return self._micro_batches.seed is not None
+
+    def collated(self, batch: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
+        """Yield the collated micro-batches of a batch, on the host.
+
+        The loop may ask for the same batch again, in smaller micro-batches.
+
+        Args:
+            batch: its sample ids.
+            micro_batch: the largest number of samples in a micro-batch.
+
+        Raises:
+            InputError: the workload's data or collate function raised.
+        """
+        for part in self._split.parts(batch, micro_batch):
+            # Not kept in a variable, so that the loop alone holds a micro-batch while it trains on it.
+            yield self._micro_batches.load(part)
+
+    def repeated(self, batch: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
+        """Yield them once more, collated by this process; the random state must be that of the first time."""
+        return Feed.collated(self, batch, micro_batch)
+
+
+@contextmanager
+def open_feed(
     workload: Workload,
     sampler: GlobalBatchSampler,
-    split: Split,
+    split: Split | None = None,
     *,
     workers: int = 0,
     gpu: torch.device | None = None,
     seeds_samples: bool = False,
-) -> AbstractContextManager[Feed]:
-    """Return a context that opens the feed of a run.
+) -> Iterator[Feed]:
+    """Open the feed of a loop, and end its workers at the end of the block.
 
     Args:
         workload: has the data and the collate function.
         sampler: the batches of the run.
-        split: forms the micro-batches.
+        split: forms the micro-batches; None for equal counts.
         workers: processes that fetch and collate; 0 to do so in the loop.
         gpu: copy the workers' micro-batches to pinned memory for this GPU; None not to copy.
         seeds_samples: seed samples one by one, as they are with workers and in a split by size, which changes
             the order in which they are read.
+
+    Raises:
+        LoaderWorkerCrashed: a worker ended. torch raises its own error wherever the loop is at that moment.
     """
-    seeds_samples = seeds_samples or workers > 0 or isinstance(split, SizeSplit)
+    split, loading = split or Split(), workload.loading
     if isinstance(sampler, StreamSampler):
         # The stream has its own workers, and no seeds.
-        workload = replace(workload, train_data=sampler.view)
         if workers:
             sampler.view.read_with(
                 num_workers=workers,
                 prefetch_factor=AHEAD,
-                worker_init_fn=workload.loading.init_worker,
+                worker_init_fn=loading.init_worker,
                 multiprocessing_context=start_method(),
             )
-        workers, seeds_samples = 0, False
-    return open_feed(
-        workload,
-        sampler.batches,
-        seed=sampler.seed,
-        workers=workers,
-        sample_seeds=seeds_samples,
-        gpu=gpu,
-        split=split,
-    )
+        yield Feed(MicroBatches(replace(workload, train_data=sampler.view), None), split)
+        return
+    if not workers:
+        is_seeded = seeds_samples or isinstance(split, SizeSplit)
+        yield Feed(MicroBatches(workload, sampler.seed if is_seeded else None), split)
+        return
+    feed = WorkerFeed(workload, sampler, split, workers, gpu)
+    try:
+        yield feed
+    except Exception as error:
+        if (crash := feed.crash()) is None:
+            raise
+        raise crash from error
+    finally:
+        feed.close()
+
+
+class WorkerFeed(Feed):
+    """Micro-batches from loader workers; see `open_feed`."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        sampler: GlobalBatchSampler,
+        split: Split,
+        workers: int,
+        gpu: torch.device | None,
+    ) -> None:
+        self._context = multiprocessing.get_context(start_method())
+        self._stop = self._context.RawValue(ctypes.c_bool, False)
+        super().__init__(MicroBatches(workload, sampler.seed, self._stop), split)
+        self._sampler, self._count, self._gpu = sampler, workers, gpu
+        self._init = partial(start_worker, workload.loading.init_worker)
+        self._workers: list[BaseProcess] = []
+        self._stream: Any = None
+        self._next: tuple[int, int] | None = None
+        """Batch and size limit of the micro-batches that the stream yields next; None within a batch."""
+
+    def collated(self, batch: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
+        """See `Feed.collated`.
+
+        Raises:
+            InputError: the workload's data or collate function raised in a worker.
+        """
+        if self._next != (batch.index, micro_batch):
+            self._start(batch.index, micro_batch)
+        left = len(self._split.parts(batch, micro_batch))
+        while left:
+            left -= 1
+            yield self._take(None if left else (batch.index + 1, micro_batch))
+
+    def crash(self) -> LoaderWorkerCrashed | None:
+        """Return the error of a worker that has ended; None if all of them run."""
+        for process in self._workers:
+            if process.exitcode is not None:
+                return LoaderWorkerCrashed(
+                    f"loader worker {process.pid} ended with exit code {process.exitcode} (minus the number "
+                    "of a signal): see its output above. Use fewer --workers if the host ran out of memory, "
+                    "a larger /dev/shm if that is full, or none (--workers 0) to see where it ends"
+                )
+        return None
+
+    def close(self) -> None:
+        """End the workers, even in the middle of their work."""
+        stream, self._stream, self._next = self._stream, None, None
+        self._stop.value = True
+        # A traceback may hold the stream, which then cannot end its workers by its own deletion.
+        getattr(stream, "_shutdown_workers", lambda: None)()
+        for process in self._workers:
+            process.kill()
+            process.join()
+        self._workers = []
+
+    def _start(self, index: int, micro_batch: int) -> None:
+        """Start new workers, at a batch and with a size limit."""
+        self.close()
+        self._stop.value = False
+        if start_method() != "fork" and (why := why_not_pickled(self._micro_batches)) is not None:
+            raise InputError(
+                f"the workload's data or collate function cannot be sent to a loader worker ({why}): define "
+                "both at the top level of a module, or use --workers 0"
+            )
+        parts = (
+            part for batch in self._sampler.batches(index) for part in self._split.parts(batch, micro_batch)
+        )
+        others = multiprocessing.active_children()
+        # The thread that pins memory uses the current GPU.
+        on_gpu = nullcontext() if self._gpu is None else torch.cuda.device(self._gpu)
+        blocked = hold_back_signals(STOPPING, with_tracker=start_method() != "fork")
+        with blocked, on_gpu, warnings.catch_warnings():
+            # Of a fork while threads run, of which a worker uses none, and of more workers than CPUs.
+            warnings.simplefilter("ignore")
+            loader = DataLoader(
+                self._micro_batches,
+                batch_size=None,
+                sampler=parts,
+                collate_fn=unchanged,
+                pin_memory=self._gpu is not None,
+                num_workers=self._count,
+                prefetch_factor=AHEAD,
+                worker_init_fn=self._init,
+                # A generator of its own, so that the run's generators are not drawn from.
+                generator=torch.Generator(),
+                multiprocessing_context=self._context,
+            )
+            self._stream = iter(loader)
+        self._workers = [process for process in multiprocessing.active_children() if process not in others]
+
+    def _take(self, following: tuple[int, int] | None) -> Collated:
+        """Return the next micro-batch, after which the stream is at ``following``."""
+        self._next = None
+        made = next(self._stream)
+        if isinstance(made, Failure):
+            raise made.error
+        self._next = following
+        return made
+
+
+def start_method() -> str | None:
+    """Return the start method of workers; None for Python's default.
+
+    It is fork on Linux, where that is safe: the workload need not be importable, and its data is not copied.
+    """
+    return "fork" if sys.platform == "linux" else None
+
+
+def start_worker(init: Callable[[int], object] | None, number: int) -> None:
+    """Ignore the signals that ask the run to stop, end this worker with its parent, then call ``init``."""
+    for stopping in STOPPING:
+        signal.signal(stopping, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    end_with_parent()
+    if init is not None:
+        init(number)
+
+
+def gpu_of(device: Device, knobs: Configuration, loading: Loading) -> torch.device | None:
+    """Return the GPU that `open_feed` pins memory for; None if the device or the choices ask for none."""
+    is_pinned = knobs.get(PIN_MEMORY, loading.pin_memory)
+    return device.torch_device if device.reads_pinned_memory and is_pinned else None
+
+
+def why_not_sent(workload: Workload, batch: Collated) -> str | None:
+    """Return why loader workers cannot send micro-batches such as this one; None if they can."""
+    if any(tensor.device.type != "cpu" for tensor in tensors_of(batch)):
+        return "its samples are on a GPU, which workers cannot use"
+    sent = (batch, None if start_method() == "fork" else MicroBatches(workload, 0))
+    why = why_not_pickled(sent)
+    return None if why is None else f"its samples cannot be sent from one process to another ({why})"
+
+
+def why_not_pickled(value: object) -> str | None:
+    """Return the error of pickling a value for another process; None if it can be sent."""
+    try:
+        _WithoutTensorData(io.BytesIO()).dump(value)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+class _WithoutTensorData(ForkingPickler):
+    """A pickler that skips the data of tensors, which goes through shared memory."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (int, ()) if isinstance(value, Tensor) else NotImplemented

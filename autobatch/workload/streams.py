@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import BatchFunction, Unbatched, Workload, is_loader, is_stream, kind_of
 from autobatch.workload.data_digest import digest_of
-from autobatch.workload.loader import unchanged
 from autobatch.workload.nested import rows_of
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.rng import (
@@ -441,6 +440,11 @@ class StreamSampler(GlobalBatchSampler):
         """See `StreamView.load_state_dict`."""
         assert state is not None
         return [self.view.load_state_dict(state)]
+
+
+def unchanged(sample: Any) -> Any:
+    """Return a sample or a micro-batch unchanged; torch's default would turn its arrays into tensors."""
+    return sample
 
 
 def forgets_order(stream: object) -> bool:

@@ -24,7 +24,7 @@ from autobatch.planning import make_plan
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.loop import Loop
 from autobatch.training.metrics import Metrics, RunTotals
-from autobatch.workload.loader import Feed, MicroBatches
+from autobatch.workload.feed import Feed, MicroBatches
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.split import Split
 

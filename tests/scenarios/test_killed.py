@@ -46,7 +46,7 @@ import ctypes, os, sys, time
 from pathlib import Path
 from autobatch.core.signals import PR_SET_PDEATHSIG
 from autobatch.training.run_folder import claim_folder
-from autobatch.workload.loader import open_feed
+from autobatch.workload.feed import open_feed
 from tests.support.training import make_loop, make_workload
 
 class Slow:
@@ -63,7 +63,7 @@ workload = make_workload(train_data=Slow())
 loop = make_loop(workload)
 with (
     claim_folder(Path(sys.argv[1])),
-    open_feed(workload, loop.sampler.batches, seed=0, workers=2) as feed,
+    open_feed(workload, loop.sampler, workers=2) as feed,
 ):
     next(feed.collated(next(loop.sampler.batches(0)), 5))
 """

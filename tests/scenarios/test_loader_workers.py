@@ -15,7 +15,7 @@ import pytest
 
 from autobatch import fit
 from autobatch.core.signals import stop_on_signals
-from autobatch.workload.loader import open_feed
+from autobatch.workload.feed import open_feed
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.commandline import SMALL, command, environment
 from tests.support.feeds import loader_workers
@@ -111,7 +111,7 @@ def feed_forever(pipe: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # where a second signal leads
     workload = make_workload(train_data=Slow(*points().columns))
     sampler = GlobalBatchSampler(samples=24, target_batch=7, seed=0, steps=10**9)
-    with stop_on_signals() as asked, open_feed(workload, sampler.batches, seed=0, workers=2) as feed:
+    with stop_on_signals() as asked, open_feed(workload, sampler, workers=2) as feed:
         for batch in sampler.batches():
             for _ in feed.collated(batch, 7):
                 workers = [child.pid for child in loader_workers()]

@@ -11,7 +11,7 @@ from autobatch import Progress
 from autobatch.training.checkpoint import load_newest
 from autobatch.training.resume import restore_loop
 from autobatch.training.run import train
-from autobatch.workload.loader import open_feed
+from autobatch.workload.feed import open_feed
 from tests.support.faults import Fault, Watching
 from tests.support.ragged import CONTRASTIVE, Sequences, ragged_split, ragged_workload
 from tests.support.runs import settings
@@ -27,9 +27,7 @@ def loop_of(workload, *, by_size: bool = True, limit: int = 5, **options):
 
 
 def feed_of(loop, workers: int = 0):
-    return open_feed(
-        loop.workload, loop.sampler.batches, seed=0, workers=workers, sample_seeds=True, split=loop.split
-    )
+    return open_feed(loop.workload, loop.sampler, workers=workers, seeds_samples=True, split=loop.split)
 
 
 @pytest.mark.parametrize("changes", [{}, {"loss": CONTRASTIVE}])

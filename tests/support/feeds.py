@@ -12,7 +12,7 @@ import torch
 
 from autobatch import Workload
 from autobatch.training.loop import Loop
-from autobatch.workload.loader import open_feed
+from autobatch.workload.feed import open_feed
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.kinds import Augmented, Everything, adamw
 from tests.support.training import make_loop, make_workload, points
@@ -38,9 +38,7 @@ def fed_loop(
 ) -> Iterator[Loop]:
     """Open a loop of 6 steps with its feed, as ``fit`` does."""
     loop = make_loop(workload, seed=seed, **{"target_batch": 7, "micro_batch": 3, "steps": 6, **options})
-    with open_feed(
-        workload, loop.sampler.batches, seed=seed, workers=workers, sample_seeds=sample_seeds
-    ) as feed:
+    with open_feed(workload, loop.sampler, workers=workers, seeds_samples=sample_seeds) as feed:
         loop.feed = feed
         yield loop
 
@@ -52,7 +50,7 @@ def fed_samples(
     workload = make_workload(train_data=Numbered(*points(dtype=torch.float32).columns))
     sampler = GlobalBatchSampler(samples=24, target_batch=10, seed=seed, epochs=2)
     found = []
-    with open_feed(workload, sampler.batches, seed=seed, workers=workers, sample_seeds=True) as feed:
+    with open_feed(workload, sampler, workers=workers, seeds_samples=True) as feed:
         for batch in sampler.batches(start):
             for ids, inputs, _ in feed.collated(batch, micro_batch):
                 found += list(zip(ids.tolist(), inputs.tolist(), strict=True))

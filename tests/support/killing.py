@@ -29,7 +29,7 @@ from autobatch.training.checkpoint import load_newest
 from autobatch.training.resume import restore_loop
 from autobatch.training.run import train
 from autobatch.training.run_folder import RunFiles
-from autobatch.workload.loader import open_feed
+from autobatch.workload.feed import open_feed
 from tests.support.kinds import RUNS
 from tests.support.options import as_options
 from tests.support.training import fingerprint, make_loop
@@ -60,7 +60,7 @@ def child(folder: Path, workers: int | None) -> None:
         out=folder, options=as_options("fit", target_batch=1, checkpoint_every=1, keep_last=2)
     )
     with open_feed(
-        workload, loop.sampler.batches, seed=0, workers=workers or 0, sample_seeds=workers is not None
+        workload, loop.sampler, workers=workers or 0, seeds_samples=workers is not None
     ) as loop.feed:
         train(loop, settings, Acknowledging(folder / "acknowledged"), resumed)
     assert loop.train_state.average is not None

@@ -19,7 +19,7 @@ from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.build import build_schedules
 from autobatch.training.loop import Loop
 from autobatch.workload.data import WorstCaseSampler
-from autobatch.workload.loader import Feed, MicroBatches
+from autobatch.workload.feed import Feed, MicroBatches
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import seed_everything
 from autobatch.workload.split import Split

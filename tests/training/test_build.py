@@ -164,7 +164,7 @@ def test_the_user_comes_first_then_the_plan_then_the_loader(
 ) -> None:
     fed: dict[str, Any] = {}
     monkeypatch.setattr(
-        "autobatch.training.build.feed_of_run", lambda *_, **options: fed.update(options) or nullcontext()
+        "autobatch.training.build.open_feed", lambda *_, **options: fed.update(options) or nullcontext()
     )
     workload = make_workload(loading=Loading(**of_loader))
     asked = as_options("fit", target_batch=8, steps=1, **given)
