@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -102,58 +102,72 @@ def _on_host(part: dict[str, Any]) -> dict[str, Tensor]:
     return {name: one.to("cpu", copy=True) for name, one in part.items() if isinstance(one, Tensor)}
 
 
+class _Kept(NamedTuple):
+    """A tensor at the start of a batch.
+
+    A write raises its version, and a new ``data`` replaces its storage, which is held, so that no other tensor
+    can take its place.
+    """
+
+    key: Hashable
+    tensor: Tensor
+    copy: Tensor | None
+    """None if it is only watched."""
+    version: int
+    storage: torch.UntypedStorage
+
+    @property
+    def is_changed(self) -> bool:
+        """True if the tensor was written since. A traced tensor has no data pointer to compare."""
+        now = self.tensor.untyped_storage()._cdata
+        return self.tensor._version != self.version or now != self.storage._cdata
+
+
 class BufferSnapshot:
     """A snapshot of what a forward pass may write, from which a failed step restores it.
 
-    Small buffers (statistics) are copied for every batch. A large buffer (mask, table, queue) is copied only
-    if an earlier batch changed it, and so is a frozen parameter (of a teacher that follows the model). Small
-    frozen parameters are also copied for the first batch, after which it is known whether they change.
+    Small buffers (statistics) are copied for every batch, because the kernels of BatchNorm write them without
+    raising their version. Large buffers (mask, table, queue) and frozen parameters (of a teacher that follows
+    the model) are watched, and copied from the batch on after the first that changed them. Small frozen
+    parameters are also copied for the first batch, after which it is known whether they change.
 
     Args:
         model: the model whose buffers are restored.
-        copy_all: copy the large buffers for every batch too.
+        copy_all: copy everything for every batch.
     """
 
     def __init__(self, model: nn.Module, *, copy_all: bool = False) -> None:
         self._largest = math.inf if copy_all else SMALL_BUFFER
         self._modules = [module for module in model.modules() if module._buffers]
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
-        self._entries: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._watched: list[tuple[Tensor, _Mark, object]] = []
-        self._changing: set[object] = set()
-        """Keys of large buffers and of frozen parameters that a batch has changed."""
+        self._registries: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
+        self._kept: list[_Kept] = []
+        self._changing: set[Hashable] = set()
+        """Keys of what a batch has changed."""
         self._is_first = True
 
     def take(self) -> None:
         """Take a snapshot of the buffers and of the frozen parameters."""
-        self._copies, self._watched = [], []
-        self._entries = [(module, dict(module._buffers)) for module in self._modules]
-        for number, (_, entries) in enumerate(self._entries):
-            for name, buffer in entries.items():
-                # A version counter misses writes: BatchNorm kernels update statistics without raising it.
-                if buffer is not None and buffer.numel() <= self._largest:
-                    self._copy(buffer)
-                elif buffer is not None:
-                    self._watch(buffer, (number, name))
+        self._registries = [(module, dict(module._buffers)) for module in self._modules]
+        self._kept = [
+            self._keep((number, name), buffer, copies_small=True)
+            for number, (_, buffers) in enumerate(self._registries)
+            for name, buffer in buffers.items()
+            if buffer is not None
+        ]
         for number, parameter in enumerate(self._frozen):
-            if self._is_first and parameter.numel() <= self._largest:
-                self._copy(parameter)
-            self._watch(parameter, number)
+            self._kept.append(self._keep(number, parameter, copies_small=self._is_first))
 
-    def _copy(self, tensor: Tensor) -> None:
-        self._copies.append((tensor, tensor.detach().clone()))
-
-    def _watch(self, tensor: Tensor, key: object) -> None:
-        if key in self._changing:
-            self._copy(tensor)
-        self._watched.append((tensor, _Mark(tensor), key))
+    def _keep(self, key: Hashable, tensor: Tensor, *, copies_small: bool) -> _Kept:
+        is_copied = key in self._changing or (copies_small and tensor.numel() <= self._largest)
+        copied = tensor.detach().clone() if is_copied else None
+        return _Kept(key, tensor, copied, tensor._version, tensor.untyped_storage())
 
     def commit(self) -> None:
         """Keep what was written, drop the snapshot, and remember what the batch changed."""
-        self._is_first = self._is_first and not (self._entries or self._watched)
-        self._changing |= {key for tensor, mark, key in self._watched if mark.differs(tensor)}
-        self._entries, self._copies, self._watched = [], [], []
+        self._is_first = self._is_first and not self._kept
+        self._changing |= {kept.key for kept in self._kept if kept.is_changed}
+        self._registries, self._kept = [], []
 
     def restore(self, *, keep: bool = False) -> bool:
         """Restore the buffers from their copies; ``keep`` the snapshot, so that it can be restored once more.
@@ -161,35 +175,20 @@ class BufferSnapshot:
         Returns:
             False if a buffer or a frozen parameter without a copy has changed.
         """
+        for module, buffers in self._registries:
+            for name, buffer in buffers.items():
+                module._buffers[name] = buffer
+        is_complete = True
         with torch.no_grad():
-            for module, entries in self._entries:
-                for name, buffer in entries.items():
-                    module._buffers[name] = buffer
-            copied = {id(tensor) for tensor, _ in self._copies}
-            is_complete = not any(
-                mark.differs(tensor) for tensor, mark, _ in self._watched if id(tensor) not in copied
-            )
-            for tensor, copy in self._copies:
-                # A write to its data leaves the version as it is: another snapshot may watch that.
-                tensor.data.copy_(copy)
+            for kept in self._kept:
+                if kept.copy is None:
+                    is_complete = is_complete and not kept.is_changed
+                else:
+                    # A write to its data leaves the version as it is: another snapshot may watch that.
+                    kept.tensor.data.copy_(kept.copy)
         if not keep:
             self.commit()
         return is_complete
-
-
-class _Mark:
-    """The version and the storage of a tensor: a write raises the one, and a new ``data`` replaces the other.
-
-    The storage is held, so that no other tensor can take its place. A traced tensor has no data pointer.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._version = tensor._version
-        self._storage = tensor.untyped_storage()
-
-    def differs(self, tensor: Tensor) -> bool:
-        """Check whether the tensor was written since."""
-        return tensor._version != self._version or tensor.untyped_storage()._cdata != self._storage._cdata
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
