@@ -126,10 +126,17 @@ def terms_of(loss: object) -> dict[str, Tensor | Loss]:
     Raises:
         InputError: it returned no loss.
     """
-    found = named_terms(loss)
-    for name, one in found.items():
-        _check_term(name, one)
-    return found
+    terms = named_terms(loss)
+    for name, term in terms.items():
+        whose = f"the term {name!r}" if name else "a Loss"
+        if isinstance(term, Loss):
+            if not isinstance(term.total, Tensor) or term.total.dim() != 0:
+                raise InputError(f"the total of {whose} must be a 0-d tensor, found {form_of(term.total)}")
+            _check_count(name, term.count, whose)
+        elif not isinstance(term, Tensor) or term.dim() != 0:
+            which = f"{whose} of the workload's loss must be" if name else "the workload's loss must return"
+            raise InputError(f"{which} a 0-d tensor or a Loss, found {form_of(term)}")
+    return terms
 
 
 def named_terms(loss: object) -> dict[str, Any]:
@@ -138,29 +145,25 @@ def named_terms(loss: object) -> dict[str, Any]:
     Raises:
         InputError: terms have no names, or a name of the loss.
     """
-    if isinstance(loss, Tensor | Loss):
-        return {ONE: loss}
     if isinstance(loss, Mapping):
-        found = dict(loss)
-        names = ", ".join(map(repr, found)) or "none"
-        if not found or not all(isinstance(name, str) and name for name in found):
+        names = ", ".join(map(repr, loss)) or "none"
+        if not loss or not all(isinstance(name, str) and name for name in loss):
             raise InputError(f"a mapping of losses needs a name for each, found {names}: name them by text")
-        if "loss" in found:
+        if "loss" in loss:
             raise InputError(
                 f"the workload's loss returned a mapping of {names}, whose sum is the loss, so none may be "
                 "called 'loss': return that value alone, or only the terms that add up to it"
             )
-    elif isinstance(loss, list | tuple):
-        if not loss or not all(isinstance(one, Loss) for one in loss):
-            kinds = ", ".join(map(form_of, loss)) or "nothing"
-            raise InputError(
-                f"the workload's loss must return a 0-d tensor or a Loss, found {kind_of(loss)} of {kinds}: "
-                "several terms are a sequence of Loss(total, count), or a mapping of names to Loss and means"
-            )
-        found = by_name(loss)
-    else:
-        found = {ONE: loss}
-    return found
+        return dict(loss)
+    if not isinstance(loss, list | tuple) or isinstance(loss, Loss):
+        return {ONE: loss}
+    if not loss or not all(isinstance(term, Loss) for term in loss):
+        kinds = ", ".join(map(form_of, loss)) or "nothing"
+        raise InputError(
+            f"the workload's loss must return a 0-d tensor or a Loss, found {kind_of(loss)} of {kinds}: "
+            "several terms are a sequence of Loss(total, count), or a mapping of names to Loss and means"
+        )
+    return by_name(loss)
 
 
 def by_name(values: Mapping[str, Any] | list[Any] | tuple[Any, ...]) -> dict[str, Any]:
@@ -188,15 +191,6 @@ def check_form(totals: StepTotals, terms: Mapping[str, Tensor | Loss]) -> Form:
             f"{advice}"
         )
     return found
-
-
-def mean_of(loss: object) -> Tensor:
-    """Return the loss of a batch that is one micro-batch as a single number, 0 of a term without items."""
-    means = [
-        one if isinstance(one, Tensor) else one.total / (float(one.count) or 1.0)
-        for one in terms_of(loss).values()
-    ]
-    return sum(means[1:], means[0])
 
 
 class CountsAhead:
@@ -279,38 +273,39 @@ def normalize_loss(
     if several:
         totals.divisor = float(totals.samples)
         return [_weigh(totals, name, one, counts.get(name), size) for name, one in terms.items()]
-    one = terms[ONE]
-    if isinstance(one, Loss):
+    loss = terms[ONE]
+    if isinstance(loss, Loss):
+        if train_state.items_per_sample is None:
+            # The only wait for the device during accumulation, once per run.
+            items = float(counts[ONE]) / max(size, 1)
+            train_state.items_per_sample = items if 0 < items < math.inf else None
         if totals.count is None:
-            totals.count = 0.0
-            totals.divisor = divisor_of(_items_per_sample(train_state, one.count, size), totals.samples)
+            totals.count, totals.divisor = 0.0, divisor_of(train_state.items_per_sample, totals.samples)
         totals.count = totals.count + counts[ONE]
-        return [WeightedLoss(kept_loss(one.total), 1 / totals.divisor)]
+        return [WeightedLoss(_kept(loss.total), 1 / totals.divisor)]
     if not totals.sizes:
-        low = one.dtype in LOW_PRECISION
-        totals.divisor = _power_of_two(totals.samples) if low else float(totals.samples)
-    return [WeightedLoss(kept_loss(one), size / totals.divisor)]
+        low = loss.dtype in LOW_PRECISION
+        totals.divisor = divisor_of(None, totals.samples) if low else float(totals.samples)
+    return [WeightedLoss(_kept(loss), size / totals.divisor)]
 
 
 def _weigh(
-    totals: StepTotals, name: str, one: Tensor | Loss, count: Number | None, size: int
+    totals: StepTotals, name: str, loss: Tensor | Loss, count: Number | None, size: int
 ) -> WeightedLoss:
     """Return the part of a micro-batch in one of several terms."""
-    if count is None:
+    if isinstance(loss, Tensor):
         term = totals.terms.setdefault(name, Term(items=float(totals.samples)))
         term.count = term.count + size
-        return WeightedLoss(kept_loss(one), size / totals.samples, term)  # type: ignore[arg-type]
+        return WeightedLoss(_kept(loss), size / totals.samples, term)
+    assert count is not None
     term = totals.terms[name]
-    term.count = term.count + count
-    items = (
-        float(term.items) if isinstance(term.items, float | int) or is_readable(term.items) else term.items
-    )
-    if isinstance(items, Tensor):
+    term.count, items = term.count + count, term.items
+    if isinstance(items, Tensor) and not is_readable(items):
         # A term without items has no weight. The host does not wait to know whether it has any.
         weight: Number = torch.where(items > 0, items.reciprocal(), 0.0)
     else:
-        weight = 1 / items if items else 0.0
-    return WeightedLoss(kept_loss(one.total), weight, term)  # type: ignore[union-attr]
+        weight = 1 / float(items) if items else 0.0
+    return WeightedLoss(_kept(loss.total), weight, term)
 
 
 def read_numbers(values: list[Number | None]) -> list[float]:
@@ -352,7 +347,7 @@ def numbers_of_terms(totals: StepTotals) -> list[Number | None]:
 
 def divisor_of(items_per_sample: float | None, samples: int) -> float:
     """Return D for a `Loss`: a power of two near the items of a batch of this size; None if unknown."""
-    return _power_of_two((items_per_sample or 1.0) * samples)
+    return float(2.0 ** round(math.log2((items_per_sample or 1.0) * samples)))
 
 
 def invalid_count(count: float, of: str, name: str = ONE) -> InputError:
@@ -364,7 +359,7 @@ def invalid_count(count: float, of: str, name: str = ONE) -> InputError:
     )
 
 
-def kept_loss(value: Tensor) -> Tensor:
+def _kept(value: Tensor) -> Tensor:
     """Return a loss that may live until its backward pass ends: in at least 32 bits, alone in its memory.
 
     Some means are the first element of the memory of what they average (`mse_loss`, `smooth_l1_loss` and
@@ -379,56 +374,8 @@ def at_least_32_bits(value: Tensor) -> Tensor:
     return value.float() if value.dtype in LOW_PRECISION else value
 
 
-def check_has_value(loss: Tensor) -> None:
-    """Check that a loss has a value, unless the step is traced.
-
-    Raises:
-        InputError: it is a tensor of an earlier trace, or was computed from one.
-    """
-    # By its name, because the import of the class takes a second.
-    if type(loss).__name__ != "FakeTensor":
-        return
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
-        raise InputError(
-            "the workload's loss is a tensor without a value (a FakeTensor): code of the workload has kept "
-            "a tensor that it built while the memory of a step was traced, for example in an lru_cache. "
-            "Build it before autobatch is called, or in the model as a buffer"
-        )
-
-
-def _check_term(name: str, one: object) -> None:
-    """Check that a term is a mean, which is a 0-d tensor, or a `Loss` with a number as count."""
-    if isinstance(one, Loss):
-        whose = f"the term {name!r}" if name else "a Loss"
-        if not isinstance(one.total, Tensor) or one.total.dim() != 0:
-            raise InputError(f"the total of {whose} must be a 0-d tensor, found {form_of(one.total)}")
-        _check_count(name, one.count, whose)
-        check_has_value(one.total)
-    elif isinstance(one, Tensor) and one.dim() == 0:
-        check_has_value(one)
-    else:
-        what = (
-            f"the term {name!r} of the workload's loss must be" if name else "the workload's loss must return"
-        )
-        raise InputError(f"{what} a 0-d tensor or a Loss, found {form_of(one)}")
-
-
 def _check_count(name: str, count: Any, whose: str) -> None:
     if not (count.dim() == 0 if isinstance(count, Tensor) else isinstance(count, Real)):
         raise InputError(f"the count of {whose} must be a number or a 0-d tensor, found {form_of(count)}")
     if not isinstance(count, Tensor) and not 0 <= count < math.inf:
         raise invalid_count(count, "a micro-batch", name)
-
-
-def _items_per_sample(train_state: HasScale, count: float | Tensor, size: int) -> float:
-    if train_state.items_per_sample is None:
-        # The only wait for the device during accumulation, once per run.
-        found = float(count.detach() if isinstance(count, Tensor) else count) / max(size, 1)
-        if not (found > 0 and math.isfinite(found)):
-            return 1.0
-        train_state.items_per_sample = found
-    return train_state.items_per_sample
-
-
-def _power_of_two(value: float) -> float:
-    return float(2.0 ** round(math.log2(value)))

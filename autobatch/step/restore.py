@@ -105,8 +105,8 @@ def _on_host(part: dict[str, Any]) -> dict[str, Tensor]:
 class _Kept(NamedTuple):
     """A tensor at the start of a batch.
 
-    A write raises its version, and a new ``data`` replaces its storage, which is held, so that no other tensor
-    can take its place.
+    A write raises its version, and a new ``data`` replaces its storage, which is held, so that no other
+    tensor can take its place.
     """
 
     key: Hashable

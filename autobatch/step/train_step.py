@@ -34,7 +34,6 @@ from autobatch.step.loss import (
     WeightedLoss,
     at_least_32_bits,
     check_form,
-    check_has_value,
     invalid_count,
     normalize_loss,
     numbers_of_terms,
@@ -315,7 +314,6 @@ def _accumulate_whole(
         forget=train_state.gradients.clear,
     )
     value = passes.run(micro_batches, totals.samples, places)
-    check_has_value(value)
     # Of several ranks, each knows the loss, and one counts it.
     counts = train_state.peers is None or train_state.peers.counts_loss
     totals.loss = at_least_32_bits(value) if counts else 0.0

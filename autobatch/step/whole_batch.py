@@ -105,27 +105,6 @@ class Rows:
             torch.autograd.backward(parts, gradients)
 
 
-class Rewind:
-    """The random states of the micro-batches of a first pass, for a second one that draws the same."""
-
-    def __init__(self) -> None:
-        self._states: deque[RandomState] = deque()
-
-    def keep(self, micro_batch: T) -> T:
-        """Keep the random states in which a micro-batch is about to run; return it."""
-        self._states.append(capture_random_state(self._states[-1] if self._states else None))
-        return micro_batch
-
-    def restore(self, micro_batch: T) -> T:
-        """Restore the random states in which a micro-batch ran first; return it."""
-        restore_random_state(self._states.popleft())
-        return micro_batch
-
-    def check_complete(self) -> None:
-        """Check that the second pass had all micro-batches of the first one."""
-        assert not self._states, "the micro-batches allow only one iteration"
-
-
 class PassExchange(Protocol):
     """The exchange between the passes over a batch among ranks, each of which has some of its samples."""
 
@@ -183,10 +162,19 @@ class WholeBatchPasses:
         Raises:
             InputError: a part of the loss returns something invalid.
         """
-        rows, rewind, used = Rows(samples), Rewind(), deque[Sequence[int]]()
+        rows, states, used = Rows(samples), deque[RandomState](), deque[Sequence[int]]()
         first = 0
+
+        def keep(micro_batch: T) -> T:
+            states.append(capture_random_state(states[-1] if states else None))
+            return micro_batch
+
+        def rewind(micro_batch: T) -> T:
+            restore_random_state(states.popleft())
+            return micro_batch
+
         # No enumerate and no zip, which hold a micro-batch until the next one is there.
-        for batch, size in map(rewind.keep, micro_batches):
+        for batch, size in map(keep, micro_batches):
             self.mark("forward")
             if size >= samples and self.exchange is None:
                 with self.autocast(), user_code("loss", self.loss.loss):
@@ -209,8 +197,8 @@ class WholeBatchPasses:
         value = self._run_loss(rows)
         after = capture_random_state()
         self.restore_buffers()
-        self._run_again(rows, map(rewind.restore, micro_batches), used)
-        rewind.check_complete()
+        self._run_again(rows, map(rewind, micro_batches), used)
+        assert not states, "the micro-batches allow only one iteration"
         restore_random_state(after)
         return value
 

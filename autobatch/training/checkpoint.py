@@ -221,50 +221,44 @@ def _write_shards(
         raise
 
 
-class _HashedFile:
-    """File that knows the size, the SHA-256 and the first error of what was written.
-
-    torch replaces an error of writing by one that does not name a full disk.
-    """
+class _NamingFile:
+    """File that keeps its first error: torch raises another one, which does not name a full disk."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._digest, self._size = hashlib.sha256(), 0
         self.error: BaseException | None = None
 
     def write(self, part: bytes | memoryview) -> int:
         """Write a part."""
         try:
-            self._file.write(part)
+            return self._file.write(part)
         except BaseException as error:
             self.error = error
             raise
-        self._digest.update(part)
-        self._size += len(part)
-        return len(part)
 
     def flush(self) -> None:
         """Do nothing: the file is flushed once, at its end."""
-
-    def entry(self) -> dict[str, Any]:
-        """Return size in bytes and SHA-256, as the manifest lists them."""
-        return {"bytes": self._size, "sha256": self._digest.hexdigest()}
 
 
 def _write_state(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     """Write a state, flush it to the disk, and return its size and sum."""
     with path.open("wb") as file:
-        hashed = _HashedFile(file)
+        naming = _NamingFile(file)
         try:
-            torch.save(state, hashed)  # type: ignore[arg-type]
+            torch.save(state, naming)  # type: ignore[arg-type]
         except Exception:
-            if hashed.error is None:
+            if naming.error is None:
                 raise
-        if hashed.error is not None:
-            raise hashed.error
+        if naming.error is not None:
+            raise naming.error
         file.flush()
         os.fsync(file.fileno())
-    return hashed.entry()
+    return {"bytes": path.stat().st_size, "sha256": _sum_of(path)}
+
+
+def _sum_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
@@ -307,9 +301,8 @@ def begin_after(folder: Path, step: int) -> None:
 
 def _prune(newest: Path, keep_last: int) -> None:
     """Delete the oldest checkpoints over ``keep_last``. Each is renamed first, so none is ever incomplete."""
-    for path in [one for one in list_checkpoints(newest.parent) if _number(one) <= _number(newest)][
-        :-keep_last
-    ]:
+    older = [path for path in list_checkpoints(newest.parent) if _number(path) <= _number(newest)]
+    for path in older[:-keep_last]:
         # A checkpoint that cannot be deleted now (permissions) is tried again at the next one.
         with contextlib.suppress(OSError):
             shutil.rmtree(path.rename(_temporary(path)))
@@ -376,27 +369,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def check_files(path: Path, manifest: Mapping[str, Any], *, part: tuple[int, int] = (0, 1)) -> None:
+def check_files(path: Path, manifest: Mapping[str, Any]) -> None:
     """Check the files of the checkpoint ``path``: those of the manifest, and no others.
-
-    Args:
-        path: its folder.
-        manifest: the expected sizes and sums.
-        part: the rank, and the number of ranks that compare the sums of all files together.
 
     Raises:
         CheckpointError: a file differs; names it and the fault.
     """
-    rank, world = part
     try:
-        for number, (name, expected) in enumerate(sorted(manifest["files"].items())):
-            size, found = (path / name).stat().st_size, expected["sha256"]
+        for name, expected in sorted(manifest["files"].items()):
+            size = (path / name).stat().st_size
             if size != expected["bytes"]:
                 raise CheckpointError(f"{path}: {name} must have {expected['bytes']} bytes, found {size}")
-            if number % world == rank:
-                with (path / name).open("rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != expected["sha256"]:
+            if _sum_of(path / name) != expected["sha256"]:
                 raise CheckpointError(f"{path}: {name} was changed after it was written (SHA-256 differs)")
         # The readers of tensors take every such file of the folder.
         for file_path in sorted(path.glob("*.safetensors")):
@@ -439,8 +423,8 @@ def load_newest(folder: Path, check: Check = lambda *_: None, ranks: Ranks | Non
     Args:
         folder: the folder of all checkpoints of the run.
         check: raises a `CheckpointError` if a checkpoint with valid sums holds something else.
-        ranks: all of them call this and load the same one; each compares the sums of some files. None if
-            this process trains alone.
+        ranks: all of them call this and load the same one, and rank 0 compares the sums. None if this process
+            trains alone.
 
     Returns:
         The checkpoint; None if the folder has none at all.
@@ -451,14 +435,22 @@ def load_newest(folder: Path, check: Check = lambda *_: None, ranks: Ranks | Non
     ranks = ranks or Ranks()
     passed_over: list[str] = []
     for name in ranks.once(lambda: [path.name for path in reversed(list_checkpoints(folder))]):
-        reason = ""
+        path, reason = folder / name, ""
         try:
-            loaded = _load(folder / name, check, part=(ranks.rank, ranks.world))
+            manifest = read_manifest(path)
+            if ranks.rank == 0:
+                check_files(path, manifest)
+            state = torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True)
+            check(path, state, manifest["facts"])
         except CheckpointError as error:
             reason = str(error)
-        reasons = [one for one in ranks.gather(reason) if one]
+        except Exception as error:  # a hostile or foreign file may make the reader raise anything
+            if is_oom(error):
+                raise
+            reason = f"{path}: {STATE} cannot be read ({type(error).__name__})"
+        reasons = [found for found in ranks.gather(reason) if found]
         if not reasons:
-            return loaded._replace(passed_over=passed_over)
+            return Loaded(path, state, manifest["facts"], passed_over)
         passed_over.append(reasons[0])
     if passed_over:
         raise InputError(
@@ -466,23 +458,3 @@ def load_newest(folder: Path, check: Check = lambda *_: None, ranks: Ranks | Non
             "restore one of them from a copy"
         )
     return None
-
-
-def _load(path: Path, check: Check, *, part: tuple[int, int]) -> Loaded:
-    """Load the checkpoint ``path``; for ``check`` see `load_newest`, for ``part`` `check_files`.
-
-    Raises:
-        CheckpointError: it is damaged; names the fault.
-    """
-    manifest = read_manifest(path)
-    check_files(path, manifest, part=part)
-    try:
-        state = torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True)
-        check(path, state, manifest["facts"])
-    except CheckpointError:
-        raise
-    except Exception as error:  # a hostile or foreign file may make the reader raise anything
-        if is_oom(error):
-            raise
-        raise CheckpointError(f"{path}: {STATE} cannot be read ({type(error).__name__})") from None
-    return Loaded(path, state, manifest["facts"], [])

@@ -71,12 +71,6 @@ _BIT_EXACT_KEYS = {
 """Entries of the setup's key that a bit-exact resume depends on, with their names in messages."""
 
 
-class _Key(msgspec.Struct):
-    """The part of the key of a setup that a run trusts; other entries are only compared."""
-
-    budget_bytes: Positive | None = None
-
-
 class _Facts(msgspec.Struct):
     """The facts of a checkpoint; see `autobatch.training.run.train_plan`."""
 
@@ -86,7 +80,7 @@ class _Facts(msgspec.Struct):
     samples: Positive
     total_samples: Positive
     ranks: list[dict[str, Any]]
-    key: _Key
+    key: dict[str, Any]
     order: int
     sampler: str | None = None
     sample_seeds: bool = False

@@ -80,15 +80,6 @@ class RunInputs:
     """Ends the run early; None to train all batches."""
 
 
-class _OutOfMemoryFile(msgspec.Struct, kw_only=True):
-    """Content of `OOM_FILE`, left by a run that ended out of memory and must start again."""
-
-    micro_batch: Positive
-    """The largest micro-batch to continue with."""
-    batches_seen: int = 0
-    error: str = ""
-
-
 @memory_named("the training was prepared")
 def train_plan(
     run: RunInputs, files: RunFiles, *, progress: Progress, ranks: Ranks | None = None
@@ -257,8 +248,8 @@ def _take_smaller_micro_batch(loop: Loop, path: Path, *, is_new: bool) -> None:
 
     def read_limit() -> int | None:
         try:
-            return msgspec.json.decode(path.read_bytes(), type=_OutOfMemoryFile).micro_batch
-        except (OSError, *UNREADABLE):
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Positive])["micro_batch"]
+        except (OSError, KeyError, *UNREADABLE):
             return None
 
     if is_new and ranks.earlier_out is None:
@@ -437,10 +428,7 @@ class _Run:
                 )
         hint, has_checkpoint = self._files.resume_hint, bool(list_checkpoints(out / CHECKPOINTS))
         if isinstance(error, RestartSmallerError):
-            content = _OutOfMemoryFile(
-                batches_seen=loop.batches_seen, micro_batch=loop.micro_batch, error=str(error)
-            )
-            write_atomic(out / OOM_FILE, msgspec.json.encode(content))
+            write_atomic(out / OOM_FILE, msgspec.json.encode({"micro_batch": loop.micro_batch}))
             smaller = loop.split.of_longest(loop.micro_batch)
             error.add_note(
                 f"resume in smaller micro-batches with: {hint}"

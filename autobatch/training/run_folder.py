@@ -53,7 +53,7 @@ RUNS = Path("runs")
 LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
 OOM_FILE = "oom.json"
-"""Left by a run that ended out of memory: ``batches_seen``, the ``limits`` to resume with, the error."""
+"""Left by a run that ended out of memory: the largest ``micro_batch`` to resume with."""
 METRICS = "metrics.jsonl"
 WEIGHTS = "model.safetensors"
 AVERAGED_WEIGHTS = "model-ema.safetensors"

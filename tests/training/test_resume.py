@@ -184,7 +184,6 @@ def edit(path: Path, keys: tuple[str | int, ...], value: Any = None) -> None:
         (("facts", "plan"), {}, r"manifest\.json .*plan"),
         (("facts", "plan", "micro_batch"), -1, "micro_batch"),
         (("facts", "plan", "learning_rate"), math.nan, "learning_rate"),
-        (("facts", "key", "budget_bytes"), "all", "budget_bytes"),
         (("facts", "records"), {"device": 3}, "device"),
     ],
 )
