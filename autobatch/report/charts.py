@@ -314,7 +314,8 @@ def trials_figure(trials: Sequence[Trial]) -> Picture | None:
         **{name: knob(name) for name in sorted({name for trial in trials for name in trial.parameters})},
         "Note": lambda trial: trial.note or "",
     }
-    words = f"{plural(len(measured), 'trial')} measured, {len(infeasible)} infeasible."
+    words = f"{plural(len(measured), 'trial')} measured, {len(infeasible)} infeasible"
+    words += "." if faster else ", none faster beyond the noise."
     table = table_of("Every trial", trials, cells)
     return draw("trials", "Speed by trial", paint, height=230, note=words, table=table)
 

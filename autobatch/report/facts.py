@@ -265,7 +265,8 @@ def _tuning_facts(tuning: Tuning, kind: Literal["main", "detail"]) -> Iterator[F
         for trial in tuning.history:
             for name, value in trial.parameters.items():
                 values.setdefault(name, set()).add(value)
-        knobs = ", ".join(name.replace("_", " ") for name, tried in values.items() if len(tried) > 1)
+        varied = [name.removesuffix("_shift") for name, tried in values.items() if len(tried) > 1]
+        knobs = ", ".join(name.replace("_", "-") for name in varied)
         infeasible = sum(trial.relative is None for trial in tuning.history)
         words = plural(len(tuning.history), "configuration") + (knobs and f" of {knobs}")
         yield Fact("tuning", "tried", words + (f", {infeasible:,} infeasible" if infeasible else ""), "more")
@@ -274,7 +275,7 @@ def _tuning_facts(tuning: Tuning, kind: Literal["main", "detail"]) -> Iterator[F
 def describe_tuning(tuning: Tuning) -> str:
     """Return the answer of the tuner, with the lower bound of its gain."""
     if tuning.low is None:
-        return f"kept the default, {decimal(tuning.best_samples_per_s, 3)} samples/s"
+        return f"kept the default, {decimal(tuning.best_samples_per_s, 3)} samples/s in the trials"
     return f"at least {tuning.low:.2f} × faster: {knobs_in_words(tuning.changes, ' + ')}"
 
 

@@ -32,6 +32,7 @@ from autobatch.report.words import moment
 _LONG = 24
 """Length in characters above which a cell counts as a sentence and gets a minimum width."""
 _NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?%?( [KMGT]?i?B)?")
+_PRODUCT = re.compile(r"[\d,]{1,12} × [\d,]{0,12}\d")
 
 
 @dataclass(frozen=True)
@@ -144,9 +145,10 @@ def _templates() -> Environment:
 
 
 def _unbroken(text: str) -> Markup:
-    """Keep each word with a hyphen in one line: ``--steps``, ``held-out``, ``2026-11-22``."""
+    """Keep each word with a hyphen in one line: ``--steps``, ``held-out``, ``2026-11-22``; and ``4 × 86``."""
     span = Markup('<span class="unbroken">{}</span>')
-    return Markup(" ").join(span.format(word) if "-" in word else escape(word) for word in text.split(" "))
+    words = Markup(" ").join(span.format(word) if "-" in word else escape(word) for word in text.split(" "))
+    return Markup(_PRODUCT.sub(r'<span class="unbroken">\g<0></span>', str(words)))
 
 
 def _cell_kind(text: str) -> str:

@@ -23,10 +23,8 @@ from tests.support.custom_loops import (
     EXACT,
     KINDS,
     SAMPLES,
-    Sam,
     Stream,
     gan_data,
-    gan_parts,
     ids_by_batch,
     small_plan,
     train_gan,
@@ -57,8 +55,7 @@ def sgd(model: nn.Module, rate: float = 0.1) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("clip", [None, 0.01])
-@pytest.mark.parametrize("limit", [1, 5, 7, 24])
+@pytest.mark.parametrize(("limit", "clip"), [(1, 0.01), (5, None), (7, 0.01), (24, None)])
 def test_steps_equal_those_of_whole_batches(kind: str, limit: int, clip: float | None) -> None:
     workload, whole_loss = KINDS[kind]
     sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=10, seed=3, epochs=2)
@@ -74,6 +71,7 @@ def test_steps_equal_those_of_fit() -> None:
     losses = [record.loss for record in loop.run()]
     torch.manual_seed(7)
     model = workload.model()
+    workload.loss(model, workload.train_data.columns).total.backward()  # counts for no step
     own = []
     for batch in autobatch.batches(workload, small_plan(10, 4), optimizer=sgd(model), steps=5, seed=7):
         for micro in batch:
@@ -221,12 +219,12 @@ def test_each_pass_adds_up_the_16_bit_gradients_of_its_own_parameters() -> None:
     first, second = (nn.Parameter(torch.zeros((), dtype=torch.bfloat16)) for _ in range(2))
     both = [torch.optim.SGD([one], lr=1.0) for one in (first, second)]
     workload = make_workload(train_data=Rows(torch.ones(1024)))
-    for batch in autobatch.batches(workload, small_plan(1024, 1), epochs=2, optimizer=both):
+    for batch in autobatch.batches(workload, small_plan(1024, 1), optimizer=both):
         for factor, optimizer in zip((1.0, 2.0), both, strict=True):
             for micro in batch:
                 batch.backward(((first + second) * factor * micro.data[0].bfloat16()).mean())
             assert batch.step(optimizer).stepped == (True,)
-    assert (first.item(), second.item()) == (-2.0, -4.0)
+    assert (first.item(), second.item()) == (-1.0, -2.0)
     assert first.grad is None
     assert second.grad is None
     assert not first._post_accumulate_grad_hooks
@@ -243,19 +241,6 @@ def test_several_optimizers_step_together_and_are_clipped_by_one_norm() -> None:
             batch.backward(mean_loss(model, micro.data))
         result = batch.step(max_grad_norm=0.01)
     assert result.stepped == (True, True)
-    assert apart(weights(model), expected) <= EXACT
-
-
-def test_earlier_gradients_do_not_count() -> None:
-    workload = make_workload()
-    expected, _ = reference(workload, [range(SAMPLES)], mean_loss)
-    torch.manual_seed(0)
-    model = workload.model()
-    mean_loss(model, points().columns).backward()
-    for batch in autobatch.batches(workload, small_plan(), optimizer=sgd(model)):
-        for micro in batch:
-            batch.backward(mean_loss(model, micro.data))
-        batch.step()
     assert apart(weights(model), expected) <= EXACT
 
 
@@ -342,8 +327,7 @@ def test_a_detached_loss_is_refused() -> None:
 # several passes over a batch
 
 
-@pytest.mark.parametrize("clip", [None, 0.01])
-@pytest.mark.parametrize("limit", [1, 4, 24])
+@pytest.mark.parametrize(("limit", "clip"), [(1, 0.01), (4, None), (24, 0.01)])
 def test_two_passes_are_the_two_steps_of_a_gan(limit: int, clip: float | None) -> None:
     order = list(range(SAMPLES)) * 2
     whole = [order[at : at + 10] for at in range(0, 48, 10)]
@@ -380,57 +364,6 @@ def test_a_further_pass_sees_the_same_draws_and_moves_no_generator(kind: str, wo
         assert all(map(torch.equal, first, second))
         assert all(map(torch.equal, first, alone))
     assert not torch.equal(once[0][0], once[1][0])
-
-
-def test_sharpness_aware_minimization_takes_two_passes() -> None:
-    """The gradient of the second pass is taken at the weights that the first one moved."""
-
-    class Half(torch.optim.Optimizer):
-        def __init__(self, sam: Sam, step: Callable[[], None]) -> None:
-            super().__init__(sam.param_groups, {})
-            self.step = step
-
-    workload = make_workload()
-    torch.manual_seed(0)
-    model = workload.model()
-    sam = Sam(model.parameters(), lr=0.1)
-    halves = [Half(sam, sam.first_step), Half(sam, sam.second_step)]
-    for batch in autobatch.batches(workload, small_plan(), optimizer=halves, epochs=3):
-        for half in halves:
-            for micro in batch:
-                batch.backward(mean_loss(model, micro.data))
-            batch.step(half)
-
-    torch.manual_seed(0)
-    whole = workload.model()
-    parameters = list(whole.parameters())
-
-    def gradient() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(mean_loss(whole, workload.train_data.columns), parameters)
-
-    for _ in range(3):
-        before, first = [p.detach().clone() for p in parameters], gradient()
-        norm = torch.cat([one.flatten() for one in first]).norm()
-        for p, one in zip(parameters, first, strict=True):
-            p.data += 0.05 * one / norm
-        for p, start, one in zip(parameters, before, gradient(), strict=True):
-            p.data.copy_(start - 0.1 * one)
-    assert apart(weights(model), weights(whole)) <= EXACT
-
-
-def test_each_pass_has_its_own_check_of_finite_gradients() -> None:
-    generator, discriminator, (first, second) = gan_parts()
-    before = weights(generator)
-    workload = make_workload(train_data=gan_data())
-    batch = next(iter(autobatch.batches(workload, small_plan(), optimizer=[first, second])))
-    for micro in batch:
-        batch.backward(discriminator(generator(micro.data[1])).mean())
-    assert batch.step(first).stepped == (True,)
-    for micro in batch:
-        batch.backward(discriminator(generator(micro.data[1])).mean() * math.nan)
-    with pytest.raises(NonFiniteError, match=r"the loss .* of batch 0 is not finite"):
-        batch.step(second)
-    assert torch.equal(weights(generator), before)
 
 
 # batches cut by size
