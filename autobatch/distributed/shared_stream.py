@@ -19,47 +19,41 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from autobatch.core.errors import InputError
 from autobatch.distributed.ranks import Ranks
 from autobatch.workload.nested import map_tensors
-from autobatch.workload.streams import SCAN, StreamView
+from autobatch.workload.streams import FunctionReader, StreamReader, StreamView, reader_of
 
 
 class SharedStream(StreamView):
     """A stream as data with an index that only moves forward, on every rank.
 
     Args:
-        stream: the user's data; read on rank 0 alone.
+        source: reads the stream; asked on rank 0 alone.
         ranks: the ranks.
-        seed: of the run.
-        target_batch: samples that a `BatchFunction` is asked for.
     """
 
-    def __init__(self, stream: Any, ranks: Ranks, seed: int = 0, target_batch: int = SCAN) -> None:
-        super().__init__(stream, seed, target_batch)
+    def __init__(self, source: StreamReader | FunctionReader, ranks: Ranks) -> None:
+        super().__init__(source)
         self._ranks = ranks
 
-    def begin_batch(self, first: int, stop: int) -> None:
+    def _read(self, first: int, number: int) -> list[Any]:
         """Send the samples of a batch from rank 0 to all; all ranks call it."""
-        super().begin_batch(first, stop)
-        own = b"" if self._ranks.rank else pack(self.__getitems__(range(first, stop)))
-        content = self._ranks.broadcast(own)
-        if self._ranks.rank:
-            self._held = dict(zip(range(first, stop), unpack(content), strict=True))
-            self._position = stop
+        samples = [] if self._ranks.rank else super()._read(first, number)
+        content = self._ranks.broadcast(b"" if self._ranks.rank else pack(samples))
+        return unpack(content) if self._ranks.rank else samples
 
     def skip(self, samples: int) -> None:
         """See `StreamView.skip`."""
         if not self._ranks.rank:
             super().skip(samples)
 
-    def load_state_dict(self, state: dict[str, Any]) -> str:
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """See `StreamView.load_state_dict`."""
-        return "rank 0 reads the stream" if self._ranks.rank else super().load_state_dict(state)
+        return ["rank 0 reads the stream"] if self._ranks.rank else super().load_state_dict(state)
 
 
 def open_stream(stream: Any, ranks: Ranks, seed: int, target_batch: int) -> StreamView:
     """Return a stream as data with an index, which all ranks of a run with this seed read together."""
-    if ranks.world == 1:
-        return StreamView(stream, seed, target_batch)
-    return SharedStream(stream, ranks, seed, target_batch)
+    source = reader_of(stream, seed, target_batch)
+    return StreamView(source) if ranks.world == 1 else SharedStream(source, ranks)
 
 
 def split_note(first_sample: Any, ranks: Ranks) -> str | None:

@@ -167,7 +167,7 @@ def _ask_for_scaling(trainer: Any) -> tuple[bool, list[str]]:
         True if it does, and a remark if the trainer takes the loss for another kind.
     """
     args, model, steps = trainer.args, trainer.model, trainer.args.gradient_accumulation_steps
-    two = scanned(workload(trainer), count=2)
+    two = scanned(workload(trainer), most=2)
     losses = []
     try:
         with user_code("loss"), preserved_random_state(), trainer.compute_loss_context_manager():

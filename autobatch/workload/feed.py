@@ -193,7 +193,7 @@ def open_feed(
     if isinstance(sampler, StreamSampler):
         # The stream has its own workers, and no seeds.
         if workers:
-            sampler.view.read_with(
+            sampler.view.source.read_with(
                 num_workers=workers,
                 prefetch_factor=AHEAD,
                 worker_init_fn=loading.init_worker,

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from autobatch import Unbatched
 from autobatch.workload.nested import to_device
-from autobatch.workload.streams import StreamView
+from autobatch.workload.streams import StreamReader
 from tests.support.kernels import needs_kernels
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
@@ -155,8 +155,7 @@ def test_the_host_does_not_wait_for_a_busy_gpu() -> None:
 
 def rows_of(batch: Any, count: int) -> list[Any]:
     """Return the samples of a stream of one batch."""
-    view = StreamView(Unbatched(lambda: [batch]))
-    found = view.__getitems__(range(count + 1))
+    found = StreamReader(Unbatched(lambda: [batch])).read(0, count + 1)
     assert repr(found[-1]) == repr(found[0]), "the next epoch"
     return found[:-1]
 

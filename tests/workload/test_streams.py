@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import autobatch
 from autobatch import BatchFunction, InputError, Unbatched
-from autobatch.workload.streams import ENDLESS, StreamSampler, StreamView
-from tests.support.libraries import installed
+from autobatch.workload.streams import ENDLESS, StreamSampler, StreamView, reader_of
 from tests.support.training import make_workload
 
 
@@ -58,6 +57,10 @@ def generate() -> Iterator[int]:
     yield from range(10)
 
 
+def view_of(stream: Any) -> StreamView:
+    return StreamView(reader_of(stream, 0, 4))
+
+
 def sampler_of(view: StreamView, steps: int = 6) -> StreamSampler:
     return StreamSampler(samples=ENDLESS, target_batch=4, seed=0, steps=steps, view=view)
 
@@ -75,59 +78,35 @@ def drawn(sampler: StreamSampler, start: int = 0) -> list[list[int]]:
 )
 def test_a_resumed_view_continues_where_it_was(stream: Any, words: str) -> None:
     """Each epoch has other numbers; a batch can be read again until the next one begins."""
-    whole = drawn(sampler_of(StreamView(stream())))
+    whole = drawn(sampler_of(view_of(stream())))
     assert whole[1:3] == [[4, 5, 6, 7], [8, 9, 100, 101]]
-    view = StreamView(stream())
+    view = view_of(stream())
     sampler = sampler_of(view)
     batches = sampler.batches()
     seen = [[[view[one] for one in ids] for _ in "12"][1] for ids in (next(batches).ids for _ in range(3))]
     with pytest.raises(KeyError):
         _ = view[7]
-    state = view.state_dict()
-    assert (state["position"], state["epoch"], state["in_epoch"]) == (12, 1, 2)
+    state = view.source.state_dict()
+    assert (state["epoch"], state["in_epoch"]) == (1, 2)
     source = stream()
-    again = sampler_of(StreamView(source))
+    again = sampler_of(view_of(source))
     before = torch.get_rng_state()
-    assert again.view.load_state_dict(state) == words
+    assert again.view.load_state_dict(state) == [words]
     assert torch.equal(torch.get_rng_state(), before)
     assert seen + drawn(again, start=3) == whole
     assert source.reads == 12 + (0 if stream is Stateful else 2)
 
 
-def test_a_shuffle_buffer_that_a_state_leaves_out_is_told() -> None:
-    """The oracle is the order itself: it never changes without a word."""
-    library = installed("datasets")
-    data = library.Dataset.from_dict({"x": list(range(200))})
-
-    def plain() -> Any:
-        return data.to_iterable_dataset(num_shards=2)
-
-    def shuffled() -> Any:
-        return plain().shuffle(seed=1, buffer_size=50)
-
-    def both() -> Any:
-        return library.interleave_datasets([plain(), shuffled().map(lambda row: row)])
-
-    for stream, is_told in ((plain, False), (shuffled, True), (both, True)):
-        # Each has a stream of its own: the threads of interleaved ones would share its state.
-        whole, first, again = (StreamView(stream()) for _ in range(3))
-        expected = [whole[place]["x"] for place in range(200)]
-        assert [first[place]["x"] for place in range(110)] == expected[:110]
-        assert ("its shuffle buffer" in again.load_state_dict(first.state_dict())) is is_told
-        assert ([again[place]["x"] for place in range(110, 200)] != expected[110:]) is is_told
-
-
-def test_workers_read_the_same_samples_and_know_their_place() -> None:
-    installed("torchdata")
-    whole = drawn(sampler_of(StreamView(Numbers()), steps=4))
-    view = StreamView(Numbers())
-    view.read_with(num_workers=1, prefetch_factor=2)
+def test_workers_read_the_same_samples() -> None:
+    whole = drawn(sampler_of(view_of(Numbers()), steps=4))
+    view = view_of(Numbers())
+    view.source.read_with(num_workers=1, prefetch_factor=2)
     batches = sampler_of(view, steps=4).batches()
     seen = [[view[one] for one in next(batches).ids] for _ in range(2)]
-    state = view.state_dict()
-    again = StreamView(Numbers())
-    again.read_with(num_workers=1, prefetch_factor=2)
-    assert again.load_state_dict(state) == "the stream continues from its own state"
+    again = view_of(Numbers())
+    again.source.read_with(num_workers=1, prefetch_factor=2)
+    (words,) = again.load_state_dict(view.source.state_dict())
+    assert "its first 8 samples were read again and skipped" in words
     assert seen + drawn(sampler_of(again, steps=4), start=2) == whole
 
 
@@ -156,10 +135,11 @@ class Threes(Stateful):
     ids=["iterable", "function", "loader", "sampler"],
 )
 def test_samples_of_ready_batches_are_those_of_the_stream(stream: Any, workers: int) -> None:
-    view = StreamView(Unbatched(stream))
+    view = view_of(Unbatched(stream))
     if workers:
-        view.read_with(num_workers=workers, prefetch_factor=2)
-    found = [one["x"] if isinstance(one, dict) else one for one in view.__getitems__(range(10))]
+        view.source.read_with(num_workers=workers, prefetch_factor=2)
+    view.begin_batch(0, 10)
+    found = [one["x"] if isinstance(one, dict) else one for one in (view[place] for place in range(10))]
     assert [int(one) for one in found] == list(range(10))
     assert not isinstance(view[3], dict) or view[3]["name"] == "3"
 
@@ -193,14 +173,14 @@ def by_size(size: int, step: int) -> Any:
             lambda: autobatch.fit(make_workload(train_data=BatchFunction(by_size)), target_batch=4, epochs=1),
             "has no end, .* give the number of optimizer steps",
         ),
-        (lambda: view_of(one_size), r"test_streams.py:\d+\) was asked for 4 samples and returned 3"),
+        (lambda: drawn_once(one_size), r"test_streams.py:\d+\) was asked for 4 samples and returned 3"),
         (
-            lambda: view_of(lambda size, step: (torch.ones(4), 5)),
+            lambda: drawn_once(lambda size, step: (torch.ones(4), 5)),
             r"batch\[1\] is an int, which has no sample",
         ),
-        (lambda: view_of(lambda size, step: {"x": torch.tensor(1)}), r"batch\['x'\] is a 0-d tensor"),
+        (lambda: drawn_once(lambda size, step: {"x": torch.tensor(1)}), r"batch\['x'\] is a 0-d tensor"),
         (
-            lambda: view_of(lambda size, step: [torch.ones(4), np.ones(5)]),
+            lambda: drawn_once(lambda size, step: [torch.ones(4), np.ones(5)]),
             r"test_streams.py:\d+\) cannot .* batch\[0\] has 4, batch\[1\] has 5. Let each part",
         ),
     ],
@@ -212,17 +192,17 @@ def test_batches_that_are_no_samples_are_refused_with_the_users_line(make: Any, 
 
 
 def test_a_generator_function_is_not_read_by_workers() -> None:
-    view = StreamView(generate)
-    view.read_with(num_workers=2)
+    view = view_of(generate)
+    view.source.read_with(num_workers=2)
     with pytest.raises(InputError, match=r"--workers 2\) cannot share .*test_streams.py:\d+\): use"):
-        view[0]
+        view.begin_batch(0, 1)
 
 
-def view_of(function: Any) -> Any:
-    return StreamView(BatchFunction(function), target_batch=4)[0]
+def drawn_once(function: Any) -> None:
+    view_of(BatchFunction(function)).begin_batch(0, 4)
 
 
 def test_a_stream_that_can_be_read_once_only_is_refused() -> None:
-    view = StreamView(iter(range(6)))
+    view = view_of(iter(range(6)))
     with pytest.raises(InputError, match="the stream gave no sample in epoch"):
         drawn(sampler_of(view))
