@@ -1,7 +1,7 @@
 """The engine of a loop: how ranks sum a batch, and how they agree on what happens to it.
 
-A loop has one engine. `Engine` serves one process, and changes nothing. `Replicate` serves ranks with whole
-models, and `Shard` ranks that share one. They sum over all ranks, so that everything after the sum (checks,
+A loop has one engine. `Engine` serves one process, and changes nothing. `Whole` serves ranks with whole
+models, and `Shared` ranks that share one. They sum over all ranks, so that everything after the sum (checks,
 clipping, the step, counters) is the same on every rank.
 
 With a whole model, every rank runs its micro-batches alone, and `autobatch.distributed.reduce` sums the batch
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from autobatch.core.errors import InputError
 from autobatch.core.signals import SharedRequest, StopRequest
-from autobatch.distributed.group import Group, is_of_collective, rank_lost
+from autobatch.distributed.group import Group, is_of_collective
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.reduce import (
     RankNumbers,
@@ -49,7 +49,7 @@ from autobatch.distributed.reduce import (
     write_numbers,
 )
 from autobatch.step.gradients import norm_of
-from autobatch.step.loss import Form, StepTotals
+from autobatch.step.loss import StepTotals
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import Rows
@@ -143,16 +143,44 @@ class Engine:
         return error
 
 
+class PeerOutOfMemory(torch.OutOfMemoryError):
+    """Memory ran out on another rank."""
+
+
 class GroupEngine(Engine):
     """The part of an engine that does not depend on how gradients are summed.
 
+    It is the `autobatch.step.whole_batch.PassExchange` of a train state, too.
+
     Args:
         group: the ranks.
+        filler: makes a micro-batch for a rank that has none.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, filler: Filler) -> None:
         self.ranks: Group = group
+        self._filler = filler
         self._request = SharedRequest(StopRequest())
+
+    @property
+    def counts_loss(self) -> bool:
+        """See `PassExchange.counts_loss`."""
+        return self.ranks.rank == 0
+
+    def sum_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """See `PassExchange.sum_counts`.
+
+        Raises:
+            PeerOutOfMemory: memory ran out on another rank before.
+        """
+        sums: dict[str, float] = {}
+        own: Mapping[str, float] | None = counts
+        for of_rank in self.ranks.gather(own):
+            if of_rank is None:
+                raise PeerOutOfMemory("memory ran out on another rank")
+            for name, count in of_rank.items():
+                sums[name] = sums.get(name, 0.0) + count
+        return sums
 
     def shared_request(self, request: StopRequest) -> StopRequest:
         """See `Engine.shared_request`. A signal to any rank stops all of them after the next step."""
@@ -161,41 +189,65 @@ class GroupEngine(Engine):
 
     def agree_on_oom(self, oom: OutOfMemory) -> OutOfMemory:
         """See `Engine.agree_on_oom`."""
-        found = self.ranks.gather(oom)
-        failed = [rank for rank, error in enumerate(found) if error.size]
-        worst = min(failed, key=lambda rank: (found[rank].is_in_loss, found[rank].size, rank))
-        return OutOfMemory(
-            message=f"rank {worst}: {found[worst].message}",
-            is_fatal=any(error.is_fatal for error in found),
-            is_fragmented=all(found[rank].is_fragmented for rank in failed),
-            is_intact=all(error.is_intact for error in found),
-            size=found[worst].size,
-            smaller=min(found[rank].smaller for rank in failed),
-            is_in_loss=found[worst].is_in_loss,
+        of_ranks = self.ranks.gather(oom)
+        failed = [rank for rank, error in enumerate(of_ranks) if error.size]
+        worst = min(failed, key=lambda rank: (of_ranks[rank].is_in_loss, of_ranks[rank].size, rank))
+        return of_ranks[worst]._replace(
+            message=f"rank {worst}: {of_ranks[worst].message}",
+            is_fatal=any(error.is_fatal for error in of_ranks),
+            is_fragmented=all(of_ranks[rank].is_fragmented for rank in failed),
+            is_intact=all(error.is_intact for error in of_ranks),
+            smaller=min(of_ranks[rank].smaller for rank in failed),
         )
 
     def sum_terms(self, totals: StepTotals, of_ranks: Sequence[RankNumbers]) -> None:
-        """Replace the sums of the terms of one rank by those of all, if the loss has several."""
-        if not any(one.has_terms for one in of_ranks):
+        """Replace the sums of the terms of one rank by those of all, if the loss has several.
+
+        Raises:
+            InputError: the ranks have other terms.
+        """
+        if not any(numbers.has_terms for numbers in of_ranks):
             return
-        own = {name: one.on_host() for name, one in totals.terms.items()}
+        own = {name: term.on_host() for name, term in totals.terms.items()}
+        found = self.ranks.gather((bool(totals.sizes), own))
+        first, *others = [list(terms) for has_samples, terms in found if has_samples]
+        for other in others:
+            if set(other) != set(first):
+                raise InputError(
+                    f"the workload's loss returned the terms {', '.join(first) or 'of no name'} on one rank, "
+                    f"and {', '.join(other) or 'of no name'} on another: return the same terms"
+                )
         totals.terms = {}
-        for name, numbers in [item for found in self.ranks.gather(own) for item in found.items()]:
-            term = totals.terms.get(name)
-            totals.terms[name] = numbers if term is None else term.plus(numbers)
+        for name, term in [item for _, terms in found for item in terms.items()]:
+            before = totals.terms.get(name)
+            totals.terms[name] = term if before is None else before.plus(term)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """See `Engine.broadcast`."""
+        """See `Engine.broadcast`.
+
+        Raises:
+            InputError: the tensors of a rank have other shapes.
+        """
+        tensors = [tensor.detach() for tensor in tensors]
+        shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+        elements = sum(tensor.numel() for tensor in tensors)
+        # Sums and messages of unlike sizes would end the process without a word.
+        self.ranks.check_equal(
+            {
+                "the shapes of the model": f"{len(shapes)} tensors of {elements:,} elements "
+                f"(digest {zlib.crc32(repr(shapes).encode()):08x})"
+            }
+        )
         with self.ranks.waiting("receive the tensors of rank 0"):
             for tensor in tensors:
-                dist.broadcast(tensor.detach(), 0, group=self.ranks.tensor_group(tensor.device))
+                dist.broadcast(tensor, 0, group=self.ranks.tensor_group(tensor.device))
 
     def agree_on_request(self) -> None:
         """See `Engine.agree_on_request`."""
         self._request.agree(self.ranks.gather(self._request.own.signal_number or 0))
 
 
-class Replicate(GroupEngine):
+class Whole(GroupEngine):
     """The engine of ranks that have a whole model each.
 
     Args:
@@ -205,43 +257,82 @@ class Replicate(GroupEngine):
     """
 
     def __init__(self, group: Group, train_state: TrainState, filler: Filler) -> None:
-        super().__init__(group)
+        super().__init__(group, filler)
+        self._train_state = train_state
         self._reduction = Reduction(group)
-
-        def represent() -> Any:
-            loss: Any = train_state.loss
-            context = precision_context(train_state.device, train_state.precision)
-            with preserved_random_state(), torch.no_grad(), context:
-                found = loss.represent(train_state.model, filler()[0])
-            train_state.buffers.restore(keep=True)
-            return found
-
-        self._exchange = BatchExchange(group, represent)
+        self._is_awaited = False
+        """True while the other ranks wait for a message of this one within the batch."""
+        self._has_peer_failed = False
 
     def begin_step(
         self, train_state: TrainState, micro_batches: MicroBatches, count: int, rounds: int
     ) -> MicroBatches:
         """See `Engine.begin_step`."""
-        self._exchange.begin()
-        train_state.peers = self._exchange
+        self._is_awaited = isinstance(train_state.loss, WholeBatchLoss) or train_state.counts is not None
+        self._has_peer_failed = False
+        train_state.peers = self
         return micro_batches
+
+    def gather(self, rows: Rows) -> None:
+        """See `PassExchange.gather`.
+
+        Raises:
+            PeerOutOfMemory: memory ran out on another rank before.
+        """
+        if rows.collated is None:
+            rows.begin(self._represent())
+        self._is_awaited = False
+        if self.ranks.agree(False):
+            self._has_peer_failed = True
+            raise PeerOutOfMemory("memory ran out on another rank")
+        sum_rows(self.ranks, rows)
+
+    def _represent(self) -> Any:
+        """Return what the representations of some samples look like."""
+        state, loss = self._train_state, self._train_state.loss
+        assert isinstance(loss, WholeBatchLoss)
+        with preserved_random_state(), torch.no_grad(), precision_context(state.device, state.precision):
+            represented = loss.represent(state.model, self._filler()[0])
+        state.buffers.restore(keep=True)
+        return represented
+
+    def sum_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """See `PassExchange.sum_counts`."""
+        self._is_awaited, self._has_peer_failed = False, True
+        sums = super().sum_counts(counts)
+        self._has_peer_failed = False
+        return sums
 
     def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
         """See `Engine.combine`."""
-        if train_state.peers is not None:
-            train_state.peers = None
-            outcome = self._exchange.end(train_state, outcome)
+        train_state.peers = None
+        if isinstance(outcome, OutOfMemory) and self._is_awaited:
+            if isinstance(train_state.loss, WholeBatchLoss):
+                self.ranks.agree(True)
+            else:
+                self.ranks.gather(None)
+        if self._has_peer_failed:
+            outcome = OutOfMemory("")
         totals = None if isinstance(outcome, OutOfMemory) else outcome
         of_ranks = self._reduction.run(train_state, totals, self._request.own.signal_number or 0)
-        self._request.agree(int(one.signal) for one in of_ranks)
-        if any(one.failed for one in of_ranks):
+        self._request.agree(int(numbers.signal) for numbers in of_ranks)
+        if any(numbers.failed for numbers in of_ranks):
             return outcome if isinstance(outcome, OutOfMemory) else OutOfMemory("")
         if totals is not None:
             self.sum_terms(totals, of_ranks)
         return outcome
 
 
-class Shard(GroupEngine):
+def sum_rows(group: Group, rows: Rows) -> None:
+    """Sum the rows of all ranks, of which each has zeros for the samples of the others; bit for bit."""
+    # As bytes, because zeros leave them as they are, whatever the type.
+    wholes = [whole.view(-1).view(torch.uint8) for whole in tensors_of(rows.collated)]
+    with group.waiting("exchange the representations of a batch"):
+        for wait in [group.start_sum(whole) for whole in wholes]:
+            wait()
+
+
+class Shared(GroupEngine):
     """The engine of a sharded model.
 
     Args:
@@ -251,13 +342,11 @@ class Shard(GroupEngine):
     """
 
     def __init__(self, group: Group, train_state: TrainState, filler: Filler) -> None:
-        super().__init__(group)
+        super().__init__(group, filler)
         self._model: ShardedModel = train_state.shared  # type: ignore[assignment]
         self.mesh = self._model.mesh
-        self._filler = filler
         self._buffers = BufferSnapshot(train_state.model, copy_all=True)
         self._has_no_counts = False
-        self._exchange = BatchExchange(group, lambda: None)
         cells = num_cells(group.world, len(RankNumbers._fields) + len(train_state.optimizers) + 1)
         self._cells = torch.zeros(cells, device=train_state.device)
 
@@ -271,12 +360,10 @@ class Shard(GroupEngine):
         self, train_state: TrainState, micro_batches: MicroBatches, count: int, rounds: int
     ) -> Iterator[tuple[Collated, int]]:
         """Yield the micro-batches of a pass over a batch."""
-        train_state.peers = self._exchange
+        train_state.peers = self  # type: ignore[assignment]  # there are no rows to gather
         self._agree_on_scale(train_state)
         padded = self._padded(micro_batches, count, rounds)
-        for one in self._model.begin_step(padded, rounds):
-            with self.ranks.waiting("train a micro-batch with the other ranks"):
-                yield one
+        yield from self._model.begin_step(padded, rounds)
         # Its end undoes what the micro-batches of weight 0 have changed.
         next(padded, None)
 
@@ -291,27 +378,29 @@ class Shard(GroupEngine):
         numbers = numbers_of(outcome, self._request.own.signal_number or 0)
         used = zlib.crc32(bytes(gradient is not None for _, gradient in train_state.gradients.by_parameter()))
         # Squares are summed, as every rank measured its shards.
-        write_numbers(self._cells, self.ranks.rank, [*numbers, *map(_squared, norms), used])
+        squared = [norm.double() ** 2 if isinstance(norm, Tensor) else norm**2 for norm in norms]
+        write_numbers(self._cells, self.ranks.rank, [*numbers, *squared, used])
         with self.ranks.waiting("sum the batch"):
             self.ranks.start_sum(self._cells)()
-        found = read_numbers(self._cells, self.ranks.world)
-        of_ranks = [RankNumbers(*one[: len(numbers)]) for one in found]
-        self._request.agree(int(one.signal) for one in of_ranks)
+        rows = read_numbers(self._cells, self.ranks.world)
+        of_ranks = [RankNumbers(*row[: len(numbers)]) for row in rows]
+        self._request.agree(int(numbers.signal) for numbers in of_ranks)
         sum_totals(outcome, of_ranks)
-        if len({one[-1] for one in found}) > 1:
+        if len({row[-1] for row in rows}) > 1:
             raise InputError(
                 "the loss gave gradients to other parameters on each rank, for example those of the experts "
                 "that its samples chose, and FSDP2 sums those of a shared model only if all ranks have them: "
                 "use --parallel replicate, or let every forward pass use every parameter"
             )
-        squares = zip(*(one[len(numbers) : -1] for one in found), strict=True)
-        outcome.norms = [_root(sum(one)) for one in squares]
+        squares = zip(*(row[len(numbers) : -1] for row in rows), strict=True)
+        # They may be infinite or NaN.
+        outcome.norms = [math.sqrt(total) if total >= 0 else math.nan for total in map(sum, squares)]
         self.sum_terms(outcome, of_ranks)
         return outcome
 
     def explain(self, error: Exception) -> Exception:
         """See `Engine.explain`. FSDP2 runs its collectives within the loss and its backward pass."""
-        return rank_lost("train the batch", error) if is_of_collective(error) else error
+        return self.ranks.lost("train the batch", error) if is_of_collective(error) else error
 
     def _padded(self, micro_batches: MicroBatches, count: int, rounds: int) -> Iterator[tuple[Collated, int]]:
         """Yield the micro-batches of this rank, then as many of weight 0 as are missing."""
@@ -337,111 +426,9 @@ class Shard(GroupEngine):
         self._buffers.take()
         with preserved_random_state(), torch.no_grad():
             batch, size = self._filler()
-            found = train_state.loss(train_state.model, batch)
+            loss = train_state.loss(train_state.model, batch)
         self._buffers.restore()
-        known = self.ranks.gather(float(found.count) / size if isinstance(found, Loss) else None)
-        self._has_no_counts = all(one is None for one in known)
+        items = self.ranks.gather(float(loss.count) / size if isinstance(loss, Loss) else None)
+        self._has_no_counts = all(of_rank is None for of_rank in items)
         if not self._has_no_counts:
-            train_state.items_per_sample = max(one or 0.0 for one in known) or 1.0
-
-
-class PeerOutOfMemory(torch.OutOfMemoryError):
-    """Memory ran out on another rank."""
-
-
-class BatchExchange:
-    """The exchange of representations or counts among ranks; see `autobatch.step.whole_batch.PassExchange`.
-
-    Args:
-        group: the ranks.
-        represent: returns what the representations of some samples look like, for a rank that has none.
-    """
-
-    def __init__(self, group: Group, represent: Callable[[], Any]) -> None:
-        self._group = group
-        self._represent = represent
-        self._has_voted = True
-        self._peer_failed = False
-
-    @property
-    def counts_loss(self) -> bool:
-        """See `PassExchange.counts_loss`."""
-        return self._group.rank == 0
-
-    def begin(self) -> None:
-        """Begin a batch."""
-        self._has_voted = self._peer_failed = False
-
-    def gather(self, rows: Rows) -> None:
-        """See `PassExchange.gather`.
-
-        Raises:
-            PeerOutOfMemory: memory ran out on another rank before.
-        """
-        if rows.collated is None:
-            rows.begin(self._represent())
-        self._vote(failed=False)
-        # As bytes, because zeros leave them as they are, whatever the type.
-        wholes = [whole.view(-1).view(torch.uint8) for whole in tensors_of(rows.collated)]
-        with self._group.waiting("exchange the representations of a batch"):
-            for wait in [self._group.start_sum(one) for one in wholes]:
-                wait()
-
-    def agree_on_form(self, own: Form | None) -> Form | None:
-        """See `PassExchange.agree_on_form`.
-
-        Raises:
-            InputError: the forms of two ranks differ.
-        """
-        found = [Form(one) for one in self._group.gather(own and dict(own)) if one is not None]
-        for other in found:
-            if other != found[0]:
-                raise InputError(
-                    f"the workload's loss returned {found[0]} on one rank and {other} on another: return "
-                    f"{'the same terms' if other.has_several and found[0].has_several else 'one kind'}"
-                )
-        return found[0] if found else None
-
-    def sum_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """See `PassExchange.sum_counts`.
-
-        Raises:
-            PeerOutOfMemory: memory ran out on another rank before.
-        """
-        self._has_voted = True
-        sums: dict[str, float] = {}
-        own: Mapping[str, float] | None = counts
-        for of_rank in self._group.gather(own):
-            if of_rank is None:
-                self._peer_failed = True
-                raise PeerOutOfMemory("memory ran out on another rank")
-            for name, count in of_rank.items():
-                sums[name] = sums.get(name, 0.0) + count
-        return sums
-
-    def end(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
-        """Return the outcome of this rank, after the votes of the others if they wait for it."""
-        if isinstance(outcome, OutOfMemory) and not self._has_voted:
-            if isinstance(train_state.loss, WholeBatchLoss):
-                self._vote(failed=True)
-            else:
-                train_state.form = train_state.form or self.agree_on_form(None)
-                if train_state.form is not None and train_state.form.counted:
-                    self._group.gather(None)
-        return OutOfMemory("") if self._peer_failed else outcome
-
-    def _vote(self, *, failed: bool) -> None:
-        self._has_voted = True
-        is_failed = self._group.agree(failed)
-        if is_failed and not failed:
-            self._peer_failed = True
-            raise PeerOutOfMemory("memory ran out on another rank")
-
-
-def _root(square: float) -> float:
-    """Return the norm of a sum of squares, which may be infinite or NaN."""
-    return math.sqrt(square) if square >= 0 else math.nan
-
-
-def _squared(norm: float | Tensor) -> float | Tensor:
-    return norm.double() ** 2 if isinstance(norm, Tensor) else norm**2
+            train_state.items_per_sample = max(of_rank or 0.0 for of_rank in items) or 1.0

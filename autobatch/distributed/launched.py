@@ -110,6 +110,7 @@ class LaunchedGroup(Group):
 
     def limit_wait(self, seconds: float) -> None:
         """See `Ranks.limit_wait`."""
+        self.agree(False)  # they come here as they have imported torch
         self._limit = datetime.timedelta(seconds=seconds)
         with self.waiting("join the other ranks"):
             self._messages = dist.new_group(backend="gloo", timeout=self._limit)

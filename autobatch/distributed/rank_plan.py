@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from autobatch.core.records import DeviceRecord, Plan, Probe, SizeCut
-from autobatch.distributed.engine import Engine, Filler, Replicate, Shard
+from autobatch.distributed.engine import Engine, Filler, Shared, Whole
 from autobatch.distributed.group import Group
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ShardLayout
@@ -102,4 +102,4 @@ def open_engine(ranks: Ranks, train_state: TrainState, filler: Filler) -> Engine
     """Return the engine of a loop, whose filler serves ranks with fewer micro-batches; all ranks call it."""
     if not isinstance(ranks, Group):
         return Engine()
-    return (Replicate if train_state.shared is None else Shard)(ranks, train_state, filler)
+    return (Whole if train_state.shared is None else Shared)(ranks, train_state, filler)

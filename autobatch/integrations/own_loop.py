@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.core.knobs import LOADER_WORKERS
 from autobatch.core.records import Plan
-from autobatch.distributed.engine import Engine, Replicate
+from autobatch.distributed.engine import Engine, Whole
 from autobatch.distributed.group import Group, join_loop
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.shared_stream import open_stream
@@ -119,7 +119,7 @@ class Run:
                 exchange=self.exchange,
             )
             ranks = self.ranks
-            engine = Replicate(ranks, train_state, _not_here) if isinstance(ranks, Group) else Engine()
+            engine = Whole(ranks, train_state, _not_here) if isinstance(ranks, Group) else Engine()
             self.passes.append((train_state, engine))
         return self.passes[number]
 

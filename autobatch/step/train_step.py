@@ -128,16 +128,12 @@ def _prepare(train_state: TrainState, totals: StepTotals, terms: Mapping[str, Te
             f"known before the first backward pass: give Workload(counts=lambda batch: {{{example}}}), which "
             "returns the counts of a collated micro-batch on the host"
         )
-    if train_state.form is None:
-        train_state.form = form if peers is None else peers.agree_on_form(form)
+    train_state.form = train_state.form or form
     if counts is None:
         return
     own = counts.sums(form)
-    names = () if train_state.form is None else train_state.form.counted
-    if not names:
-        return
     # A footprint is traced without looking at the data.
-    items = {name: own.get(name, 1.0) for name in names} if terms is not None else {}
+    items = own or dict.fromkeys(() if form is None else form.counted, 1.0)
     for name, total in (items if peers is None else peers.sum_counts(items)).items():
         totals.terms[name] = Term(items=total, expected=own.get(name))
 

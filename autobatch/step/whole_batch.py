@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
-from autobatch.step.loss import Form
 from autobatch.workload.contract import Collated, WholeBatchLoss, kind_of
 from autobatch.workload.nested import form_of, map_tensors, tensors_of
 from autobatch.workload.rng import RandomState, capture_random_state, restore_random_state
@@ -114,9 +113,6 @@ class PassExchange(Protocol):
 
     def gather(self, rows: Rows) -> None:
         """Fill in the rows of the other ranks; all ranks call it."""
-
-    def agree_on_form(self, own: Form | None) -> Form | None:
-        """Return the form of the loss on all ranks, of which those without samples know none."""
 
     def sum_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
         """Return the sums of the counts of all ranks, by term; all ranks call it."""

@@ -470,7 +470,7 @@ class _Run:
         if self._newest is not None and self._newest.name == f"step-{loop.batches_seen:08d}":
             return
         # After a power cut, the disk has a line for every step of the checkpoint.
-        self.metrics.sync()
+        ranks.once(self.metrics.sync)
         # A rank may fail alone.
         loop.can_be_saved = ranks.world == 1
         try:

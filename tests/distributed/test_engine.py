@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autobatch import Workload
-from autobatch.distributed.engine import BatchExchange
+from autobatch import InputError, Workload
+from autobatch.distributed.engine import sum_rows
 from autobatch.distributed.group import Group
 from autobatch.step.whole_batch import Rows
 from autobatch.workload.order import GlobalBatchSampler
@@ -246,13 +246,8 @@ def test_sparse_gradients_are_summed_over_the_ranks(server: RankServer, limits: 
 class Second:
     """The second of two ranks that exchange representations; the first is a fake."""
 
-    rank = 1
-
     def __init__(self, other: Tensor) -> None:
         self.other = other
-
-    def agree(self, flag: bool) -> bool:
-        return flag
 
     def start_sum(self, tensor: Tensor) -> Callable[[], None]:
         tensor += self.other.reshape(-1).view(torch.uint8)
@@ -262,12 +257,6 @@ class Second:
         return nullcontext()
 
 
-def gather_of(group: Second) -> BatchExchange:
-    found = BatchExchange(group, lambda: torch.ones(1, 2, dtype=torch.bfloat16))  # type: ignore[arg-type]
-    found.begin()
-    return found
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.int64])
 def test_rows_arrive_bit_for_bit_whatever_their_type(dtype: torch.dtype) -> None:
     whole = torch.tensor([[-1.5, 0.0], [float("nan"), 3.0], [7.0, -0.0]]).to(dtype)
@@ -275,11 +264,43 @@ def test_rows_arrive_bit_for_bit_whatever_their_type(dtype: torch.dtype) -> None
     other[1] = 0
     rows = Rows(3)
     rows.put([1], whole[1:2])
-    gather_of(Second(other)).gather(rows)
+    sum_rows(Second(other), rows)  # type: ignore[arg-type]
     assert torch.equal(rows.collated.view(torch.uint8), whole.view(torch.uint8))
 
 
-def test_a_rank_without_samples_makes_room_for_the_rows_of_others() -> None:
-    rows = Rows(4)
-    gather_of(Second(torch.full((4, 2), 2.0, dtype=torch.bfloat16))).gather(rows)
-    assert rows.collated.tolist() == [[2.0, 2.0]] * 4
+def build_unlike_models() -> str:
+    """Build a model of another size on each rank, as one for the words of its own data would be."""
+    group = open_group()
+    model = nn.Linear(5, 3 + group.rank)
+    loop = ranked_loop(group, make_workload(), [4, 4], target_batch=8, steps=1)
+    try:
+        loop.engine.broadcast(model.parameters())
+    except InputError as error:
+        return str(error)
+    return "trained"
+
+
+def test_models_of_unlike_sizes_are_refused_on_every_rank(server: RankServer) -> None:
+    for said in server.values(build_unlike_models):
+        assert "rank 1 has 2 tensors of 24 elements" in said
+
+
+def one_term_less() -> str:
+    """Train a loss that has fewer terms on rank 1."""
+    group = open_group()
+
+    def loss(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        value = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        return {"first": value} if group.rank else {"first": value, "second": value}
+
+    loop = ranked_loop(group, make_workload(loss=loss), [4, 4], target_batch=8, steps=1)
+    try:
+        list(loop.run())
+    except InputError as error:
+        return str(error)
+    return "trained"
+
+
+def test_losses_of_unlike_terms_are_refused_on_every_rank(server: RankServer) -> None:
+    for said in server.values(one_term_less):
+        assert "the terms first, second on one rank" in said

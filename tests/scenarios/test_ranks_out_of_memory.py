@@ -77,8 +77,7 @@ def open_loop(group: Any, kind: str, fault: Fault, limits: Sequence[int] = LIMIT
             fault.armed = False
 
     loop.engine.combine = marked(loop.engine.combine)  # type: ignore[method-assign]
-    exchange = loop.engine._exchange  # type: ignore[attr-defined]
-    exchange.agree_on_form, exchange.sum_counts = marked(exchange.agree_on_form), marked(exchange.sum_counts)
+    loop.engine.sum_counts = marked(loop.engine.sum_counts)  # type: ignore[attr-defined]
     loop._train_batch = train_batch_armed  # type: ignore[method-assign]
     return loop
 

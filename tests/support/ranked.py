@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autobatch import Workload
-from autobatch.distributed.engine import Replicate
+from autobatch.distributed.engine import Whole
 from autobatch.distributed.group import Group
 from autobatch.distributed.launch import open_ranks
 from autobatch.training.loop import Loop
@@ -37,5 +37,5 @@ def ranked_loop(
         split=Split(group.rank, group.world),
         **options,
     )
-    loop.engine = Replicate(group, loop.train_state, lambda: (load_micro_batch(workload, [0]), 1))
+    loop.engine = Whole(group, loop.train_state, lambda: (load_micro_batch(workload, [0]), 1))
     return loop

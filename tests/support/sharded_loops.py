@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autobatch import Workload
-from autobatch.distributed.engine import Shard
+from autobatch.distributed.engine import Shared
 from autobatch.distributed.group import Group
 from autobatch.distributed.sharding.model import Sharding
 from autobatch.distributed.sharding.state import map_leaves
@@ -84,7 +84,7 @@ def sharded_loop(
         **options,
     )
     arranged[0].attach(loop.train_state)
-    loop.engine = Shard(group, loop.train_state, lambda: (load_micro_batch(workload, [0, 1]), 2))
+    loop.engine = Shared(group, loop.train_state, lambda: (load_micro_batch(workload, [0, 1]), 2))
     return loop
 
 
