@@ -2,7 +2,8 @@
 
     AutobatchError                          exit 1
     ├── InputError (ValueError)             exit 2    an option, config, workload or profile is wrong
-    │   └── UserCodeError                              the user's own code raised; traceback in the notes
+    │   ├── UserCodeError                              the user's own code raised; traceback in the notes
+    │   └── NoGradientError                            the loss of a batch has no gradient
     ├── DoesNotFitError (RuntimeError)      exit 3    not even a micro-batch of 1 fits
     ├── RestartSmallerError (RuntimeError)  exit 77   out of memory that cannot be mended in place
     ├── CheckpointError (OSError)           exit 1    a checkpoint could not be written
@@ -44,6 +45,10 @@ class InputError(AutobatchError, ValueError):
 
 class UserCodeError(InputError):
     """Exception out of the user's own code, as one line; the traceback is in its notes."""
+
+
+class NoGradientError(InputError):
+    """The loss of a batch gives no gradient to any trained parameter."""
 
 
 class DoesNotFitError(AutobatchError, RuntimeError):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from autobatch.core.errors import InputError
+from autobatch.core.errors import InputError, NoGradientError
 from autobatch.core.records import Record
 from autobatch.step.gradients import is_readable, norm_of
 from autobatch.step.loss import (
@@ -255,7 +255,7 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     terms = read_terms(totals, read[len(sums) + len(norms) :])
     items = items if terms or not totals.terms else 0.0
     if items > 0 and not any(has_gradient):
-        raise InputError(
+        raise NoGradientError(
             "the loss gives no gradient to any parameter that the optimizer trains: build the optimizer from "
             "the parameters of this model, and compute the loss from its output, without detach() and "
             "torch.no_grad()"

@@ -165,6 +165,8 @@ class WorstCaseSampler:
         self._data: Any = workload.train_data
         self._seed = seed
         self._clock = clock
+        self.first: int | None = None
+        """Sample that comes before all others, whatever it costs; None for the most expensive."""
 
     @cached_property
     def _costs(self) -> dict[int, float]:
@@ -174,7 +176,8 @@ class WorstCaseSampler:
             return self._scan()
 
     @cached_property
-    def _order(self) -> list[int]:
+    def order(self) -> list[int]:
+        """The samples that were read, the most expensive first."""
         return sorted(self._costs, key=lambda index: (-self._costs[index], index))
 
     def _scan(self) -> dict[int, float]:
@@ -219,7 +222,7 @@ class WorstCaseSampler:
 
     def largest(self) -> tuple[int, float] | None:
         """Return the index and the cost of the most expensive sample; None if all costs are equal."""
-        first, last = self._order[0], self._order[-1]
+        first, last = self.order[0], self.order[-1]
         return None if self._costs[first] == self._costs[last] else (first, self._costs[first])
 
     def check_collate(self) -> None:
@@ -231,11 +234,12 @@ class WorstCaseSampler:
             InputError: they cannot be collated.
         """
         if self._workload.sampler is None and self.largest() is not None:
-            load_micro_batch(self._workload, [self._order[0], self._order[-1]])
+            load_micro_batch(self._workload, [self.order[0], self.order[-1]])
 
     def batch(self, size: int) -> Collated:
         """Collate the ``size`` most expensive samples; repeat them if the data has fewer."""
-        return load_micro_batch(self._workload, list(islice(cycle(self._order), size)))
+        order = self.order if self.first is None else [self.first, *self.order]
+        return load_micro_batch(self._workload, list(islice(cycle(order), size)))
 
     def read_size(self, index: int) -> float:
         """Read the cost of one sample."""

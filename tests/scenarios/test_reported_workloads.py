@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 import autobatch
 from autobatch import Loss, Progress, StepRecord
 from autobatch.core.records import Attempt
-from tests.support.noted import Noting, fit, fit_until, known
+from tests.support.noted import Noting, fit, fit_until
 from tests.support.training import (
     Rows,
     apart,
@@ -369,15 +369,7 @@ def with_few_objects(form: str, samples: int, objects: list[int]) -> Any:
     return make_workload(train_data=data, loss=loss, sampler=list(range(samples)))
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        "counted",
-        pytest.param(
-            "mean", marks=known("measure: the first samples have no object, so that nothing can be probed")
-        ),
-    ],
-)
+@pytest.mark.parametrize("form", ["counted", "mean"])
 def test_a_micro_batch_without_an_object_adds_nothing(tmp_path: Path, form: str) -> None:
     workload = with_few_objects(form, 24, [3, 9, 17])
     result, _ = fit(workload, tmp_path, target_batch=8, max_micro_batch=3, steps=3)
@@ -393,7 +385,6 @@ def test_a_micro_batch_without_an_object_adds_nothing(tmp_path: Path, form: str)
     assert apart(weights(result.model), weights(model)) < 1e-12
 
 
-@known("measure: a probe on samples without an object runs no layer, and says that all of them fit")
 def test_a_limit_is_that_of_samples_that_are_trained_on() -> None:
     limits = []
     for objects in ([0], [900]):
