@@ -4,9 +4,9 @@
     large gradients, each in its own memory                                        further ones, at once
 
 The first reduction carries the numbers of every rank, of which one says whether memory ran out there. If it
-did anywhere, no gradient was touched. A flag tells whether any rank has a gradient for a parameter: one that
-no rank has stays None. Small models need no other reduction: it is the number of messages that costs them
-time.
+did anywhere, no gradient was touched. A flag tells whether any rank has a gradient for a parameter, and of
+which layout: one that no rank has stays None, and sparse ones are summed alone. Small models need no other
+reduction: it is the number of messages that costs them time.
 
 Gradients are sums of totals ÷ D, with one D for all ranks. D follows from the items per sample, on which the
 ranks agree by one message in the first batch that counts any.
@@ -26,6 +26,9 @@ from autobatch.distributed.group import Group
 from autobatch.step.gradients import Gradients
 from autobatch.step.loss import StepTotals, divisor_of
 from autobatch.step.train_state import TrainState
+
+SPARSE = 2.0**20
+"""Flag of a sparse gradient; that of a dense one is 1. A sum of either over all ranks is exact."""
 
 
 class RankNumbers(NamedTuple):
@@ -68,9 +71,10 @@ def numbers_of(totals: StepTotals | None, signal: int = 0) -> RankNumbers:
 
 def sum_totals(totals: StepTotals, of_ranks: list[RankNumbers]) -> None:
     """Replace the sums of one rank by those of all."""
-    totals.loss = sum(one.loss for one in of_ranks)
-    totals.count = sum(one.items for one in of_ranks) if any(one.has_count for one in of_ranks) else None
-    totals.divisor = max(one.divisor for one in of_ranks)
+    has_count = any(numbers.has_count for numbers in of_ranks)
+    totals.loss = sum(numbers.loss for numbers in of_ranks)
+    totals.count = sum(numbers.items for numbers in of_ranks) if has_count else None
+    totals.divisor = max(numbers.divisor for numbers in of_ranks)
 
 
 def write_numbers(cells: Tensor, rank: int, numbers: Sequence[float | Tensor]) -> None:
@@ -79,13 +83,8 @@ def write_numbers(cells: Tensor, rank: int, numbers: Sequence[float | Tensor]) -
     A number is written as the eight bytes of a float64, a byte in each element. So a sum over the ranks, in
     whatever type of float, has the numbers of every rank bit for bit. The host does not wait for a GPU.
     """
-    device = cells.device
-    if device.type == "cpu":
-        values = torch.tensor([float(one) for one in numbers], dtype=torch.float64, device=device)
-    else:
-        each = [torch.as_tensor(one, dtype=torch.float64, device=device).detach() for one in numbers]
-        values = torch.stack(each)
-    own = values.view(torch.uint8)
+    values = [torch.as_tensor(number, dtype=torch.float64, device=cells.device) for number in numbers]
+    own = torch.stack(values).detach().view(torch.uint8)
     cells.zero_()
     cells[rank * own.numel() : (rank + 1) * own.numel()] = own
 
@@ -101,28 +100,22 @@ def num_cells(world: int, numbers: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Places:
+class _Layout:
     """The places of gradients in the buffer of a train state."""
 
     parameters: list[nn.Parameter]
     buffer: Tensor
     header: Tensor
-    """The numbers of the ranks and the flags."""
+    """The numbers of the ranks, then the flags."""
     cells: Tensor
     """The numbers of the ranks."""
     flags: Tensor
     """An element for each parameter."""
-    packed: list[int]
-    """Indices of the parameters whose gradients have a place in the buffer, in its order."""
-    views: list[Tensor]
-    """Their places."""
-    alone: list[int]
-    """Indices of those that are summed in their own memory."""
-    sparse: list[int]
-    """Indices of those whose gradients are sparse, the same on all ranks."""
+    views: dict[int, Tensor]
+    """The places of small gradients, by the number of the parameter."""
 
 
-def _lay_out(buffer: Tensor, parameters: list[nn.Parameter], world: int, sparse: list[int]) -> _Places:
+def _lay_out(buffer: Tensor, parameters: list[nn.Parameter], world: int) -> _Layout:
     """Give the smallest gradients a place in the buffer, as many as it holds."""
     cells = num_cells(world, len(RankNumbers._fields))
     at = cells + len(parameters)
@@ -130,27 +123,20 @@ def _lay_out(buffer: Tensor, parameters: list[nn.Parameter], world: int, sparse:
         # A schedule has added parameters since the buffer was made.
         buffer = buffer.new_zeros(at)
     header = buffer[:at]
-    packed, views, alone = list[int](), list[Tensor](), list[int]()
-    for number in sorted(range(len(parameters)), key=lambda number: parameters[number].numel()):
-        shape, end = parameters[number].shape, at + parameters[number].numel()
-        if number in sparse:
-            continue
+    views = dict[int, Tensor]()
+    for number, parameter in sorted(enumerate(parameters), key=lambda item: item[1].numel()):
+        end = at + parameter.numel()
         if end > buffer.numel():
-            alone.append(number)
-            continue
-        packed.append(number)
-        views.append(buffer[at:end].view(shape))
+            break
+        views[number] = buffer[at:end].view(parameter.shape)
         at = end
-    return _Places(
+    return _Layout(
         parameters=parameters,
         buffer=buffer[:at],
         header=header,
         cells=header[:cells],
         flags=header[cells:],
-        packed=packed,
         views=views,
-        alone=alone,
-        sparse=sparse,
     )
 
 
@@ -164,7 +150,7 @@ class Reduction:
     def __init__(self, ranks: Group) -> None:
         self._ranks = ranks
         self._scale_is_agreed = False
-        self._places: _Places | None = None
+        self._layout: _Layout | None = None
 
     def run(self, train_state: TrainState, totals: StepTotals | None, signal: int = 0) -> list[RankNumbers]:
         """Sum the gradients and the totals in place, unless a rank ran out of memory; all ranks call it.
@@ -182,13 +168,11 @@ class Reduction:
         """
         if not self._scale_is_agreed:
             self._agree_on_scale(train_state, totals)
-        places = self._places_of(train_state)
+        layout = self._layout_of(train_state)
         with self._ranks.waiting("sum the gradients"):
-            of_ranks = self._sum(places, train_state.gradients, numbers_of(totals, signal))
-        if any(one.failed for one in of_ranks):
-            # The batch runs again from the scale before it. The rank that failed may have had the only sparse
-            # gradient.
-            self._scale_is_agreed, self._places = False, None
+            of_ranks = self._sum(layout, train_state.gradients, numbers_of(totals, signal))
+        if any(numbers.failed for numbers in of_ranks):
+            self._scale_is_agreed = False  # the batch runs again from the scale before it
         elif totals is not None:
             if train_state.scaler is not None and not totals.sizes:
                 # A loss scale begins with its first use, which a rank without samples does not have.
@@ -196,68 +180,61 @@ class Reduction:
             sum_totals(totals, of_ranks)
         return of_ranks
 
-    def _sum(self, places: _Places, gradients: Gradients, numbers: RankNumbers) -> list[RankNumbers]:
+    def _sum(self, layout: _Layout, gradients: Gradients, numbers: RankNumbers) -> list[RankNumbers]:
         """Sum the gradients over the ranks, and return the numbers of each."""
-        own = _dense(gradients, places.sparse)
-        write_numbers(places.cells, self._ranks.rank, numbers)
-        if any(one is None for one in own):
-            places.flags.copy_(torch.tensor([float(one is not None) for one in own], device="cpu"))
-        else:
-            places.flags.fill_(1.0)
-        _copy_between(places, own, to_buffer=True)
-        self._ranks.start_sum(places.buffer)()
-        # The host waits here, once.
-        header = places.header.cpu()
-        cells = places.cells.numel()
-        of_ranks = [RankNumbers(*one) for one in read_numbers(header[:cells], self._ranks.world)]
-        if any(one.failed for one in of_ranks):
+        own = [gradient for _, gradient in gradients.by_parameter()]
+        write_numbers(layout.cells, self._ranks.rank, numbers)
+        _write_flags(layout.flags, own)
+        small = list[tuple[Tensor, Tensor]]()
+        for number, view in layout.views.items():
+            gradient = own[number]
+            if gradient is None or gradient.is_sparse:
+                view.zero_()
+            else:
+                small.append((view, gradient))
+        _copy(small)
+        self._ranks.start_sum(layout.buffer)()
+        header, cells = layout.header.cpu(), layout.cells.numel()  # the host waits here, once
+        of_ranks = [RankNumbers(*row) for row in read_numbers(header[:cells], self._ranks.world)]
+        if any(row.failed for row in of_ranks):
             return of_ranks
+        dense = dict[int, Tensor]()
         flags = header[cells:].tolist()
-        for number, parameter in enumerate(places.parameters):
-            if not flags[number]:
-                continue
-            if number in places.sparse:
-                summed = _as_sparse(own[number], parameter)
+        for number, (parameter, gradient) in enumerate(zip(layout.parameters, own, strict=True)):
+            if flags[number] >= SPARSE:
+                summed = _as_sparse(gradient, parameter)
                 self._ranks.start_sum(summed)()
                 gradients.put(parameter, summed)
-            elif own[number] is None:
-                own[number] = gradients.new_zeros(parameter)
-        _copy_between(places, own, to_buffer=False)
-        self._sum_in_place([gradient for number in places.alone if (gradient := own[number]) is not None])
+            elif flags[number]:
+                dense[number] = gradients.new_zeros(parameter) if gradient is None else gradient
+        _copy([(dense[number], view) for number, view in layout.views.items() if number in dense])
+        large = [gradient for number, gradient in dense.items() if number not in layout.views]
+        whole = [gradient.contiguous() for gradient in large]
+        for wait in [self._ranks.start_sum(gradient) for gradient in whole]:
+            wait()
+        _copy([pair for pair in zip(large, whole, strict=True) if pair[0] is not pair[1]])
         return of_ranks
 
-    def _places_of(self, train_state: TrainState) -> _Places:
+    def _layout_of(self, train_state: TrainState) -> _Layout:
         """Return the places of the gradients, new ones if a schedule has added parameters."""
-        found = train_state.gradients.by_parameter()
-        parameters = [parameter for parameter, _ in found]
-        known = self._places
+        parameters = [parameter for parameter, _ in train_state.gradients.by_parameter()]
+        known = self._layout
         if known is None or list(map(id, known.parameters)) != list(map(id, parameters)):
             assert train_state.exchange is not None
-            own = [number for number, (_, one) in enumerate(found) if one is not None and one.is_sparse]
-            sparse = sorted({number for of_rank in self._ranks.gather(own) for number in of_rank})
-            known = self._places = _lay_out(train_state.exchange, parameters, self._ranks.world, sparse)
+            known = self._layout = _lay_out(train_state.exchange, parameters, self._ranks.world)
         return known
-
-    def _sum_in_place(self, gradients: list[Tensor]) -> None:
-        """Sum large gradients, all of them at the same time."""
-        whole = [gradient.contiguous() for gradient in gradients]
-        for wait in [self._ranks.start_sum(one) for one in whole]:
-            wait()
-        for gradient, one in zip(gradients, whole, strict=True):
-            if one is not gradient:
-                gradient.copy_(one)
 
     def _agree_on_scale(self, train_state: TrainState, totals: StepTotals | None) -> None:
         """Bring the sums of all ranks to one D, in the first batches of a run."""
         totals = totals if totals is not None and totals.sizes else None
         kind = None if totals is None else "mean" if totals.count is None else "Loss"
-        found = self._ranks.gather((kind, train_state.items_per_sample))
-        kinds = {one for one, _ in found if one is not None}
+        of_ranks = self._ranks.gather((kind, train_state.items_per_sample))
+        kinds = {kind for kind, _ in of_ranks if kind is not None}
         if len(kinds) > 1:
             raise InputError(
                 "the workload's loss returned a Loss on one rank and a tensor on another: return one kind"
             )
-        items = max((one for _, one in found if one is not None), default=None)
+        items = max((items for _, items in of_ranks if items is not None), default=None)
         self._scale_is_agreed = items is not None or kinds == {"mean"}
         train_state.items_per_sample = items
         if totals is None or kind != "Loss":
@@ -265,36 +242,26 @@ class Reduction:
         divisor = divisor_of(items, totals.samples)
         factor = totals.divisor / divisor
         if factor != 1.0:
-            gradients = [one for own in train_state.gradients.by_optimizer() for one in own]
+            gradients = [gradient for own in train_state.gradients.by_optimizer() for gradient in own]
             if gradients:
                 torch._foreach_mul_(gradients, factor)
             totals.loss = totals.loss * factor
         totals.divisor = divisor
 
 
-def _dense(gradients: Gradients, sparse: list[int]) -> list[Tensor | None]:
-    """Return the gradients, dense but for those that all ranks know as sparse."""
-    found: list[Tensor | None] = []
-    for number, (parameter, gradient) in enumerate(gradients.by_parameter()):
-        is_odd = gradient is not None and gradient.is_sparse and number not in sparse
-        found.append(gradient.to_dense() if gradient is not None and is_odd else gradient)
-        if is_odd:
-            gradients.put(parameter, found[-1])  # type: ignore[arg-type]
-    return found
+def _write_flags(flags: Tensor, gradients: Sequence[Tensor | None]) -> None:
+    """Write the flag of each gradient, 0 for None."""
+    values = [0.0 if gradient is None else SPARSE if gradient.is_sparse else 1.0 for gradient in gradients]
+    if set(values) == {1.0}:
+        flags.fill_(1.0)  # without a copy from the host
+    else:
+        flags.copy_(torch.tensor(values, device="cpu"))
 
 
-def _copy_between(places: _Places, own: list[Tensor | None], *, to_buffer: bool) -> None:
-    """Copy gradients to their places in the buffer, or back; a place without a gradient gets zeros."""
-    views, gradients = [], []
-    for view, number in zip(places.views, places.packed, strict=True):
-        gradient = own[number]
-        if gradient is not None:
-            views.append(view)
-            gradients.append(gradient)
-        elif to_buffer:
-            view.zero_()
-    if views:
-        torch._foreach_copy_(*((views, gradients) if to_buffer else (gradients, views)))
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second tensor of each pair to the first one."""
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
 
 def _as_sparse(gradient: Tensor | None, like: Tensor) -> Tensor:
