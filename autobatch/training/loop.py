@@ -219,7 +219,10 @@ class Loop:
                     self.train_state,
                     self.train_state.feed(self._fetch(batch, parts), self.meter),
                     len(parts),
-                    self.split.rounds(batch, self.micro_batch),
+                    # Only ranks of a shared model run equally many.
+                    len(parts)
+                    if self.train_state.shared is None
+                    else self.split.rounds(batch, self.micro_batch),
                 ),
                 len(batch.ids),
                 mark,
