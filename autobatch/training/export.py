@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from autobatch.core.errors import CheckpointError, InputError
 from autobatch.core.files import replaced_file
-from autobatch.core.version import __version__
 from autobatch.distributed.engine import Engine
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.train_state import TrainState
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
 from autobatch.workload.contract import kind_of
 
-METADATA = {"format": "pt", "autobatch": __version__}
-"""Written into every file; transformers reads only files whose format it knows."""
+METADATA = {"format": "pt"}
+"""Written into every file; transformers reads only files whose format it knows. A second entry would make the
+bytes of a file differ from run to run, because safetensors writes them in any order."""
 
 
 def export_weights(train_state: TrainState, folder: Path, engine: Engine | None = None) -> None:
