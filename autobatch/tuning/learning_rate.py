@@ -49,38 +49,37 @@ def tune_learning_rate(tuner: Tuner, plan: Plan) -> tuple[Plan, LrTuning]:
         AutobatchError: the storage failed.
         Exception: whatever the workload raises at its own learning rate, except out of memory.
     """
-    found = tuner.ranks.once(lambda: _find_rate(tuner, plan))
-    for line in found.notes:
+    tuning = tuner.ranks.once(lambda: _find_rate(tuner, plan))
+    for line in tuning.notes:
         tuner.progress.note(line)
-    if found.best == plan.learning_rate:
-        return plan, found
+    if tuning.best == plan.learning_rate:
+        return plan, tuning
     plan = msgspec.structs.replace(
         plan,
-        learning_rate=found.best,
+        learning_rate=tuning.best,
         learning_rate_rule="tuned",
-        learning_rate_factor=found.best / tuner.process.info.learning_rate,
-        learning_rate_source=f"tuned in {found.trials} runs of {found.steps} optimizer steps at this batch",
+        learning_rate_factor=tuning.best / tuner.process.info.learning_rate,
+        learning_rate_source=f"tuned in {tuning.trials} runs of {STEPS} optimizer steps at this batch",
     )
     tuner.progress.planned(plan)
-    return plan, found
+    return plan, tuning
 
 
 def _find_rate(tuner: Tuner, plan: Plan) -> LrTuning:
     """Return the best learning rate; the default if none is better beyond the noise."""
-    default, seed, progress = plan.learning_rate, tuner.options.device.seed, tuner.progress
-    skips = tuner.options.train.on_nonfinite == "skip"
+    default, first_seed, progress = plan.learning_rate, tuner.options.device.seed, tuner.progress
+    knobs = {**plan.knobs, PRECISION: plan.precision}
 
-    def loss_of(rate: float, seed: int) -> float:
-        knobs, act = {**plan.knobs, PRECISION: plan.precision}, "a trial of a learning rate"
-        at_rate = msgspec.structs.replace(plan, learning_rate=rate)
-        run = (short_run, knobs, rate == default, at_rate, seed, STEPS, skips)
-        return call_with(tuner.process, act, *run)  # type: ignore[no-any-return]
+    def loss_of(rate: float, order: int = 0) -> float:
+        at_rate, seed = msgspec.structs.replace(plan, learning_rate=rate), (first_seed + order) % 2**31
+        run = (short_run, knobs, rate == default, at_rate, seed, STEPS)
+        return call_with(tuner.process, "a trial of a learning rate", *run)  # type: ignore[no-any-return]
 
     def objective(point: Point) -> tuple[float | None, dict[str, Any]]:
         number, rate, loss, reason = len(study.tried()), point[RATE], None, None
         progress.doing(f"learning rate {number + 1} of {RATES}: a run of {STEPS} steps")
         try:
-            loss = loss_of(rate, seed)
+            loss = loss_of(rate)
         except Infeasible as infeasible:
             reason = str(infeasible)
         progress.tried_rate(number + 1, RATES, rate, loss, reason)
@@ -89,28 +88,26 @@ def _find_rate(tuner: Tuner, plan: Plan) -> LrTuning:
     def is_better(rate: float, order: int) -> bool:
         progress.doing(f"learning rate {rate:.3g} beside {default:.3g}, data order {order} of {ORDERS}")
         try:
-            return loss_of(default, (seed + order) % 2**31) > loss_of(rate, (seed + order) % 2**31)
+            return loss_of(default, order) > loss_of(rate, order)
         except Infeasible:
             return False
 
     space = {RATE: FloatDistribution(default / REACH, default * REACH, log=True)}
-    made_for = {"samples": tuner.process.info.samples, "rate": default, "steps": STEPS, "seed": seed}
+    made_for = {"samples": tuner.process.info.samples, "rate": default, "steps": STEPS, "seed": first_seed}
     study = tuner.open_study(space, made_for, direction="minimize", metric="loss", suffix="-learning-rate")
     study.run(objective, lambda: [{RATE: default * factor} for factor in FACTORS], RATES, tuner.expired)
     tried = [msgspec.convert(facts, LrTrial) for facts in study.tried()]
     losses = {trial.learning_rate: trial.loss for trial in tried if trial.loss is not None}
     best, notes = min(losses, key=losses.__getitem__, default=default), []
     if best != default and not all(is_better(best, order + 1) for order in range(ORDERS)):
-        notes.append(
-            f"kept learning rate {default:.3g}: {best:.3g} was not better on each of {ORDERS} data orders"
-        )
-        best = default
+        reason = f"{best:.3g} was not better on each of {ORDERS} data orders"
+        best, notes = default, [f"kept learning rate {default:.3g}: {reason}"]
     fields: dict[str, Any] = {"trials": len(tried), "steps": STEPS, "study": study.name, "history": tried}
     fields |= {"default_loss": losses.get(default), "best_loss": losses.get(best), "notes": notes}
     return LrTuning(default=default, best=best, **fields)
 
 
-def short_run(setup: Setup, plan: Plan, seed: int, steps: int, skips: bool) -> float:
+def short_run(setup: Setup, plan: Plan, seed: int, steps: int) -> float:
     """Train a few steps of a plan on temporary weights, and return the mean loss of the last quarter of them.
 
     Args:
@@ -118,7 +115,6 @@ def short_run(setup: Setup, plan: Plan, seed: int, steps: int, skips: bool) -> f
         plan: has the batch, its split and the learning rate.
         seed: draws the batches and the model's random numbers.
         steps: optimizer steps.
-        skips: True to skip a step whose loss or gradient is not finite, as the training that follows does.
 
     Raises:
         Infeasible: the run does not train.
@@ -130,14 +126,13 @@ def short_run(setup: Setup, plan: Plan, seed: int, steps: int, skips: bool) -> f
         for batch in draw(setup.workload, plan.target_batch, seed, steps).batches():
             yield batch_of(setup.workload, Split(multiple=plan.multiple).parts(batch, plan.micro_batch))
 
-    found = rehearse(setup, batches(), learning_rate=plan.learning_rate)
-    if found.failure is not None:
-        raise Infeasible(found.failure.reason)
-    results = [step.result for step in found.steps if step.result.count]
-    skipped = [not result.applied for result in results]
-    # A loss scale that is still falling skips steps of a sound run in fp16.
-    is_lost = any(skipped[-1:] if skips or setup.precision == "fp16" else skipped)
+    run = rehearse(setup, batches(), learning_rate=plan.learning_rate)
+    if run.failure is not None:
+        raise Infeasible(run.failure.reason)
+    results = [step.result for step in run.steps if step.result.count]
+    # A loss scale that is still falling skips the first steps of a sound run in fp16.
+    judged = results[-1:] if setup.precision == "fp16" else results
     last = [result for result in results[-len(results) // 4 :] if math.isfinite(result.loss)]
-    if is_lost or not last:
+    if not last or not all(result.applied for result in judged):
         raise Infeasible("its loss or gradient is not finite")
     return sum(result.loss * result.count for result in last) / sum(result.count for result in last)

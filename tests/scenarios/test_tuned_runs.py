@@ -116,7 +116,7 @@ def test_a_short_run_has_the_losses_of_fit(loss: Any, tmp_path: Path) -> None:
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
     plan = make_plan(target_batch=12, micro_batch_limit=5, learning_rate=0.1)
-    found = short_run(make_setup(linear_workload(loss=loss)), plan, 3, 8, skips=False)
+    found = short_run(make_setup(linear_workload(loss=loss)), plan, 3, 8)
     assert found == sum(loss * 12.0 for loss in losses[-2:]) / 24.0
 
 

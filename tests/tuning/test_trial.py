@@ -206,8 +206,8 @@ def test_a_child_runs_trials_and_short_runs_and_one_that_crashes_it_is_infeasibl
         assert "(SIGSEGV)" in why_not(trials, {**defaults, "precision": "bf16"})
         assert trials.measure({**defaults, "loader_workers": 2}).micro_batch == 8
         with pytest.raises(Infeasible, match="SIGSEGV"):
-            call_with(child, "a run", short_run, {}, False, plan(learning_rate=1e6), 0, 4, False)
-        assert call_with(child, "a run", short_run, {}, True, plan(learning_rate=0.01), 0, 4, False) > 0
+            call_with(child, "a run", short_run, {}, False, plan(learning_rate=1e6), 0, 4)
+        assert call_with(child, "a run", short_run, {}, True, plan(learning_rate=0.01), 0, 4) > 0
 
 
 # Limits.
