@@ -25,7 +25,6 @@ COMPILE_MODES = ("off", "default", "reduce-overhead")
 CHANNELS_LAST = "channels_last"
 OPTIMIZER = "optimizer"
 LOADER_WORKERS = "loader_workers"
-PIN_MEMORY = "pin_memory"
 MOST_HALVINGS = 3
 """Times that the micro-batch may be halved."""
 MOST_WORKERS = 16
@@ -61,8 +60,6 @@ class TuningContext(NamedTuple):
     """Time that fetching and collating a micro-batch takes."""
     gains_from_compile: bool = False
     """True if ``torch.compile`` is worth trying unasked on the device."""
-    reads_pinned_memory: bool = False
-    """True if the device copies from pinned host memory while it computes."""
 
 
 class Knob(NamedTuple):
@@ -158,16 +155,6 @@ KNOBS = (
         # Random augmentation draws other numbers, as with another seed; the loss is the same function.
         changes_numbers=False,
         is_default=lambda here: here.fetch_seconds >= NOTICEABLE_S,
-    ),
-    Knob(
-        PIN_MEMORY,
-        "copies collated micro-batches to pinned memory, which the GPU reads while it computes",
-        lambda here: (True, False) if here.reads_pinned_memory and len(_loader_counts(here)) > 1 else (),
-        lambda here: here.loader or "it needs a GPU and loader workers",
-        changes_memory=False,
-        changes_numbers=False,
-        # On is best wherever the host has memory to lock.
-        is_default=lambda _: False,
     ),
 )
 

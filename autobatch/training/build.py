@@ -99,7 +99,7 @@ def open_loop(
         sampler,
         split,
         workers=_workers_of(plan, train, loading),
-        gpu=gpu_of(device, plan.knobs, loading),
+        gpu=gpu_of(device, loading),
         seeds_samples=sample_seeds,
     )
     with device.training() as meter, feeding as feed:

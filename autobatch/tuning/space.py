@@ -65,7 +65,6 @@ def look_at_workload(
         loader=loader,
         fetch_seconds=_fetch_seconds(setup, micro_batch) if loader is None and cores > 1 else 0.0,
         gains_from_compile=device.gains_from_compile,
-        reads_pinned_memory=device.reads_pinned_memory,
     )
 
 

@@ -211,7 +211,7 @@ def time_steps(setup: Setup, sizes: list[int], seconds: float) -> tuple[float, f
 
     def timed() -> Generator[Batch, None, None]:
         drawn = draw(setup.workload, size * in_a_step)
-        gpu = gpu_of(setup.device, setup.knobs, setup.workload.loading)
+        gpu = gpu_of(setup.device, setup.workload.loading)
         with open_feed(setup.workload, drawn, workers=workers, gpu=gpu) as feed:
             start = setup.clock()
             for batch in drawn.batches():

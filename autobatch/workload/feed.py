@@ -36,7 +36,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.knobs import PIN_MEMORY, Configuration
 from autobatch.core.signals import STOPPING, end_with_parent, hold_back_signals
 from autobatch.device.base import Device
 from autobatch.device.oom import Verdict, classify
@@ -336,10 +335,9 @@ def start_worker(init: Callable[[int], object] | None, number: int) -> None:
         init(number)
 
 
-def gpu_of(device: Device, knobs: Configuration, loading: Loading) -> torch.device | None:
-    """Return the GPU that `open_feed` pins memory for; None if the device or the choices ask for none."""
-    is_pinned = knobs.get(PIN_MEMORY, loading.pin_memory)
-    return device.torch_device if device.reads_pinned_memory and is_pinned else None
+def gpu_of(device: Device, loading: Loading) -> torch.device | None:
+    """Return the GPU that `open_feed` pins memory for; None if the device or the loader asks for none."""
+    return device.torch_device if device.reads_pinned_memory and loading.pin_memory else None
 
 
 def why_not_sent(workload: Workload, batch: Collated) -> str | None:

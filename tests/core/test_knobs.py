@@ -17,7 +17,6 @@ GPU = TuningContext(
     cores=6,
     fetch_seconds=0.4,
     gains_from_compile=True,
-    reads_pinned_memory=True,
 )
 BARE = TuningContext(
     precisions=("fp32",),
@@ -38,7 +37,6 @@ DEFAULTS = {
     "channels_last": False,
     "optimizer": "default",
     "loader_workers": 0,
-    "pin_memory": True,
 }
 
 
@@ -78,10 +76,6 @@ CORES = BARE._replace(cores=7, fetch_seconds=0.005)
         (CORES._replace(cores=96), ["loader_workers"], {"loader_workers": [0, 2, 4, 8, 16]}),
         (CORES._replace(cores=2, fetch_seconds=0.0), ["loader_workers"], {"loader_workers": [0, 2]}),
         (CORES._replace(loader="its samples cannot be sent"), ["loader_workers"], {}),
-        # The feed of workers only by name, and with workers.
-        (GPU, ["pin_memory"], {"pin_memory": [True, False]}),
-        (GPU._replace(reads_pinned_memory=False), ["pin_memory"], {}),
-        (BARE, ["pin_memory"], {}),
     ],
 )
 def test_what_is_tuned_follows_from_the_device_the_workload_and_the_run(here, asked, expected) -> None:
