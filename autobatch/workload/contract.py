@@ -164,24 +164,22 @@ class Unbatched:
         return f"the stream{place_of(getattr(self.stream, 'dataset', self.stream))}"
 
 
-_FUNCTIONS: dict[str, str | None] = {
-    "model": "model=lambda: …, which builds the model",
-    "loss": "loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])",
-    "optimizer": "optimizer=lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate)",
-    **dict.fromkeys(("collate", "schedule", "after_step", "metrics", "counts", "size_of")),
+_FUNCTIONS: dict[str, tuple[tuple[str, ...], str | None]] = {
+    "model": ((), "model=lambda: …, which builds the model"),
+    "loss": (("model", "batch"), "loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])"),
+    "optimizer": (
+        ("parameters", "learning_rate"),
+        "optimizer=lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate)",
+    ),
+    "collate": (("samples",), None),
+    "schedule": ((), None),
+    "after_step": (("model",), None),
+    "metrics": (("model", "batch"), None),
+    "counts": (("batch",), None),
+    "size_of": (("sample",), None),
 }
-"""Fields that must be functions, and an example of each; None if it may be left out."""
-_ARGUMENTS = {
-    "model": (),
-    "loss": ("model", "batch"),
-    "optimizer": ("parameters", "learning_rate"),
-    "collate": ("samples",),
-    "after_step": ("model",),
-    "metrics": ("model", "batch"),
-    "counts": ("batch",),
-    "size_of": ("sample",),
-}
-"""What these functions are called with. A schedule tells by the names of its own arguments."""
+"""Fields that are functions: what they are called with, and an example of each that is needed. A schedule is
+called as the names of its own arguments tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,24 +302,21 @@ class Workload:
         return f"<Workload {self.name}: {amount}, learning rate {self.learning_rate:g}>"
 
     def _check_functions(self) -> None:
-        for name, example in _FUNCTIONS.items():
-            value = getattr(self, name)
-            if not callable(value) and (example or value is not None):
-                expected = "a function" if example else "a function or None"
-                advice = f": write {example}" if example else ""
-                raise InputError(f"Workload({name}=…) must be {expected}, found {kind_of(value)}{advice}")
         check_loss(self.loss, "Workload(loss=…)")
         if _is_instance(self.model, "torch.nn", "Module"):
             raise InputError(
                 f"Workload(model=…) must be a function that builds the model, found {kind_of(self.model)} "
                 "that is already built: write model=lambda: …, so that every probe starts with a new model"
             )
-        for name, arguments in _ARGUMENTS.items():
-            if (function := getattr(self, name)) is not None:
-                check_takes(function, f"Workload({name}=…)", *arguments)
-        if self.schedule is not None:
-            takes = schedule_arguments(self.schedule) or ["step"]
-            check_takes(self.schedule, "Workload(schedule=…)", *takes)
+        for name, (arguments, example) in _FUNCTIONS.items():
+            function, whose = getattr(self, name), f"Workload({name}=…)"
+            if function is None and example is None:
+                continue
+            if not callable(function):
+                advice = f": write {example}" if example else ", or leave it out"
+                raise InputError(f"{whose} must be a function, found {kind_of(function)}{advice}")
+            takes = list(arguments) if name != "schedule" else schedule_arguments(function) or ["step"]
+            check_takes(function, whose, *takes)
         once = inspect.isgenerator(self.sampler)  # a later epoch would draw nothing
         if self.sampler is not None and (once or not hasattr(self.sampler, "__iter__")):
             raise InputError(
@@ -330,11 +325,9 @@ class Workload:
             )
 
     def _check_data(self, name: str, data: Any) -> None:
-        if loader_within(data) is not None:
-            raise _changes_batches(data)
-        if is_loader(data):
+        if is_loader(data) or (not hasattr(data, "__getitem__") and is_loader(getattr(data, "loader", None))):
             raise InputError(
-                f"Workload({name}=…) must be the data, found a DataLoader: write "
+                f"Workload({name}=…) must be the data, found {kind_of(data)}: write "
                 "Workload.from_loader(loader, model=…, loss=…, …), which takes its data, collate "
                 f"function, sampler and workers, or give {name}=loader.dataset and collate=loader.collate_fn"
             )
@@ -374,7 +367,7 @@ def check_loss(loss: object, whose: str) -> None:
     if module in {*of_python, "torch", "torch._C._nn"} or type(loss).__module__ in of_python:
         raise InputError(
             f"{whose} is called as loss(model, batch), but {getattr(loss, '__name__', type(loss).__name__)} "
-            f"takes outputs and targets: write {_FUNCTIONS['loss']}"
+            f"takes outputs and targets: write {_FUNCTIONS['loss'][1]}"
         )
 
 
@@ -422,28 +415,11 @@ def is_loader(value: object) -> TypeGuard[DataLoader[Any]]:
     return _is_instance(value, "torch.utils.data", "DataLoader")
 
 
-def loader_within(value: object) -> DataLoader[Any] | None:
-    """Return the ``DataLoader`` whose batches an object changes, as timm's PrefetchLoader does."""
-    loader = None if hasattr(value, "__getitem__") else getattr(value, "loader", None)
-    return loader if is_loader(loader) else None
-
-
-def _changes_batches(value: object) -> InputError:
-    name = type(value).__name__
-    return InputError(
-        f"{name} changes the batches of the DataLoader that it holds: give its .loader to "
-        f"Workload.from_loader, and let the loss do what {name} does to a batch (timm's normalizes it, and "
-        "erases at random: docs/data.md)"
-    )
-
-
 def is_model(value: object) -> bool:
     """Check for a ``torch.nn.Module``, or a class of them, without importing torch."""
-    loaded = sys.modules.get("torch.nn")
-    module = None if loaded is None else loaded.Module
-    return module is not None and (
-        isinstance(value, module) or (isinstance(value, type) and issubclass(value, module))
-    )
+    if not isinstance(value, type):
+        return _is_instance(value, "torch.nn", "Module")
+    return any(kind.__module__ == "torch.nn.modules.module" for kind in value.mro())
 
 
 def kind_of(value: object) -> str:
@@ -476,8 +452,6 @@ def parts_of(loader: DataLoader[Any], *, batched: bool | None = None) -> dict[st
     """
     from torch.utils.data import DataLoader, default_collate
 
-    if loader_within(loader) is not None:
-        raise _changes_batches(loader)
     if not isinstance(loader, DataLoader):
         raise InputError(
             f"Workload.from_loader takes a torch DataLoader, found {kind_of(loader)}: give its data as "

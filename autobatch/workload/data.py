@@ -92,11 +92,6 @@ def fetch(data: Any, ids: Sequence[int], *, name: str = "train_data") -> list[An
     return list(found)
 
 
-def _read_sample(data: Any, index: int, name: str = "train_data") -> Any:
-    with user_code(f"{name}[{index}]"):
-        return data[index]
-
-
 def _failing_index(data: Any, ids: Sequence[int], kind: type[BaseException]) -> int | None:
     """Return the first sample that raises this kind of error when it is read alone; None if none does."""
     for index in ids:
@@ -192,7 +187,9 @@ class WorstCaseSampler:
                 if costs and self._clock() - start > seconds:
                     break
                 if index not in costs:
-                    costs[index] = self.read_size(index)
+                    with user_code(f"train_data[{index}]"):
+                        sample = self._data[index]
+                    costs[index] = size_of_sample(sample, self._workload.size_of, index)
         return costs
 
     @property
@@ -205,11 +202,6 @@ class WorstCaseSampler:
             f"the sizes of only {read:,} of {count:,} samples could be read in time: give "
             "Workload(size_of=…) so that all are read faster"
         ]
-
-    @property
-    def known_costs(self) -> dict[int, float]:
-        """Cost of each sample that was read, by its index; empty before the scan."""
-        return dict(vars(self).get("_costs", {}))
 
     def sizes(self) -> NDArray[np.float64] | None:
         """Return the cost of each sample by its index; None if the time limit left some unread."""
@@ -240,10 +232,6 @@ class WorstCaseSampler:
         """Collate the ``size`` most expensive samples; repeat them if the data has fewer."""
         order = self.order if self.first is None else [self.first, *self.order]
         return load_micro_batch(self._workload, list(islice(cycle(order), size)))
-
-    def read_size(self, index: int) -> float:
-        """Read the cost of one sample."""
-        return size_of_sample(_read_sample(self._data, index), self._workload.size_of, index)
 
 
 def size_of_sample(sample: Any, size_of: Callable[[Any], float] | None, index: int) -> float:

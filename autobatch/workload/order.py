@@ -27,7 +27,6 @@ from autobatch.workload.rng import (
     preserved_generators,
     preserved_random_state,
     seed_everything,
-    seed_generator,
 )
 from autobatch.workload.user_code import user_code
 
@@ -169,10 +168,8 @@ class SamplerOrder:
     def _draw(self, epoch: int) -> list[int]:
         seed = mix_seed(self._seed, epoch)
         limit = MOST_PASSES * self._count
-        with preserved_random_state(), preserved_generators(self._sampler) as own, user_code("sampler"):
+        with preserved_random_state(), preserved_generators(self._sampler, seed), user_code("sampler"):
             seed_everything(seed % 2**32)
-            for generator in own:
-                seed_generator(generator, seed)
             set_epoch = getattr(self._sampler, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)

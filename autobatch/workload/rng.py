@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
@@ -160,47 +160,47 @@ def seed_generators(seed: int, batch_index: int, place: int, sample: int) -> Non
 
 
 @contextmanager
-def preserved_generators(owner: object) -> Iterator[list[Any]]:
-    """Find the generators that an object and the objects within it hold, and restore them afterwards.
+def preserved_generators(owner: object, seed: int | None = None) -> Iterator[None]:
+    """Restore at the end of the block the generators that an object and the objects within it hold.
 
-    Yields:
-        Generators of Python, NumPy and torch.
+    Args:
+        owner: the object.
+        seed: to seed them with within the block; None to leave them as they are.
     """
-    found = list(_generators_within(owner))
-    states = [_state_of(one) for one in found]
+    held = list(_generators_within(owner))
+    states = [_ACCESS[kind][0](generator) for kind, generator in held]
     try:
-        yield found
+        if seed is not None:
+            for kind, generator in held:
+                _ACCESS[kind][2](generator, seed)
+        yield
     finally:
-        for generator, state in zip(found, states, strict=True):
-            if isinstance(generator, torch.Generator):
-                generator.set_state(state)
-            elif isinstance(generator, random.Random):
-                generator.setstate(state)
-            else:
-                generator.bit_generator.state = state
+        for (kind, generator), state in zip(held, states, strict=True):
+            _ACCESS[kind][1](generator, state)
 
 
-def seed_generator(generator: Any, seed: int) -> None:
-    """Seed a generator of Python, NumPy or torch."""
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    elif isinstance(generator, random.Random):
-        generator.seed(seed)
-    else:
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+_ACCESS: dict[
+    type, tuple[Callable[[Any], Any], Callable[[Any, Any], object], Callable[[Any, int], object]]
+] = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state, torch.Generator.manual_seed),
+    random.Random: (random.Random.getstate, random.Random.setstate, random.Random.seed),
+    np.random.Generator: (
+        lambda generator: generator.bit_generator.state,
+        lambda generator, state: setattr(generator.bit_generator, "state", state),
+        lambda generator, seed: setattr(
+            generator.bit_generator, "state", type(generator.bit_generator)(seed).state
+        ),
+    ),
+}
+"""Functions that read the state of a kind of generator, restore it, and seed it."""
 
 
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
-
-
-def _generators_within(owner: Any, depth: int = 0) -> Iterator[Any]:
-    kinds = (torch.Generator, random.Random, np.random.Generator)
+def _generators_within(owner: Any, depth: int = 0) -> Iterator[tuple[type, Any]]:
+    """Yield the generators within an object, each with its kind."""
     held = owner if isinstance(owner, list | tuple) and depth else getattr(owner, "__dict__", {}).values()
-    for one in islice(held, MOST_HELD):
-        if isinstance(one, kinds):
-            yield one
-        elif depth < HELD_DEPTH and not isinstance(one, Tensor | type):
-            yield from _generators_within(one, depth + 1)
+    for value in islice(held, MOST_HELD):
+        kind = next((kind for kind in _ACCESS if isinstance(value, kind)), None)
+        if kind is not None:
+            yield kind, value
+        elif depth < HELD_DEPTH and not isinstance(value, Tensor | type):
+            yield from _generators_within(value, depth + 1)

@@ -68,7 +68,7 @@ def test_a_scan_ends_in_time_and_says_what_it_left_out(lengths, seconds: float, 
     worst_case = WorstCaseSampler(workload(data), clock=data.clock)
     assert ["of 1,000 samples" in note for note in worst_case.notes] == [True] * (not is_all)
     assert seconds < data.now <= seconds + 2
-    assert len(worst_case.known_costs) == data.now
+    assert len(worst_case.order) == data.now
     assert (worst_case.sizes() is not None) is is_all
 
 
