@@ -53,7 +53,7 @@ from autobatch.step.loss import StepTotals
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import Rows
-from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
+from autobatch.workload.contract import Collated, WholeBatchLoss
 from autobatch.workload.nested import Passes, tensors_of
 from autobatch.workload.rng import capture_random_state, preserved_random_state, restore_random_state
 
@@ -154,13 +154,17 @@ class GroupEngine(Engine):
 
     Args:
         group: the ranks.
+        train_state: what trains.
         filler: makes a micro-batch for a rank that has none.
     """
 
-    def __init__(self, group: Group, filler: Filler) -> None:
+    def __init__(self, group: Group, train_state: TrainState, filler: Filler) -> None:
         self.ranks: Group = group
+        self._train_state = train_state
         self._filler = filler
         self._request = SharedRequest(StopRequest())
+        # All ranks divide by one D, whatever their own samples count.
+        train_state.items_per_sample = train_state.items_per_sample or 1.0
 
     @property
     def counts_loss(self) -> bool:
@@ -257,8 +261,7 @@ class Whole(GroupEngine):
     """
 
     def __init__(self, group: Group, train_state: TrainState, filler: Filler) -> None:
-        super().__init__(group, filler)
-        self._train_state = train_state
+        super().__init__(group, train_state, filler)
         self._reduction = Reduction(group)
         self._is_awaited = False
         """True while the other ranks wait for a message of this one within the batch."""
@@ -342,11 +345,10 @@ class Shared(GroupEngine):
     """
 
     def __init__(self, group: Group, train_state: TrainState, filler: Filler) -> None:
-        super().__init__(group, filler)
+        super().__init__(group, train_state, filler)
         self._model: ShardedModel = train_state.shared  # type: ignore[assignment]
         self.mesh = self._model.mesh
         self._buffers = BufferSnapshot(train_state.model, copy_all=True)
-        self._has_no_counts = False
         cells = num_cells(group.world, len(RankNumbers._fields) + len(train_state.optimizers) + 1)
         self._cells = torch.zeros(cells, device=train_state.device)
 
@@ -361,7 +363,6 @@ class Shared(GroupEngine):
     ) -> Iterator[tuple[Collated, int]]:
         """Yield the micro-batches of a pass over a batch."""
         train_state.peers = self  # type: ignore[assignment]  # there are no rows to gather
-        self._agree_on_scale(train_state)
         padded = self._padded(micro_batches, count, rounds)
         yield from self._model.begin_step(padded, rounds)
         # Its end undoes what the micro-batches of weight 0 have changed.
@@ -417,18 +418,3 @@ class Shared(GroupEngine):
             self._model.weight = 1.0
         self._buffers.restore()
         restore_random_state(before)
-
-    def _agree_on_scale(self, train_state: TrainState) -> None:
-        """Let all ranks divide by one D; once per run."""
-        if train_state.items_per_sample is not None or self._has_no_counts:
-            return
-        # A snapshot of its own: that of the train state is of the start of the batch.
-        self._buffers.take()
-        with preserved_random_state(), torch.no_grad():
-            batch, size = self._filler()
-            loss = train_state.loss(train_state.model, batch)
-        self._buffers.restore()
-        items = self.ranks.gather(float(loss.count) / size if isinstance(loss, Loss) else None)
-        self._has_no_counts = all(of_rank is None for of_rank in items)
-        if not self._has_no_counts:
-            train_state.items_per_sample = max(of_rank or 0.0 for of_rank in items) or 1.0

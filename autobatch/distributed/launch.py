@@ -32,8 +32,6 @@ ADDRESS = "127.0.0.1"
 POLL_S = 0.1
 KILLED = 1
 """Exit code if a signal ended a rank, whatever the other ranks have made of it."""
-SHUTDOWN_S = 30
-"""Seconds from the first failure until torch kills ranks that have not ended."""
 TERMINATED = (143, -signal.SIGTERM)
 """Exit codes of ranks that were ended because another one had failed."""
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -158,16 +156,10 @@ def start_ranks(words: Sequence[str], count: int) -> RanksEnded:
 
 
 def end_of(failures: Mapping[int, ProcessFailure]) -> RanksEnded:
-    """Return the end of one start: that of a rank that a signal ended, else that of the first to fail.
+    """Return the end of one start: that of the first rank to fail, and was not ended for another one."""
 
-    A rank that a signal ends cannot report the cause, and the others lose it.
-    """
-    first = min(failure.timestamp for failure in failures.values())
-
-    def order(rank: int) -> tuple[bool, bool, int]:
-        code, timestamp = failures[rank].exitcode, failures[rank].timestamp
-        is_cause = code not in TERMINATED and timestamp < first + SHUTDOWN_S
-        return not (is_cause and code < 0), not is_cause, timestamp
+    def order(rank: int) -> tuple[bool, int]:
+        return failures[rank].exitcode in TERMINATED, failures[rank].timestamp
 
     rank = min(failures, key=order)
     failure = failures[rank]

@@ -8,8 +8,8 @@ did anywhere, no gradient was touched. A flag tells whether any rank has a gradi
 which layout: one that no rank has stays None, and sparse ones are summed alone. Small models need no other
 reduction: it is the number of messages that costs them time.
 
-Gradients are sums of totals ÷ D, with one D for all ranks. D follows from the items per sample, on which the
-ranks agree by one message in the first batch that counts any.
+Gradients are sums of totals ÷ D, with one D for all ranks: `GroupEngine` fixes the items per sample that it
+follows from.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from autobatch.core.errors import InputError
 from autobatch.distributed.group import Group
 from autobatch.step.gradients import Gradients
-from autobatch.step.loss import StepTotals, divisor_of
+from autobatch.step.loss import StepTotals
 from autobatch.step.train_state import TrainState
 
 SPARSE = 2.0**20
@@ -70,10 +70,18 @@ def numbers_of(totals: StepTotals | None, signal: int = 0) -> RankNumbers:
 
 
 def sum_totals(totals: StepTotals, of_ranks: list[RankNumbers]) -> None:
-    """Replace the sums of one rank by those of all."""
-    has_count = any(numbers.has_count for numbers in of_ranks)
+    """Replace the sums of one rank by those of all.
+
+    Raises:
+        InputError: the losses of the ranks are of two kinds.
+    """
+    kinds = {numbers.has_count for numbers in of_ranks if numbers.divisor}
+    if len(kinds) > 1:
+        raise InputError(
+            "the workload's loss returned a Loss on one rank and a tensor on another: return one kind"
+        )
     totals.loss = sum(numbers.loss for numbers in of_ranks)
-    totals.count = sum(numbers.items for numbers in of_ranks) if has_count else None
+    totals.count = sum(numbers.items for numbers in of_ranks) if kinds == {1.0} else None
     totals.divisor = max(numbers.divisor for numbers in of_ranks)
 
 
@@ -149,7 +157,6 @@ class Reduction:
 
     def __init__(self, ranks: Group) -> None:
         self._ranks = ranks
-        self._scale_is_agreed = False
         self._layout: _Layout | None = None
 
     def run(self, train_state: TrainState, totals: StepTotals | None, signal: int = 0) -> list[RankNumbers]:
@@ -166,14 +173,10 @@ class Reduction:
         Raises:
             InputError: the losses of the ranks are of two kinds.
         """
-        if not self._scale_is_agreed:
-            self._agree_on_scale(train_state, totals)
         layout = self._layout_of(train_state)
         with self._ranks.waiting("sum the gradients"):
             of_ranks = self._sum(layout, train_state.gradients, numbers_of(totals, signal))
-        if any(numbers.failed for numbers in of_ranks):
-            self._scale_is_agreed = False  # the batch runs again from the scale before it
-        elif totals is not None:
+        if totals is not None and not any(numbers.failed for numbers in of_ranks):
             if train_state.scaler is not None and not totals.sizes:
                 # A loss scale begins with its first use, which a rank without samples does not have.
                 train_state.scaler.scale(torch.zeros((), device=train_state.device))
@@ -224,30 +227,6 @@ class Reduction:
             known = self._layout = _lay_out(train_state.exchange, parameters, self._ranks.world)
         return known
 
-    def _agree_on_scale(self, train_state: TrainState, totals: StepTotals | None) -> None:
-        """Bring the sums of all ranks to one D, in the first batches of a run."""
-        totals = totals if totals is not None and totals.sizes else None
-        kind = None if totals is None else "mean" if totals.count is None else "Loss"
-        of_ranks = self._ranks.gather((kind, train_state.items_per_sample))
-        kinds = {kind for kind, _ in of_ranks if kind is not None}
-        if len(kinds) > 1:
-            raise InputError(
-                "the workload's loss returned a Loss on one rank and a tensor on another: return one kind"
-            )
-        items = max((items for _, items in of_ranks if items is not None), default=None)
-        self._scale_is_agreed = items is not None or kinds == {"mean"}
-        train_state.items_per_sample = items
-        if totals is None or kind != "Loss":
-            return
-        divisor = divisor_of(items, totals.samples)
-        factor = totals.divisor / divisor
-        if factor != 1.0:
-            gradients = [gradient for own in train_state.gradients.by_optimizer() for gradient in own]
-            if gradients:
-                torch._foreach_mul_(gradients, factor)
-            totals.loss = totals.loss * factor
-        totals.divisor = divisor
-
 
 def _write_flags(flags: Tensor, gradients: Sequence[Tensor | None]) -> None:
     """Write the flag of each gradient, 0 for None."""
@@ -261,7 +240,8 @@ def _write_flags(flags: Tensor, gradients: Sequence[Tensor | None]) -> None:
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy the second tensor of each pair to the first one."""
     if pairs:
-        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(targets, sources)
 
 
 def _as_sparse(gradient: Tensor | None, like: Tensor) -> Tensor:

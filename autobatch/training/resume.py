@@ -225,7 +225,8 @@ def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
     load_average(train_state.average, state["average"])
     if train_state.scaler is not None and state["scaler"]:
         train_state.scaler.load_state_dict(state["scaler"])
-    train_state.items_per_sample = state["items_per_sample"]
+    # Ranks begin with one.
+    train_state.items_per_sample = state["items_per_sample"] or train_state.items_per_sample
 
 
 def _not_enough_memory(loop: Loop, state: Mapping[str, Any], error: Exception) -> str:

@@ -57,7 +57,7 @@ class Failed:
     [
         ({0: Failed(2), 1: Failed(-signal.SIGTERM)}, 2, None),
         ({0: Failed(143), 1: Failed(3)}, 3, None),
-        ({0: Failed(1), 1: Failed(-signal.SIGKILL, 1)}, 1, "rank 1 was ended by SIGKILL"),
+        ({0: Failed(1, 4), 1: Failed(-signal.SIGKILL)}, 1, "rank 1 was ended by SIGKILL"),
         ({0: Failed(77), 1: Failed(-signal.SIGKILL, 30)}, 77, None),
         ({0: Failed(143), 1: Failed(-signal.SIGTERM)}, 143, None),
     ],

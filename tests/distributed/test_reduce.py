@@ -168,13 +168,3 @@ def test_losses_of_two_kinds_are_refused_on_every_rank() -> None:
     assert {str(one) for one in found} == {
         "the workload's loss returned a Loss on one rank and a tensor on another: return one kind"
     }
-
-
-def test_counts_of_all_ranks_have_one_divisor() -> None:
-    """The gradients of each rank are brought to the divisor that most items per sample give."""
-    outcomes = [StepTotals(samples=8, count=4.0, divisor=2.0**n, loss=1.0, sizes=[2]) for n in range(WORLD)]
-    found, _ = run_ranks(200, outcomes, FLOATS)
-    own = [gradients_of(rank, FLOATS)[0][1].grad for rank in range(WORLD)]
-    expected = sum(2.0**n * one for n, one in enumerate(own)) / outcomes[0].divisor  # type: ignore[operator]
-    assert {one.divisor for one in outcomes} == {8.0}
-    torch.testing.assert_close(found[0][1][1], expected)
