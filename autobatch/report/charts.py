@@ -21,18 +21,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from autobatch.core.records import DeviceRecord, MemoryCurve, PredictedPoint, Probe, StepRecord, Trial
+from autobatch.core.records import DeviceRecord, MemoryCurve, PredictedPoint, Probe, StepRecord
 from autobatch.core.text import error_text
 from autobatch.core.units import GiB, KiB, MiB, TiB, format_bytes
 from autobatch.report.facts import peak_bytes
-from autobatch.report.tables import Table, table_of
-from autobatch.report.words import count, decimal, plural
+from autobatch.report.words import count
 
 WIDTH = 400
 """Pixels across: a phone shows a drawing a little smaller, a wide page larger."""
 LETTER, ROW = 6.6, 17
 """Pixels of a letter and of a row of the legend."""
-ACCENT, SOFT, BAD, WARN, GREY, RULE = "#0d8189", "#53999e", "#cf432a", "#aa700b", "#7d7d7d", "#80808059"
+ACCENT, BAD, WARN, GREY, RULE = "#0d8189", "#cf432a", "#aa700b", "#7d7d7d", "#80808059"
 SERIES = (ACCENT, "#5b97a2", "#ad8236", "#5e7896", "#6d865e", "#9b606d", "#7a69a6")
 """Colours of categories; they repeat after the last."""
 LAYERS = ("#2c7a55", "#7b9550", "#3f7f31", "#90904f", "#6c7d1c", "#4b8f46")
@@ -74,24 +73,13 @@ class Picture(NamedTuple):
     """A chart."""
 
     slug: str
-    title: str
     svg: str
     """The drawing; a sentence in its place if it cannot be drawn."""
     note: str
     """Text below the chart."""
-    table: Table | None = None
-    """What a curve cannot show of its points; None for nothing."""
 
 
-def draw(
-    slug: str,
-    title: str,
-    paint: Callable[[Figure], None],
-    *,
-    height: int,
-    note: str = "",
-    table: Table | None = None,
-) -> Picture:
+def draw(slug: str, title: str, paint: Callable[[Figure], None], *, height: int, note: str = "") -> Picture:
     """Draw a picture.
 
     If matplotlib cannot draw it, for example because a loss is 1e308, a sentence is in its place.
@@ -102,16 +90,15 @@ def draw(
         paint: draws on a figure. What it labels is in the legend.
         height: pixels without the legend.
         note: text below the picture.
-        table: what belongs to it.
     """
     try:
         label = escape(f"{title}. {note}")
         head = f'<svg role="img" aria-label="{label}" style="max-width:100%;height:auto" '
-        drawing = _svg(slug, paint, height).replace("<svg ", head, 1)
+        return Picture(slug, _svg(slug, paint, height).replace("<svg ", head, 1), note)
     except Exception as error:
         reason = escape(f"{type(error).__name__}: {error_text(error)}")
-        drawing = f"<p>The figure of {escape(title)} is left out, it cannot be drawn ({reason}).</p>"
-    return Picture(slug, title, drawing, note, table)
+        words = f"<p>The figure of {escape(title)} is left out, it cannot be drawn ({reason}).</p>"
+        return Picture(slug, words, note)
 
 
 def _svg(slug: str, paint: Callable[[Figure], None], height: int) -> str:
@@ -195,19 +182,7 @@ def memory_figure(
         axes.set_ylim(0, 1.14 * highest / unit)
         axes.margins(x=0.06)
 
-    table = table_of(
-        "Every size that ran, in order",
-        attempts,
-        {
-            "Micro-batch": lambda attempt: count(attempt.micro_batch),
-            "Result": lambda attempt: "fits" if attempt.fits else "does not fit",
-            "Peak allocated": lambda attempt: format_bytes(attempt.peak_allocated_bytes),
-            "Peak reserved": lambda attempt: format_bytes(attempt.peak_reserved_bytes),
-            "Seconds": lambda attempt: decimal(attempt.seconds, 3),
-            "Reason": lambda attempt: " in ".join(filter(None, (attempt.reason, attempt.phase))),
-        },
-    )
-    return draw("memory", "Peak memory by micro-batch", paint, height=270, note=note, table=table)
+    return draw("memory", "Peak memory by micro-batch", paint, height=270, note=note)
 
 
 def memory_curve_figure(curve: MemoryCurve, budget_bytes: int, note: str = "") -> Picture | None:
@@ -279,45 +254,6 @@ def _in_phases(curve: MemoryCurve) -> tuple[list[str], list[float]]:
         at = max(0, bisect_right(starts, position) - 1)
         places.append(at + (position - starts[at]) / (ends[at] - starts[at]))
     return list(curve.phases) or ["step"], places
-
-
-def trials_figure(trials: Sequence[Trial]) -> Picture | None:
-    """Draw the speed of each trial as a ratio to that of the default. Return None for fewer than two.
-
-    Trials count from 1 here, as on the terminal. Their records count from 0, as in Optuna.
-    """
-    if len(trials) < 2:
-        return None
-    measured = [(trial.number + 1, trial.relative) for trial in trials if trial.relative is not None]
-    faster = [(trial.number + 1, trial.relative) for trial in trials if trial.is_faster]
-    infeasible = [trial.number + 1 for trial in trials if trial.relative is None]
-
-    def paint(figure: Figure) -> None:
-        axes = _one_axes(figure, "trial", "speed ÷ speed of the default")
-        axes.axhline(1, color=GREY, linestyle=":", linewidth=1.6, label="default")
-        axes.plot(*zip(*measured, strict=True), "o", color=SOFT, markersize=6, label="trial")
-        if faster:
-            label = "faster beyond the noise"
-            axes.plot(*zip(*faster, strict=True), "o", color=ACCENT, markersize=8, label=label)
-        if infeasible:
-            at_bottom: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "label": "infeasible"}
-            axes.plot(infeasible, [0.04] * len(infeasible), "x", color=BAD, markeredgewidth=2, **at_bottom)
-        axes.margins(x=0.04, y=0.2)
-
-    def knob(name: str) -> Callable[[Trial], str]:
-        return lambda trial: str(trial.parameters.get(name, ""))
-
-    cells: dict[str, Callable[[Trial], str]] = {
-        "Trial": lambda trial: count(trial.number + 1),
-        "Samples/s": lambda trial: "" if trial.samples_per_s is None else decimal(trial.samples_per_s),
-        "÷ default": lambda trial: "" if trial.relative is None else f"{trial.relative:.3f}",
-        **{name: knob(name) for name in sorted({name for trial in trials for name in trial.parameters})},
-        "Note": lambda trial: trial.note or "",
-    }
-    words = f"{plural(len(measured), 'trial')} measured, {len(infeasible)} infeasible"
-    words += "." if faster else ", none faster beyond the noise."
-    table = table_of("Every trial", trials, cells)
-    return draw("trials", "Speed by trial", paint, height=230, note=words, table=table)
 
 
 class Curve(NamedTuple):

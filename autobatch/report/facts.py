@@ -260,16 +260,6 @@ def _tuning_facts(tuning: Tuning, kind: Literal["main", "detail"]) -> Iterator[F
         interval = f"{tuning.low:.2f} × to {tuning.high:.2f} ×"
         speeds = f"{best} samples/s, the default {default}; 96 % interval {interval}"
         yield Fact("tuning", "speeds", speeds, "more")
-    if tuning.history:
-        values: dict[str, set[object]] = {}
-        for trial in tuning.history:
-            for name, value in trial.parameters.items():
-                values.setdefault(name, set()).add(value)
-        varied = [name.removesuffix("_shift") for name, tried in values.items() if len(tried) > 1]
-        knobs = ", ".join(name.replace("_", "-") for name in varied)
-        infeasible = sum(trial.relative is None for trial in tuning.history)
-        words = plural(len(tuning.history), "configuration") + (knobs and f" of {knobs}")
-        yield Fact("tuning", "tried", words + (f", {infeasible:,} infeasible" if infeasible else ""), "more")
 
 
 def describe_tuning(tuning: Tuning) -> str:

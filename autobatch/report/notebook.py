@@ -30,7 +30,7 @@ def run_html(run: RunRecord, *, report: Path | None = None) -> str:
         "notebook.html.j2",
         headline=headline(run),
         facts=facts_of(run, report=report),
-        pictures=[section.picture for section in sections_of(run) if section.picture],
+        sections=sections_of(run),
         tables=[],
         notes=[],
     )
@@ -44,7 +44,7 @@ def estimates_html(estimates: Sequence[Estimate], notes: Sequence[str], recorded
     if recorded is not None:
         (words, *more), tables = recorded_lines(recorded), recorded_tables(recorded)
     return fill_template(
-        "notebook.html.j2", headline=words, facts=[], pictures=[], tables=tables, notes=[*more, *notes]
+        "notebook.html.j2", headline=words, facts=[], sections=[], tables=tables, notes=[*more, *notes]
     )
 
 

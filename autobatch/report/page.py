@@ -18,15 +18,9 @@ from markupsafe import Markup, escape
 from autobatch.core.files import write_atomic
 from autobatch.core.records import RunRecord
 from autobatch.core.text import printable_lines
-from autobatch.report.charts import (
-    Picture,
-    memory_curve_figure,
-    memory_figure,
-    training_figure,
-    trials_figure,
-)
+from autobatch.report.charts import Picture, memory_curve_figure, memory_figure, training_figure
 from autobatch.report.facts import Fact, facts_of, headline, is_probed_configuration, tiles_of
-from autobatch.report.tables import Table
+from autobatch.report.tables import Table, attempts_table, trials_table
 from autobatch.report.words import moment
 
 _LONG = 24
@@ -45,7 +39,8 @@ class Section:
     picture: Picture | None = None
     notes: Sequence[str] = ()
     command: str = ""
-    options: Table | None = None
+    folded: Table | None = None
+    """A table that is shown at a click."""
 
 
 def write_report(path: Path, run: RunRecord) -> Path:
@@ -100,10 +95,15 @@ def sections_of(run: RunRecord) -> list[Section]:
             "What fits",
             said("fits"),
             memory_figure(run.device, probe, run.predicted, whose) if probe else None,
+            folded=attempts_table(probe.attempts) if probe else None,
         ),
         Section("plan", "Plan", said("plan")),
         Section(
-            "tuning", "Tuning", said("tuning"), trials_figure(tuning.history) if tuning else None, of_tuning
+            "tuning",
+            "Tuning",
+            said("tuning"),
+            notes=of_tuning,
+            folded=trials_table(tuning.history) if tuning and tuning.history else None,
         ),
         Section(
             "training",
@@ -119,10 +119,10 @@ def sections_of(run: RunRecord) -> list[Section]:
             [Fact("files", label, text) for label, text in around],
             notes=run.notes,
             command=run.command or "",
-            options=Table("Every option of this run", ["Option", "Value"], options) if options else None,
+            folded=Table("Every option of this run", ["Option", "Value"], options) if options else None,
         ),
     ]
-    return [one for one in sections if one.facts or one.picture or one.notes or one.command or one.options]
+    return [one for one in sections if one.facts or one.picture or one.notes or one.command or one.folded]
 
 
 def fill_template(name: str, **values: object) -> str:

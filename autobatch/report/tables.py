@@ -6,11 +6,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from autobatch.core.options import all_fields
-from autobatch.core.records import Estimate, Plan, RankEstimate, Recorded, RunRecord, Training
+from autobatch.core.records import (
+    Attempt,
+    Estimate,
+    Plan,
+    RankEstimate,
+    Recorded,
+    RunRecord,
+    Training,
+    Trial,
+)
 from autobatch.core.text import module_in_words
 from autobatch.core.units import format_bytes
 from autobatch.report.facts import describe_split, peak_bytes
-from autobatch.report.words import count, decimal, knobs_in_words, metric_in_words, moment
+from autobatch.report.words import count, decimal, knobs_in_words, metric_in_words, moment, plural
 
 T = TypeVar("T")
 TOP_MODULES = 5
@@ -36,6 +45,37 @@ def table_of(caption: str, records: Sequence[T], cells: Mapping[str, Callable[[T
     columns = {name: [cell(record) for record in records] for name, cell in cells.items()}
     shown = {name: column for name, column in columns.items() if any(column)}
     return Table(caption, list(shown), list(map(list, zip(*shown.values(), strict=True))))
+
+
+def attempts_table(attempts: Sequence[Attempt]) -> Table:
+    """Return a row for each size that ran."""
+    cells: dict[str, Callable[[Attempt], str]] = {
+        "Micro-batch": lambda ran: count(ran.micro_batch),
+        "Result": lambda ran: "fits" if ran.fits else "does not fit",
+        "Peak allocated": lambda ran: format_bytes(ran.peak_allocated_bytes),
+        "Peak reserved": lambda ran: format_bytes(ran.peak_reserved_bytes),
+        "Seconds": lambda ran: decimal(ran.seconds, 3),
+        "Reason": lambda ran: " in ".join(filter(None, (ran.reason, ran.phase))),
+    }
+    return table_of("Every size that ran, in order", attempts, cells)
+
+
+def trials_table(trials: Sequence[Trial]) -> Table:
+    """Return a row for each trial. They count from 1 here, as on the terminal, and from 0 in Optuna."""
+
+    def knob(name: str) -> Callable[[Trial], str]:
+        return lambda trial: str(trial.parameters.get(name, ""))
+
+    cells: dict[str, Callable[[Trial], str]] = {
+        "Trial": lambda trial: count(trial.number + 1),
+        "Samples/s": lambda trial: "" if trial.samples_per_s is None else decimal(trial.samples_per_s),
+        "÷ default": lambda trial: "" if trial.relative is None else f"{trial.relative:.3f}",
+        "Beyond the noise": lambda trial: "faster" if trial.is_faster else "",
+        **{name: knob(name) for name in sorted({name for trial in trials for name in trial.parameters})},
+        "Note": lambda trial: trial.note or "",
+    }
+    infeasible = sum(trial.relative is None for trial in trials)
+    return table_of(f"{plural(len(trials), 'trial')}, {infeasible} infeasible", trials, cells)
 
 
 def gpu_table(estimates: Sequence[Estimate]) -> Table:

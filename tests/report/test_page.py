@@ -37,7 +37,7 @@ def test_the_whole_page_is_sound(full):
     page = check(full)
     assert [section["id"] for section in page.all("section")] == PARTS
     figures = [figure["id"] for figure in page.all("figure")]
-    assert figures == [f"figure-{slug}" for slug in ("memory-over-time", "memory", "trials", "training")]
+    assert figures == [f"figure-{slug}" for slug in ("memory-over-time", "memory", "training")]
     assert len(page.all("svg")) == len(figures), "each is drawn once"
     assert len(page.all("details")) == 2, "every size that ran, and every trial"
 
@@ -190,7 +190,7 @@ def test_a_result_is_shown_with_the_curves_of_its_run_if_that_is_still_there(
     page = shown(result)
     for words in ("Held-out accuracy 93.12 %.", "at least 1.11 × faster: compiled", "step-120.pt"):
         assert words in page.text
-    assert len(page.all("svg")) == 2 + (left == "its run")
+    assert len(page.all("svg")) == 1 + (left == "its run")
 
 
 def test_a_notebook_shows_estimates_with_one_row_per_gpu() -> None:
