@@ -26,7 +26,7 @@ from autobatch.report.words import moment
 _LONG = 24
 """Length in characters above which a cell counts as a sentence and gets a minimum width."""
 _NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?%?( [KMGT]?i?B)?")
-_PRODUCT = re.compile(r"[\d,]{1,12} × [\d,]{0,12}\d")
+_PRODUCT = re.compile(r"\(?[\d,]{1,12} × [\d,]{1,12}\)?")
 
 
 @dataclass(frozen=True)

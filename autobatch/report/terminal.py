@@ -163,6 +163,8 @@ class Terminal(Progress):
         self._end()
         for line in estimates.notes:
             self.note(line)
+        if estimates.notes and self._console.is_terminal:
+            self._say("")
         if estimates.recorded is not None:
             self._print_lines(recorded_lines(estimates.recorded))
             self._print_tables(tables.recorded_tables(estimates.recorded))
