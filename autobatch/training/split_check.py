@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from itertools import accumulate as running_sums
 from itertools import islice
@@ -42,7 +42,7 @@ from autobatch.training.batchnorm import batch_norm_notes, batch_norms, smallest
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
 from autobatch.workload.data import collate_samples, elements, fetch, shallow_copies
 from autobatch.workload.data_digest import digest_of
-from autobatch.workload.nested import cut, map_tensors, samples_along
+from autobatch.workload.nested import cut, map_tensors
 from autobatch.workload.order import GlobalBatchSampler, epoch_of
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.user_code import describe
@@ -243,11 +243,9 @@ def _collate(workload: Workload, samples: list[Any]) -> _Split:
     whole = collated(samples)
     is_random = digest_of(whole) != digest_of(collated(samples, seed=2))
     alone = [] if is_random else [collated(samples[place]) for place in places]
-    try:
-        has_samples_first = set(samples_along(whole)) == {len(samples)}
-    except InputError:
-        has_samples_first = False
-    parts = [cut(whole, place) for place in places] if has_samples_first else []
+    parts: list[Collated] = []
+    with suppress(InputError):
+        parts = [cut(whole, place, len(samples)) for place in places]
     return _Split(_Part(whole, len(samples)), list(map(_Part, alone, sizes)), list(map(_Part, parts, sizes)))
 
 

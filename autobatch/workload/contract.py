@@ -392,8 +392,9 @@ def schedule_arguments(schedule: Callable[..., object]) -> list[str]:
     named = ["steps_per_epoch"] if "steps_per_epoch" in parameters else []
     others = [
         name
-        for name, one in parameters.items()
-        if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) and name not in named
+        for name, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        and name not in named
     ]
     if len(others) != 1:
         return ["optimizer", "steps", *named]
@@ -407,7 +408,7 @@ def _needed_arguments(function: Callable[..., object]) -> list[str]:
     except (TypeError, ValueError):  # a built-in function
         return []
     plain = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [one.name for one in known if one.default is one.empty and one.kind not in plain]
+    return [each.name for each in known if each.default is each.empty and each.kind not in plain]
 
 
 def is_loader(value: object) -> TypeGuard[DataLoader[Any]]:
@@ -528,11 +529,11 @@ def _order_of_all_ranks(sampler: Any, data: Any) -> Iterable[Any] | None:
     if type(sampler) is DistributedSampler:
         # A plan splits each batch over the ranks itself, so it needs all samples.
         return None if sampler.shuffle else range(len(data))
-    for one in (sampler, getattr(sampler, "sampler", None)):
-        ranks = getattr(one, "num_replicas", 1)
+    for drawing in (sampler, getattr(sampler, "sampler", None)):
+        ranks = getattr(drawing, "num_replicas", 1)
         if ranks > 1:
             raise InputError(
-                f"Workload(sampler=…) is {kind_of(one)} that draws the part of 1 of {ranks} ranks, but a "
+                f"Workload(sampler=…) is {kind_of(drawing)} that draws the part of 1 of {ranks} ranks, but a "
                 "plan splits each batch over the ranks itself: make it with num_replicas=1 and rank=0, or "
                 "leave it out"
             )

@@ -77,19 +77,19 @@ def fetch(data: Any, ids: Sequence[int], *, name: str = "train_data") -> list[An
             raise
         return samples
     try:
-        found = many(list(ids))
+        samples = many(list(ids))
     except (Exception, SystemExit) as error:
         index = _failing_index(data, ids, type(error))
         mark_user_error(error, name if index is None else f"{name}[{index}]")
         raise
-    if isinstance(found, Mapping) or not hasattr(found, "__len__") or len(found) != len(ids):
-        number = f" of {len(found)}" if hasattr(found, "__len__") else ""
+    if isinstance(samples, Mapping) or not hasattr(samples, "__len__") or len(samples) != len(ids):
+        number = f" of {len(samples)}" if hasattr(samples, "__len__") else ""
         raise InputError(
-            f"{name}.__getitems__ got {len(ids)} indices and returned {kind_of(found)}{number}, which looks "
-            "like a batch that is made already: return a list with one sample for each index, and make the "
-            "batch in Workload(collate=…)"
+            f"{name}.__getitems__ got {len(ids)} indices and returned {kind_of(samples)}{number}, which "
+            "looks like a batch that is made already: return a list with one sample for each index, and make "
+            "the batch in Workload(collate=…)"
         )
-    return list(found)
+    return list(samples)
 
 
 def _failing_index(data: Any, ids: Sequence[int], kind: type[BaseException]) -> int | None:
@@ -106,7 +106,7 @@ def _failing_index(data: Any, ids: Sequence[int], kind: type[BaseException]) -> 
 
 def shallow_copies(samples: Sequence[Any]) -> list[Any]:
     """Copy samples for a collate function, which may take entries out of them."""
-    return [copy.copy(one) if isinstance(one, MutableMapping | list) else one for one in samples]
+    return [copy.copy(sample) if isinstance(sample, MutableMapping | list) else sample for sample in samples]
 
 
 def collate_samples(
@@ -248,15 +248,15 @@ def size_of_sample(sample: Any, size_of: Callable[[Any], float] | None, index: i
     if size_of is None:
         return float(elements(sample))
     with user_code("size_of", size_of):
-        found: Any = size_of(sample)
+        returned: Any = size_of(sample)
         try:
-            size = float(found)
+            size = float(returned)
         except (TypeError, ValueError):
             size = math.nan
         if not 0 <= size <= MOST_SIZE:
             raise InputError(
-                f"Workload(size_of=…) returned {quoted(found)} for sample {index}: it must return a finite "
-                f"number from 0 to {MOST_SIZE:g}, for example a length"
+                f"Workload(size_of=…) returned {quoted(returned)} for sample {index}: it must return a "
+                f"finite number from 0 to {MOST_SIZE:g}, for example a length"
             )
     return size
 

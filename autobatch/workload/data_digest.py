@@ -69,22 +69,22 @@ def digest_data(data: Any) -> DataDigest | None:
     )
 
 
-def check_same_data(found: Sequence[DataDigest | None], whose: Sequence[str]) -> None:
+def check_same_data(digests: Sequence[DataDigest | None], whose: Sequence[str]) -> None:
     """Check that all processes read the same training data as the first one.
 
     Args:
-        found: what each of them read; None if nothing tells its data from others.
+        digests: what each of them read; None if nothing tells its data from others.
         whose: names each of them, for example ``rank 1``.
 
     Raises:
         InputError: one of them reads others; names it.
     """
-    for digest, name in zip(found[1:], whose[1:], strict=True):
-        if digest is None or found[0] is None or digest.is_same(found[0]):
+    for digest, name in zip(digests[1:], whose[1:], strict=True):
+        if digest is None or digests[0] is None or digest.is_same(digests[0]):
             continue
         counts = (
-            f": {digest.samples:,} samples, and {found[0].samples:,}"
-            if digest.samples != found[0].samples
+            f": {digest.samples:,} samples, and {digests[0].samples:,}"
+            if digest.samples != digests[0].samples
             else f", in values or in order ({digest.samples:,} samples)"
         )
         raise InputError(f"the training data of {name} are not those of {whose[0]}{counts}. {CAUSES}")
@@ -131,8 +131,8 @@ def _add(value: Any, exact: AddBytes, computed: AddBytes, depth: int = 0) -> Non
         exact(repr(sorted(map(repr, value))).encode())
     elif depth < DEEPEST:
         if isinstance(value, Mapping | list | tuple | np.ndarray):
-            for one in value.items() if isinstance(value, Mapping) else value:
-                _add(one, exact, computed, depth + 1)
+            for child in value.items() if isinstance(value, Mapping) else value:
+                _add(child, exact, computed, depth + 1)
         elif callable(getattr(value, "tobytes", None)):  # an image
             computed(value.tobytes())
         elif hasattr(value, "__dict__"):

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 PLAIN = (str, bytes, int, float, complex, type(None))
 """Types of values that belong to a sample as a whole, or to the whole batch."""
-ADVICE = "give autobatch.batches the dataset itself, with collate=, or batch_dim=1 if time comes first"
 
 
 def to_device(batch: Collated, device: torch.device) -> Collated:
@@ -120,7 +119,7 @@ def form_of(value: object) -> str:
 def _map_children(
     value: Any, change: Callable[[Tensor], Tensor], convert: Callable[[Any], Any] | None
 ) -> Any:
-    return _rebuilt(value, [map_tensors(one, change, convert=convert) for one in children_of(value)])
+    return _rebuilt(value, [map_tensors(child, change, convert=convert) for child in children_of(value)])
 
 
 def _rebuilt(value: Any, children: list[Any]) -> Any:
@@ -140,23 +139,7 @@ def _rebuilt(value: Any, children: list[Any]) -> Any:
 
 def is_column(value: Any) -> bool:
     """Check for a list with a plain value per sample, for example names."""
-    return type(value) in (list, tuple) and bool(value) and all(isinstance(one, PLAIN) for one in value)
-
-
-def samples_along(value: Any) -> Iterator[int]:
-    """Yield the size along dimension 0 of each tensor and column of a collated batch.
-
-    Raises:
-        InputError: a part has no such dimension.
-    """
-    if is_column(value) or (isinstance(value, Tensor) and value.dim()):
-        yield len(value)
-    elif isinstance(value, Mapping | list | tuple) and not isinstance(value, PackedSequence):
-        for one in children_of(value):
-            yield from samples_along(one)
-    elif not isinstance(value, PLAIN):
-        kind = "a 0-d tensor" if isinstance(value, Tensor) else kind_of(value)
-        raise InputError(f"{kind} in a batch of the loader cannot be cut into micro-batches: {ADVICE}")
+    return type(value) in (list, tuple) and bool(value) and all(isinstance(row, PLAIN) for row in value)
 
 
 def rows_of(value: Any, name: str = "") -> list[Any]:
@@ -181,11 +164,11 @@ def rows_of(value: Any, name: str = "") -> list[Any]:
     keys = list(value) if isinstance(value, Mapping) else list(range(len(value)))
     parts = {f"{name}[{key!r}]": child for key, child in zip(keys, children_of(value), strict=True)}
     rows = {part: rows_of(child, part) for part, child in parts.items()}
-    sizes = {part: len(found) for part, found in rows.items()}
+    sizes = {part: len(of_part) for part, of_part in rows.items()}
     if len(set(sizes.values())) > 1:
-        found = ", ".join(f"batch{part} has {size}" for part, size in sizes.items())
-        raise InputError(f"its parts differ in their samples along dimension 0: {found}")
-    return [_rebuilt(value, list(one)) for one in zip(*rows.values(), strict=True)]
+        counts = ", ".join(f"batch{part} has {size}" for part, size in sizes.items())
+        raise InputError(f"its parts differ in their samples along dimension 0: {counts}")
+    return [_rebuilt(value, list(row)) for row in zip(*rows.values(), strict=True)]
 
 
 def _is_plain(value: Any) -> bool:
@@ -195,11 +178,21 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value[:1])) if isinstance(value, list) else isinstance(value, PLAIN)
 
 
-def cut(value: Any, part: slice) -> Any:
-    """Return some samples of a collated batch, whose tensors are views."""
+def cut(value: Any, part: slice, samples: int) -> Any:
+    """Return a part of a collated batch of so many samples, whose tensors are views.
+
+    Raises:
+        InputError: a tensor or column of the batch has no such samples along dimension 0.
+    """
     if isinstance(value, Tensor) or is_column(value):
-        return value[part]
-    return _rebuilt(value, [cut(one, part) for one in children_of(value)])
+        has_rows = not isinstance(value, Tensor) or value.dim() > 0
+        if has_rows and len(value) == samples:
+            return value[part]
+    elif isinstance(value, Mapping | list | tuple) and not isinstance(value, PackedSequence):
+        return _rebuilt(value, [cut(child, part, samples) for child in children_of(value)])
+    elif isinstance(value, PLAIN):
+        return value
+    raise InputError(f"{form_of(value)} cannot be cut into {samples} samples")
 
 
 # On their way to the device

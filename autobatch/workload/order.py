@@ -157,13 +157,13 @@ class SamplerOrder:
         """
         if self._last[0] != epoch:
             self._last = epoch, self._draw(epoch)
-        found = self._last[1]
-        if len(found) != self.samples:
+        order = self._last[1]
+        if len(order) != self.samples:
             raise InputError(
-                f"the sampler drew {len(found):,} samples in epoch {epoch + 1} and {self.samples:,} in epoch "
+                f"the sampler drew {len(order):,} samples in epoch {epoch + 1} and {self.samples:,} in epoch "
                 "1, so the steps of the run cannot be counted: let every epoch have the same number"
             )
-        return found
+        return order
 
     def _draw(self, epoch: int) -> list[int]:
         seed = mix_seed(self._seed, epoch)
@@ -173,26 +173,26 @@ class SamplerOrder:
             set_epoch = getattr(self._sampler, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
-            found = list(islice(_flat(self._sampler), limit + 1))
-        wrong = [str(one) for one in found if not 0 <= one < self._count]
-        if len(found) > limit or not found or wrong:
-            what = wrong[0] if wrong else "no sample" if not found else f"over {limit:,} samples"
+            indices = list(islice(_flat(self._sampler), limit + 1))
+        wrong = [str(index) for index in indices if not 0 <= index < self._count]
+        if len(indices) > limit or not indices or wrong:
+            what = wrong[0] if wrong else "no sample" if not indices else f"over {limit:,} samples"
             raise InputError(
                 f"the sampler drew {what} in epoch {epoch + 1}: it must draw indices from 0 to "
                 f"{self._count - 1:,}, and end"
             )
-        return found
+        return indices
 
 
 def _flat(sampler: Iterable[Any]) -> Iterator[int]:
     """Yield the indices of a sampler, or of the batches of a batch sampler."""
-    for one in sampler:
-        if isinstance(one, list | tuple):
-            yield from map(int, one)
-        elif hasattr(one, "__index__"):
-            yield one.__index__()
+    for drawn in sampler:
+        if isinstance(drawn, list | tuple):
+            yield from map(int, drawn)
+        elif hasattr(drawn, "__index__"):
+            yield drawn.__index__()
         else:
-            raise InputError(f"the sampler drew {kind_of(one)}: it must draw indices, or lists of indices")
+            raise InputError(f"the sampler drew {kind_of(drawn)}: it must draw indices, or lists of indices")
 
 
 def order_digest(order: Order) -> str:

@@ -49,12 +49,12 @@ def find_workload(workload: object, seed: int = 0) -> Workload:
     if workload is None or isinstance(workload, str):
         return _load(workload or DEMO, seed)
     if not callable(workload) or is_model(workload):
-        found = kind_of(workload)
+        kind = kind_of(workload)
         if is_model(workload):
-            found = "a model: give a function that builds it as Workload(model=…)"
+            kind = "a model: give a function that builds it as Workload(model=…)"
         raise InputError(
             "the workload must be an autobatch.Workload, a function that returns one, or a reference, found "
-            f"{found}"
+            f"{kind}"
         )
     name = getattr(workload, "__name__", type(workload).__name__)
     return _call(workload, seed, f"function {name}", name)
@@ -161,9 +161,9 @@ def _only_workload_of(module: Any, place: str) -> str:
         return Workload.name
     stated = [name for name in names if _states_workload(getattr(module, name))]
     made = [name for name in names if isinstance(getattr(module, name), Workload)]
-    for found in (stated, made):
-        if len(found) == 1:
-            return found[0]
+    for candidates in (stated, made):
+        if len(candidates) == 1:
+            return candidates[0]
     several = stated or made or names
     found_words = f"it has {', '.join(several)}" if several else "it has no functions"
     raise InputError(
@@ -235,9 +235,9 @@ def shared_model_notes(workload: Workload, model: nn.Module) -> list[str]:
     except TypeError:  # a class, or a partial function
         return []
     for name, value in {**names.globals, **names.nonlocals}.items():
-        held = {name: value} | {f"{name}.{key}": one for key, one in getattr(value, "__dict__", {}).items()}
-        for path, one in held.items():
-            if one is model:
+        held = {name: value} | {f"{name}.{key}": own for key, own in getattr(value, "__dict__", {}).items()}
+        for path, candidate in held.items():
+            if candidate is model:
                 return [
                     f"Workload(model=…) hands out a model that exists already ({path}): the run trains it in "
                     "place, and the next run starts from its weights. Build the model in the function for a "

@@ -66,7 +66,7 @@ def plain_random_state(state: RandomState | None = None) -> dict[str, Any]:
         "python": [state.python[0], list(state.python[1]), state.python[2]],
         "numpy": [state.numpy[0], state.numpy[1].tolist(), *state.numpy[2:]],
         "torch": _hex_of(state.torch),
-        "cuda": [_hex_of(one) for one in state.cuda],
+        "cuda": [_hex_of(of_gpu) for of_gpu in state.cuda],
     }
 
 
@@ -83,7 +83,7 @@ def random_state_of(plain: Mapping[str, Any]) -> RandomState:
         python=(version, tuple(words), gauss),
         numpy=(kind, np.array(key, np.uint32), *rest),
         torch=_bytes_of(plain["torch"]),
-        cuda=[_bytes_of(one) for one in plain["cuda"]],
+        cuda=[_bytes_of(of_gpu) for of_gpu in plain["cuda"]],
     )
 
 

@@ -64,12 +64,12 @@ class Split:
             micro_batch: the largest number of samples in any micro-batch.
         """
         shares = split_over_ranks(len(batch.ids), self.world, self.multiple)
-        found, first = [], sum(shares[: self.rank])
+        parts, first = [], sum(shares[: self.rank])
         for size in micro_batches(shares[self.rank], micro_batch, self.multiple):
             places = range(first, first + size)
-            found.append(MicroBatchIds(batch.index, places, batch.ids[first : first + size]))
+            parts.append(MicroBatchIds(batch.index, places, batch.ids[first : first + size]))
             first += size
-        return found
+        return parts
 
     def rounds(self, batch: GlobalBatch, micro_batch: int) -> int:
         """Return the most micro-batches that any rank runs of a batch."""

@@ -89,8 +89,8 @@ def scanned(workload: Workload, target_batch: int | None = None, most: int | Non
             samples: Iterator[Any] = (row for step in count() for row in function.draw(step))
         else:
             samples = StreamReader(stream).epoch()
-        found = list(islice(samples, most + 1))
-    return replace(workload, train_data=Prefix(found[:most], is_all=len(found) <= most))
+        first = list(islice(samples, most + 1))
+    return replace(workload, train_data=Prefix(first[:most], is_all=len(first) <= most))
 
 
 def is_open_ended(data: object) -> bool:

@@ -93,10 +93,10 @@ def place_of(value: object) -> str:
     """Return the file and line of a function, generator or object's class in brackets; empty if unknown."""
     of_class = getattr(*((value, "__init__") if isinstance(value, type) else (type(value), "__iter__")), None)
     called = getattr(value, "forward", None) or getattr(type(value), "__call__", None)  # noqa: B004
-    for one in (value, getattr(value, "func", None), of_class, called):
-        made = getattr(one, "__code__", None) or getattr(one, "gi_code", None)
-        if made is not None:
-            return f" ({made.co_filename}:{made.co_firstlineno})"
+    for function in (value, getattr(value, "func", None), of_class, called):
+        code = getattr(function, "__code__", None) or getattr(function, "gi_code", None)
+        if code is not None:
+            return f" ({code.co_filename}:{code.co_firstlineno})"
     return ""
 
 
@@ -137,11 +137,11 @@ def user_frame(error: BaseException) -> str | None:
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{error.filename}:{error.lineno}"
     foreign = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
-    found = None
+    place = None
     trace = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if not file.startswith(foreign) and not {"site-packages", "dist-packages"} & set(Path(file).parts):
-            found = f"{file}:{trace.tb_lineno}"
+            place = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return found
+    return place
