@@ -371,7 +371,8 @@ class Loop:
         if scaler is None and self.on_nonfinite == "skip" and skipped < MAX_SKIPS_IN_A_ROW:
             # Running statistics drop the samples of a step that is not applied.
             self.skipped_steps_in_a_row += 1
-            if self.train_state.buffers.restore():
+            # No rank may train on without another.
+            if not self.engine.ranks.agree(not self.train_state.buffers.restore()):
                 return
             reason = " and cannot be skipped, because the forward pass changed a large buffer of the model"
         what = "gradient" if math.isfinite(result.loss) else f"loss ({result.loss})"

@@ -22,17 +22,12 @@ def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
 
 
-def normed() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 5), nn.SyncBatchNorm(5), nn.Linear(5, 3))
-
-
 def part_of(parameters: Any, rate: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(list(parameters)[1:], lr=rate)
 
 
 WORKLOADS: dict[str, dict[str, Any]] = {
     "part": {"optimizer": part_of},
-    "normed": {"model": normed},
     "unsplit": {"loss": lambda model, batch: model(batch[0]).square().sum() / 7},
 }
 
@@ -63,7 +58,6 @@ def fit(name: str, out: str, options: dict[str, Any]) -> tuple[str, int]:
             "--parallel shard needs an optimizer for every parameter that requires a gradient, and 1",
         ),
         ("unsplit", {"max_micro_batch": 2}, "the gradient of 2 samples has the norm"),
-        ("normed", {}, "--parallel shard cannot run SyncBatchNorm (1), whose ranks must have equal"),
     ],
 )
 def test_a_mistake_is_one_line(
