@@ -82,8 +82,6 @@ class Device(ABC):
     """``cuda``, ``cpu`` or ``sim``: for reports and cache keys, never to decide anything."""
     gains_from_compile: ClassVar[bool] = False
     """True if ``torch.compile`` is worth trying unasked. On the CPU it rarely pays for its time."""
-    reads_pinned_memory: ClassVar[bool] = False
-    """True if it copies from pinned host memory while it computes."""
 
     torch_device = torch.device("cpu")
     """Device of the tensors."""

@@ -51,7 +51,6 @@ class CudaDevice(Device):
 
     kind = "cuda"
     gains_from_compile = True
-    reads_pinned_memory = True
     compute_capability: tuple[int, int]
 
     def __init__(self, *, index: int, memory_budget: str | int | None) -> None:

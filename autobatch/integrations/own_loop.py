@@ -451,9 +451,9 @@ def batches(
         _begin_exchange(list(_parameters_of(optimizers)), ranks) if ranks.world > 1 else None,
     )
     workers = int(plan.knobs.get(LOADER_WORKERS) or found.loading.workers or 0)
-    is_pinned = workers and found.loading.pin_memory and torch.cuda.is_available()
-    gpu = torch.device("cuda", torch.cuda.current_device()) if is_pinned else None
-    return Batches(run, sampler, start, open_feed(found, sampler, split, workers=workers, gpu=gpu))
+    has_gpu = workers and torch.cuda.is_available()
+    gpu = torch.device("cuda", torch.cuda.current_device()) if has_gpu else None
+    return Batches(run, sampler, start, open_feed(found, sampler, split, workers=workers, device=gpu))
 
 
 def _check(plan: Plan, scaler: object, optimizers: Sequence[object], numbers: Mapping[str, Any]) -> None:

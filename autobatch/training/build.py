@@ -25,7 +25,7 @@ from autobatch.training.loop import Loop
 from autobatch.training.validation import check_validation
 from autobatch.workload.contract import Collated, Loading, Workload, kind_of, schedule_arguments
 from autobatch.workload.data import load_micro_batch
-from autobatch.workload.feed import gpu_of, open_feed
+from autobatch.workload.feed import open_feed
 from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler, Order
 from autobatch.workload.rng import seed_everything, seed_rank
@@ -99,7 +99,7 @@ def open_loop(
         sampler,
         split,
         workers=_workers_of(plan, train, loading),
-        gpu=gpu_of(device, loading),
+        device=device.torch_device,
         seeds_samples=sample_seeds,
     )
     with device.training() as meter, feeding as feed:

@@ -37,7 +37,7 @@ from autobatch.step.whole_batch import batch_samples
 from autobatch.tuning.compare import Measurement
 from autobatch.tuning.space import changes
 from autobatch.workload.contract import Workload
-from autobatch.workload.feed import AHEAD, gpu_of, open_feed
+from autobatch.workload.feed import AHEAD, open_feed
 from autobatch.workload.order import GlobalBatchSampler, epoch_of
 from autobatch.workload.split import Split
 
@@ -211,8 +211,8 @@ def time_steps(setup: Setup, sizes: list[int], seconds: float) -> tuple[float, f
 
     def timed() -> Generator[Batch, None, None]:
         drawn = draw(setup.workload, size * in_a_step)
-        gpu = gpu_of(setup.device, setup.workload.loading)
-        with open_feed(setup.workload, drawn, workers=workers, gpu=gpu) as feed:
+        device = setup.device.torch_device
+        with open_feed(setup.workload, drawn, workers=workers, device=device) as feed:
             start = setup.clock()
             for batch in drawn.batches():
                 if batch.index == ahead:

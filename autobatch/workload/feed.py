@@ -37,9 +37,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.signals import STOPPING, end_with_parent, hold_back_signals
-from autobatch.device.base import Device
 from autobatch.device.oom import Verdict, classify
-from autobatch.workload.contract import Collated, Loading, Workload
+from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.data import collate_samples, fetch
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
@@ -171,7 +170,7 @@ def open_feed(
     split: Split | None = None,
     *,
     workers: int = 0,
-    gpu: torch.device | None = None,
+    device: torch.device | None = None,
     seeds_samples: bool = False,
 ) -> Iterator[Feed]:
     """Open the feed of a loop, and end its workers at the end of the block.
@@ -181,7 +180,8 @@ def open_feed(
         sampler: the batches of the run.
         split: forms the micro-batches; None for equal counts.
         workers: processes that fetch and collate; 0 to do so in the loop.
-        gpu: copy the workers' micro-batches to pinned memory for this GPU; None not to copy.
+        device: to train on; the workers' micro-batches are copied to pinned memory for a GPU, unless the
+            workload asks for none. None if it is unknown.
         seeds_samples: seed samples one by one, as they are with workers and in a split by size, which changes
             the order in which they are read.
 
@@ -204,7 +204,8 @@ def open_feed(
         is_seeded = seeds_samples or isinstance(split, SizeSplit)
         yield Feed(MicroBatches(workload, sampler.seed if is_seeded else None), split)
         return
-    feed = WorkerFeed(workload, sampler, split, workers, gpu)
+    reads_pinned = device is not None and device.type == "cuda" and loading.pin_memory
+    feed = WorkerFeed(workload, sampler, split, workers, device if reads_pinned else None)
     try:
         yield feed
     except Exception as error:
@@ -333,11 +334,6 @@ def start_worker(init: Callable[[int], object] | None, number: int) -> None:
     end_with_parent()
     if init is not None:
         init(number)
-
-
-def gpu_of(device: Device, loading: Loading) -> torch.device | None:
-    """Return the GPU that `open_feed` pins memory for; None if the device or the loader asks for none."""
-    return device.torch_device if device.reads_pinned_memory and loading.pin_memory else None
 
 
 def why_not_sent(workload: Workload, batch: Collated) -> str | None:

@@ -229,7 +229,7 @@ def test_micro_batches_for_a_gpu_are_in_pinned_memory() -> None:
     gpu = torch.device("cuda", torch.cuda.device_count() - 1)
     found = []
     for workers in (0, 2):
-        with open_feed(augmented(), SAMPLER, workers=workers, seeds_samples=True, gpu=gpu) as feed:
+        with open_feed(augmented(), SAMPLER, workers=workers, seeds_samples=True, device=gpu) as feed:
             found.append([data for batch in SAMPLER.batches() for data in feed.collated(batch, 4)])
     assert all(tensor.is_pinned() for data in found[1] for tensor in data)
     for here, there in zip(*found, strict=True):
