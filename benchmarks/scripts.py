@@ -76,8 +76,8 @@ def masked_pictures(folder: Path) -> None:
     """Write pictures and their masks for a U-Net."""
     from PIL import Image
 
-    link(Image.new("RGB", (96, 64)), folder / "data" / "imgs", "{}.png", 400)
-    link(Image.new("L", (96, 64)), folder / "data" / "masks", "{}_mask.png", 400)
+    link(Image.new("RGB", (96, 64)), folder / "data" / "imgs", "{}.png", 4000)
+    link(Image.new("L", (96, 64)), folder / "data" / "masks", "{}_mask.png", 4000)
 
 
 def link(picture: Any, folder: Path, name: str, count: int) -> None:
@@ -107,7 +107,7 @@ SCRIPTS = (
     Script("ResNet-50", *EXAMPLES, "imagenet", "python main.py --dummy -a resnet50 -j 1 -b {}", 4),
     Script("ResNet-18", *EXAMPLES, "imagenet", "python main.py --dummy -a resnet18 -j 1 -b {}", 2),
     Script("DCGAN", *EXAMPLES, "dcgan", "python main.py --dataset fake --accel --batchSize {}", 2),
-    Script("VAE", *EXAMPLES, "vae", "python main.py --batch-size {}", 0.25, digits),
+    Script("VAE", *EXAMPLES, "vae", "python main.py --batch-size {}", 0.5, digits),
     Script("MNIST", *EXAMPLES, "mnist", "python main.py --batch-size {}", 1, digits),
     Script("Siamese", *EXAMPLES, "siamese_network", "python main.py --batch-size {}", 1, digits),
     Script(
