@@ -23,7 +23,7 @@ from autobatch.device.allocator.caching import AllocatorConfig
 from autobatch.device.base import GPU_HEADROOM_SHARE, Device, resolve_budget
 from autobatch.device.cuda_allocator import CudaMeter
 from autobatch.device.cuda_gpus import open_context, require_usable
-from autobatch.device.host import compiler_missing_on_gpu, host_memory
+from autobatch.device.host import compiler_missing_on_gpu
 from autobatch.device.oom import lost_context_ignored
 
 if TYPE_CHECKING:
@@ -59,7 +59,6 @@ class CudaDevice(Device):
         gpu = torch.cuda.get_device_properties(index)
         self._index = index
         self._uuid = str(getattr(gpu, "uuid", ""))
-        self._is_integrated = bool(gpu.is_integrated)
         self._held_bytes: int | None = None
         """What the process held when the session began; None outside of sessions."""
         self.torch_device = torch.device("cuda", index)
@@ -69,13 +68,7 @@ class CudaDevice(Device):
         after = nvml.read_gpu(self._uuid)
         self._own = _Own.since(before, after) if is_first else _Own(os.getpid(), 0)
         free_bytes, source, notes = torch.cuda.mem_get_info(index)[0], "the CUDA driver", list[str]()
-        if self._is_integrated:
-            # The driver's figure is the free memory of the host, which counts its page cache as used.
-            host = host_memory()
-            if host.available_bytes is not None:
-                free_bytes, source = host.available_bytes, host.source
-            notes.append("the GPU shares the host's memory")
-        elif isinstance(after, nvml.NvmlAbsent):
+        if isinstance(after, nvml.NvmlAbsent):
             notes.append(f"no figures from NVML: {after.reason}")
         self._unmodelled = cuda_allocator.unmodelled_options(os.environ)
         if self._unmodelled:
@@ -122,7 +115,7 @@ class CudaDevice(Device):
     def describe(self) -> DeviceRecord:
         """Read the driver anew and return name, total, budget and the other processes that hold memory."""
         record, gpu = super().describe(), nvml.read_gpu(self._uuid)
-        if isinstance(gpu, nvml.NvmlAbsent) or gpu.used_bytes is None or self._is_integrated:
+        if isinstance(gpu, nvml.NvmlAbsent) or gpu.used_bytes is None:
             return record
         reserved_bytes, notes = torch.cuda.memory_reserved(self._index), record.notes
         own_bytes = next((one.used_bytes for one in gpu.holders if one.pid == self._own.pid), None)

@@ -9,7 +9,7 @@ more fits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -183,7 +183,7 @@ def _search(
         )
     except Exception as error:
         if tried and cap >= MULTIPLES[0] and all(outcome.error for outcome in tried.values()):
-            _look_for_multiple(run, sorted(tried), error)
+            _look_for_multiple(process, progress, sorted(tried), error)
         # A batch of 1 is a special case for some operators (batch statistics), and the last resort.
         refused = [outcome for _, outcome in sorted(tried.items()) if outcome.error is None]
         if min(tried, default=0) == 1 and refused:
@@ -201,13 +201,15 @@ def _search(
     return Limit(probe, None, found.programs, tried[found.micro_batch].trace, falls=found.falls)
 
 
-def _look_for_multiple(run: Callable[[int], Outcome], failed: list[int], error: Exception) -> None:
+def _look_for_multiple(
+    process: SetupProcess, progress: Progress, failed: list[int], error: Exception
+) -> None:
     """Raise if a multiple of a number runs where all sizes failed for another reason than memory.
 
     Raises:
         InputError: it names the number.
     """
-    if run(MULTIPLES[0]).attempt.fits:
+    if run_attempt(process, MULTIPLES[0], progress).attempt.fits:
         raise InputError(
             f"micro-batches of {', '.join(map(str, failed))} fail, and one of {MULTIPLES[0]} runs: give "
             f"--micro-batch-multiple {MULTIPLES[0]}, or a smaller number whose multiples run. The error of "

@@ -14,7 +14,6 @@ from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.ledger import BudgetExceeded, MemoryStats
 from autobatch.device.cuda import CudaDevice
 from autobatch.device.cuda_gpus import visible_gpus
-from autobatch.device.host import HostMemory
 from autobatch.device.nvml import NvmlAbsent, NvmlGpu
 from tests.support.fake_cuda import FakeCuda, gpu_reading
 
@@ -134,19 +133,6 @@ def test_without_figures_of_nvml_the_other_processes_are_unknown(
     record = device.describe()
     assert record.other_processes_bytes is None
     assert words in "".join(record.notes)
-
-
-def test_unified_memory_is_counted_by_the_host(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = HostMemory(total_bytes=32 * GiB, available_bytes=12 * GiB, source="what /proc/meminfo says")
-    monkeypatch.setattr("autobatch.device.cuda.host_memory", lambda: host)
-    fake.integrated = 1
-    device = opened(None)
-    assert device.budget_bytes == 14 * GiB - int(1.2 * GiB)
-    record = device.describe()
-    assert (record.notes, record.other_processes_bytes) == (["the GPU shares the host's memory"], None)
-    assert "12.0 GiB free (what /proc/meminfo says)" in record.budget_source
-    monkeypatch.setattr("autobatch.device.cuda.host_memory", lambda: host._replace(available_bytes=None))
-    assert "20.0 GiB free (the CUDA driver)" in opened(None).describe().budget_source
 
 
 class Machine:

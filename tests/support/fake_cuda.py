@@ -30,7 +30,6 @@ class FakeCuda:
         self.waits = 0
         self.total = 24 * GiB
         self.allowed = self.total
-        self.integrated = 0
         self.held = 0
         self.driver_free = 20 * GiB
         self.current = 7
@@ -93,7 +92,7 @@ class FakeCuda:
         return SimpleNamespace(
             name="Alpha",
             total_memory=self.total,
-            is_integrated=self.integrated,
+            is_integrated=0,
             uuid="a1",
             major=major,
             minor=minor,
