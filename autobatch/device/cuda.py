@@ -118,7 +118,7 @@ class CudaDevice(Device):
         if isinstance(gpu, nvml.NvmlAbsent) or gpu.used_bytes is None:
             return record
         reserved_bytes, notes = torch.cuda.memory_reserved(self._index), record.notes
-        own_bytes = next((one.used_bytes for one in gpu.holders if one.pid == self._own.pid), None)
+        own_bytes = next((holder.used_bytes for holder in gpu.holders if holder.pid == self._own.pid), None)
         # The id may be that of another process of the host, which holds less.
         if own_bytes is None or own_bytes < reserved_bytes:
             own_bytes = reserved_bytes + self._own.context_bytes
@@ -126,7 +126,7 @@ class CudaDevice(Device):
         return msgspec.structs.replace(
             record,
             other_processes_bytes=max(0, gpu.used_bytes - own_bytes),
-            holders=[one for one in gpu.holders if one.pid != self._own.pid],
+            holders=[holder for holder in gpu.holders if holder.pid != self._own.pid],
             notes=notes,
         )
 
@@ -205,6 +205,6 @@ class _Own(NamedTuple):
         """Compare readings before and after the process made its context: it is the one that is new."""
         if isinstance(before, nvml.NvmlAbsent) or isinstance(after, nvml.NvmlAbsent):
             return cls(None, 0)
-        new = {one.pid for one in after.holders} - {one.pid for one in before.holders}
+        new = {holder.pid for holder in after.holders} - {holder.pid for holder in before.holders}
         pid = os.getpid() if os.getpid() in new else new.pop() if len(new) == 1 else None
         return cls(pid, max(0, (after.used_bytes or 0) - (before.used_bytes or 0)))

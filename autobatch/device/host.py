@@ -81,8 +81,8 @@ def compiler_missing_on_gpu(capability: tuple[int, int]) -> str | None:
     Triton compiles a module in C that launches them (triton/runtime/build.py).
     """
     if capability < LEAST_COMPILED_CAPABILITY:
-        needed, found = (".".join(map(str, one)) for one in (LEAST_COMPILED_CAPABILITY, capability))
-        return f"torch.compile needs a GPU of compute capability {needed} or later, found {found}"
+        needed, present = (".".join(map(str, version)) for version in (LEAST_COMPILED_CAPABILITY, capability))
+        return f"torch.compile needs a GPU of compute capability {needed} or later, found {present}"
     if importlib.util.find_spec("triton") is None:
         return "torch.compile needs triton on a GPU"
     return _toolchain_missing("gcc or clang on a GPU", os.environ.get("CC"), "gcc", "clang")

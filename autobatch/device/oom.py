@@ -127,12 +127,12 @@ def classify(error: BaseException) -> Verdict:
     `AutobatchError` is `Verdict.NONE` and ends the walk: it was raised on purpose, with its own meaning. The
     same holds for anything but an `Exception`: a Ctrl-C while memory runs out is a Ctrl-C.
     """
-    found = set()
+    verdicts = set()
     for link in _chain(error):
         if _is_foreign(link) and _DEAD_CONTEXT.search(_text(link)):
             return Verdict.NONE
-        found.add(_classify_one(link))
-    return next((verdict for verdict in _BY_WEIGHT if verdict in found), Verdict.NONE)
+        verdicts.add(_classify_one(link))
+    return next((verdict for verdict in _BY_WEIGHT if verdict in verdicts), Verdict.NONE)
 
 
 def loses_context(error: BaseException) -> bool:
@@ -197,9 +197,9 @@ def requested_bytes(error: BaseException) -> int | None:
     The text of CUDA's allocator rounds them to a hundredth of their unit.
     """
     for link in _chain(error):
-        found = _REQUESTED.search(_text(link)) or _REQUESTED_OF_CPU.search(_text(link))
-        if found:
-            return math.ceil(_bytes_of(found) + 0.01 * _UNITS[found["unit"]])
+        request = _REQUESTED.search(_text(link)) or _REQUESTED_OF_CPU.search(_text(link))
+        if request:
+            return math.ceil(_bytes_of(request) + 0.01 * _UNITS[request["unit"]])
     return None
 
 
@@ -212,7 +212,7 @@ def first_line(error: BaseException) -> str:
     verdict = classify(error)
     link = error
     if verdict is not Verdict.NONE:
-        link = next(one for one in _chain(error) if _classify_one(one) is verdict)
+        link = next(cause for cause in _chain(error) if _classify_one(cause) is verdict)
     name = type(link).__name__
     lines = _text(link).strip().splitlines()
     if not lines:
@@ -250,8 +250,8 @@ def _first_match(text: str) -> Verdict:
     return next((verdict for verdict, pattern in _COMPILED if pattern.search(text)), Verdict.NONE)
 
 
-def _bytes_of(found: re.Match[str]) -> float:
-    return float(found["size"]) * _UNITS[found["unit"]]
+def _bytes_of(size: re.Match[str]) -> float:
+    return float(size["size"]) * _UNITS[size["unit"]]
 
 
 def _is_foreign(error: BaseException) -> bool:

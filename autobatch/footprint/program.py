@@ -114,7 +114,7 @@ class Program:
 def _same_structure(micro_batches: Sequence[int], traces: Sequence[Trace]) -> None:
     first = traces[0]
     for m, trace in zip(micro_batches[1:], traces[1:], strict=True):
-        shapes = [[(block, size == FREE) for block, size in one.events] for one in (first, trace)]
+        shapes = [[(block, size == FREE) for block, size in compared.events] for compared in (first, trace)]
         if shapes[0] != shapes[1] or first.marks != trace.marks:
             at = next((i for i, pair in enumerate(zip(*shapes, strict=False)) if pair[0] != pair[1]), None)
             where = min(map(len, shapes)) if at is None else at

@@ -23,7 +23,7 @@ from autobatch.integrations.script import Runner
 from autobatch.planning import equal_plan, even_split_note
 from autobatch.rehearsal.setup import KeyValue
 from autobatch.report.result import Result
-from autobatch.search.probe import Found, find_largest
+from autobatch.search.probe import SearchResult, find_largest
 from autobatch.search.saved import keep, recall
 
 MOST = 1 << 20
@@ -105,7 +105,7 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
     return Result(device=device, probe=probe, plan=plan, profile=file)
 
 
-def _equal_plan(runner: Runner, target: int, found: Found, multiple: int) -> Plan:
+def _equal_plan(runner: Runner, target: int, found: SearchResult, multiple: int) -> Plan:
     """Plan equal micro-batches; one smaller than the limit runs if the replay doubts it.
 
     It may fail, because the allocator cuts its memory in another way.

@@ -81,20 +81,20 @@ def _run_steps(setup: Setup, micro_batch: int, steps: Sequence[int]) -> Outcome:
     """Run the steps of an attempt; ``steps`` counts the micro-batches of each."""
     start = setup.clock()
     batches = (_costliest(setup, micro_batch, count) for count in steps)
-    found, untrained = Rehearsal(), None
+    rehearsal, untrained = Rehearsal(), None
     try:
-        found = rehearse(setup, batches, within_budget=True, is_smallest=micro_batch == 1)
+        rehearsal = rehearse(setup, batches, within_budget=True, is_smallest=micro_batch == 1)
     except NoGradientError as error:
         untrained = error
-    counts_nothing = bool(found.steps) and not found.steps[0].result.count
+    counts_nothing = bool(rehearsal.steps) and not rehearsal.steps[0].result.count
     if (untrained or counts_nothing) and _put_trained_first(setup):
         return _run_steps(setup, micro_batch, steps)
     if untrained:
         raise untrained
     # Values of a shared model are not its own here.
-    if found.steps and setup.sharding is None:
-        _check_first(found.steps[0].result, micro_batch, is_scaled=setup.precision == "fp16")
-    failure, stats = found.failure, found.stats
+    if rehearsal.steps and setup.sharding is None:
+        _check_first(rehearsal.steps[0].result, micro_batch, is_scaled=setup.precision == "fp16")
+    failure, stats = rehearsal.failure, rehearsal.stats
     reason = setup.device.refuses(stats) if failure is None else failure.reason
     return Outcome(
         Attempt(
@@ -103,13 +103,13 @@ def _run_steps(setup: Setup, micro_batch: int, steps: Sequence[int]) -> Outcome:
             peak_allocated_bytes=stats.peak_allocated_bytes,
             peak_reserved_bytes=stats.peak_reserved_bytes,
             seconds=setup.clock() - start,
-            step_seconds=None if failure is not None else found.steps[-1].seconds,
+            step_seconds=None if failure is not None else rehearsal.steps[-1].seconds,
             reason=reason,
             phase=None if failure is None else failure.phase,
             is_below_budget=failure is not None
             and _is_below_budget(setup.device, stats, failure.requested_bytes),
         ),
-        found.trace,
+        rehearsal.trace,
         requested_bytes=None if failure is None else failure.requested_bytes,
         is_context_lost=failure is not None and failure.is_context_lost,
     )
@@ -163,8 +163,8 @@ def _check_first(result: StepResult, micro_batch: int, *, is_scaled: bool) -> No
     what = "loss" if not math.isfinite(result.loss) else "gradient"
     # A scaled gradient may overflow in a sound run, which lowers its scale then.
     if result.count and not result.applied and not (is_scaled and what == "gradient"):
-        found = result.loss if what == "loss" else result.grad_norm
+        value = result.loss if what == "loss" else result.grad_norm
         raise InputError(
-            f"the workload's {what} is {found} on its first micro-batch of {micro_batch} but must be finite: "
+            f"the workload's {what} is {value} on its first micro-batch of {micro_batch} but must be finite: "
             "check the data, the loss and the learning rate"
         )

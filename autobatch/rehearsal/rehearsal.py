@@ -104,7 +104,7 @@ def rehearse(
     Raises:
         Exception: whatever the workload raises, except out of memory.
     """
-    found = Rehearsal()
+    rehearsal = Rehearsal()
     device = setup.device
     with preserved_random_state(), device.enforced() if within_budget else device.training() as meter:
         stopwatch = _Stopwatch(setup, meter)
@@ -120,25 +120,25 @@ def rehearse(
                     train_state.scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=1.0)
                 for batch in batches:
                     step = _take_step(setup, batch, train_state, stopwatch)
-                    if within_budget and not found.steps and not step.result.applied:
+                    if within_budget and not rehearsal.steps and not step.result.applied:
                         _step_anyway(train_state, stopwatch.mark)
-                    found.steps.append(step)
+                    rehearsal.steps.append(step)
                 del train_state
         except Exception as error:
             verdict = classify(error)
             if verdict is Verdict.NONE or (verdict is Verdict.SUSPECT and is_smallest):
                 raise
-            found.failure = OutOfMemory(
+            rehearsal.failure = OutOfMemory(
                 first_line(error), stopwatch.phase, requested_bytes(error), verdict is Verdict.FATAL
             )
         # Outside the except block, nothing keeps the failed step's tensors alive.
-        is_lost = found.failure is not None and found.failure.is_context_lost
+        is_lost = rehearsal.failure is not None and rehearsal.failure.is_context_lost
         # A lost context answers no question.
         if not is_lost:
-            found.stats, found.trace = meter.stats(), meter.trace()
-    if found.failure is not None and not is_lost:
+            rehearsal.stats, rehearsal.trace = meter.stats(), meter.trace()
+    if rehearsal.failure is not None and not is_lost:
         device.release()
-    return found
+    return rehearsal
 
 
 def batch_of(workload: Workload, parts: Sequence[MicroBatchIds]) -> Batch:

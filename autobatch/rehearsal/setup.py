@@ -192,7 +192,7 @@ def build_model(workload: Workload) -> nn.Module:
         model = workload.model()
         if not isinstance(model, nn.Module):
             raise InputError(f"Workload(model=…) returned a {type(model).__name__}, not a torch.nn.Module")
-    lazy = [name for name, one in (*model.named_parameters(), *model.named_buffers()) if is_lazy(one)]
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
         raise InputError(
             f"{lazy[0]} of the model has no shape before its first forward pass (a lazy module). Run it once "
@@ -261,10 +261,10 @@ def built_on_meta(workload: Workload) -> nn.Module | None:
         raise
     except Exception:  # whatever a constructor raises without values, it may run with them
         return None
-    known = {id(one) for one in [*model.parameters(), *model.buffers()]}
+    known = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     others = (value for module in model.modules() for value in vars(module).values())
     # A tensor that is no buffer gets no value later.
-    has_others = any(one.is_meta and id(one) not in known for one in tensors_of(list(others)))
+    has_others = any(tensor.is_meta and id(tensor) not in known for tensor in tensors_of(list(others)))
     return None if has_others else model
 
 
@@ -417,8 +417,8 @@ def _optimizer_line(workload: Workload) -> str:
     if not made:
         return str(getattr(workload.optimizer, "__qualname__", type(workload.optimizer).__qualname__))
     return ";".join(
-        f"{type(one).__qualname__}:{sorted((key, str(value)) for key, value in one.defaults.items())}"
-        for one in made
+        f"{type(optimizer).__qualname__}:{sorted((key, str(value)) for key, value in defaults)}"
+        for optimizer, defaults in ((optimizer, optimizer.defaults.items()) for optimizer in made)
     )
 
 

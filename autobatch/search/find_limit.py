@@ -29,7 +29,7 @@ from autobatch.rehearsal.attempt import Outcome
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.rehearsal.setup import new_allocator
 from autobatch.search.attempts import nothing_fits, run_attempt
-from autobatch.search.probe import FIRST, Found, find_largest
+from autobatch.search.probe import FIRST, SearchResult, find_largest
 from autobatch.search.real_batches import survive_real_batches
 from autobatch.search.saved import keep, recall
 from autobatch.workload.user_code import describe
@@ -106,8 +106,8 @@ def check_size(process: SetupProcess, micro_batch: int, *, progress: Progress) -
             f"a micro-batch of {micro_batch} does not fit in "
             f"{format_bytes(process.info.device.budget_bytes)}: {outcome.attempt.reason}"
         )
-    found = Found(micro_batch, "cap", None, [outcome.attempt], None)
-    probe = found.probe({"max_micro_batch": micro_batch}, multiple=1, saved_on=None)
+    result = SearchResult(micro_batch, "cap", None, [outcome.attempt], None)
+    probe = result.probe({"max_micro_batch": micro_batch}, multiple=1, saved_on=None)
     probe = msgspec.structs.replace(probe, source="asked", precision=process.info.precision)
     progress.probed(probe)
     return probe
@@ -170,7 +170,7 @@ def _search(
     is_order_unknown = info.allocator is not None and info.allocator.falls is None
     is_large = STATE_COPIES * info.model_bytes > info.device.budget_bytes / 2
     try:
-        found = find_largest(
+        result = find_largest(
             run,
             cap=cap,
             new_allocator=partial(new_allocator, info),
@@ -189,16 +189,16 @@ def _search(
         if min(tried, default=0) == 1 and refused:
             raise nothing_fits(process, refused[0], describe(error)) from error
         raise
-    if not found.micro_batch:
-        if found.stopped_by == "interrupt":
+    if not result.micro_batch:
+        if result.stopped_by == "interrupt":
             raise KeyboardInterrupt
         raise nothing_fits(process, tried[min(tried)])
     if guess is not None and guess in tried and not tried[guess].attempt.fits:
         progress.note(f"the saved micro-batch of {guess} no longer fits, so the limit was probed again")
-    _note_next(found, multiple, info.device.name, progress)
-    probe = found.probe(caps, multiple=multiple, saved_on=None if saved is None else saved.date)
+    _note_next(result, multiple, info.device.name, progress)
+    probe = result.probe(caps, multiple=multiple, saved_on=None if saved is None else saved.date)
     probe = msgspec.structs.replace(probe, precision=info.precision)
-    return Limit(probe, None, found.programs, tried[found.micro_batch].trace, falls=found.falls)
+    return Limit(probe, None, result.programs, tried[result.micro_batch].trace, falls=result.falls)
 
 
 def _look_for_multiple(
@@ -217,12 +217,12 @@ def _look_for_multiple(
         ) from error
 
 
-def _note_next(found: Found, multiple: int, device: str, progress: Progress) -> None:
+def _note_next(result: SearchResult, multiple: int, device: str, progress: Progress) -> None:
     """Note the reason that refused the next size if it is not the budget."""
-    next_size = found.micro_batch + multiple
-    above = next((attempt for attempt in found.attempts if attempt.micro_batch == next_size), None)
+    next_size = result.micro_batch + multiple
+    above = next((attempt for attempt in result.attempts if attempt.micro_batch == next_size), None)
     if above is not None and above.is_error:
-        common = math.gcd(*(attempt.micro_batch for attempt in found.attempts if attempt.fits))
+        common = math.gcd(*(attempt.micro_batch for attempt in result.attempts if attempt.fits))
         number = next((number for number in MULTIPLES if common % number == 0 != next_size % number), None)
         hint = "" if number is None else f". If only multiples run, give --micro-batch-multiple {number}"
         progress.note(f"a micro-batch of {next_size:,} does not run: {above.reason}{hint}")

@@ -45,7 +45,7 @@ NEAR_BY = 8
 """Sizes between two runs from which on the middle is asked for in place of a guess that a run has refuted."""
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """Result of a search."""
 
     micro_batch: int
@@ -100,7 +100,7 @@ def find_largest(
     guess: int | None = None,
     known: Sequence[Program] = (),
     first: int = FIRST,
-) -> Found:
+) -> SearchResult:
     """Find the largest micro-batch that fits.
 
     With s sizes in question, at most log2(s) + 3 run, and at most half of log2(s) + 2 do not fit, whatever
@@ -138,7 +138,9 @@ def find_largest(
     by = search.proof() if low and not stopped_by else None
     tops = tuple(top * multiple for top in search.tops)
     runs = search.runs
-    return Found(low, by, search.predicted, search.attempts, stopped_by, tops, runs.programs, runs.falls)
+    return SearchResult(
+        low, by, search.predicted, search.attempts, stopped_by, tops, runs.programs, runs.falls
+    )
 
 
 class _Stopped(Exception):  # noqa: N818 - the end of a search is no fault

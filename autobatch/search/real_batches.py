@@ -79,9 +79,9 @@ def survive_real_batches(
         )
         progress.note(f"the limit {failed}: {line}")
         return probe
-    found = RealBatches(batches=0 if reason else len(batches), micro_batch_alone=alone)
+    checked = RealBatches(batches=0 if reason else len(batches), micro_batch_alone=alone)
     if reason is None and not attempts:
-        return msgspec.structs.replace(probe, real_batches=found)
+        return msgspec.structs.replace(probe, real_batches=checked)
     survives = f"{size:,} survives {len(batches)} batches of the run"
     if reason is not None:
         survives = f"not even {size:,} survives batches of the run, so that steps may run again: {reason}"
@@ -95,7 +95,7 @@ def survive_real_batches(
         upper_bound_by="run",
         oom_count=probe.oom_count + sum(not (run.fits or run.is_error) for run in attempts),
         attempts=[*probe.attempts, *attempts],
-        real_batches=found,
+        real_batches=checked,
     )
 
 
@@ -119,5 +119,5 @@ def batches_to_run(setup: Setup, samples: int, seed: int) -> list[GlobalBatch]:
 def why_not(setup: Setup, batches: Sequence[GlobalBatch], split: Split, micro_batch: int) -> str | None:
     """Run batches in a split within the budget. Return the reason if they do not fit, else None."""
     chosen = (batch_of(setup.workload, split.parts(batch, micro_batch)) for batch in batches)
-    found = rehearse(setup, chosen, within_budget=True)
-    return setup.device.refuses(found.stats) if found.failure is None else found.failure.reason
+    rehearsal = rehearse(setup, chosen, within_budget=True)
+    return setup.device.refuses(rehearsal.stats) if rehearsal.failure is None else rehearsal.failure.reason

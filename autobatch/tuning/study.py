@@ -71,7 +71,9 @@ class Study:
                     if not self.opened.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
                         self.opened.enqueue_trial(point, skip_if_exists=True)
                 trial = self.opened.ask(self.space)
-            known = ((one.value, one.user_attrs) for one in ended if one.params == trial.params)
+            known = (
+                (earlier.value, earlier.user_attrs) for earlier in ended if earlier.params == trial.params
+            )
             try:
                 value, facts = next(known, None) or objective(trial.params)
             except BaseException:

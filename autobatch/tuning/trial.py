@@ -228,10 +228,10 @@ def time_steps(setup: Setup, sizes: list[int], seconds: float) -> tuple[float, f
         for batch in draw(setup.workload, size, steps=1).batches()
     )
     with closing(timed()) as batches:
-        found = rehearse(setup, chain(compiled, batches))
-    if found.failure is not None:
-        raise Infeasible(found.failure.reason)
-    steps = found.steps
+        rehearsal = rehearse(setup, chain(compiled, batches))
+    if rehearsal.failure is not None:
+        raise Infeasible(rehearsal.failure.reason)
+    steps = rehearsal.steps
     if any(step.result.count and not math.isfinite(step.result.loss) for step in steps):
         raise Infeasible("its loss is not finite")
     first, measured = steps[: len(warm)], steps[len(warm) + ahead :]

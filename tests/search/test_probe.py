@@ -18,7 +18,7 @@ from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.rehearsal.attempt import Outcome
-from autobatch.search.probe import Found, find_largest
+from autobatch.search.probe import SearchResult, find_largest
 from tests.support.sizes import BUDGET, Machine, machine_of, outcome_of, trace_of
 
 LINES = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 2000)), min_size=1, max_size=12)
@@ -28,11 +28,11 @@ def lines(pairs) -> list:
     return [lambda m, a=slope, b=constant: a * m + b for slope, constant in pairs]
 
 
-def find(machine: Machine, cap: int, **more: Any) -> Found:
+def find(machine: Machine, cap: int, **more: Any) -> SearchResult:
     return find_largest(machine.run, cap=cap, new_allocator=lambda: CountingAllocator(BUDGET), **more)
 
 
-def assert_proven(machine: Machine, found: Found, cap: int) -> None:
+def assert_proven(machine: Machine, found: SearchResult, cap: int) -> None:
     """Assert that the answer ran and fits, and that the next size does not fit or is above the cap."""
     assert all(1 <= size <= cap for size in machine.asked)
     assert len(machine.asked) == len(set(machine.asked)), "no size is tried twice"
@@ -50,7 +50,7 @@ def assert_proven(machine: Machine, found: Found, cap: int) -> None:
         assert found.upper_bound_by == "replay"
 
 
-def assert_within_the_bound(machine: Machine, found: Found) -> None:
+def assert_within_the_bound(machine: Machine, found: SearchResult) -> None:
     """Assert at most log2(s) + 3 runs and half of log2(s) + 2 errors, for each s that was in question."""
     assert len(machine.asked) <= sum(math.log2(top) + 3 for top in found.tops)
     assert machine.ooms <= sum(math.log2(top) / 2 + 2 for top in found.tops)
@@ -337,7 +337,7 @@ def test_a_guess_that_is_wrong_or_of_another_step_is_only_a_guess(wrong: int) ->
 def test_an_interrupt_gives_the_largest_size_so_far_and_a_termination_none(after: int) -> None:
     machine = Machine(lambda size: size)
 
-    def find_until(error: type[BaseException]) -> Found:
+    def find_until(error: type[BaseException]) -> SearchResult:
         def run(size: int) -> Outcome:
             if len(machine.asked) == after:
                 raise error

@@ -403,7 +403,7 @@ def has_wrappers(types: Any) -> bool:
 
     A mode that then returns NotImplemented sees these operators, with what they allocate on the way.
     """
-    return any(getattr(one, "__tensor_flatten__", None) is not None for one in types)
+    return any(getattr(kind, "__tensor_flatten__", None) is not None for kind in types)
 
 
 def _kind_of(func: Any) -> _Kind:
@@ -467,5 +467,5 @@ def _on_meta(values: Any) -> Any:
 
 def _storages(tensors: Any) -> dict[int, int]:
     """Return the bytes of the storages of a tree of tensors."""
-    storages = [one.untyped_storage() for one in tree_leaves(tensors) if isinstance(one, Tensor)]
+    storages = [leaf.untyped_storage() for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
     return {id(storage): storage.nbytes() for storage in storages}
