@@ -6,7 +6,6 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,25 +30,18 @@ NEAR = 1024
 """The largest micro-batch that is tried: larger than any that was published."""
 
 
-class Case(NamedTuple):
-    """A published step as a workload."""
+class Traced(NamedTuple):
+    """A published step as it is predicted."""
 
-    workload: Workload
-    profile: str
-    options: dict[str, Any]
-
-    def traced(self) -> tuple[TracedStep, Gpus, HardwareProfile]:
-        """Return what is traced, and the GPU."""
-        options = Options().with_values(profile=[self.profile], max_micro_batch=NEAR, **self.options)
-        gpus = Gpus(options, Path("nowhere"))
-        (gpu,) = gpus.asked
-        return Traces(self.workload, options, gpus).step(gpu, Layout()), gpus, gpu
+    step: TracedStep
+    gpus: Gpus
+    gpu: HardwareProfile
 
 
 def limits_of(checkouts: Path, row: Row) -> dict[str, object]:
     """Predict the largest micro-batch of a row of timm's file, by both definitions of fitting."""
     start = time.perf_counter()
-    step, gpus, gpu = timm_case(checkouts, row).traced()
+    step, gpus, gpu = timm_step(checkouts, row)
     spending, found = gpus.spending(gpu), footprint(step)
     predicted = spending.predict(found)
 
@@ -69,21 +61,18 @@ def limits_of(checkouts: Path, row: Row) -> dict[str, object]:
 def peak_of(checkouts: Path, row: Row) -> dict[str, object]:
     """Predict the peak of a row, in bytes: allocated, or reserved where a whole process was measured."""
     start = time.perf_counter()
-    case = litgpt_case(checkouts, row) if "sequence" in row else bert_case(row)
-    step, gpus, gpu = case.traced()
+    step, gpus, gpu = litgpt_step(checkouts, row) if "sequence" in row else bert_step(row)
     trace = record(step, int(row["micro_batch"])).trace
     peaks = replay(trace, gpus.spending(gpu).new_allocator(None, False))
-    reads_all = "nvml_used_mib" in row
-    predicted = peaks.peak_reserved_bytes if reads_all else peaks.peak_allocated_bytes
-    budget = gpus.budget(gpu)[0]
+    reserved = peaks.peak_reserved_bytes or 0
     return {
-        "predicted_bytes": predicted,
-        "fits": (peaks.peak_reserved_bytes or 0) <= budget,
+        "predicted_bytes": reserved if "nvml_used_mib" in row else peaks.peak_allocated_bytes,
+        "fits": reserved <= gpus.budget(gpu)[0],
         "seconds": round(time.perf_counter() - start, 1),
     }
 
 
-def timm_case(checkouts: Path, row: Row) -> Case:
+def timm_step(checkouts: Path, row: Row) -> Traced:
     """Return training as timm's benchmark runs it: SGD with Nesterov momentum on images of one size."""
     sys.path[:0] = [str(checkouts / "timm"), str(checkouts / "site")]
     importlib.import_module("benchmarks.clients.of_others").load_torchvision()
@@ -105,10 +94,10 @@ def timm_case(checkouts: Path, row: Row) -> Case:
         return nn.functional.cross_entropy(output[0] if isinstance(output, tuple) else output, batch[1])
 
     sgd = partial(torch.optim.SGD, momentum=0.9, nesterov=True, foreach=False)
-    return Case(_workload(build, image, loss, sgd, collate), "rtx-3090", {"precision": "fp16"})
+    return _traced("rtx-3090", {"precision": "fp16"}, build, image, loss, sgd, collate=collate)
 
 
-def litgpt_case(checkouts: Path, row: Row) -> Case:
+def litgpt_step(checkouts: Path, row: Row) -> Traced:
     """Return fine-tuning as litgpt's scripts run it: weights in bf16, logits in float32 that stay."""
     folder = checkouts / f"litgpt-{row['code']}"
     package = "litgpt" if (folder / "litgpt").is_dir() else "lit_gpt"
@@ -125,8 +114,11 @@ def litgpt_case(checkouts: Path, row: Row) -> Case:
     kept: list[object] = []
 
     def build() -> nn.Module:
-        with _default_type(torch.bfloat16):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
             model: nn.Module = models.GPT(config)
+        finally:
+            torch.set_default_dtype(torch.float32)
         if is_lora:
             models.mark_only_lora_as_trainable(model)
         model.max_seq_length = sequence
@@ -142,10 +134,10 @@ def litgpt_case(checkouts: Path, row: Row) -> Case:
 
     options = {"precision": "fp32", "gradient_dtype": "weights"}
     profile = {"A10G": "a10", "A100-40GB": "a100-40gb"}[row["gpu"]]
-    return Case(_workload(build, torch.zeros(sequence, dtype=torch.int64), loss), profile, options)
+    return _traced(profile, options, build, torch.zeros(sequence, dtype=torch.int64), loss)
 
 
-def bert_case(row: Row) -> Case:
+def bert_step(row: Row) -> Traced:
     """Return BERT-large as transformers' trainer ran it on sequences of 512 tokens, with eager attention."""
     transformers = importlib.import_module("transformers")
 
@@ -166,32 +158,29 @@ def bert_case(row: Row) -> Case:
     optimizer: Any = partial(torch.optim.AdamW, foreach=False)
     if row["optimizer"] == "adafactor":
         optimizer = partial(transformers.Adafactor, scale_parameter=False, relative_step=False)
-    workload = _workload(build, torch.zeros(512, dtype=torch.int64), loss, optimizer)
-    return Case(workload, "v100-16gb", {"precision": row["precision"]})
+    tokens = torch.zeros(512, dtype=torch.int64)
+    return _traced("v100-16gb", {"precision": row["precision"]}, build, tokens, loss, optimizer)
 
 
-def _workload(
+def _traced(
+    profile: str,
+    values: dict[str, Any],
     build: Callable[[], nn.Module],
     sample: Tensor,
     loss: Callable[[nn.Module, Any], Tensor],
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
-    collate: Callable[[list[Any]], Any] | None = None,
-) -> Workload:
+    **more: Any,
+) -> Traced:
+    """Return a step on one kind of sample."""
+
     def optimize(parameters: Iterable[nn.Parameter], rate: float) -> torch.optim.Optimizer:
-        return optimizer([one for one in parameters if one.requires_grad], lr=rate)
+        return optimizer([weight for weight in parameters if weight.requires_grad], lr=rate)
 
     samples = [(sample, sample if sample.dim() == 1 else 0)] * NEAR
-    more = {} if collate is None else {"collate": collate}
-    return Workload(
+    workload = Workload(
         model=build, train_data=samples, loss=loss, optimizer=optimize, learning_rate=1e-4, **more
     )
-
-
-@contextmanager
-def _default_type(dtype: torch.dtype) -> Any:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    options = Options().with_values(profile=[profile], max_micro_batch=NEAR, **values)
+    gpus = Gpus(options, Path("nowhere"))
+    (gpu,) = gpus.asked
+    return Traced(Traces(workload, options, gpus).step(gpu, Layout()), gpus, gpu)

@@ -9,14 +9,24 @@ or of expandable segments ``begin,address,0,pool`` and ``mapped,address,bytes,po
 from __future__ import annotations
 
 import gzip
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator, Segment
+from autobatch.device.allocator.caching import (
+    ROUND_BYTES,
+    SMALL_BYTES,
+    SMALL_SEGMENT_BYTES,
+    AllocatorConfig,
+    CachingAllocator,
+    Segment,
+)
 from autobatch.device.snapshot_file import load_snapshot
 
 Row = tuple[Any, ...]
+ACTIONS = {"segment_alloc": "new", "segment_free": "released", "alloc": "alloc", "free_completed": "free"}
 FAR = 1 << 46
 """Bytes of addresses behind the mapped pages of an expandable segment."""
 
@@ -47,22 +57,64 @@ def read(path: Path) -> list[Row]:
 
 
 def read_snapshot(path: Path) -> Iterator[list[Row]]:
-    """Yield the rows of each GPU of a snapshot that begins with an empty allocator.
+    """Yield the rows of each GPU of a snapshot without expandable segments.
 
-    Of one that begins later, the state before is unknown, and of expandable segments their addresses are.
+    The state before follows from the end of the recording: its events are undone from the last to the first.
     """
     content = load_snapshot(path)
-    actions = {"segment_alloc": "new", "segment_free": "released", "alloc": "alloc", "free_completed": "free"}
     for device, entries in enumerate(content["device_traces"]):
+        segments = [part for part in content["segments"] if part.get("device", 0) == device]
+        is_expandable = any(part.get("is_expandable") for part in segments)
         rows = [
-            (actions[entry["action"]], entry["addr"], entry["size"], entry.get("stream", 0))
+            (ACTIONS[entry["action"]], entry["addr"], entry["size"], entry.get("stream", 0))
             for entry in entries
-            if entry["action"] in actions
+            if entry["action"] in ACTIONS
         ]
-        segments = [one for one in content["segments"] if one.get("device", 0) == device]
-        grown = sum({"new": 1, "released": -1}.get(kind, 0) * size for kind, _, size, _ in rows)
-        if rows and grown == sum(one["total_size"] for one in segments):
-            yield [row[:2] if row[0] == "free" else row for row in rows]
+        if rows and not is_expandable:
+            yield [*undone(rows, segments), *(row[:2] if row[0] == "free" else row for row in rows)]
+
+
+def undone(rows: Sequence[Row], segments: Sequence[dict[str, Any]]) -> list[Row]:
+    """Return the segments and held blocks before the first of some events, by those after the last.
+
+    In the pool of large blocks no piece up to `SMALL_BYTES` is split off: a gap as small as that behind a
+    block is the block's.
+    """
+    memory = {part["address"]: (part["total_size"], part["stream"]) for part in segments}
+    held = {}
+    for part in segments:
+        starts = accumulate((block["size"] for block in part["blocks"]), initial=part["address"])
+        for address, block in zip(starts, part["blocks"], strict=False):
+            if block["state"].startswith("active"):
+                held[address] = block["size"]
+    order = sorted(held)
+
+    def close_gap(address: int, following: int) -> None:
+        if SMALL_BYTES < held[address] < following - address <= held[address] + SMALL_BYTES:
+            held[address] = following - address
+
+    for kind, address, size, stream in reversed(rows):
+        if kind == "new":
+            del memory[address]
+        elif kind == "released":
+            memory[address] = (size, stream)
+        elif kind == "free":
+            held[address] = -(-size // ROUND_BYTES) * ROUND_BYTES
+            insort(order, address)
+        elif address in held:
+            place = bisect_left(order, address)
+            if place:
+                close_gap(order[place - 1], address)
+            del held[address], order[place]
+    found: list[Row] = []
+    for start, (size, stream) in sorted(memory.items()):
+        is_small = size == SMALL_SEGMENT_BYTES
+        found.append(("segment", start, size, "small" if is_small else "large", stream))
+        within = order[bisect_left(order, start) : bisect_left(order, start + size)]
+        for address, following in pairwise([*within, start + size]):
+            close_gap(address, following)
+            found.append(("held", address, held[address]))
+    return found
 
 
 def stated(rows: Sequence[Row], kind: str, start: int, end: int) -> list[tuple[int, int]]:

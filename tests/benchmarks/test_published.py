@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import math
 import sys
@@ -35,9 +34,10 @@ def test_the_command_prints_the_sum_and_fails_if_the_model_differs(monkeypatch, 
     assert "| 1 recordings |" in capsys.readouterr().out
 
 
-def test_a_snapshot_of_torch_is_replayed_like_its_reduced_form(tmp_path: Path) -> None:
-    rows = read(RECORDINGS / "context-200-forward.csv.gz")
-    (found,) = read_snapshot(write(tmp_path / "snapshot.pickle", snapshot_of("context-200-forward")))
+@pytest.mark.parametrize("name", ["context-200-forward", "fine-tuning", "decoder-medium-128-step"])
+def test_a_snapshot_of_torch_is_replayed_like_its_reduced_form(tmp_path: Path, name: str) -> None:
+    rows = read(RECORDINGS / f"{name}.csv.gz")
+    (found,) = read_snapshot(write(tmp_path / "snapshot.pickle", snapshot_of(name)))
     assert replayed(found) == replayed(rows)
 
 
@@ -56,13 +56,11 @@ def test_a_limit_is_judged_by_the_nearest_end_of_its_bracket(failed: str, size: 
     assert math.isclose(published.off({"ran": "96", "failed": failed}, size), ratio)
 
 
-def test_rows_that_the_file_has_are_not_predicted_again(tmp_path: Path) -> None:
-    known = {**published.read(published.DATA / "litgpt.csv")[0], "predicted_bytes": "1", "fits": "True"}
-    with (tmp_path / "out_litgpt.csv").open("w", newline="") as file:
+def test_rows_that_the_results_have_are_not_predicted_again(tmp_path: Path) -> None:
+    asked = published.read(published.DATA / "litgpt.csv")[0]
+    known = {**asked, "predicted_bytes": "1", "fits": "True"}
+    with (tmp_path / "results.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, known)
         writer.writeheader()
         writer.writerow(known)
-    asked = argparse.Namespace(
-        out=tmp_path / "out.csv", command="peaks", only="tiny-llama-1.1b,5895df10,full"
-    )
-    assert [*published.predicted("litgpt", asked, math.inf)] == [known]
+    assert [*published.predicted([asked], tmp_path / "results.csv", dict)] == [known]
