@@ -4,37 +4,20 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import platform
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from autobatch.core.units import format_bytes
+
 RESULTS = Path(__file__).parent / "results"
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-
-
-def surroundings(*distributions: str) -> dict[str, Any]:
-    """Return hardware, versions, date and load."""
-    from autobatch.device.host import cpu_name, host_memory
-
-    versions = {"python": platform.python_version()}
-    for name in ("torch-autobatch", "torch", *distributions):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "absent"
-    return {
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "memory_bytes": host_memory().total_bytes},
-        "load_before": os.getloadavg()[0],
-        "versions": versions,
-    }
 
 
 def arguments(about: str | None, /, **defaults: Any) -> argparse.Namespace:
@@ -62,14 +45,28 @@ def arguments(about: str | None, /, **defaults: Any) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def save(topic: str, content: dict[str, Any], table: str = "") -> Path:
-    """Write the figures as JSON and a table as Markdown, named by topic, hardware and date."""
-    slug = re.sub(r"[^a-z0-9]+", "-", content["hardware"]["cpu"].lower()).strip("-")
-    path = RESULTS / f"{topic}_{slug}_{content['date']}.json"
+def save(topic: str, table: str, *distributions: str, **given: object) -> Path:
+    """Write a table of this machine, below its hardware, versions, date and load.
+
+    Args:
+        topic: name of the file in `RESULTS`, which it replaces.
+        table: in Markdown.
+        distributions: further packages whose versions count.
+        given: the options of the benchmark.
+    """
+    from autobatch.device.host import cpu_name, host_memory
+
+    versions = [f"Python {platform.python_version()}"]
+    for name in ("torch-autobatch", "torch", *distributions):
+        with suppress(PackageNotFoundError):
+            versions.append(f"{name} {version(name)}")
+    cores, memory = os.cpu_count(), format_bytes(host_memory().total_bytes)
+    head = f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}: {cpu_name()}, {cores} cores, {memory}"
+    options = "".join(f"; {name} {value}" for name, value in given.items())
+    text = f"{head}; load {os.getloadavg()[0]:.1f}; {', '.join(versions)}{options}.\n\n{table}"
     RESULTS.mkdir(exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    if table:
-        path.with_suffix(".md").write_text(table)
+    path = RESULTS / f"{topic}.md"
+    path.write_text(text, encoding="utf-8")
     return path
 
 

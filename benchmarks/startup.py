@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.report import arguments, markdown, save, surroundings
+from benchmarks.report import arguments, markdown, save
 
 ROUNDS = 15
 FRESH = 5
@@ -116,14 +116,13 @@ def first_steps() -> dict[str, list[float]]:
 def main() -> None:
     """Time each process, print and save the table."""
     only = arguments(__doc__, first_step=False).first_step
-    around = surroundings("optuna")
     times = first_steps() if only else whole_processes() | first_steps()
     table = markdown(
         ("process", "least, s", "median, s"),
         [[name, f"{min(own):.3f}", f"{statistics.median(own):.3f}"] for name, own in times.items()],
     )
     print(table)
-    print(save("startup-first-step" if only else "startup", around | {"seconds": times}, table))
+    print(save("startup-first-step" if only else "startup", table, "optuna"))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from autobatch.estimates.footprints import footprint
 from autobatch.estimates.traced_step import TracedStep
 from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
 from autobatch.rehearsal.setup import open_setup
-from benchmarks.report import arguments, markdown, save, surroundings
+from benchmarks.report import arguments, markdown, save
 from benchmarks.workloads import WORKLOADS
 
 SIZES = (7, 40, 100, 250)
@@ -107,7 +107,6 @@ def table(rows: list[dict[str, Any]], seconds: dict[str, tuple[float, float]]) -
 def main() -> None:
     options = arguments(__doc__, only=[*WORKLOADS], save=False)
     torch.set_num_threads(1)
-    content = surroundings()
     seconds = {name: seconds_of(arguments) for name, arguments in ESTIMATES.items()}
     rows = []
     for name in options.only:
@@ -117,7 +116,7 @@ def main() -> None:
     text = table(rows, seconds)
     print(text)
     if options.save:
-        print(save("footprint", content | {"seconds": seconds, "rows": rows}, text))
+        print(save("footprint", text))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The limits that a probe finds on a GPU, against a plain loop of torch in processes of its own.
 
-    python -m tests.stub_gpu -- python -m benchmarks.gpu.limits --out benchmarks/results/limits_stub.json
+    python -m tests.stub_gpu -- python -m benchmarks.gpu.limits --out benchmarks/results/limits_stub.csv
 
 A limit m is exact if the plain loop runs at m and not at m + 1, under the same cap. The loop uses nothing of
 autobatch. Each probe and each loop has a process of its own, so that no memory is left from another. Results

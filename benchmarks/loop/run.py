@@ -36,7 +36,7 @@ from benchmarks.loop.loops import (
     by_hand,
 )
 from benchmarks.loop.peers import by_accelerate, by_fabric, by_lightning
-from benchmarks.report import CLOCKS, arguments, in_turn, markdown, save, surroundings
+from benchmarks.report import CLOCKS, arguments, in_turn, markdown, save
 
 OWN = {"fit": by_fit, "batches": by_batches}
 PEERS = {"fabric": by_fabric, "accelerate": by_accelerate, "lightning": by_lightning}
@@ -106,19 +106,16 @@ def main() -> None:
         works=[*WORKS], no_save=False,
     )  # fmt: skip
     torch.set_num_threads(1)
-    report = surroundings("accelerate", "lightning")
     results: list[dict[str, Any]] = []
-    report |= {"rounds": options.rounds, "accumulation": ACCUMULATION, "threads": 1, "results": results}
     asked = (options.cases, options.sources, options.precisions)
     for about in itertools.product(*asked, options.works):
         keys = ("case", "source", "precision", "work")
         loops = compare(*about, options.rounds)
         results.append({**dict(zip(keys, about, strict=True)), "loops": loops})
         print(markdown(HEAD, rows(results[-1:])), flush=True)
-        report["load_after"] = os.getloadavg()[0]
         if not options.no_save:
             # After each combination, because all of them take a quarter of an hour.
-            save("loop", report, markdown(HEAD, rows(results)))
+            save("loop", markdown(HEAD, rows(results)), "accelerate", "lightning", rounds=options.rounds)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.probe.finders import by_autobatch, finders
 from benchmarks.probe.limits import BUDGETS, Limit, workload_of
-from benchmarks.report import arguments, markdown, save, surroundings
+from benchmarks.report import arguments, markdown, save
 
 LIGHTNING = ("mlp-heavy", "conv", "resnet-bn", "gpt", "gpt-ragged", "lstm", "contrastive")
 """Workloads for Lightning, whose trials cost a loader and two loops each."""
@@ -111,7 +111,6 @@ def row(name: str, limits: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     options = arguments(__doc__, only=[*BUDGETS["cpu"]], others="all", processes=2, save=False)
-    content = surroundings("accelerate", "lightning")
     names = [(device, name) for device in BUDGETS for name in options.only]
     tasks = [(name, device, options.others == "all") for device, name in names]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
@@ -119,7 +118,7 @@ def main() -> None:
     text = table(limits)
     print(text)
     if options.save:
-        print(save("probe", content | {"limits": limits}, text))
+        print(save("probe", text, "accelerate", "lightning", others=options.others))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.split import SizeSplit
 from benchmarks.gpu.journal import DONE, Journal, last_call
 from benchmarks.ragged.workloads import VOCABULARY, Gpt, workload
-from benchmarks.report import arguments, in_turn, markdown, save, surroundings
+from benchmarks.report import arguments, in_turn, markdown, save
 from tests.support.probes import Listener
 
 TARGET = 128
@@ -220,7 +220,7 @@ def main() -> None:
     rows = [found[lengths] for lengths in ALL if lengths in found]
     print(text(rows))
     if len(rows) == len(ALL):
-        save("ragged-speed", {**surroundings(), "rows": rows}, text(rows))
+        save("ragged-speed", text(rows), rounds=options.rounds)
 
 
 if __name__ == "__main__":

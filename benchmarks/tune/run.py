@@ -44,7 +44,7 @@ from autobatch.tuning.fastest import Search
 from autobatch.tuning.space import look_at_workload
 from autobatch.tuning.study import open_study
 from autobatch.tuning.trial import Trials
-from benchmarks.report import arguments, markdown, save, surroundings
+from benchmarks.report import arguments, markdown, save
 from benchmarks.workloads import WORKLOADS, InMemory
 
 CASES = {
@@ -186,7 +186,7 @@ def main() -> None:
     text = markdown(head, [(name, *row.values()) for name, row in rows.items()])
     print(text)
     if not is_dry:
-        print(save("tune", surroundings("optuna") | given | {"workloads": rows}, text))
+        print(save("tune", text, "optuna", **given))
 
 
 if __name__ == "__main__":
