@@ -6,9 +6,12 @@ What fits, the plan and what was reached are printed once, at the end.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -35,7 +38,6 @@ from autobatch.report.words import metrics_in_words, plural, terms_in_words
 
 if TYPE_CHECKING:
     from autobatch.core.records import Attempt, DeviceRecord, StepRecord, Trial
-    from autobatch.report.notebook import NotebookLine
     from autobatch.report.result import Estimates, Result
 
 
@@ -45,6 +47,8 @@ LABEL = 11
 """Columns of the label of a fact."""
 TIME = 12
 """Columns of the time of the live line."""
+SHOWN_EVERY_S = 0.2
+"""Seconds between two steps that a notebook shows."""
 WIDEST = 400
 """Columns up to which a table is measured."""
 
@@ -66,8 +70,6 @@ class Terminal(Progress):
         self._quiet = quiet
         self._line: LiveLine | NotebookLine | None = None
         if is_notebook:
-            from autobatch.report.notebook import NotebookLine
-
             self._line = NotebookLine()
         elif self._console.is_terminal and not self._console.is_dumb_terminal and not quiet:
             self._line = LiveLine(self._console)
@@ -290,3 +292,44 @@ class LiveLine:
     def end(self) -> None:
         """Remove the line."""
         self._bar.stop()
+
+
+class NotebookLine:
+    """The line of a notebook cell, with a bar that the browser draws; it needs no widgets."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._shown_at = 0.0
+        self._begin: tuple[int, float] | None = None
+        """The first step that was shown, and its time."""
+
+    def show(self, words: Sequence[str], done: int = 0, total: int | None = None) -> None:
+        """Show words; a step of a training is left out if one has just been shown.
+
+        Args:
+            words: what happens, and figures.
+            done: steps done.
+            total: all steps; None if their number is unknown.
+        """
+        now, size, left = time.monotonic(), "", []
+        if total is not None:
+            if done < total and now - self._shown_at < SHOWN_EVERY_S:
+                return
+            size = f'value="{done}" max="{total}" '
+            self._begin = first, since = self._begin or (done, now)
+            left = [f"{(now - since) / (done - first) * (total - done):,.0f} s left"] if done > first else []
+        self._shown_at, text = now, " · ".join([*words, *left])
+        style = 'style="width: 20em; vertical-align: middle"'
+        html = f"<progress {size}{style}></progress> {escape(text)}"
+        self._update({"text/plain": text, "text/html": html})
+
+    def end(self) -> None:
+        """Remove the line."""
+        if self._handle is not None:
+            self._update({"text/plain": "", "text/html": ""})
+
+    def _update(self, content: dict[str, str]) -> None:
+        if self._handle is None:
+            self._handle = import_module("IPython.display").display(content, raw=True, display_id=True)
+        else:
+            self._handle.update(content, raw=True)

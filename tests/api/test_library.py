@@ -118,7 +118,7 @@ def test_a_notebook_shows_a_bar_until_the_end(
 
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=shell, __path__=[]))
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
-    monkeypatch.setattr("autobatch.report.notebook.SHOWN_EVERY_S", 0)
+    monkeypatch.setattr("autobatch.report.terminal.SHOWN_EVERY_S", 0)
     with library.listening("auto") as progress:
         progress.doing("tracing <b>a step")
         progress.note("one remark")
