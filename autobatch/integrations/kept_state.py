@@ -62,7 +62,7 @@ def _hold(value: Any, depth: int, seen: dict[int, int], held: list[tuple[Any, An
                 _hold(part, depth - 1, seen, held)
     else:
         attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict) and all(isinstance(one, _PLAIN) for one in attributes.values()):
+        if isinstance(attributes, dict) and all(isinstance(part, _PLAIN) for part in attributes.values()):
             _hold(attributes, depth, seen, held)
 
 

@@ -205,11 +205,12 @@ def _configured(module: Any) -> tuple[list[torch.optim.Optimizer], list[Any]]:
     several, schedules = made if isinstance(made, list | tuple) else [made], []
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], list | tuple):
         several, schedules = made[0], list(made[1])
-    optimizers = [one["optimizer"] if isinstance(one, dict) else one for one in several]
-    if not optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
+    optimizers = [each["optimizer"] if isinstance(each, dict) else each for each in several]
+    if not optimizers or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
         raise InputError(f"configure_optimizers must return an optimizer, found {kind_of(made)}")
-    schedules += [one["lr_scheduler"] for one in several if isinstance(one, dict) and "lr_scheduler" in one]
-    return optimizers, [one["scheduler"] if isinstance(one, dict) else one for one in schedules]
+    dicts = (each for each in several if isinstance(each, dict))
+    schedules += [each["lr_scheduler"] for each in dicts if "lr_scheduler" in each]
+    return optimizers, [each["scheduler"] if isinstance(each, dict) else each for each in schedules]
 
 
 def _holder_of_batch_size(module: Any, datamodule: Any) -> Any:

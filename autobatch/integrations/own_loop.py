@@ -426,8 +426,8 @@ def batches(
     optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     numbers = {"seed": seed, "start": start, "steps": steps, "epochs": epochs}
     _check(plan, scaler, optimizers, numbers)
-    found = find_workload(workload, seed)
-    if isinstance(found.loss, WholeBatchLoss):
+    known = find_workload(workload, seed)
+    if isinstance(known.loss, WholeBatchLoss):
         raise InputError(
             "a WholeBatchLoss needs the rows of the whole batch, which autobatch.batches does not keep: use "
             "autobatch.fit"
@@ -435,25 +435,25 @@ def batches(
     check_world_size(plan, launched_world_size(os.environ), "autobatch.batches")
     ranks = Ranks() if plan.world_size == 1 else join_loop()
     ranks.check_equal({"target batch": plan.target_batch, **numbers})
-    sampler = _sampler_of(found, plan, ranks, seed=seed, steps=steps, epochs=epochs)
+    sampler = _sampler_of(known, plan, ranks, seed=seed, steps=steps, epochs=epochs)
     if isinstance(sampler, StreamSampler):
         sampler.view.skip(sampler.seen(start))
-    split = split_of(plan, WorstCaseSampler(found, seed=seed).sizes, rank=ranks.rank, world=ranks.world)
+    split = split_of(plan, WorstCaseSampler(known, seed=seed).sizes, rank=ranks.rank, world=ranks.world)
     run = Run(
         optimizers,
         ranks,
         # A disabled scaler would let gradients pass that are not finite.
         scaler if scaler is not None and scaler.is_enabled() else None,
-        None if found.counts is None else CountsAhead(found.counts),
+        None if known.counts is None else CountsAhead(known.counts),
         split,
         plan.micro_batch if plan.size_cut is None else plan.size_cut.max_micro_batch,
         Gradients(nn.Module(), optimizers, dtype=plan.gradient_dtype),
         _begin_exchange(list(_parameters_of(optimizers)), ranks) if ranks.world > 1 else None,
     )
-    workers = int(plan.knobs.get(LOADER_WORKERS) or found.loading.workers or 0)
+    workers = int(plan.knobs.get(LOADER_WORKERS) or known.loading.workers or 0)
     has_gpu = workers and torch.cuda.is_available()
     gpu = torch.device("cuda", torch.cuda.current_device()) if has_gpu else None
-    return Batches(run, sampler, start, open_feed(found, sampler, split, workers=workers, device=gpu))
+    return Batches(run, sampler, start, open_feed(known, sampler, split, workers=workers, device=gpu))
 
 
 def _check(plan: Plan, scaler: object, optimizers: Sequence[object], numbers: Mapping[str, Any]) -> None:

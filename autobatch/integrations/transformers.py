@@ -78,20 +78,20 @@ def plan(trainer: Any, *, target_batch: int, **options: Unpack[PlanKeywords]) ->
         remarks=remarks,
     )
     with on_host(trainer.model), _checkpointing(trainer), _probing(trainer):
-        found = plan_for(workload(trainer), loop, target_batch, **options)
-    args.per_device_train_batch_size = found.micro_batch
-    args.gradient_accumulation_steps = found.accumulation_steps
+        planned = plan_for(workload(trainer), loop, target_batch, **options)
+    args.per_device_train_batch_size = planned.micro_batch
+    args.gradient_accumulation_steps = planned.accumulation_steps
     if trainer.optimizer is None:
-        args.learning_rate = found.learning_rate
+        args.learning_rate = planned.learning_rate
     trainer._train_batch_size = args.train_batch_size
     made = trainer.get_train_dataloader()
     size = getattr(made, "total_batch_size", getattr(made, "batch_size", None))  # accelerate counts all ranks
-    if size not in (None, found.micro_batch, found.micro_batch * args.world_size):
+    if size not in (None, planned.micro_batch, planned.micro_batch * args.world_size):
         raise InputError(
             f"get_train_dataloader made a loader of {size} samples, after per_device_train_batch_size was "
-            f"set to {found.micro_batch}: let it read self.args.per_device_train_batch_size"
+            f"set to {planned.micro_batch}: let it read self.args.per_device_train_batch_size"
         )
-    return found
+    return planned
 
 
 def workload(trainer: Any) -> Workload:

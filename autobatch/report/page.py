@@ -122,7 +122,9 @@ def sections_of(run: RunRecord) -> list[Section]:
             folded=Table("Every option of this run", ["Option", "Value"], options) if options else None,
         ),
     ]
-    return [one for one in sections if one.facts or one.picture or one.notes or one.command or one.folded]
+    return [
+        part for part in sections if any((part.facts, part.picture, part.notes, part.command, part.folded))
+    ]
 
 
 def fill_template(name: str, **values: object) -> str:
