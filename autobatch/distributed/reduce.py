@@ -91,8 +91,13 @@ def write_numbers(cells: Tensor, rank: int, numbers: Sequence[float | Tensor]) -
     A number is written as the eight bytes of a float64, a byte in each element. So a sum over the ranks, in
     whatever type of float, has the numbers of every rank bit for bit. The host does not wait for a GPU.
     """
-    values = [torch.as_tensor(number, dtype=torch.float64, device=cells.device) for number in numbers]
-    own = torch.stack(values).detach().view(torch.uint8)
+    double, device = torch.float64, cells.device
+    if cells.is_cpu:  # three times as fast
+        values = torch.tensor([float(number) for number in numbers], dtype=double, device=device)
+    else:
+        each = [torch.as_tensor(number, dtype=double, device=device).detach() for number in numbers]
+        values = torch.stack(each)
+    own = values.view(torch.uint8)
     cells.zero_()
     cells[rank * own.numel() : (rank + 1) * own.numel()] = own
 
