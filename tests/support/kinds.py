@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     LambdaLR,
     LinearLR,
-    MultiStepLR,
     OneCycleLR,
     SequentialLR,
 )
@@ -193,12 +192,10 @@ def several_terms():
 RUNS = {
     "augmented": augmented,
     "augmented, averaged": averaged(augmented),
-    "overflowing, averaged": averaged(overflowing),
     "one cycle": scheduled(lambda o, steps: OneCycleLR(o, 0.05, total_steps=steps + 1)),
     "sequential": scheduled(
         lambda o, steps: SequentialLR(o, [LinearLR(o, 0.1, 1.0, 3), CosineAnnealingLR(o, steps)], [3])
     ),
-    "milestones": scheduled(lambda o, steps: MultiStepLR(o, [2, 5])),
     "numpy scalars": scheduled(lambda o, steps: LambdaLR(o, lambda step: np.cos(step / steps))),
     "ragged": ragged,
     "overflowing": overflowing,
