@@ -302,36 +302,37 @@ class Loop:
             self.may_repeat_from = batch.index + REPEATS_APART
             fragmented = "" if oom.is_in_loss else "memory was fragmented, so "
             return f"{fragmented}the cache was emptied, and the same micro-batches ran again. {oom.message}"
-        held = self.meter.stats().allocated_bytes
-        if self.held_early and held:
-            oom = oom._replace(
-                message=f"{oom.message.rstrip('.')}; held between steps: {self.held_early}, "
-                f"{format_bytes(held)} now"
-            )
         is_smallest = oom.size == 1 or oom.is_in_loss or oom.smaller >= self.micro_batch
         if not oom.is_in_loss:
             self.micro_batch = min(self.micro_batch, oom.smaller)
-        where = f"out of memory in step {batch.index + 1} at a micro-batch of {oom.size}"
+        held = self.meter.stats().allocated_bytes
+        if self.held_early and held:
+            more = f"; held between steps: {self.held_early}, {format_bytes(held)} now"
+            oom = oom._replace(message=oom.message.rstrip(".") + more)
         if is_smallest:
-            if oom.is_in_loss:
-                where = (
-                    f"out of memory in the loss over all {oom.size} samples of a batch, at any micro-batch"
-                )
-            suggestions = {
-                "a larger --memory-budget": True,
-                "a smaller --target-batch": isinstance(self.train_state.loss, WholeBatchLoss),
-                "a smaller --micro-batch-multiple": self.split.multiple > 1,
-                "--precision bf16": self.train_state.precision == "fp32",
-                "activation checkpointing": not oom.is_in_loss,
-            }
-            raise _does_not_fit(where, oom.message, suggestions)
-        if oom.is_fatal:
-            why = "in the driver, after which this process cannot continue"
-            raise RestartSmallerError(f"{where}, {why}: {oom.message}")
-        if not oom.is_intact:
-            why = "where the batch cannot run again, because the forward pass changed a large buffer"
-            raise RestartSmallerError(f"{where}, {why} of the model: {oom.message}")
-        return oom.message
+            raise self._end_smallest(batch, oom)
+        if oom.is_intact and not oom.is_fatal:
+            return oom.message
+        why = (
+            "in the driver, after which this process cannot continue"
+            if oom.is_fatal
+            else "where the batch cannot run again, because the forward pass changed a large buffer"
+        )
+        raise RestartSmallerError(f"{_where(batch, oom)}, {why}: {oom.message}")
+
+    def _end_smallest(self, batch: GlobalBatch, oom: OutOfMemory) -> AutobatchError:
+        """Return the error of a run that ends because no smaller micro-batch is left."""
+        where = _where(batch, oom)
+        if oom.is_in_loss:
+            where = f"out of memory in the loss over all {oom.size} samples of a batch, at any micro-batch"
+        suggestions = {
+            "a larger --memory-budget": True,
+            "a smaller --target-batch": isinstance(self.train_state.loss, WholeBatchLoss),
+            "a smaller --micro-batch-multiple": self.split.multiple > 1,
+            "--precision bf16": self.train_state.precision == "fp32",
+            "activation checkpointing": not oom.is_in_loss,
+        }
+        return _does_not_fit(where, oom.message, suggestions)
 
     def _end_in_step(self, batch: GlobalBatch, oom: OutOfMemory) -> AutobatchError:
         """Return the error of a run that ends because other ranks, or the weights, may have moved on.
@@ -339,22 +340,20 @@ class Loop:
         A restart in smaller micro-batches, down to 1, may leave more room for the optimizer step.
         """
         self.micro_batch = oom.smaller
-        where = f"out of memory in step {batch.index + 1} at a micro-batch of {oom.size}"
-        is_shared = self.train_state.shared is not None
         if oom.size > 1:
             why = (
-                "for which the other ranks of the sharded model wait"
-                if is_shared
-                else "inside the optimizer step, which may have moved part of the weights"
+                "inside the optimizer step, which may have moved part of the weights"
+                if self.train_state.shared is None
+                else "for which the other ranks of the sharded model wait"
             )
-            return RestartSmallerError(f"{where}, {why}: {oom.message.rstrip('.')}")
+            return RestartSmallerError(f"{_where(batch, oom)}, {why}: {oom.message.rstrip('.')}")
         suggestions = {
             "a larger --memory-budget": True,
             "a fused optimizer (fused=True)": True,
             "an optimizer with less state": True,
             "no --ema": self.train_state.average is not None,
         }
-        return _does_not_fit(f"{where}, inside the optimizer step", oom.message, suggestions)
+        return _does_not_fit(f"{_where(batch, oom)}, inside the optimizer step", oom.message, suggestions)
 
     def _check(self, batch: GlobalBatch, result: StepResult) -> None:
         """Raise if the step was not applied because it is not finite, unless it may be skipped."""
@@ -397,6 +396,10 @@ class Loop:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _where(batch: GlobalBatch, oom: OutOfMemory) -> str:
+    return f"out of memory in step {batch.index + 1} at a micro-batch of {oom.size}"
 
 
 def _does_not_fit(where: str, message: str, suggestions: dict[str, bool]) -> DoesNotFitError:

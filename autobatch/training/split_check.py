@@ -271,7 +271,6 @@ class _Passes:
     ) -> None:
         self._train_state, self._meter, self._dtype = train_state, meter, dtype
         self.loss = setup.workload.loss
-        train_state.max_grad_norm = None
         if train_state.scaler is not None:
             kind = setup.device.torch_device.type
             train_state.scaler = torch.amp.GradScaler(kind, init_scale=FP16_SCALE)
