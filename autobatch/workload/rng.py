@@ -60,14 +60,11 @@ def capture_random_state(last: RandomState | None = None) -> RandomState:
 
 
 def plain_random_state(state: RandomState | None = None) -> dict[str, Any]:
-    """Return states as values that JSON can hold, those of now if none are given; bytes are hexadecimal."""
+    """Return states as tensors and plain values, those of now if none are given."""
     state = capture_random_state() if state is None else state
-    return {
-        "python": [state.python[0], list(state.python[1]), state.python[2]],
-        "numpy": [state.numpy[0], state.numpy[1].tolist(), *state.numpy[2:]],
-        "torch": _hex_of(state.torch),
-        "cuda": [_hex_of(of_gpu) for of_gpu in state.cuda],
-    }
+    kind, words, *place = state.numpy
+    numpy = (kind, words.tolist(), *place)
+    return {"python": state.python, "numpy": numpy, "torch": state.torch, "cuda": state.cuda}
 
 
 def random_state_of(plain: Mapping[str, Any]) -> RandomState:
@@ -77,22 +74,17 @@ def random_state_of(plain: Mapping[str, Any]) -> RandomState:
         ValueError: a state has no such form.
         TypeError: a state has no such form.
     """
-    kind, key, *rest = plain["numpy"]
     version, words, gauss = plain["python"]
+    kind, numbers, *place = plain["numpy"]
+    for tensor in (plain["torch"], *plain["cuda"]):
+        if not isinstance(tensor, Tensor) or tensor.dtype != torch.uint8:
+            raise TypeError(f"the state of a generator of torch is {tensor!r:.60}, and no bytes")
     return RandomState(
         python=(version, tuple(words), gauss),
-        numpy=(kind, np.array(key, np.uint32), *rest),
-        torch=_bytes_of(plain["torch"]),
-        cuda=[_bytes_of(of_gpu) for of_gpu in plain["cuda"]],
+        numpy=(kind, np.array(numbers, np.uint32), *place),
+        torch=plain["torch"],
+        cuda=plain["cuda"],
     )
-
-
-def _hex_of(state: Tensor) -> str:
-    return bytes(state.tolist()).hex()
-
-
-def _bytes_of(text: str) -> Tensor:
-    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8, device="cpu")
 
 
 def restore_random_state(state: RandomState) -> None:

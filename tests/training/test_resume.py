@@ -180,7 +180,7 @@ def edit(path: Path, keys: tuple[str | int, ...], value: Any = None) -> None:
         (("state", "micro_batch"), 0, "micro_batch"),
         (("state", "items_per_sample"), 0.0, "items_per_sample"),
         (("state", "model"), "weights", "model"),
-        (("state", "random", 0, "torch"), "no numbers", "hexadecimal"),
+        (("state", "random", 0, "torch"), "no numbers", "no bytes"),
         (("facts", "plan"), {}, r"manifest\.json .*plan"),
         (("facts", "plan", "micro_batch"), -1, "micro_batch"),
         (("facts", "plan", "learning_rate"), math.nan, "learning_rate"),
