@@ -35,29 +35,37 @@ def step(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any) -> Non
             optimizer.zero_grad()
 
 
+def planned(model: nn.Module, loss: Any = mean_loss, *, precision: str = "no", **options: Any) -> Any:
+    """Plan for an accelerator; return it with the optimizer, the loader and the plan."""
+    accelerator = installed("accelerate").Accelerator(cpu=True, mixed_precision=precision)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(make_workload().train_data, batch_size=2, num_workers=0)
+    plan = accelerate.plan(accelerator, model, optimizer, loader, loss=loss, memory_budget="1GiB", **options)
+    return accelerator, optimizer, loader, plan
+
+
 def test_a_planned_loop_takes_the_step_of_the_whole_batch() -> None:
     workload = make_workload()
     expected, _ = reference(workload, [range(24)], mean_loss)
     torch.manual_seed(0)
-    model = workload.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=workload.learning_rate)
-    accelerator = installed("accelerate").Accelerator(cpu=True)
-    loader = DataLoader(workload.train_data, batch_size=2, num_workers=0)
-    plan = accelerate.plan(
-        accelerator,
-        model,
-        optimizer,
-        loader,
-        loss=mean_loss,
-        target_batch=24,
-        max_micro_batch=7,
-        memory_budget="1GiB",
-    )
+    model, calls = workload.model(), Counting()
+    accelerator, optimizer, loader, plan = planned(model, calls, target_batch=24, max_micro_batch=7)
+    assert calls.calls == 0, "what the probe did is undone"
     assert (plan.micro_batches, accelerator.gradient_accumulation_steps) == ([6] * 4, 4)
     assert plan.loader.batch_size == 6
     assert plan.loader.dataset is loader.dataset
     step(accelerator, model, optimizer, plan.loader)
     assert apart(weights(model), expected) < 1e-12
+
+
+class Counting:
+    """A loss that counts its calls."""
+
+    calls = 0
+
+    def __call__(self, model: Any, batch: Any) -> torch.Tensor:
+        self.calls += 1
+        return mean_loss(model, batch)
 
 
 def test_the_probe_copies_outputs_to_float32_as_the_library_does() -> None:
@@ -72,20 +80,7 @@ def test_the_probe_copies_outputs_to_float32_as_the_library_does() -> None:
         return outputs.float().square().mean()
 
     seen: list[torch.dtype] = []
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accelerator = installed("accelerate").Accelerator(cpu=True, mixed_precision="bf16")
-    loader = DataLoader(make_workload().train_data, batch_size=2)
-    plan = accelerate.plan(
-        accelerator,
-        model,
-        optimizer,
-        loader,
-        loss=loss,
-        target_batch=8,
-        max_micro_batch=4,
-        memory_budget="1GiB",
-    )
+    *_, plan = planned(build(), loss, precision="bf16", target_batch=8, max_micro_batch=4)
     assert plan.precision == "bf16"
     assert set(seen) == {torch.float32}
 
@@ -132,29 +127,3 @@ def test_a_loop_resumed_with_another_micro_batch_takes_whole_steps(tmp_path: Pat
 def test_a_loader_of_another_size_is_not_prepared() -> None:
     with pytest.raises(InputError, match=r"micro-batches of 6 samples.* batches of 2: give plan\.loader"):
         prepared(6, own=True)
-
-
-def test_a_probe_leaves_nothing_in_the_model_or_the_loss() -> None:
-    class Counting:
-        calls = 0
-
-        def __call__(self, model: Any, batch: Any) -> torch.Tensor:
-            self.calls += 1
-            model.seen.append(len(batch[0]))
-            return mean_loss(model, batch)
-
-    workload = make_workload()
-    model, loss = workload.model(), Counting()
-    model.seen = seen = []  # type: ignore[assignment, var-annotated]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accelerate.plan(
-        installed("accelerate").Accelerator(cpu=True),
-        model,
-        optimizer,
-        DataLoader(workload.train_data, batch_size=2),
-        loss=loss,
-        target_batch=24,
-        max_micro_batch=7,
-    )
-    assert (seen, loss.calls) == ([], 0)
-    assert model.seen is seen  # type: ignore[comparison-overlap]

@@ -80,26 +80,18 @@ def test_the_exit_code_is_that_of_the_command(folder, ending):
     assert ("not written" in err) == ("_exit" in ending)
 
 
-def test_after_some_steps_it_is_written_and_the_program_goes_on(folder):
+@pytest.mark.parametrize("words", [("--steps", "2"), ("--seconds", "1")])
+def test_it_is_written_after_some_steps_or_seconds_and_the_program_goes_on(folder, words):
     go_on = "\nimport os\nwhile not os.path.exists('go'): time.sleep(0.05)\noptimizer.step(); sys.exit(5)\n"
-    process = started(folder, "--steps", "2", program=PROGRAM + go_on)
+    process = started(folder, *words, program=PROGRAM + go_on)
     wait_for(folder / "out.pickle")
     assert process.poll() is None
-    assert written(folder / "out.pickle")["done"] == ["step"] * 2
+    steps = 2 if "--steps" in words else 3
+    assert written(folder / "out.pickle")["done"] == ["step"] * steps
     (folder / "go").touch()
     process.communicate(timeout=60)
     assert process.returncode == 5
-    assert written(folder / "out.pickle")["done"] == ["step"] * 2
-
-
-def test_after_some_seconds_it_is_written_and_the_program_goes_on(folder):
-    go_on = "\nimport os\nwhile not os.path.exists('go'): time.sleep(0.05)\n"
-    process = started(folder, "--seconds", "1", program=PROGRAM + go_on)
-    wait_for(folder / "out.pickle")
-    assert process.poll() is None
-    (folder / "go").touch()
-    process.communicate(timeout=60)
-    assert process.returncode == 0
+    assert written(folder / "out.pickle")["done"] == ["step"] * steps
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

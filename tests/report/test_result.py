@@ -77,22 +77,6 @@ def test_the_json_of_a_result_has_every_part_but_the_model():
     assert result.to_json("device", "probe").keys() == {"schema", "autobatch", "device", "probe"}
 
 
-def test_the_json_of_estimates():
-    assert Estimates(estimates=[], notes=["a note"]).to_json() == {
-        "schema": 3,
-        "autobatch": __version__,
-        "estimates": [],
-        "over_ranks": [],
-        "recorded": None,
-        "notes": ["a note"],
-    }
-
-
-def test_a_name_that_no_file_can_have_is_one_line(tmp_path):
-    with pytest.raises(InputError, match="cannot be read: embedded null byte"):
-        load_run(tmp_path / "nul\0")
-
-
 def put(folder: Path, seconds: int, title: str = "digits") -> Path:
     """Write a run, finished that long after the first ones."""
     write(folder, {"device": msgspec.to_builtins(a_device()), "title": title})
