@@ -14,8 +14,7 @@ from autobatch.api.ranks import check_data_of_ranks, claim_of_ranks
 from autobatch.api.run import Run
 from autobatch.api.stages import OPENING, finish_plan, open_workload, plan
 from autobatch.core.records import Plan, Tuning
-from autobatch.distributed.rank_plan import layout_of
-from autobatch.distributed.sharding.layout import ShardLayout
+from autobatch.distributed.rank_plan import shards_of
 from autobatch.distributed.shared_stream import open_stream, split_note
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import KeyValue, Role, Setup, data_of_setup, open_setup
@@ -56,7 +55,7 @@ def begin(run: Run) -> RunInputs:
         is_stream = info.epoch_samples is None
         batches = build_sampler(samples, run.options, (lambda _: range(samples)) if is_stream else None)
         claim_of_ranks(run, lambda: folder_of(run.options.train.out, info.name, resume=False))
-        if info.layout is None:
+        if info.shards is None:
             # Weights that cannot be exported must fail before minutes are spent on a probe.
             process.call("the check of the weights", examine_weights)
         plan(run)
@@ -67,10 +66,10 @@ def begin(run: Run) -> RunInputs:
             # Sent, so that the process that trains need not read them again.
             sizes = process.call("reading the sizes of the samples", read_sizes)
     # A child has ended by now, and its memory is free for the training.
-    if isinstance(process, ThisProcess) and info.layout is None:
+    if isinstance(process, ThisProcess) and info.shards is None:
         setup = process.setup
     else:
-        setup = _open_to_train(run, find_workload(run.workload, run.options.device.seed), info.layout)
+        setup = _open_to_train(run, find_workload(run.workload, run.options.device.seed), info.shards)
         check_same_data([info.data, data_of_setup(setup)], ["the probe", "the process that trains"])
     if sizes is not None:
         setup.worst_case.take_sizes(sizes)
@@ -101,7 +100,7 @@ def resume(run: Run) -> RunInputs:
     for line in checkpoint.passed_over:
         progress.note(f"skipped an invalid checkpoint: {line}")
     stored = load_plan(checkpoint, options)
-    setup = _open_to_train(run, workload, layout_to_resume(run, stored))
+    setup = _open_to_train(run, workload, shards_to_resume(run, stored))
     sampler = _sampler_of(run, setup, None)
     schedule = setup.workload.schedule
     scheduled = schedule is not None and "steps" in schedule_arguments(schedule)
@@ -117,7 +116,7 @@ def resume(run: Run) -> RunInputs:
             "by rounding"
         )
         if ranks.world > 1:
-            run.settle(parallel="replicate" if setup.layout is None else "shard")
+            run.settle(parallel="replicate" if setup.shards is None else "shard")
         key = _plan_again(run, stored, sampler, _stored(checkpoint).get("tuning"))
     else:
         progress.note(f"resuming from {checkpoint.path} on the same hardware")
@@ -130,12 +129,12 @@ def resume(run: Run) -> RunInputs:
     return _inputs(run, setup, sampler, key=key, data=data, resumed=checkpoint, is_exact=not changes)
 
 
-def layout_to_resume(run: Run, stored: Plan) -> ShardLayout | None:
-    """Return the layout of the shared model of a resumed run: as asked, else as before."""
+def shards_to_resume(run: Run, stored: Plan) -> int | None:
+    """Return the number of ranks that share the model of a resumed run: as asked, else as before."""
     world, asked = run.ranks.world, run.options.ranks.parallel
     if world == 1 or asked == "replicate":
         return None
-    return ShardLayout(world=world) if asked == "shard" or layout_of(stored) is not None else None
+    return world if asked == "shard" or shards_of(stored) is not None else None
 
 
 def _stored(checkpoint: Loaded) -> dict[str, Any]:
@@ -186,10 +185,10 @@ def _inputs(
     )
 
 
-def _open_to_train(run: Run, workload: Workload, shard: ShardLayout | None) -> Setup:
+def _open_to_train(run: Run, workload: Workload, shards: int | None) -> Setup:
     """Open the setup for the training; rank 0 holds a model that ranks share."""
     run.progress.doing(OPENING)
-    role = Role(world=run.ranks.world, shard=shard, holds_model=run.ranks.rank == 0, trains=True)
+    role = Role(world=run.ranks.world, shards=shards, holds_model=run.ranks.rank == 0, trains=True)
     return open_setup(workload, run.options, role, is_demo=run.workload is None)
 
 

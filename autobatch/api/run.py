@@ -16,7 +16,6 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Probe
 from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import Ranks
-from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.rehearsal.process import ChildProcess, SetupProcess
 from autobatch.report.result import Result
 from autobatch.training.metrics import Sink, Until
@@ -62,8 +61,8 @@ class Run:
     """That process; None if it is not open."""
     may_share: bool = False
     """True as long as the ranks may still share the model."""
-    layout: ShardLayout | None = None
-    """The way in which ranks share the model; None if each has a whole one."""
+    shards: int | None = None
+    """Ranks that share the model; None if each has a whole one."""
     layout_reason: str | None = None
     """The reason for that; None if it was asked for."""
     found: Result | None = None

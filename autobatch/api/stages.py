@@ -20,7 +20,6 @@ from autobatch.api.run import Run
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
 from autobatch.core.records import MemoryCurve, Plan, PredictedPoint, Remedy, Tuning
 from autobatch.distributed.rank_plan import agree_on_limit
-from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.estimates.suggestions import in_words, suggest
 from autobatch.footprint.explain import memory_curve, predicted_points
 from autobatch.planning import launched_world_size, make_plan, split_over_ranks
@@ -53,7 +52,7 @@ def open_workload(run: Run) -> None:
     """
     asked = run.options.ranks.parallel
     run.may_share = asked == "auto" and run.ranks.world > 1
-    run.layout = ShardLayout(world=run.ranks.world) if asked == "shard" else None
+    run.shards = run.ranks.world if asked == "shard" else None
     run.layout_reason = "a whole model fits on each rank, so each has its own" if run.may_share else None
     if_it_fits(run, lambda: opened(run))
 
@@ -64,7 +63,7 @@ def opened(run: Run) -> SetupProcess:
         run.progress.doing(OPENING)
         role = Role(
             world=run.ranks.world,
-            shard=run.layout,
+            shards=run.shards,
             holds_model=run.ranks.rank == 0,
             may_share=run.may_share,
         )
@@ -95,7 +94,7 @@ def if_it_fits(run: Run, act: Callable[[], T]) -> T:
         f"no whole model fits on rank {rank}, so the ranks share it (--parallel shard): {failures[rank]}"
     )
     run.trying.close()
-    run.process, run.may_share, run.layout = None, False, ShardLayout(world=run.ranks.world)
+    run.process, run.may_share, run.shards = None, False, run.ranks.world
     run.progress.note(run.layout_reason)
     opened(run)
     return act()
@@ -174,7 +173,7 @@ def _record_limit(run: Run, limit: Limit, planned: int) -> int:
 
 def _layout(run: Run) -> dict[str, Any]:
     """Return whether ranks share the model, with the reason."""
-    parallel = "replicate" if run.setup.info.layout is None else "shard"
+    parallel = "replicate" if run.setup.info.shards is None else "shard"
     return {"parallel": parallel, "parallel_reason": run.layout_reason}
 
 
@@ -240,7 +239,7 @@ def finish_plan(run: Run, batches: GlobalBatchSampler | None = None) -> None:
     """
     command, tune = run.options.command, run.options.tune
     has_trials, tunes_rate = command in ("tune", "fit") and tune.trials != 0, tune.tune_lr
-    if (has_trials or tunes_rate) and run.setup.info.layout is not None:
+    if (has_trials or tunes_rate) and run.setup.info.shards is not None:
         run.progress.note("nothing is tuned, because the ranks share the model")
         has_trials = tunes_rate = False
     # A training checks the loss on its own. Trials need the answer before.
@@ -273,7 +272,7 @@ def _check_loss(run: Run, batches: GlobalBatchSampler | None) -> None:
     found_limit, planned, asked = run.probe, run.result.plan, run.options.split_check
     if found_limit.micro_batch < 1 or found_limit.stopped_by == "interrupt" or asked == "off":
         return
-    if run.setup.info.layout is not None:
+    if run.setup.info.shards is not None:
         if run.options.command != "fit":
             run.progress.note(
                 "autobatch fit checks on rank 0 that the loss can be split, because the ranks share the model"

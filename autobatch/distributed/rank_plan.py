@@ -10,7 +10,6 @@ from autobatch.core.records import DeviceRecord, Plan, Probe, SizeCut
 from autobatch.distributed.engine import Engine, Filler, Shared, Whole
 from autobatch.distributed.group import Group
 from autobatch.distributed.ranks import Ranks
-from autobatch.distributed.sharding.layout import ShardLayout
 
 if TYPE_CHECKING:
     import torch
@@ -72,11 +71,9 @@ def agree_on_cut(ranks: Ranks, cut: SizeCut | None) -> SizeCut | None:
     )
 
 
-def layout_of(plan: Plan) -> ShardLayout | None:
-    """Return the layout of a sharded model; None if each rank has a whole one."""
-    if plan.parallel != "shard":
-        return None
-    return ShardLayout(world=plan.world_size)
+def shards_of(plan: Plan) -> int | None:
+    """Return the number of ranks that share one model; None if each has a whole one."""
+    return plan.world_size if plan.parallel == "shard" else None
 
 
 def model_of_ranks(

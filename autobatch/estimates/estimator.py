@@ -137,7 +137,7 @@ class Estimator:
         layout = self._choose(gpu, self._gpus.world)[0]
         step = self._footprint(gpu, layout)
         changes = with_changes(self._traces.step(gpu, layout), step)
-        if self._may_share and layout.shard is None:
+        if self._may_share and layout.shards is None:
             shared = self._traces.layout("shard", self._gpus.world)
             changes["shard"] = "--parallel shard", footprints([self._traces.step(gpu, shared)], step.only)[0]
         return helpful(step, changes, self._gpus.spending(gpu))

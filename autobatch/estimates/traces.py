@@ -20,7 +20,6 @@ from autobatch.core.records import Parallel
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import memory_named
 from autobatch.device.profiles import HardwareProfile
-from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.estimates.attention import GENERATIONS, Capability
 from autobatch.estimates.footprints import Footprint, footprint
 from autobatch.estimates.gpus import Gpus
@@ -38,18 +37,18 @@ class Layout(NamedTuple):
     """The ranks of a step, and what each of them holds."""
 
     world: int = 1
-    shard: ShardLayout | None = None
-    """The way in which they share the model; None if each has a whole one."""
+    shards: int | None = None
+    """Ranks that share the model; None if each has a whole one."""
 
     @property
     def parallel(self) -> Parallel:
         """The layout in a word."""
-        return "replicate" if self.shard is None else "shard"
+        return "replicate" if self.shards is None else "shard"
 
     @contextmanager
     def sharding(self) -> Iterator[Sharding | None]:
         """Act as a rank of this layout within the block: rank 0 of a group that exchanges nothing."""
-        if self.shard is None:
+        if self.shards is None:
             yield None
             return
         from autobatch.distributed.sharding.build import fake_ranks
@@ -86,12 +85,11 @@ class Traces:
         """
         if parallel == "replicate":
             return Layout(world)
-        asked = ShardLayout(world=world)
-        check_loss_of_ranks(self.workload, asked)
+        check_loss_of_ranks(self.workload, world)
         # Here, or each copy would import it again.
         import autobatch.distributed.sharding.build  # noqa: F401
 
-        return Layout(world, asked)
+        return Layout(world, world)
 
     def footprint(self, gpu: HardwareProfile, layout: Layout) -> Footprint:
         """Return the footprint of a step on a GPU.
@@ -117,7 +115,7 @@ class Traces:
             multiple=self._options.search.micro_batch_multiple,
             samples=self.whole_batch,
             sharding=layout.sharding,
-            world=1 if layout.shard else layout.world,
+            world=1 if layout.shards else layout.world,
         )
 
     def notes(self) -> Iterator[str]:

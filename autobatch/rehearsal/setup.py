@@ -26,7 +26,7 @@ from autobatch.device.cuda_allocator import allocator_options
 from autobatch.device.host import host_memory
 from autobatch.device.oom import memory_named
 from autobatch.device.select import device_kind, open_device
-from autobatch.distributed.sharding.layout import ShardLayout, check_sharding
+from autobatch.distributed.sharding.layout import check_sharding
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.step.optimizers import stand_in_optimizers
 from autobatch.step.train_state import StepSettings
@@ -63,8 +63,8 @@ class Setup(StepSettings):
     """True for a loop of the user's own, which keeps each micro-batch until the next one is there."""
     sharding: Sharding | None = None
     """The parts of a rank without the others; None if each rank has a whole model, or to train."""
-    layout: ShardLayout | None = None
-    """What ranks gather and reduce of a model that they share; None if each has a whole one."""
+    shards: int | None = None
+    """Ranks that share the model; None if each has a whole one."""
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -74,8 +74,8 @@ class Role:
 
     world: int = 1
     """Ranks that train together, each on a device of its own."""
-    shard: ShardLayout | None = None
-    """The way in which they share the model; None if each has a whole one."""
+    shards: int | None = None
+    """Ranks that share the model; None if each has a whole one."""
     holds_model: bool = True
     """True if a model that ranks share has its first values from this rank."""
     may_share: bool = False
@@ -109,8 +109,8 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     """Settings of the device's caching allocator; None if it caches nothing."""
     largest_sample: tuple[int, float] | None = None
     """Index and size of the largest sample; None if all sizes are equal."""
-    layout: ShardLayout | None = None
-    """What ranks gather and reduce of a model that they share; None if each has a whole one."""
+    shards: int | None = None
+    """Ranks that share the model; None if each has a whole one."""
     data: DataDigest | None = None
     """What tells the training data from others; None for a stream, and for values that are never the same."""
     notes: list[str] = []
@@ -141,7 +141,7 @@ def open_setup(
         InputError: the device, the budget or the model is invalid, or ranks cannot sum the loss.
         DoesNotFitError: see `check_whole`.
     """
-    check_loss_of_ranks(workload, role.shard)
+    check_loss_of_ranks(workload, role.shards)
     asked = options.device
     budget = asked.memory_budget
     if budget is None and is_demo:
@@ -154,16 +154,16 @@ def open_setup(
     with preserved_random_state():
         seed_everything(asked.seed)
         with memory_named("the model was built"):
-            if role.shard is None:
+            if role.shards is None:
                 model = build_model(workload)
             else:
                 model = build_shared_model(workload, builds=role.holds_model and role.trains)
-    layout, sharding = role.shard, None
-    if layout is not None and not role.trains:
+    shards, sharding = role.shards, None
+    if shards is not None and not role.trains:
         # Importing FSDP takes a second, which a run without it saves.
         from autobatch.distributed.sharding.build import sharding_alone
 
-        sharding = sharding_alone(layout, device.torch_device.type)
+        sharding = sharding_alone(shards, device.torch_device.type)
     return Setup(
         workload=workload,
         stream=stream,
@@ -175,10 +175,10 @@ def open_setup(
         max_grad_norm=options.train.max_grad_norm,
         ema=options.train.ema,
         whole_batch=whole_batch_of(workload, options.batch.target_batch),
-        keeps_batches=options.command == "plan" and layout is None,
+        keeps_batches=options.command == "plan" and shards is None,
         world=role.world,
         sharding=sharding,
-        layout=layout,
+        shards=shards,
     )
 
 
@@ -268,13 +268,13 @@ def built_on_meta(workload: Workload) -> nn.Module | None:
     return None if has_others else model
 
 
-def check_loss_of_ranks(workload: Workload, shard: ShardLayout | None) -> None:
+def check_loss_of_ranks(workload: Workload, shards: int | None) -> None:
     """Check that ranks can train the loss of a workload.
 
     Raises:
         InputError: it sees the whole batch, and the ranks share the model.
     """
-    if shard is not None and isinstance(workload.loss, WholeBatchLoss):
+    if shards is not None and isinstance(workload.loss, WholeBatchLoss):
         raise InputError(
             "a WholeBatchLoss runs two passes over a batch, and ranks that share the model gather it in one: "
             "use --parallel replicate, or train in one process"
@@ -317,7 +317,7 @@ def describe_setup(setup: Setup) -> SetupInfo:
         allocator=setup.device.allocator_config,
         largest_sample=setup.worst_case.largest(),
         data=data,
-        layout=setup.layout,
+        shards=setup.shards,
         notes=[
             *device.notes,
             *stream_notes(workload.train_data, repeats=not setup.keeps_batches),
@@ -388,7 +388,7 @@ def setup_key(setup: Setup, device: DeviceRecord) -> dict[str, KeyValue]:
         "allocator": allocator_options(os.environ) or None,
         "world_size": setup.world,
         # None as in the keys of runs that knew only whole models.
-        "parallel": None if setup.layout is None else str(setup.layout),
+        "parallel": None if setup.shards is None else f"shard over {setup.shards}",
         "keeps_batches": 1 if setup.keeps_batches else None,
     }
 

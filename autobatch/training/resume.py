@@ -28,7 +28,7 @@ from autobatch.core.records import Count, Plan, Positive, RunRecord
 from autobatch.core.text import error_text
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
-from autobatch.distributed.rank_plan import layout_of
+from autobatch.distributed.rank_plan import shards_of
 from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.setup import Setup, device_key
 from autobatch.step.ema import load_average
@@ -431,7 +431,7 @@ def changes_since_checkpoint(
     sizes = setup.worst_case.sizes() if plan.size_cut is not None else None
     if plan.size_cut is not None and (sizes is None or digest_of(sizes) != plan.size_cut.digest):
         changes.append("sizes of the samples")
-    return changes if setup.layout == layout_of(plan) else [*changes, "--parallel"]
+    return changes if setup.shards == shards_of(plan) else [*changes, "--parallel"]
 
 
 def _check_equal(resumed: Loaded, *rows: tuple[str, object, object, str]) -> None:

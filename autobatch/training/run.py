@@ -165,7 +165,7 @@ def _check_split(run: RunInputs, files: RunFiles, ranks: Ranks) -> list[str]:
                 f"not checked whether the loss can be split: the model of {format_bytes(size)} is sharded"
             )
             return [] if check == "off" else [f"{reason}. Check it once on a smaller one"]
-        setup = replace(setup, device=CpuDevice(), precision="fp32", layout=None)
+        setup = replace(setup, device=CpuDevice(), precision="fp32", shards=None)
     return check_loss_splits(
         setup,
         micro_batch=plan.micro_batch if plan.size_cut is None else plan.size_cut.micro_batch,

@@ -12,7 +12,6 @@ from torch.utils.data import TensorDataset
 from autobatch import DoesNotFitError, InputError, WholeBatchLoss, Workload
 from autobatch.core.options import Options
 from autobatch.device.cpu import CpuDevice
-from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.rehearsal.setup import (
     Role,
     Setup,
@@ -127,5 +126,5 @@ def test_a_loss_over_a_batch_of_unknown_size_is_noted() -> None:
 def test_ranks_that_share_a_model_refuse_a_loss_over_the_batch_before_a_probe() -> None:
     contrastive = make_workload(loss=INFO_NCE)
     with pytest.raises(InputError, match="a WholeBatchLoss runs two passes over a batch, and ranks that sh"):
-        opened(contrastive, Role(world=2, shard=ShardLayout(world=2)))
+        opened(contrastive, Role(world=2, shards=2))
     assert opened(contrastive, Role(world=2)).world == 2

@@ -26,7 +26,6 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import Precision
 from autobatch.device.oom import first_line
 from autobatch.distributed.group import Group
-from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.distributed.sharding.model import ShardedModel, Sharding
 from autobatch.step.gradients import local_part
 
@@ -133,9 +132,9 @@ def open_fake_mesh(world: int, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (world,), mesh_dim_names=ALONE)
 
 
-def sharding_alone(layout: ShardLayout, device_type: str) -> Sharding:
+def sharding_alone(world: int, device_type: str) -> Sharding:
     """Return the sharding of a process that runs the steps of a rank without the other ranks."""
-    return Sharding(open_fake_mesh(layout.world, device_type))
+    return Sharding(open_fake_mesh(world, device_type))
 
 
 def mesh_of(group: Group, device: torch.device) -> DeviceMesh:

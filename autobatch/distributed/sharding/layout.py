@@ -1,7 +1,6 @@
-"""The layout of a model over ranks, as it travels to a child process, and its checks.
+"""Checks of a model that ranks are to share, in the user's words, before FSDP2 would refuse it.
 
-The checks say in the user's words what FSDP2 would refuse later. Nothing here imports FSDP, which takes a
-second.
+Nothing here imports FSDP, which takes a second.
 """
 
 from __future__ import annotations
@@ -10,15 +9,7 @@ import torch
 from torch import nn
 
 from autobatch.core.errors import InputError
-from autobatch.core.records import Record
 from autobatch.step.apply_knobs import find_blocks
-
-
-class ShardLayout(Record, frozen=True, kw_only=True):
-    """A model that is sharded over ranks."""
-
-    world: int
-    """Number of ranks."""
 
 
 def check_sharding(model: nn.Module) -> list[nn.Module]:

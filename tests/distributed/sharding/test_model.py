@@ -19,7 +19,6 @@ from autobatch.device.allocator.trace import replay
 from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.distributed.sharding import model as sharding_model
 from autobatch.distributed.sharding.build import fake_ranks, sharding_alone
-from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.distributed.sharding.model import Sharding
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.rehearsal import on_copies
@@ -133,9 +132,8 @@ def test_a_small_root_is_gathered_once_per_step(server: RankServer):
 def alone(name: str, case: Case, world: int) -> tuple[int, float]:
     """Return the peak of the steps of a rank without the others, and the loss of the last."""
     torch.set_num_threads(1)
-    layout = ShardLayout(world=world)
     setup = replace(
-        make_setup(WORKLOADS[name]()), precision=case.precision, sharding=sharding_alone(layout, "cpu")
+        make_setup(WORKLOADS[name]()), precision=case.precision, sharding=sharding_alone(world, "cpu")
     )
     meter = StorageTracker(CountingAllocator())
     with meter, on_copies(setup, meter) as train_state:
@@ -162,8 +160,7 @@ def test_a_rank_without_the_others_takes_the_memory_of_a_real_one(server: RankSe
 
 def attempted(budget: str) -> tuple[bool, int | None, str | None]:
     torch.set_num_threads(1)
-    layout = ShardLayout(world=2)
-    setup = replace(make_setup(WORKLOADS["perceptron"](), budget), sharding=sharding_alone(layout, "cpu"))
+    setup = replace(make_setup(WORKLOADS["perceptron"](), budget), sharding=sharding_alone(2, "cpu"))
     outcome = attempt(setup, 2)
     return outcome.attempt.fits, outcome.attempt.peak_allocated_bytes, outcome.attempt.reason
 
