@@ -245,21 +245,13 @@ def test_steps_need_no_end_of_the_stream(tmp_path: Path, endless: bool, scan: An
     assert torch.allclose(weights_of(result.model), by_hand(rows(5)), rtol=1e-12)
 
 
-class Long(Stream):
-    """Points whose number is known."""
-
-    def __len__(self) -> int:
-        return len(POINTS)
-
-
-@pytest.mark.parametrize("kind", [Stream, Long])
 def test_epochs_end_with_the_stream_and_the_last_batch_is_weighted_exactly(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, scan: Any, kind: Any
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, scan: Any
 ) -> None:
     scan(8)
     with caplog.at_level(logging.INFO, logger="autobatch"):
         result = autobatch.fit(
-            workload(kind()), epochs=2, max_micro_batch=4,
+            workload(Stream()), epochs=2, max_micro_batch=4,
             out=tmp_path / "run", **OPTIONS,
         )  # fmt: skip
     assert "so the stream is read once to its end" in caplog.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator
 from itertools import cycle
@@ -83,24 +82,6 @@ def test_the_order_of_version_3_equals_one_in_plain_integers(samples: int) -> No
     assert ORDER_VERSION == 3
     for seed, epoch in ((0, 0), (-1, 10**6), (2**63, 1)):
         assert permutation(samples, seed=seed, epoch=epoch).tolist() == by_hand(samples, seed, epoch)
-
-
-@pytest.mark.parametrize("samples", [4096, 4097, 100_003])
-def test_neighbours_are_not_correlated(samples: int) -> None:
-    """In a random permutation half of the steps ascend, and a step of 1 has the probability 2 / samples."""
-    orders = torch.stack([torch.from_numpy(permutation(samples, seed=1, epoch=one)) for one in range(8)])
-    steps = orders.diff()
-    count = steps.numel()
-    assert abs((steps > 0).double().mean().item() - 0.5) < 5 * math.sqrt(1 / 12 / count)
-    neighbours = (steps.abs() == 1).sum().item()
-    assert abs(neighbours - 2 * count / samples) < 5 * math.sqrt(2 * count / samples)
-    first, second = orders[:, :-1].double().flatten(), orders[:, 1:].double().flatten()
-    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1].item()) < 5 / math.sqrt(count)
-    # Orders of two epochs, and of two seeds, agree at one place on average.
-    other = torch.from_numpy(permutation(samples, seed=2, epoch=0))
-    assert (orders[0] == orders[1]).sum() < 8
-    assert (orders[0] == other).sum() < 8
-    assert abs(torch.corrcoef(torch.stack([orders[0], orders[1]]).double())[0, 1]) < 5 / math.sqrt(samples)
 
 
 # The order that a sampler of the user's draws.
