@@ -170,7 +170,7 @@ def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings
             events.append((len(known), refused.asked))
             known.append((pool_of(entry), stack_of(entry)))
         before = action
-    blocks = [(segment, block) for segment in segments for block in _blocks_of(segment)]
+    blocks = [(segment, block) for segment in segments for block in blocks_of(segment)]
     for segment, block in sorted(blocks, key=lambda pair: (_asked(pair[1]), pair[1]["address"])):
         if str(block["state"]).startswith("active") and block["address"] not in numbers:
             older.append((len(known), _asked(block)))
@@ -197,7 +197,7 @@ def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings
     )
 
 
-def _blocks_of(segment: Entry) -> Iterator[Entry]:
+def blocks_of(segment: Entry) -> Iterator[Entry]:
     """Yield the blocks of a segment with their addresses, which torch 2.0 leaves out."""
     address = segment["address"]
     for block in segment["blocks"]:

@@ -27,7 +27,7 @@ from benchmarks.report import RESULTS, markdown
 
 DATA = Path(__file__).parent / "data"
 Row = dict[str, str]
-SOURCES = {"limits": ("timm-rtx3090", "timm-rtx3090-further"), "peaks": ("litgpt", "bert-large-v100")}
+SOURCES = {"limits": ("timm-rtx3090", "timm-rtx3090-further"), "peaks": ("litgpt",)}
 DEFINITIONS = {"as in autobatch": "predicted", "as in that benchmark, with retries": "with_retries"}
 """Columns of predicted limits, by what they call a fit."""
 SCALES = (0.9, 0.95, 1.0, 1.05, 1.1)
@@ -46,20 +46,30 @@ def main() -> int:
         command.add_argument("--only", default="", metavar="TEXT", help="rows that have this text")
     options = parser.parse_args()
     if options.command == "recordings":
-        head = ("recording", "blocks", "same address", "segments", "peak, bytes", "peak of the model")
-        lines = [*recordings.table(options.files)]
-        print(markdown(head, lines))
-        return int(lines[-1][1] != lines[-1][2])
-    of_row, table = {
-        "limits": (predict.limits_of, limits_table),
-        "peaks": (predict.peak_of, peaks_table),
-    }[options.command]
+        outcomes = {path: recordings.replays_of(path) for path in options.files}
+        print(recordings_table(outcomes))
+        return int(not all(outcome.agrees for each in outcomes.values() for outcome in each))
+    is_limit = options.command == "limits"
+    of_row, table = (predict.limits_of, limits_table) if is_limit else (predict.peak_of, peaks_table)
     for source in SOURCES[options.command]:
         asked = [row for row in read(DATA / f"{source}.csv") if options.only in ",".join(row.values())]
         results = options.out / f"published_{options.command}_{source}.csv"
         if rows := [*predicted(asked, results, partial(of_row, options.checkouts.resolve()))]:
             print(f"{source}:\n\n{table(rows)}")
     return 0
+
+
+def recordings_table(outcomes: Mapping[Path, Sequence[recordings.Outcome]]) -> str:
+    """Return a line for each replay, and their sum; of a file that has none, that it is so."""
+    lines: list[tuple[object, ...]] = []
+    for path, replays in outcomes.items():
+        lines += [(path.name, *outcome) for outcome in replays] or [(path.name, "not replayed", *"----")]
+    every = [outcome for replays in outcomes.values() for outcome in replays]
+    sums = [sum(column) for column in zip(*every, strict=True)][:3]
+    equal = sum(outcome.model_peak_bytes == outcome.peak_bytes for outcome in every)
+    lines.append((f"{len(every)} recordings", *sums, f"{equal} peaks equal", ""))
+    head = ("recording", "blocks", "same address", "segments", "peak, bytes", "peak of the model")
+    return markdown(head, lines)
 
 
 def predicted(
@@ -127,21 +137,17 @@ def peaks_table(rows: Sequence[Row]) -> str:
     """Return predicted ÷ published peaks by source, of the rows that judge."""
     lines = []
     for source in dict.fromkeys(row["source"] for row in rows):
-        own = [row for row in rows if row["source"] == source and row.get("judges", "yes") == "yes"]
-        failed = [row for row in own if row.get("published_gb") == "OOM"]
-        ratios = [int(row["predicted_bytes"]) / measured(row) for row in own if row not in failed]
+        own = [row for row in rows if row["source"] == source and row["judges"] == "yes"]
+        failed = [row for row in own if row["published_gb"] == "OOM"]
+        ratios = [
+            int(row["predicted_bytes"]) / (float(row["published_gb"]) * 1e9)
+            for row in own
+            if row not in failed
+        ]
+        spread = [f"{ratio(ratios):.4f}" for ratio in (median, min, max)]
         refused = f"{sum(row['fits'] == 'False' for row in failed)} of {len(failed)}"
-        lines.append(
-            [source, len(ratios), f"{median(ratios):.4f}", f"{min(ratios):.4f} to {max(ratios):.4f}", refused]
-        )
-    return markdown(("source", "rows", "median", "least to most", "out of memory refused"), lines)
-
-
-def measured(row: Row) -> float:
-    """Return the published bytes."""
-    if "published_gb" in row:
-        return float(row["published_gb"]) * 1e9
-    return float(int(row["nvml_used_mib"]) - int(row["context_mib"])) * 2**20
+        lines.append((source, len(ratios), *spread, refused))
+    return markdown(("source", "rows", "median", "least", "most", "out of memory refused"), lines)
 
 
 if __name__ == "__main__":

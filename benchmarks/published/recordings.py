@@ -2,8 +2,8 @@
 
 A recording is a snapshot as ``torch.cuda.memory._dump_snapshot`` writes it, or its reduced form: rows of a
 CSV file. Before the first event these are ``segment,address,bytes,pool[,stream]`` and ``held,address,bytes``,
-or of expandable segments ``begin,address,0,pool`` and ``mapped,address,bytes,pool``. Then come ``new`` and
-``released`` (segments), ``map`` (pages), ``alloc,address,bytes[,stream]`` and ``free,address``.
+or of expandable segments ``begin,address,bytes,pool`` and ``mapped,address,bytes,pool``. Then come ``new``
+and ``released`` (segments), ``map`` (pages), ``alloc,address,bytes[,stream]`` and ``free,address``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,24 +23,19 @@ from autobatch.device.allocator.caching import (
     CachingAllocator,
     Segment,
 )
-from autobatch.device.snapshot_file import load_snapshot
+from autobatch.device.snapshot_file import blocks_of, load_snapshot
 
 Row = tuple[Any, ...]
 ACTIONS = {"segment_alloc": "new", "segment_free": "released", "alloc": "alloc", "free_completed": "free"}
-FAR = 1 << 46
-"""Bytes of addresses behind the mapped pages of an expandable segment."""
 
 
 class Outcome(NamedTuple):
-    """Result of a replay."""
+    """Result of a replay: blocks, those where the GPU put them, new segments or pages, and reserved peaks."""
 
     allocations: int
     same: int
-    """Those that the model puts where the GPU put them."""
     segments: int
-    """New segments, and pages."""
     peak_bytes: int
-    """Most that the GPU reserved."""
     model_peak_bytes: int
 
     @property
@@ -64,14 +59,13 @@ def read_snapshot(path: Path) -> Iterator[list[Row]]:
     content = load_snapshot(path)
     for device, entries in enumerate(content["device_traces"]):
         segments = [part for part in content["segments"] if part.get("device", 0) == device]
-        is_expandable = any(part.get("is_expandable") for part in segments)
+        events = (entry for entry in entries if entry["action"] in ACTIONS)
         rows = [
-            (ACTIONS[entry["action"]], entry["addr"], entry["size"], entry.get("stream", 0))
-            for entry in entries
-            if entry["action"] in ACTIONS
+            (ACTIONS[event["action"]], event["addr"], event["size"], event.get("stream", 0))
+            for event in events
         ]
-        if rows and not is_expandable:
-            yield [*undone(rows, segments), *(row[:2] if row[0] == "free" else row for row in rows)]
+        if rows and not any(part.get("is_expandable") for part in segments):
+            yield [*undone(rows, segments), *rows]
 
 
 def undone(rows: Sequence[Row], segments: Sequence[dict[str, Any]]) -> list[Row]:
@@ -81,12 +75,8 @@ def undone(rows: Sequence[Row], segments: Sequence[dict[str, Any]]) -> list[Row]
     block is the block's.
     """
     memory = {part["address"]: (part["total_size"], part["stream"]) for part in segments}
-    held = {}
-    for part in segments:
-        starts = accumulate((block["size"] for block in part["blocks"]), initial=part["address"])
-        for address, block in zip(starts, part["blocks"], strict=False):
-            if block["state"].startswith("active"):
-                held[address] = block["size"]
+    blocks = (block for part in segments for block in blocks_of(part))
+    held = {block["address"]: block["size"] for block in blocks if block["state"].startswith("active")}
     order = sorted(held)
 
     def close_gap(address: int, following: int) -> None:
@@ -117,26 +107,16 @@ def undone(rows: Sequence[Row], segments: Sequence[dict[str, Any]]) -> list[Row]
     return found
 
 
-def stated(rows: Sequence[Row], kind: str, start: int, end: int) -> list[tuple[int, int]]:
-    """Return the addresses and bytes of the rows of a kind within a range of addresses, in order."""
-    return sorted((row[1], row[2]) for row in rows if row[0] == kind and start <= row[1] < end)
-
-
 def state_before(rows: Sequence[Row]) -> Iterator[Segment]:
     """Yield the segments that the process had when the recording began."""
-    for _, address, size, pool, *stream in (row for row in rows if row[0] == "segment"):
-        held = stated(rows, "held", address, address + size)
-        yield Segment(address, size, pool == "small", *stream, held=tuple(held))
-    begins = sorted(row[1] for row in rows if row[0] == "begin")
-    for _, begin, _, pool in (row for row in rows if row[0] == "begin"):
-        end = next((other for other in begins if other > begin), begin + FAR)
-        gaps, position = [], begin
-        for address, size in [*stated(rows, "mapped", begin, end), (end, 0)]:
-            if address > position:
-                gaps.append((position, address - position))
-            position = address + size
-        held = stated(rows, "held", begin, end)
-        yield Segment(begin, end - begin, pool == "small", held=tuple(held), unmapped=tuple(gaps))
+    for kind, start, size, pool, *stream in (row for row in rows if row[0] in ("segment", "begin")):
+        held, mapped = (
+            sorted(row[1:3] for row in rows if row[0] == stated and start <= row[1] < start + size)
+            for stated in ("held", "mapped")
+        )
+        filled = size if kind == "segment" else sum(part for _, part in mapped)
+        unmapped = ((start + filled, size - filled),) if filled < size else ()
+        yield Segment(start, size, pool == "small", *stream, held=tuple(held), unmapped=unmapped)
 
 
 def replayed(rows: Sequence[Row]) -> Outcome:
@@ -173,17 +153,7 @@ def replayed(rows: Sequence[Row]) -> Outcome:
     return Outcome(allocations, same, segments, peak, model.peak_reserved_bytes)
 
 
-def table(paths: Sequence[Path]) -> Iterator[tuple[object, ...]]:
-    """Yield a row for each recording, and their sum."""
-    found = []
-    for path in paths:
-        recordings = [read(path)] if path.name.endswith(".csv.gz") else [*read_snapshot(path)]
-        if not recordings:
-            yield path.name, "begins in the middle", *"----"
-        for rows in recordings:
-            outcome = replayed(rows)
-            found.append(outcome)
-            yield path.name.removesuffix(".csv.gz"), *outcome
-    sums = [sum(column) for column in list(zip(*found, strict=True))[:3]] if found else [0, 0, 0]
-    equal = sum(one.model_peak_bytes == one.peak_bytes for one in found)
-    yield f"{len(found)} recordings", *sums, f"{equal} peaks equal", ""
+def replays_of(path: Path) -> list[Outcome]:
+    """Replay a recording, or the GPUs of a snapshot that can be."""
+    recordings = [read(path)] if path.name.endswith(".csv.gz") else read_snapshot(path)
+    return [replayed(rows) for rows in recordings]
