@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ from autobatch.device.snapshot_file import blocks_of, load_snapshot
 
 Row = tuple[Any, ...]
 ACTIONS = {"segment_alloc": "new", "segment_free": "released", "alloc": "alloc", "free_completed": "free"}
+
+GROWS = {"new": 1, "map": 1, "released": -1}
 
 
 class Outcome(NamedTuple):
@@ -129,28 +131,23 @@ def replayed(rows: Sequence[Row]) -> Outcome:
     config = AllocatorConfig(expandable_segments=any(row[0] == "begin" for row in rows))
     model = CachingAllocator(None, config, addresses=lambda _: given.pop())
     blocks = model.begin_with(state_before(rows))
-    reserved = peak = model.reserved_bytes
-    allocations = same = segments = 0
-    previous = ""
-    for action, address, *rest in rows:
-        if action in ("new", "map"):
-            reserved += rest[0]
-            peak, segments = max(peak, reserved), segments + 1
-            given += [address] * (action == "new")
-        elif action == "released":
-            reserved -= rest[0]
-            if previous != "released":
-                model.release()
+    changes = [GROWS[row[0]] * row[2] for row in rows if row[0] in GROWS]
+    peak = max(accumulate(changes, initial=model.reserved_bytes))
+    same = []
+    for previous, (action, address, *rest) in pairwise([("",), *rows]):
+        if action == "new":
+            given.append(address)
+        elif action == "released" and previous[0] != "released":
+            model.release()
         elif action == "alloc":
             block = blocks[address] = model.malloc(*rest)
             # A segment that the model does not take is a difference, too.
-            at_same = block is None or block.address == address
-            allocations, same = allocations + 1, same + (at_same and not given)
+            same.append(not given and (block is None or block.address == address))
             given.clear()
         elif action == "free" and address in blocks:
             model.free(blocks.pop(address))
-        previous = action
-    return Outcome(allocations, same, segments, peak, model.peak_reserved_bytes)
+    segments = sum(change > 0 for change in changes)
+    return Outcome(len(same), sum(same), segments, peak, model.peak_reserved_bytes)
 
 
 def replays_of(path: Path) -> list[Outcome]:
