@@ -12,8 +12,9 @@ Each try disturbs one run in one way, and the next one resumes it:
     loss      SIGKILL to all processes of a host
 
 Printed are, for each try, the seconds until the ranks that nothing disturbed were gone, and until a disturbed
-one was, whether a line named it, and whether a checkpoint was lost. At the end, the weights of the run are
-compared with those of an undisturbed run, bit for bit. Two hosts are network namespaces, and need root.
+one was, whether a line named it, and whether a checkpoint was lost; then a table of them by kind. At the end,
+the weights of the run are compared with those of an undisturbed run, bit for bit. Two hosts are network
+namespaces, and need root.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-from benchmarks.report import arguments
+from benchmarks.report import arguments, markdown
 from tests.support.hosts import INTERFACE, TwoHosts, torchrun, two_hosts
 
 STEPS_OF_TRY, CHECKPOINT_EVERY = 200, 5
@@ -127,13 +129,15 @@ class Run:
         """Return what the processes have printed."""
         return "".join(path.read_text() for path in sorted(self.folder.glob("host*.*")))
 
-    def disturb(self, kind: str, draw: random.Random) -> dict[str, object]:
+    def disturb(self, kind: str, draw: random.Random) -> dict[str, Any]:
         """Disturb the run once, and return what was seen."""
         (self.folder / "slow").touch()
         before, launchers = self.newest, self.start()
         pids = [self.folder / f"pid-{rank}" for rank in range(self.ranks)]
         try:
-            wait_for(lambda: self.newest > before and all(path.exists() for path in pids), 120)
+            wait_for(
+                lambda: self.newest > before and all(path.exists() and path.read_text() for path in pids), 120
+            )
         except TimeoutError:
             raise RuntimeError(self.said()[-3000:]) from None
         of_rank = [int(path.read_text()) for path in pids]
@@ -215,6 +219,34 @@ def wait_for(is_so: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.02)
 
 
+def table(tries: list[dict[str, Any]]) -> str:
+    """Return the longest waits of each kind of disturbance, and what did not hold."""
+    rows = []
+    for kind in dict.fromkeys(seen["kind"] for seen in tries):
+        own = [seen for seen in tries if seen["kind"] == kind]
+        rows.append(
+            (
+                kind,
+                len(own),
+                max(seen["undisturbed_s"] for seen in own),
+                max((seen["disturbed_s"] for seen in own if seen["disturbed_s"] is not None), default="-"),
+                sum(seen["late"] for seen in own),
+                sum(seen["named"] is False for seen in own),
+                sum(seen["lost"] for seen in own),
+            )
+        )
+    head = (
+        "disturbance",
+        "tries",
+        "others gone, s",
+        "itself gone, s",
+        "late",
+        "not named",
+        "lost checkpoints",
+    )
+    return markdown(head, rows)
+
+
 def main() -> int:
     """Disturb a run as often as asked, and return 1 if something did not hold."""
     given = arguments(
@@ -227,7 +259,7 @@ def main() -> int:
         hosts=False,
     )
     kinds = [kind for kind in given.kinds for _ in range(given.tries)]
-    ranks, draw, failed = 2 if given.hosts else given.ranks, random.Random(given.seed), 0
+    ranks, draw, tries = 2 if given.hosts else given.ranks, random.Random(given.seed), list[dict[str, Any]]()
     steps = STEPS_OF_TRY * (len(kinds) + 1)
     with tempfile.TemporaryDirectory() as name, ExitStack() as opened:
         hosts = opened.enter_context(two_hosts()) if given.hosts else None
@@ -235,13 +267,14 @@ def main() -> int:
         for kind in kinds:
             seen = run.disturb(kind, draw)
             limit_s = given.timeout + UNDISTURBED_S
-            late = (seen["undisturbed_s"] or 0) > limit_s  # type: ignore[operator]
-            late |= not given.hosts and (seen["disturbed_s"] or 0) > given.timeout + STOPPED_S  # type: ignore[operator]
-            late &= kind != "save"
-            failed += bool(late or seen["lost"] or seen["named"] is False)
-            print(json.dumps({**seen, "late": late}), flush=True)
+            late = (seen["undisturbed_s"] or 0) > limit_s
+            late |= not given.hosts and (seen["disturbed_s"] or 0) > given.timeout + STOPPED_S
+            tries.append({**seen, "late": late and kind != "save"})
+            print(json.dumps(tries[-1]), flush=True)
+        print(table(tries), flush=True)
         weights = run.finish()
         whole = Run(Path(name, "whole"), steps, ranks, given.timeout, hosts).finish()
+    failed = sum(bool(seen["late"] or seen["lost"] or seen["named"] is False) for seen in tries)
     print(json.dumps({"failed": failed, "same bits": weights == whole}))
     return int(failed > 0 or weights != whole)
 
