@@ -128,11 +128,6 @@ def read_recordings(path: Path) -> list[Recording]:
     return sorted(recordings, key=lambda recording: -recording.peak_reserved_bytes)
 
 
-def read_trace(path: Path) -> Trace:
-    """Read the events of the GPU that reserves most; see `read_recordings`."""
-    return read_recordings(path)[0].trace
-
-
 def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings: str) -> Recording:
     """Read the events of one GPU."""
     signed = (GROWS.get(entry["action"], 0) * entry["size"] for entry in entries if "size" in entry)

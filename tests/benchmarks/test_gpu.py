@@ -187,15 +187,6 @@ def test_measured_figures_enter_a_profile(tmp_path):
     assert keep.slug_of(found) == "nvidia-h200-torch-2.11.0"
 
 
-def test_commands_find_the_packages_that_were_carried_along(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "/carried")
-    with commands.fresh_home() as environ:
-        assert environ["PYTHONPATH"] == os.pathsep.join([str(commands.ROOT), "/carried"])
-    monkeypatch.delenv("PYTHONPATH")
-    with commands.fresh_home() as environ:
-        assert environ["PYTHONPATH"] == str(commands.ROOT)
-
-
 def test_a_command_that_fails_is_a_failure_with_its_last_words(tmp_path, monkeypatch):
     said = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nModuleNotFoundError: msgspec\n")
     monkeypatch.setattr(commands.subprocess, "run", lambda *_, **__: said)
@@ -208,24 +199,6 @@ def test_a_command_that_fails_is_a_failure_with_its_last_words(tmp_path, monkeyp
     assert journal.done() == set()
 
 
-def test_the_tests_for_a_gpu_are_found():
-    assert "tests/gpu/test_allocator.py" in commands.gpu_tests()
-
-
 def test_a_process_that_dies_before_its_first_unit_is_not_started_again(tmp_path):
     command = [sys.executable, "-c", "raise SystemExit(1)"]
     assert measure(command, Journal(tmp_path, 1), time.time() + 60) is False
-
-
-def test_outcomes_of_tests_are_counted(tmp_path):
-    report = tmp_path / "tests.xml"
-    report.write_text(
-        "<testsuites><testsuite>"
-        '<testcase classname="a" name="one"/>'
-        '<testcase classname="a" name="two"><failure message="it broke">x</failure></testcase>'
-        '<testcase classname="a" name="three"><skipped/></testcase>'
-        "</testsuite></testsuites>"
-    )
-    assert commands.outcomes(report) == {
-        "passed": 1, "skipped": 1, "failed": 1, "failures": {"a::two": "it broke"}
-    }  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from autobatch import DoesNotFitError, InputError
 from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device.cpu import CpuDevice
-from autobatch.device.host import HostMemory, cpu_name
+from autobatch.device.host import HostMemory
 
 HOST = HostMemory(16 * GiB, 8 * GiB, "a made-up machine")
 
@@ -116,11 +116,3 @@ def test_training_counts_nothing():
         assert torch.ones(10_000).sum() == 10_000
         assert set(meter.stats()) == {None}
         assert meter.trace() is None
-
-
-def test_the_record_of_the_device():
-    record = CpuDevice(memory_budget="1GiB", memory=HOST).describe()
-    assert (record.kind, record.total_bytes, record.budget_bytes) == ("cpu", 16 * GiB, GiB)
-    assert record.other_processes_bytes is None
-    assert record.name == cpu_name()
-    assert CpuDevice(memory_budget="1GiB", memory=HOST).torch_device == torch.device("cpu")

@@ -86,12 +86,3 @@ def test_the_text_tells_fragmentation_as_that_of_cuda():
         with pytest.raises(torch.OutOfMemoryError) as caught:
             torch.zeros(15 * MiB, dtype=torch.uint8)
     assert is_fragmented(caught.value)
-
-
-def test_the_record_of_the_device():
-    device = SimulatedDevice(gpu(), "1GiB")
-    record = device.describe()
-    assert (record.kind, record.name) == ("sim", "Made-up 9000 (simulated)")
-    assert (record.total_bytes, record.budget_bytes, record.other_processes_bytes) == (24 * GiB, GiB, 0)
-    assert device.torch_device == torch.device("cpu")
-    assert device.compiler_missing() is not None

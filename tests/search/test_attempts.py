@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 from torch import Tensor, nn
 
 from autobatch import Progress
-from autobatch.core.units import MiB
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.rehearsal.attempt import Outcome
-from autobatch.rehearsal.process import ChildCrashed, ThisProcess
-from autobatch.search.attempts import nothing_fits, run_attempt
+from autobatch.rehearsal.process import ChildCrashed
+from autobatch.search.attempts import run_attempt
 from autobatch.search.probe import find_largest
-from tests.support.hardware import CpuAsGpu
 from tests.support.probes import classify, probed, work
-from tests.support.sizes import BUDGET, machine_of, outcome_of
-from tests.support.step_workloads import WORKLOADS, setup
+from tests.support.sizes import BUDGET, machine_of
 
 CRASHED = ChildCrashed("the child process ended (SIGSEGV)")
 KILLED = ChildCrashed("the child process ended (SIGKILL)", out_of_memory=True)
@@ -113,22 +108,3 @@ def test_a_probe_names_the_error_and_keeps_its_answer() -> None:
     assert any("invalid configuration argument" in one and "78" in one for one in listener.notes)
     again, _ = probed(work(loss=limited), memory_budget="10MiB")
     assert again.probe.micro_batch == 77
-
-
-# The error if nothing fits.
-
-
-@pytest.mark.parametrize(
-    ("phase", "single_error", "words"),
-    [
-        ("forward", None, "(in the forward). What helps: a larger --memory-budget"),
-        ("loss", None, "(in the loss). What helps: a larger --memory-budget, a smaller target batch"),
-        (None, "ValueError: one", "A micro-batch of 1 cannot run: ValueError: one. What helps: a larger"),
-    ],
-)
-def test_the_error_of_a_probe_needs_neither_a_trace_nor_a_child(phase, single_error, words) -> None:
-    made = replace(setup(WORKLOADS["perceptron"]()), device=CpuAsGpu(memory_budget=64 * MiB))
-    process = Process(failing(CRASHED))
-    process.info = ThisProcess(made).info
-    attempt = msgspec.structs.replace(outcome_of(1, False, None).attempt, phase=phase)
-    assert words in str(nothing_fits(process, Outcome(attempt, None), single_error))

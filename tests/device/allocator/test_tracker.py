@@ -176,23 +176,6 @@ def test_what_is_certain_not_to_fit_is_refused_before_it_takes_the_memory(make):
     assert meter.stats().peak_allocated_bytes <= 200 * MiB
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CS:UserWarning")  # beta, says torch
-@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
-def test_sparse_tensors_are_counted_near_the_limit(layout):
-    """Near the limit the size is guessed from the arguments, and sparse tensors have no ``nbytes``."""
-    dense = torch.zeros(100, 100)
-    dense[0, :10] = 1
-    with tracker(2 * KiB) as meter:
-        sparse = getattr(dense, layout)()
-        assert 10 * (8 + F32) <= held(meter) <= 2 * KiB
-        twice = sparse * 2
-        assert 20 * F32 <= held(meter) <= 2 * KiB
-        del sparse, twice
-        with pytest.raises(torch.OutOfMemoryError):
-            getattr(torch.ones(100, 100), layout)()
-        assert held(meter) == 0
-
-
 def test_gradients_that_add_up_are_counted_as_in_place():
     """Without a mode autograd adds into ``.grad``; the tracker must not see a third copy."""
     model = nn.Linear(1000, 100, bias=False)
