@@ -20,7 +20,7 @@ from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.search.hazards import hazard, nothing_to_gain
 from autobatch.search.real_batches import FIRST, TRIES, batches_to_run, why_not
 from autobatch.workload.order import GlobalBatch
-from autobatch.workload.split import Sizes, SizeSplit, Split, digest_of
+from autobatch.workload.split import Sizes, SizeSplit, Split, sizes_digest
 from autobatch.workload.user_code import describe
 
 LEAST_GAIN = 1.03
@@ -109,7 +109,7 @@ def _choose(
             longest=float(sizes.max()),
             micro_batch=smaller,
             max_micro_batch=cap,
-            digest=digest_of(sizes),
+            digest=sizes_digest(sizes),
             by_size_of=setup.workload.size_of is not None,
         )
         cut, gain = _with_expectations(cut, batches[:FIRST], sizes, plan.micro_batch)

@@ -54,7 +54,7 @@ from autobatch.workload.rng import (
     restore_random_state,
     seed_rank,
 )
-from autobatch.workload.split import digest_of
+from autobatch.workload.split import sizes_digest
 
 BEFORE_TRAINING = ("device", "probe", "tuning", "title", "predicted", "memory_curve")
 """Records of the parts before the training, which every checkpoint keeps for a resume."""
@@ -429,7 +429,7 @@ def changes_since_checkpoint(
     if options.batch.split not in ("auto", plan.split):
         changes.append("--split")
     sizes = setup.worst_case.sizes() if plan.size_cut is not None else None
-    if plan.size_cut is not None and (sizes is None or digest_of(sizes) != plan.size_cut.digest):
+    if plan.size_cut is not None and (sizes is None or sizes_digest(sizes) != plan.size_cut.digest):
         changes.append("sizes of the samples")
     return changes if setup.shards == shards_of(plan) else [*changes, "--parallel"]
 

@@ -172,7 +172,7 @@ class SizeSplit(Split):
         return [[list(range(len(own)))]] if list(map(len, places)) == [1] else places
 
 
-def digest_of(sizes: Sizes) -> str:
+def sizes_digest(sizes: Sizes) -> str:
     """Return a digest of the sizes of all samples, which tells whether a cut stays the same."""
     return hashlib.sha256(np.ascontiguousarray(sizes, dtype="<f8").tobytes()).hexdigest()[:16]
 
@@ -193,7 +193,7 @@ def split_of(plan: Plan, read_sizes: Callable[[], Sizes | None], *, rank: int, w
     if cut is None:
         return Split(rank, world, plan.multiple)
     sizes = read_sizes()
-    if sizes is None or digest_of(sizes) != cut.digest:
+    if sizes is None or sizes_digest(sizes) != cut.digest:
         raise InputError(
             "the sizes of the training samples are not those that the plan was made for, so its batches "
             "would be cut at other places: give the same data, or use --split count"

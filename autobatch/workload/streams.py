@@ -188,7 +188,7 @@ class FunctionReader:
         return []
 
 
-class Rows:
+class UnbatchedRows:
     """The samples of a stream of ready batches.
 
     Args:
@@ -403,7 +403,7 @@ class StreamReader:
                 )
             is_made = is_loader(source)
             source = _in_order(source, **self._workers) if is_made else _loader(source, **self._workers)
-        return Rows(source, self._stream) if isinstance(self._stream, Unbatched) else source
+        return UnbatchedRows(source, self._stream) if isinstance(self._stream, Unbatched) else source
 
 
 class StreamView:

@@ -18,7 +18,7 @@ from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.rehearsal.setup import Setup
 from autobatch.workload.data import WorstCaseSampler
-from autobatch.workload.split import SizeSplit, digest_of
+from autobatch.workload.split import SizeSplit, sizes_digest
 from tests.support.training import IGNORED, info_nce, language_model, make_loop, make_setup, token_loss
 
 
@@ -81,7 +81,7 @@ def ragged_split(workload: Workload, limit: int = 5) -> SizeSplit:
         longest=float(sizes.max()),
         micro_batch=limit,
         max_micro_batch=4 * limit,
-        digest=digest_of(sizes),
+        digest=sizes_digest(sizes),
     )
     return SizeSplit(sizes=sizes, cut=cut)
 
