@@ -6,15 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import autobatch
 from autobatch import FitResult, Progress, StepRecord, Workload
-
-
-def known(reason: str) -> pytest.MarkDecorator:
-    """Mark a test of a fault that is known, and not mended yet."""
-    return pytest.mark.xfail(raises=AssertionError, strict=True, reason=reason)
 
 
 class Stopped(Exception):
