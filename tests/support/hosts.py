@@ -20,11 +20,6 @@ PORT = 29400
 INTERFACE = "eth0"
 
 
-def can_make_hosts() -> bool:
-    """Check that this process may make network namespaces."""
-    return sys.platform == "linux" and os.geteuid() == 0 and shutil.which("ip") is not None
-
-
 class TwoHosts:
     """Two hosts that reach each other until the link is cut.
 
