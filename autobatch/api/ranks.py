@@ -94,12 +94,12 @@ def check_data_of_ranks(data: DataDigest | None, ranks: Ranks, resumed: Loaded |
     Raises:
         InputError: some rank reads other data.
     """
-    found = ranks.gather(data)
+    digests = ranks.gather(data)
     whose = [f"rank {rank}" for rank in range(ranks.world)] if ranks.world > 1 else ["this run"]
     if resumed is not None:
-        found.insert(0, msgspec.convert(resumed.facts.get("data"), DataDigest | None))
+        digests.insert(0, msgspec.convert(resumed.facts.get("data"), DataDigest | None))
         whose.insert(0, f"the checkpoint {resumed.path}")
-    check_same_data(found, whose)
+    check_same_data(digests, whose)
 
 
 def continue_after_restart(run: Run) -> None:
@@ -154,11 +154,11 @@ def _check_shared(out: Path, ranks: Ranks) -> None:
     deadline = time.monotonic() + SHARED_SECONDS
     while not token.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    found = ranks.gather((token.exists(), ranks.host))
+    seen = ranks.gather((token.exists(), ranks.host))
     if ranks.rank == 0:
         with suppress(OSError):
             token.unlink()
-    for rank, (is_seen, host) in enumerate(found):
+    for rank, (is_seen, host) in enumerate(seen):
         if not is_seen:
             raise InputError(
                 f"rank {rank} on {host} does not see the folder of the run {out.absolute()}: give an --out "

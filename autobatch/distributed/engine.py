@@ -213,8 +213,8 @@ class GroupEngine(Engine):
         if not any(numbers.has_terms for numbers in of_ranks):
             return
         own = {name: term.on_host() for name, term in totals.terms.items()}
-        found = self.ranks.gather((bool(totals.sizes), own))
-        first, *others = [list(terms) for has_samples, terms in found if has_samples]
+        of_all = self.ranks.gather((bool(totals.sizes), own))
+        first, *others = [list(terms) for has_samples, terms in of_all if has_samples]
         for other in others:
             if set(other) != set(first):
                 raise InputError(
@@ -222,7 +222,7 @@ class GroupEngine(Engine):
                     f"and {', '.join(other) or 'of no name'} on another: return the same terms"
                 )
         totals.terms = {}
-        for name, term in [item for _, terms in found for item in terms.items()]:
+        for name, term in [item for _, terms in of_all for item in terms.items()]:
             before = totals.terms.get(name)
             totals.terms[name] = term if before is None else before.plus(term)
 

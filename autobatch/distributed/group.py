@@ -80,10 +80,10 @@ class Group(Ranks):
 
     def gather(self, value: T) -> list[T]:
         """See `Ranks.gather`."""
-        found: list[Any] = [None] * self.world
+        of_ranks: list[Any] = [None] * self.world
         with self.waiting("exchange messages"):
-            dist.all_gather_object(found, value, group=self._messages)
-        return found
+            dist.all_gather_object(of_ranks, value, group=self._messages)
+        return of_ranks
 
     def broadcast(self, value: T) -> T:
         """See `Ranks.broadcast`."""

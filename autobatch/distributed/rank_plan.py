@@ -34,26 +34,24 @@ def agree_on_limit(
         The probe with the limit and its evidence, the micro-batch that a plan may ask for on each rank, and a
         note that names the smallest GPU if the limits differ.
     """
-    evidence = (probe.limited_by, probe.upper_bound_by, probe.stopped_by)
-    found = ranks.gather((probe.micro_batch, planned, evidence, f"{device.name} on {ranks.host}"))
-    least = min(range(len(found)), key=lambda rank: found[rank][0])
-    micro_batch, _, (limited_by, upper_bound_by, stopped_by), where = found[least]
-    largest = max(size for size, *_ in found)
+    of_ranks = ranks.gather((probe, planned, f"{device.name} on {ranks.host}"))
+    rank, (least, _, where) = min(enumerate(of_ranks), key=lambda item: item[1][0].micro_batch)
+    largest = max(other.micro_batch for other, _, _ in of_ranks)
     agreed = msgspec.structs.replace(
         probe,
-        micro_batch=micro_batch,
-        limited_by=limited_by,
-        upper_bound_by=upper_bound_by,
-        stopped_by=stopped_by,
-        world_size=len(found),
+        micro_batch=least.micro_batch,
+        limited_by=least.limited_by,
+        upper_bound_by=least.upper_bound_by,
+        stopped_by=least.stopped_by,
+        world_size=len(of_ranks),
     )
     note = None
-    if micro_batch < largest:
+    if least.micro_batch < largest:
         note = (
-            f"all ranks take micro-batches of at most {micro_batch:,}, as fit on rank {least} ({where}), "
-            f"although {largest:,} fit on others"
+            f"all ranks take micro-batches of at most {least.micro_batch:,}, as fit on rank {rank} "
+            f"({where}), although {largest:,} fit on others"
         )
-    return agreed, min(size for _, size, *_ in found), note
+    return agreed, min(planned for _, planned, _ in of_ranks), note
 
 
 def agree_on_cut(ranks: Ranks, cut: SizeCut | None) -> SizeCut | None:

@@ -78,11 +78,11 @@ class Ranks:
             InputError: a rank differs; names the rank, the value and both of its forms.
         """
         first, *others = self.gather(dict(values))
-        for rank, found in enumerate(others, start=1):
+        for rank, of_rank in enumerate(others, start=1):
             for name, expected in first.items():
-                if found.get(name) != expected:
+                if of_rank.get(name) != expected:
                     raise InputError(
-                        f"the ranks differ in {name}: rank {rank} has {found.get(name)}, and rank 0 has "
+                        f"the ranks differ in {name}: rank {rank} has {of_rank.get(name)}, and rank 0 has "
                         f"{expected}. Start all of them alike"
                     )
 
@@ -185,6 +185,6 @@ def _number(
     text = environ.get(name, "" if default is None else str(default))
     if not text.isdecimal() or not least <= int(text) <= most:
         limits = f"of at least {least}" if most == 2**31 else f"from {least} to {most}"
-        found = f"found {text!r}" if text else "it is not set"
-        raise InputError(f"{name} must be a number {limits}, {found}: start the ranks with torchrun")
+        what = f"found {text!r}" if text else "it is not set"
+        raise InputError(f"{name} must be a number {limits}, {what}: start the ranks with torchrun")
     return int(text)

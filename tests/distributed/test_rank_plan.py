@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from autobatch.core.records import DeviceRecord, SizeCut
@@ -27,17 +28,26 @@ class Told(Ranks):
 DEVICE = DeviceRecord(kind="cpu", name="A", total_bytes=2000, budget_bytes=5, budget_source="as set")
 
 
+def limit_of(micro_batch: int, limited_by: str, upper_bound_by: str) -> Any:
+    return msgspec.structs.replace(
+        probe_of(micro_batch), limited_by=limited_by, upper_bound_by=upper_bound_by
+    )
+
+
 def test_the_least_limit_holds_for_all_ranks_and_names_its_gpu() -> None:
     """Rank 1 has the least: its limit, its evidence and its part of a plan count."""
-    evidence = [("target_batch", "cap", None), ("memory", "replay", None), ("memory", "run", None)]
-    of_ranks = zip((8, 3, 9), (8, 2, 7), evidence, ("A on x", "B on y", "A on z"), strict=True)
-    found, planned, note = agree_on_limit(Told(*of_ranks), probe_of(8), 8, DEVICE)
+    limits = (
+        limit_of(8, "target_batch", "cap"),
+        limit_of(3, "memory", "replay"),
+        limit_of(9, "memory", "run"),
+    )
+    of_ranks = zip(limits, (8, 2, 7), ("A on x", "B on y", "A on z"), strict=True)
+    found, planned, note = agree_on_limit(Told(*of_ranks), limits[0], 8, DEVICE)
     assert (found.micro_batch, found.limited_by, found.upper_bound_by) == (3, "memory", "replay")
     assert (found.world_size, planned) == (3, 2)
     assert note is not None
     assert "at most 3, as fit on rank 1 (B on y), although 9 fit" in note
-    equal = ("memory", "run", None)
-    assert agree_on_limit(Told(*[(8, 8, equal, "A on x")] * 2), probe_of(8), 8, DEVICE)[2] is None
+    assert agree_on_limit(Told(*[(limits[0], 8, "A on x")] * 2), limits[0], 8, DEVICE)[2] is None
 
 
 def cut_of(limit: int, most: int, digest: str = "same") -> SizeCut:

@@ -88,9 +88,9 @@ def sharded_copy(
     sharded = sharding(made, precision)
     sharded.materialize(device)
     # Over real ranks, their parts arrive.
-    for one in sharded.parts() if sharding.mesh.mesh_dim_names == ALONE else ():
-        one.set_custom_all_gather(_Repeated())  # type: ignore[arg-type]
-        one.set_custom_reduce_scatter(_OwnSum())  # type: ignore[arg-type]
+    for part in sharded.parts() if sharding.mesh.mesh_dim_names == ALONE else ():
+        part.set_custom_all_gather(_Repeated())  # type: ignore[arg-type]
+        part.set_custom_reduce_scatter(_OwnSum())  # type: ignore[arg-type]
     fill(made)
     return made, sharded
 

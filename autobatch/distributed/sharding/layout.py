@@ -39,9 +39,9 @@ def check_sharding(model: nn.Module) -> list[nn.Module]:
     _check_ties(model, blocks)
     trained = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad}
     if len(trained) > 1:
-        (one, name), (other, another) = list(trained.items())[:2]
+        (dtype, name), (other, another) = list(trained.items())[:2]
         raise InputError(
-            f"--parallel shard needs one type for all trained parameters: {name} is {_short(one)}, and "
+            f"--parallel shard needs one type for all trained parameters: {name} is {_short(dtype)}, and "
             f"{another} is {_short(other)}. Convert the model with .to(…), or freeze some"
         )
     return blocks

@@ -169,13 +169,13 @@ class ShardedModel:
         # FSDP looks for new parameters when a function is applied to them.
         self._root._apply(lambda tensor: tensor)
 
-    def _weighted(self, found: LossValue) -> LossValue:
+    def _weighted(self, loss: LossValue) -> LossValue:
         weight = self.weight
         if weight == 1.0:
-            return found
+            return loss
         terms: dict[str, Tensor | Loss] = {
-            name: Loss(one.total * weight, one.count * weight) if isinstance(one, Loss) else one * weight
-            for name, one in terms_of(found).items()
+            name: Loss(term.total * weight, term.count * weight) if isinstance(term, Loss) else term * weight
+            for name, term in terms_of(loss).items()
         }
         return terms.get(ONE, terms)
 

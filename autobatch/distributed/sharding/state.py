@@ -70,12 +70,12 @@ def write_shards(folder: Path, shards: Mapping[str, Tensor], group: Group) -> di
         own = {path.name: _entry_of(path) for path in sorted(folder.glob(f"shard-{group.rank + 1:05d}-*"))}
     except OSError as error:
         reason = error.strerror or str(error)
-    found = {}
+    of_all = {}
     for rank, (files, failure) in enumerate(group.gather((own, reason))):
         if failure:
             raise CheckpointError(_failed(rank, folder, failure))
-        found.update(files)
-    return found
+        of_all.update(files)
+    return of_all
 
 
 def read_shards(
@@ -96,20 +96,20 @@ def read_shards(
     Returns:
         The tensors by name.
     """
-    found: dict[str, Tensor] = {}
-    for name, one in wanted.items():
+    tensors: dict[str, Tensor] = {}
+    for name, form in wanted.items():
         target = (into or {}).get(name)
-        is_fit = target is not None and list(target.shape) == one[0]
-        found[name] = target.detach() if target is not None and is_fit else _empty(one, mesh)
+        is_fit = target is not None and list(target.shape) == form[0]
+        tensors[name] = target.detach() if target is not None and is_fit else _empty(form, mesh)
     with warnings.catch_warnings():
         # It warns that ranks do not read together, which is intended.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
-            load(dict(found), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+            load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
         except CheckpointException as error:
             (cause, _), *_ = error.failures.values()
             raise cause from None
-    return found
+    return tensors
 
 
 def shard_like(train_state: TrainState, state: Any, mesh: DeviceMesh) -> Any:
@@ -144,7 +144,7 @@ def gather_weights(model: nn.Module, *, keep: bool) -> dict[str, Any]:
         model: the model.
         keep: False on ranks that do not need it, which get an empty one.
     """
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     known: dict[int, Tensor] = {}
     # With the parameters themselves, which tell tied ones.
     for name, value in model.state_dict(keep_vars=True).items():
@@ -153,8 +153,8 @@ def gather_weights(model: nn.Module, *, keep: bool) -> dict[str, Any]:
             # A copy: what was gathered may have the padding of the last part.
             known[id(value)] = whole.to("cpu", copy=True) if keep else whole.new_empty(0)
         if keep:
-            found[name] = known.get(id(value), value.detach() if isinstance(value, Tensor) else value)
-    return found
+            state[name] = known.get(id(value), value.detach() if isinstance(value, Tensor) else value)
+    return state
 
 
 def map_leaves(value: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
@@ -176,8 +176,8 @@ def map_leaves(value: Any, change: Callable[[str, Any], Any], place: str = "") -
     return change(place, value)
 
 
-def _empty(one: WholeTensor, mesh: DeviceMesh | None) -> Tensor:
-    shape, dtype, dim = one
+def _empty(form: WholeTensor, mesh: DeviceMesh | None) -> Tensor:
+    shape, dtype, dim = form
     if mesh is None:
         return torch.empty(shape, dtype=dtype, device="cpu")
     placement: Placement = Replicate() if dim is None else Shard(dim)
