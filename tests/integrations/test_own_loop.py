@@ -23,6 +23,7 @@ from tests.support.custom_loops import (
     EXACT,
     KINDS,
     SAMPLES,
+    Sam,
     Stream,
     gan_data,
     ids_by_batch,
@@ -325,6 +326,42 @@ def test_a_detached_loss_is_refused() -> None:
 
 
 # several passes over a batch
+
+
+def test_sharpness_aware_minimization_takes_two_passes() -> None:
+    """The gradient of the second pass is taken at the weights that the first one moved."""
+
+    class Half(torch.optim.Optimizer):
+        def __init__(self, sam: Sam, step: Callable[[], None]) -> None:
+            super().__init__(sam.param_groups, {})
+            self.step = step
+
+    workload = make_workload()
+    torch.manual_seed(0)
+    model = workload.model()
+    sam = Sam(model.parameters(), lr=0.1)
+    halves = [Half(sam, sam.first_step), Half(sam, sam.second_step)]
+    for batch in autobatch.batches(workload, small_plan(), optimizer=halves, epochs=3):
+        for half in halves:
+            for micro in batch:
+                batch.backward(mean_loss(model, micro.data))
+            batch.step(half)
+
+    torch.manual_seed(0)
+    whole = workload.model()
+    parameters = list(whole.parameters())
+
+    def gradient() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(mean_loss(whole, workload.train_data.columns), parameters)
+
+    for _ in range(3):
+        before, first = [p.detach().clone() for p in parameters], gradient()
+        norm = torch.cat([one.flatten() for one in first]).norm()
+        for p, one in zip(parameters, first, strict=True):
+            p.data += 0.05 * one / norm
+        for p, start, one in zip(parameters, before, gradient(), strict=True):
+            p.data.copy_(start - 0.1 * one)
+    assert apart(weights(model), weights(whole)) <= EXACT
 
 
 @pytest.mark.parametrize(("limit", "clip"), [(1, 0.01), (4, None), (24, 0.01)])
