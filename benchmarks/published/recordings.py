@@ -27,7 +27,6 @@ from autobatch.device.snapshot_file import blocks_of, load_snapshot
 
 Row = tuple[Any, ...]
 ACTIONS = {"segment_alloc": "new", "segment_free": "released", "alloc": "alloc", "free_completed": "free"}
-
 GROWS = {"new": 1, "map": 1, "released": -1}
 
 
