@@ -9,7 +9,7 @@ and ``released`` (segments), ``map`` (pages), ``alloc,address,bytes[,stream]`` a
 from __future__ import annotations
 
 import gzip
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -78,12 +78,6 @@ def undone(rows: Sequence[Row], segments: Sequence[dict[str, Any]]) -> list[Row]
     memory = {part["address"]: (part["total_size"], part["stream"]) for part in segments}
     blocks = (block for part in segments for block in blocks_of(part))
     held = {block["address"]: block["size"] for block in blocks if block["state"].startswith("active")}
-    order = sorted(held)
-
-    def close_gap(address: int, following: int) -> None:
-        if SMALL_BYTES < held[address] < following - address <= held[address] + SMALL_BYTES:
-            held[address] = following - address
-
     for kind, address, size, stream in reversed(rows):
         if kind == "new":
             del memory[address]
@@ -91,21 +85,19 @@ def undone(rows: Sequence[Row], segments: Sequence[dict[str, Any]]) -> list[Row]
             memory[address] = (size, stream)
         elif kind == "free":
             held[address] = -(-size // ROUND_BYTES) * ROUND_BYTES
-            insort(order, address)
-        elif address in held:
-            place = bisect_left(order, address)
-            if place:
-                close_gap(order[place - 1], address)
-            del held[address], order[place]
-    found: list[Row] = []
-    for start, (size, stream) in sorted(memory.items()):
-        is_small = size == SMALL_SEGMENT_BYTES
-        found.append(("segment", start, size, "small" if is_small else "large", stream))
-        within = order[bisect_left(order, start) : bisect_left(order, start + size)]
-        for address, following in pairwise([*within, start + size]):
-            close_gap(address, following)
-            found.append(("held", address, held[address]))
-    return found
+        else:
+            held.pop(address, None)
+    ends = (start + size for start, (size, _) in memory.items())
+    places = sorted({*held, *ends, *(address for kind, address, *_ in rows if kind == "alloc")})
+    for address, size in held.items():
+        following = places[bisect_left(places, address + size)]
+        if size > SMALL_BYTES >= following - address - size:
+            held[address] = following - address
+    before = [
+        ("segment", start, size, "large" if size > SMALL_SEGMENT_BYTES else "small", stream)
+        for start, (size, stream) in memory.items()
+    ]
+    return [*before, *(("held", *block) for block in held.items())]
 
 
 def state_before(rows: Sequence[Row]) -> Iterator[Segment]:
