@@ -132,8 +132,8 @@ def _prepare(train_state: TrainState, totals: StepTotals, terms: Mapping[str, Te
     if counts is None:
         return
     own = counts.sums(form)
-    # A footprint is traced without looking at the data.
-    items = own or dict.fromkeys(() if form is None else form.counted, 1.0)
+    # In the order of the loss; a footprint is traced without looking at the data.
+    items = own if form is None else {name: own.get(name, 1.0) for name in form.counted}
     for name, total in (items if peers is None else peers.sum_counts(items)).items():
         totals.terms[name] = Term(items=total, expected=own.get(name))
 
