@@ -42,6 +42,8 @@ START_S = 300.0
 """Seconds in which all ranks must have started, as they import torch at different times."""
 ROLL_CALL_S = 4.0
 """Seconds in which a rank answers after a collective has failed."""
+STORE_S = 1.5
+"""Seconds in which the store answers; one that is cut off never does."""
 PAUSE_S = 0.1
 FINAL_CODES = (2, 3)
 """Exit codes that a restart cannot change."""
@@ -121,7 +123,7 @@ class LaunchedGroup(Group):
         self._disconnect()
         who = f"the store of the run at {self._launch.address}:{self._launch.port}"
         with suppress(TimeoutError, RuntimeError):  # it is gone
-            missing = in_thread(self._call_roll).result(2 * ROLL_CALL_S)
+            missing = in_thread(self._call_roll).result(ROLL_CALL_S + STORE_S)
             who = ranks_in_words(missing) if missing else "the network failed, or a rank"
         return rank_lost(act, error, who)
 
@@ -165,7 +167,7 @@ class LaunchedGroup(Group):
 
         first, path = own, None if self._out is None else self._out / VERDICT
         try:
-            first = in_thread(publish).result(ROLL_CALL_S)
+            first = in_thread(publish).result(STORE_S)
         except (TimeoutError, RuntimeError):  # the store is gone
             with suppress(OSError, *UNREADABLE):
                 first = own if path is None else msgspec.json.decode(path.read_bytes(), type=Verdict)
