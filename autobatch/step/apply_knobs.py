@@ -126,7 +126,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 def _checkpoint_forward(block: nn.Module) -> Callable[..., Any]:
     """Return a forward that keeps only the block's input and runs again in the backward pass."""
     forward = block.forward
-    norms = [one for one in block.modules() if isinstance(one, _BatchNorm) and one.track_running_stats]
+    norms = [m for m in block.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return nullcontext(), _discarded_statistics(norms)

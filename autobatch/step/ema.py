@@ -109,7 +109,7 @@ def load_average(average: WeightAverage | None, saved: dict[str, Any] | None) ->
     asked = None if average is None else average.decay
     found = None if saved is None else saved["decay"]
     if asked != found:
-        here, there = ("no --ema" if one is None else f"--ema {one:g}" for one in (asked, found))
+        here, there = ("no --ema" if decay is None else f"--ema {decay:g}" for decay in (asked, found))
         raise InputError(
             f"{here} does not match the resumed run, which used {there}: give the same, or start without "
             "--resume"

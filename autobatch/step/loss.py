@@ -58,7 +58,7 @@ class Term:
 
     def plus(self, other: Term) -> Term:
         """Return the sums of two ranks."""
-        known = [one.expected for one in (self, other) if one.expected is not None]
+        known = [term.expected for term in (self, other) if term.expected is not None]
         return Term(
             items=self.items,
             expected=sum(known) if known else None,
@@ -170,7 +170,7 @@ def by_name(values: Mapping[str, Any] | list[Any] | tuple[Any, ...]) -> dict[str
     """Return terms by name, or their counts; those of a sequence are numbered."""
     if isinstance(values, Mapping):
         return dict(values)
-    return {f"term_{number}": one for number, one in enumerate(values, 1)}
+    return {f"term_{number}": value for number, value in enumerate(values, 1)}
 
 
 def check_form(totals: StepTotals, terms: Mapping[str, Tensor | Loss]) -> Form:
@@ -179,7 +179,7 @@ def check_form(totals: StepTotals, terms: Mapping[str, Tensor | Loss]) -> Form:
     Raises:
         InputError: it is another.
     """
-    found = Form({name: isinstance(one, Loss) for name, one in terms.items()})
+    found = Form({name: isinstance(term, Loss) for name, term in terms.items()})
     if totals.form is None:
         totals.form = found
     if found != totals.form:
@@ -249,7 +249,7 @@ class CountsAhead:
 
 def counts_of(terms: Mapping[str, Tensor | Loss]) -> dict[str, Number]:
     """Return the counts of the terms that have one."""
-    found = {name: one.count for name, one in terms.items() if isinstance(one, Loss)}
+    found = {name: term.count for name, term in terms.items() if isinstance(term, Loss)}
     return {n: c.detach().double() if isinstance(c, Tensor) else c for n, c in found.items()}
 
 
@@ -272,7 +272,7 @@ def normalize_loss(
             totals.least_count = torch.minimum(least, count) if isinstance(least, Tensor) else count
     if several:
         totals.divisor = float(totals.samples)
-        return [_weigh(totals, name, one, counts.get(name), size) for name, one in terms.items()]
+        return [_weigh(totals, name, term, counts.get(name), size) for name, term in terms.items()]
     loss = terms[ONE]
     if isinstance(loss, Loss):
         if train_state.items_per_sample is None:
@@ -313,7 +313,7 @@ def read_numbers(values: list[Number | None]) -> list[float]:
     away = [value for value in values if isinstance(value, Tensor) and not is_readable(value)]
     if len(away) > 1:
         read = iter(torch.stack([value.to(away[0].device, torch.float64) for value in away]).tolist())
-        values = [next(read) if any(value is one for one in away) else value for value in values]
+        values = [next(read) if any(value is tensor for tensor in away) else value for value in values]
     return [0.0 if value is None else float(value) for value in values]
 
 
@@ -342,7 +342,7 @@ def read_terms(totals: StepTotals, values: list[float]) -> dict[str, float]:
 def numbers_of_terms(totals: StepTotals) -> list[Number | None]:
     """Return the sums of each of several terms: loss, items, count and the expected count."""
     terms = totals.terms.values()
-    return [one for term in terms for one in (term.loss, term.items, term.count, term.expected)]
+    return [n for term in terms for n in (term.loss, term.items, term.count, term.expected)]
 
 
 def divisor_of(items_per_sample: float | None, samples: int) -> float:

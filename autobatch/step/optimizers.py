@@ -38,13 +38,13 @@ def build_optimizers(workload: Workload, model: nn.Module, learning_rate: float)
     with user_code("optimizer", workload.optimizer):
         made: Any = workload.optimizer(argument_of(workload, model), learning_rate)
         optimizers = tuple(made) if isinstance(made, list | tuple) else (made,)
-        for one in optimizers:
-            if not isinstance(one, torch.optim.Optimizer):
+        for optimizer in optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
                 raise InputError(
                     "Workload(optimizer=…) must return a torch.optim.Optimizer or a list of them, found "
-                    f"{kind_of(one)}"
+                    f"{kind_of(optimizer)}"
                 )
-            refuse_closure(one)
+            refuse_closure(optimizer)
     switch(optimizers, train=True)
     return optimizers
 
@@ -71,7 +71,7 @@ def stand_in_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
     except Exception:
         return []
     several = made if isinstance(made, list | tuple) else [made]
-    return [one for one in several if isinstance(one, torch.optim.Optimizer)]
+    return [built for built in several if isinstance(built, torch.optim.Optimizer)]
 
 
 def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
@@ -98,9 +98,9 @@ def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
 
 def switch(optimizers: Optimizers, *, train: bool) -> None:
     """Switch optimizers that average the weights (schedule-free) to their training or averaged weights."""
-    for one in optimizers:
-        change = getattr(one, "train" if train else "eval", None)
-        if callable(change) and callable(getattr(one, "eval", None)):
+    for optimizer in optimizers:
+        change = getattr(optimizer, "train" if train else "eval", None)
+        if callable(change) and callable(getattr(optimizer, "eval", None)):
             with user_code("optimizer"):
                 change()
 

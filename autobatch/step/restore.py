@@ -81,7 +81,7 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
 
 def restorer_of(optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[], None]:
     """Copy the state of optimizers, which may be the user's own, to the host; return what restores it."""
-    states = [(one.state, dict(one.state)) for one in optimizers]
+    states = [(optimizer.state, dict(optimizer.state)) for optimizer in optimizers]
     parts = [part for _, state in states for part in state.values() if isinstance(part, dict)]
     saved = [(part, dict(part), _on_host(part)) for part in parts]
 
@@ -99,7 +99,7 @@ def restorer_of(optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[], Non
 
 
 def _on_host(part: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: one.to("cpu", copy=True) for name, one in part.items() if isinstance(one, Tensor)}
+    return {name: value.to("cpu", copy=True) for name, value in part.items() if isinstance(value, Tensor)}
 
 
 class _Kept(NamedTuple):

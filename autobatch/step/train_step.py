@@ -303,7 +303,7 @@ def _accumulate_whole(
         loss=loss,
         model=train_state.model,
         autocast=lambda: precision_context(train_state.device, train_state.precision),
-        scale=at_least_32_bits if scaler is None else lambda one: scaler.scale(at_least_32_bits(one)),
+        scale=at_least_32_bits if scaler is None else lambda loss: scaler.scale(at_least_32_bits(loss)),
         restore_buffers=lambda: train_state.buffers.restore(keep=True),
         mark=mark,
         exchange=train_state.peers,

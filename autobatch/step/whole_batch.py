@@ -70,7 +70,7 @@ class Rows:
                 "WholeBatchLoss(represent=…) must return rows of one form for all micro-batches, found "
                 f"{_forms(wholes)}, then {_forms(parts)}: pad them to one form"
             )
-        self._trained = [was or one.requires_grad for was, one in zip(self._trained, parts, strict=True)]
+        self._trained = [was or part.requires_grad for was, part in zip(self._trained, parts, strict=True)]
         for whole, part in zip(wholes, parts, strict=True):
             whole[_index(places, whole)] = part.detach()
 
@@ -262,4 +262,6 @@ def _parts(found: Any, size: int) -> list[Tensor]:
 
 
 def _forms(tensors: Iterable[Tensor]) -> str:
-    return ", ".join(f"{tuple(one.shape)} of {str(one.dtype).removeprefix('torch.')}" for one in tensors)
+    return ", ".join(
+        f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors
+    )

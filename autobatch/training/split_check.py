@@ -286,10 +286,13 @@ class _Passes:
 
     def run_apart(self, parts: Sequence[_Part], seed: int) -> Tensor:
         """Return the mean over micro-batches that run alone, each from the buffers at the start."""
-        found = [self.run([part], seed) for part in parts]
+        gradients = [self.run([part], seed) for part in parts]
         # A part that counts nothing may have a total, as negatives of a focal loss have without positives.
-        total = sum(one.items or 1.0 for one in found)
-        return torch.stack([one.elements * (one.items or 1.0) / total for one in found]).sum(0)
+        weights = [gradient.items or 1.0 for gradient in gradients]
+        parts_of_mean = [
+            g.elements * weight / sum(weights) for g, weight in zip(gradients, weights, strict=True)
+        ]
+        return torch.stack(parts_of_mean).sum(0)
 
     def run(self, parts: Sequence[_Part], seed: int) -> _Gradient:
         """Run micro-batches forward and backward, one after the other, with the draws of a seed."""
@@ -299,7 +302,7 @@ class _Passes:
         fetched = ((copy.deepcopy(part.batch), part.size) for part in parts)
         if dtype is not None:
             fetched = (
-                (map_tensors(batch, lambda one: one.to(dtype) if one.is_floating_point() else one), size)
+                (map_tensors(batch, lambda t: t.to(dtype) if t.is_floating_point() else t), size)
                 for batch, size in fetched
             )
         samples = sum(part.size for part in parts)
@@ -464,7 +467,7 @@ def _judge(passes: _Passes, split: _Split, setup: Setup) -> Finding:
         alone = differ(passes.run_apart, parts)
         passes.run(parts[:1], 1)
         sees_samples = any(
-            not torch.equal(one, passes.written.get(name, one)) for name, one in written.items()
+            not torch.equal(values, passes.written.get(name, values)) for name, values in written.items()
         )
         if alone.is_fault or not sees_samples:
             remark += f": later micro-batches read it, which changes the gradient by {_share(found.error)}"
@@ -544,7 +547,7 @@ def _cause(passes: _Passes, whole: _Part, parts: list[_Part], found: _Difference
             f"{together.items:g} in micro-batches. Count the items that total sums over"
         )
     of_each = [[passes.run([part], seed).elements for seed in seeds] for part in parts]
-    columns = torch.stack([torch.stack(one).mean(0) for one in of_each], dim=1)
+    columns = torch.stack([torch.stack(of_seeds).mean(0) for of_seeds in of_each], dim=1)
     if columns.isfinite().all():
         # By singular values: the default driver returns zeros if a part has no gradient, as one without
         # targets.

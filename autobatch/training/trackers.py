@@ -164,16 +164,12 @@ class Tracker:
         name: the tracker, for notes.
         writer: the run in its library.
         logged: the last step that it has already.
-        clock: returns seconds.
     """
 
-    def __init__(
-        self, name: str, writer: Writer, *, logged: int = 0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, name: str, writer: Writer, *, logged: int = 0) -> None:
         self.name = name
         self._writer = writer
         self._logged = logged
-        self._clock = clock
         self._written_at = -math.inf
         self._step = logged
         self._waiting: StepRecord | None = None
@@ -182,7 +178,7 @@ class Tracker:
     def step(self, record: StepRecord) -> None:
         """Log a step, or keep it until the next one."""
         self._step, self._waiting = record.step, record
-        now = self._clock()
+        now = time.monotonic()
         is_notable = record.recovered is not None or record.validation or not record.applied
         if is_notable or now - self._written_at >= WRITE_INTERVAL_S:
             self._written_at = now

@@ -182,9 +182,9 @@ class Validator:
                     with user_code("loss", workload.loss):
                         if not isinstance(workload.loss, WholeBatchLoss):
                             loss = named_terms(train_state.call(workload.loss, micro_batch))
-                            for name, one in loss.items():
+                            for name, value in loss.items():
                                 key = ("loss", name) if name else ("loss",)
-                                found[key] = _total_and_count(key[-1], one, len(ids))
+                                found[key] = _total_and_count(key[-1], value, len(ids))
                         else:
                             places = range(ids.start - batch.start, ids.stop - batch.start)
                             rows.put(places, workload.loss.represent(train_state.model, micro_batch))
@@ -195,8 +195,8 @@ class Validator:
                     if workload.metrics is not None:
                         with user_code("metrics", workload.metrics):
                             metrics = train_state.call(workload.metrics, micro_batch)
-                            for name, one in _checked_metrics(metrics).items():
-                                found[name,] = _total_and_count(name, one, len(ids))
+                            for name, value in _checked_metrics(metrics).items():
+                                found[name,] = _total_and_count(name, value, len(ids))
                 return found
         except Exception as error:
             if classify(error) in (Verdict.DEVICE, Verdict.HOST):
