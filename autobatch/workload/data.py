@@ -23,7 +23,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.text import quoted
 from autobatch.workload.contract import Collated, Workload, kind_of
 from autobatch.workload.nested import tensors_of
-from autobatch.workload.rng import preserved_random_state, seed_everything
+from autobatch.workload.rng import preserved_generators, preserved_random_state, seed_everything
 from autobatch.workload.user_code import mark_user_error, user_code
 
 COLLATE = "collate"
@@ -218,14 +218,17 @@ class WorstCaseSampler:
         return None if self._costs[first] == self._costs[last] else (first, self._costs[first])
 
     def check_collate(self) -> None:
-        """Collate the most expensive sample with the cheapest, as training may unless a sampler parts them.
+        """Collate the most expensive sample with the cheapest, unless a sampler decides what is in a batch.
 
         A failure shows here, before a probe takes minutes.
 
         Raises:
             InputError: they cannot be collated.
         """
-        if self._workload.sampler is None and self.largest() is not None:
+        sampler = () if self._workload.sampler is None else self._workload.sampler
+        with preserved_random_state(), preserved_generators(sampler), user_code("sampler"):
+            draws_batches = isinstance(next(iter(sampler), None), list | tuple)
+        if not draws_batches and self.largest() is not None:
             load_micro_batch(self._workload, [self.order[0], self.order[-1]])
 
     def batch(self, size: int) -> Collated:

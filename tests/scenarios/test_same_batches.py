@@ -148,7 +148,7 @@ def weights(result: Any) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def impatient_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a loader of torchdata that is dropped wait for its workers for less than 5 seconds."""
+    """Let a loader that is dropped wait for its workers for less than 5 seconds."""
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
 
 

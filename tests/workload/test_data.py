@@ -172,7 +172,8 @@ def test_samples_of_different_sizes_are_collated_before_a_probe() -> None:
     """The most expensive samples alone have one size, and collate."""
     data = [torch.zeros(3), torch.zeros(3), torch.zeros(2)]
     with pytest.raises(InputError, match=r"found shapes \[\(2,\)\], \[\(3,\)\]: give Workload\(collate"):
-        WorstCaseSampler(workload(data)).check_collate()
+        WorstCaseSampler(workload(data, sampler=[0, 1, 2])).check_collate()
+    WorstCaseSampler(workload(data, sampler=[[0, 1], [2]])).check_collate()
     WorstCaseSampler(workload(data, collate=torch.nn.utils.rnn.pad_sequence)).check_collate()
 
 
