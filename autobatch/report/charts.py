@@ -11,7 +11,7 @@ import itertools
 import re
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
@@ -67,6 +67,10 @@ STYLE: dict[Any, Any] = {
     "lines.linewidth": 1.8,
     "path.simplify_threshold": 1.0,  # in pixels: long runs have more points than that
 }
+
+
+Points = list[tuple[int, float]]
+"""Optimizer steps, each with a figure."""
 
 
 class Picture(NamedTuple):
@@ -256,16 +260,6 @@ def _in_phases(curve: MemoryCurve) -> tuple[list[str], list[float]]:
     return list(curve.phases) or ["step"], places
 
 
-class Curve(NamedTuple):
-    """One quantity over the optimizer steps of a run."""
-
-    panel: str
-    """Title of the axes; curves with the same one are drawn together."""
-    label: str
-    steps: list[int]
-    values: list[float]
-
-
 def training_figure(
     metrics: Sequence[StepRecord],
     checkpoints: Sequence[int] = (),
@@ -286,10 +280,15 @@ def training_figure(
     records = [record for _, record in sorted({record.step: record for record in metrics}.items())]
     if records and not records[-1].validation:
         records[-1] = msgspec.structs.replace(records[-1], validation=dict(held_out or {}))
-    panels: dict[str, list[Curve]] = {}
-    for curve in _curves(records):
-        if len(curve.steps) > curve.panel.startswith("held-out"):  # one figure is no course
-            panels.setdefault(curve.panel, []).append(curve)
+    panels: dict[str, dict[str, Points]] = {}
+    for panel, values in _panels(records).items():
+        curves = {
+            label: [(record.step, at) for record in records if (at := value(record)) is not None]
+            for label, value in values.items()
+        }
+        least = 2 if panel.startswith("held-out") else 1  # one figure is no course
+        if drawn := {label: points for label, points in curves.items() if len(points) >= least}:
+            panels[panel] = drawn
     if not panels:
         return None
     recoveries = [record.step for record in records if record.recovered is not None]
@@ -301,8 +300,8 @@ def training_figure(
             axes.set_title(panel)
             axes.margins(x=0.02)
             axes.yaxis.set_major_locator(MaxNLocator(5 if panel == "loss" else 3))
-            for curve in curves:
-                _plot(axes, curve)
+            for label, points in curves.items():
+                _plot(axes, points, label, is_alone=label == panel)
             if panel in ("learning rate", "micro-batch"):
                 axes.set_ylim(bottom=0)
             for step in recoveries:
@@ -316,46 +315,47 @@ def training_figure(
     return draw("training", "Training", paint, height=100 + 85 * len(panels), note=saved)
 
 
-def _plot(axes: Axes, curve: Curve) -> None:
+def _panels(records: Sequence[StepRecord]) -> dict[str, dict[str, Callable[[StepRecord], float | None]]]:
+    """Return the panels by their titles, and the curves of each by their labels."""
+
+    def named(field: str, name: str) -> Callable[[StepRecord], float | None]:
+        return lambda record: getattr(record, field).get(name)
+
+    panels: dict[str, dict[str, Callable[[StepRecord], float | None]]] = {
+        "loss": {"loss": lambda record: record.loss}
+    }
+    for name in dict.fromkeys(name for record in records for name in record.validation):
+        panel = panels.setdefault("loss" if name == "loss" else f"held-out {name}", {})
+        panel[f"held-out {name}"] = named("validation", name)
+    for name in dict.fromkeys(name for record in records for name in record.terms):
+        panels[f"loss: {name}"] = {f"loss: {name}": named("terms", name)}
+    panels["learning rate"] = {"learning rate": lambda record: record.learning_rate}
+    panels["samples/s"] = {"samples/s": lambda record: record.samples_per_s}
+    if any(record.oom_recoveries for record in records):
+        panels["micro-batch"] = {"micro-batch": lambda record: record.micro_batch}
+    return panels
+
+
+def _plot(axes: Axes, points: Points, label: str, *, is_alone: bool) -> None:
     """Draw a curve, with a smoothed line over one that is long and noisy."""
-    smooth = smoothed(curve.values) if curve.label in ("loss", "samples/s") else []
-    is_sparse = len(curve.steps) == 1 or curve.label.startswith("held-out")
-    color = ACCENT if curve.label == curve.panel else SERIES[-1]
+    steps, values = zip(*points, strict=True)
+    is_noisy = label in ("loss", "samples/s") and len(points) >= SMOOTHED_FROM
+    color = ACCENT if is_alone else SERIES[-1]
     axes.plot(
-        curve.steps,
-        curve.values,
-        color=RULE if smooth else color,
+        steps,
+        values,
+        color=RULE if is_noisy else color,
         markersize=5,
-        marker="o" if is_sparse else "",
-        label="" if curve.label == curve.panel else curve.label,
-        drawstyle="steps-mid" if curve.label == "micro-batch" else "default",
+        marker="o" if len(points) == 1 or label.startswith("held-out") else "",
+        label="" if is_alone else label,
+        drawstyle="steps-mid" if label == "micro-batch" else "default",
     )
-    if smooth:
-        axes.plot(curve.steps, smooth, color=color, label="running mean")
+    if is_noisy:
+        axes.plot(steps, smoothed(values), color=color, label="running mean")
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Return the centred running mean over a fiftieth of the values; nothing if there are too few."""
-    if len(values) < SMOOTHED_FROM:
-        return []
-    half = len(values) // 100
-    sums = [0.0, *itertools.accumulate(values)]
+    """Return the centred running mean over a fiftieth of the values."""
+    half, sums = len(values) // 100, [0.0, *itertools.accumulate(values)]
     ends = [(max(0, at - half), min(len(values), at + half + 1)) for at in range(len(values))]
     return [(sums[end] - sums[start]) / (end - start) for start, end in ends]
-
-
-def _curves(records: Sequence[StepRecord]) -> Iterator[Curve]:
-    def curve(panel: str, label: str, value: Callable[[StepRecord], float | None]) -> Curve:
-        known = [(record.step, at) for record in records if (at := value(record)) is not None]
-        return Curve(panel, label, [step for step, _ in known], [at for _, at in known])
-
-    yield curve("loss", "loss", lambda record: record.loss)
-    for name in sorted({name for record in records for name in record.validation}, key="loss".__ne__):
-        panel = "loss" if name == "loss" else f"held-out {name}"
-        yield curve(panel, f"held-out {name}", lambda record, name=name: record.validation.get(name))  # type: ignore[misc]
-    for name in dict.fromkeys(name for record in records for name in record.terms):
-        yield curve(f"loss: {name}", f"loss: {name}", lambda record, name=name: record.terms.get(name))  # type: ignore[misc]
-    yield curve("learning rate", "learning rate", lambda record: record.learning_rate)
-    yield curve("samples/s", "samples/s", lambda record: record.samples_per_s)
-    if any(record.oom_recoveries for record in records):
-        yield curve("micro-batch", "micro-batch", lambda record: record.micro_batch)
