@@ -114,7 +114,6 @@ def _build(step: TracedStep, model: nn.Module, recorder: Recorder, sharding: Sha
         with recorder.uncounted():
             sharded = sharding(model, step.precision)
     recorder.count([*model.parameters(), *model.buffers()])
-    model.train()
     train_state = build_train_state(step.workload, model, torch.device("cpu"), step)
     if {*map(id, train_state.parameters)}.isdisjoint(map(id, model.parameters())):
         raise RuntimeError("the optimizer is that of another model, which a trace must not train")

@@ -20,7 +20,7 @@ from autobatch.estimates.estimator import estimate_limits, nothing_fits
 from autobatch.estimates.footprints import Unpredictable
 from autobatch.report.terminal import Terminal
 from tests.support.options import as_options
-from tests.support.probes import mlp, work
+from tests.support.probes import WIDTH, mlp, work
 from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, token_loss
 
 NOWHERE = Path("nowhere")
@@ -229,6 +229,21 @@ class Joined(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.ones(300 + index * index % 97, 16)
+
+
+@pytest.mark.parametrize("is_still", [False, True])
+def test_a_part_in_eval_mode_is_predicted_so(is_still: bool) -> None:
+    """Dropout keeps a mask of a byte per number only where it draws one."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(WIDTH, 1 << 16), nn.Dropout(0.5).train(not is_still), nn.Linear(1 << 16, 4)
+        )
+
+    options = as_options("estimate", profile=["t4"], micro_batch=64, precision="fp32")
+    (found,) = estimate_limits(work(build), options, home=NOWHERE).estimates
+    bytes_each = 4 if is_still else 5
+    assert found.memory["activations"] == pytest.approx(64 * (1 << 16) * bytes_each, rel=0.02)
 
 
 def in_chunks(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
