@@ -34,9 +34,9 @@ class SharedStream(StreamView):
         super().__init__(source)
         self._ranks = ranks
 
-    def _read(self, first: int, number: int) -> list[Any]:
+    def _read(self, number: int) -> list[Any]:
         """Send the samples of a batch from rank 0 to all; all ranks call it."""
-        samples = [] if self._ranks.rank else super()._read(first, number)
+        samples = [] if self._ranks.rank else super()._read(number)
         content = self._ranks.broadcast(b"" if self._ranks.rank else pack(samples))
         return unpack(content) if self._ranks.rank else samples
 

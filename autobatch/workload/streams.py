@@ -147,6 +147,8 @@ class FunctionReader:
 
     def __init__(self, data: BatchFunction, size: int, seed: int = 0) -> None:
         self._data, self._size, self._seed = data, size, seed
+        self._step = 0
+        """The next optimizer step."""
 
     def draw(self, step: int) -> list[Any]:
         """Return the samples of an optimizer step. The generators outside stay as they are.
@@ -169,22 +171,25 @@ class FunctionReader:
             )
         return rows
 
-    def read(self, first: int, number: int) -> list[Any]:
-        """Return the samples of the batch that begins at a place of the run."""
-        return self.draw(first // self._size)[:number]
+    def read(self, number: int) -> list[Any]:
+        """Return the samples of the next step, or the first of them."""
+        self._step += 1
+        return self.draw(self._step - 1)[:number]
 
     def skip(self, samples: int) -> None:
-        """Do nothing: a batch depends on its step alone."""
+        """Go on after so many samples of the run, which are not made."""
+        self._step = samples // self._size
 
     def read_with(self, **workers: Any) -> None:
         """Do nothing: no loader process calls the function."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return no state."""
-        return {}
+        """Return the number of the next step."""
+        return {"step": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Do nothing, which is worth no note."""
+        """Continue at a step, which is worth no note."""
+        self._step = state["step"]
         return []
 
 
@@ -279,13 +284,12 @@ class StreamReader:
             raise InputError("the stream of Workload(train_data=…) has 0 samples: at least 1 is needed")
         self._reader, self._epoch, self._in_epoch = None, self._epoch + 1, 0
 
-    def read(self, first: int, number: int) -> list[Any]:
-        """Return the next samples of the run, whatever place the first one has.
+    def read(self, number: int) -> list[Any]:
+        """Return the next samples of the run.
 
         Raises:
             InputError: the stream yields nothing.
         """
-        del first
         with self._drawing():
             return self._take(number)
 
@@ -428,10 +432,10 @@ class StreamView:
     def begin_batch(self, first: int, stop: int) -> None:
         """Read the samples of a batch, and forget those before."""
         self._held = {}
-        self._held = dict(zip(range(first, stop), self._read(first, stop - first), strict=True))
+        self._held = dict(zip(range(first, stop), self._read(stop - first), strict=True))
 
-    def _read(self, first: int, number: int) -> list[Any]:
-        return self.source.read(first, number)
+    def _read(self, number: int) -> list[Any]:
+        return self.source.read(number)
 
     def skip(self, samples: int) -> None:
         """Go on after so many samples of the run."""

@@ -155,7 +155,7 @@ def test_the_host_does_not_wait_for_a_busy_gpu() -> None:
 
 def rows_of(batch: Any, count: int) -> list[Any]:
     """Return the samples of a stream of one batch."""
-    found = StreamReader(Unbatched(lambda: [batch])).read(0, count + 1)
+    found = StreamReader(Unbatched(lambda: [batch])).read(count + 1)
     assert repr(found[-1]) == repr(found[0]), "the next epoch"
     return found[:-1]
 
