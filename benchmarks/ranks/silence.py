@@ -111,8 +111,9 @@ class Run:
 
     def start(self) -> list[subprocess.Popen[str]]:
         """Start or resume the run, and return its launchers."""
-        for path in [*self.folder.glob("pid-*"), *self.folder.glob("hang-*"), *self.folder.glob("*.err")]:
-            path.unlink()
+        for pattern in ("pid-*", "hang-*", "*.err", "saving", "slow-save"):
+            for path in self.folder.glob(pattern):
+                path.unlink()
         words = [*self._words, *(["--resume"] if self.newest else [])]
         if self.hosts is not None:
             environ = {**self._environ, "GLOO_SOCKET_IFNAME": INTERFACE}
