@@ -325,7 +325,9 @@ class Runs:
         self._orders: tuple[dict[int, Trace], ...] = ({}, {})
         """Whole traces in each order of steps, by size."""
         self._fits: list[Fit] = self._known
-        """What the largest runs of one structure give, for each order that has such."""
+        """What the largest runs give, for each order that has such."""
+        self._exact: list[Fit] = self._known
+        """The same of runs of one structure, which may prove something."""
         self._fitting = Fitting(self.programs, new_allocator) if known else None
 
     @property
@@ -365,7 +367,11 @@ class Runs:
         for traces, trace, whole in zip(self._orders, (outcome.trace, outcome.other), wholes, strict=True):
             if trace is not None and whole:
                 traces[attempt.micro_batch] = trace.canonical()
-        self._fits = [fit for fit in map(fit_largest, self._orders) if fit is not None] or self._known
+        exact = [fit_alike(traces) for traces in self._orders]
+        fits = [fit_largest(traces, fit) for traces, fit in zip(self._orders, exact, strict=True)]
+        self._fits = [fit for fit in fits if fit is not None] or self._known
+        if exact[0] is not None:
+            self._exact = [fit for fit in exact if fit is not None]
         self._fitting = Fitting(self.programs, self._new_allocator) if self._fits else None
 
     def _new_allocator(self) -> Allocator:
@@ -380,16 +386,16 @@ class Runs:
     def refuse(self, size: int, above: int) -> bool:
         """Return whether a replay that agrees to the byte with the run of a size refuses the next one."""
         ran = self._ran.get(size)
-        if ran is None or not self._fits or self.is_aligned:
+        if ran is None or not self._exact:
             return False
         with suppress(Untraceable):
-            said = replay(self._fits[0].program.at(size), self._new_allocator())
+            said = replay(self._exact[0].program.at(size), self._new_allocator())
             agrees = said.peak_reserved_bytes == ran.peak_reserved_bytes
             if ran.peak_reserved_bytes is None:  # the allocator keeps nothing
                 agrees = said.peak_allocated_bytes == ran.peak_allocated_bytes
             if not (said.fits and agrees):
                 return False
-            nexts = [program.at(above, since=size) for program in self.programs]
+            nexts = [fit.program.at(above, since=size) for fit in self._exact]
             return not all(replay(trace, self._new_allocator()).fits for trace in nexts)
         return False
 
@@ -415,8 +421,8 @@ class Runs:
         return size + int((share * budget - peaks[1]) * (size - less) / (peaks[1] - peaks[0]))
 
 
-def fit_largest(traces: dict[int, Trace]) -> Fit | None:
-    """Fit a program to the largest traces of one structure, else to the two largest; None if it fits none."""
+def fit_alike(traces: dict[int, Trace]) -> Fit | None:
+    """Fit a program to the largest traces of one structure; None if there are no two."""
     groups: dict[int, list[tuple[int, Trace]]] = {}
     for size in sorted(traces, reverse=True):
         shape = tuple((block, bytes_ == FREE) for block, bytes_ in traces[size].events)
@@ -425,19 +431,24 @@ def fit_largest(traces: dict[int, Trace]) -> Fit | None:
         # Three are a parabola; the two largest still are a line where three follow none.
         for points in (alike, alike[-2:]):
             with suppress(Untraceable, ValueError):
-                exact = Fit(Program.fit(points), tuple(size for size, _ in alike))
-                return exact if max(traces) in exact.sizes else _fit_aligned(traces) or exact
-    return _fit_aligned(traces)
+                return Fit(Program.fit(points), tuple(size for size, _ in alike))
+    return None
 
 
-def _fit_aligned(traces: dict[int, Trace]) -> Fit | None:
-    """Fit a program to the two largest traces, which differ in a few blocks; None if they part too far."""
+def fit_largest(traces: dict[int, Trace], exact: Fit | None) -> Fit | None:
+    """Fit a program to the two largest traces, although they may differ in a few blocks.
+
+    Args:
+        traces: of one order of steps, by size.
+        exact: that of `fit_alike`, which is the answer if the largest is among its traces, or if the two
+            largest part too far.
+    """
     two = sorted(traces.items())[-2:]
-    if len(two) > 1:
+    if len(two) > 1 and (exact is None or two[-1][0] not in exact.sizes):
         with suppress(Untraceable):
             aligned = align([Sized(size, trace) for size, trace in two])
             return Fit(aligned.program, tuple(size for size, _ in two), is_aligned=True)
-    return None
+    return exact
 
 
 def _held_bytes(trace: Trace | None) -> int:
