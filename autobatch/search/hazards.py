@@ -71,6 +71,16 @@ def nothing_to_gain(setup: Setup, sizes: Sizes) -> str | None:
     return None if is_padded or not both else "the collate function does not pad, so there is nothing to save"
 
 
+def check_smallest(setup: Setup, sizes: Sizes) -> None:
+    """Collate the smallest sample alone, as a split by size may leave it.
+
+    Raises:
+        Exception: whatever the workload raises, for example for a sample that is empty.
+    """
+    with preserved_random_state():
+        _collated(setup, fetch(setup.workload.train_data, [int(sizes.argmin())]))
+
+
 def _short_and_longest(setup: Setup, sizes: Sizes) -> list[Any]:
     """Read a sample of the shortest quarter, and the longest one."""
     order = np.argsort(sizes, kind="stable")

@@ -17,7 +17,7 @@ from autobatch.distributed.rank_plan import agree_on_cut
 from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.rehearsal.setup import Setup, with_knobs
-from autobatch.search.hazards import hazard, nothing_to_gain
+from autobatch.search.hazards import check_smallest, hazard, nothing_to_gain
 from autobatch.search.real_batches import FIRST, TRIES, batches_to_run, why_not
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.split import Sizes, SizeSplit, Split, sizes_digest
@@ -100,6 +100,7 @@ def _choose(
     obstacle = wrong or nothing_to_gain(setup, sizes)
     if obstacle is not None:
         return None, obstacle
+    check_smallest(setup, sizes)
     # A rank takes about as many samples of a batch that is split by size.
     batches = batches_to_run(setup, max(1, sum(plan.micro_batches)), seed)
     limit, cap = min(limits), limits[1]
