@@ -282,12 +282,13 @@ class LiveLine:
             text += f" · {word}"
         if total is None:
             self._bar.reset(self._task, description=text)
-            self._bar.refresh()  # even an act that ends at once has been on the screen
+            self._bar.refresh()
             return
         if self._bar.tasks[0].total is None:
             self._bar.columns = (*self._columns, TimeRemainingColumn(compact=True), TextColumn("left"))
             self._bar.reset(self._task, completed=done, total=total)
-        self._bar.update(self._task, description=text, completed=done)
+        # An act has no figures. Even one that ends at once has been on the screen.
+        self._bar.update(self._task, description=text, completed=done, refresh=len(words) == 1)
 
     def end(self) -> None:
         """Remove the line."""

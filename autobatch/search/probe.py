@@ -384,20 +384,31 @@ class Runs:
         return None
 
     def refuse(self, size: int, above: int) -> bool:
-        """Return whether a replay that agrees to the byte with the run of a size refuses the next one."""
+        """Return whether replays that agree to the byte with the run of a size refuse the next one.
+
+        If runs do not tell the order of segments, replays in both orders must.
+        """
         ran = self._ran.get(size)
         if ran is None or not self._exact:
             return False
+        likely = [
+            model
+            for model, agreed in zip(self._models, self._agreed, strict=True)
+            if agreed == max(self._agreed)
+        ]
         with suppress(Untraceable):
-            said = replay(self._exact[0].program.at(size), self._new_allocator())
-            agrees = said.peak_reserved_bytes == ran.peak_reserved_bytes
-            if ran.peak_reserved_bytes is None:  # the allocator keeps nothing
-                agrees = said.peak_allocated_bytes == ran.peak_allocated_bytes
-            if not (said.fits and agrees):
-                return False
-            nexts = [fit.program.at(above, since=size) for fit in self._exact]
-            return not all(replay(trace, self._new_allocator()).fits for trace in nexts)
+            return all(self._refuses(model, ran, above) for model in likely)
         return False
+
+    def _refuses(self, new_allocator: Callable[[], Allocator], ran: Attempt, above: int) -> bool:
+        """Return whether a replay in a model agrees with a run to the byte, and refuses a larger size."""
+        size = ran.micro_batch
+        said = replay(self._exact[0].program.at(size), new_allocator())
+        agrees = said.peak_reserved_bytes == ran.peak_reserved_bytes
+        if ran.peak_reserved_bytes is None:  # the allocator keeps nothing
+            agrees = said.peak_allocated_bytes == ran.peak_allocated_bytes
+        nexts = [fit.program.at(above, since=size) for fit in self._exact]
+        return said.fits and agrees and not all(replay(trace, new_allocator()).fits for trace in nexts)
 
     def line(self, share: float = 1.0) -> int:
         """Return the size at which a line meets a share of the budget, `ENDLESS` if memory does not grow.
