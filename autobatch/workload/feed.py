@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import ctypes
 import io
-import multiprocessing
+import multiprocessing.util
+import os
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -49,6 +51,8 @@ from autobatch.workload.user_code import to_picklable
 
 AHEAD = 2
 """Micro-batches that a worker fetches ahead, as in torch's own loader."""
+LONGEST_SOCKET = 107 if sys.platform == "linux" else 103
+"""Bytes in the path of a socket (``sun_path`` in unix(7), without its final zero)."""
 COLLATING = -1
 """Takes the place of a sample's index in the seed of a collate function."""
 
@@ -189,6 +193,8 @@ def open_feed(
         LoaderWorkerCrashed: a worker ended. torch raises its own error wherever the loop is at that moment.
     """
     split, loading = split or Split(), workload.loading
+    if workers:
+        open_socket_folder()
     if isinstance(sampler, StreamSampler):
         # The stream has its own workers, and no seeds.
         if workers:
@@ -315,6 +321,22 @@ class WorkerFeed(Feed):
             raise made.error
         self._next = following
         return made
+
+
+def open_socket_folder() -> None:
+    """Make this process's folder for the sockets through which its workers send tensors.
+
+    Without it, each worker makes one of its own, and leaves it behind if it is killed. If the folder for
+    temporary files has a long path, it is made in ``/tmp``, as by Python 3.14: a worker that cannot open its
+    socket sends nothing, and the loop would wait for it in vain.
+    """
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(f"{usual}/pymp-12345678/listener-12345678")) > LONGEST_SOCKET and os.name == "posix":
+        tempfile.tempdir = "/tmp"
+    try:
+        multiprocessing.util.get_temp_dir()
+    finally:
+        tempfile.tempdir = usual
 
 
 def start_method() -> str | None:

@@ -99,6 +99,25 @@ def test_a_signal_to_the_whole_group_stops_the_run_with_one_checkpoint(tmp_path:
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+@LINUX
+@pytest.mark.program
+def test_workers_send_although_the_folder_for_temporary_files_has_a_long_path(tmp_path: Path) -> None:
+    """A socket below it would have a name that no system takes, and a worker without one sends nothing."""
+    (tmp_path / "train.py").write_text(SMALL)
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    done = subprocess.run(
+        command("fit", "train.py:workload", "--out", "run", *words(OPTIONS), "--steps", 2, "--workers", 1),
+        cwd=tmp_path,
+        env=environment(tmp_path) | {"TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 class Slow(Rows):
     def __getitem__(self, index: int):
         time.sleep(0.05)
