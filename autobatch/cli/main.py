@@ -8,6 +8,7 @@ import difflib
 import gc
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,12 +97,20 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except OSError as error:
         code = undelivered_code(error)
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        # A rank must not wait at exit for connections to ranks that are gone.
-        sys.stderr.flush()
-        os._exit(code)
+        end_now(code)  # a rank must not wait at exit for connections to ranks that are gone
     # The collections at the end of a process with torch take half a second, and free what ends anyway.
     atexit.register(gc.freeze)
     sys.exit(code)
+
+
+def end_now(code: int) -> NoReturn:
+    """End this process without the handlers that run at an exit, but delete what they would."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None:  # its folder, which loader workers have used
+        shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
+    os._exit(code)
 
 
 def run(arguments: list[str]) -> int:
@@ -156,9 +165,7 @@ def _guarded(name: str, arguments: list[str]) -> int:
                 ended = start_ranks([name, *arguments], count)
                 if ended.line is not None:
                     print_error(ended.line)
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(ended.code)  # what torch keeps for its ranks must not hold up the end
+                end_now(ended.code)  # what torch keeps for its ranks must not hold up the end
             if name == "plan" and "RANK" not in os.environ:
                 ranks = Ranks()  # WORLD_SIZE alone asks for a plan for another launcher
             ranks = ranks or open_ranks(os.environ)

@@ -15,9 +15,8 @@ SECONDS = 60.0
 """Time for processes that were killed to end."""
 AFTER_ALL = -1000
 """Priority of what is done last when a process ends."""
-MAY_STAY = ("torchinductor_", "pymp-")
-"""Start of the name of a cache that torch keeps beside temporary files, and of a folder of `multiprocessing`,
-which a process that is killed leaves behind."""
+OF_TORCH = "torchinductor_"
+"""Start of the name of a cache that torch keeps beside temporary files."""
 
 
 @contextmanager
@@ -44,7 +43,7 @@ def no_leftovers() -> Iterator[None]:
     found = _orphans(name)
     assert not found, f"processes that nobody waits for: {found}"
     files = [path.name for path in Path(name).iterdir() if path != Path(own)]
-    assert not [name for name in files if not name.startswith(MAY_STAY)], f"temporary files: {files}"
+    assert not [one for one in files if not one.startswith(OF_TORCH)], f"temporary files: {files}"
 
 
 def _orphans(folder: str) -> dict[int, str]:
