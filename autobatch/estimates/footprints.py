@@ -94,14 +94,16 @@ def footprints(
     found: list[Footprint | AutobatchError] = []
     for step in steps:
         first, traced = traced[:count], traced[count:]
+        fitted: Footprint | AutobatchError
         try:
-            found.append(_fitted(step, first))
-        except (Untraceable, Unpredictable) as error:
-            alone = recorded_each([] if only is None else [(step, only)])
-            reason = f"cannot predict: {error}" if isinstance(error, Untraceable) else str(error)
-            found += [_at_one_size(step, one, only) for one in alone] or [Unpredictable(reason)]
+            fitted = _fitted(step, first)
+        except Untraceable as error:
+            fitted = Unpredictable(f"cannot predict: {error}")
         except AutobatchError as error:
-            found.append(error)
+            fitted = error
+        if only is not None and isinstance(fitted, Unpredictable):
+            fitted = _at_one_size(step, only)
+        found.append(fitted)
     return found
 
 
@@ -143,10 +145,9 @@ def _fitted(step: TracedStep, first: Sequence[Recording | AutobatchError]) -> Fo
     return Footprint(program, _margin(small), notes, step.multiple, is_line, small.is_for_all)
 
 
-def _at_one_size(
-    step: TracedStep, traced: Recording | AutobatchError, only: int | None
-) -> Footprint | AutobatchError:
-    """Return the footprint of the one micro-batch that is asked about."""
+def _at_one_size(step: TracedStep, only: int) -> Footprint | AutobatchError:
+    """Trace a step at the one micro-batch that is asked about."""
+    (traced,) = recorded_each([(step, only)])
     if isinstance(traced, AutobatchError):
         return traced
     notes = (

@@ -268,16 +268,21 @@ def test_rows_arrive_bit_for_bit_whatever_their_type(dtype: torch.dtype) -> None
     assert torch.equal(rows.collated.view(torch.uint8), whole.view(torch.uint8))
 
 
+def refusal_of(act: Callable[[], object]) -> str:
+    """Return the message with which a call refuses its input."""
+    try:
+        act()
+    except InputError as error:
+        return str(error)
+    return "trained"
+
+
 def build_unlike_models() -> str:
     """Build a model of another size on each rank, as one for the words of its own data would be."""
     group = open_group()
     model = nn.Linear(5, 3 + group.rank)
     loop = ranked_loop(group, make_workload(), [4, 4], target_batch=8, steps=1)
-    try:
-        loop.engine.broadcast(model.parameters())
-    except InputError as error:
-        return str(error)
-    return "trained"
+    return refusal_of(lambda: loop.engine.broadcast(model.parameters()))
 
 
 def test_models_of_unlike_sizes_are_refused_on_every_rank(server: RankServer) -> None:
@@ -294,11 +299,7 @@ def one_term_less() -> str:
         return {"first": value} if group.rank else {"first": value, "second": value}
 
     loop = ranked_loop(group, make_workload(loss=loss), [4, 4], target_batch=8, steps=1)
-    try:
-        list(loop.run())
-    except InputError as error:
-        return str(error)
-    return "trained"
+    return refusal_of(lambda: list(loop.run()))
 
 
 def test_losses_of_unlike_terms_are_refused_on_every_rank(server: RankServer) -> None:
