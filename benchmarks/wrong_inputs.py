@@ -12,13 +12,11 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_origin
 from unittest import mock
 
 from autobatch.api import stages
 from autobatch.cli import main as cli
-from autobatch.core.check_options import choices_of, expected, plain_type
-from autobatch.core.options import COMMANDS, fields_of
+from autobatch.core.options import COMMANDS, PLANS, Field, fields_of
 from benchmarks.report import Findings
 from benchmarks.wrong_files import PROFILES, RUNS, TABLES, WORKLOADS
 
@@ -65,23 +63,19 @@ class WrongInput:
 
 def _command(dice: random.Random) -> tuple[str, list[str]]:
     name = dice.choice(COMMANDS)
-    return name, [name, *(["--target-batch", "8"] if "target_batch" in _required(name) else [])]
+    return name, [name, *(["--target-batch", "8"] if name in PLANS else [])]
 
 
-def _required(name: str) -> set[str]:
-    return {one for one, field in fields_of(name).items() if name in field.about.required_by}
-
-
-def _wrong_value(name: str, annotation: object, dice: random.Random) -> str:
+def _wrong_value(field: Field, dice: random.Random) -> str:
     """Return a text that is no value of an option."""
     known = {"memory_budget": BUDGETS, "device": DEVICES, "knobs": ("x", ",", "\x1b", "precision;compile")}
-    if name in known:
-        return dice.choice(known[name])
-    if choices_of(annotation) or plain_type(annotation) is bool:
+    if field.name in known:
+        return dice.choice(known[field.name])
+    if field.choices or field.is_switch:
         return dice.choice(["", "maybe", "\x1b[31m", "x" * 100_000, "None", "nul\0", "\udcff", "fp8"])
-    if get_origin(plain_type(annotation)) is list or plain_type(annotation) == (str | None):
+    if field.is_list or field.expected.startswith("text"):
         return dice.choice(TEXTS)
-    numbers = NUMBERS if "a number" in expected(annotation) else (*NUMBERS, *WHOLE)
+    numbers = NUMBERS if field.expected.startswith("a number") else (*NUMBERS, *WHOLE)
     return dice.choice(numbers)
 
 
@@ -89,7 +83,7 @@ def _option(dice: random.Random) -> tuple[list[str], str, str]:
     """Return the words of a command, and an option that it takes with a wrong value."""
     name, words = _command(dice)
     one = dice.choice(list(fields_of(name).values()))
-    value = _wrong_value(one.name, one.type, dice)
+    value = _wrong_value(one, dice)
     return words, one.name, value
 
 

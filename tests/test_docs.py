@@ -79,7 +79,6 @@ def test_the_reference_is_that_of_the_source() -> None:
 
 def test_the_config_files_on_the_page_hold_options() -> None:
     (example,) = blocks(REFERENCE, "toml")
-    assert example.startswith("#:schema ./autobatch.schema.json\n")
     table = tomllib.loads(example)
     del table["workload"]
     options_from("fit", table)

@@ -20,14 +20,7 @@ from autobatch.api.ranks import joined_ranks
 from autobatch.api.run import Run
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
-from autobatch.core.keywords import (
-    EstimateKeywords,
-    FitKeywords,
-    PlanKeywords,
-    ProbeKeywords,
-    TuneKeywords,
-    listing_keywords,
-)
+from autobatch.core.keywords import Keywords, listing_keywords
 from autobatch.core.progress import Broadcast, Progress
 from autobatch.core.records import Attempt, DeviceRecord, Plan, Probe, Tuning
 from autobatch.core.text import one_line
@@ -47,7 +40,7 @@ def probe(
     workload: WorkloadSource = None,
     *,
     progress: ShowProgress = "auto",
-    **options: Unpack[ProbeKeywords],
+    **options: Unpack[Keywords],
 ) -> ProbeResult:
     """Find the largest micro-batch that fits.
 
@@ -73,7 +66,7 @@ def plan(
     target_batch: int,
     world_size: int | None = None,
     progress: ShowProgress = "auto",
-    **options: Unpack[PlanKeywords],
+    **options: Unpack[Keywords],
 ) -> PlanResult:
     """Probe, then plan the batch, to train in a loop of your own.
 
@@ -109,7 +102,7 @@ def estimate(
     workload: WorkloadSource = None,
     *,
     target_batch: int | None = None,
-    **options: Unpack[EstimateKeywords],
+    **options: Unpack[Keywords],
 ) -> Estimates:
     """Predict what fits on hardware that need not be here. No GPU is touched.
 
@@ -133,7 +126,7 @@ def tune(
     *,
     target_batch: int,
     progress: ShowProgress = "auto",
-    **options: Unpack[TuneKeywords],
+    **options: Unpack[Keywords],
 ) -> TuneResult:
     """Probe, plan, and measure what is left to choose.
 
@@ -159,7 +152,7 @@ def fit(
     progress: ShowProgress = "auto",
     sinks: Sequence[Sink] = (),
     until: Until | None = None,
-    **options: Unpack[FitKeywords],
+    **options: Unpack[Keywords],
 ) -> FitResult:
     """Probe, plan, tune, train, validate and report.
 

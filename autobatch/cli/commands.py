@@ -17,7 +17,6 @@ from autobatch.cli.output import write_json, write_line
 from autobatch.cli.record import RECORD_HELP
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
-from autobatch.core.options import options_schema
 from autobatch.core.records import SCHEMA
 from autobatch.core.text import printable_lines, quoted
 from autobatch.core.units import format_bytes
@@ -90,14 +89,6 @@ Print the script with which a shell completes commands, options and choices.
 autobatch completion bash > ~/.local/share/bash-completion/completions/autobatch
 autobatch completion zsh > ~/.zfunc/_autobatch       # a folder of $fpath
 autobatch completion fish > ~/.config/fish/completions/autobatch.fish""",
-    "schema": """\
-usage: autobatch schema [--json]
-
-Print the JSON schema of autobatch.toml, for editors. After
-
-  autobatch schema > autobatch.schema.json
-
-the first line of autobatch.toml names it:  #:schema ./autobatch.schema.json""",
 }
 """Help of each command."""
 
@@ -121,7 +112,6 @@ def run_command(name: str, arguments: list[str]) -> int:
         "compare": _compare,
         "doctor": _doctor,
         "completion": _completion,
-        "schema": _schema,
     }
     found = commands[name]([word for word in arguments if not word.startswith("-")])
     if "--json" in options:
@@ -262,14 +252,6 @@ def _completion(words: list[str]) -> Answer:
     profiles = list_profiles(user_dir=data_home(os.environ))
     script = completion_script(words[0], [one.name for one in profiles], HELP | {"record": RECORD_HELP})
     return Answer({"shell": words[0], "script": script}, script)
-
-
-def _schema(words: list[str]) -> Answer:
-    """Run ``autobatch schema``: print the JSON schema of the config files."""
-    if words:
-        raise InputError(f"schema takes no arguments, found {' '.join(words)}")
-    content = options_schema()
-    return Answer(content, msgspec.json.format(msgspec.json.encode(content)).decode())
 
 
 def this_gpu(name: str) -> HardwareProfile:

@@ -24,7 +24,7 @@ from autobatch.cli.output import (
     undelivered_code,
     write_json,
 )
-from autobatch.core.progress import Broadcast, Stopwatch
+from autobatch.core.progress import Broadcast
 from autobatch.core.text import printable_lines, quoted
 from autobatch.core.version import __version__
 
@@ -54,7 +54,6 @@ commands:
   compare    show runs side by side: compare RUN RUN, else the newest two
   doctor     show devices, memory, versions, and what is missing
   completion print the completion of a shell: bash, zsh or fish
-  schema     print the JSON schema of autobatch.toml, for editors
 
 WORKLOAD is file.py, path/to/file.py:function or module:function. Without it:
 `workload` in autobatch.toml or in [tool.autobatch] of pyproject.toml, else the
@@ -72,7 +71,7 @@ OVER_RANKS = ("fit", "plan", "probe", "tune")
 SCRIPTED = ("fit", "plan", "probe")
 """Commands that take the words of a program after ``--``."""
 RUNNING = (*OVER_RANKS, "estimate")
-OTHER = ("init", "profiles", "doctor", "report", "compare", "completion", "schema")
+OTHER = ("init", "profiles", "doctor", "report", "compare", "completion")
 ALL = (*RUNNING, *OTHER, "record")
 PARTS: dict[str, tuple[str, ...]] = {
     "plan": ("device", "probe", "plan", "profile", "report"),
@@ -138,7 +137,7 @@ def _guarded(name: str, arguments: list[str]) -> int:
     from autobatch.distributed.launch import open_ranks, refuse_ranks, start_ranks
     from autobatch.distributed.ranks import Ranks, read_launch
 
-    log, stopwatch = RunLog(shlex.join(["autobatch", name, *arguments])), Stopwatch()
+    log = RunLog(shlex.join(["autobatch", name, *arguments]))
     verbose = "--verbose" in arguments
     ranks: Ranks | None = None
     try:
@@ -174,7 +173,7 @@ def _guarded(name: str, arguments: list[str]) -> int:
                 hosts = os.environ.get("GROUP_WORLD_SIZE", "1")
                 nodes = "" if hosts == "1" else f"--nnodes {hosts} "
                 log.command = f"torchrun {nodes}--nproc-per-node {per_host} -m {log.command}"
-            code = run_workload(Command(name, workload, options, log, ranks, stopwatch))
+            code = run_workload(Command(name, workload, options, log, ranks))
             ranks.close()
             return code
     except BaseException as error:
@@ -203,8 +202,6 @@ class Command(NamedTuple):
     """Learns the folder of the run."""
     ranks: Ranks
     """The processes that run the command together."""
-    stopwatch: Stopwatch
-    """Runs since the command line was read."""
 
     def run(self, **fields: Any) -> Run:
         """Return the run of the pipeline, which tries the workload in a child."""
@@ -258,7 +255,7 @@ def _result_of(command: Command, stream: SafeStream) -> Result | Estimates:
             opened.enter_context(child)
         terminal = opened.enter_context(Terminal(cast("TextIO", stream), quiet=options.output.quiet))
         terminal.begin(", ".join(snapshots) or workload, predicts=is_estimate)
-        progress = Broadcast([terminal, command.stopwatch])
+        progress = Broadcast([terminal])
         progress.doing("importing torch")
         gc.disable()  # collections while torch makes a million objects take a fifth of its import
         from autobatch.api.pipeline import run_command, run_estimate
@@ -277,8 +274,6 @@ def _result_of(command: Command, stream: SafeStream) -> Result | Estimates:
                 opened.enter_context(child)
             found = run_command(command.run(progress=progress, child=child))
             terminal.finish(found)
-        if options.output.verbose:
-            terminal.timed(command.stopwatch.lines())
     return found
 
 

@@ -14,13 +14,13 @@ import argparse
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, get_origin
+from typing import Any, NamedTuple
 
-from autobatch.core.check_options import choices_of, expected, options_from, plain_type, unknown_option
+from autobatch.core.check_options import options_from, unknown_option
 from autobatch.core.errors import InputError
 from autobatch.core.files import read_toml
 from autobatch.core.knobs import KNOBS
-from autobatch.core.options import Options, all_fields, fields_of
+from autobatch.core.options import PLANS, Field, Options, all_fields, fields_of
 from autobatch.core.text import LONGEST_VALUE, is_text, printable, quoted
 
 SUMMARIES = {
@@ -137,14 +137,14 @@ def _read_variables(environ: Mapping[str, str]) -> Layer:
         if key not in names:
             raise InputError(f"the environment: {unknown_option(key, names)}")
         field = all_fields().get(names[key])
-        is_list = field is not None and get_origin(plain_type(field.type)) is list
+        is_list = field is not None and field.is_list
         values[names[key]] = OptionValue(value.split() if is_list else value, key)
     return values
 
 
 def _read_words(name: str, arguments: list[str], known: Layer) -> Layer:
     """Read the options that the command line gives, as text; it may spell them with underscores."""
-    types = {_spelled(option): field.type for option, field in fields_of(name).items()}
+    fields = {_spelled(option): field for option, field in fields_of(name).items()}
     words = [
         word.partition("=")[0].replace("_", "-") + "".join(word.partition("=")[1:])
         if word.startswith("--")
@@ -155,15 +155,15 @@ def _read_words(name: str, arguments: list[str], known: Layer) -> Layer:
         found, extra = _parser(name, known, shows_all="--help-all" in words).parse_known_args(words)
     except argparse.ArgumentError as error:
         options = (error.argument_name or "").split("/")
-        if plain_type(types.get(options[0])) is not bool:
-            raise InputError(f"{options[0]} has no value: give {expected(types[options[0]])}") from None
+        if not fields[options[0]].is_switch:
+            raise InputError(f"{options[0]} has no value: give {fields[options[0]].expected}") from None
         pairs = [word.partition("=") for word in words]
         option, _, value = next(pair for pair in pairs if pair[0] in options and pair[1])
         raise InputError(f"{option} takes no value, found {quoted(value)}") from None
     for word in extra:
         if word.startswith("-"):
-            switches = [one for one, kind in types.items() if plain_type(kind) is bool]
-            spellings = [*types, *(f"--no-{one.removeprefix('--')}" for one in switches)]
+            switches = [one.removeprefix("--") for one, field in fields.items() if field.is_switch]
+            spellings = [*fields, *(f"--no-{one}" for one in switches)]
             asked = word.partition("=")[0]
             others = [one for one in SUMMARIES if asked in map(_spelled, fields_of(one))]
             if others:
@@ -202,12 +202,11 @@ def _check_place(workload: OptionValue) -> None:
 def _parser(name: str, known: Layer, *, shows_all: bool) -> argparse.ArgumentParser:
     """Build the parser of a command; its help shows the common options, or all of them."""
     fields = fields_of(name).values()
-    required = {field.name for field in fields if name in field.about.required_by}
-    needs = "".join(f" {_spelled(one.name)} {one.about.metavar}" for one in fields if one.name in required)
+    needs = {"target_batch": " --target-batch N"} if name in PLANS else {}
     named = ", or hf:NAME_OR_FOLDER" if name == "estimate" else ""
     width = shutil.get_terminal_size().columns
     parser = argparse.ArgumentParser(
-        usage=f"autobatch {name} [WORKLOAD]{needs} [options]",
+        usage=f"autobatch {name} [WORKLOAD]{''.join(needs.values())} [options]",
         description=SUMMARIES[name],
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=HELP_COLUMN, width=width),
         add_help=False,
@@ -221,17 +220,16 @@ def _parser(name: str, known: Layer, *, shows_all: bool) -> argparse.ArgumentPar
         metavar="WORKLOAD",
         help=f"file.py or module:function{named}. {_hint(known.get('workload'), 'demo')}",
     )
-    for field in sorted(fields, key=lambda one: (one.name not in required, not one.about.common)):
+    for field in sorted(fields, key=lambda one: (one.name not in needs, one.about.rare)):
         about = field.about
-        hint = "(required)" if field.name in required else ""
-        if field.name in known or not hint:
-            hint = _hint(known.get(field.name), field.default)
+        is_missing = field.name in needs and field.name not in known
+        hint = "(required)" if is_missing else _hint(known.get(field.name), field.default)
         groups[TITLES[field.section]].add_argument(
             _spelled(field.name),
             help=f"{about.text} {hint}".strip().replace("%", "%%")
-            if about.common or shows_all
+            if shows_all or not about.rare
             else argparse.SUPPRESS,
-            **_keywords_of(field.type, about.metavar),
+            **_keywords_of(field),
         )
     groups["output"].add_argument(*HELP_WORDS, action="help", help="Show the common options, or all of them.")
     return parser
@@ -268,7 +266,7 @@ def completion_script(shell: str, profiles: Iterable[str], others: Mapping[str, 
         parser = _parser(name, {}, shows_all=True)
         for action in parser._actions:
             field = fields_of(name).get(action.dest)
-            found = by_option.get(action.dest) or (field and choices_of(field.type))
+            found = by_option.get(action.dest) or (field and field.choices)
             action.choices = list(found) if found else None
             if isinstance(action.metavar, str) and action.metavar in by_metavar:
                 action.complete = by_metavar[action.metavar]  # type: ignore[attr-defined]
@@ -285,14 +283,13 @@ def completion_script(shell: str, profiles: Iterable[str], others: Mapping[str, 
     return str(shtab.complete(top, shell))
 
 
-def _keywords_of(annotation: Any, metavar: str) -> dict[str, Any]:
+def _keywords_of(field: Field) -> dict[str, Any]:
     """Return argparse's keywords for a switch, or for an option that takes one word or several."""
-    if plain_type(annotation) is bool:
+    if field.is_switch:
         return {"action": argparse.BooleanOptionalAction}
-    is_list, choices = get_origin(plain_type(annotation)) is list, choices_of(annotation)
-    if is_list and not choices:
-        return {"action": "extend", "nargs": "+", "metavar": metavar}
-    return {"metavar": metavar or f"{{{','.join(choices)}}}"} | ({"action": "append"} if is_list else {})
+    if field.is_list and not field.choices:
+        return {"action": "extend", "nargs": "+", "metavar": field.placeholder}
+    return {"metavar": field.placeholder} | ({"action": "append"} if field.is_list else {})
 
 
 def _hint(given: OptionValue | None, default: object) -> str:

@@ -7,14 +7,22 @@ which is handed down as it is; each layer reads the sections that concern it. No
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache, partial
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
+from autobatch.core.errors import InputError
+from autobatch.core.files import UNREADABLE
+from autobatch.core.knobs import parse_knobs
 from autobatch.core.records import LearningRateRule, Precision
-from autobatch.core.units import parse_duration
+from autobatch.core.text import quoted
+from autobatch.core.units import TiB, parse_budget
 
 COMMANDS = ("fit", "plan", "probe", "tune", "estimate")
 """Commands that open a workload."""
@@ -31,36 +39,54 @@ TAKEN_BY = {
     "output": COMMANDS,
 }
 """Commands that take the options of a section, unless an option names others."""
-MOST_WORKERS = 1024
-"""Largest number of processes."""
-AtLeastZero = Annotated[int, Meta(ge=0)]
-AtLeastOne = Annotated[int, Meta(ge=1)]
-Workers = Annotated[int, Meta(ge=0, le=MOST_WORKERS)]
-Positive = Annotated[float, Meta(gt=0)]
-Decay = Annotated[float, Meta(gt=0, lt=1)]
-Seed = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+MOST = 2**63 - 1
+"""Largest whole number of an option: torch and the files count in 64 bits."""
+COUNT = "[1-9][0-9]{0,8}"
+TEXT = "[^\0\ud800-\udfff]"
+"""A character that UTF-8 and the names of files can hold."""
+AtLeastZero = Annotated[int, Meta(ge=0, le=MOST, description="a whole number of 0 or more")]
+AtLeastOne = Annotated[int, Meta(ge=1, le=MOST, description="a whole number of 1 or more")]
+AtLeastTwo = Annotated[int, Meta(ge=2, le=MOST, description="a whole number of 2 or more")]
+Processes = Annotated[int, Meta(ge=0, le=1024, description="a whole number from 0 to 1024")]
+Seed = Annotated[int, Meta(ge=0, le=2**31 - 1, description="a whole number from 0 to 2147483647")]
 """Seeds that every generator accepts: NumPy's end at 32 bits, and the sampler counts up from here."""
-GradientDtypeChoice = Literal["auto", "fp32", "weights"]
-ParallelChoice = Literal["auto", "replicate", "shard"]
-SplitChoice = Literal["auto", "count", "size"]
+Positive = Annotated[float, Meta(gt=0, description="a number over 0")]
+Decay = Annotated[float, Meta(gt=0, lt=1, description="a number over 0 and under 1")]
+Text = Annotated[str, Meta(pattern=f"^{TEXT}*$", description="text in UTF-8 without NUL")]
+Size = Annotated[str, Meta(pattern=f"^{TEXT}*$", description="a size like 6GiB or 80%")]
+DeviceName = Annotated[
+    str,
+    Meta(
+        pattern=f"^(auto|cpu|cuda(:[0-9]+)?|sim:{TEXT}+)$",
+        description="auto, cuda, cuda:N, cpu or sim:PROFILE",
+    ),
+]
+Duration = Annotated[
+    str, Meta(pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})?(min|h)$", description="a time like 15min or 2h")
+]
+Ranks = Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")]
+RankCounts = Annotated[
+    str, Meta(pattern=f"^{COUNT}(,{COUNT})*$", description="in estimate several like 1,2,4")
+]
 SplitCheck = Literal["error", "note", "off"]
-TrackerChoice = Literal["tensorboard", "wandb", "mlflow"]
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 
 class Option(NamedTuple):
     """Declaration of an option, in the annotation of its field."""
 
     text: str
-    metavar: str = ""
-    """Placeholder of the value; empty for switches and choices."""
+    metavar: str = "N"
+    """Placeholder of the value, unless the option is a switch or lists its choices."""
     commands: tuple[str, ...] = ()
     """Commands that take the option; empty for those of its section."""
-    common: bool = False
-    """True if ``--help`` shows the option; ``--help-all`` shows every option."""
-    required_by: tuple[str, ...] = ()
+    rare: bool = False
+    """True if only ``--help-all`` shows the option, not ``--help``."""
+    check: Callable[[Any], object] | None = None
+    """Raises `InputError` for a value that its type accepts, and that is wrong."""
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Section(msgspec.Struct, frozen=True, kw_only=True):
     """Options that belong together."""
 
 
@@ -68,238 +94,174 @@ class BatchOptions(Section, frozen=True, kw_only=True):
     """The batch of an optimizer step, and how it is split."""
 
     target_batch: Annotated[
-        AtLeastOne | None,
-        Option(
-            "Samples per optimizer step, exactly.", "N", (*PLANS, "estimate"), common=True, required_by=PLANS
-        ),
+        AtLeastOne | None, Option("Samples per optimizer step, exactly.", commands=(*PLANS, "estimate"))
     ] = None
     split: Annotated[
-        SplitChoice,
-        Option(
-            "Split each batch into equal counts, or by the sizes of its samples, which saves padding. auto: "
-            "by size if that is faster and changes no result."
-        ),
+        Literal["auto", "count", "size"],
+        Option("Split by count, or by size to save padding. auto: by size if it pays off.", rare=True),
     ] = "auto"
     split_check: Annotated[
         SplitCheck | None,
         Option(
-            "What to do if the loss cannot be split into micro-batches exactly: stop, print a note, or skip "
-            "the check. Without it: error in fit, note in plan.",
+            "What to do if a loss cannot be split exactly. Without it: error in fit, note in plan.",
             commands=("fit", "plan"),
+            rare=True,
         ),
     ] = None
-    lr_rule: Annotated[LearningRateRule, Option("Scale the rate with the batch.", common=True)] = "none"
+    lr_rule: Annotated[LearningRateRule, Option("Scale the rate with the batch.")] = "none"
     base_batch: Annotated[
-        AtLeastOne | None,
-        Option(
-            "Batch that the learning rate was tuned for. Without it: base_batch of the workload.",
-            "N",
-            common=True,
-        ),
+        AtLeastOne | None, Option("Batch that the rate was tuned for. Without it: the workload's base_batch.")
     ] = None
 
 
 class DeviceOptions(Section, frozen=True, kw_only=True):
     """The device of the work, its budget and its precision."""
 
-    device: Annotated[str, Option("auto, cuda, cuda:N, cpu, sim:PROFILE.", "DEVICE", common=True)] = "auto"
+    device: Annotated[DeviceName, Option("auto, cuda, cuda:N, cpu, sim:PROFILE.", "DEVICE")] = "auto"
     memory_budget: Annotated[
-        str | int | None,
+        AtLeastOne | Size | None,
         Option(
-            "Memory that the allocator may hold, for example 6GiB or 80%. Without it: the free memory less a "
-            "headroom.",
+            "Memory that the allocator may hold, as 6GiB or 80%. Without it: what is free, less a headroom.",
             "SIZE",
-            common=True,
+            check=partial(parse_budget, whole_bytes=TiB),
         ),
     ] = None
-    precision: Annotated[Precision, Option("Precision of the forward pass.", common=True)] = "fp32"
+    precision: Annotated[Precision, Option("Precision of the forward pass.")] = "fp32"
     gradient_dtype: Annotated[
-        GradientDtypeChoice,
+        Literal["auto", "fp32", "weights"],
         Option(
-            "Type in which the gradients of 16-bit weights are summed. weights takes half the memory of "
-            "float32, and rounds the sum after each micro-batch. auto: fp32."
+            "Type in which gradients of 16-bit weights are summed. weights: half the memory, but rounded.",
+            rare=True,
         ),
     ] = "auto"
-    seed: Annotated[Seed, Option("Seed of the weights, the data order and the trials.", "N")] = 0
+    seed: Annotated[Seed, Option("Seed of the weights, the data order and the trials.", rare=True)] = 0
 
 
 class SearchOptions(Section, frozen=True, kw_only=True):
     """The sizes to try, and the GPUs to predict for."""
 
-    max_micro_batch: Annotated[
-        AtLeastOne | None, Option("Largest micro-batch to try.", "N", COMMANDS, common=True)
-    ] = None
+    max_micro_batch: Annotated[AtLeastOne | None, Option("Largest micro-batch.", commands=COMMANDS)] = None
     micro_batch_multiple: Annotated[
-        AtLeastOne, Option("Micro-batches are multiples of N.", "N", COMMANDS)
+        AtLeastOne, Option("Micro-batches are multiples of N.", commands=COMMANDS, rare=True)
     ] = 1
     micro_batch: Annotated[
-        AtLeastOne | None,
-        Option(
-            "Only look at this micro-batch.",
-            "N",
-            ("probe", "estimate"),
-            common=True,
-        ),
+        AtLeastOne | None, Option("Only look at this micro-batch.", commands=("probe", "estimate"))
     ] = None
     profile: Annotated[
-        list[str],
-        Option(
-            "Names or files of hardware profiles. Without it: the GPU of --device sim:PROFILE, else all.",
-            "NAME",
-            ("estimate",),
-            common=True,
-        ),
+        list[Text],
+        Option("Hardware profiles. Without it: the GPU of sim:PROFILE, else all.", "NAME", ("estimate",)),
     ] = []
     snapshot: Annotated[
-        list[str],
-        Option(
-            "Memory snapshots, in place of a WORKLOAD: see record.",
-            "[N=]FILE",
-            ("estimate",),
-            common=True,
-        ),
+        list[Text],
+        Option("Memory snapshots, in place of a WORKLOAD: see record.", "[N=]FILE", ("estimate",)),
     ] = []
 
 
 class TrainOptions(Section, frozen=True, kw_only=True):
     """The loop and the files of a run."""
 
-    steps: Annotated[AtLeastOne | None, Option("Optimizer steps to train.", "N", common=True)] = None
-    epochs: Annotated[
-        AtLeastOne | None, Option("Passes over the training data. Without --steps: 1.", "N", common=True)
-    ] = None
+    steps: Annotated[AtLeastOne | None, Option("Optimizer steps to train.")] = None
+    epochs: Annotated[AtLeastOne | None, Option("Passes over the data. Without --steps: 1.")] = None
     max_grad_norm: Annotated[
-        Positive | None,
-        Option("Clip the gradient of each step to this norm. Without it: no clipping.", "NORM", RUNS),
+        Positive | None, Option("Clip the gradient of each step to this norm.", "NORM", RUNS, rare=True)
     ] = None
     ema: Annotated[
-        Decay | None,
-        Option(
-            "Keep an exponential moving average of the weights with this decay, for example 0.999.",
-            "DECAY",
-            RUNS,
-        ),
+        Decay | None, Option("Average the weights with this decay, as 0.999.", "DECAY", RUNS, rare=True)
     ] = None
     on_nonfinite: Annotated[
         Literal["raise", "skip"],
         Option(
-            "Stop at a loss or gradient that is not finite, or skip up to 3 such steps in a row, as fp16 "
-            "does."
+            "Stop at a loss or gradient that is not finite, or skip up to 3 such steps in a row.", rare=True
         ),
     ] = "raise"
-    workers: Annotated[
-        Workers | None, Option("Data loader processes. Without it: 0, or as tuned.", "N", common=True)
-    ] = None
-    validate_every: Annotated[
-        AtLeastOne | None, Option("Validate every N steps, and at the end.", "N", common=True)
-    ] = None
+    workers: Annotated[Processes | None, Option("Loader processes. Without it: 0, or as tuned.")] = None
+    validate_every: Annotated[AtLeastOne | None, Option("Validate every N steps, and at the end.")] = None
     checkpoint_every: Annotated[
-        AtLeastOne | str | None,
-        Option("Save every N steps, or 15min, and at the end.", "N", common=True),
+        AtLeastOne | Duration | None, Option("Save every N steps, or 15min, and at the end.")
     ] = None
     log: Annotated[
-        list[TrackerChoice],
-        Option("Also log to this tracker, whose package must be installed; may be repeated."),
+        list[Tracker],
+        Option("Also log to this tracker, whose package must be installed; may be repeated.", rare=True),
     ] = []
-    keep_last: Annotated[int, Meta(ge=2), Option("Checkpoints to keep.", "N")] = 3
-    resume: Annotated[bool, Option("Continue from the newest valid checkpoint.", common=True)] = False
+    keep_last: Annotated[AtLeastTwo, Option("Checkpoints to keep.", rare=True)] = 3
+    resume: Annotated[bool, Option("Continue from the newest valid checkpoint.")] = False
     out: Annotated[
-        str | None,
-        Option(
-            "Folder of the run. Without it: runs/NAME/DATE (fit).",
-            "DIR",
-            common=True,
-            commands=("fit", "tune"),
-        ),
+        Text | None, Option("Folder of the run. Without it: runs/NAME/DATE (fit).", "DIR", ("fit", "tune"))
     ] = None
 
     @property
     def checkpoint_seconds(self) -> float | None:
         """Longest time between two checkpoints in seconds; None if they are counted in steps."""
         asked = self.checkpoint_every
-        return parse_duration(asked) if isinstance(asked, str) else None
+        if not isinstance(asked, str):
+            return None
+        return float(asked.rstrip("minh")) * (3600 if asked.endswith("h") else 60)
 
 
 class TuneOptions(Section, frozen=True, kw_only=True):
     """The search for the fastest configuration and for the learning rate."""
 
     trials: Annotated[
-        AtLeastZero | None,
-        Option(
-            "Configurations to measure, 0 for none. Without it: 8, fewer in fit for a short run.",
-            "N",
-            common=True,
-        ),
+        AtLeastZero | None, Option("Configurations to measure. Without it: 8, fewer in fit for a short run.")
     ] = None
-    timeout: Annotated[Positive | None, Option("Start no further trial after this time.", "SECONDS")] = None
+    timeout: Annotated[Positive | None, Option("Start no trial after this time.", "SECONDS", rare=True)] = (
+        None
+    )
     storage: Annotated[
-        str | None,
+        Text | None,
         Option(
-            "Storage of the study: a database URL or the path of a journal file. Without it: a journal file "
-            "in the data directory.",
-            "URL",
+            "Database URL or journal file of the study. Without it: in the data folder.", "URL", rare=True
         ),
     ] = None
     knobs: Annotated[
-        str | None,
+        Text | None,
         Option(
-            "Knobs to tune, for example precision,checkpointing. Without it: all that pay off and change no "
-            "number.",
+            "Knobs to tune, as precision,checkpointing. Without it: all that pay off and change no number.",
             "NAMES",
+            rare=True,
+            check=parse_knobs,
         ),
     ] = None
-    tune_lr: Annotated[bool, Option("Also try learning rates, and use a better one.", common=True)] = False
+    tune_lr: Annotated[bool, Option("Also try learning rates, and use a better one.")] = False
 
 
 class ModelOptions(Section, frozen=True, kw_only=True):
     """The training of a model that is named by ``hf:NAME`` in place of a workload."""
 
-    sequence: Annotated[
-        AtLeastOne | None,
-        Option("hf: tokens of each sequence. Without it: up to 2048.", "N", common=True),
-    ] = None
+    sequence: Annotated[AtLeastOne | None, Option("hf: tokens of each sequence, else up to 2048.")] = None
     lora: Annotated[
-        AtLeastOne | None,
-        Option("hf: train adapters of this rank, not the weights.", "RANK", common=True),
+        AtLeastOne | None, Option("hf: train adapters of this rank, not the weights.", "RANK")
     ] = None
-    checkpointing: Annotated[
-        bool, Option("hf: recompute the activations of each block in the backward pass.", common=True)
-    ] = False
+    checkpointing: Annotated[bool, Option("hf: recompute the activations of each block.")] = False
 
 
 class RankOptions(Section, frozen=True, kw_only=True):
     """Several processes that train together."""
 
     ranks: Annotated[
-        AtLeastOne | str | None,
-        Option("Processes, one per GPU (estimate: also 1,2,4,8).", "N", common=True),
+        Ranks | RankCounts | None, Option("Processes, one per GPU (estimate: also 1,2,4,8).")
     ] = None
     parallel: Annotated[
-        ParallelChoice,
+        Literal["auto", "replicate", "shard"],
         Option(
-            "With --ranks: replicate gives each rank a whole model (DDP), shard a part of it (FSDP2). auto: "
-            "shard if no whole model fits."
+            "A whole model for each rank (DDP), or a part of it (FSDP2). auto: shard if none fits whole.",
+            rare=True,
         ),
     ] = "auto"
     collective_timeout: Annotated[
-        Positive,
-        Option(
-            "Over several ranks, end the run if a rank lets the others wait longer.",
-            "SECONDS",
-            ("fit",),
-        ),
+        Positive, Option("End the run if a rank lets the others wait longer.", "SECONDS", ("fit",), rare=True)
     ] = 1800.0
 
 
 class OutputOptions(Section, frozen=True, kw_only=True):
     """The output of the command line."""
 
-    json: Annotated[bool, Option("Print one JSON object to stdout, all else to stderr.", common=True)] = False
-    quiet: Annotated[bool, Option("Print the result, but no progress.")] = False
-    verbose: Annotated[bool, Option("Print how long each part took, and the traceback of an error.")] = False
+    json: Annotated[bool, Option("Print one JSON object to stdout, all else to stderr.")] = False
+    quiet: Annotated[bool, Option("Print the result, but no progress.", rare=True)] = False
+    verbose: Annotated[bool, Option("Print the traceback of an error.", rare=True)] = False
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a run, in sections."""
 
     command: str = "fit"
@@ -323,7 +285,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def rank_counts(self) -> list[int]:
         """The numbers of ranks that were asked for, in order; empty if none was."""
         asked = self.ranks.ranks
-        return [] if asked is None else sorted({int(one) for one in str(asked).split(",")})
+        return [] if asked is None else sorted(set(map(int, str(asked).split(","))))
 
     @property
     def split_check(self) -> SplitCheck:
@@ -332,13 +294,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def with_values(self, **values: Any) -> Self:
         """Return these options with other values, by the names of the options."""
-        changes: dict[str, dict[str, Any]] = {}
+        sections: dict[str, Section] = {}
         for name, value in values.items():
-            changes.setdefault(all_fields()[name].section, {})[name] = value
-        sections = {
-            section: msgspec.structs.replace(getattr(self, section), **given)
-            for section, given in changes.items()
-        }
+            section = all_fields()[name].section
+            before = sections.get(section, getattr(self, section))
+            sections[section] = msgspec.structs.replace(before, **{name: value})
         return msgspec.structs.replace(self, **sections)
 
     def by_name(self) -> dict[str, Any]:
@@ -355,52 +315,87 @@ class Field(NamedTuple):
     name: str
     section: str
     type: Any
-    """Its type, with the ranges of numbers."""
+    """Its type, with the ranges of numbers and the patterns of text."""
     default: Any
     about: Option
     commands: tuple[str, ...]
     """Commands that take the option."""
 
     @property
-    def unit(self) -> str:
-        """Unit of its value; empty if it has none, or if its description names it."""
-        return {"SECONDS": "seconds", "MINUTES": "minutes"}.get(self.about.metavar, "")
+    def choices(self) -> list[str]:
+        """The values that it takes; empty if its type does not list them."""
+        return [part for part in _parts(self.type) if isinstance(part, str)]
+
+    @property
+    def placeholder(self) -> str:
+        """Its value in the help; empty for a switch."""
+        listed = f"{{{','.join(self.choices)}}}" if self.choices else self.about.metavar
+        return "" if self.is_switch else listed
+
+    @property
+    def is_switch(self) -> bool:
+        """True if it is on or off."""
+        return bool in _parts(self.type)
+
+    @property
+    def is_list(self) -> bool:
+        """True if it takes several values."""
+        return any(get_origin(part) is list for part in _parts(self.type))
+
+    @property
+    def expected(self) -> str:
+        """The values that it takes, in words: ``a whole number of 1 or more``."""
+        if self.choices:
+            return f"one {'or more ' * self.is_list}of {', '.join(self.choices)}"
+        words = [str(part.description) for part in _parts(self.type) if isinstance(part, Meta)]
+        return "one or more names" if self.is_list else " or ".join(words) or "true or false"
+
+    def convert(self, value: Any, label: str) -> Any:
+        """Return a value, plain or as text, in the type of the option.
+
+        Raises:
+            InputError: it is no value of the option, which the message calls by the label.
+        """
+        if value is None and self.default is None:
+            return None
+        plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+        plain = plain.item() if hasattr(plain, "item") else plain  # a number of NumPy
+        plain = [plain] if self.is_list and isinstance(plain, str) else plain
+        union = get_args(self.type)[0]
+        is_union = get_origin(union) in (Union, UnionType)
+        for kind in get_args(union) if is_union else (self.type,):
+            with suppress(*UNREADABLE):
+                if kind is not NoneType:
+                    return msgspec.convert(plain, kind, strict=False)
+        shown = ", ".join(map(quoted, value)) if isinstance(value, list) else quoted(value)
+        raise InputError(f"{label} must be {self.expected}, found {shown}")
+
+
+def _parts(kind: Any) -> Iterator[Any]:
+    """Yield a type and all that it is made of: its members, its choices, its limits."""
+    yield kind
+    for part in get_args(kind):
+        yield from _parts(part)
 
 
 @cache
 def all_fields() -> dict[str, Field]:
     """Return every option by its name."""
-    found = {}
-    for section, commands in TAKEN_BY.items():
-        for field in msgspec.structs.fields(get_type_hints(Options)[section]):
-            about = next(one for one in get_args(field.type) if isinstance(one, Option))
-            default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
-            found[field.name] = Field(
-                field.name, section, field.type, default, about, about.commands or commands
-            )
-    return found
+    return {
+        field.name: Field(
+            field.name,
+            section,
+            field.type,
+            field.default_factory() if field.default is msgspec.NODEFAULT else field.default,
+            about := next(part for part in get_args(field.type) if isinstance(part, Option)),
+            about.commands or commands,
+        )
+        for section, commands in TAKEN_BY.items()
+        for field in msgspec.structs.fields(get_type_hints(Options)[section])
+    }
 
 
 @cache
 def fields_of(command: str) -> dict[str, Field]:
     """Return the options of a command by their names."""
     return {name: field for name, field in all_fields().items() if command in field.commands}
-
-
-def options_schema() -> dict[str, Any]:
-    """Return the JSON schema of ``autobatch.toml``, from the declarations of all options."""
-    about = "What to train: file.py, file.py:function or module:function. Without it: the demo."
-    fields: list[tuple[str, Any, Any]] = [
-        ("workload", Annotated[str | None, Meta(description=f"{about} ({', '.join(COMMANDS)})")], None)
-    ]
-    for field in all_fields().values():
-        kind = field.type
-        if get_origin(get_args(kind)[0]) is list:  # one may stand without brackets
-            kind = kind | get_args(get_args(kind)[0])[0]
-        unit = f" In {field.unit}." if field.unit else ""
-        text = f"{field.about.text}{unit} ({', '.join(field.commands)})"
-        fields.append((field.name, Annotated[kind, Meta(description=text)], field.default))
-    table = msgspec.defstruct("autobatch", fields, kw_only=True, forbid_unknown_fields=True)
-    (found,) = msgspec.json.schema_components([table])[1].values()
-    head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "autobatch.toml"}
-    return head | {name: one for name, one in found.items() if name != "title"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -54,43 +52,6 @@ class Progress:
 
     def stepped(self, step: StepRecord, of: int) -> None:
         """Report a training step."""
-
-
-class Stopwatch(Progress):
-    """Listener that measures how long each act of a run takes, from the start of the process on.
-
-    Args:
-        clock: seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._start = clock()
-        self._act, self._since = "starting", 0
-        self._hundredths: dict[str, int] = {}
-        self._first_step: int | None = None
-
-    def doing(self, act: str) -> None:
-        """End the act so far, and begin another one. Acts that differ only in their numbers count as one."""
-        # Whole hundredths from the start on, so that the lines sum to the total.
-        now = round((self._clock() - self._start) * 100)
-        self._hundredths[self._act] = self._hundredths.get(self._act, 0) + now - self._since
-        self._act, self._since = re.sub(r"\d[\d,.e+-]*", "N", act), now
-
-    def stepped(self, step: StepRecord, of: int) -> None:
-        """Take the time of the first step."""
-        if self._first_step is None:
-            self.doing("training: the other steps")
-            self._first_step = self._since
-
-    def lines(self) -> list[str]:
-        """End the act so far, and return each act with its seconds, their total, and the first step."""
-        self.doing("")
-        rows = [(act, taken) for act, taken in self._hundredths.items() if taken]
-        rows.append(("in total", self._since))
-        if self._first_step is not None:
-            rows.append(("to the end of the first step", self._first_step))
-        return [f"{taken / 100:8.2f} s  {act}" for act, taken in rows]
 
 
 class Broadcast(Progress):

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from autobatch.core.errors import InputError
-from autobatch.core.keywords import PlanKeywords
+from autobatch.core.keywords import Keywords
 from autobatch.integrations.kept_state import kept_state
 from autobatch.integrations.library_plan import (
     Float32Outputs,
@@ -56,7 +56,7 @@ def plan(
     *,
     loss: Callable[[Any, Collated], Tensor | Loss],
     target_batch: int,
-    **options: Unpack[PlanKeywords],
+    **options: Unpack[Keywords],
 ) -> LibraryPlan:
     """Plan for an ``Accelerator``, set its accumulation steps, and make a loader of the planned batch size.
 

@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from autobatch.api import library
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.core.keywords import PlanKeywords
+from autobatch.core.keywords import Keywords
 from autobatch.distributed.group import join_existing
 from autobatch.planning import even_split, even_split_note
 from autobatch.report.result import PlanResult
@@ -70,7 +70,7 @@ def plan_for(
     target_batch: int,
     *,
     loader: Callable[[int], Any] | None = None,
-    **options: Unpack[PlanKeywords],
+    **options: Unpack[Keywords],
 ) -> LibraryPlan:
     """Probe and plan in equal micro-batches, and note what the library's loop makes of them.
 

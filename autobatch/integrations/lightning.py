@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from autobatch.core.errors import InputError
-from autobatch.core.keywords import PlanKeywords
+from autobatch.core.keywords import Keywords
 from autobatch.core.records import Precision
 from autobatch.integrations.kept_state import kept_state
 from autobatch.integrations.library_plan import (
@@ -65,7 +65,7 @@ class AutobatchFinder(Callback):  # type: ignore[misc]
             trainer's.
     """
 
-    def __init__(self, *, target_batch: int, **options: Unpack[PlanKeywords]) -> None:
+    def __init__(self, *, target_batch: int, **options: Unpack[Keywords]) -> None:
         self.target_batch = target_batch
         self.plan: LibraryPlan | None = None
         """The plan; None before ``fit``."""

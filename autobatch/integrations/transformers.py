@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
-from autobatch.core.keywords import PlanKeywords
+from autobatch.core.keywords import Keywords
 from autobatch.integrations.kept_state import kept_state
 from autobatch.integrations.library_plan import (
     Float32Outputs,
@@ -44,7 +44,7 @@ from autobatch.workload.user_code import user_code
 __all__ = ["plan", "workload"]
 
 
-def plan(trainer: Any, *, target_batch: int, **options: Unpack[PlanKeywords]) -> LibraryPlan:
+def plan(trainer: Any, *, target_batch: int, **options: Unpack[Keywords]) -> LibraryPlan:
     """Plan for a ``Trainer``, and set its batch size, accumulation steps and learning rate.
 
     An optimizer that the trainer was given keeps its own learning rate.

@@ -190,10 +190,6 @@ class Terminal(Progress):
                 self._print_lines(["", f"predicted micro-batch{on} with a change:"])
                 self._print_lines(tables.remedy_lines(estimate))
 
-    def timed(self, lines: Iterable[str]) -> None:
-        """Print how long the parts of the run took, even if quiet."""
-        self._print_lines(["", "how long each part took:", *lines])
-
     def _print_lines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self._console.print(Text(self._shown(line)))

@@ -46,7 +46,7 @@ def options() -> str:
         parts.append("| option | default | effect |\n|---|---|---|")
         for field in fields:
             name = f"--{field.name.replace('_', '-')}"
-            placeholder = field.about.metavar.replace("|", "\\|")
+            placeholder = ("" if field.choices else field.placeholder).replace("|", "\\|")
             written = f"`{name} {placeholder}`" if placeholder else f"`{name}`"
             default = "" if field.default in (None, [], False) else f"`{field.default}`"
             others = "" if field.commands == commands else f" ({', '.join(field.commands)})"

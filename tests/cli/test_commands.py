@@ -16,13 +16,11 @@ import msgspec
 import pytest
 import torch
 
-from autobatch import InputError
 from autobatch.cli import main as cli
 from autobatch.core.options import fields_of
 from autobatch.core.units import GiB
 from autobatch.device.cuda_gpus import VisibleGpu
 from benchmarks.wrong_files import PLANTED
-from tests.support.options import CHANGED, as_options
 from tests.support.sample_run import a_device, a_run
 
 Said = Callable[..., str]
@@ -294,42 +292,3 @@ def test_completion_knows_three_shells_and_refuses_others(
     pytest.importorskip("shtab")
     assert said("completion", "zsh").startswith("#compdef autobatch")
     assert "complete -c autobatch" in said("completion", "fish")
-
-
-@pytest.fixture
-def is_valid(said: Said) -> Callable[[str], bool]:
-    """Return a check of the text of an autobatch.toml against the schema, by jsonschema if it is there."""
-    schema = json.loads(said("schema"))
-    assert schema == json.loads(said("schema", "--json"))
-    try:
-        import jsonschema
-    except ImportError:
-        return lambda text: tomllib.loads(text).keys() <= schema["properties"].keys()
-    jsonschema.Draft7Validator.check_schema(schema)
-    return lambda text: jsonschema.Draft7Validator(schema).is_valid(tomllib.loads(text))
-
-
-def test_the_schema_describes_every_option_and_takes_what_the_options_take(
-    said: Said, is_valid: Callable[[str], bool]
-) -> None:
-    found = json.loads(said("schema"))["properties"]
-    assert found.keys() == {"workload", *CHANGED}
-    assert all(len(one["description"]) > 10 and "default" in one for one in found.values())
-    assert found["timeout"]["description"].endswith("In seconds. (fit, tune)")
-    for name, value in CHANGED.items():
-        assert is_valid(f"{name} = {json.dumps(value)}"), name
-    assert is_valid('workload = "train:workload"\nprofile = "t4"\nmemory_budget = 1024')
-    assert not is_valid("target_bach = 8")
-
-
-WRONG = {"target_batch": 0, "lr_rule": "cubic", "ema": 1.0, "seed": -1, "json": "perhaps", "workers": 9999}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_the_schema_refuses_values_that_the_options_refuse(
-    name: str, is_valid: Callable[[str], bool]
-) -> None:
-    pytest.importorskip("jsonschema")
-    with pytest.raises(InputError):
-        as_options("fit", **{"target_batch": 8, name: WRONG[name]})
-    assert not is_valid(f"{name} = {json.dumps(WRONG[name])}")

@@ -66,7 +66,6 @@ def test_fit_prints_one_json_object_to_stdout_and_all_else_to_stderr(tmp_path: P
     assert ran.code == 0
     assert "{from python" in ran.err
     assert "{from below" in ran.err
-    assert " s  to the end of the first step" in ran.err
     contract: dict[str, set[str]] = {
         "device": {"kind", "name", "total_bytes", "budget_bytes", "other_processes_bytes"},
         "probe": {"micro_batch", "limited_by", "upper_bound_by", "predicted_micro_batch", "oom_count",
