@@ -297,8 +297,6 @@ def _check_loss(run: Run, batches: GlobalBatchSampler | None) -> None:
         if found.fault is not None:
             raise InputError(f"{found.fault}. {ANYWAY}")
         return
-    if planned is None:
-        found = found._replace(remark=None)  # a probe has no batch to split
     for line in found.notes(is_split=steps > 1):
         run.progress.note(line)
 

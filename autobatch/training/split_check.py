@@ -4,8 +4,7 @@ The first samples of the run are collated as a whole and as micro-batches. Both 
 trains, with the same draws: the whole as one micro-batch, the others one after the other. Their gradients
 must agree. If they do not, the gradient gᵢ of each micro-batch alone tells the likely cause. If the whole is
 a sum of the gᵢ with other weights, the loss is a mean over something else than samples. If it is none, it
-depends on several samples at once (contrastive losses, normalisation over the batch), or is a sum of several
-such means.
+depends on several samples at once, or is a sum of several such means.
 
 Rounding is less than an error in float64, so the passes run in it if the model takes it and its copy is
 small. If two seeds give two gradients, both sides are means over seeds, and a difference counts if it is
@@ -18,11 +17,11 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import accumulate as running_sums
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,51 +31,38 @@ from autobatch.core.errors import InputError
 from autobatch.core.units import format_share
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, loses_context
-from autobatch.planning import split_evenly
+from autobatch.planning import micro_batches, split_evenly
 from autobatch.rehearsal.rehearsal import on_copies
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.gradients import LOW_PRECISION
-from autobatch.step.train_state import TrainState
+from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_step import accumulate
-from autobatch.training.batchnorm import batch_norm_notes, batch_norms, smallest_micro_batch
-from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
+from autobatch.training.batchnorm import batch_norms, statistics_notes
+from autobatch.workload.contract import Collated, WholeBatchLoss
 from autobatch.workload.data import collate_samples, elements, fetch, shallow_copies
 from autobatch.workload.data_digest import digest_of
 from autobatch.workload.nested import cut, map_tensors
-from autobatch.workload.order import GlobalBatchSampler, epoch_of
+from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.user_code import describe
 
 SplitCheck = Literal["error", "note", "off"]
-CANDIDATES = 256
-"""Samples of the run's beginning that the compared ones are chosen from."""
-READ_SECONDS = 0.5
-"""Time after which no more candidates are read, eight at a time."""
-FEW_SAMPLES = 8
-"""Samples that are compared first: they show most faults, and how long more of them take."""
-MANY_SAMPLES = 64
+Parts: TypeAlias = list[tuple[Collated, int]]
+"""Micro-batches on the host, each with its number of samples."""
+CANDIDATES, READ_SECONDS = 256, 0.5
+"""Samples of the run's beginning that the compared ones are chosen from, and the time to read them."""
+FEW_SAMPLES, MANY_SAMPLES, SECONDS = 8, 64, 5.0
+"""Samples that are compared first; then, unless more than these seconds are expected."""
 PARTS = 4
 """Micro-batches that samples are compared in, and the most micro-batches that many samples may be."""
-SECONDS = 5.0
-"""Expected time above which no more than a few samples are compared."""
 FLOAT64_BUDGET_SHARE = 0.1
 """Share of the budget below which a loss is compared in float64; model copy and gradient count."""
-FP16_SCALE = 1024.0
-"""Loss scale of fp16, in which gradients below 6e-8 would be 0."""
 ELEMENTS = 1024
 """Elements read from each parameter's gradient, evenly spaced: enough to compare, for any size of model."""
-REPEATS = 8
-"""Seeds over which the gradients of a random loss are averaged."""
-SPREADS = 4.0
-"""Standard errors of such a mean that a difference must exceed: chance does so once in 200 times at most,
-and less often the more parameters the draws reach."""
+REPEATS, SPREADS = 8, 4.0
+"""Seeds over which the gradients of a random loss are averaged, and the standard errors of such a mean that a
+difference must exceed: chance does so once in 200 times at most."""
 ANYWAY = "To train anyway, use --split-check note"
-SEVERAL = (
-    "the loss depends on several samples at once, or is a sum of several means, each over something else "
-    "than samples. For a contrastive loss use WholeBatchLoss(represent=…, loss=…), for several means a Loss "
-    'by name for each, {"boxes": Loss(total, count), …}, and for batch statistics a target batch that fits '
-    "in one micro-batch"
-)
 
 
 class Finding(NamedTuple):
@@ -86,19 +72,18 @@ class Finding(NamedTuple):
     """Difference of the gradients with its likely cause, and what to write."""
     unchecked: str | None = None
     """Reason why the check was not made, or hides a difference."""
-    remark: str | None = None
-    """What else splitting a batch changes."""
 
     def notes(self, *, is_split: bool) -> list[str]:
         """Return what to tell the user about a run whose batches are split, or are one micro-batch each."""
-        if not is_split:
+        if self.fault is not None:
             exact = "every batch is one micro-batch, which is exact as long as memory does not run out"
-            return [] if self.fault is None else [f"{self.fault}. In this run {exact}"]
-        unchecked = self.unchecked and (
+            return [self.fault if is_split else f"{self.fault}. In this run {exact}"]
+        if self.unchecked is None or not is_split:
+            return []
+        return [
             "not checked whether the loss can be split into micro-batches exactly: "
             f"{self.unchecked.rstrip('.')}. Make sure that it is a mean over samples, or a Loss(total, count)"
-        )
-        return [line for line in (self.fault, unchecked, self.remark) if line]
+        ]
 
 
 def check_loss_splits(
@@ -123,15 +108,20 @@ def check_loss_splits(
         Notes, one per line.
 
     Raises:
-        InputError: batches are split and the loss cannot be, or a BatchNorm gets a single value.
+        InputError: batches are split and the loss cannot be, or a BatchNorm gets a single sample.
     """
-    notes = batch_norm_notes(setup.model, sampler, micro_batch)
+    norms, last = batch_norms(setup.model), sampler.size(sampler.total - 1)
+    for size in (sampler.target_batch, last):  # only the last batch of a run may be short
+        alone = 1 in micro_batches(share_of(size), micro_batch)
+        if alone and any(isinstance(norm, nn.BatchNorm1d) for norm in norms):
+            raise InputError(
+                f"BatchNorm needs 2 samples, and this run has a micro-batch of 1 (its last batch has {last} "
+                "samples): choose a target batch that leaves no single sample, or --steps instead of --epochs"
+            )
+    first = micro_batches(min(sampler.target_batch, sampler.size(0)), micro_batch)
+    notes = statistics_notes([norm.momentum for norm in norms], first)
     is_split = min(micro_batch, share_of(sampler.target_batch)) < sampler.target_batch
-    if batch_norms(setup.model) and smallest_micro_batch(sampler, micro_batch, share_of) == 1:
-        _check_single_sample(setup, sampler)
-    finding = Finding()
-    if check != "off":
-        finding = examine_loss(setup, micro_batch, first_samples(sampler))
+    finding = Finding() if check == "off" else examine(setup, micro_batch, first_samples(sampler))
     setup.device.release()
     if finding.fault is not None and is_split and check == "error":
         raise InputError(f"{finding.fault}. {ANYWAY}")
@@ -148,21 +138,15 @@ def first_samples(sampler: GlobalBatchSampler) -> list[int]:
     return list(dict.fromkeys(islice(ids, most)))[:CANDIDATES]
 
 
-def examine(setup: Setup, micro_batch: int, ids: list[int] | None) -> Finding:
-    """Examine the loss of a setup; see `examine_loss`. None stands for batches of one micro-batch."""
-    if ids is None:
-        samples, order = epoch_of(setup.workload, 0)
-        sizes = {"samples": samples, "target_batch": micro_batch, "steps": CANDIDATES}
-        ids = first_samples(GlobalBatchSampler(**sizes, seed=0, order=order))
-    return examine_loss(setup, micro_batch, ids)
-
-
-def examine_loss(setup: Setup, micro_batch: int, ids: Sequence[int]) -> Finding:
+def examine(setup: Setup, micro_batch: int, ids: Sequence[int] | None = None) -> Finding:
     """Examine whether splitting a batch of these samples changes its gradient; no state is changed.
 
-    A few samples are compared first, then as many of them as memory and time allow.
+    A few samples are compared first, then as many of them as memory and time allow. Without ``ids`` they are
+    any samples of the data.
     """
-    setup = replace(setup, knobs={}, world=1, ema=None)
+    # The loss scale of fp16 would change between passes.
+    precision = "fp32" if setup.precision == "fp16" else setup.precision
+    setup = replace(setup, knobs={}, world=1, ema=None, precision=precision)
     with preserved_random_state():
         try:
             candidates = _read(setup, ids)
@@ -173,12 +157,11 @@ def examine_loss(setup: Setup, micro_batch: int, ids: Sequence[int]) -> Finding:
             start = setup.clock()
             finding = _compare(setup, _choose(candidates, few), setup.device.training)
             expected = (setup.clock() - start) * many / few
-            for size in dict.fromkeys([many, min(many, micro_batch)]) if expected <= SECONDS else ():
-                if size <= few or finding.fault is not None:
-                    break
-                larger = _compare(setup, _choose(candidates, size), setup.device.enforced)
-                if larger.fault is not None or larger.unchecked is None:
-                    return larger
+            for size in (many, min(many, micro_batch)):
+                if finding.fault is None and few < size and expected <= SECONDS:
+                    larger = _compare(setup, _choose(candidates, size), setup.device.enforced)
+                    if larger.unchecked is None:
+                        return larger
         except Exception as error:  # what cannot be checked ends no run
             if loses_context(error):
                 raise
@@ -186,16 +169,13 @@ def examine_loss(setup: Setup, micro_batch: int, ids: Sequence[int]) -> Finding:
         return finding
 
 
-def _read(setup: Setup, ids: Sequence[int]) -> list[Any]:
-    """Read samples until the time is over. A stream has its first samples at hand."""
-    data, start = setup.workload.train_data, setup.clock()
-    if setup.stream is not None:
-        ids = range(min(len(data), CANDIDATES))  # type: ignore[arg-type]
-    samples: list[Any] = []
-    for first in range(0, len(ids), 8):
-        samples += fetch(data, ids[first : first + 8])
-        if setup.clock() - start > READ_SECONDS:
-            break
+def _read(setup: Setup, ids: Sequence[int] | None) -> list[Any]:
+    """Read samples, eight at a time, until there are enough or the time is over."""
+    data, start, samples = setup.workload.train_data, setup.clock(), list[Any]()
+    if ids is None or setup.stream is not None:  # a stream has its first samples at hand
+        ids = range(0, len(data), max(1, len(data) // CANDIDATES))  # type: ignore[arg-type]
+    while len(samples) < min(len(ids), CANDIDATES) and setup.clock() - start <= READ_SECONDS:
+        samples += fetch(data, ids[len(samples) : len(samples) + 8])
     return samples
 
 
@@ -211,118 +191,17 @@ def _choose(samples: list[Any], size: int) -> list[Any]:
     return [samples[place] for place in sorted(chosen, key=lambda place: (sizes[place], place))]
 
 
-# Samples, collated as a whole and in parts
+class _Pass(NamedTuple):
+    """Forward and backward passes over some micro-batches, one after the other."""
 
-
-class _Part(NamedTuple):
-    """Some samples, collated on the host."""
-
-    batch: Collated
-    size: int
-
-
-class _Split(NamedTuple):
-    """Samples, collated as a whole and in parts."""
-
-    whole: _Part
-    alone: list[_Part]
-    """Parts that were collated alone, as training does; empty if the collate function draws at random."""
-    cut: list[_Part]
-    """Parts that were cut from the whole; empty if it has no samples along dimension 0."""
-
-
-def _collate(workload: Workload, samples: list[Any]) -> _Split:
-    """Collate samples as a whole and in parts."""
-
-    def collated(some: list[Any], seed: int = 1) -> Collated:
-        seed_everything(seed)
-        return collate_samples(shallow_copies(some), workload.collate)
-
-    sizes = split_evenly(len(samples), max(2, min(PARTS, len(samples) // 2)))
-    places = [slice(stop - size, stop) for stop, size in zip(running_sums(sizes), sizes, strict=True)]
-    whole = collated(samples)
-    is_random = digest_of(whole) != digest_of(collated(samples, seed=2))
-    alone = [] if is_random else [collated(samples[place]) for place in places]
-    parts: list[Collated] = []
-    with suppress(InputError):
-        parts = [cut(whole, place, len(samples)) for place in places]
-    return _Split(_Part(whole, len(samples)), list(map(_Part, alone, sizes)), list(map(_Part, parts, sizes)))
-
-
-# Passes over them
-
-
-class _Gradient(NamedTuple):
-    """Gradient of the loss of some samples."""
-
-    elements: Tensor
-    """Elements of it, in float64 on the host."""
+    gradient: Tensor
+    """Elements of the gradient of their loss, in float64 on the host."""
     items: float
-    """Items that their `Loss` counts; their number if it is a mean over samples."""
+    """Items that their `Loss` counts; their samples if it is a mean over samples."""
     is_counted: bool
     """True for a `Loss`."""
-
-
-class _Passes:
-    """Forward and backward passes as a step runs them, each from the same buffers."""
-
-    def __init__(
-        self, setup: Setup, train_state: TrainState, meter: Meter, dtype: torch.dtype | None
-    ) -> None:
-        self._train_state, self._meter, self._dtype = train_state, meter, dtype
-        self.loss = setup.workload.loss
-        if train_state.scaler is not None:
-            kind = setup.device.torch_device.type
-            train_state.scaler = torch.amp.GradScaler(kind, init_scale=FP16_SCALE)
-        types = {parameter.dtype for parameter in train_state.parameters}
-        is_low = setup.precision != "fp32" or not types.isdisjoint(LOW_PRECISION)
-        # Each part rounds its gradient, to 8 significant bits in bf16 and 11 in fp16. float32 also stands for
-        # models with operations in TF32; float64 for those with some in float32.
-        self.tolerance = 3e-2 if is_low else 1e-5 if types == {torch.float64} else 1e-2
-        """Relative error that rounding stays below."""
-        self._before = _state_of(train_state.model)
-        self.written: dict[str, Tensor] = {}
-        """Elements of buffers and frozen parameters that the last pass has changed, as it left them."""
-
-    def run_apart(self, parts: Sequence[_Part], seed: int) -> Tensor:
-        """Return the mean over micro-batches that run alone, each from the buffers at the start."""
-        gradients = [self.run([part], seed) for part in parts]
-        # A part that counts nothing may have a total, as negatives of a focal loss have without positives.
-        weights = [gradient.items or 1.0 for gradient in gradients]
-        parts_of_mean = [
-            g.elements * weight / sum(weights) for g, weight in zip(gradients, weights, strict=True)
-        ]
-        return torch.stack(parts_of_mean).sum(0)
-
-    def run(self, parts: Sequence[_Part], seed: int) -> _Gradient:
-        """Run micro-batches forward and backward, one after the other, with the draws of a seed."""
-        train_state, dtype = self._train_state, self._dtype
-        seed_everything(seed)
-        # Copies, because a loss may change its batch.
-        fetched = ((copy.deepcopy(part.batch), part.size) for part in parts)
-        if dtype is not None:
-            fetched = (
-                (map_tensors(batch, lambda t: t.to(dtype) if t.is_floating_point() else t), size)
-                for batch, size in fetched
-            )
-        samples = sum(part.size for part in parts)
-        try:
-            totals = accumulate(train_state, train_state.feed(fetched, self._meter), samples, lambda _: None)
-            items = float(samples if totals.count is None else totals.count)
-            # Moved and converted at once: a model may have thousands of parameters.
-            found = torch.cat([_elements(*pair) for pair in train_state.gradients.by_parameter()])
-            now = _state_of(train_state.model)
-            self.written = {
-                name: now[name]
-                for name, before in self._before.items()
-                if name in now and not torch.equal(now[name], before)
-            }
-        finally:
-            train_state.gradients.clear()
-            train_state.buffers.restore()
-        scale = 1.0 if train_state.scaler is None else FP16_SCALE
-        factor = totals.divisor / (items or 1.0) / scale
-        return _Gradient(found.to("cpu", torch.float64) * factor, items, totals.count is not None)
+    written: dict[str, Tensor]
+    """Elements of the buffers and frozen parameters that the forward passes have changed."""
 
 
 @contextmanager
@@ -331,17 +210,15 @@ def _open_passes(
     session: Callable[[], AbstractContextManager[Meter]],
     dtype: torch.dtype | None,
     *,
-    is_still: bool = True,
-    is_eval: bool = False,
-) -> Iterator[_Passes]:
-    """Open passes on temporary weights within the block.
+    is_eval: bool,
+) -> Iterator[Callable[..., _Pass]]:
+    """Open a function that runs micro-batches as a step does, on temporary weights, within the block.
 
     Args:
         setup: the workload.
         session: opens the meter, which counts the copies and the batches.
         dtype: type of the model and its batches; None for their own, and the precision of the run.
-        is_still: whether dropout and BatchNorm are in eval mode.
-        is_eval: whether the whole model is.
+        is_eval: whether the whole model is in eval mode, or only dropout and BatchNorm.
     """
     setup = setup if dtype is None else replace(setup, precision="fp32")
     with session() as meter, on_copies(setup, meter) as train_state:
@@ -350,23 +227,46 @@ def _open_passes(
             if dtype is not None and tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
         meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
-        if is_eval:
-            model.eval()
-        for module in model.modules() if is_still else ():
-            if isinstance(module, nn.modules.dropout._DropoutNd | _BatchNorm):
-                module.eval()
-        yield _Passes(setup, train_state, meter, dtype)
+        for module in model.modules():
+            if is_eval or isinstance(module, nn.modules.dropout._DropoutNd | _BatchNorm):
+                module.training = False
+        buffers = train_state.buffers = BufferSnapshot(model, copy_all=True)
+        frozen = [pair for pair in model.named_parameters() if not pair[1].requires_grad]
 
+        def state() -> dict[str, Tensor]:
+            return {name: _elements(t, t).clone() for name, t in (*model.named_buffers(), *frozen)}
 
-def _state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return elements of buffers and frozen parameters, without the statistics of BatchNorm."""
-    left_out = {id(buffer) for norm in batch_norms(model) for buffer in norm.buffers()}
-    frozen = (pair for pair in model.named_parameters() if not pair[1].requires_grad)
-    return {
-        name: _elements(tensor, tensor).clone()
-        for name, tensor in (*model.named_buffers(), *frozen)
-        if id(tensor) not in left_out
-    }
+        def made(part: tuple[Collated, int], *, resets: bool) -> tuple[Collated, int]:
+            if resets:
+                buffers.restore(keep=True)
+            batch = copy.deepcopy(part[0])  # because a loss may change it
+            if dtype is not None:
+                batch = map_tensors(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
+            return batch, part[1]
+
+        def run(parts: Parts, seed: int = 1, *, resets: bool = False) -> _Pass:
+            """Run them with the draws of a seed, each from the buffers at the start if ``resets``."""
+            seed_everything(seed)
+            samples = sum(size for _, size in parts)
+            fetched = (made(part, resets=resets) for part in parts)
+            try:
+                totals = accumulate(train_state, train_state.feed(fetched, meter), samples, lambda _: None)
+                # Moved and converted at once: a model may have thousands of parameters.
+                gradient = torch.cat([_elements(*pair) for pair in train_state.gradients.by_parameter()])
+                after = state()
+            finally:
+                train_state.gradients.clear()
+                buffers.restore()
+            items = float(samples if totals.count is None else totals.count)
+            return _Pass(
+                gradient.to("cpu", torch.float64) * (totals.divisor / (items or 1.0)),
+                items,
+                totals.count is not None,
+                {name: now for name, now in after.items() if not torch.equal(now, before.get(name, now))},
+            )
+
+        before = state()
+        yield run
 
 
 def _elements(parameter: Tensor, gradient: Tensor | None) -> Tensor:
@@ -378,141 +278,112 @@ def _elements(parameter: Tensor, gradient: Tensor | None) -> Tensor:
     return dense.detach().flatten()[::stride]
 
 
-# Comparison of their gradients
-
-
-class _UncheckedError(Exception):
-    """The reason why gradients cannot be compared."""
-
-
 def _compare(
     setup: Setup, samples: list[Any], session: Callable[[], AbstractContextManager[Meter]]
 ) -> Finding:
-    """Compare samples with their parts, in the first type of pass that the workload runs in."""
-    split = _collate(setup.workload, samples)
-    if not split.alone and not split.cut:
-        reason = "the collate function draws at random, and what it returns has no samples along dimension 0"
-        return Finding(unchecked=reason)
+    """Compare samples with their parts, in the first type and mode of passes that tells."""
+
+    def collated(some: list[Any], seed: int = 1) -> Collated:
+        seed_everything(seed)
+        return collate_samples(shallow_copies(some), setup.workload.collate)
+
+    sizes = split_evenly(len(samples), max(2, min(PARTS, len(samples) // 2)))
+    places = [slice(stop - size, stop) for stop, size in zip(running_sums(sizes), sizes, strict=True)]
+    whole = collated(samples)
+    if digest_of(whole) == digest_of(collated(samples, seed=2)):
+        batches = [collated(samples[place]) for place in places]
+    else:
+        try:
+            batches = [cut(whole, place, len(samples)) for place in places]
+        except InputError as error:
+            return Finding(unchecked=f"the collate function draws at random, and {error}")
+    parts = list(zip(batches, sizes, strict=True))
     types = {parameter.dtype for parameter in setup.model.parameters()}
-    size = sum(parameter.numel() for parameter in setup.model.parameters()) * 16
-    takes_float64 = types == {torch.float64} or size < setup.device.budget_bytes * FLOAT64_BUDGET_SHARE
-    findings: list[Finding] = []
-    reason = ""
+    nbytes = sum(parameter.numel() for parameter in setup.model.parameters()) * 16
+    takes_float64 = types == {torch.float64} or nbytes < setup.device.budget_bytes * FLOAT64_BUDGET_SHARE
+    is_low = setup.precision != "fp32" or not types.isdisjoint(LOW_PRECISION)
+    hidden, failed = None, Finding()
     for dtype in (torch.float64, None) if takes_float64 else (None,):
+        # Each part rounds its gradient, to 8 significant bits in bf16. float32 also stands for models with
+        # operations in TF32; float64 for those with some in float32.
+        tolerance = 1e-5 if dtype is torch.float64 else 3e-2 if is_low else 1e-2
         # In eval mode dropout of attention and the like ends, and terms that only training has.
         for is_eval in (False, True):
             try:
-                with _open_passes(setup, session, dtype, is_eval=is_eval) as passes:
-                    findings.append(_judge(passes, split, setup))
+                with _open_passes(setup, session, dtype, is_eval=is_eval) as run:
+                    finding = _judge(run, [(whole, len(samples))], parts, tolerance, setup)
             except Exception as error:
                 # A model that trains may still fail here (another type or mode), by no fault of its loss.
                 if loses_context(error):
                     raise
-                reason = str(error) if isinstance(error, _UncheckedError) else describe(error)
-                if classify(error) is not Verdict.NONE:
-                    reason = f"memory ran out for {len(samples)} samples"
+                is_memory = classify(error) is not Verdict.NONE
+                reason = f"memory ran out for {len(samples)} samples" if is_memory else describe(error)
+                failed = Finding(unchecked=reason)
                 continue
-            if findings[-1].unchecked is None:
-                return findings[-1]._replace(remark=findings[0].remark)
-        if findings:
-            return findings[0]
-    return Finding(unchecked=reason)
+            if finding.unchecked is None:
+                return finding
+            hidden = hidden or finding
+        if hidden is not None:
+            return hidden
+    return failed
 
 
-class _Difference(NamedTuple):
-    """Difference of the gradients of a whole and of its parts, as means over some seeds."""
-
-    whole: Tensor
-    parts: Tensor
-    error: float
-    """Distance of the two, as a share of the whole."""
-    allowed: float
-    """Error that rounding and draws explain."""
-
-    @property
-    def is_fault(self) -> bool:
-        """True if the parts do not give the gradient of the whole."""
-        return not self.error <= self.allowed
-
-
-def _judge(passes: _Passes, split: _Split, setup: Setup) -> Finding:
-    """Compare a batch with its parts."""
-    parts, size = split.alone or split.cut, split.whole.size
-    # What it changes of large buffers is not undone, but what later passes change of them is.
-    passes.run([split.whole], 1)
-    first, other, again = (passes.run([split.whole], seed).elements for seed in (1, 2, 1))
-    most = passes.tolerance * float(first.norm())
-    if float((first - again).norm()) > most:
-        raise _UncheckedError(
-            f"two passes over the same {size} samples differ although their draws are the same: the model or "
-            "the loss keeps state between passes, or draws from a generator of its own"
+def _judge(run: Callable[..., _Pass], whole: Parts, parts: Parts, tolerance: float, setup: Setup) -> Finding:
+    """Compare a batch with its parts, in passes that round by less than a relative ``tolerance``."""
+    size = whole[0][1]
+    first, other, again = (run(whole, seed) for seed in (1, 2, 1))
+    length = float(first.gradient.norm())
+    if not 0.0 < length < math.inf:
+        return Finding(unchecked=f"the gradient of {size} samples is {'not finite' if length else 'zero'}")
+    if float((first.gradient - again.gradient).norm()) > tolerance * length:
+        return Finding(
+            unchecked=f"two passes over the same {size} samples with the same draws differ: the model or the "
+            "loss keeps state between passes, or draws from a generator of its own"
         )
-    written, names = passes.written, ", ".join(sorted(passes.written)[:PARTS])
-    seeds = range(1, 1 + (REPEATS if float((first - other).norm()) > most else 1))
-    wholes = torch.stack([first, *(passes.run([split.whole], seed).elements for seed in seeds[1:])])
+    is_random = float((first.gradient - other.gradient).norm()) > tolerance * length
+    seeds = range(1, 1 + (REPEATS if is_random else 1))
 
-    def differ(run: Callable[[Sequence[_Part], int], Tensor], parts: list[_Part]) -> _Difference:
-        return _difference(wholes, torch.stack([run(parts, seed) for seed in seeds]), passes.tolerance)
+    def gradients(some: Parts, **options: bool) -> Tensor:
+        return torch.stack([run(some, seed, **options).gradient for seed in seeds])
 
-    def in_turn(parts: Sequence[_Part], seed: int) -> Tensor:
-        return passes.run(parts, seed).elements
+    wholes, in_turn = gradients(whole), gradients(parts)
+    mean = wholes.mean(0)
+    norm = float(mean.norm())
 
-    if not 0.0 < float(wholes.mean(0).norm()) < math.inf:
-        raise _UncheckedError(
-            f"the gradient of {size} samples is {'zero' if not wholes.any() else 'not finite'}"
-        )
-    found, cause = differ(in_turn, parts), None
-    remark = names and f"the forward pass writes {names} in each micro-batch of a step, not once per step"
-    if found.is_fault and written:
-        alone = differ(passes.run_apart, parts)
-        passes.run(parts[:1], 1)
-        sees_samples = any(
-            not torch.equal(values, passes.written.get(name, values)) for name, values in written.items()
-        )
-        if alone.is_fault or not sees_samples:
-            remark += f": later micro-batches read it, which changes the gradient by {_share(found.error)}"
-            found = alone
-        else:
+    def difference(of_parts: Tensor) -> tuple[float, float]:
+        """Return the distance as a share of the whole, and how much of it rounding and draws explain."""
+        apart = wholes - of_parts
+        spread = float((apart - apart.mean(0)).norm()) / math.sqrt(max(1, len(seeds) - 1)) / norm
+        return float(apart.mean(0).norm()) / norm, max(tolerance, SPREADS * spread / math.sqrt(len(seeds)))
+
+    error, allowed = difference(in_turn)
+    cause = ""
+    if not error <= allowed and first.written:
+        apart, explained = difference(gradients(parts, resets=True))
+        alone = run(parts[:1]).written
+        sees = any(not torch.equal(now, alone.get(name, now)) for name, now in first.written.items())
+        if apart <= explained and sees:
+            names = ", ".join(sorted(first.written)[:PARTS])
             cause = (
                 f"the forward pass writes {names}, and micro-batches see each other through it. Write it "
                 "once per batch, after the step (in Workload(after_step=…))"
             )
-    if not found.is_fault:
-        hidden = None
-        if found.allowed > passes.tolerance:
-            hidden = (
-                f"its draws alone change the gradient of {size} samples, which hides differences of less "
-                f"than {format_share(found.allowed)}"
-            )
-        return Finding(None, hidden, remark or None)
-    cause = cause or _cause_in_hooks(setup.model)
-    if cause is None and split.alone and split.cut and not differ(in_turn, split.cut).is_fault:
-        cause = (
-            "a sample is collated differently beside other samples (padding, or a figure of the whole "
-            "micro-batch). Let the model ignore padding with a mask, and return Loss(total, count) if "
-            "collate counts items"
+        else:
+            error, allowed = apart, explained
+    if error <= allowed:
+        hides = (
+            f"its draws alone change the gradient of {size} samples, which hides differences of less than "
+            f"{format_share(allowed)}"
         )
-    cause = cause or _cause(passes, split.whole, parts, found, seeds)
+        return Finding(unchecked=hides if allowed > tolerance else None)
+    if not cause:
+        columns = torch.stack([gradients([part]).mean(0) for part in parts], dim=1)
+        passes = first, run(parts)
+        cause = _cause_in_hooks(setup.model) or _cause_in_loss(setup, passes, mean, columns, allowed)
+    share = format_share(error) if error < 10 else f"{error:.1e} times"
     return Finding(
-        f"the gradient of {size} samples has the norm {float(found.whole.norm()):.4g} at once and "
-        f"{float(found.parts.norm()):.4g} in micro-batches, which differs by {_share(found.error)}: {cause}"
-    )
-
-
-def _share(error: float) -> str:
-    return format_share(error) if error < 10 else f"{error:.1e} times"
-
-
-def _difference(wholes: Tensor, of_parts: Tensor, tolerance: float) -> _Difference:
-    """Compare gradients of a whole and of its parts, a row for each seed."""
-    length, repeats = float(wholes.mean(0).norm()), len(wholes)
-    apart = wholes - of_parts
-    spread = float((apart - apart.mean(0)).norm()) / math.sqrt(max(1, repeats - 1)) / length
-    return _Difference(
-        whole=wholes.mean(0),
-        parts=of_parts.mean(0),
-        error=float(apart.mean(0).norm()) / length,
-        allowed=max(tolerance, SPREADS * spread / math.sqrt(repeats)),
+        f"the gradient of {size} samples has the norm {norm:.4g} at once and "
+        f"{float(in_turn.mean(0).norm()):.4g} in micro-batches, which differs by {share}: {cause}"
     )
 
 
@@ -522,68 +393,55 @@ def _cause_in_hooks(model: nn.Module) -> str | None:
     torch lists hooks under private names only.
     """
     kinds = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
-    named: list[tuple[str, Any]] = [*model.named_parameters(), *model.named_modules()]
-    hooked = [name for name, owner in named if any(getattr(owner, kind, None) for kind in kinds)]
-    if not hooked:
-        return None
-    return (
-        f"a hook changes the gradient of {hooked[0] or 'the model'!r}, for example clips it, in each "
-        "micro-batch and not once per step. Use --max-grad-norm, or change the gradient in the optimizer"
-    )
+    for name, owner in (*model.named_parameters(), *model.named_modules()):
+        if any(getattr(owner, kind, None) for kind in kinds):
+            return (
+                f"a hook changes the gradient of {name or 'the model'!r}, for example clips it, in each "
+                "micro-batch and not once per step. Use --max-grad-norm, or change it in the optimizer"
+            )
+    return None
 
 
-def _cause(passes: _Passes, whole: _Part, parts: list[_Part], found: _Difference, seeds: range) -> str:
-    """Return the likely cause of a difference, and what to write."""
-    if isinstance(passes.loss, WholeBatchLoss):
+def _cause_in_loss(
+    setup: Setup, passes: tuple[_Pass, _Pass], mean: Tensor, columns: Tensor, allowed: float
+) -> str:
+    """Return the likely cause of a difference, and what to write.
+
+    Args:
+        setup: the workload.
+        passes: over the whole, and over its parts.
+        mean: the gradient of the whole, as a mean over seeds.
+        columns: that of each part alone.
+        allowed: the relative error that rounding and draws explain.
+    """
+    whole, parts = passes
+    if isinstance(setup.workload.loss, WholeBatchLoss):
         return (
             "WholeBatchLoss(represent=…) sees other samples beside its own. Compute each row from its own "
             "sample alone, and move what depends on several samples to WholeBatchLoss(loss=…)"
         )
-    at_once, together = passes.run([whole], 1), passes.run(parts, 1)
-    is_counted = at_once.is_counted
-    if is_counted and abs(at_once.items - together.items) > found.allowed * abs(together.items):
+    if whole.is_counted and abs(whole.items - parts.items) > allowed * abs(parts.items):
         return (
-            f"the count of the workload's Loss is {at_once.items:g} for these samples at once and "
-            f"{together.items:g} in micro-batches. Count the items that total sums over"
+            f"the count of the workload's Loss is {whole.items:g} for these samples at once and "
+            f"{parts.items:g} in micro-batches. Count the items that total sums over"
         )
-    of_each = [[passes.run([part], seed).elements for seed in seeds] for part in parts]
-    columns = torch.stack([torch.stack(of_seeds).mean(0) for of_seeds in of_each], dim=1)
-    if columns.isfinite().all():
-        # By singular values: the default driver returns zeros if a part has no gradient, as one without
-        # targets.
-        weights = torch.linalg.lstsq(columns, found.whole[:, None], driver="gelsd").solution[:, 0]
-        if float((columns @ weights - found.whole).norm()) > found.allowed * float(found.whole.norm()):
-            return SEVERAL
-        if not is_counted and float(weights.sum()) > 1.5:
-            return (
-                "the workload's loss is a sum over the batch. Return the mean over its samples, or "
-                "Loss(total, count) with the sum and the number of its items"
-            )
-    if is_counted:
+    # By singular values: the default driver returns zeros if a part has no gradient, as one without targets.
+    weights = torch.linalg.lstsq(columns.nan_to_num(), mean[:, None], driver="gelsd").solution[:, 0]
+    if float((columns @ weights - mean).norm()) > allowed * float(mean.norm()):
+        return (
+            "the loss depends on several samples at once, or is a sum of several means, each over something "
+            "else than samples. For a contrastive loss use WholeBatchLoss(represent=…, loss=…), for several "
+            'means a Loss by name for each, {"boxes": Loss(total, count), …}, for padding a mask, and for '
+            "and for batch statistics a target batch that fits in one micro-batch"
+        )
+    if whole.is_counted:
         return "the total of the workload's Loss must be the sum over the items that count counts"
+    if float(weights.sum()) > 1.5:
+        return (
+            "the workload's loss is a sum over the batch. Return the mean over its samples, or "
+            "Loss(total, count) with the sum and the number of its items"
+        )
     return (
         "the workload's loss is a mean over something else than samples (counted tokens, class weights, "
         "pixels). Return Loss(total, count) with the sum and the number of its items"
     )
-
-
-def _check_single_sample(setup: Setup, sampler: GlobalBatchSampler) -> None:
-    """Raise if BatchNorm cannot train on a single sample, rather than in the last step of the run."""
-    setup = replace(setup, knobs={}, world=1, ema=None)
-    try:
-        with (
-            preserved_random_state(),
-            _open_passes(setup, setup.device.training, None, is_still=False) as passes,
-        ):
-            samples = fetch(setup.workload.train_data, [0])
-            passes.run([_Part(collate_samples(samples, setup.workload.collate), 1)], 1)
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
-            return
-        last = sampler.size(sampler.total - 1)
-        raise InputError(
-            f"BatchNorm needs 2 samples, and this run has a micro-batch of 1 (its last batch has {last} "
-            "samples): choose a target batch that leaves no single sample, or --steps instead of --epochs"
-        ) from None
-    except Exception:  # other errors occur in training too, and are reported there
-        return

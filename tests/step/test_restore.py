@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autobatch import InputError
 from autobatch.rehearsal.attempt import attempt
@@ -154,3 +154,48 @@ def test_a_torchscript_model_is_as_it_was() -> None:
     assert model.replaced is replaced
     assert model.linear.weight is weight
     assert weight.grad is None
+
+
+class Teaching(nn.Module):
+    """A model with a teacher that follows it, and a queue of what it has seen, neither of which it reads."""
+
+    def __init__(self, *, replaces: bool = False) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.student = nn.Linear(5, 3, dtype=torch.float64)
+        self.teacher = nn.Linear(5, 3, dtype=torch.float64).requires_grad_(False)
+        self.fixed = nn.Linear(3, 3, dtype=torch.float64).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+        self.register_buffer("queue", torch.zeros(8, dtype=torch.float64))
+        self.register_buffer("mask", torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                    if self.replaces:
+                        own.data = own.data * 0.9 + other.data * 0.1
+                    else:
+                        own.lerp_(other, 0.1)
+                self.queue.copy_(torch.cat([self.queue[len(x) :], x[:, 0]])[-8:])
+        return self.fixed(self.norm(self.student(x)) * self.mask)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("batches_before", [0, 1, 3])
+def test_a_batch_that_runs_again_starts_from_the_same_teacher(replaces: bool, batches_before: int) -> None:
+    torch.manual_seed(0)
+    model = Teaching(replaces=replaces)
+    snapshot = BufferSnapshot(model)
+    inputs = torch.randn(4, 5, dtype=torch.float64)
+    for _ in range(batches_before):
+        snapshot.take()
+        model(inputs)
+        model(inputs)
+        snapshot.commit()
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    snapshot.take()
+    for _ in range(2):  # the second write may put the data back into the first memory
+        model(inputs)
+    assert snapshot.restore()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))

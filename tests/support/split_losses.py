@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout, normalize
 
 from autobatch import Loss, WholeBatchLoss
-from autobatch.training.split_check import examine_loss, first_samples
+from autobatch.training.split_check import examine, first_samples
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.training import IGNORED, Rows, language_model, network, points
 
@@ -20,7 +20,7 @@ def examined(setup: Any, micro_batch: int = 8) -> Any:
     """Return what the check finds about batches of three micro-batches."""
     count = len(setup.workload.train_data)
     sampler = GlobalBatchSampler(samples=count, target_batch=3 * micro_batch, seed=0, steps=3)
-    return examine_loss(setup, micro_batch, first_samples(sampler))
+    return examine(setup, micro_batch, first_samples(sampler))
 
 
 MASK = 0

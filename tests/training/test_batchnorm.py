@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.training.batchnorm import batch_norm_notes
+from autobatch.planning import micro_batches
+from autobatch.training.batchnorm import statistics_notes
 from tests.support.training import apart, make_loop, make_workload, network, points
 
 TARGET = 512
@@ -23,7 +24,7 @@ def averages(micro_batch: int, momentum: float) -> tuple[torch.Tensor, list[str]
         learning_rate=1e-6,
     )
     loop = make_loop(workload, target_batch=TARGET, micro_batch=micro_batch, steps=4)
-    notes = batch_norm_notes(loop.train_state.model, loop.sampler, micro_batch)
+    notes = statistics_notes([momentum], micro_batches(TARGET, micro_batch))
     list(loop.run())
     norm = loop.train_state.model[0]
     return torch.cat([norm.running_mean, norm.running_var]), notes
