@@ -48,7 +48,7 @@ def judge(model: Gan, batch: list[Tensor]) -> Tensor:
 
 
 def fool(model: Gan, batch: list[Tensor]) -> Tensor:
-    """Return the loss of the generator, on the same noise."""
+    """Return the loss of the generator."""
     fooled = model.discriminator(model.generator(batch[1]))
     return bce(fooled, torch.ones_like(fooled))
 
@@ -59,13 +59,13 @@ def optimizers(model: Gan, rate: float) -> list[torch.optim.Optimizer]:
     return [torch.optim.Adam(part.parameters(), rate, (0.5, 0.999)) for part in parts]
 
 
-def train(model: Gan, optimizers: list[torch.optim.Optimizer], batches: Any) -> None:
-    """Take a step of each optimizer on each batch."""
-    for batch in batches:
-        for loss, optimizer in zip((judge, fool), optimizers, strict=True):
+def train(model: Gan, batches: Any) -> None:
+    """Take a step of each optimizer on the samples of each batch."""
+    for pair in batches:
+        for loss, batch in zip((judge, fool), pair, strict=True):
             for micro in batch:  # +
                 batch.backward(loss(model, micro.data))  # +
-            print(f"step {batch.index}, {loss.__name__}: {batch.step(optimizer).loss:.4f}")  # +
+            print(f"step {batch.index}, {loss.__name__}: {batch.step().loss:.4f}")  # +
 
 
 def workload() -> autobatch.Workload:  # +
@@ -77,4 +77,4 @@ def workload() -> autobatch.Workload:  # +
 if __name__ == "__main__":
     print(plan := autobatch.plan(workload, target_batch=128, memory_budget="4MiB"))  # +
     both = optimizers(model := Gan(), plan.learning_rate)
-    train(model, both, autobatch.batches(workload, plan, steps=10, optimizer=both))  # +
+    train(model, zip(*[autobatch.batches(workload, plan, steps=10, optimizer=o) for o in both], strict=True))

@@ -9,15 +9,13 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.core.knobs import LOADER_WORKERS
@@ -29,25 +27,18 @@ from autobatch.distributed.shared_stream import open_stream
 from autobatch.planning import check_world_size, launched_world_size
 from autobatch.report.words import plural
 from autobatch.step.gradients import Gradients, exchange_buffer, norm_of
-from autobatch.step.loss import CountsAhead, StepTotals, Term, check_form, counts_of, normalize_loss, terms_of
+from autobatch.step.loss import CountsAhead, StepTotals, normalize_loss, terms_of
 from autobatch.step.optimizers import refuse_closure
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
-from autobatch.step.train_step import StepResult, finish, run_backward
+from autobatch.step.train_step import StepResult, finish, prepare_terms, run_backward
 from autobatch.training.loop import LEAST_LOSS_SCALE
 from autobatch.workload.contract import LossValue, WholeBatchLoss, Workload, is_stream, kind_of
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.data_digest import check_same_data, digest_data
 from autobatch.workload.feed import Feed, open_feed
-from autobatch.workload.nested import form_of
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, epoch_of, order_digest
 from autobatch.workload.reference import WorkloadSource, find_workload
-from autobatch.workload.rng import (
-    RandomState,
-    capture_random_state,
-    preserved_random_state,
-    restore_random_state,
-)
 from autobatch.workload.split import Split, split_of
 from autobatch.workload.streams import COUNTED, ENDLESS, StreamSampler, count_samples
 
@@ -75,89 +66,27 @@ class MicroBatch:
         raise AttributeError(f"a micro-batch has no {name!r}: its samples are micro.data")
 
 
-@dataclass
-class Run:
-    """The parts that all batches of a run have in common.
-
-    The first passes over all batches share a train state, and so do the second ones: it knows the items of
-    their loss, and the places of their gradients in the exchange of the ranks.
-    """
-
-    optimizers: tuple[Optimizer, ...]
-    ranks: Ranks
-    scaler: torch.amp.GradScaler | None
-    counts: CountsAhead | None
-    """Counts of several terms of the loss that follow from the data; None without."""
-    split: Split
-    micro_batch: int
-    gradients: Gradients
-    """Those of all optimizers."""
-    exchange: Tensor | None
-    """Buffer in which ranks sum their gradients; None for one process."""
-    has_further_passes: bool = True
-    """True to remember the random states of a batch, for further passes over it.
-
-    False once a batch of a loop with one optimizer has had only one pass, as reading them takes long.
-    """
-    passes: list[tuple[TrainState, Engine]] = field(default_factory=list)
-
-    def of_pass(self, number: int) -> tuple[TrainState, Engine]:
-        """Return the train state and the engine of the passes with this number, from 0."""
-        if number == len(self.passes):
-            parameters = nn.ParameterList(_parameters_of(self.optimizers))
-            train_state = TrainState(
-                model=parameters,
-                loss=_not_here,
-                optimizers=self.optimizers,
-                parameters=list(parameters),
-                device=torch.device("cpu"),
-                precision="fp32",
-                scaler=self.scaler,
-                max_grad_norm=None,
-                gradients=self.gradients,
-                buffers=BufferSnapshot(parameters),
-                exchange=self.exchange,
-            )
-            ranks = self.ranks
-            engine = Whole(ranks, train_state, _not_here) if isinstance(ranks, Group) else Engine()
-            self.passes.append((train_state, engine))
-        return self.passes[number]
-
-    def choose(self, number: int, optimizers: tuple[Optimizer, ...]) -> tuple[TrainState, Engine]:
-        """Return `of_pass` for some of the optimizers, and free all gradients that these do not read.
-
-        Raises:
-            InputError: an optimizer is not one of the run.
-        """
-        train_state, engine = self.of_pass(number)
-        for optimizer in optimizers:
-            if optimizer not in self.optimizers:
-                raise InputError(
-                    f"batch.step() was given {kind_of(optimizer)} that trains nothing in this run: give all "
-                    "optimizers to autobatch.batches(…, optimizer=[first, second])"
-                )
-        chosen = optimizers or self.optimizers
-        if chosen != train_state.optimizers:
-            train_state.optimizers, train_state.parameters = chosen, list(_parameters_of(chosen))
-        is_all = chosen == self.optimizers
-        train_state.gradients = self.gradients if is_all else self.gradients.taken_by(chosen)
-        self.has_further_passes = len(self.optimizers) > 1 or number > 0
-        return train_state, engine
-
-
 class Batch:
-    """The samples of one optimizer step, in micro-batches; or of several steps, with a pass for each."""
+    """The samples of one optimizer step, in micro-batches."""
 
-    def __init__(self, run: Run, feed: Feed, drawn: GlobalBatch) -> None:
+    def __init__(self, run: Batches, feed: Feed, drawn: GlobalBatch) -> None:
         self.index = drawn.index
         """Number of the batch in the run, from 0."""
         self.samples = len(drawn.ids)
         """The plan's target batch, or fewer if the data ends within this batch; those of all ranks."""
-        self._run, self._feed, self._drawn = run, feed, drawn
+        self._state, self._engine = run.train_state, run.engine
+        self._totals = StepTotals(samples=self.samples, form=self._state.form)
         self._sizes = [len(part.ids) for part in run.split.parts(drawn, run.micro_batch)]
-        self._states: list[RandomState] = []
-        """Before each micro-batch was made for the first time."""
-        self._begin_pass(0)
+        self._open: int | None = None
+        """Samples of the micro-batch that waits for `backward`; None if there is none."""
+        self._is_stepped = False
+        counts = self._state.counts
+        if counts is not None:
+            counts.begin()
+        # No zip, which would hold each micro-batch until the next one is there.
+        made = map(lambda *pair: pair, feed.collated(drawn, run.micro_batch), self._sizes)
+        self._micro_batches: Iterator[tuple[Any, int]] = made if counts is None else counts.ahead(made)
+        self._engine.begin_step(self._state, (), len(self._sizes), len(self._sizes))
 
     def __repr__(self) -> str:
         own = sum(self._sizes)
@@ -170,67 +99,24 @@ class Batch:
             "use micro.data"
         )
 
-    def _begin_pass(self, number: int) -> None:
-        self._number = number
-        self._micro_batches = self._made() if self._run.counts is None else self._counted(self._made())
-        self._totals = StepTotals(samples=self.samples)
-        self._open: int | None = None
-        """Samples of the micro-batch that waits for `backward`; None if there is none."""
-        self._is_stepped = False
-
     def __iter__(self) -> Iterator[MicroBatch]:
-        """Begin a pass over the micro-batches, the first or, after a step, a further one.
-
-        Each pass yields the same micro-batches. Samples with an index are read again for it, with the same
-        random draws. A pass that was left before its end continues.
+        """Yield the micro-batches, once; a loop that was left before its end continues.
 
         Raises:
-            InputError: no step was taken after the pass before, `backward` was not called for the previous
-                micro-batch, or the samples cannot be collated.
+            InputError: they were all yielded before, `backward` was not called for the previous one, or the
+                samples cannot be collated.
         """
-        if self._is_stepped:
-            self._run.has_further_passes = True
-            self._begin_pass(self._number + 1)
-        elif self._sizes and len(self._totals.sizes) == len(self._sizes):
+        if self._sizes and len(self._totals.sizes) == len(self._sizes):
             raise self._refused(
-                "its micro-batches were asked for again before its step was taken",
-                "call batch.step() after each pass over them",
+                "its micro-batches were asked for again",
+                "for a further step on the same samples, zip several autobatch.batches (docs/loops.md)",
             )
-        # No generator, because its frame would hold each micro-batch until the next one is there.
         return map(self._opened, self._micro_batches)
 
     def _opened(self, made: tuple[Any, int]) -> MicroBatch:
         self._check_closed()
         self._open = made[1]
         return MicroBatch(*made)
-
-    def _made(self) -> Iterator[tuple[Any, int]]:
-        """Make the micro-batches of a pass, a further one with the random draws of the first."""
-        is_first, batch, size = self._number == 0, self._drawn, self._run.micro_batch
-        fed = self._feed.collated(batch, size) if is_first else self._feed.repeated(batch, size)
-        for place, samples in enumerate(self._sizes):
-            if is_first and self._run.has_further_passes:
-                self._states.append(capture_random_state())
-            with nullcontext() if is_first else preserved_random_state():
-                if not is_first and self._states:
-                    restore_random_state(self._states[place])
-                made = deque((next(fed),))  # popped, so that this frame does not hold it
-            yield made.pop(), samples
-
-    def _counted(self, made: Iterable[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
-        """Count the terms in all micro-batches of a pass, on all ranks, and then yield them."""
-        counts, kept = self._run.counts, deque(made)
-        assert counts is not None
-        counts.begin()
-        for place in range(len(kept)):
-            counts.add(kept[place][0])
-        own = dict(counts.sums())
-        of_ranks = self._run.ranks.gather(own)
-        for name in {name: None for known in of_ranks for name in known}:
-            items = sum(known.get(name, 0.0) for known in of_ranks)
-            self._totals.terms[name] = Term(items=items, expected=own.get(name, 0.0))
-        while kept:
-            yield kept.popleft()
 
     def backward(self, loss: LossValue) -> None:
         """Add the gradient of the current micro-batch to the gradient of the batch.
@@ -248,46 +134,19 @@ class Batch:
                 "batch.backward() was called without a micro-batch",
                 "call it once in each round of `for micro in batch:`, with the sum of its losses",
             )
-        if not (isinstance(loss, Tensor) and not loss.dim()) and not isinstance(loss, tuple | list | Mapping):
-            raise InputError(
-                "batch.backward() takes the mean over the samples of the micro-batch, a 0-d tensor, or "
-                f"autobatch.Loss(total, count); found {form_of(loss)}"
-            )
-        gradients, totals = self._run.gradients, self._totals
+        terms, state, totals = terms_of(loss), self._state, self._totals
         if not totals.sizes:
-            gradients.clear()
-        terms = terms_of(loss)
-        if counted := check_form(totals, terms).counted:
-            self._check_counts(counted, terms)
-        train_state, _ = self._run.of_pass(self._number)
-        weighted = normalize_loss(train_state, totals, terms, self._open)
-        with gradients.summed_apart():
-            run_backward(train_state, totals, weighted, self._open)
+            state.gradients.clear()
+            prepare_terms(state, totals, terms)
+        weighted = normalize_loss(state, totals, terms, self._open)
+        with state.gradients.summed_apart():
+            run_backward(state, totals, weighted, self._open)
         self._open = None
 
-    def _check_counts(self, names: Sequence[str], terms: Mapping[str, Any]) -> None:
-        """Check that the counts of several terms in the whole batch are known, as in a single micro-batch."""
-        totals = self._totals
-        if self._run.counts is not None:
-            self._run.counts.sums(totals.form)
-        elif self._open == self.samples:
-            totals.terms |= {name: Term(items=count) for name, count in counts_of(terms).items()}
-        elif not totals.sizes:
-            wanted = ", ".join(f"{name!r}: …" for name in names)
-            raise self._refused(
-                "each term of its loss is divided by all that it counts in several micro-batches",
-                f"write Workload(counts=lambda batch: {{{wanted}}}), with the count of each Loss as it "
-                "follows from the samples of one micro-batch",
-            )
-
-    def step(self, *optimizers: Optimizer, max_grad_norm: float | None = None) -> StepResult:
-        """Take the optimizer step of a pass over the batch and free its gradients; every rank calls it.
-
-        It reads the gradients of the parameters of these optimizers. All others that the pass has left, for
-        example in the discriminator while the generator trains, are freed unread.
+    def step(self, *, max_grad_norm: float | None = None) -> StepResult:
+        """Take the optimizer step of the batch, and free its gradients; every rank calls it.
 
         Args:
-            optimizers: those that step, of those given to `batches`; without any, all of them.
             max_grad_norm: the 2-norm to clip the gradient of the batch to; None for no clipping.
 
         Returns:
@@ -300,20 +159,22 @@ class Batch:
             NonFiniteError: the loss or the gradient is not finite; no step was taken.
         """
         if self._is_stepped:
-            raise self._refused("its step was already taken", "call it once per pass over the micro-batches")
+            raise self._refused("its step was already taken", "call it once, after its micro-batches")
         self._check_closed()
-        if len(self._totals.sizes) < len(self._sizes):
-            done, own = sum(self._totals.sizes), sum(self._sizes)
+        state, totals = self._state, self._totals
+        if len(totals.sizes) < len(self._sizes):
             raise self._refused(
-                f"batch.step() was called after {done} of {own} samples", "finish `for micro in batch:` first"
+                f"batch.step() was called after {sum(totals.sizes)} of {sum(self._sizes)} samples",
+                "finish `for micro in batch:` first",
             )
-        train_state, engine = self._run.choose(self._number, optimizers)
-        train_state.max_grad_norm = max_grad_norm
-        if not self._totals.sizes:
-            train_state.gradients.clear()
-        engine.combine(train_state, self._totals)
-        result, scaler = finish(train_state, self._totals, mark=lambda _: None), train_state.scaler
+        if not totals.sizes:
+            state.gradients.clear()
+            prepare_terms(state, totals, None)
+        state.max_grad_norm = max_grad_norm
+        self._engine.combine(state, totals)
+        result = finish(state, totals, mark=lambda _: None)
         self._is_stepped = True
+        scaler = state.scaler
         if result.applied or not result.count or (scaler and scaler.get_scale() >= LEAST_LOSS_SCALE):
             return result
         what = "gradient" if math.isfinite(result.loss) else f"loss ({result.loss})"
@@ -344,21 +205,25 @@ class Batch:
         return InputError(f"batch {self.index}: {found}: {advice}")
 
 
+@dataclass(eq=False)
 class Batches:
     """The batches of a run; see `batches`."""
 
-    def __init__(
-        self, run: Run, sampler: GlobalBatchSampler, start: int, feeding: AbstractContextManager[Feed]
-    ) -> None:
-        self._run, self._sampler, self._start, self._feeding = run, sampler, start, feeding
-        self._is_started = False
+    train_state: TrainState
+    engine: Engine
+    split: Split
+    micro_batch: int
+    sampler: GlobalBatchSampler
+    start: int
+    feeding: AbstractContextManager[Feed]
+    is_started: bool = False
 
     def __repr__(self) -> str:
-        return f"<Batches: {plural(len(self), 'batch', 'batches')} of {self._sampler.target_batch:,} samples>"
+        return f"<Batches: {plural(len(self), 'batch', 'batches')} of {self.sampler.target_batch:,} samples>"
 
     def __len__(self) -> int:
         """Return the number of batches, for a schedule."""
-        return max(0, self._sampler.total - self._start)
+        return max(0, self.sampler.total - self.start)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches.
@@ -367,15 +232,15 @@ class Batches:
             InputError: the step of the previous batch was not taken, the data ends too soon, or the batches
                 were iterated before.
         """
-        if self._is_started:
+        if self.is_started:
             raise InputError(
                 "these batches were already iterated, and a batch may span two epochs: ask for all epochs at "
                 "once with autobatch.batches(…, epochs=N)"
             )
-        self._is_started = True
-        with self._feeding as feed:
-            for drawn in self._sampler.batches(self._start):
-                batch = Batch(self._run, feed, drawn)
+        self.is_started = True
+        with self.feeding as feed:
+            for drawn in self.sampler.batches(self.start):
+                batch = Batch(self, feed, drawn)
                 yield batch
                 batch.check_stepped()
 
@@ -407,7 +272,7 @@ def batches(
         workload: the one that was planned for: has the data, their order, ``collate``, ``size_of``,
             ``counts`` and the loader processes.
         plan: sets the target batch, the micro-batches; of `autobatch.plan`.
-        optimizer: one or several, which train your model. Of several, each pass over a batch chooses.
+        optimizer: one or several, which train your model and step together.
         steps: optimizer steps of the run, ``start`` included; the run ends at the smaller of ``steps`` and
             ``epochs``.
         epochs: passes over the data; 1 if neither ``steps`` nor ``epochs`` is given.
@@ -424,8 +289,7 @@ def batches(
     if steps is None and epochs is None:
         epochs = 1
     optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
-    numbers = {"seed": seed, "start": start, "steps": steps, "epochs": epochs}
-    _check(plan, scaler, optimizers, numbers)
+    _check(plan, optimizers, start=start, steps=steps, epochs=epochs)
     known = find_workload(workload, seed)
     if isinstance(known.loss, WholeBatchLoss):
         raise InputError(
@@ -434,29 +298,35 @@ def batches(
         )
     check_world_size(plan, launched_world_size(os.environ), "autobatch.batches")
     ranks = Ranks() if plan.world_size == 1 else join_loop()
-    ranks.check_equal({"target batch": plan.target_batch, **numbers})
-    sampler = _sampler_of(known, plan, ranks, seed=seed, steps=steps, epochs=epochs)
+    lengths = {"seed": seed, "steps": steps, "epochs": epochs}
+    ranks.check_equal({"target batch": plan.target_batch, "start": start, **lengths})
+    sampler = _sampler_of(known, plan, ranks, **lengths)
     if isinstance(sampler, StreamSampler):
         sampler.view.skip(sampler.seen(start))
     split = split_of(plan, WorstCaseSampler(known, seed=seed).sizes, rank=ranks.rank, world=ranks.world)
-    run = Run(
-        optimizers,
-        ranks,
-        # A disabled scaler would let gradients pass that are not finite.
-        scaler if scaler is not None and scaler.is_enabled() else None,
-        None if known.counts is None else CountsAhead(known.counts),
-        split,
-        plan.micro_batch if plan.size_cut is None else plan.size_cut.max_micro_batch,
-        Gradients(nn.Module(), optimizers, dtype=plan.gradient_dtype),
-        _begin_exchange(list(_parameters_of(optimizers)), ranks) if ranks.world > 1 else None,
-    )
+    state = _train_state_of(known, plan, optimizers, scaler)
+    engine = Engine()
+    if isinstance(ranks, Group):
+        weights = [parameter.detach().double() for parameter in state.parameters]
+        held = f"{sum(weight.numel() for weight in weights):,} of norm {float(norm_of(weights)):.12g}"
+        ranks.check_equal({"weights before the first step (seed all ranks alike)": held})
+        state.exchange = exchange_buffer(state.parameters, weights[0].device, world=ranks.world)
+        engine = Whole(ranks, state, _not_here)
     workers = int(plan.knobs.get(LOADER_WORKERS) or known.loading.workers or 0)
     has_gpu = workers and torch.cuda.is_available()
     gpu = torch.device("cuda", torch.cuda.current_device()) if has_gpu else None
-    return Batches(run, sampler, start, open_feed(known, sampler, split, workers=workers, device=gpu))
+    return Batches(
+        train_state=state,
+        engine=engine,
+        split=split,
+        micro_batch=plan.micro_batch if plan.size_cut is None else plan.size_cut.max_micro_batch,
+        sampler=sampler,
+        start=start,
+        feeding=open_feed(known, sampler, split, workers=workers, device=gpu),
+    )
 
 
-def _check(plan: Plan, scaler: object, optimizers: Sequence[object], numbers: Mapping[str, Any]) -> None:
+def _check(plan: Plan, optimizers: Sequence[object], **numbers: int | None) -> None:
     """Raise if an argument of `batches` is invalid."""
     if not isinstance(plan, Plan):
         raise InputError(
@@ -469,16 +339,9 @@ def _check(plan: Plan, scaler: object, optimizers: Sequence[object], numbers: Ma
             "parallel='replicate'"
         )
     for name, value in numbers.items():
-        least = {"seed": -math.inf, "start": 0}.get(name, 1)
-        is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        if value is not None and not is_whole:
-            raise InputError(f"{name} must be a whole number, found {kind_of(value)}")
-        if value is not None and value < least:
-            raise InputError(f"{name} is {value}: it must be {least} or more")
-    if scaler is not None and not hasattr(scaler, "is_enabled"):
-        raise InputError(
-            f"autobatch.batches(scaler=…) must be a torch.amp.GradScaler, found {kind_of(scaler)}"
-        )
+        least = int(name != "start")
+        if value is not None and not (hasattr(value, "__index__") and value >= least):
+            raise InputError(f"{name} must be a whole number of {least} or more, found {value!r}")
     for optimizer in optimizers or (None,):
         if not isinstance(optimizer, Optimizer):
             raise InputError(
@@ -513,29 +376,27 @@ def _sampler_of(workload: Workload, plan: Plan, ranks: Ranks, **fields: Any) -> 
     return sampler
 
 
+def _train_state_of(
+    workload: Workload, plan: Plan, optimizers: tuple[Optimizer, ...], scaler: torch.amp.GradScaler | None
+) -> TrainState:
+    """Return what a step needs of the user's model: the parameters that its optimizers train."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    parameters = nn.ParameterList({id(p): p for group in groups for p in group["params"]}.values())
+    return TrainState(
+        model=parameters,
+        loss=_not_here,
+        optimizers=optimizers,
+        parameters=list(parameters),
+        device=torch.device("cpu"),
+        precision="fp32",
+        # A disabled scaler would let gradients pass that are not finite.
+        scaler=scaler if scaler is not None and scaler.is_enabled() else None,
+        max_grad_norm=None,
+        gradients=Gradients(parameters, optimizers, dtype=plan.gradient_dtype),
+        buffers=BufferSnapshot(parameters),
+        counts=None if workload.counts is None else CountsAhead(workload.counts),
+    )
+
+
 def _not_here(*_: object) -> Any:
     raise AssertionError("the forward passes run in the user's loop")
-
-
-def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[nn.Parameter, None]:
-    """Return the parameters that optimizers train, each once and in their order."""
-    return {p: None for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-
-
-def _begin_exchange(parameters: list[nn.Parameter], ranks: Ranks) -> Tensor:
-    """Return the buffer in which ranks sum their gradients, before the first step.
-
-    Raises:
-        InputError: the ranks have other weights.
-    """
-    own = [parameter.detach() for parameter in parameters]
-    norm = float(norm_of([weight.double() for weight in own])) if own else 0.0
-    of_ranks = ranks.gather((len(own), sum(weight.numel() for weight in own), norm))
-    for rank, other in enumerate(of_ranks):
-        if other != of_ranks[0]:
-            raise InputError(
-                f"the weights of the ranks differ before the first step (norm {of_ranks[0][2]:g} on rank 0, "
-                f"{other[2]:g} on rank {rank}): seed all ranks alike before the model is built, or load "
-                "the same weights"
-            )
-    return exchange_buffer(parameters, own[0].device, world=ranks.world)

@@ -130,17 +130,6 @@ class Gradients:
         for parameter in self._others:
             parameter.grad = None
 
-    def taken_by(self, optimizers: Optimizers) -> Gradients:
-        """Return the gradients that these optimizers read, and free those that only the present ones do."""
-        taken = Gradients(nn.Module(), optimizers, dtype=self.dtype, are_overwritten=self.are_overwritten)
-        read = set(_parameters_of(optimizers))
-        taken._sums = {parameter: total for parameter, total in self._sums.items() if parameter in read}
-        self._sums.clear()
-        for parameter in _parameters_of(self._optimizers):
-            if parameter not in read:
-                parameter.grad = None
-        return taken
-
     def _add_to_sum(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         gradient, parameter.grad = parameter.grad, None

@@ -84,8 +84,8 @@ def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
     if all(callable(getattr(optimizer, step, None)) for step in ("first_step", "second_step")):
         raise InputError(
             f"{name} has two steps per batch (first_step and second_step), each with a gradient of the whole "
-            "batch: train it with two passes over each batch of autobatch.batches "
-            "(docs/loops.md), or use an optimizer with one step, for example AdamW or Muon"
+            "batch: train it with two autobatch.batches in your own loop (docs/loops.md), or use an "
+            "optimizer with one step, for example AdamW or Muon"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -111,7 +111,9 @@ def accumulate(
     return totals
 
 
-def _prepare(train_state: TrainState, totals: StepTotals, terms: Mapping[str, Tensor | Loss] | None) -> None:
+def prepare_terms(
+    train_state: TrainState, totals: StepTotals, terms: Mapping[str, Tensor | Loss] | None
+) -> None:
     """Set the divisors of several terms before a batch trains, from the counts of its data over all ranks.
 
     All ranks call it once per batch, in the first micro-batch; one without samples has no ``terms``.
@@ -156,7 +158,7 @@ def _run_pass(
             with context:
                 terms = terms_of(train_state.loss(train_state.model, batch))
                 if not totals.sizes:
-                    _prepare(train_state, totals, terms)
+                    prepare_terms(train_state, totals, terms)
                 weighted = normalize_loss(train_state, totals, terms, size)
             # From here on the micro-batch lives only as far as autograd has saved it.
             del batch, terms
@@ -166,7 +168,7 @@ def _run_pass(
             part = "data"
             del weighted
         if not totals.sizes:
-            _prepare(train_state, totals, None)
+            prepare_terms(train_state, totals, None)
     except Exception as error:
         mark_user_error(error, part, train_state.loss if part == "loss" else None)
         raise

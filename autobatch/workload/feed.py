@@ -162,10 +162,6 @@ class Feed:
             # Not kept in a variable, so that the loop alone holds a micro-batch while it trains on it.
             yield self._micro_batches.load(part)
 
-    def repeated(self, batch: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
-        """Yield them once more, collated by this process; the random state must be that of the first time."""
-        return Feed.collated(self, batch, micro_batch)
-
 
 @contextmanager
 def open_feed(

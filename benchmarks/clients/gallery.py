@@ -42,7 +42,7 @@ GALLERY = {
 }
 """Names of the table, and files."""
 PASSES = {"DCGAN": ("judge", "fool")}
-"""Losses of examples with a loop of their own, one for each pass over a batch."""
+"""Losses of examples with a loop of their own, one for each optimizer."""
 
 
 def group_norm(channels: int) -> nn.Module:
@@ -165,7 +165,7 @@ def distance(name: str, out: Path) -> float:
 
 
 def in_passes(name: str, exact: Workload) -> tuple[nn.Module, nn.Module]:
-    """Train with a pass over each batch for each optimizer, in micro-batches and at once."""
+    """Train with a step of each optimizer on each batch, in micro-batches and at once."""
     example = example_of(name)
     split, whole = exact.model(), exact.model()
     train_in_passes(
@@ -184,7 +184,8 @@ def train_in_passes(example: Any, workload: Workload, model: nn.Module, both: An
     """Plan for an example with a loop of its own, and run that loop."""
     plan = autobatch.plan(workload, **{**GIVEN, "target_batch": TARGET, "max_micro_batch": LARGEST})
     steps = {"steps": STEPS, **options}
-    example.train(model, both, autobatch.batches(workload, plan, optimizer=both, **steps))
+    of_both = [autobatch.batches(workload, plan, optimizer=one, **steps) for one in both]
+    example.train(model, zip(*of_both, strict=True))
 
 
 def resumes(name: str, out: Path) -> bool:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import gc
 import math
-import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import autobatch
-from autobatch import BatchFunction, InputError, Loss, NonFiniteError, Unbatched, WholeBatchLoss, Workload
-from autobatch.workload.contract import Loading
+from autobatch import BatchFunction, InputError, Loss, NonFiniteError, Unbatched, WholeBatchLoss
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.custom_loops import (
     EXACT,
@@ -32,7 +30,6 @@ from tests.support.custom_loops import (
     train_gan_on_whole_batches,
     train_in_own_loop,
 )
-from tests.support.kinds import Augmented
 from tests.support.ragged import ragged_split, ragged_workload
 from tests.support.training import (
     IGNORED,
@@ -56,7 +53,7 @@ def sgd(model: nn.Module, rate: float = 0.1) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("limit", "clip"), [(1, 0.01), (5, None), (7, 0.01), (24, None)])
+@pytest.mark.parametrize(("limit", "clip"), [(1, 0.01), (5, None), (24, None)])
 def test_steps_equal_those_of_whole_batches(kind: str, limit: int, clip: float | None) -> None:
     workload, whole_loss = KINDS[kind]
     sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=10, seed=3, epochs=2)
@@ -82,31 +79,21 @@ def test_steps_equal_those_of_fit() -> None:
     assert torch.equal(weights(model), weights(loop.train_state.model))
 
 
-def test_terms_need_counts_unless_a_batch_is_one_micro_batch() -> None:
-    workload, whole_loss = KINDS["terms"]
-    expected, _ = reference(workload, [range(SAMPLES)], whole_loss)
-    alone = {"sampler": range(SAMPLES), "counts": None}
-    fields = {name: getattr(workload, name) for name in workload.__dataclass_fields__}
-    uncounted = Workload(**{**fields, **alone})
-    found, _ = train_in_own_loop(uncounted, small_plan(SAMPLES, SAMPLES), steps=1)
-    assert apart(found, expected) <= EXACT
-    with pytest.raises(InputError, match=r"counts=lambda batch: \{'boxes': …, 'classes': …\}"):
-        train_in_own_loop(uncounted, small_plan(), steps=1)
-    others = Workload(**{**fields, "counts": lambda _: {"boxes": 1}})
-    with pytest.raises(InputError, match="counts=… counts boxes"):
-        train_in_own_loop(others, small_plan(), steps=1)
-
-
-def pairs(size: int, step: int) -> torch.Tensor:
-    """Make a batch that begins with ten times its step."""
-    return torch.arange(10 * step, 10 * step + size)
+def test_terms_need_their_counts() -> None:
+    workload = KINDS["terms"][0]
+    for counts, message in (
+        (None, r"counts=lambda batch: \{'boxes': …, 'classes': …\}"),
+        (lambda _: {"boxes": 1}, "counts=… counts boxes"),
+    ):
+        with pytest.raises(InputError, match=message):
+            train_in_own_loop(replace(workload, counts=counts), small_plan(), steps=1)
 
 
 DATA: dict[str, Callable[[], Any]] = {
     "with an index": lambda: torch.arange(23),
     "stream": lambda: Stream(23),
     "stream of batches": lambda: Unbatched(lambda: iter(torch.arange(23).split(3))),
-    "function": lambda: BatchFunction(pairs),
+    "function": lambda: BatchFunction(lambda size, step: torch.arange(10 * step, 10 * step + size)),
 }
 
 
@@ -132,17 +119,13 @@ def test_batches_are_iterated_once_and_show_their_sizes() -> None:
     )
     assert len(found) == 6
     batch = next(iter(found))
+    micro = next(iter(batch))
     assert [repr(found), repr(batch)] == ["<Batches: 6 batches of 512 samples>", "<Batch 0: 512 samples>"]
-    assert repr(next(iter(batch))).startswith("<MicroBatch: ")
     with pytest.raises(InputError, match=r"already iterated.*epochs=N"):
         next(iter(found))
-
-
-@pytest.mark.parametrize("part", ["batch", "micro"])
-def test_an_unknown_attribute_says_where_the_samples_are(part: str) -> None:
-    batch = first_batch()
-    with pytest.raises(AttributeError, match=r"micro\.data"):
-        _ = (batch if part == "batch" else next(iter(batch))).inputs
+    for part in (batch, micro):
+        with pytest.raises(AttributeError, match=r"micro\.data"):
+            _ = part.inputs
 
 
 PLAN = small_plan()
@@ -157,15 +140,15 @@ PLAN = small_plan()
         ({"workload": points()}, "must be an autobatch.Workload"),
         ({"workload": make_workload(loss=WholeBatchLoss(represent=mean_loss, loss=mean_loss))}, "fit"),
         ({"workload": make_workload(train_data=Stream(0))}, "has 0 samples"),
-        ({"steps": 0}, "steps is 0: it must be 1 or more"),
-        ({"start": -1}, "start is -1: it must be 0 or more"),
-        ({"epochs": 2.5}, "epochs must be a whole number, found a float"),
-        ({"seed": "x"}, "seed must be a whole number, found a str"),
-        ({"scaler": True}, "GradScaler, found a bool"),
-        *[
-            ({"optimizer": optimizer}, f"optimizers of torch.optim, found {found}")
-            for optimizer, found in ((torch.optim.SGD, "a type"), ([None], "nothing"), ([], "nothing"))
-        ],
+        (
+            {"workload": make_workload(train_data=lambda: (torch.ones(4, 3), torch.ones(4)))},
+            r"BatchFunction\(lambda size, step: …\)",
+        ),
+        ({"steps": 0}, "steps must be a whole number of 1 or more, found 0"),
+        ({"start": -1}, "start must be a whole number of 0 or more, found -1"),
+        ({"epochs": 2.5}, "found 2.5"),
+        ({"optimizer": torch.optim.SGD}, "optimizers of torch.optim, found a type"),
+        ({"optimizer": []}, "optimizers of torch.optim, found nothing"),
     ],
 )
 def test_an_invalid_option_is_refused(options: dict[str, Any], message: str) -> None:
@@ -177,15 +160,15 @@ def test_an_invalid_option_is_refused(options: dict[str, Any], message: str) -> 
 def test_a_plan_for_one_process_is_refused_among_several(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process would take the whole batch."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match=r"the plan is for 1 rank, and autobatch\.batches runs in 2 process"):
+    with pytest.raises(InputError, match="the plan is for 1 rank"):
         autobatch.batches(make_workload(), small_plan(), optimizer=sgd(network()), epochs=1)
 
 
 # the step of a batch
 
 
-def first_batch(model: nn.Module | None = None, **options: Any) -> Any:
-    return next(iter(autobatch.batches(make_workload(), PLAN, optimizer=sgd(model or network()), **options)))
+def first_batch(model: nn.Module | None = None) -> Any:
+    return next(iter(autobatch.batches(make_workload(), PLAN, optimizer=sgd(model or network()))))
 
 
 @pytest.mark.parametrize("overflows", [False, True])
@@ -202,10 +185,8 @@ def test_a_loss_scale_changes_nothing_and_an_overflow_skips_the_step(overflows: 
         result = batch.step(max_grad_norm=0.01)
     assert result.applied is not overflows
     assert scaler.get_scale() == (2.0**125 if overflows else 2.0**10)
-    if overflows:
-        assert torch.equal(weights(model), before)
-    else:
-        assert apart(weights(model) - before, expected - before) < 1e-5
+    off = weights(model) - (before if overflows else expected)
+    assert float(off.norm()) < 1e-5 * float((expected - before).norm())
 
 
 def test_a_disabled_scaler_lets_no_overflow_through() -> None:
@@ -215,20 +196,18 @@ def test_a_disabled_scaler_lets_no_overflow_through() -> None:
         train_in_own_loop(workload, small_plan(), scaler=scaler)
 
 
-def test_each_pass_adds_up_the_16_bit_gradients_of_its_own_parameters() -> None:
+def test_16_bit_gradients_of_two_losses_are_summed_apart() -> None:
     """1024 times 1/1024 is 1, but 0.25 if bf16 adds up in bf16. Each loss reaches both parameters."""
-    first, second = (nn.Parameter(torch.zeros((), dtype=torch.bfloat16)) for _ in range(2))
-    both = [torch.optim.SGD([one], lr=1.0) for one in (first, second)]
+    both = [nn.Parameter(torch.zeros((), dtype=torch.bfloat16)) for _ in range(2)]
     workload = make_workload(train_data=Rows(torch.ones(1024)))
-    for batch in autobatch.batches(workload, small_plan(1024, 1), optimizer=both):
-        for factor, optimizer in zip((1.0, 2.0), both, strict=True):
+    optimizers = [torch.optim.SGD([parameter], lr=1.0) for parameter in both]
+    of_each = [autobatch.batches(workload, small_plan(1024, 1), optimizer=one) for one in optimizers]
+    for pair in zip(*of_each, strict=True):
+        for factor, batch in enumerate(pair, 1):
             for micro in batch:
-                batch.backward(((first + second) * factor * micro.data[0].bfloat16()).mean())
-            assert batch.step(optimizer).stepped == (True,)
-    assert (first.item(), second.item()) == (-1.0, -2.0)
-    assert first.grad is None
-    assert second.grad is None
-    assert not first._post_accumulate_grad_hooks
+                batch.backward((sum(both) * factor * micro.data[0].bfloat16()).mean())
+            assert batch.step().stepped == (True,)
+    assert [parameter.item() for parameter in both] == [-1.0, -2.0]
 
 
 def test_several_optimizers_step_together_and_are_clipped_by_one_norm() -> None:
@@ -236,12 +215,10 @@ def test_several_optimizers_step_together_and_are_clipped_by_one_norm() -> None:
     expected, _ = reference(workload, [range(SAMPLES)], mean_loss, clip=0.01)
     torch.manual_seed(0)
     model = workload.model()
-    pair = [sgd(part) for part in (model[0], model[2])]
-    for batch in autobatch.batches(workload, small_plan(), optimizer=pair):
+    for batch in autobatch.batches(workload, PLAN, optimizer=[sgd(part) for part in (model[0], model[2])]):
         for micro in batch:
             batch.backward(mean_loss(model, micro.data))
-        result = batch.step(max_grad_norm=0.01)
-    assert result.stepped == (True, True)
+        assert batch.step(max_grad_norm=0.01).stepped == (True, True)
     assert apart(weights(model), expected) <= EXACT
 
 
@@ -256,17 +233,20 @@ def test_a_batch_that_counts_nothing_takes_no_step() -> None:
     assert math.isnan(losses[0])
 
 
-def test_a_micro_batch_is_held_by_the_variables_of_the_loop_alone() -> None:
-    model = network()
-    batch = first_batch(model)
-    for micro in batch:
-        held = weakref.ref(micro.data[0])
-        loss = model(micro.data[0]).square().mean()
-        del micro
-        batch.backward(loss)
-        del loss
-        gc.collect()
-        assert held() is None
+@pytest.mark.parametrize("kind", ["mean", "terms"])
+def test_a_micro_batch_is_held_by_the_variables_of_the_loop_alone(kind: str) -> None:
+    workload = KINDS[kind][0]
+    model = workload.model()
+    for batch in autobatch.batches(workload, PLAN, optimizer=sgd(model)):
+        for micro in batch:
+            held = weakref.ref(micro.data[0])
+            loss = workload.loss(model, micro.data)
+            del micro
+            batch.backward(loss)
+            del loss
+            gc.collect()
+            assert held() is None
+        batch.step()
 
 
 def test_a_step_before_the_end_is_refused() -> None:
@@ -284,13 +264,11 @@ def test_a_step_before_the_end_is_refused() -> None:
         batch.backward(mean_loss(model, micro.data))
         with pytest.raises(InputError, match="called without a micro-batch"):
             batch.backward(mean_loss(model, micro.data))
-    with pytest.raises(InputError, match="asked for again before its step"):
-        iter(batch)
-    with pytest.raises(InputError, match="SGD that trains nothing in this run"):
-        batch.step(sgd(network()))
     assert batch.step().applied
     with pytest.raises(InputError, match="already taken"):
         batch.step()
+    with pytest.raises(InputError, match=r"asked for again.*zip"):
+        iter(batch)
 
 
 def test_a_batch_without_a_step_does_not_leak_into_the_next() -> None:
@@ -304,32 +282,25 @@ def test_a_batch_without_a_step_does_not_leak_into_the_next() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "message"),
+    ("change", "message"),
     [
-        (lambda found: found.expand(3), r"a tensor of shape \(3,\)"),
-        (lambda found: found.item(), "found a float"),
-        (lambda found: Loss(found.expand(3), 3), "total of a Loss"),
+        (lambda loss: loss.expand(3), r"a tensor of shape \(3,\)"),
+        (lambda loss: loss.item(), "found a float"),
+        (lambda loss: Loss(loss.expand(3), 3), "total of a Loss"),
+        (lambda loss: loss.detach(), "no gradient"),
     ],
 )
-def test_a_value_that_is_not_a_loss_is_refused(loss: Any, message: str) -> None:
-    model = network()
-    batch = first_batch(model)
-    micro = next(iter(batch))
+def test_a_value_that_is_not_a_loss_is_refused(change: Any, message: str) -> None:
+    workload = make_workload(loss=lambda model, batch: change(mean_loss(model, batch)))
     with pytest.raises(InputError, match=message):
-        batch.backward(loss(mean_loss(model, micro.data)))
+        train_in_own_loop(workload, PLAN)
 
 
-def test_a_detached_loss_is_refused() -> None:
-    workload = make_workload(loss=lambda model, batch: mean_loss(model, batch).detach())
-    with pytest.raises(InputError, match="no gradient"):
-        train_in_own_loop(workload, small_plan())
+# several steps on the same samples
 
 
-# several passes over a batch
-
-
-def test_sharpness_aware_minimization_takes_two_passes() -> None:
-    """The gradient of the second pass is taken at the weights that the first one moved."""
+def test_sharpness_aware_minimization_takes_two_steps() -> None:
+    """The gradient of the second step is taken at the weights that the first one moved."""
 
     class Half(torch.optim.Optimizer):
         def __init__(self, sam: Sam, step: Callable[[], None]) -> None:
@@ -341,11 +312,12 @@ def test_sharpness_aware_minimization_takes_two_passes() -> None:
     model = workload.model()
     sam = Sam(model.parameters(), lr=0.1)
     halves = [Half(sam, sam.first_step), Half(sam, sam.second_step)]
-    for batch in autobatch.batches(workload, small_plan(), optimizer=halves, epochs=3):
-        for half in halves:
+    of_both = [autobatch.batches(workload, PLAN, optimizer=half, epochs=3) for half in halves]
+    for both in zip(*of_both, strict=True):
+        for batch in both:
             for micro in batch:
                 batch.backward(mean_loss(model, micro.data))
-            batch.step(half)
+            batch.step()
 
     torch.manual_seed(0)
     whole = workload.model()
@@ -356,51 +328,20 @@ def test_sharpness_aware_minimization_takes_two_passes() -> None:
 
     for _ in range(3):
         before, first = [p.detach().clone() for p in parameters], gradient()
-        norm = torch.cat([one.flatten() for one in first]).norm()
-        for p, one in zip(parameters, first, strict=True):
-            p.data += 0.05 * one / norm
-        for p, start, one in zip(parameters, before, gradient(), strict=True):
-            p.data.copy_(start - 0.1 * one)
+        norm = torch.cat([part.flatten() for part in first]).norm()
+        for p, part in zip(parameters, first, strict=True):
+            p.data += 0.05 * part / norm
+        for p, start, part in zip(parameters, before, gradient(), strict=True):
+            p.data.copy_(start - 0.1 * part)
     assert apart(weights(model), weights(whole)) <= EXACT
 
 
-@pytest.mark.parametrize(("limit", "clip"), [(1, 0.01), (4, None), (24, 0.01)])
-def test_two_passes_are_the_two_steps_of_a_gan(limit: int, clip: float | None) -> None:
+@pytest.mark.parametrize(("limit", "clip"), [(1, 0.01), (4, None)])
+def test_two_batches_are_the_two_steps_of_a_gan(limit: int, clip: float | None) -> None:
     order = list(range(SAMPLES)) * 2
     whole = [order[at : at + 10] for at in range(0, 48, 10)]
     found = train_gan(small_plan(10, limit), gan_data(), range(SAMPLES), clip=clip)
     assert apart(found, train_gan_on_whole_batches(whole, clip=clip)) <= EXACT
-
-
-def drawn_passes(passes: int, kind: str, *, workers: int = 0) -> list[list[torch.Tensor]]:
-    """Return the samples of each pass over two batches, which are augmented at random when they are read."""
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(0)
-    data: Any = Augmented(*points(9, dtype=torch.float32).columns)
-    if kind == "stream":
-        rows = data
-        data = lambda: (rows[index] for index in range(9))  # noqa: E731
-    model = nn.Linear(5, 1)
-    workload = make_workload(train_data=data, loading=Loading(workers=workers))
-    found: list[list[torch.Tensor]] = []
-    for batch in autobatch.batches(workload, small_plan(9, 2), optimizer=sgd(model), steps=2):
-        for _ in range(passes):
-            found.append([])
-            for micro in batch:
-                found[-1].append(micro.data[0])
-                batch.backward(model(micro.data[0].float()).square().mean())
-            batch.step()
-    return found
-
-
-@pytest.mark.parametrize(("kind", "workers"), [("data", 0), ("stream", 0), ("data", 1)])
-def test_a_further_pass_sees_the_same_draws_and_moves_no_generator(kind: str, workers: int) -> None:
-    once, twice = (drawn_passes(passes, kind, workers=workers) for passes in (1, 2))
-    for first, second, alone in zip(twice[::2], twice[1::2], once, strict=True):
-        assert len(first) == 5
-        assert all(map(torch.equal, first, second))
-        assert all(map(torch.equal, first, alone))
-    assert not torch.equal(once[0][0], once[1][0])
 
 
 # batches cut by size
@@ -425,19 +366,7 @@ def test_batches_are_cut_by_size_and_keep_their_gradient() -> None:
     assert apart(weights(model), weights(loop.train_state.model)) <= 1e-12
     for of_batch in sizes:
         assert sum(samples for samples, _ in of_batch) == 24
-        assert [padded for _, padded in of_batch] == sorted((padded for _, padded in of_batch), reverse=True)
         assert all(samples * padded <= cut.micro_batch * cut.longest for samples, padded in of_batch)
     others = ragged_workload(size_of=lambda sample: 1.0)
     with pytest.raises(InputError, match="sizes of the training samples are not those"):
         autobatch.batches(others, plan, optimizer=optimizer)
-
-
-def test_a_function_that_returns_a_batch_is_no_stream() -> None:
-    def get_batch() -> Iterator[torch.Tensor]:
-        return torch.ones(4, 3), torch.ones(4)  # type: ignore[return-value]
-
-    workload = make_workload(train_data=get_batch)
-    with pytest.raises(
-        InputError, match=r"returned a tuple of 2 parts.*BatchFunction\(lambda size, step: …\)"
-    ):
-        next(iter(autobatch.batches(workload, PLAN, optimizer=sgd(network()))))

@@ -60,7 +60,7 @@ def test_steps_equal_those_of_whole_batches(
 
 
 def gan_over_ranks(limits: list[int]) -> Tensor:
-    """Train a GAN in two passes; the last batch has fewer samples than ranks."""
+    """Train a GAN; the last batch has fewer samples than ranks."""
     torch.set_num_threads(1)
     plan = plan_of(int(os.environ["RANK"]), 15, limits)
     found = train_gan(plan, gan_data(), [*range(SAMPLES - 1)], clip=0.01)
@@ -69,7 +69,7 @@ def gan_over_ranks(limits: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("limits", [[3, 2], [1, 20, 3]], ids=str)
-def test_two_passes_are_the_two_steps_of_a_gan(server: RankServer, limits: list[int]) -> None:
+def test_two_batches_are_the_two_steps_of_a_gan(server: RankServer, limits: list[int]) -> None:
     order = [*range(SAMPLES - 1)] * 2
     whole = [order[at : at + 15] for at in range(0, 46, 15)]
     expected = train_gan_on_whole_batches(whole, clip=0.01)
@@ -148,7 +148,7 @@ def unlike(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("weights", "the weights of the ranks differ before the first step"),
+        ("weights", "the ranks differ in weights before the first step"),
         ("seed", "the ranks differ in seed: rank 1 has 1, and rank 0 has 0"),
         ("world", "the plan is for 3 ranks, and autobatch.batches runs in 2 processes"),
         ("length", "the ranks differ in number of batches: rank 1 has 8, and rank 0 has 5"),

@@ -274,9 +274,9 @@ REFUSED = {
     "SAM within the loss": ({}, sharpness_aware, MIXED),
 }
 """Fields of a workload, its loss as a plain mean, and the cause that the refusal names."""
-IN_PASSES = {
-    "SAM": test_own_loop.test_sharpness_aware_minimization_takes_two_passes,
-    "GAN, in its usual order": test_own_loop.test_two_passes_are_the_two_steps_of_a_gan,
+IN_OWN_LOOPS = {
+    "SAM": test_own_loop.test_sharpness_aware_minimization_takes_two_steps,
+    "GAN, in its usual order": test_own_loop.test_two_batches_are_the_two_steps_of_a_gan,
 }
 """Rows of the page that need a loop of one's own, and their tests."""
 NOTED = {
@@ -330,5 +330,5 @@ def test_what_is_not_exact_is_named_before_training(name: str) -> None:
 
 def test_every_row_of_the_page_is_held_by_a_test() -> None:
     rows = re.findall(r"^\| ([^|]+) \|.*\| (yes|no)[^|]*\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert {name for name, exact in rows if exact == "yes"} == {*EXACT_ROWS, *IN_PASSES}
+    assert {name for name, exact in rows if exact == "yes"} == {*EXACT_ROWS, *IN_OWN_LOOPS}
     assert {name for name, exact in rows if exact == "no"} == {*REFUSED, *NOTED} - {*EXACT_ROWS}

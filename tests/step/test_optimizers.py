@@ -60,7 +60,7 @@ def test_the_name_of_the_argument_tells_what_is_given() -> None:
     ("kind", "message"),
     [
         (torch.optim.LBFGS, r"^LBFGS needs a closure, which runs the loss .* for example AdamW"),
-        (Sam, r"^Sam has two steps per batch .* two passes over each batch of autobatch\.batches"),
+        (Sam, r"^Sam has two steps per batch .* two autobatch\.batches"),
     ],
 )
 def test_an_optimizer_with_another_kind_of_step_is_refused_by_name(kind: Any, message: str) -> None:

