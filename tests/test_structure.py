@@ -1,40 +1,40 @@
-"""The figures of the structure: how they are read, and the limits that the package keeps."""
+"""Rules of the source: how docstrings open, and who may ask for the kind of a device."""
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from benchmarks.structure import Structure, read_structure
-
-MOST_CLAUSE_FIRST = 0.01
+ROOT = Path(__file__).parents[1] / "autobatch"
+CLAUSE_WORDS = frozenset({"what", "whether", "where", "how", "which", "who", "when", "why", "inside"})
+DEVICE_KINDS = frozenset({"cuda", "cpu", "sim"})
 
 
-@pytest.fixture(scope="module", name="found")
-def read_once() -> Structure:
-    return read_structure()
+def nodes() -> Iterator[tuple[Path, ast.AST]]:
+    """Yield the nodes of every file of the package."""
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            yield path.relative_to(ROOT), node
 
 
-def test_docstrings_open_with_a_verb_or_a_noun(found: Structure) -> None:
-    assert len(found.clause_first) < MOST_CLAUSE_FIRST * found.docstrings, "\n".join(found.clause_first)
-
-
-def test_no_layer_asks_a_device_for_its_kind(found: Structure) -> None:
-    assert found.kind_comparisons == []
-
-
-def test_single_importers_carriers_and_branches_are_named(tmp_path: Path) -> None:
-    modules = {
-        "plan": "class Plan:\n    target_batch: int\n",
-        "one": "from autobatch.layer.plan import Plan\nif world > 1:\n    pass\n",
-        "taker": "def takes(options: FitOptions):\n    pass\n",
+def test_docstrings_open_with_a_verb_or_a_noun() -> None:
+    opened = {
+        (str(path), getattr(node, "name", "module")): text.split()[0].strip("`,.:").lower()
+        for path, node in nodes()
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if (text := ast.get_docstring(node))
     }
-    (tmp_path / "autobatch/layer").mkdir(parents=True)
-    for name, source in modules.items():
-        (tmp_path / f"autobatch/layer/{name}.py").write_text(source, encoding="utf-8")
-    found = read_structure(tmp_path)
-    assert found.one_importer == ["autobatch/layer/plan.py"]
-    assert found.carriers == ["autobatch/layer/plan.py:Plan"]
-    assert found.mode_branches == ["autobatch/layer/one.py:2"]
-    assert found.option_takers == ["autobatch/layer/taker.py:takes"]
+    assert len(opened) > 100
+    assert {place: word for place, word in opened.items() if word in CLAUSE_WORDS} == {}
+
+
+def test_no_layer_asks_a_device_for_its_kind() -> None:
+    asking = [
+        f"{path}:{node.lineno}"
+        for path, node in nodes()
+        if isinstance(node, ast.Compare) and path.parts[0] != "device"
+        if any(ast.unparse(side).endswith("kind") for side in (node.left, *node.comparators))
+        if DEVICE_KINDS & {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+    ]
+    assert asking == []

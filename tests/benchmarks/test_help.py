@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import benchmarks
-from tests.support.libraries import installed
 
 ROOT = Path(benchmarks.__path__[0])
 PROGRAMS = [path for path in sorted(ROOT.rglob("*.py")) if "__main__" in path.read_text(encoding="utf-8")]
@@ -21,8 +20,6 @@ def test_the_help_of_a_benchmark_runs_nothing(
 ) -> None:
     text = path.read_text(encoding="utf-8")
     assert "parse_args(" in text or "arguments(" in text, "without it, --help runs the benchmark"
-    if "clients" in path.parts:
-        installed("transformers")
     monkeypatch.setattr(sys, "argv", [path.name, "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(path), run_name="__main__")

@@ -20,7 +20,7 @@ from autobatch.cli import main as cli
 from autobatch.core.options import fields_of
 from autobatch.core.units import GiB
 from autobatch.device.cuda_gpus import VisibleGpu
-from benchmarks.wrong_files import PLANTED
+from tests.support.planted import PLANTED
 from tests.support.sample_run import a_device, a_run
 
 Said = Callable[..., str]

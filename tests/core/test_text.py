@@ -9,7 +9,7 @@ import pytest
 from autobatch import DoesNotFitError, InputError
 from autobatch.core.progress import Broadcast
 from autobatch.core.text import encodable, printable, printable_json
-from benchmarks.wrong_files import PLANTED
+from tests.support.planted import PLANTED
 from tests.support.probes import Listener
 
 

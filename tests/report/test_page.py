@@ -17,8 +17,8 @@ from autobatch.report.facts import facts_of, headline, tiles_of
 from autobatch.report.page import render, write_report
 from autobatch.report.tables import compare_runs
 from benchmarks.screenshots import CHROMIUM, IMAGES, MOST_BYTES, shoot
-from benchmarks.wrong_files import PLANTED
 from tests.support.page_checker import Page, check, measure
+from tests.support.planted import PLANTED
 from tests.support.sample_run import a_device, a_probe, a_run, an_estimate
 
 pytestmark = pytest.mark.xdist_group("pictures")
