@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         TuneResult,
     )
     from autobatch.training.metrics import Sink
-    from autobatch.workload.contract import BatchFunction, Loss, Unbatched, WholeBatchLoss, Workload
+    from autobatch.workload.contract import BatchFunction, Loss, WholeBatchLoss, Workload
 
 _MODULES = {
     "api.library": ("estimate", "fit", "plan", "probe", "tune"),
@@ -49,7 +49,7 @@ _MODULES = {
     "integrations.own_loop": ("batches",),
     "report.result": ("Estimates", "FitResult", "PlanResult", "ProbeResult", "Result", "TuneResult"),
     "training.metrics": ("Sink",),
-    "workload.contract": ("BatchFunction", "Loss", "Unbatched", "WholeBatchLoss", "Workload"),
+    "workload.contract": ("BatchFunction", "Loss", "WholeBatchLoss", "Workload"),
 }
 """Public names by the module that defines them."""
 
@@ -75,7 +75,6 @@ __all__ = [
     "StepRecord",
     "Training",
     "TuneResult",
-    "Unbatched",
     "WholeBatchLoss",
     "Workload",
     "__version__",

@@ -130,40 +130,6 @@ class BatchFunction:
         return f"the batch function{place_of(self.function)}"
 
 
-class Unbatched:
-    """The samples of a stream that yields whole batches.
-
-    Each batch is taken apart along dimension 0, and samples are collated again as the plan asks.
-
-    Args:
-        stream: yields batches of any size: an ``IterableDataset``, another iterable, a function that returns
-            one, or a ``DataLoader`` with ``batch_size=None``. Each tensor, array and list of a batch has one
-            row per sample.
-
-    Raises:
-        InputError: it yields no batches that the data have made.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        if is_loader(stream) and (stream.batch_sampler is not None or stream.batch_size is not None):
-            raise InputError(
-                "autobatch.Unbatched takes a DataLoader with batch_size=None, and this one makes batches "
-                "itself: give it to Workload.from_loader"
-            )
-        if not is_stream(stream):
-            raise InputError(
-                f"autobatch.Unbatched takes a stream of batches, found {kind_of(stream)}: give a function "
-                "that returns an iterable, for example lambda: iter(data)"
-            )
-        self.stream = stream
-        self.convert = stream.collate_fn if is_loader(stream) else None
-        """Called with each batch first; None to take it as it is."""
-
-    def __str__(self) -> str:
-        """Return its name for messages, with its line."""
-        return f"the stream{place_of(getattr(self.stream, 'dataset', self.stream))}"
-
-
 _FUNCTIONS: dict[str, tuple[tuple[str, ...], str | None]] = {
     "model": ((), "model=lambda: …, which builds the model"),
     "loss": (("model", "batch"), "loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])"),
@@ -188,12 +154,10 @@ class Workload:
 
     model: Callable[[], nn.Module]
     """Builds the model."""
-    train_data: (
-        Dataset[Any] | MapStyle[Any] | Iterable[Any] | Callable[[], Iterable[Any]] | BatchFunction | Unbatched
-    )
+    train_data: Dataset[Any] | MapStyle[Any] | Iterable[Any] | Callable[[], Iterable[Any]] | BatchFunction
     """Map-style: has ``__getitem__`` and ``__len__``. Or a stream that is read in its own order: an
-    ``IterableDataset``, another iterable, or a function that returns one (a generator function). Or batches
-    that the data make: a `BatchFunction`, or a stream of them (`Unbatched`)."""
+    ``IterableDataset``, another iterable, or a function that returns one (a generator function). Or a
+    `BatchFunction`."""
     loss: LossFunction
     """Returns the mean over the samples of the batch (a 0-d tensor), or a `Loss`. For a loss that is a sum of
     several: a mapping of names to these, or a sequence of `Loss`. Or a `WholeBatchLoss`."""
@@ -244,7 +208,6 @@ class Workload:
         model: Callable[[], nn.Module],
         loss: LossFunction,
         learning_rate: float,
-        batched: bool = False,
         **others: Any,
     ) -> Self:
         """Build a workload from the parts of a ``DataLoader``.
@@ -257,15 +220,13 @@ class Workload:
             model: builds the model.
             loss: as in `Workload`.
             learning_rate: of the optimizer.
-            batched: whether a loader with ``batch_size=None`` yields batches that its data make. They are
-                taken apart into samples, see `Unbatched`.
             others: the other fields of `Workload`. ``validation_data`` may be a ``DataLoader`` too, of which
                 only the data are taken.
 
         Raises:
             InputError: the loader makes no batches, or a field is invalid.
         """
-        parts = parts_of(loader, batched=batched)
+        parts = parts_of(loader)
         validation = others.get("validation_data")
         if is_loader(validation):
             others["validation_data"] = parts_of(validation)["train_data"]
@@ -373,9 +334,7 @@ def check_loss(loss: object, whose: str) -> None:
 
 def is_stream(data: object) -> bool:
     """Check for data that are read in their own order, without importing torch."""
-    if isinstance(data, BatchFunction | Unbatched) or _is_instance(
-        data, "torch.utils.data", "IterableDataset"
-    ):
+    if isinstance(data, BatchFunction) or _is_instance(data, "torch.utils.data", "IterableDataset"):
         return True
     return not hasattr(data, "__getitem__") and (hasattr(data, "__iter__") or inspect.isroutine(data))
 
@@ -441,12 +400,8 @@ def _is_instance(value: object, module: str, name: str) -> bool:
     return loaded is not None and isinstance(value, getattr(loaded, name))
 
 
-def parts_of(loader: DataLoader[Any], *, batched: bool | None = None) -> dict[str, Any]:
+def parts_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the fields of a `Workload` that a loader fills: its data, collate function, order and processes.
-
-    Args:
-        loader: the loader.
-        batched: whether its data make the batches, if its ``batch_size`` is None; None if it must not be.
 
     Raises:
         InputError: it is no ``DataLoader``, or it yields what its data yield, without making batches.
@@ -458,31 +413,18 @@ def parts_of(loader: DataLoader[Any], *, batched: bool | None = None) -> dict[st
             f"Workload.from_loader takes a torch DataLoader, found {kind_of(loader)}: give its data as "
             "Workload(train_data=…)"
         )
-    loading = Loading(
-        workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-        init_worker=loader.worker_init_fn,
-    )
-    makes_batches = loader.batch_sampler is not None or loader.batch_size is not None
-    if batched and makes_batches:
-        size = "a batch_sampler" if loader.batch_size is None else f"batch_size={loader.batch_size}"
+    if loader.batch_sampler is None and loader.batch_size is None:
         raise InputError(
-            "from_loader(…, batched=True) is for data that make the batches themselves, in a loader with "
-            f"batch_size=None, and this loader makes them, with {size}: leave batched=True out if its data "
-            "yield samples, or give batch_size=None to the loader"
+            "this loader has batch_size=None, so its items may be batches already, whose size no plan can "
+            "change: let its data yield samples, and give it any batch_size, which is not used"
         )
-    if not makes_batches:
-        if not batched:
-            advice = ": give batched=True if they are, else any batch_size, which is not used"
-            if batched is None:
-                advice = ", whose size no plan can change: give a loader of samples that has a batch_size"
-            raise InputError(f"this loader has batch_size=None, so its items may be batches already{advice}")
-        return {"train_data": Unbatched(loader), "loading": loading}
     return {
         "train_data": loader.dataset,
         "collate": None if loader.collate_fn is default_collate else _collate_of(loader),
         "sampler": _sampler_of(loader),
-        "loading": loading,
+        "loading": Loading(
+            workers=loader.num_workers, pin_memory=loader.pin_memory, init_worker=loader.worker_init_fn
+        ),
     }
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from autobatch.core.errors import InputError
-from autobatch.workload.contract import BatchFunction, Unbatched, Workload, is_loader, is_stream, kind_of
+from autobatch.workload.contract import BatchFunction, Workload, is_stream, kind_of
 from autobatch.workload.data_digest import digest_of
 from autobatch.workload.nested import rows_of
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
@@ -163,7 +163,13 @@ class FunctionReader:
                 batch = self._data.function(self._size, step)
         finally:
             restore_random_state(outside)
-        rows = _samples_of(batch, self._data)
+        try:
+            rows = rows_of(batch)
+        except InputError as error:
+            raise InputError(
+                f"a batch of {self._data} cannot be taken apart into samples: {error}. Let each part of a "
+                "batch have one row per sample"
+            ) from None
         if len(rows) != self._size:
             raise InputError(
                 f"{self._data} was asked for {self._size:,} samples and returned {len(rows):,}: make a batch "
@@ -191,55 +197,6 @@ class FunctionReader:
         """Continue at a step, which is worth no note."""
         self._step = state["step"]
         return []
-
-
-class UnbatchedRows:
-    """The samples of a stream of ready batches.
-
-    Args:
-        source: yields the batches, and may have a state.
-        data: of the user's.
-
-    Raises:
-        InputError: a batch cannot be taken apart.
-    """
-
-    def __init__(self, source: Any, data: Unbatched) -> None:
-        self._source, self._data = source, data
-        self._left = 0
-        """Samples of the latest batch that are still to be yielded."""
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the samples of an epoch."""
-        for batch in self._source:
-            rows = _samples_of(batch, self._data)
-            for self._left in reversed(range(len(rows))):
-                yield rows[~self._left]
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return the state of the source; None if it has none, or if samples of a batch are left."""
-        saved = getattr(self._source, "state_dict", None)
-        return saved() if callable(saved) and not self._left else None
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the source after a state."""
-        self._source.load_state_dict(state)
-
-
-def _samples_of(batch: Any, data: Unbatched | BatchFunction) -> list[Any]:
-    """Take a batch of the user's apart into its samples.
-
-    Raises:
-        InputError: it has no rows.
-    """
-    convert = getattr(data, "convert", None)
-    try:
-        return rows_of(batch if convert is None else convert(batch))
-    except InputError as error:
-        raise InputError(
-            f"a batch of {data} cannot be taken apart into samples: {error}. Let each part of a batch have "
-            "one row per sample, or give data of single samples"
-        ) from None
 
 
 class StreamReader:
@@ -322,10 +279,9 @@ class StreamReader:
                 return ["the stream continues from its own state"]
             for _ in range(state["in_epoch"]):
                 self._take(1)
-        within = ", or none within a batch" * isinstance(self._stream, Unbatched)
         return [
-            f"the stream has no state_dict{within}, so its first {state['in_epoch']:,} samples were read "
-            "again and skipped"
+            f"the stream has no state_dict, so its first {state['in_epoch']:,} samples were read again and "
+            "skipped"
         ]
 
     def _take(self, number: int) -> list[Any]:
@@ -391,9 +347,7 @@ class StreamReader:
         Raises:
             InputError: the user's function returns a batch, or loader processes cannot share what it makes.
         """
-        source = self._stream.stream if isinstance(self._stream, Unbatched) else self._stream
-        if is_loader(source):
-            source = source.dataset if is_stream(source.dataset) else _in_order(source)
+        source = self._stream
         set_epoch = getattr(source, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(self._epoch)
@@ -405,9 +359,9 @@ class StreamReader:
                     f"loader processes (--workers {self._workers['num_workers']}) cannot share the samples "
                     f"of a generator function{place_of(source)}: use --workers 0, or an IterableDataset"
                 )
-            is_made = is_loader(source)
-            source = _in_order(source, **self._workers) if is_made else _loader(source, **self._workers)
-        return UnbatchedRows(source, self._stream) if isinstance(self._stream, Unbatched) else source
+            # torch's default would turn its arrays into tensors.
+            source = DataLoader(source, batch_size=None, collate_fn=unchanged, **self._workers)
+        return source
 
 
 class StreamView:
@@ -483,15 +437,6 @@ class StreamSampler(GlobalBatchSampler):
 def unchanged(sample: Any) -> Any:
     """Return a sample or a micro-batch unchanged; torch's default would turn its arrays into tensors."""
     return sample
-
-
-def _loader(data: Any, **options: Any) -> DataLoader[Any]:
-    return DataLoader(data, batch_size=None, collate_fn=unchanged, **options)
-
-
-def _in_order(loader: DataLoader[Any], **workers: Any) -> DataLoader[Any]:
-    """Return a loader of the same items in the same order, with other processes."""
-    return _loader(loader.dataset, sampler=loader.sampler, **workers)
 
 
 def _made_by(function: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import autobatch
 from autobatch import InputError
@@ -268,9 +268,8 @@ def test_epochs_end_with_the_stream_and_the_last_batch_is_weighted_exactly(
 def test_a_stream_that_a_plan_has_read_to_its_end_is_planned_as_data_and_an_empty_one_is_refused() -> None:
     found = autobatch.plan(workload(Stream()), target_batch=6, device="cpu", max_micro_batch=4)
     assert not [note for note in found.notes if "planned from" in note]
-    for stream in (lambda: iter([]), autobatch.Unbatched(lambda: iter([]))):
-        with pytest.raises(InputError, match="has 0 samples: at least 1 is needed"):
-            autobatch.plan(workload(stream), target_batch=6, device="cpu")
+    with pytest.raises(InputError, match="has 0 samples: at least 1 is needed"):
+        autobatch.plan(workload(lambda: iter([])), target_batch=6, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -293,50 +292,6 @@ def test_a_resumed_run_has_the_same_weights_and_says_how_it_found_its_place(
 
 
 # Batches that the data make.
-
-
-class Fours(Stateful):
-    """The same points in ready batches of four, which know their place between two batches."""
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        while self.place < len(POINTS):
-            batch = POINTS[self.place : self.place + 4]
-            self.place += 4
-            yield batch[:, :3], batch[:, 3]
-        self.place = 0
-
-
-def ready(kind: str) -> autobatch.Workload:
-    """Return the points as a stream of batches, or as a loader whose data make them."""
-    if kind == "stream":
-        return workload(autobatch.Unbatched(Fours()))
-    fours = BatchSampler(range(len(POINTS)), 4, drop_last=False)
-    data: Any = Fours() if kind == "loader" else TensorDataset(POINTS[:, :3], POINTS[:, 3])
-    return autobatch.Workload.from_loader(
-        DataLoader(data, batch_size=None, sampler=None if kind == "loader" else fours),
-        batched=True, model=build, loss=squares, optimizer=sgd, learning_rate=0.05,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("kind", "stop", "words"),
-    [
-        ("stream", 2, "continues from its own state"),
-        ("loader", 3, "has no state_dict, or none within a batch, so its first 18 samples were read again"),
-        ("sampler", 2, "so its first 12 samples were read again"),
-    ],
-)
-def test_ready_batches_are_cut_to_the_target_and_resume_within_one_of_them(
-    tmp_path: Path, kind: str, stop: int, words: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    whole = autobatch.fit(ready(kind), steps=5, max_micro_batch=4, out=tmp_path / "whole", **OPTIONS)
-    assert torch.allclose(weights_of(whole.model), by_hand(rows(5)), rtol=1e-12)
-    options: dict[str, Any] = {"max_micro_batch": 4, "out": tmp_path / "parts", **OPTIONS}
-    autobatch.fit(ready(kind), steps=stop, **options)
-    with caplog.at_level(logging.INFO, logger="autobatch"):
-        parts = autobatch.fit(ready(kind), steps=5, resume=True, **options)
-    assert torch.equal(weights_of(parts.model), weights_of(whole.model))
-    assert words in caplog.text
 
 
 def by_step(size: int, step: int) -> tuple[Tensor, ...]:

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from autobatch import Unbatched
-from autobatch.workload.nested import to_device
-from autobatch.workload.streams import StreamReader
+from autobatch.workload.nested import rows_of, to_device
 from tests.support.kernels import needs_kernels
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
@@ -153,13 +151,6 @@ def test_the_host_does_not_wait_for_a_busy_gpu() -> None:
     assert moved[0].sum().item() == moved[1].data.sum().item() == 1 << 22
 
 
-def rows_of(batch: Any, count: int) -> list[Any]:
-    """Return the samples of a stream of one batch."""
-    found = StreamReader(Unbatched(lambda: [batch])).read(count + 1)
-    assert repr(found[-1]) == repr(found[0]), "the next epoch"
-    return found[:-1]
-
-
 @pytest.mark.parametrize(
     ("batch", "last"),
     [
@@ -175,13 +166,13 @@ def rows_of(batch: Any, count: int) -> list[Any]:
     ids=["tuples", "a list at the top", "lists in a dict", "tuples in a list", "a mapping of its own"],
 )
 def test_a_batch_of_plain_values_is_taken_apart_by_samples(batch: Any, last: Any) -> None:
-    found = rows_of(batch, 2)
+    found = rows_of(batch)
     assert (found[-1], type(found[-1])) == (last, type(last))
 
 
 def test_rows_of_tensors_are_their_samples_in_any_container() -> None:
     batch = {"x": torch.arange(6).view(3, 2), "more": [np.arange(3), (torch.eye(3), ["a", "b", "c"])]}
-    first, second, _ = rows_of(batch, 3)
+    first, second, _ = rows_of(batch)
     assert second["x"].tolist() == [2, 3]
     assert second["more"][0] == 1
     assert second["more"][1][0].tolist() == [0, 1, 0]

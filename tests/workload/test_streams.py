@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 import autobatch
-from autobatch import BatchFunction, InputError, Unbatched
+from autobatch import BatchFunction, InputError
 from autobatch.workload.streams import ENDLESS, StreamSampler, StreamView, reader_of
 from tests.support.training import make_workload
 
@@ -91,40 +91,6 @@ def test_workers_read_the_same_samples() -> None:
     assert seen + drawn(sampler_of(again, steps=4), start=2) == whole
 
 
-class Threes(Stateful):
-    """The same numbers in batches of three and less."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]
-        numbers = list(super().__iter__())
-        for first in range(0, len(numbers), 3):
-            yield {
-                "x": torch.tensor(numbers[first : first + 3]),
-                "name": [*map(str, numbers[first : first + 3])],
-            }
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(
-    "stream",
-    [
-        Threes(),
-        lambda: [torch.arange(7), torch.arange(7, 10)],
-        DataLoader(Threes(), batch_size=None),
-        DataLoader(torch.arange(10), sampler=[[0, 1, 2], range(3, 10)], batch_size=None),
-    ],
-    ids=["iterable", "function", "loader", "sampler"],
-)
-def test_samples_of_ready_batches_are_those_of_the_stream(stream: Any, workers: int) -> None:
-    view = view_of(Unbatched(stream))
-    if workers:
-        view.source.read_with(num_workers=workers, prefetch_factor=2)
-    view.begin_batch(0, 10)
-    found = [one["x"] if isinstance(one, dict) else one for one in (view[place] for place in range(10))]
-    assert [int(one) for one in found] == list(range(10))
-    assert not isinstance(view[3], dict) or view[3]["name"] == "3"
-
-
 def one_size(size: int, step: int) -> Any:
     return torch.zeros(3), [1, 2, 3]
 
@@ -136,11 +102,6 @@ def by_size(size: int, step: int) -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Unbatched([1]), "takes a stream of batches, found a list: give a function"),
-        (
-            lambda: Unbatched(DataLoader(torch.arange(4))),
-            "makes batches itself: give it to Workload.from_loader",
-        ),
         (lambda: BatchFunction(3), "takes a function, found an int"),  # type: ignore[arg-type]
         (
             lambda: BatchFunction(lambda split: split),  # type: ignore[arg-type, misc]
