@@ -22,9 +22,7 @@ from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
 from autobatch.core.keywords import Keywords, listing_keywords
 from autobatch.core.progress import Broadcast, Progress
-from autobatch.core.records import Attempt, DeviceRecord, Plan, Probe, Tuning
 from autobatch.core.text import one_line
-from autobatch.report.facts import describe_budget, describe_fits, describe_plan, describe_tuning
 from autobatch.report.result import Estimates, FitResult, PlanResult, ProbeResult, Result, TuneResult
 from autobatch.training.metrics import Sink, Until
 from autobatch.workload.reference import WorkloadSource
@@ -80,8 +78,7 @@ def plan(
         target_batch: samples per optimizer step, exactly.
         world_size: processes that share a batch, for a launcher that autobatch does not know; None for those
             that torchrun has started, else 1.
-        progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
-            to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
+        progress: as in `probe`.
         options: the keywords below, which are the options of ``autobatch plan``.
 
     Raises:
@@ -133,8 +130,7 @@ def tune(
     Args:
         workload: what to train, a function that returns it, or a reference to it; None for the demo.
         target_batch: samples per optimizer step, exactly.
-        progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
-            to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
+        progress: as in `probe`.
         options: the keywords below, which are the options of ``autobatch tune``.
 
     Raises:
@@ -159,8 +155,7 @@ def fit(
     Args:
         workload: what to train, a function that returns it, or a reference to it; None for the demo.
         target_batch: samples per optimizer step, exactly.
-        progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
-            to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
+        progress: as in `probe`.
         sinks: receive the records of the training besides ``metrics.jsonl`` (see ``examples/sinks.py``).
         until: called with the record of each step, after its validation. If it returns something true, the
             run ends there as after its last step (early stopping, a budget of samples). Of several ranks,
@@ -218,48 +213,19 @@ def _fields(record: msgspec.Struct) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__struct_fields__}
 
 
-class LoggedProgress(Progress):
-    """Progress as records of ``logging.getLogger("autobatch")``.
+class LoggedNotes(Progress):
+    """Remarks of a run as records of ``logging.getLogger("autobatch")``.
 
     Args:
-        note_level: level of the notes; a warning if no other listener shows them.
+        level: of the records; a warning if no other listener shows them.
     """
 
-    def __init__(self, note_level: int = logging.INFO) -> None:
-        self._note_level = note_level
+    def __init__(self, level: int = logging.INFO) -> None:
+        self._level = level
 
     def note(self, text: str) -> None:
         """Log a remark."""
-        self._log(self._note_level, text)
-
-    def doing(self, act: str) -> None:
-        """Log what happens from now on."""
-        self._log(logging.DEBUG, act)
-
-    def opened(self, device: DeviceRecord) -> None:
-        """Log the device and its budget."""
-        self._log(logging.INFO, f"device {device.name}, memory budget {describe_budget(device)}")
-
-    def attempted(self, attempt: Attempt) -> None:
-        """Log a micro-batch that ran."""
-        verdict = "fit" if attempt.fits else "do not fit"
-        self._log(logging.INFO, f"{attempt.micro_batch} samples {verdict}")
-
-    def probed(self, probe: Probe) -> None:
-        """Log the largest micro-batch."""
-        self._log(logging.INFO, f"fits: {describe_fits(probe)}")
-
-    def planned(self, plan: Plan) -> None:
-        """Log the split of the batch."""
-        self._log(logging.INFO, f"plan: {describe_plan(plan)}")
-
-    def tuned(self, tuning: Tuning) -> None:
-        """Log the choice of the tuner."""
-        self._log(logging.INFO, f"tuned: {describe_tuning(tuning)}")
-
-    @staticmethod
-    def _log(level: int, text: str) -> None:
-        LOG.log(level, "%s", one_line(text))
+        LOG.log(self._level, "%s", one_line(text))
 
 
 @contextmanager
@@ -273,18 +239,18 @@ def listening(progress: ShowProgress) -> Iterator[Progress]:
         InputError: it is neither.
     """
     if isinstance(progress, Progress):
-        yield Broadcast([progress, LoggedProgress()])
+        yield Broadcast([progress, LoggedNotes()])
         return
     if progress not in (True, False, "auto"):
         raise InputError(f'progress must be "auto", True, False or an autobatch.Progress, found {progress!r}')
     stream = _stream() if progress == "auto" else sys.stderr if progress else None
     if stream is None:
-        yield Broadcast([LoggedProgress(logging.WARNING)])
+        yield Broadcast([LoggedNotes(logging.WARNING)])
         return
     from autobatch.report.terminal import Terminal
 
     with Terminal(stream, is_notebook=_in_notebook()) as terminal:
-        yield Broadcast([terminal, LoggedProgress()])
+        yield Broadcast([terminal, LoggedNotes()])
 
 
 def _stream() -> TextIO | None:
