@@ -59,9 +59,9 @@ def optimizers(model: Gan, rate: float) -> list[torch.optim.Optimizer]:
     return [torch.optim.Adam(part.parameters(), rate, (0.5, 0.999)) for part in parts]
 
 
-def train(model: Gan, batches: Any) -> None:
+def train(model: Gan, of_both: Any) -> None:
     """Take a step of each optimizer on the samples of each batch."""
-    for pair in batches:
+    for pair in zip(*of_both, strict=True):
         for loss, batch in zip((judge, fool), pair, strict=True):
             for micro in batch:  # +
                 batch.backward(loss(model, micro.data))  # +
@@ -77,4 +77,4 @@ def workload() -> autobatch.Workload:  # +
 if __name__ == "__main__":
     print(plan := autobatch.plan(workload, target_batch=128, memory_budget="4MiB"))  # +
     both = optimizers(model := Gan(), plan.learning_rate)
-    train(model, zip(*[autobatch.batches(workload, plan, steps=10, optimizer=o) for o in both], strict=True))
+    train(model, [autobatch.batches(workload, plan, steps=10, optimizer=one) for one in both])  # +
