@@ -216,7 +216,7 @@ def test_the_plan_carries_the_type_of_gradients_into_a_loop_of_the_users(
     # Sums in float32 are kept aside until the step.
     gradient = model[0].weight.grad
     assert (None if gradient is None else gradient.dtype) == dtype
-    batch.step(optimizer)
+    batch.step()
 
 
 def test_a_resume_with_another_type_of_gradients_plans_again(tmp_path: Path) -> None:
