@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from autobatch.core.errors import AutobatchError, DoesNotFitError, UserCodeError
-from autobatch.core.text import encodable, error_text, one_line, printable_json
+from autobatch.core.text import error_text, one_line
 from autobatch.core.version import __version__
 
 LOG = "run.log"
@@ -75,7 +75,7 @@ def reserve_stdout() -> Iterator[None]:
 
 def print_error(line: str) -> None:
     """Print one line, red on a terminal with colours."""
-    text = encodable(f"autobatch: {one_line(line)}", sys.stderr.encoding)
+    text = f"autobatch: {one_line(line)}"
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.text import Text
@@ -108,10 +108,13 @@ def write_line(text: str) -> int:
 
 def write_json(content: object) -> int:
     """Write an object as JSON to standard output, and return the exit code."""
-    # Only here: the help does not need it.
+    # Only here: the help does not need them.
+    import json
+
     import msgspec
 
-    return write_line(printable_json(msgspec.json.encode(content).decode()))
+    # In ASCII: foreign text must not control the terminal.
+    return write_line(json.dumps(json.loads(msgspec.json.encode(content))))
 
 
 class Terminated(BaseException):

@@ -11,6 +11,7 @@ checks it, so that messages about a wrong value read the same wherever it was gi
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,8 +21,8 @@ from autobatch.core.check_options import options_from, unknown_option
 from autobatch.core.errors import InputError
 from autobatch.core.files import read_toml
 from autobatch.core.knobs import KNOBS
-from autobatch.core.options import PLANS, Field, Options, all_fields, fields_of
-from autobatch.core.text import LONGEST_VALUE, is_text, printable, quoted
+from autobatch.core.options import PLANS, TEXT, Field, Options, all_fields, fields_of
+from autobatch.core.text import LONGEST_VALUE, printable, quoted
 
 SUMMARIES = {
     "fit": "Probe, plan, tune and train. Save the limit, the weights and a report.",
@@ -86,13 +87,17 @@ def parse(
     known = layered(*(_read_file(path) for path in files if path.is_file()), _read_variables(environ))
     given = layered(known, _read_words(name, arguments, known))
     workload = given.get("workload")
-    if workload is not None:
-        _check_place(workload)
+    place = None if workload is None else workload.value
+    if workload is not None and not (isinstance(place, str) and re.fullmatch(f"{TEXT}+", place)):
+        raise InputError(
+            f"{workload.name} must be file.py, file.py:function or module:function in UTF-8, found "
+            f"{quoted(place)}"
+        )
     options = {option: given[option] for option in fields_of(name) if option in given}
     names = {option: _spelled(option) for option in fields_of(name)}
     names |= {option: one.name for option, one in options.items()}
     values = {option: one.value for option, one in options.items()}
-    return None if workload is None else workload.value, options_from(name, values, names=names)
+    return place, options_from(name, values, names=names)
 
 
 def layered(*layers: Layer) -> Layer:
@@ -183,20 +188,6 @@ def _read_words(name: str, arguments: list[str], known: Layer) -> Layer:
         for option, value in vars(found).items()
         if value is not None
     }
-
-
-def _check_place(workload: OptionValue) -> None:
-    """Raise if the reference of a workload is no text, or has bytes that the locale cannot decode."""
-    place = workload.value
-    if isinstance(place, str) and not is_text(place):
-        raise InputError(
-            f"{workload.name} {quoted(place)} is not valid in the encoding of this locale: "
-            "set LC_ALL=C.UTF-8, or rename it"
-        )
-    if not (isinstance(place, str) and place):
-        raise InputError(
-            f"{workload.name} must be file.py, file.py:function or module:function, found {quoted(place)}"
-        )
 
 
 def _parser(name: str, known: Layer, *, shows_all: bool) -> argparse.ArgumentParser:

@@ -1,16 +1,5 @@
 """Every error that autobatch raises on purpose, under one root.
 
-    AutobatchError                          exit 1
-    ├── InputError (ValueError)             exit 2    an option, config, workload or profile is wrong
-    │   ├── UserCodeError                              the user's own code raised; traceback in the notes
-    │   └── NoGradientError                            the loss of a batch has no gradient
-    ├── DoesNotFitError (RuntimeError)      exit 3    not even a micro-batch of 1 fits
-    ├── RestartSmallerError (RuntimeError)  exit 77   out of memory that cannot be mended in place
-    ├── CheckpointError (OSError)           exit 1    a checkpoint could not be written
-    ├── NonFiniteError (ArithmeticError)    exit 1    the loss or the gradient is not finite
-    ├── Infeasible                          exit 1    a configuration of a study must not be chosen
-    └── Interrupted                         exit 130 or 143   stopped by a signal, after a checkpoint
-
 Each message says what was asked, what was found (both numbers) and what to do.
 """
 

@@ -51,19 +51,11 @@ def _read(path: Path | Traversable, parse: Callable[[bytes], Any], kind: str) ->
         raise InputError(f"{path} is not {kind}: {one_line(error, limit=200)}") from error
 
 
-def is_file(path: Path) -> bool:
-    """Return whether a path is a file; False for a name that no file can have."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # too long, or with NUL
-        return False
-
-
 @contextlib.contextmanager
 def replaced_file(path: Path) -> Iterator[Path]:
     """Replace a file at the end of the block, so that a reader sees the old one or the new one, never a part.
 
-    Missing parent directories are created. A file that is replaced keeps its mode.
+    Missing parent directories are created.
 
     Yields:
         A path in the same directory, to write the new file to. It is flushed to the disk and renamed.
@@ -75,7 +67,7 @@ def replaced_file(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.touch(exist_ok=False)
-        mode = (path if path.exists() else temporary).stat().st_mode & 0o777
+        mode = temporary.stat().st_mode & 0o777
         yield temporary
         temporary.chmod(mode)  # some writers set one of their own
         with temporary.open("rb") as file:

@@ -20,14 +20,9 @@ SPLIT = "micro_batch_shift"
 PRECISION = "precision"
 CHECKPOINTING = "checkpointing"
 COMPILE = "compile"
-COMPILE_MODES = ("off", "default", "reduce-overhead")
-"""Choices of that knob; the last, CUDA graphs, on GPUs only."""
 CHANNELS_LAST = "channels_last"
 OPTIMIZER = "optimizer"
 LOADER_WORKERS = "loader_workers"
-MOST_HALVINGS = 3
-"""Times that the micro-batch may be halved."""
-MOST_WORKERS = 16
 NOTICEABLE_S = 0.005
 """Seconds that loading a micro-batch must take before workers are tuned by default: handing one over takes a
 millisecond."""
@@ -66,19 +61,15 @@ class Knob(NamedTuple):
     """One setting that may be tuned."""
 
     name: str
-    effect: str
-    """Effect of the knob, in words."""
     choices: Callable[[TuningContext], tuple[Value, ...]]
     """Values to choose from, the default first; fewer than two if the knob does not apply."""
     why_not: Callable[[TuningContext], str]
     """Reason why the knob does not apply."""
-    changes_memory: bool
-    """True if a choice changes the memory of a micro-batch; each choice then has its own limit."""
-    changes_numbers: bool
-    """True if a choice may change results, even by rounding only. It is chosen only if the user names the
-    knob."""
-    is_default: Callable[[TuningContext], bool] = lambda _: True
+    pays_off: Callable[[TuningContext], bool] = lambda _: True
     """True if the knob is tuned, or offered if it changes numbers, although the user names no knob."""
+    is_exact: bool = False
+    """True if no choice changes the memory of a micro-batch, or a result by rounding. Other knobs have a
+    limit for each choice, and are tuned only if the user names them."""
 
 
 class SearchAxis(NamedTuple):
@@ -88,73 +79,47 @@ class SearchAxis(NamedTuple):
     choices: tuple[Value, ...]
 
 
-def _loader_counts(here: TuningContext) -> tuple[int, ...]:
-    """Return 0 and the powers of two from 2 up to the cores; nothing if workers cannot be used."""
-    if here.loader is not None:
-        return ()
-    return (0, *(1 << power for power in range(1, MOST_WORKERS.bit_length()) if 1 << power <= here.cores))
-
-
 KNOBS = (
     Knob(
-        SPLIT,
-        "halves the micro-batch this many times: the largest that fits is not always the fastest",
-        lambda here: tuple(range(min(MOST_HALVINGS + 1, here.micro_batch.bit_length()))),
+        SPLIT,  # times that the micro-batch is halved: the largest that fits is not always the fastest
+        lambda here: tuple(range(min(4, here.micro_batch.bit_length()))),
         lambda _: "the micro-batch is a single sample",
-        changes_memory=False,
-        changes_numbers=False,
+        is_exact=True,
     ),
     Knob(
         PRECISION,
-        "precision of the forward pass",
         lambda here: here.precisions,
         lambda _: "--precision was given, or the device has only one native precision",
-        changes_memory=True,
-        changes_numbers=True,
     ),
     Knob(
         CHECKPOINTING,
-        "recomputes activations in the backward pass: slower per sample, but much larger micro-batches fit",
         lambda here: ("none", "full") if here.blocks else (),
         lambda _: "the model has no repeated blocks in a ModuleList or a Sequential",
-        changes_memory=True,
-        changes_numbers=True,
     ),
     Knob(
         COMPILE,
-        "torch.compile: fused kernels, and with reduce-overhead CUDA graphs; the time of compiling is spread "
-        "over the planned steps",
-        lambda here: () if here.compiler else COMPILE_MODES if here.gains_from_compile else COMPILE_MODES[:2],
+        lambda here: (
+            () if here.compiler else ("off", "default", "reduce-overhead")[: 2 + here.gains_from_compile]
+        ),
         lambda here: str(here.compiler),
-        changes_memory=True,
-        changes_numbers=True,
-        is_default=lambda here: here.gains_from_compile and here.planned_steps >= WORTH_COMPILING,
+        pays_off=lambda here: here.gains_from_compile and here.planned_steps >= WORTH_COMPILING,
     ),
     Knob(
         CHANNELS_LAST,
-        "stores images and convolutions with channels innermost, as fast kernels expect",
         lambda here: (False, True) if here.images else (),
         lambda _: "the model has no 4-D weights, or its batches have no 4-D tensors",
-        changes_memory=True,
-        changes_numbers=True,
     ),
     Knob(
         OPTIMIZER,
-        "implementation of the optimizer step: parameter by parameter, in lists, or in one fused kernel",
         lambda here: here.optimizers,
         lambda _: "the workload's optimizer has only one implementation, or the workload chose it",
-        changes_memory=True,
-        changes_numbers=True,
     ),
     Knob(
         LOADER_WORKERS,
-        "processes that fetch and collate the next micro-batches while the current one trains",
-        _loader_counts,
+        lambda here: () if here.loader else (0, *(count for count in (2, 4, 8, 16) if count <= here.cores)),
         lambda here: here.loader or "this process may use a single core",
-        changes_memory=False,
-        # Random augmentation draws other numbers, as with another seed; the loss is the same function.
-        changes_numbers=False,
-        is_default=lambda here: here.fetch_seconds >= NOTICEABLE_S,
+        pays_off=lambda here: here.fetch_seconds >= NOTICEABLE_S,
+        is_exact=True,  # random augmentation draws other numbers, as with another seed
     ),
 )
 
@@ -176,36 +141,26 @@ def parse_knobs(text: str) -> list[str]:
 
 
 def applicable(here: TuningContext, asked: Sequence[str] | None = None) -> tuple[list[SearchAxis], list[str]]:
-    """Return the knobs that have at least two choices here.
+    """Return the knobs that have a choice here, and a note for each that was asked for and has none.
 
     Args:
         here: the device, the workload and the options.
         asked: names of knobs; None for those that are tuned by default.
-
-    Returns:
-        The knobs with their choices, and one note per knob that was asked for and does not apply.
     """
-    axes: list[SearchAxis] = []
-    notes: list[str] = []
-    for knob in KNOBS:
-        is_unasked = knob.is_default(here) and not knob.changes_numbers
-        if not (is_unasked if asked is None else knob.name in asked):
-            continue
-        choices = knob.choices(here)
-        if len(choices) > 1:
-            axes.append(SearchAxis(knob.name, choices))
-        elif asked is not None:
-            notes.append(f"{knob.name} is not tuned: {knob.why_not(here)}")
-    return axes, notes
+    if asked is None:
+        return _axes(here, [knob for knob in KNOBS if knob.is_exact and knob.pays_off(here)]), []
+    knobs = [knob for knob in KNOBS if knob.name in asked]
+    lacking = [knob for knob in knobs if not _axes(here, [knob])]
+    return _axes(here, knobs), [f"{knob.name} is not tuned: {knob.why_not(here)}" for knob in lacking]
 
 
 def offered(here: TuningContext) -> list[SearchAxis]:
     """Return the knobs that change numbers and usually pay off here, with their choices."""
-    axes = [
-        SearchAxis(one.name, one.choices(here))
-        for one in KNOBS
-        if one.changes_numbers and one.is_default(here)
-    ]
+    return _axes(here, [knob for knob in KNOBS if not knob.is_exact and knob.pays_off(here)])
+
+
+def _axes(here: TuningContext, knobs: Sequence[Knob]) -> list[SearchAxis]:
+    axes = [SearchAxis(knob.name, knob.choices(here)) for knob in knobs]
     return [axis for axis in axes if len(axis.choices) > 1]
 
 
@@ -216,4 +171,4 @@ def defaults(axes: Sequence[SearchAxis]) -> dict[str, Value]:
 
 def memory_signature(values: Configuration) -> dict[str, Value]:
     """Return the part of a configuration that changes how large a micro-batch fits."""
-    return {knob.name: values[knob.name] for knob in KNOBS if knob.changes_memory and knob.name in values}
+    return {knob.name: values[knob.name] for knob in KNOBS if not knob.is_exact and knob.name in values}

@@ -93,14 +93,3 @@ def told_apart(asked: int, failed: int) -> int:
 def halving(low: int, high: int) -> int:
     """Guess the middle."""
     return (low + high) // 2
-
-
-def near(start: int) -> Guess:
-    """Guess ``start``, then sizes in growing strides from it."""
-
-    def guess(low: int, high: int) -> int:
-        if low < start < high:
-            return start
-        return low + max(1, low - start) if start <= low else high - max(1, high - start)
-
-    return guess

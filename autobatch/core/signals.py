@@ -10,29 +10,24 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType
 
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 PR_SET_PDEATHSIG = 1
 """prctl(2): set the signal that this process gets when its parent ends."""
-STDERR = 2
 STOPS = "stopping and saving a checkpoint; press Ctrl-C again to end at once"
 """Line after the first Ctrl-C; its first half after another signal."""
 POLL_S = 0.05
 """Interval at which a thread looks for signals."""
 NATIVE_S = 2.0
 """Time within which Python must have handled a second signal. Native code may hold it up for minutes."""
-ECHO_SECONDS = {signal.SIGINT: 0.25}
-"""Time within which the same signal counts as the same request; a terminal signals the whole process group,
-and the parent process may forward the signal as well."""
-OTHER_ECHO_SECONDS = 5.0
+CTRL_C_ECHO_S = 0.25
+"""Time within which a second SIGINT is the same request: a terminal signals the whole process group, and the
+parent process may forward the signal as well."""
+OTHER_ECHO_S = 5.0
 """The same for other signals. SLURM signals all processes of a job, and busy launchers forward it late; who
 is in haste presses Ctrl-C twice."""
-
-
-def is_again(first: int, number: int, seconds: float) -> bool:
-    """Return whether a signal, so long after the first one, is another request."""
-    return number != first or seconds > ECHO_SECONDS.get(signal.Signals(number), OTHER_ECHO_SECONDS)
 
 
 def counts_as(number: int | None) -> int:
@@ -40,66 +35,12 @@ def counts_as(number: int | None) -> int:
     return signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
 
 
-class Arrivals:
-    """The stop signals that came, as any thread can read them, whatever the main thread does.
-
-    Python runs a handler in the main thread between two of its instructions, and once for all signals that
-    came meanwhile. But the interpreter sends the number of each to a socket at once. If another library
-    listens there, or outside the main thread, only what a handler adds is known.
-
-    Args:
-        clock: returns seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._found: list[tuple[int, float]] = []
-        """Signal of each, and the time at which it was read."""
-        self._sockets: tuple[socket.socket, ...] = ()
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._sockets = socket.socketpair()
-        for one in self._sockets:
-            one.setblocking(False)
-        before = signal.set_wakeup_fd(self._sockets[1].fileno(), warn_on_full_buffer=False)
-        if before != -1:
-            self.close()
-            signal.set_wakeup_fd(before)
-
-    def read(self) -> list[tuple[int, float]]:
-        """Return what has come so far."""
-        with suppress(OSError):  # there is no more, or it is closed
-            while self._sockets:
-                number = self._sockets[0].recv(1)[0]
-                if number in STOPPING:
-                    self._found.append((number, self._clock()))
-        return self._found
-
-    def add(self, number: int) -> None:
-        """Add a signal whose handler runs, unless it is read from the socket."""
-        if not self._sockets:
-            self._found.append((number, self._clock()))
-
-    def are_again(self, *only: int) -> bool:
-        """Return whether another request came after the first one; by these signals only, if any."""
-        found = [one for one in self.read() if not only or one[0] in only]
-        return any(is_again(found[0][0], number, then - found[0][1]) for number, then in found)
-
-    def close(self) -> None:
-        """Stop listening."""
-        if self._sockets:
-            signal.set_wakeup_fd(-1)
-        for one in self._sockets:
-            one.close()
-        self._sockets = ()
-
-
+@dataclass
 class StopRequest:
     """Request of a signal that the run stop."""
 
-    def __init__(self) -> None:
-        self.signal_number: int | None = None
-        """None if no signal came."""
+    signal_number: int | None = None
+    """None if no signal came."""
 
     @property
     def is_asked(self) -> bool:
@@ -108,15 +49,12 @@ class StopRequest:
 
 
 class SharedRequest(StopRequest):
-    """Request that several processes obey at once: it has a signal as soon as all of them know of it.
-
-    Args:
-        own: the request to this process.
-    """
+    """Request that several processes obey at once: it has a signal as soon as all of them know of it."""
 
     def __init__(self, own: StopRequest) -> None:
         super().__init__()
         self.own = own
+        """The request to this process."""
 
     @property
     def is_asked(self) -> bool:
@@ -130,60 +68,77 @@ class SharedRequest(StopRequest):
 
 
 @contextmanager
-def stop_on_signals(arrivals: Arrivals | None = None, *, tells: bool = True) -> Iterator[StopRequest]:
+def stop_on_signals(
+    *, tells: bool = True, clock: Callable[[], float] = time.monotonic
+) -> Iterator[StopRequest]:
     """Record the first stop signal within the block; handle a second one as outside of the block, at once.
 
-    A thread tells the user of the first one. It ends the process if native code holds up the second one,
-    but not in an interactive session, which would lose its variables. Nothing is caught outside the main
-    thread, where Python allows no handlers.
+    Python runs a handler in the main thread, between two of its instructions. But the interpreter writes the
+    number of each signal to a socket at once, where a thread reads it. It tells the user of the first one. It
+    ends the process if native code holds up the second one, but not in an interactive session, which would
+    lose its variables. Nothing is caught outside the main thread, where Python allows no handlers.
 
     Args:
-        arrivals: those that another thread watches already, and ends the process for; None if none does.
-        tells: whether to write a line to standard error after the first signal.
+        tells: write a line to standard error after the first signal.
+        clock: returns seconds.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
+    arrived: list[tuple[int, float]] = []
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    of_others = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    left = threading.Event()
+
+    def is_asked_again() -> bool:
+        with suppress(OSError):  # there is no more
+            while number := reader.recv(1)[0]:
+                if number in STOPPING:
+                    arrived.append((number, clock()))
+                elif of_others != -1:  # another library waits for it
+                    os.write(of_others, bytes([number]))
+        echo_s = CTRL_C_ECHO_S if arrived and arrived[0][0] == signal.SIGINT else OTHER_ECHO_S
+        return any(number != arrived[0][0] or then - arrived[0][1] > echo_s for number, then in arrived)
 
     def note(number: int, _: FrameType | None) -> None:
-        came.add(number)
         request.signal_number = request.signal_number or number
-        if came.are_again():
+        if is_asked_again():
             signal.signal(number, before[number])
             signal.raise_signal(number)
 
     def watch() -> None:
         is_told = not tells
         while not left.wait(POLL_S):
-            found = came.read()
-            if found and not is_told:
+            is_again = is_asked_again()
+            if arrived and not is_told:
                 is_told = True
-                _write_line(STOPS if found[0][0] == signal.SIGINT else STOPS.partition(";")[0])
-            if came.are_again():
-                if arrivals is None and not left.wait(NATIVE_S) and not hasattr(sys, "ps1"):
-                    _write_line("ended within a step; complete checkpoints are intact")
-                    os._exit(128 + counts_as(found[-1][0]))
-                return
+                _write_line(STOPS if arrived[0][0] == signal.SIGINT else STOPS.partition(";")[0])
+            if is_again and not left.wait(NATIVE_S) and not hasattr(sys, "ps1"):
+                _write_line("ended within a step; complete checkpoints are intact")
+                os._exit(128 + counts_as(arrived[-1][0]))
 
     before = {number: signal.getsignal(number) or signal.SIG_DFL for number in STOPPING}
-    came, left = arrivals or Arrivals(), threading.Event()
     watching = threading.Thread(target=watch, name="stop signals", daemon=True)
+    watching.start()
     try:
         with handle_signals(STOPPING, note):
-            watching.start()
             yield request
     finally:
         left.set()
-        if arrivals is None:
-            came.close()
+        watching.join()
+        signal.set_wakeup_fd(of_others)
+        reader.close()
+        writer.close()
 
 
 def _write_line(text: str) -> None:
     """Write a line to standard error from any thread, over the line of progress of a terminal."""
     with suppress(OSError):
-        begin = "\r\x1b[K" if os.isatty(STDERR) else ""
-        os.write(STDERR, f"{begin}autobatch: {text}\n".encode())
+        begin = "\r\x1b[K" if os.isatty(2) else ""
+        os.write(2, f"{begin}autobatch: {text}\n".encode())
 
 
 @contextmanager
@@ -204,10 +159,8 @@ def handle_signals(
 def hold_back_signals(numbers: Iterable[int], *, with_tracker: bool = True) -> Iterator[None]:
     """Hold back signals within the block. A process that starts there gets none.
 
-    Args:
-        numbers: the signals.
-        with_tracker: start Python's resource tracker first. It unblocks signals when it starts, which it does
-            with the first process that is not forked.
+    ``with_tracker`` starts Python's resource tracker first. It unblocks signals when it starts, which it does
+    with the first process that is not forked.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield

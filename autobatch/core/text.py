@@ -11,51 +11,29 @@ LONGEST_ERROR = 500
 LONGEST_VALUE = 120
 """Characters of a value inside a message."""
 ELLIPSIS = " … "
-_IN_ASCII = str.maketrans(
-    {
-        "×": "x",
-        "÷": "/",
-        "…": "...",
-        "→": "->",
-        "·": "-",
-        "–": "-",
-        "—": "-",
-        "−": "-",
-        "µ": "u",
-        "√": "sqrt ",
-    }
-)
 
 
 def printable(text: object, *, limit: int | None = LONGEST_LINE) -> str:
     r"""Return text that a terminal shows as it reads: ``\x1b`` in place of the escape character.
 
     Control characters, line ends, invisible marks that reorder a line, and bytes that are not UTF-8 are
-    escaped.
-
-    Args:
-        text: any text, or an object that is converted to text.
-        limit: the maximum length, above which the middle is left out; None for no limit.
+    escaped. The middle of a text over the limit is left out; None for no limit.
     """
     whole = cut(str(text), limit)
     if whole.isprintable():
         return whole
-    return cut("".join(map(_visible, whole)), limit)
+    shown = (
+        character
+        if character.isprintable() or unicodedata.category(character) == "Zs"
+        else repr(character)[1:-1]
+        for character in whole
+    )
+    return cut("".join(shown), limit)
 
 
 def printable_lines(text: str, *, limit: int | None = LONGEST_LINE) -> str:
     """Return a text of several lines with each line `printable`."""
     return "\n".join(printable(line, limit=limit) for line in text.rstrip("\n").split("\n"))
-
-
-def printable_json(text: str) -> str:
-    """Return a JSON text of the same value without control characters and invisible marks."""
-    return "".join(one if one.isprintable() else _escaped_in_json(one) for one in text)
-
-
-def _escaped_in_json(character: str) -> str:
-    """Return a character as the escapes of its UTF-16 units."""
-    return "\\u" + character.encode("utf-16-be").hex("-", 2).replace("-", "\\u")
 
 
 def one_line(text: object, *, limit: int | None = LONGEST_LINE) -> str:
@@ -65,10 +43,8 @@ def one_line(text: object, *, limit: int | None = LONGEST_LINE) -> str:
 
 def quoted(value: object) -> str:
     """Return the representation of a value, cut; its type if Python cannot represent it."""
-    if isinstance(value, str):
-        return repr(cut(value, LONGEST_VALUE))
     try:
-        return printable(repr(value), limit=LONGEST_VALUE)
+        return printable(repr(cut(value, LONGEST_VALUE) if isinstance(value, str) else value), limit=150)
     except (ValueError, RecursionError):  # over 4,300 digits, or nested too deep
         return f"a value of type {type(value).__name__} that is too long to show"
 
@@ -79,29 +55,13 @@ def error_text(error: BaseException, *, first_line: bool = False) -> str:
         text = str(error)
     except Exception:  # a class of the user's may fail in any way
         return ""
-    if first_line:
-        text = (text.splitlines() or [""])[0]
-    return one_line(text, limit=LONGEST_ERROR)
+    return one_line(text.partition("\n")[0] if first_line else text, limit=LONGEST_ERROR)
 
 
 def module_in_words(name: str) -> str:
     """Write the name of a module; that of a `torch.nn.Sequential`, a number, as a place: ``model[0]``."""
     first, dot, rest = name.partition(".")
     return f"model[{first}]{dot}{rest}" if first.isdecimal() else name
-
-
-def is_text(text: str) -> bool:
-    """Return whether a text is valid UTF-8 without NUL, so that files and JSON can hold it."""
-    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def encodable(text: str, encoding: str | None) -> str:
-    """Return a text with the signs that an encoding lacks written in ASCII: ``x`` for ``×``."""
-    try:
-        text.encode(encoding or "utf-8")
-    except (UnicodeEncodeError, LookupError):
-        return text.translate(_IN_ASCII)
-    return text
 
 
 def cut(text: str, limit: int | None) -> str:
@@ -111,9 +71,3 @@ def cut(text: str, limit: int | None) -> str:
     kept = max(2, limit - len(ELLIPSIS))
     tail = kept // 3
     return f"{text[: kept - tail]}{ELLIPSIS}{text[len(text) - tail :]}"
-
-
-def _visible(character: str) -> str:
-    if character.isprintable() or unicodedata.category(character) == "Zs":
-        return character
-    return repr(character)[1:-1]

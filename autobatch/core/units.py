@@ -13,15 +13,14 @@ MiB = 1 << 20
 GiB = 1 << 30
 TiB = 1 << 40
 _UNITS = {
-    "": 1, "b": 1,
+    "": 1, "b": 1, "%": 1,
     "k": KiB, "kib": KiB, "kb": 10**3,
     "m": MiB, "mib": MiB, "mb": 10**6,
     "g": GiB, "gib": GiB, "gb": 10**9,
     "t": TiB, "tib": TiB, "tb": 10**12,
 }  # fmt: skip
-_QUANTITY = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*([A-Za-z]*)\s*")
-_DURATION = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(min|h)\s*")
-_PERCENT = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*%\s*")
+_NUMBER = r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*"
+_SIZE = re.compile(rf"{_NUMBER}([A-Za-z]*|%)\s*")
 
 
 def significant(number: float, digits: int = 3) -> str:
@@ -30,56 +29,27 @@ def significant(number: float, digits: int = 3) -> str:
     return f"{number:,.{digits}g}" if abs(number) < 10**digits - 0.5 else f"{number:,.0f}"
 
 
-def parse_bytes(text: str | int) -> int:
-    """Parse a size in bytes: ``"6GiB"``, ``"512 MiB"``, ``"1.5GB"``, ``"4096"`` or an ``int``.
+def parse_budget(text: str | int, *, whole_bytes: int) -> int:
+    """Parse a size in bytes (``"6GiB"``, ``"1.5GB"``, ``"4096"``, an ``int``), or a share (``"80%"``).
 
-    A single letter means the binary unit, as in most tools (``6G`` is 6 GiB).
+    A single letter means the binary unit, as in most tools (``6G`` is 6 GiB). A share is that of
+    ``whole_bytes``, rounded down, and at least 1 byte.
 
     Raises:
-        InputError: the text is not a size, or the size is not positive.
+        InputError: the text is neither, the size is not positive, or the share is not within 0 to 100 %.
     """
-    if isinstance(text, int) and not isinstance(text, bool):
-        size = text
-    else:
-        match = _QUANTITY.fullmatch(str(text))
-        unit = _UNITS.get(match[2].lower()) if match else None
-        if match is None or unit is None:
-            raise InputError(
-                f"{quoted(text)} is not a size in bytes: write it like 6GiB, 512MiB, 1.5GB or 4096"
-            )
-        size = round(Fraction(match[1]) * unit)
+    match = _SIZE.fullmatch(str(text))
+    if match is None or match[2].lower() not in _UNITS:
+        raise InputError(f"{quoted(text)} is not a size in bytes: write it like 6GiB, 512MiB, 1.5GB or 4096")
+    number = Fraction(match[1])
+    if match[2] == "%":
+        if not 0 < number <= 100:
+            raise InputError(f"{quoted(text)} is not a share of memory: write more than 0% and at most 100%")
+        return max(1, int(whole_bytes * number / 100))
+    size = round(number * _UNITS[match[2].lower()])
     if size <= 0:
         raise InputError(f"{quoted(text)} is a size of {size} bytes: a size must be positive")
     return size
-
-
-def parse_budget(text: str | int, *, whole_bytes: int) -> int:
-    """Parse a memory budget in bytes: a size, or a share of ``whole_bytes`` such as ``"80%"``.
-
-    Raises:
-        InputError: the text is neither a size nor a share over 0 % and at most 100 %.
-    """
-    match = _PERCENT.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
-        return parse_bytes(text)
-    percent = Fraction(match[1])
-    if not 0 < percent <= 100:
-        raise InputError(f"{quoted(text)} is not a share of memory: write more than 0% and at most 100%")
-    # At least 1 byte: a budget of 0 would be no budget.
-    return max(1, int(whole_bytes * percent / 100))
-
-
-def parse_duration(text: str) -> float:
-    """Parse a time in seconds: ``"15min"`` or ``"1.5h"``.
-
-    Raises:
-        InputError: the text is no time, or the time is not positive.
-    """
-    match = _DURATION.fullmatch(text)
-    seconds = float(match[1]) * (60 if match[2] == "min" else 3600) if match else 0.0
-    if seconds <= 0:
-        raise InputError(f"{quoted(text)} is no number of steps and no time: write it like 500, 15min or 2h")
-    return seconds
 
 
 def format_bytes(size: int | None) -> str:

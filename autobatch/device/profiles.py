@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Mapping
 from importlib import resources
@@ -15,7 +16,7 @@ import msgspec
 import platformdirs
 
 from autobatch.core.errors import InputError
-from autobatch.core.files import UNREADABLE, is_file, read_toml, write_atomic
+from autobatch.core.files import UNREADABLE, read_toml, write_atomic
 from autobatch.core.text import LONGEST_VALUE, cut, error_text, quoted
 from autobatch.core.units import MiB
 
@@ -158,7 +159,7 @@ def load_profile(name_or_path: str, *, user_dir: Path) -> HardwareProfile:
         InputError: There is no such file or name, or the file is no profile.
     """
     path = Path(name_or_path).expanduser()
-    if is_file(path):
+    if os.path.isfile(path):
         return read_profile(path)
     if path.suffix == ".toml" or len(path.parts) > 1:
         raise InputError(f"no profile file at {cut(name_or_path, LONGEST_VALUE)}")

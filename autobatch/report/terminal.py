@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autobatch.core.progress import Progress
-from autobatch.core.text import LONGEST_VALUE, encodable, printable
+from autobatch.core.text import LONGEST_VALUE, printable
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
 from autobatch.report import tables
@@ -95,7 +95,7 @@ class Terminal(Progress):
     def doing(self, act: str) -> None:
         """Show what happens from now on. Only a terminal shows it, which removes the line again."""
         if self._line is not None:
-            self._line.show([self._shown(act)], *self._steps)
+            self._line.show([printable(act)], *self._steps)
         elif self._console.is_dumb_terminal:
             self._say(f"… {act}")
 
@@ -143,7 +143,7 @@ class Terminal(Progress):
             recoveries = plural(step.oom_recoveries, "recovery", "recoveries") if step.oom_recoveries else ""
             peak = format_bytes(peak_bytes(step) or 0) if peak_bytes(step) else ""
             figures = (loss, speed, recoveries, peak, self._held_out, self._saved)
-            words = [f"training {step.step:,}/{of:,}", *map(self._shown, filter(None, figures))]
+            words = [f"training {step.step:,}/{of:,}", *map(printable, filter(None, figures))]
             self._line.show(words, *self._steps)
             return
         place = f"step    {step.step:>6,}/{of:,}"
@@ -192,7 +192,7 @@ class Terminal(Progress):
 
     def _print_lines(self, lines: Iterable[str]) -> None:
         for line in lines:
-            self._console.print(Text(self._shown(line)))
+            self._console.print(Text(printable(line)))
 
     def _print_tables(self, several: Iterable[tables.Table]) -> None:
         for table in several:
@@ -205,14 +205,14 @@ class Terminal(Progress):
             self._console.print(self._grid(table))
             return
         for row in (table.head, *table.rows):
-            self._console.file.write("\t".join(map(self._shown, row)) + "\n")  # rich expands tabs
+            self._console.file.write("\t".join(map(printable, row)) + "\n")  # rich expands tabs
 
     def _grid(self, table: tables.Table) -> Table:
         grid = Table(box=None, pad_edge=False)
         for number, name in enumerate(table.head):
-            grid.add_column(self._shown(name), justify="right" if number else "left", overflow="fold")
+            grid.add_column(printable(name), justify="right" if number else "left", overflow="fold")
         for row in table.rows:
-            grid.add_row(*map(self._shown, row))
+            grid.add_row(*map(printable, row))
         return grid
 
     def _print_fact(self, fact: Fact) -> None:
@@ -220,24 +220,21 @@ class Terminal(Progress):
         style = Style(bold=fact.kind == "main", dim=fact.kind != "main")
         label = Text(f"{fact.label:<{LABEL}}", style=style)
         if not self._console.is_terminal:
-            self._console.print(label + Text(self._shown(fact.text)))
+            self._console.print(label + Text(printable(fact.text)))
         elif fact.kind == "path" or fact.label == "run again":
             # A path or a command that is broken into lines cannot be copied.
             link = Style(link=Path(fact.text).absolute().as_uri()) if fact.kind == "path" else Style()
-            self._console.print(label + Text(self._shown(fact.text), style=style + link), soft_wrap=True)
+            self._console.print(label + Text(printable(fact.text), style=style + link), soft_wrap=True)
         else:
             grid = Table.grid()
             grid.add_column(width=LABEL)
             grid.add_column(overflow="fold")
-            grid.add_row(label, Text(self._shown(fact.text), style=style))
+            grid.add_row(label, Text(printable(fact.text), style=style))
             self._console.print(grid)
 
     def _say(self, text: str, style: str = "") -> None:
         if not self._quiet:
-            self._console.print(Text(self._shown(text), style=style))
-
-    def _shown(self, text: str) -> str:
-        return encodable(printable(text), self._console.encoding)
+            self._console.print(Text(printable(text), style=style))
 
     def _end(self) -> None:
         if self._line is not None:

@@ -10,6 +10,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from autobatch.core.errors import InputError
-from autobatch.core.files import is_file
 from autobatch.core.text import LONGEST_VALUE, cut
 from autobatch.workload.contract import Workload, is_model, kind_of
 from autobatch.workload.user_code import user_code
@@ -133,11 +133,11 @@ def check_reference(reference: str) -> tuple[str, str]:
             f"{reference!r} is not a workload: write file.py, path/to/file.py:function or module:function"
         )
     if place.endswith(".py"):
-        if not is_file(Path(place)):
+        if not os.path.isfile(place):
             raise InputError(f"there is no file {cut(place, LONGEST_VALUE)} (looked from {Path.cwd()})")
         return place, function
-    if is_file(Path(place)) or not all(part.isidentifier() for part in place.split(".")):
-        kind = "Python file" if is_file(Path(place)) else "module"
+    if os.path.isfile(place) or not all(part.isidentifier() for part in place.split(".")):
+        kind = "Python file" if os.path.isfile(place) else "module"
         raise InputError(
             f"{place!r} is not a {kind}: write file.py, path/to/file.py:function or module:function"
         )

@@ -1,4 +1,4 @@
-"""What users rely on: records that stay as they are, errors and their exit codes, the version, quick imports."""
+"""What users rely on: records that stay as they are, errors, exit codes, the version, quick imports."""
 
 from __future__ import annotations
 

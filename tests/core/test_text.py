@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from autobatch import DoesNotFitError, InputError
 from autobatch.core.progress import Broadcast
-from autobatch.core.text import encodable, printable, printable_json
+from autobatch.core.text import printable
 from tests.support.planted import PLANTED
 from tests.support.probes import Listener
 
@@ -44,14 +42,6 @@ def test_errors_their_notes_and_remarks_show_foreign_text_harmlessly() -> None:
     assert listener.notes == [" ".join(printable(PLANTED.replace("\r\n", " ")).split())]
 
 
-def test_json_means_the_same_without_control_characters() -> None:
-    value = [PLANTED, "3 × 4", "\x7f\U000e0001\u2028"]
-    shown = printable_json(json.dumps(value, ensure_ascii=False))
-    assert json.loads(shown) == value
-    assert shown.isprintable()
-    assert "3 × 4" in shown
-
-
 def test_a_long_text_loses_its_middle_and_keeps_both_ends() -> None:
     text = "head" + "x" * 100_000 + "tail"
     short = printable(text)
@@ -61,11 +51,3 @@ def test_a_long_text_loses_its_middle_and_keeps_both_ends() -> None:
     assert " … " in short
     assert printable(text, limit=None) == text
     assert len(printable("\x1b" * 5000, limit=100)) == 100
-
-
-def test_signs_that_an_encoding_lacks_are_written_in_ascii() -> None:
-    text = "1 × 342 · loss 2.3 → 0.1 … 5 ÷ 2"
-    assert encodable(text, "utf-8") == text
-    assert encodable(text, None) == text
-    assert encodable(text, "ascii") == "1 x 342 - loss 2.3 -> 0.1 ... 5 / 2"
-    assert encodable("plain", "ascii") == "plain"

@@ -113,5 +113,5 @@ def test_the_result_begins_with_four_lines_before_the_details(seen: Walk) -> Non
 def test_a_dumb_terminal_gets_lines_and_no_control_characters(tmp_path: Path) -> None:
     seen = demo(tmp_path, "--trials", 1, TERM="dumb", PYTHONIOENCODING="ascii")
     assert seen.code == 0
-    assert "... importing torch" in seen.text
-    assert not set("╭│╰×→…?") & set(seen.text.replace("?", "", 0)), seen.text
+    assert "importing torch" in seen.text
+    assert seen.text.isascii()
