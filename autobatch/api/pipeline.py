@@ -58,12 +58,6 @@ def run_command(run: Run) -> Result:
     """
     run.ranks.limit_wait(run.options.ranks.collective_timeout)
     agree_on_options(run)
-    tune = run.options.tune
-    if tune.storage is not None and (tune.trials != 0 or tune.tune_lr):
-        # Only here: Optuna takes half a second to import.
-        from autobatch.tuning.study import check_storage
-
-        check_storage(tune.storage)
     if run.ranks.rank == 0:
         check_trackers(run.options.train.log)
     with run.held:

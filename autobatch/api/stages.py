@@ -6,6 +6,7 @@ all of them run the same stages, each in its own process, and agree where one of
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -306,7 +307,7 @@ def _open_tuner(run: Run, steps: int) -> Tuner:
     # Only here: Optuna takes half a second to import.
     from autobatch.tuning.fastest import Tuner
 
-    start, seconds = time.monotonic(), run.options.tune.timeout
+    timeout = run.options.tune.timeout
     return Tuner(
         process=run.setup,
         options=run.options,
@@ -314,7 +315,7 @@ def _open_tuner(run: Run, steps: int) -> Tuner:
         home=run.home,
         progress=run.progress,
         ranks=run.ranks,
-        expired=lambda: seconds is not None and time.monotonic() - start > seconds,
+        deadline=math.inf if timeout is None else time.monotonic() + timeout,
     )
 
 

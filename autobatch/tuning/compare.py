@@ -28,10 +28,6 @@ class Measurement(NamedTuple):
     micro_batch: int
 
 
-Measure = Callable[[Configuration], Measurement]
-"""Runs a configuration; raises `Infeasible`."""
-
-
 class Comparison(NamedTuple):
     """Speed of a configuration beside that of another one."""
 
@@ -52,18 +48,9 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    measure: Measure,
-    base: Configuration,
-    other: Configuration,
-    on_round: Callable[[int], None] = lambda _: None,
+    measure: Callable[[Configuration], Measurement], base: Configuration, other: Configuration
 ) -> Comparison:
-    """Measure two configurations in turn, until the second one cannot be shown to be faster any more.
-
-    Args:
-        measure: runs a configuration.
-        base: the configuration to beat.
-        other: the configuration that may be faster.
-        on_round: called before each round with its number.
+    """Measure two configurations in turn, until the other one cannot be shown to be faster any more.
 
     Raises:
         Infeasible: one of them fails.
@@ -72,7 +59,6 @@ def compare(
     others: list[Measurement] = []
     ratios: list[float] = []
     while len(ratios) < ROUNDS and sum(ratio <= 1 for ratio in ratios) <= SPARED:
-        on_round(len(ratios) + 1)
         # Neither always runs after the other one.
         for values, speeds in [(base, bases), (other, others)][:: -1 if len(ratios) % 2 else 1]:
             speeds.append(measure(values))

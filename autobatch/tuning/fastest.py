@@ -11,23 +11,23 @@ if ``--knobs`` names it.
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
-from optuna.distributions import BaseDistribution, CategoricalDistribution
+import optuna
+from msgspec.structs import replace
+from optuna.distributions import CategoricalDistribution
 
 from autobatch.core.errors import Infeasible
 from autobatch.core.knobs import (
     PRECISION,
+    SPLIT,
     Configuration,
     SearchAxis,
     applicable,
@@ -42,9 +42,9 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.report.words import knobs_in_words
-from autobatch.tuning.compare import ROUNDS, Comparison, compare
-from autobatch.tuning.space import changes, look_at_workload, neighbours
-from autobatch.tuning.study import Direction, Point, Study, open_study
+from autobatch.tuning.compare import Comparison, compare
+from autobatch.tuning.space import changes, look_at_workload
+from autobatch.tuning.study import open_study, run_trials, tried
 from autobatch.tuning.trial import Trials
 
 DEFAULT_TRIALS = 8
@@ -53,16 +53,6 @@ RUN_SHARE = 0.25
 """Share of the run's time after which ``fit`` starts no further trial, if nothing was asked for."""
 WORTH_OFFERING = 1.05
 """The least that a choice must gain to be offered."""
-NOT_A_PURPOSE = ("budget_bytes", "total_bytes")
-"""Fields of the key that do not belong to a study, because free memory makes no configuration fast."""
-
-
-class Answer(NamedTuple):
-    """Answer of a search."""
-
-    tuning: Tuning
-    micro_batch: int = 0
-    """Of the fastest configuration; 0 if the default is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,109 +60,110 @@ class Search:
     """Search on one process."""
 
     trials: Trials
-    study: Study
+    study: optuna.Study
     axes: Sequence[SearchAxis]
     """The choices of each knob."""
     offers: Sequence[SearchAxis] = ()
     """Choices that are measured beside the answer, and never chosen."""
     budget: int = DEFAULT_TRIALS
     """Trials, with those of earlier runs and of other processes on the same study."""
-    expired: Callable[[], bool] = lambda: False
-    """Asked before every trial whether the time is over."""
-    run_share: float = math.inf
-    """Share of the run's time after which no further trial starts."""
+    deadline: float = math.inf
+    """Monotonic time after which no trial starts."""
+    worth_samples: float = math.inf
+    """Samples after whose training time no further trial starts."""
     progress: Progress
 
-    def find(self) -> Answer:
-        """Run the trials, and return the fastest configuration.
+    def find(self) -> tuple[Tuning, Tuning]:
+        """Run the trials, and return their result with the default, and with the fastest configuration.
 
         Raises:
             AutobatchError: the storage failed.
             Exception: whatever the workload raises with every knob at its default, except out of memory.
         """
-        start, trials, default = time.monotonic(), self.trials, defaults(self.axes)
-        kept = Tuning(best=default, study=self.study.name)
+        start, best = time.monotonic(), defaults(self.axes)
+        kept = Tuning(best=best, study=self.study.study_name)
         self.progress.doing("measuring the default")
         try:
-            speed = trials.measure(default).samples_per_s
+            speed = self.trials.measure({}).samples_per_s
         except Infeasible as reason:
-            note = f"kept the plan: the default configuration could not be measured: {reason}"
-            return Answer(msgspec.structs.replace(kept, notes=[note]))
-        allowed = self.run_share * trials.samples * trials.planned_steps / speed
-
-        def is_over() -> bool:
-            return self.expired() or time.monotonic() - start > allowed
-
-        self.study.run(
+            kept = replace(kept, notes=[f"kept the plan: the default could not be measured: {reason}"])
+            return kept, kept
+        deadline = min(self.deadline, start + self.worth_samples / speed)
+        run_trials(
+            self.study,
             partial(self._try, speed),
-            lambda: [default, *neighbours(self._best().parameters, self.axes)],
-            self.budget,
-            is_over,
+            space={axis.name: CategoricalDistribution(axis.choices) for axis in self.axes},
+            first=self._one_change_each,
+            trials=self.budget,
+            deadline=deadline,
         )
-        tried, notes = self._tried(), []
-        if time.monotonic() - start > allowed and len(tried) < self.budget:
-            notes.append(
-                f"tuning stopped after {len(tried)} of {self.budget} trials and {self.run_share:.0%} of the "
-                f"time that training takes: give --trials {self.budget} to run them all"
-            )
-        best, beside, micro_batch = self._best().parameters, None, 0
-        if best != default:
+        history = tried(self.study, Trial)
+        kept = replace(kept, baseline_samples_per_s=speed, best_samples_per_s=speed)
+        chosen = kept = replace(kept, trials=len(history), history=history)
+        if (best := self._best().parameters) != kept.best:
+            self.progress.doing("comparing the best with the default")
             try:
-                micro_batch = trials.confirm(best)
-                beside = self._beside(default, best, "comparing the best with the default")
+                beside = self._beside(kept.best, best)
             except Infeasible as reason:
-                notes.append(f"kept the default: the fastest configuration fails: {reason}")
-        fields: dict[str, Any] = {"best_samples_per_s": speed, "baseline_samples_per_s": speed}
-        if beside is None or not beside.is_faster:
-            best, micro_batch = default, 0
-        else:
-            base = beside.base.samples_per_s
-            fields = {"best_samples_per_s": base * beside.ratio, "baseline_samples_per_s": base}
-            fields |= {"changes": changes(best, default), "low": beside.low, "high": beside.high}
-        offers = [self._offer(best, axis) for axis in self.offers if not is_over()]
-        fields |= {"best": best, "trials": len(tried), "history": tried, "notes": notes}
-        fields |= {"offers": [*filter(None, offers)], "seconds": time.monotonic() - start}
-        return Answer(msgspec.structs.replace(kept, **fields), micro_batch)
-
-    def _tried(self) -> list[Trial]:
-        # Processes that share a study may have given the same number.
-        tried = enumerate(self.study.tried())
-        return [msgspec.convert({**facts, "number": number}, Trial) for number, facts in tried]
+                note = f"kept the default: the fastest configuration fails: {reason}"
+                chosen = kept = replace(kept, notes=[note])
+            else:
+                chosen = replace(
+                    kept,
+                    best=best,
+                    changes=changes(best, kept.best),
+                    baseline_samples_per_s=beside.base.samples_per_s,
+                    best_samples_per_s=beside.base.samples_per_s * beside.ratio,
+                    low=beside.low,
+                    high=beside.high,
+                )
+                chosen = chosen if beside.is_faster else kept
+        offers = [self._offer(chosen.best, axis) for axis in self.offers if time.monotonic() < deadline]
+        more = {"offers": [*filter(None, offers)], "seconds": time.monotonic() - start}
+        return replace(kept, **more), replace(chosen, **more)
 
     def _best(self) -> Trial:
         """Return the fastest trial so far, which is the default if no other one has shown to be faster."""
         default = Trial(number=0, parameters=defaults(self.axes), relative=1.0)
-        faster = [trial for trial in self._tried() if trial.is_faster]
+        faster = [trial for trial in tried(self.study, Trial) if trial.is_faster]
         return max(faster, key=lambda trial: trial.relative or 0.0, default=default)
 
-    def _try(self, speed: float, values: Point) -> tuple[float | None, dict[str, Any]]:
-        best, number, default = self._best(), len(self.study.tried()), defaults(self.axes)
-        trial = Trial(number=number, parameters=values, relative=1.0, samples_per_s=speed)
-        if values != default:
+    def _one_change_each(self) -> list[dict[str, Any]]:
+        """Return the default, and what differs in one knob from the best so far."""
+        best = self._best().parameters
+        changed = [{**best, axis.name: choice} for axis in self.axes for choice in axis.choices]
+        return [defaults(self.axes), *(values for values in changed if values != best)]
+
+    def _try(self, speed: float, number: int, values: dict[str, Any]) -> tuple[float | None, Trial]:
+        """Measure a configuration beside the best so far."""
+        best, default = self._best(), defaults(self.axes)
+        trial = Trial(number=number, parameters=values)
+        if values == default:
+            trial = replace(trial, relative=1.0, samples_per_s=speed)
+        else:
+            self.progress.doing(f"trial {number + 1} of {self.budget}")
             try:
-                beside = self._beside(best.parameters, values, f"trial {number + 1} of {self.budget}")
+                beside = self._beside(best.parameters, values)
             except Infeasible as reason:
-                changed: dict[str, Any] = {"relative": None, "samples_per_s": None, "note": str(reason)}
+                trial = replace(trial, note=str(reason))
             else:
-                changed = {"relative": (best.relative or 1.0) * beside.ratio, "is_faster": beside.is_faster}
-                changed |= beside.other._asdict()
-            trial = msgspec.structs.replace(trial, **changed)
+                relative = (best.relative or 1.0) * beside.ratio
+                fields = {"relative": relative, "is_faster": beside.is_faster, **beside.other._asdict()}
+                trial = replace(trial, **fields)
             self.progress.measured(trial, self.budget, changes(values, default))
-        return trial.relative, msgspec.to_builtins(trial)
+        return trial.relative, trial
 
-    def _beside(self, base: Configuration, values: Configuration, act: str) -> Comparison:
-        def announce(number: int) -> None:
-            self.progress.doing(f"{act}, round {number} of at most {ROUNDS}")
-
-        return compare(self.trials.measure, base, values, announce)
+    def _beside(self, base: Configuration, values: Configuration) -> Comparison:
+        default = defaults(self.axes)
+        return compare(lambda values: self.trials.measure(changes(values, default)), base, values)
 
     def _offer(self, chosen: Configuration, axis: SearchAxis) -> str | None:
         """Return the words that ask for the fastest choice of a knob; None if it is not worth it."""
         lows: dict[Any, float] = {}
         for value in axis.choices[1:]:
-            act = f"looking at {knobs_in_words({axis.name: value})}"
+            self.progress.doing(f"looking at {knobs_in_words({axis.name: value})}")
             with suppress(Infeasible):
-                lows[value] = self._beside(chosen, {**chosen, axis.name: value}, act).low or 0.0
+                lows[value] = self._beside(chosen, {**chosen, axis.name: value}).low or 0.0
         value = max(lows, key=lambda value: lows[value], default=None)
         if lows.get(value, 0.0) < WORTH_OFFERING:
             return None
@@ -198,14 +189,11 @@ class Tuner:
     progress: Progress
     ranks: Ranks = field(default_factory=Ranks)
     """The processes that train together; all of them make the same calls."""
-    expired: Callable[[], bool] = lambda: False
-    """Asked before every trial whether the time is over."""
+    deadline: float = math.inf
+    """Monotonic time after which no trial starts."""
 
     def tune(self, plan: Plan) -> tuple[Plan, Tuning]:
         """Find the fastest configuration of a plan, and put it into the plan; the effective batch stays.
-
-        Args:
-            plan: the plan with every knob at its default, whose micro-batch fits.
 
         Raises:
             AutobatchError: the storage failed, or the workload does not run with every knob at its default.
@@ -218,106 +206,57 @@ class Tuner:
             multiple=plan.multiple,
             cap=min(cap for cap in caps if cap is not None),
             samples=sum(plan.micro_batches),
-            planned_steps=self.planned_steps,
             workers=info.workers if options.train.workers is None else options.train.workers,
         )
-        (tuning, micro_batch), of_rank_0 = self.ranks.once(lambda: self._find_fastest(trials))
-        chosen = plan
-        if micro_batch:
-            trials = replace(trials, defaults=of_rank_0)
-            chosen, tuning = self._with_choice(plan, Answer(tuning, micro_batch), trials)
+        kept, tuning = self.ranks.once(lambda: self._search(trials).find())
+        confirmed = self.ranks.gather(_confirmed(trials, tuning.changes)) if tuning.changes else []
+        for failure in (answer for answer in confirmed if isinstance(answer, str)):
+            note = f"kept the plan: the fastest configuration fails: {failure}"
+            tuning = replace(kept, notes=[*kept.notes, note])
         for line in tuning.notes:
             self.progress.note(line)
         self.progress.tuned(tuning)
-        if chosen != plan:
-            self.progress.planned(chosen)
-        return chosen, tuning
-
-    def open_study(
-        self,
-        space: Mapping[str, BaseDistribution],
-        made_for: Mapping[str, Any],
-        *,
-        direction: Direction,
-        metric: str,
-        suffix: str = "",
-    ) -> Study:
-        """Open the study of everything that its results depend on, in ``--storage`` or the data directory."""
-        info, device = self.process.info, self.options.device
-        content = {
-            "key": {name: value for name, value in info.key.items() if name not in NOT_A_PURPOSE},
-            "asked": [self.options.target_batch, device.memory_budget, self.options.search.max_micro_batch],
-            "space": str(space),
-            **made_for,
-        }
-        digest = hashlib.sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()[:12]
-        name = f"{info.name}-{digest}{suffix}"
-        storage = self.options.tune.storage or self._file(name)
-        return open_study(name, storage, space, direction=direction, metric=metric, seed=device.seed)
-
-    def _find_fastest(self, trials: Trials) -> tuple[Answer, Configuration]:
-        """Return the answer on this rank, and the default of every knob that was looked at."""
-        tune, act = self.options.tune, "looking for what can be tuned"
-        self.progress.doing(act)
-        size = micro_batches(trials.samples, trials.limit, trials.multiple)[0]
-        context = self.process.call(act, look_at_workload, size, trials.planned_steps, trials.workers)
-        axes, notes = applicable(context, None if tune.knobs is None else parse_knobs(tune.knobs))
-        for line in notes:
-            self.progress.note(line)
-        offers = offered(context) if tune.knobs is None else []
-        space = {axis.name: CategoricalDistribution(axis.choices) for axis in axes}
-        made_for = {"workers": trials.workers, "steps": trials.planned_steps if "compile" in space else None}
-        is_unasked = self.options.command == "fit" and tune.trials is None and tune.timeout is None
-        search = Search(
-            trials=replace(trials, defaults=defaults([*axes, *offers])),
-            study=self.open_study(space, made_for, direction="maximize", metric="speed ÷ default's"),
-            axes=axes,
-            offers=offers,
-            budget=DEFAULT_TRIALS if tune.trials is None else tune.trials,
-            expired=self.expired,
-            run_share=RUN_SHARE if is_unasked else math.inf,
-            progress=self.progress,
-        )
-        return search.find(), search.trials.defaults
-
-    def _with_choice(self, plan: Plan, answer: Answer, trials: Trials) -> tuple[Plan, Tuning]:
-        """Put the choice into the plan, if every rank can run it."""
-        (tuning, micro_batch), failure = answer, None
-        if self.ranks.rank:
-            try:
-                micro_batch = trials.confirm(tuning.best)
-            except Infeasible as reason:
-                failure = str(reason)
-        confirmed = self.ranks.gather((failure, micro_batch))
-        for rank, (line, _) in enumerate(confirmed):
-            if line is None:
-                continue
-            note = f"kept the plan: the fastest configuration fails on rank {rank}: {line}"
-            kept: dict[str, Any] = {"best": dict(trials.defaults), "changes": {}, "low": None, "high": None}
-            kept |= {"best_samples_per_s": tuning.baseline_samples_per_s, "notes": [*tuning.notes, note]}
-            return plan, msgspec.structs.replace(tuning, **kept)
-        sizes = micro_batches(sum(plan.micro_batches), min(size for _, size in confirmed), plan.multiple)
-        # Knobs at their default are left out, and the split is the plan itself.
-        knobs = trials.changes(tuning.best)
-        chosen = msgspec.structs.replace(
+        if not tuning.changes:
+            return plan, tuning
+        sizes = micro_batches(trials.samples, min(confirmed), plan.multiple)
+        plan = replace(
             plan,
             micro_batch=sizes[0],
             accumulation_steps=len(sizes),
             micro_batches=sizes,
-            precision=knobs.pop(PRECISION, None) or plan.precision,
-            knobs=knobs,
+            precision=tuning.changes.get(PRECISION) or plan.precision,
+            # The split is the plan itself.
+            knobs={name: value for name, value in tuning.changes.items() if name not in (SPLIT, PRECISION)},
         )
-        return chosen, tuning
+        self.progress.planned(plan)
+        return plan, tuning
 
-    def _file(self, name: str) -> str | None:
-        """Return the file of a study in the data directory; None to keep it in memory."""
-        folder = self.home / "studies"
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK | os.X_OK):
-                return str(folder / f"{name}.log")
-        self.progress.note(
-            f"the study is kept in memory and cannot be continued, because {folder} is not writable: give "
-            "--storage, or set AUTOBATCH_HOME"
+    def _search(self, trials: Trials) -> Search:
+        """Return the search among the configurations that apply here."""
+        tune, act = self.options.tune, "looking for what can be tuned"
+        self.progress.doing(act)
+        size = micro_batches(trials.samples, trials.limit, trials.multiple)[0]
+        context = self.process.call(act, look_at_workload, size, self.planned_steps, trials.workers)
+        axes, notes = applicable(context, None if tune.knobs is None else parse_knobs(tune.knobs))
+        for line in notes:
+            self.progress.note(line)
+        budget = DEFAULT_TRIALS if tune.trials is None else tune.trials
+        is_unasked = self.options.command == "fit" and tune.trials is None and tune.timeout is None
+        return Search(
+            trials=trials,
+            study=open_study(self.process.info, self.options, self.home, "maximize", axes, trials.workers),
+            axes=axes,
+            offers=offered(context) if tune.knobs is None else [],
+            budget=min(budget, math.prod(len(axis.choices) for axis in axes)),
+            deadline=self.deadline,
+            worth_samples=RUN_SHARE * trials.samples * self.planned_steps if is_unasked else math.inf,
+            progress=self.progress,
         )
-        return None
+
+
+def _confirmed(trials: Trials, changed: Configuration) -> Any:
+    """Return the micro-batch of a configuration if it runs within the budget, else the reason."""
+    try:
+        return trials.confirm(changed)
+    except Infeasible as reason:
+        return str(reason)

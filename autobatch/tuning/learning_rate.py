@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 from optuna.distributions import FloatDistribution
 
 from autobatch.core.errors import Infeasible
@@ -22,22 +21,19 @@ from autobatch.core.records import LrTrial, LrTuning, Plan
 from autobatch.rehearsal.rehearsal import Batch, batch_of, rehearse
 from autobatch.rehearsal.setup import Setup
 from autobatch.tuning.fastest import Tuner
-from autobatch.tuning.study import Point
+from autobatch.tuning.study import open_study, run_trials, tried
 from autobatch.tuning.trial import call_with, draw
 from autobatch.workload.rng import seed_everything
 from autobatch.workload.split import Split
 
-RATE = "learning_rate"
 FACTORS = (1.0, 4.0, 1 / 4, 16.0, 1 / 16)
 """First rates that are tried, as multiples of the default."""
-REACH = 32.0
-"""Rates are tried from the default ÷ this to the default × this."""
-RATES = 10
-"""Rates that are tried."""
+RATES, REACH = 10, 32.0
+"""Number of rates that are tried, from the default ÷ 32 to the default × 32."""
 STEPS = 40
 """Optimizer steps of a run, of which the last quarter counts."""
-ORDERS = 5
-"""Other data orders on which the best rate must be better."""
+ORDERS = range(1, 6)
+"""Other data orders, on each of which the best rate must be better."""
 
 
 def tune_learning_rate(tuner: Tuner, plan: Plan) -> tuple[Plan, LrTuning]:
@@ -54,7 +50,7 @@ def tune_learning_rate(tuner: Tuner, plan: Plan) -> tuple[Plan, LrTuning]:
         tuner.progress.note(line)
     if tuning.best == plan.learning_rate:
         return plan, tuning
-    plan = msgspec.structs.replace(
+    plan = replace(
         plan,
         learning_rate=tuning.best,
         learning_rate_rule="tuned",
@@ -68,53 +64,55 @@ def tune_learning_rate(tuner: Tuner, plan: Plan) -> tuple[Plan, LrTuning]:
 def _find_rate(tuner: Tuner, plan: Plan) -> LrTuning:
     """Return the best learning rate; the default if none is better beyond the noise."""
     default, first_seed, progress = plan.learning_rate, tuner.options.device.seed, tuner.progress
-    knobs = {**plan.knobs, PRECISION: plan.precision}
 
-    def loss_of(rate: float, order: int = 0) -> float:
-        at_rate, seed = msgspec.structs.replace(plan, learning_rate=rate), (first_seed + order) % 2**31
-        run = (short_run, knobs, rate == default, at_rate, seed, STEPS)
-        return call_with(tuner.process, "a trial of a learning rate", *run)  # type: ignore[no-any-return]
-
-    def objective(point: Point) -> tuple[float | None, dict[str, Any]]:
-        number, rate, loss, reason = len(study.tried()), point[RATE], None, None
-        progress.doing(f"learning rate {number + 1} of {RATES}: a run of {STEPS} steps")
+    def run(rate: float, number: int = 0, order: int = 0) -> LrTrial:
+        knobs, at_rate = {**plan.knobs, PRECISION: plan.precision}, replace(plan, learning_rate=rate)
+        seed, loss, note = (first_seed + order) % 2**31, None, None
         try:
-            loss = loss_of(rate)
-        except Infeasible as infeasible:
-            reason = str(infeasible)
-        progress.tried_rate(number + 1, RATES, rate, loss, reason)
-        return loss, {"number": number, "learning_rate": rate, "loss": loss, "note": reason}
+            loss = call_with(tuner.process, short_run, knobs, rate == default, at_rate, seed, STEPS)
+        except Infeasible as reason:
+            note = str(reason)
+        return LrTrial(number=number, learning_rate=rate, loss=loss, note=note)
+
+    def objective(number: int, values: dict[str, float]) -> tuple[float | None, LrTrial]:
+        progress.doing(f"learning rate {number + 1} of {RATES}: a run of {STEPS} steps")
+        trial = run(values["learning_rate"], number)
+        progress.tried_rate(number + 1, RATES, trial.learning_rate, trial.loss, trial.note)
+        return trial.loss, trial
 
     def is_better(rate: float, order: int) -> bool:
-        progress.doing(f"learning rate {rate:.3g} beside {default:.3g}, data order {order} of {ORDERS}")
-        try:
-            return loss_of(default, order) > loss_of(rate, order)
-        except Infeasible:
-            return False
+        usual, other = run(default, order=order).loss, run(rate, order=order).loss
+        return usual is not None and other is not None and other < usual
 
-    space = {RATE: FloatDistribution(default / REACH, default * REACH, log=True)}
-    made_for = {"samples": tuner.process.info.samples, "rate": default, "steps": STEPS, "seed": first_seed}
-    study = tuner.open_study(space, made_for, direction="minimize", metric="loss", suffix="-learning-rate")
-    study.run(objective, lambda: [{RATE: default * factor} for factor in FACTORS], RATES, tuner.expired)
-    tried = [msgspec.convert(facts, LrTrial) for facts in study.tried()]
-    losses = {trial.learning_rate: trial.loss for trial in tried if trial.loss is not None}
+    purpose = ("learning rate", default, STEPS, first_seed)
+    study = open_study(tuner.process.info, tuner.options, tuner.home, "minimize", *purpose)
+    rates = FloatDistribution(default / REACH, default * REACH, log=True)
+    first = [{"learning_rate": default * factor} for factor in FACTORS]
+    space, deadline = {"learning_rate": rates}, tuner.deadline
+    run_trials(study, objective, space=space, first=lambda: first, trials=RATES, deadline=deadline)
+    history = tried(study, LrTrial)
+    losses = {trial.learning_rate: trial.loss for trial in history if trial.loss is not None}
     best, notes = min(losses, key=losses.__getitem__, default=default), []
-    if best != default and not all(is_better(best, order + 1) for order in range(ORDERS)):
-        reason = f"{best:.3g} was not better on each of {ORDERS} data orders"
+    if best != default and not all(is_better(best, order) for order in ORDERS):
+        reason = f"{best:.3g} was not better on each of {len(ORDERS)} data orders"
         best, notes = default, [f"kept learning rate {default:.3g}: {reason}"]
-    fields: dict[str, Any] = {"trials": len(tried), "steps": STEPS, "study": study.name, "history": tried}
-    fields |= {"default_loss": losses.get(default), "best_loss": losses.get(best), "notes": notes}
-    return LrTuning(default=default, best=best, **fields)
+    return LrTuning(
+        trials=len(history),
+        steps=STEPS,
+        default=default,
+        best=best,
+        default_loss=losses.get(default),
+        best_loss=losses.get(best),
+        study=study.study_name,
+        history=history,
+        notes=notes,
+    )
 
 
 def short_run(setup: Setup, plan: Plan, seed: int, steps: int) -> float:
     """Train a few steps of a plan on temporary weights, and return the mean loss of the last quarter of them.
 
-    Args:
-        setup: the model and the data.
-        plan: has the batch, its split and the learning rate.
-        seed: draws the batches and the model's random numbers.
-        steps: optimizer steps.
+    The seed draws the batches and the model's random numbers.
 
     Raises:
         Infeasible: the run does not train.

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator, Sequence
-
 import torch
 
-from autobatch.core.knobs import Configuration, SearchAxis, TuningContext, Value
+from autobatch.core.knobs import Configuration, TuningContext, Value
 from autobatch.device.host import usable_cores
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.apply_knobs import find_blocks
@@ -18,34 +15,17 @@ from autobatch.workload.rng import preserved_random_state
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with a fused step on GPUs and on the CPU."""
-FETCHES = 3
-"""Micro-batches that are fetched to see how long it takes."""
 
 
 def changes(values: Configuration, default: Configuration) -> dict[str, Value]:
-    """Return the values that differ from the default; a knob that the default lacks has none."""
-    return {name: value for name, value in values.items() if value != default.get(name, value)}
-
-
-def neighbours(values: Configuration, axes: Sequence[SearchAxis]) -> Iterator[dict[str, Value]]:
-    """Yield the configurations that differ from one in a single knob."""
-    for axis in axes:
-        for choice in axis.choices:
-            if choice != values[axis.name]:
-                yield {**values, axis.name: choice}
+    """Return the values that differ from the default."""
+    return {name: value for name, value in values.items() if value != default.get(name)}
 
 
 def look_at_workload(
     setup: Setup, micro_batch: int, planned_steps: int, workers: int | None
 ) -> TuningContext:
-    """Return the facts about the device and the workload that decide which knobs apply.
-
-    Args:
-        setup: has the model and the data.
-        micro_batch: the largest micro-batch of the plan.
-        planned_steps: optimizer steps of the run that is tuned for.
-        workers: loader workers that were asked for; None if none were.
-    """
+    """Return the facts that decide which knobs apply; ``workers`` is None if no number was asked for."""
     workload, device = setup.workload, setup.device
     cores = usable_cores()
     loader: str | None = "the number of workers is given"
@@ -81,11 +61,9 @@ def _implementations(setup: Setup) -> tuple[str, ...]:
 
 
 def _fetch_seconds(setup: Setup, size: int) -> float:
-    """Return the median seconds that fetching and collating the most expensive micro-batch takes."""
-    seconds = []
+    """Return the seconds that fetching and collating the most expensive micro-batch takes, once warm."""
     with preserved_random_state():
-        for _ in range(FETCHES):
-            start = setup.clock()
-            setup.worst_case.batch(size)
-            seconds.append(setup.clock() - start)
-    return statistics.median(seconds)
+        setup.worst_case.batch(size)
+        start = setup.clock()
+        setup.worst_case.batch(size)
+        return setup.clock() - start

@@ -5,158 +5,126 @@ Several processes may share a study. A trial whose process was killed stays *run
 
 from __future__ import annotations
 
-import re
-import warnings
+import hashlib
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeVar
 
+import msgspec
 import optuna
 from optuna.distributions import BaseDistribution
-from optuna.exceptions import ExperimentalWarning
-from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
 from autobatch.core.errors import AutobatchError, InputError
+from autobatch.core.options import Options
+from autobatch.core.records import LrTrial, Trial
 from autobatch.core.text import error_text
+from autobatch.rehearsal.setup import SetupInfo
 
-Point: TypeAlias = dict[str, Any]
-"""Values of a trial, by name."""
-Direction: TypeAlias = Literal["maximize", "minimize"]
-
-
-@dataclass(frozen=True)
-class Study:
-    """An open study; every method raises `AutobatchError` if its storage fails."""
-
-    opened: optuna.Study
-    space: dict[str, BaseDistribution]
-    storage: str | None
-    """A database URL, or the path of a journal file; None for memory."""
-
-    @property
-    def name(self) -> str:
-        """Name of the study."""
-        return self.opened.study_name
-
-    def tried(self) -> list[dict[str, Any]]:
-        """Return the facts of the trials that have ended, in order, without repeats."""
-        first: dict[str, dict[str, Any]] = {}
-        for trial in self._ended():
-            first.setdefault(str(trial.params), trial.user_attrs)
-        return list(first.values())
-
-    def run(
-        self,
-        objective: Callable[[Point], tuple[float | None, Mapping[str, Any]]],
-        first: Callable[[], Iterable[Point]],
-        trials: int,
-        expired: Callable[[], bool],
-    ) -> None:
-        """Run trials until so many have ended, or the time is over.
-
-        Args:
-            objective: runs a trial; returns its value, None if it is infeasible, and plain facts by name.
-            first: returns the points to try before Optuna proposes any; asked before each trial.
-            trials: those of earlier runs and of other processes count, too, and points that Optuna repeats.
-            expired: asked before each trial.
-        """
-        while len(ended := self._ended()) < trials and not expired():
-            points = first()
-            with optuna_errors(self.storage):
-                for point in points:
-                    if not self.opened.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-                        self.opened.enqueue_trial(point, skip_if_exists=True)
-                trial = self.opened.ask(self.space)
-            known = (
-                (earlier.value, earlier.user_attrs) for earlier in ended if earlier.params == trial.params
-            )
-            try:
-                value, facts = next(known, None) or objective(trial.params)
-            except BaseException:
-                with suppress(Exception):
-                    self.opened.tell(trial, state=TrialState.FAIL)
-                raise
-            with optuna_errors(self.storage):
-                for name, fact in facts.items():
-                    trial.set_user_attr(name, fact)
-                self.opened.tell(trial, value, TrialState.PRUNED if value is None else TrialState.COMPLETE)
-
-    def _ended(self) -> list[FrozenTrial]:
-        with optuna_errors(self.storage):
-            return self.opened.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+Facts = TypeVar("Facts", Trial, LrTrial)
+ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
+FACTS = "facts"
+"""Name of the attribute of a trial that keeps its record."""
+NOT_A_PURPOSE = ("budget_bytes", "total_bytes")
+"""Fields of the key that do not belong to a study, because free memory makes no configuration fast."""
 
 
 def open_study(
-    name: str,
-    storage: str | None,
-    space: Mapping[str, BaseDistribution],
-    *,
-    direction: Direction,
-    metric: str,
-    seed: int,
-) -> Study:
-    """Create a study, or continue the one of this name.
+    info: SetupInfo, options: Options, home: Path, direction: Literal["maximize", "minimize"], *purpose: Any
+) -> optuna.Study:
+    """Create the study of a setup and a purpose, or continue it; everything that results depend on names it.
 
-    Args:
-        name: of the study.
-        storage: see `Study`.
-        space: the values of a trial.
-        direction: of the optimized value.
-        metric: name of the optimized value, which dashboards show.
-        seed: of the sampler. Searches that go on, or that share a study, draw other points.
+    It is kept in ``--storage``, else in the data directory, and in memory if that is not writable.
+
+    Raises:
+        InputError: the storage cannot be opened.
+    """
+    key = {name: value for name, value in info.key.items() if name not in NOT_A_PURPOSE}
+    asked = [options.target_batch, options.device.memory_budget, options.search.max_micro_batch]
+    content = msgspec.json.encode([key, asked, purpose], order="deterministic")
+    name, folder = f"{info.name}-{hashlib.sha256(content).hexdigest()[:12]}", home / "studies"
+    storage: Any = options.tune.storage
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    with optuna_errors(InputError):
+        if storage is None:
+            with suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+            storage = str(folder / f"{name}.log") if os.access(folder, os.W_OK | os.X_OK) else None
+        if storage is not None and "://" not in storage:
+            # The lock is a symbolic link to the path as given, which must resolve from any folder.
+            path = Path(storage).absolute()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            storage = JournalStorage(JournalFileBackend(str(path)))
+        study = optuna.create_study(
+            study_name=name, storage=storage, direction=direction, load_if_exists=True
+        )
+        # Searches that go on, or that share a study, draw other points.
+        study.sampler = optuna.samplers.TPESampler(seed=options.device.seed + len(study.trials))
+    return study
+
+
+def run_trials(
+    study: optuna.Study,
+    objective: Callable[[int, Any], tuple[float | None, Facts]],
+    *,
+    space: Mapping[str, BaseDistribution],
+    first: Callable[[], Iterable[dict[str, Any]]],
+    trials: int,
+    deadline: float,
+) -> None:
+    """Run trials until so many have ended, with those of earlier runs and of other processes.
+
+    The objective takes a number and values, and returns what to optimize, None if infeasible, and a record.
+    ``first`` is asked before each trial for the values to try before Optuna proposes any. No trial starts
+    after the deadline, a monotonic time.
 
     Raises:
         AutobatchError: the storage fails.
+        BaseException: whatever the objective raises.
     """
-    with optuna_errors(storage):
-        study = optuna.create_study(
-            study_name=name, storage=_open(storage), direction=direction, load_if_exists=True
-        )
-        study.set_metric_names([metric])
-        study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials))
-    return Study(study, dict(space), storage)
+    while time.monotonic() < deadline:
+        points = first()
+        with optuna_errors():
+            ended = len(study.get_trials(deepcopy=False, states=ENDED))
+            if ended >= trials:
+                return
+            for point in points:
+                if not study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+                    study.enqueue_trial(point, skip_if_exists=True)
+            trial = study.ask(dict(space))
+        try:
+            value, facts = objective(ended, trial.params)
+        except BaseException:
+            with suppress(Exception):
+                study.tell(trial, state=TrialState.FAIL)
+            raise
+        with optuna_errors():
+            trial.set_user_attr(FACTS, msgspec.to_builtins(facts))
+            study.tell(trial, value, TrialState.PRUNED if value is None else TrialState.COMPLETE)
 
 
-def check_storage(storage: str) -> None:
-    """Open a storage, before minutes are spent on results for it.
-
-    Raises:
-        InputError: it cannot be opened.
-    """
-    with optuna_errors(storage, InputError):
-        optuna.get_all_study_names(_open(storage) or "")
-
-
-def _open(storage: str | None) -> BaseStorage | str | None:
-    """Return a storage in the form that Optuna takes."""
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    if storage is None or "://" in storage:
-        return storage
-    # The lock is a symbolic link to the path as given: a relative one would not resolve from another folder.
-    path = Path(storage).absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return JournalStorage(JournalFileBackend(str(path)))
+def tried(study: optuna.Study, kind: type[Facts]) -> list[Facts]:
+    """Return the records of the trials that have ended, in order."""
+    with optuna_errors():
+        ended = study.get_trials(deepcopy=False, states=ENDED)
+        return [msgspec.convert(trial.user_attrs[FACTS], kind) for trial in ended]
 
 
 @contextmanager
-def optuna_errors(storage: str | None, kind: type[AutobatchError] = AutobatchError) -> Iterator[None]:
-    """Turn an error of Optuna within the block into one line, without the password of a storage's URL."""
+def optuna_errors(kind: type[AutobatchError] = AutobatchError) -> Iterator[None]:
+    """Turn an error of Optuna within the block into one line, without the storage: its URL has a password."""
     try:
-        with warnings.catch_warnings():
-            # Names of metrics, and journals, are experimental in Optuna.
-            warnings.simplefilter("ignore", ExperimentalWarning)
-            yield
+        yield
     except Exception as error:
         cause: BaseException = error
         while cause.__cause__ is not None:  # Optuna's own text is about other causes
             cause = cause.__cause__
-        place = "memory" if storage is None else re.sub(r"(://[^:@/]+):[^@/]+@", r"\1:…@", storage)
-        again = "" if kind is InputError else "Repeat the command to go on with its trials, or "
         raise kind(
-            f"the study in {place} failed: {type(cause).__name__}: {error_text(cause, first_line=True)}. "
-            f"{again}{'g' if again else 'G'}ive another --storage: a database URL or a file"
+            f"the study failed: {type(cause).__name__}: {error_text(cause, first_line=True)}. Repeat the "
+            "command to go on with its trials, or give another --storage: a database URL or a file"
         ) from error

@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import optuna
 import torch
-from optuna.distributions import CategoricalDistribution
 
 from autobatch import Progress, Workload
 from autobatch.core.errors import Infeasible
@@ -41,8 +41,7 @@ from autobatch.rehearsal.setup import open_setup
 from autobatch.search.find_limit import find_limit
 from autobatch.tuning.compare import ROUNDS, Measurement, compare
 from autobatch.tuning.fastest import Search
-from autobatch.tuning.space import look_at_workload
-from autobatch.tuning.study import open_study
+from autobatch.tuning.space import changes, look_at_workload
 from autobatch.tuning.trial import Trials
 from benchmarks.report import arguments, markdown, save
 from benchmarks.workloads import WORKLOADS, InMemory
@@ -72,9 +71,8 @@ class Replayed:
     """Trials that replay the figures of a grid with its noise."""
 
     grid: Grid
+    default: dict[str, Any]
     seed: int
-    samples: int = 512
-    planned_steps: int = 1000
 
     def __post_init__(self) -> None:
         """Seed the noise."""
@@ -82,14 +80,10 @@ class Replayed:
 
     def measure(self, values: Configuration) -> Measurement:
         """Return a measurement of the grid with noise."""
-        ratio = self.grid.ratios[tuple(values.values())]
+        ratio = self.grid.ratios[tuple((self.default | values).values())]
         if not ratio:
             raise Infeasible("not feasible in the grid")
         return Measurement(1000 * ratio * math.exp(self.draw.gauss(0, self.grid.noise)), 1)
-
-    def confirm(self, values: Configuration) -> int:
-        """Return a micro-batch."""
-        return 1
 
 
 def open_trials(workload: Workload, target_batch: int, memory_budget: str) -> tuple[Trials, list[SearchAxis]]:
@@ -102,34 +96,34 @@ def open_trials(workload: Workload, target_batch: int, memory_budget: str) -> tu
         found = find_limit(process, options, share=target_batch, home=Path(home), progress=Progress())
     limit = found.probe.micro_batch
     axes, _ = applicable(look_at_workload(setup, limit, 1000, None), KNOBS)
-    fields = {"limit": limit, "cap": target_batch, "samples": target_batch, "planned_steps": 1000}
-    return Trials(process=process, defaults=defaults(axes), **fields), axes
+    return Trials(process=process, limit=limit, cap=target_batch, samples=target_batch), axes
 
 
 def measure_grid(trials: Trials, axes: list[SearchAxis]) -> Grid:
     """Measure every configuration in every round, in a new order for each, beside the default."""
-    names = [axis.name for axis in axes]
+    names, default = [axis.name for axis in axes], defaults(axes)
     points = list(itertools.product(*(axis.choices for axis in axes)))
     found: dict[Key, list[float]] = {point: [] for point in points}
     for number in range(GRID_ROUNDS):
         random.Random(number).shuffle(points)
         for point in points:
-            base = trials.measure(defaults(axes)).samples_per_s
+            base = trials.measure({}).samples_per_s
+            changed = changes(dict(zip(names, point, strict=True)), default)
             try:
-                found[point].append(trials.measure(dict(zip(names, point, strict=True))).samples_per_s / base)
+                found[point].append(trials.measure(changed).samples_per_s / base)
             except Infeasible:
                 found[point].append(0.0)
     logs = [[math.log(ratio) for ratio in ratios] for ratios in found.values() if all(ratios)]
     noise = math.sqrt(statistics.median(map(statistics.variance, logs)) / 2)
-    default = {tuple(defaults(axes).values()): 1.0}
-    return Grid({point: statistics.median(ratios) for point, ratios in found.items()} | default, noise)
+    medians = {point: statistics.median(ratios) for point, ratios in found.items()}
+    return Grid(medians | {tuple(default.values()): 1.0}, noise)
 
 
 def find(trials: Any, axes: list[SearchAxis], budget: int, seed: int) -> Any:
     """Search with the tuner, on a study in memory."""
-    space = {axis.name: CategoricalDistribution(axis.choices) for axis in axes}
-    study = open_study("benchmark", None, space, direction="maximize", metric="speed", seed=seed)
-    return Search(trials=trials, study=study, axes=axes, budget=budget, progress=Progress()).find().tuning
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
+    return Search(trials=trials, study=study, axes=axes, budget=budget, progress=Progress()).find()[1]
 
 
 def by_chance(replayed: Replayed, axes: list[SearchAxis], budget: int, seed: int) -> Configuration:
@@ -151,8 +145,8 @@ def examine(name: str, *, trials: int, seeds: int) -> dict[str, Any]:
     most = max(grid.ratios.values())
     shares: dict[str, list[float]] = {"autobatch": [], "random": []}
     for seed in range(seeds):
-        tuned = find(Replayed(grid, seed), axes, trials, seed).best
-        drawn = by_chance(Replayed(grid, seed), axes, trials, seed)
+        tuned = find(Replayed(grid, defaults(axes), seed), axes, trials, seed).best
+        drawn = by_chance(Replayed(grid, defaults(axes), seed), axes, trials, seed)
         for who, chosen in (("autobatch", tuned), ("random", drawn)):
             shares[who].append(grid.ratios[tuple(chosen.values())] / most)
     start = time.process_time()
@@ -160,8 +154,8 @@ def examine(name: str, *, trials: int, seeds: int) -> dict[str, Any]:
     seconds = time.process_time() - start
     base, best = ([] for _ in range(2))
     for _ in range(ROUNDS):
-        base.append(runner.measure(defaults(axes)).samples_per_s)
-        best.append(runner.measure(found.best).samples_per_s)
+        base.append(runner.measure({}).samples_per_s)
+        best.append(runner.measure(found.changes).samples_per_s)
     ratios = [after / before for before, after in zip(base, best, strict=True)]
     return {
         "configurations": len(grid.ratios),

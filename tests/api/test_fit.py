@@ -15,7 +15,6 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 import autobatch
 from autobatch import InputError, NonFiniteError
@@ -127,18 +126,6 @@ def test_a_report_that_cannot_be_written_is_noted_and_the_run_is_kept(
     assert "No space left on device: 'rep" in heard.notes[-1]
     assert (done.report, done.training.optimizer_steps) == (None, 2)
     assert json.loads((tmp_path / "result.json").read_text())["report"] is None
-
-
-def test_a_storage_that_cannot_be_opened_is_refused_before_the_model_is_built(tmp_path: Path) -> None:
-    def model() -> nn.Module:
-        raise AssertionError
-
-    workload = make_workload(model=model)
-    storage = {"storage": "nothing://there"}
-    with pytest.raises(InputError, match="the study in nothing://there"):
-        fit(workload, tmp_path / "run", **{**SHORT, "trials": 1}, **storage)
-    with pytest.raises(AssertionError):
-        fit(workload, tmp_path / "run", **SHORT, **storage)
 
 
 @pytest.mark.parametrize("name", ["$(touch hacked)", "a b", "`id`", "it's", "; id", "--resume", "plain"])

@@ -20,7 +20,6 @@ from autobatch.device.cpu import CpuDevice
 from autobatch.planning import make_plan
 from autobatch.report.result import load_run
 from autobatch.tuning import fastest, learning_rate, trial
-from autobatch.tuning.fastest import Answer
 from autobatch.tuning.learning_rate import short_run
 from tests.support.probes import Listener
 from tests.support.training import make_setup
@@ -36,7 +35,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], None]:
 
     def fix(best: dict[str, Any]) -> None:
         real = fastest.Search.find
-        chosen = lambda search: Answer(msgspec.structs.replace(real(search).tuning, best=best), 5)  # noqa: E731
+        chosen = lambda search: [msgspec.structs.replace(real(search)[0], best=best, changes=best)] * 2  # noqa: E731
         monkeypatch.setattr(fastest.Search, "find", chosen)
 
     return fix
@@ -46,8 +45,8 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], None]:
 def test_numbers_that_nobody_asked_to_change_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A device that computes in bf16 a hundred times faster trains in fp32, and bf16 is offered."""
     monkeypatch.setattr(CpuDevice, "native_precisions", lambda _: ("bf16", "fp32"))
-    monkeypatch.setattr(trial.Trials, "limit_of", lambda *_: 8)
-    times = lambda setup, sizes, *_: (0.01 if setup.precision == "bf16" else 1.0, 0.0)  # noqa: E731
+    monkeypatch.setattr(trial, "largest_of", lambda *_: 8)
+    times = lambda setup, *_: 0.01 if setup.precision == "bf16" else 1.0  # noqa: E731
     monkeypatch.setattr(trial, "time_steps", times)
     options: dict[str, Any] = {"target_batch": 48, "device": "cpu", "trials": 4}
     out = tmp_path / "tuned"
@@ -143,7 +142,7 @@ def test_a_storage_that_is_gone_in_the_middle_is_an_error_of_one_line(
 
     monkeypatch.setattr(learning_rate, "short_run", striking)
     options: dict[str, Any] = {"target_batch": SAMPLES, "trials": 0, "tune_lr": True, "device": "cpu"}
-    with pytest.raises(AutobatchError, match="the study in ") as found:
+    with pytest.raises(AutobatchError, match="the study failed") as found:
         autobatch.tune(linear_workload(), **options, storage=str(tmp_path / "s.log"))
     assert found.value.exit_code == 1
 

@@ -28,14 +28,14 @@ name, storage, trials = sys.argv[1], sys.argv[2], int(sys.argv[3])
 choices = {"a": (0, 1, 2, 3), "b": ("x", "y"), "c": (False, True), "d": ("m", "n")}
 
 def speed(values):
-    if name == "victim" and values["a"]:
+    if name == "victim" and values.get("a", 0):
         Path(storage).with_name("caught").touch()
         time.sleep(600)
     time.sleep(0.01)
-    return 1000.0 + 100 * values["a"] + 50 * (values["b"] == "y")
+    return 1000.0 + 100 * values.get("a", 0) + 50 * ("b" in values)
 
 axes = [SearchAxis(*pair) for pair in choices.items()]
-found = search(FakeTrials(speed), axes, budget=trials, storage=storage).tuning
+found = search(FakeTrials(speed), axes, budget=trials, storage=storage)
 print(json.dumps([found.trials, found.best]))
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,19 +12,20 @@ from typing import Any
 import numpy as np
 import optuna
 import torch
-from optuna.distributions import CategoricalDistribution
 from torch import nn
 
 from autobatch import Workload
 from autobatch.core.knobs import SearchAxis
 from autobatch.core.progress import SILENT
+from autobatch.core.records import Tuning
 from autobatch.rehearsal.process import ThisProcess
-from autobatch.rehearsal.setup import Setup
+from autobatch.rehearsal.setup import Setup, describe_setup
 from autobatch.tuning.compare import Measurement
-from autobatch.tuning.fastest import Answer, Search
+from autobatch.tuning.fastest import Search
 from autobatch.tuning.study import open_study
 from autobatch.tuning.trial import Trials
 from tests.support.kinds import Augmented
+from tests.support.options import as_options
 from tests.support.training import Rows, make_setup, make_workload, mean_loss, points
 
 # Studies of configurations.
@@ -38,11 +40,10 @@ AXES = [
 
 def speed_of(values: Any) -> float:
     """Return samples per second: bf16 and half the micro-batch are faster, most else is slower."""
-    shift = [1.0, 1.1, 0.9, 0.7][int(values["micro_batch_shift"] or 0)]
+    shift = [1.0, 1.1, 0.9, 0.7][int(values.get("micro_batch_shift", 0))]
     precision = 1.5 if values.get("precision") == "bf16" else 1.0
     checkpointing = 0.7 if values.get("checkpointing") == "full" else 1.0
-    optimizer = {"default": 1.0, "foreach": 1.0, "fused": 1.06}[str(values.get("optimizer", "default"))]
-    return 1000 * shift * precision * checkpointing * optimizer
+    return 1000 * shift * precision * checkpointing * (1.06 if values.get("optimizer") == "fused" else 1.0)
 
 
 @dataclass
@@ -51,49 +52,43 @@ class FakeTrials:
 
     speed: Callable[[Any], float] = speed_of
     """Returns samples per second, or raises `Infeasible`."""
-    samples: int = 64
-    planned_steps: int = 100
     asked: list[dict[str, Any]] = field(default_factory=list)
 
     def measure(self, values: Any) -> Measurement:
         self.asked.append(dict(values))
-        return Measurement(self.speed(values), self.confirm(values))
+        return Measurement(self.speed(values), 64)
 
-    def confirm(self, values: Any) -> int:
-        return 64 >> int(values.get("micro_batch_shift") or 0)
+
+def study_in(
+    storage: str | None, home: Path = Path(), made: Setup | None = None, **fields: Any
+) -> optuna.Study:
+    """Return the study of a setup."""
+    options = as_options("fit", **{"target_batch": 64, "storage": storage, **fields})
+    return open_study(describe_setup(made or trial_setup()), options, home, "maximize", "speed")
 
 
 def search(
     trials: Any = None,
     axes: list[SearchAxis] = AXES,
     *,
-    budget: int = 20,
+    budget: int | None = None,
     storage: str | None = None,
     **more: Any,
-) -> Answer:
-    """Search on a study called ``study``."""
-    space = {axis.name: CategoricalDistribution(axis.choices) for axis in axes}
-    study = open_study("study", storage, space, direction="maximize", metric="speed", seed=0)
-    more = {"progress": SILENT, **more}
-    return Search(trials=trials or FakeTrials(), study=study, axes=axes, budget=budget, **more).find()
+) -> Tuning:
+    """Search in a storage, in as many trials as there are configurations but at most 20."""
+    study = optuna.create_study(direction="maximize") if storage is None else study_in(storage)
+    budget = budget or min(20, math.prod(len(axis.choices) for axis in axes))
+    fields = {"study": study, "axes": axes, "budget": budget, "progress": SILENT, **more}
+    return Search(trials=trials or FakeTrials(), **fields).find()[1]
 
 
-def open_journal(path: Path, name: str = "study") -> optuna.Study:
-    backend = optuna.storages.journal.JournalFileBackend(str(path))
-    return optuna.load_study(study_name=name, storage=optuna.storages.JournalStorage(backend))
+def open_journal(path: Path) -> optuna.Study:
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
+    (name,) = optuna.get_all_study_names(storage)
+    return optuna.load_study(study_name=name, storage=storage)
 
 
 # Trials.
-
-DEFAULTS: dict[str, Any] = {
-    "micro_batch_shift": 0,
-    "precision": "fp32",
-    "checkpointing": "none",
-    "channels_last": False,
-    "optimizer": "default",
-}
-LOADING: dict[str, Any] = {"micro_batch_shift": 0, "loader_workers": 0}
-"""Defaults of the knobs that change how data is loaded."""
 
 
 class Deep(nn.Module):
@@ -133,7 +128,7 @@ def trial_setup(
 
 def make_trials(made: Setup, **fields: Any) -> Trials:
     """Return trials in this process."""
-    known = {"limit": 8, "cap": 64, "samples": 64, "planned_steps": 100, "seconds": 0.0, "defaults": DEFAULTS}
+    known = {"limit": 8, "cap": 64, "samples": 64, "seconds": 0.0}
     return Trials(process=ThisProcess(made), **(known | fields))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from autobatch.core.errors import Infeasible
 from autobatch.core.records import LrTuning, Plan
 from autobatch.planning import make_plan
 from autobatch.rehearsal.process import ThisProcess
-from autobatch.rehearsal.setup import Setup
 from autobatch.tuning import learning_rate
 from autobatch.tuning.fastest import Tuner
 from autobatch.tuning.learning_rate import ORDERS, REACH, short_run, tune_learning_rate
@@ -39,18 +36,12 @@ def find(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., LrTun
 
     def found(default: float, made: Any = None, *, run: Any = short_run, **fields: Any) -> LrTuning:
         monkeypatch.setattr(learning_rate, "short_run", run)
-        tuner = Tuner(
-            process=ThisProcess(made or make_setup(linear_workload(**fields))),
-            options=as_options("tune", target_batch=SAMPLES),
-            planned_steps=100,
-            home=tmp_path,
-            progress=Listener(),
-        )
+        process = ThisProcess(made or make_setup(linear_workload(**fields)))
+        options, progress = as_options("tune", target_batch=SAMPLES), Listener()
+        tuner = Tuner(process=process, options=options, planned_steps=100, home=tmp_path, progress=progress)
         plan, tuning = tune_learning_rate(tuner, plan_at(default))
-        assert (plan.learning_rate, plan.learning_rate_rule == "tuned") == (
-            tuning.best,
-            tuning.best != default,
-        )
+        assert plan.learning_rate == tuning.best
+        assert (plan.learning_rate_rule == "tuned") is (tuning.best != default)
         return tuning
 
     return found
@@ -93,26 +84,18 @@ def test_a_default_at_the_optimum_is_kept_and_one_that_diverges_is_not(find) -> 
     best, _ = grid(0.05)
     found = find(best)
     assert (found.best, found.best_loss, found.notes) == (best, found.default_loss, [])
-    found = find(3.0)
-    assert descend(3.0) > 2 * descend(0.0)
-    assert descend(found.best) < 0.1 * descend(0.0)
+    assert descend(find(3.0).best) < 0.1 * descend(0.0)
 
 
-@pytest.mark.parametrize("wins", [0, ORDERS - 1, ORDERS])
+@pytest.mark.parametrize("wins", [0, 4, 5])
 def test_the_best_must_be_better_on_every_other_data_order(wins: int, find) -> None:
     """What is better on the trials' own data alone is luck."""
-    ran: list[tuple[bool, int]] = []
 
     def run(_: Any, plan: Plan, seed: int, steps: int) -> float:
-        rate = plan.learning_rate
-        ran.append((rate == 0.01, seed))
-        return 2.0 - (0.02 < rate < 0.1 and seed <= wins)
+        return 2.0 - (0.02 < plan.learning_rate < 0.1 and seed <= wins)
 
     found = find(0.01, run=run)
-    assert (found.best == 0.01) is (wins < ORDERS)
-    assert bool(found.notes) is (wins < ORDERS)
-    others = [one for one in ran if one[1]]
-    assert others[:4] == [(True, 1), (False, 1), (True, 2), (False, 2)][: len(others)]
+    assert (found.best == 0.01) is bool(found.notes) is (wins < len(ORDERS))
 
 
 def test_an_error_is_raised_at_the_default_and_makes_other_learning_rates_infeasible(find) -> None:
@@ -125,28 +108,19 @@ def test_an_error_is_raised_at_the_default_and_makes_other_learning_rates_infeas
         return make
 
     found = find(0.01, optimizer=brittle(0.02))
-    assert {one.note for one in found.history if one.learning_rate >= 0.02} == {
-        "ValueError: 0.02 is too much"
-    }
+    notes = {trial.note for trial in found.history if trial.learning_rate >= 0.02}
+    assert notes == {"ValueError: 0.02 is too much"}
     with pytest.raises(ValueError, match="too much"):
         find(0.01, optimizer=brittle(0.001))
 
 
 def test_a_run_that_does_not_train_is_infeasible() -> None:
-    def spoiled(spoiled_calls: int) -> Setup:
-        calls = itertools.count()
-
-        def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-            return squares(model, batch) * (math.nan if next(calls) < spoiled_calls else 1.0)
-
-        return make_setup(linear_workload(loss=loss))
+    def spoiled(model: Any, batch: Any) -> torch.Tensor:
+        return squares(model, batch) * math.nan
 
     def full(*_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    run = (plan_at(0.01), 0, STEPS)
-    with pytest.raises(Infeasible, match="not finite"):
-        short_run(spoiled(1), *run)
-    assert math.isfinite(short_run(spoiled(0), *run))
-    with pytest.raises(Infeasible, match="Tried to allocate"):
-        short_run(make_setup(linear_workload(loss=full)), *run)
+    for loss, reason in ((spoiled, "not finite"), (full, "Tried to allocate")):
+        with pytest.raises(Infeasible, match=reason):
+            short_run(make_setup(linear_workload(loss=loss)), plan_at(0.01), 0, STEPS)
