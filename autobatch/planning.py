@@ -13,10 +13,8 @@ dynamic programming over the sorted list finds the optimum:
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -114,41 +112,31 @@ def cut_by_area(sizes: Sizes, limits: Counts, *, fixed: float, ranks: int = 1) -
     return found
 
 
-def learning_rate_factor(rule: LearningRateRule, *, target_batch: int, base_batch: int | None) -> float:
-    """Return the factor of the learning rate for a change from ``base_batch`` to ``target_batch``.
+def scale_rate(
+    rule: LearningRateRule, *, learning_rate: float, target_batch: int, base_batch: int | None
+) -> tuple[float, str]:
+    """Return the factor of the learning rate for a change of the batch, and the origin of the rate in words.
 
     Raises:
         InputError: a rule was given, but the batch that the learning rate was tuned for is unknown.
     """
-    if rule == "none":
-        return 1.0
     if base_batch is None:
+        if rule == "none":
+            return 1.0, "kept as declared; the batch that it was tuned for is unknown (base_batch)"
         raise InputError(
             f"--lr-rule {rule} needs the batch that the learning rate was tuned for, which is unknown: "
             "give --base-batch N, or set base_batch in the workload"
         )
-    ratio = target_batch / base_batch
-    return ratio if rule == "linear" else math.sqrt(ratio)
-
-
-def rate_source(
-    rule: LearningRateRule, *, learning_rate: float, target_batch: int, base_batch: int | None
-) -> str:
-    """Return the origin of the learning rate in words, and what speaks against keeping it."""
+    linear = target_batch / base_batch
+    root = math.sqrt(linear)
     if rule != "none":
-        return RULE_SOURCES[rule]
-    if base_batch is None:
-        return "kept as declared; the batch that it was tuned for is unknown (base_batch)"
+        return linear if rule == "linear" else root, RULE_SOURCES[rule]
     if base_batch == target_batch:
-        return "kept as declared: it was tuned for this batch"
-    linear, root = (
-        learning_rate * learning_rate_factor(one, target_batch=target_batch, base_batch=base_batch)
-        for one in ("linear", "sqrt")
-    )
-    return (
+        return 1.0, "kept as declared: it was tuned for this batch"
+    return 1.0, (
         f"kept as declared, but it was tuned for a batch of {base_batch:,}, and this one is "
-        f"{target_batch:,}: the linear rule gives "
-        f"{significant(linear)}, the sqrt rule {significant(root)}, and --tune-lr measures"
+        f"{target_batch:,}: the linear rule gives {significant(learning_rate * linear)}, the sqrt rule "
+        f"{significant(learning_rate * root)}, and --tune-lr measures"
     )
 
 
@@ -166,25 +154,16 @@ def make_plan(
 ) -> Plan:
     """Plan one optimizer step of exactly ``target_batch`` samples.
 
-    Args:
-        target_batch: samples per optimizer step, over all ranks.
-        micro_batch_limit: the largest micro-batch that fits on one rank, in samples.
-        learning_rate: learning rate of the workload.
-        world_size: data-parallel ranks.
-        multiple: number whose multiples all micro-batches are.
-        base_batch: batch that ``learning_rate`` was tuned for; None if unknown.
-        rule: scaling of the learning rate with the batch.
-        precision: precision of the micro-batches.
-        gradient_dtype: type in which gradients are summed.
-
-    Returns:
-        The plan. Its ``micro_batches`` split the largest share, that of rank 0.
+    Its ``micro_batches``, all multiples of ``multiple``, split the largest share, that of rank 0. Each has at
+    most ``micro_batch_limit`` samples. The rate was tuned for ``base_batch``; None if that is unknown.
 
     Raises:
-        InputError: there are fewer samples than ranks, or the batch is no multiple.
+        InputError: there are fewer samples than ranks, the batch is no multiple, or the rule lacks its base.
     """
     check_target(target_batch, world_size, multiple)
-    factor = learning_rate_factor(rule, target_batch=target_batch, base_batch=base_batch)
+    factor, source = scale_rate(
+        rule, learning_rate=learning_rate, target_batch=target_batch, base_batch=base_batch
+    )
     sizes = micro_batches(
         split_over_ranks(target_batch, world_size, multiple)[0], micro_batch_limit, multiple
     )
@@ -200,9 +179,7 @@ def make_plan(
         learning_rate=learning_rate * factor,
         learning_rate_rule=rule,
         learning_rate_factor=factor,
-        learning_rate_source=rate_source(
-            rule, learning_rate=learning_rate, target_batch=target_batch, base_batch=base_batch
-        ),
+        learning_rate_source=source,
         precision=precision,
         gradient_dtype=gradient_dtype,
     )
@@ -234,55 +211,14 @@ def check_world_size(plan: Plan, found: int, who: str) -> None:
         )
 
 
-def nearest_even_targets(target_batch: int, world_size: int, limit: int) -> list[int]:
-    """Return the target batches next to this one, below and above, that equal micro-batches do not slow.
-
-    Equal micro-batches of at most ``limit`` samples then take as few accumulation steps as unequal ones.
-    """
-
-    def is_good(target: int) -> bool:
-        share, rest = divmod(target, world_size)
-        return share > 0 and not rest and share % math.ceil(share / limit) == 0
-
-    below = next((target for target in range(target_batch - 1, 0, -1) if is_good(target)), None)
-    above = next(target for target in itertools.count(target_batch + 1) if is_good(target))
-    return [above] if below is None else [below, above]
-
-
-def even_split_note(plan: Plan, limit: int | None = None) -> str | None:
-    """Return a remark if equal micro-batches are at most half of what fits; None if they are not.
-
-    Args:
-        plan: the plan.
-        limit: the largest micro-batch that fits, in samples; None for that of the plan.
-    """
-    limit = plan.micro_batch if limit is None else limit
-    size, steps = even_split(plan)
-    share = plan.target_batch // plan.world_size
-    if 2 * size > min(limit, share):
-        return None
-    near = " or ".join(map(str, nearest_even_targets(plan.target_batch, plan.world_size, limit)))
-    return (
-        f"a target batch of {plan.target_batch} splits into equal micro-batches of {size} in {steps} "
-        f"accumulation steps at most, although {limit} samples fit: a target batch of {near} needs fewer "
-        "steps, and autobatch.batches splits any batch"
-    )
-
-
 def even_split(plan: Plan) -> tuple[int, int]:
-    """Return the largest equal micro-batch that fits, and its accumulation steps, for one rank.
+    """Return the largest equal micro-batch of a rank that fits, and its accumulation steps.
 
-    Args:
-        plan: the plan, with the target batch, the ranks and the micro-batch that fits.
-
-    Returns:
-        The largest divisor of the rank's share that is at most the plan's micro-batch, and a multiple of the
-        plan's ``multiple``; and the accumulation steps. Their product is the share. If the share has few
-        divisors (a prime), the micro-batch is small. Then choose another target batch, or
-        `autobatch.batches`, which splits any batch.
+    Their product is the rank's share. If the share has few divisors (a prime), the micro-batch is small. Then
+    choose another target batch, or `autobatch.batches`, which splits any batch.
 
     Raises:
-        InputError: the ranks do not divide the target batch into equal parts of that multiple.
+        InputError: the ranks do not divide the target batch into equal parts of the plan's multiple.
     """
     unit = plan.multiple
     units, rest = divmod(plan.target_batch, plan.world_size * unit)
@@ -297,6 +233,20 @@ def even_split(plan: Plan) -> tuple[int, int]:
     return size * unit, units // size
 
 
+def even_split_note(plan: Plan, limit: int) -> str | None:
+    """Return a remark if equal micro-batches are at most half of the ``limit`` that fits; None if not."""
+    size, steps = even_split(plan)
+    if 2 * size > min(limit, plan.target_batch // plan.world_size):
+        return None
+    full, whole = limit * plan.world_size, plan.target_batch // (limit * plan.world_size)
+    near = " or ".join(f"{number * full}" for number in (whole, whole + 1) if number)
+    return (
+        f"a target batch of {plan.target_batch} splits into equal micro-batches of {size} in {steps} "
+        f"accumulation steps at most, although {limit} samples fit: a target batch of {near} needs fewer "
+        "steps, and autobatch.batches splits any batch"
+    )
+
+
 def equal_plan(target_batch: int, limit: int, *, world_size: int, multiple: int = 1) -> Plan:
     """Plan the fewest equal micro-batches, as a program has them that knows one size only.
 
@@ -305,9 +255,18 @@ def equal_plan(target_batch: int, limit: int, *, world_size: int, multiple: int 
     Raises:
         InputError: the ranks cannot share the batch equally.
     """
-    planned = partial(
-        make_plan, target_batch=target_batch, learning_rate=0.0, world_size=world_size, multiple=multiple
+    plan = make_plan(
+        target_batch=target_batch,
+        micro_batch_limit=limit,
+        learning_rate=0.0,
+        world_size=world_size,
+        multiple=multiple,
     )
-    size, _ = even_split(planned(micro_batch_limit=limit))
-    source = "the program's own, and so is its precision"
-    return msgspec.structs.replace(planned(micro_batch_limit=size), learning_rate_source=source)
+    size, steps = even_split(plan)
+    return msgspec.structs.replace(
+        plan,
+        micro_batch=size,
+        accumulation_steps=steps,
+        micro_batches=[size] * steps,
+        learning_rate_source="the program's own, and so is its precision",
+    )

@@ -25,6 +25,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all records: immutable, keyword-only, serialized under the field names."""
 
 
+class OfRanks(Record, frozen=True, kw_only=True):
+    """Figures of one rank: the least of all ranks, one per GPU."""
+
+    world_size: Positive = 1
+    """Number of ranks."""
+    parallel: Parallel | None = None
+    """``replicate`` if each rank has a whole model, ``shard`` if the ranks share it; None for one rank."""
+    parallel_reason: str | None = None
+    """The reason for it; None if it was asked for."""
+
+
 class MemoryHolder(Record, frozen=True, kw_only=True):
     """Process that holds memory of the device."""
 
@@ -64,8 +75,6 @@ class Attempt(Record, frozen=True, kw_only=True):
     peak_reserved_bytes: int | None
     seconds: float
     """Duration of the whole attempt."""
-    step_seconds: float | None = None
-    """Duration of its last step: two micro-batches in the steady state."""
     reason: str | None = None
     """Reason why it does not fit: the first line of the error, or the rule that it broke."""
     phase: str | None = None
@@ -73,8 +82,7 @@ class Attempt(Record, frozen=True, kw_only=True):
     is_error: bool = False
     """True if it failed for another reason than memory, above a size that fits."""
     is_below_budget: bool = False
-    """True if memory ran out although all that was held and the request are below the budget: something else
-    than the budget refused it."""
+    """True if something else than the budget refused memory: what was held and asked for are below it."""
 
 
 class RealBatches(Record, frozen=True, kw_only=True):
@@ -86,45 +94,33 @@ class RealBatches(Record, frozen=True, kw_only=True):
     """Largest micro-batch of the longest samples alone."""
 
 
-class Probe(Record, frozen=True, kw_only=True):
+class Probe(OfRanks, frozen=True, kw_only=True):
     """The largest micro-batch that fits, and how it was found."""
 
     micro_batch: int
     limited_by: LimitedBy
     upper_bound_by: UpperBoundBy | None
-    """Evidence that the next size does not fit, or ``error`` if it fails for another reason than memory; None
-    if the search was stopped before."""
+    """Evidence that the next size does not fit, ``error`` if it fails otherwise; None if stopped before."""
     predicted_micro_batch: int | None
     oom_count: int
     attempts: list[Attempt]
     source: str = "search"
-    """``search``, ``saved DATE`` if one run confirmed a cached limit, or ``asked`` if only this size was
-    checked."""
+    """``search``, ``saved DATE`` if one run confirmed a saved limit, or ``asked`` if only this size ran."""
     multiple: int = 1
-    """Micro-batches are multiples of it, because others fail for another reason than memory."""
+    """Number whose multiples all micro-batches are."""
     stopped_by: str | None = None
-    """``interrupt`` or ``lost GPU context`` if the answer is the largest size found before;
-    None if complete."""
+    """``interrupt`` or ``lost GPU context``; None if the search is complete."""
     precision: Precision | None = None
     """Precision of the attempts; None if unknown."""
     real_batches: RealBatches | None = None
     """Check against real batches; None if samples do not differ in size or the allocator caches nothing."""
-    world_size: Positive = 1
-    """Ranks that the limit holds for: it is the least of all of them."""
-    parallel: Parallel | None = None
-    """``replicate`` if each rank has a whole model, ``shard`` if the ranks share it; None for one rank."""
-    parallel_reason: str | None = None
-    """The reason for it; None if it was asked for."""
 
 
 LearningRateRule = Literal["none", "linear", "sqrt"]
 
 
 class SizeCut(Record, frozen=True, kw_only=True):
-    """Split by size: each batch is sorted by the sizes of its samples and cut at its own sizes.
-
-    No micro-batch is larger after padding than the longest samples that fit, ``micro_batch`` × ``longest``.
-    """
+    """Split by size: no micro-batch is larger after padding than ``micro_batch`` × ``longest``."""
 
     longest: float
     """Size of the longest sample of the data."""
@@ -142,20 +138,16 @@ class SizeCut(Record, frozen=True, kw_only=True):
     """Micro-batches of a batch in this split, a mean over batches of the run."""
     digest: str = ""
     """Digest of the sizes of all samples."""
-    by_size_of: bool = False
-    """True if the sizes come from the workload's ``size_of``, False if they count the numbers in a sample."""
 
 
-class Plan(Record, frozen=True, kw_only=True):
+class Plan(OfRanks, frozen=True, kw_only=True):
     """A split of exactly ``target_batch`` samples per optimizer step over ranks and micro-batches.
 
-    ``micro_batches`` are the sizes that one rank runs, in order. They differ by at most one, and their sum
-    over the ranks is the target batch. If ``size_cut`` is set, each batch is cut at its own sizes instead.
+    ``micro_batches`` are the sizes that one rank runs, in order, unless ``size_cut`` cuts each batch anew.
     """
 
     target_batch: Positive
     effective_batch: Positive
-    world_size: Positive
     micro_batch: Positive
     accumulation_steps: Positive
     micro_batches: list[Count]
@@ -176,10 +168,6 @@ class Plan(Record, frozen=True, kw_only=True):
     """``count`` splits a batch into equal counts, ``size`` by the sizes of its samples."""
     size_cut: SizeCut | None = None
     """Rule of the split by size; None if batches are split by count."""
-    parallel: Parallel | None = None
-    """``replicate`` if each rank has a whole model, ``shard`` if the ranks share it; None for one rank."""
-    parallel_reason: str | None = None
-    """The reason for it; None if it was asked for."""
 
 
 class Trial(Record, frozen=True, kw_only=True):
@@ -264,15 +252,13 @@ class StepRecord(Record, frozen=True, kw_only=True):
     step: int
     """Batches seen, including this one."""
     applied: bool
-    """False if the weights did not change: the loss scale overflowed, no item was counted, or a loss or
-    gradient was not finite and was skipped."""
+    """False if the weights did not change: an overflow, no counted item, or a step that was skipped."""
     samples: int
     """Samples seen so far by the whole run."""
     loss: float | None
     """Mean over the batch; None if no item was counted."""
     terms: dict[str, float | None] = {}
-    """Mean of each term of a loss that has several, which add up to ``loss``; without those that counted no
-    item. A value is None if not finite."""
+    """Mean of each term that counted items, of a loss that has several; a value is None if not finite."""
     count: float
     """Items that the loss is a mean over."""
     learning_rate: float
@@ -284,7 +270,7 @@ class StepRecord(Record, frozen=True, kw_only=True):
     samples_per_s: float | None = None
     """Throughput of this step."""
     items_per_s: float | None = None
-    """Throughput in items that the loss is a mean over, for example tokens; samples by default."""
+    """Throughput in items that the loss is a mean over, for example tokens."""
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     oom_recoveries: int
@@ -328,8 +314,7 @@ class Remedy(Record, frozen=True, kw_only=True):
     """A change that lets a larger micro-batch fit, and its predicted effect; traced, not run."""
 
     name: str
-    """``checkpointing``, ``bf16``, ``gradient_dtype``, ``fused`` or ``expandable_segments``; several are
-    joined by ``+``."""
+    """Among ``checkpointing bf16 gradient_dtype fused expandable_segments``, joined by ``+``."""
     advice: str
     """Instruction, in words."""
     micro_batch: int
@@ -338,7 +323,7 @@ class Remedy(Record, frozen=True, kw_only=True):
     """Peak compared with the budget, at ``micro_batch`` or at 1 if that is 0."""
 
 
-class Estimate(Record, frozen=True, kw_only=True):
+class Estimate(OfRanks, frozen=True, kw_only=True):
     """Prediction of what fits on one GPU."""
 
     profile: str
@@ -366,12 +351,6 @@ class Estimate(Record, frozen=True, kw_only=True):
     """Phase of the step that contains the peak; empty if unknown."""
     remedies: list[Remedy] | None = None
     """Changes that let more fit, the best first; None if several GPUs were asked about."""
-    world_size: int = 1
-    """Ranks, one per GPU; all figures are those of one rank."""
-    parallel: Parallel | None = None
-    """``replicate`` if each rank has a whole model, ``shard`` if the ranks share it; None for one rank."""
-    parallel_reason: str | None = None
-    """Reason for the choice, in words; None if it was asked for."""
 
 
 class RecordedFit(Record, frozen=True, kw_only=True):
@@ -404,9 +383,6 @@ class Recorded(Record, frozen=True, kw_only=True):
     file: str
     device: int
     """Index of the GPU."""
-    events: int
-    streams: int
-    """Streams and private pools that have blocks."""
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     needed_bytes: int
@@ -445,15 +421,13 @@ class MemoryCurve(Record, frozen=True):
     """Memory over the events of one optimizer step, by category; all lists are equally long."""
 
     positions: list[float]
-    """Positions in the step, in the unit of ``axis``."""
+    """Positions in the step, in events of the allocator."""
     categories: dict[str, list[int]]
     """Live bytes by category at each position, drawn from the bottom in this order."""
-    axis: str = "allocation event"
     phases: dict[str, float] = {}
     """Start of each phase of the step, by name."""
     modules: dict[str, list[int]] = {}
-    """Live activations at each position by the part of the model that made them, in the order of the forward
-    pass; they add up to those in ``categories``."""
+    """Live activations at each position by the part of the model that made them, as in ``categories``."""
     micro_batch: int | None = None
     """Samples of the micro-batches; None if a version that did not say wrote the record."""
 

@@ -220,8 +220,6 @@ def _explained(path: Path, gpus: Gpus) -> Estimates:
     recorded = Recorded(
         file=str(path),
         device=recording.device,
-        events=len(trace.events),
-        streams=len(set(recording.pools)),
         peak_allocated_bytes=outcome.peak_allocated_bytes,
         peak_reserved_bytes=recording.peak_reserved_bytes,
         needed_bytes=needed,

@@ -103,7 +103,6 @@ def _run_steps(setup: Setup, micro_batch: int, steps: Sequence[int]) -> Outcome:
             peak_allocated_bytes=stats.peak_allocated_bytes,
             peak_reserved_bytes=stats.peak_reserved_bytes,
             seconds=setup.clock() - start,
-            step_seconds=None if failure is not None else rehearsal.steps[-1].seconds,
             reason=reason,
             phase=None if failure is None else failure.phase,
             is_below_budget=failure is not None

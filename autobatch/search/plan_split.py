@@ -111,7 +111,6 @@ def _choose(
             micro_batch=smaller,
             max_micro_batch=cap,
             digest=sizes_digest(sizes),
-            by_size_of=setup.workload.size_of is not None,
         )
         cut, gain = _with_expectations(cut, batches[:FIRST], sizes, plan.micro_batch)
         if asked == "auto" and gain < LEAST_GAIN:

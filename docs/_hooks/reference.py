@@ -148,11 +148,16 @@ def written(argument: ast.arg, default: ast.expr | None) -> str:
 def records() -> str:
     """Return a table for each record of the JSON: every key with its type and what it means."""
     parts, short = [], {"Count": "int", "Positive": "int"}
+    own: dict[str, list[str]] = {}
     for record in ast.parse((ROOT / "autobatch/core/records.py").read_text(encoding="utf-8")).body:
         if isinstance(record, ast.Assign) and (value := ast.unparse(record.value)).startswith("Literal"):
             short[ast.unparse(record.targets[0])] = value
         if isinstance(record, ast.ClassDef) and record.name != "Record":
-            rows = "\n".join(["| key | type | meaning |", "|---|---|---|", *fields_of(record)])
+            own[record.name] = fields_of(record)
+            if record.name == "OfRanks":  # in the tables of those that inherit it
+                continue
+            inherited = own.get(ast.unparse(record.bases[0]), [])
+            rows = "\n".join(["| key | type | meaning |", "|---|---|---|", *own[record.name], *inherited])
             rows = re.sub(r"(?<=\| `)\w+(?=` \|)", lambda name: short.get(name[0], name[0]), rows)
             parts += [
                 f"### {record.name}",

@@ -88,7 +88,6 @@ def test_the_peak_of_one_recording_is_that_of_the_gpu(run, name):
     found = run({"one": snapshot_of(name)})["recorded"]
     assert found["peak_reserved_bytes"] == found["needed_bytes"] == reserved_peak(name)
     assert found["peak_allocated_bytes"] <= found["peak_reserved_bytes"]
-    assert found["streams"] == (10 if name == "streams/ten" else 1)
     if "expandable" in name:
         assert found["expandable_bytes"] == found["needed_bytes"]
     for fit in found["fits"]:
