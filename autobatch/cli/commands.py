@@ -292,7 +292,7 @@ def examine() -> dict[str, Any]:
     """Examine the machine: host, GPUs, NVML, versions, and what is missing."""
     import torch
 
-    from autobatch.device.cuda_gpus import visible_gpus
+    from autobatch.device.cuda import visible_gpus
     from autobatch.device.host import cpu_name, host_memory
     from autobatch.device.nvml import NvmlAbsent, read_gpus
 

@@ -9,18 +9,20 @@ from __future__ import annotations
 import copy
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records import DeviceRecord
 from autobatch.core.units import MiB, format_bytes, parse_budget
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator, MemoryStats
-from autobatch.device.host import compiler_missing_on_cpu
+from autobatch.device.host import compiler_missing
 
 if TYPE_CHECKING:
     from autobatch.core.records import Precision
@@ -66,6 +68,35 @@ class Meter(Protocol):
 
 class SilentMeter(Meter):
     """A meter for a session in which nothing is counted."""
+
+
+@contextmanager
+def followed_modules(model: nn.Module, meter: Meter) -> Iterator[None]:
+    """Tell a meter which module of a model runs, the innermost one, within the block.
+
+    ``torch.utils.module_tracker.ModuleTracker`` does not serve: it has a set of names in place of a stack,
+    and its hooks on gradients change what a recomputing model frees.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    running: list[str] = []
+
+    def enter(module: nn.Module, _: object) -> None:
+        if module in names:
+            running.append(names[module])
+            meter.enter_module(running[-1])
+
+    def leave(module: nn.Module, *_: object) -> None:
+        if module in names and running:
+            running.pop()
+            meter.enter_module(running[-1] if running else "")
+
+    entering = register_module_forward_pre_hook(enter)
+    leaving = register_module_forward_hook(leave, always_call=True)
+    try:
+        yield
+    finally:
+        entering.remove()
+        leaving.remove()
 
 
 class Device(ABC):
@@ -121,7 +152,7 @@ class Device(ABC):
 
     def compiler_missing(self) -> str | None:
         """Return what ``torch.compile`` lacks here, in words; None if nothing."""
-        return compiler_missing_on_cpu()
+        return compiler_missing()
 
     def describe(self) -> DeviceRecord:
         """Read the machine anew and return name, total, budget and the other processes that hold memory."""
@@ -192,11 +223,10 @@ def resolve_budget(
         return budget_bytes, f"as set: {asked}"
     headroom_bytes = max(int(total_bytes * headroom_share), HEADROOM_LEAST_BYTES)
     budget_bytes = min(sum(size for size, _ in available), total_bytes) - headroom_bytes
-    is_least = headroom_bytes == HEADROOM_LEAST_BYTES
-    headroom = f"headroom, {'the least' if is_least else f'{headroom_share:.0%} of the total'}"
-    terms = [*available, (-headroom_bytes, headroom)]
-    words = "".join(f" {'-' if size < 0 else '+'} {format_bytes(abs(size))} {term}" for size, term in terms)
-    words = words.removeprefix(" + ")
+    share = "the least" if headroom_bytes == HEADROOM_LEAST_BYTES else f"{headroom_share:.0%} of the total"
+    terms = [*available, (-headroom_bytes, f"headroom, {share}")]
+    words = " ".join(f"{'+-'[size < 0]} {format_bytes(abs(size))} {term}" for size, term in terms)
+    words = words.removeprefix("+ ")
     if budget_bytes <= 0:
         raise DoesNotFitError(
             f"no memory is left to train in on {owner}: {words}; "

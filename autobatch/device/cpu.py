@@ -1,7 +1,7 @@
-"""The CPU as a device: its budget is host memory, counted by a dispatch mode while a probe runs.
+"""Devices whose tensors are on the CPU: the CPU itself, and a GPU that is simulated on it.
 
-The operator that exceeds the budget raises ``torch.OutOfMemoryError``, so the process survives. Training runs
-at full speed, with nothing counted.
+A dispatch mode counts the tensors. The operator that exceeds the budget raises ``torch.OutOfMemoryError``, so
+the process survives.
 """
 
 from __future__ import annotations
@@ -9,19 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import msgspec
+
 from autobatch.core.errors import InputError
-from autobatch.core.units import format_bytes, parse_budget
-from autobatch.device.allocator.ledger import BudgetExceeded
+from autobatch.core.records import DeviceRecord
+from autobatch.core.units import parse_budget
+from autobatch.device.allocator.caching import AllocatorConfig
+from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.tracker import StorageTracker
-from autobatch.device.base import Device, Meter, SilentMeter, resolve_budget
+from autobatch.device.base import GPU_HEADROOM_SHARE, Device, Meter, SilentMeter, resolve_budget
 from autobatch.device.host import HostMemory, cpu_name, host_memory
+from autobatch.device.profiles import HardwareProfile
 
 HEADROOM_SHARE = 0.1
 """Share of the memory that no budget takes by default: operators also use memory besides tensors."""
 
 
 class CpuDevice(Device):
-    """The CPU, with a budget of host memory for tensors.
+    """The CPU, with a budget of host memory for tensors. It is counted while a probe runs, not in training.
 
     Args:
         memory_budget: Taken literally: a size, or a share of the total such as ``"80%"``. None for the
@@ -44,14 +49,29 @@ class CpuDevice(Device):
         notes: Sequence[str] = (),
     ) -> None:
         memory = host_memory() if memory is None else memory
-        budget = _budget(memory_budget, memory)
+        if memory.total_bytes is not None and memory.available_bytes is not None:
+            budget = resolve_budget(
+                memory_budget,
+                total_bytes=memory.total_bytes,
+                available=[(memory.available_bytes, f"available ({memory.source})")],
+                headroom_share=HEADROOM_SHARE,
+                owner="this machine",
+            )
+        elif memory_budget is None or "%" in str(memory_budget):
+            raise InputError(
+                f"{memory.source}, so set --memory-budget to the bytes that may be used, such as 6GiB "
+                f"(found {memory_budget})"
+            )
+        else:
+            budget = parse_budget(memory_budget, whole_bytes=0), f"as set: {memory_budget}"
         total_bytes = budget[0] if memory.total_bytes is None else memory.total_bytes
         super().__init__(budget, name=cpu_name(), total_bytes=total_bytes, notes=notes)
 
     @contextmanager
     def enforced(self) -> Iterator[Meter]:
         """Raise ``torch.OutOfMemoryError`` over the budget within the block."""
-        with StorageTracker(self.new_allocator(), text=_refusal) as tracker:
+        text = "CPU out of memory. {}".format
+        with StorageTracker(self.new_allocator(), text=text) as tracker:
             yield tracker
 
     def training(self) -> AbstractContextManager[Meter]:
@@ -59,28 +79,70 @@ class CpuDevice(Device):
         return nullcontext(SilentMeter())
 
 
-def _refusal(error: BudgetExceeded) -> str:
-    return (
-        f"CPU out of memory: {format_bytes(error.attempted)} requested, {format_bytes(error.free)} free: "
-        f"tensors hold {format_bytes(error.allocated)} of the memory budget of {format_bytes(error.limit)}"
-    )
+class SimulatedDevice(Device):
+    """The GPU of a hardware profile: CPU tensors in a model of CUDA's caching allocator, which is always on.
 
+    Out-of-memory errors, recovery and fragmentation run without a GPU. Operators are not simulated: kernels,
+    autocast lists and workspaces are the CPU's, so a micro-batch found here is not the GPU's
+    (`autobatch.estimates` is for that).
 
-def _budget(asked: str | int | None, memory: HostMemory) -> tuple[int, str]:
-    total, available = memory.total_bytes, memory.available_bytes
-    if asked is None and (total is None or available is None):
-        raise InputError(f"{memory.source}, so set --memory-budget to what may be used, such as 6GiB")
-    if total is not None:
-        return resolve_budget(
-            asked,
-            total_bytes=total,
-            available=[(available or 0, f"available ({memory.source})")],
-            headroom_share=HEADROOM_SHARE,
-            owner="this machine",
+    Args:
+        profile: The GPU.
+        memory_budget: Taken literally: a size, or a share of the GPU's memory. None for its memory less its
+            CUDA context and a headroom.
+
+    Raises:
+        InputError: The budget is no size, or exceeds the memory of the GPU.
+        DoesNotFitError: The GPU is smaller than its CUDA context and the headroom.
+    """
+
+    kind = "sim"
+    allocator_config = AllocatorConfig()
+
+    def __init__(self, profile: HardwareProfile, memory_budget: str | int | None = None) -> None:
+        budget = resolve_budget(
+            memory_budget,
+            total_bytes=profile.total_bytes,
+            available=[(profile.total_bytes, "in total"), (-profile.context_bytes, "CUDA context")],
+            headroom_share=GPU_HEADROOM_SHARE,
+            owner=profile.title,
         )
-    if "%" in str(asked):
-        raise InputError(
-            f"memory_budget={asked!r} is a share, but {memory.source}: write a size such as 6GiB"
+        super().__init__(
+            budget,
+            name=f"{profile.title} (simulated)",
+            total_bytes=profile.total_bytes,
+            notes=["simulated: CPU tensors in a model of CUDA's caching allocator, at the speed of this CPU"],
         )
-    assert asked is not None
-    return parse_budget(asked, whole_bytes=0), f"as set: {asked}"
+        self._session: Allocator | None = None
+
+    def describe(self) -> DeviceRecord:
+        """Return name, total and budget of the GPU, on which no other process runs."""
+        return msgspec.structs.replace(super().describe(), other_processes_bytes=0)
+
+    def enforced(self) -> AbstractContextManager[Meter]:
+        """Start with an empty cache, and raise ``torch.OutOfMemoryError`` over the budget in the block."""
+        return self._tracked(record=True)
+
+    def training(self) -> AbstractContextManager[Meter]:
+        """Enforce the budget within the block, and record no events."""
+        return self._tracked(record=False)
+
+    def compiler_missing(self) -> str | None:
+        """Return that nothing is compiled here: torch compiles no model under a dispatch mode."""
+        return "torch compiles nothing while the memory of a simulated GPU is counted"
+
+    def release(self) -> None:
+        """Collect garbage that still holds tensors, and free what the running session has cached."""
+        super().release()
+        if self._session is not None:
+            self._session.release()
+
+    @contextmanager
+    def _tracked(self, *, record: bool) -> Iterator[StorageTracker]:
+        outer, self._session = self._session, self.new_allocator()
+        text = "CUDA out of memory. {}".format
+        try:
+            with StorageTracker(self._session, text=text, record=record) as tracker:
+                yield tracker
+        finally:
+            self._session = outer

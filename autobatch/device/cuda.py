@@ -11,24 +11,53 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
-from autobatch.core.records import DeviceRecord
+from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.records import DeviceRecord, Record
 from autobatch.core.units import format_bytes
-from autobatch.device import cuda_allocator, nvml, private
+from autobatch.device import cuda_allocator, nvml
 from autobatch.device.allocator.caching import AllocatorConfig
 from autobatch.device.base import GPU_HEADROOM_SHARE, Device, resolve_budget
 from autobatch.device.cuda_allocator import CudaMeter
-from autobatch.device.cuda_gpus import open_context, require_usable
-from autobatch.device.host import compiler_missing_on_gpu
-from autobatch.device.oom import lost_context_ignored
+from autobatch.device.oom import first_line, is_oom, lost_context_ignored
 
 if TYPE_CHECKING:
     from autobatch.core.records import Precision
     from autobatch.device.allocator.ledger import MemoryStats
+
+UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+"""Any value of it switches torch's allocator off (c10/cuda/CUDACachingAllocator.cpp)."""
+
+
+class VisibleGpu(Record, frozen=True, kw_only=True):
+    """A GPU that torch can use, for reports."""
+
+    index: int
+    """The number in ``cuda:N``."""
+    name: str
+    uuid: str
+    total_bytes: int
+    capability: str
+    """Compute capability, such as ``9.0``."""
+
+
+def visible_gpus() -> list[VisibleGpu]:
+    """List the GPUs that torch can use, in torch's order; empty without a GPU or a CUDA build."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [
+        VisibleGpu(
+            index=index,
+            name=gpu.name,
+            uuid=str(gpu.uuid),
+            total_bytes=gpu.total_memory,
+            capability=f"{gpu.major}.{gpu.minor}",
+        )
+        for index, gpu in enumerate(map(torch.cuda.get_device_properties, range(count)))
+    ]
 
 
 class CudaDevice(Device):
@@ -54,34 +83,28 @@ class CudaDevice(Device):
     compute_capability: tuple[int, int]
 
     def __init__(self, *, index: int, memory_budget: str | int | None) -> None:
-        require_usable(index, os.environ)
-        is_first = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call, unused-ignore]
+        _require_usable(index)
         gpu = torch.cuda.get_device_properties(index)
-        self._index = index
-        self._uuid = str(getattr(gpu, "uuid", ""))
+        self._index, self._uuid = index, str(gpu.uuid)
         self._held_bytes: int | None = None
         """What the process held when the session began; None outside of sessions."""
         self.torch_device = torch.device("cuda", index)
         self.compute_capability = (gpu.major, gpu.minor)
         before = nvml.read_gpu(self._uuid)
-        open_context(index)
+        _open_context(index)
         after = nvml.read_gpu(self._uuid)
-        self._own = _Own.since(before, after) if is_first else _Own(os.getpid(), 0)
-        free_bytes, source, notes = torch.cuda.mem_get_info(index)[0], "the CUDA driver", list[str]()
-        if isinstance(after, nvml.NvmlAbsent):
-            notes.append(f"no figures from NVML: {after.reason}")
+        self._context_bytes = max(0, _used(after) - _used(before))
+        """Memory of the CUDA context; 0 if it was there before, or if unknown."""
+        notes = [f"no figures from NVML: {after.reason}"] if isinstance(after, nvml.NvmlAbsent) else []
         self._unmodelled = cuda_allocator.unmodelled_options(os.environ)
         if self._unmodelled:
             notes.append(f"{', '.join(self._unmodelled)} of the allocator: predictions come from peaks alone")
-        held_bytes = torch.cuda.memory_reserved(index)
-        cap_bytes = cuda_allocator.read_cap(index, gpu.total_memory)
-        if cap_bytes - held_bytes < free_bytes and cap_bytes < gpu.total_memory:
-            free_bytes, source = max(0, cap_bytes - held_bytes), "set_per_process_memory_fraction"
+        free_bytes, held_bytes = torch.cuda.mem_get_info(index)[0], torch.cuda.memory_reserved(index)
         self._available_bytes = min(free_bytes + held_bytes, gpu.total_memory)
         budget = resolve_budget(
             memory_budget,
             total_bytes=gpu.total_memory,
-            available=[(free_bytes, f"free ({source})"), (held_bytes, "held by this process")],
+            available=[(free_bytes, "free (the CUDA driver)"), (held_bytes, "held by this process")],
             headroom_share=GPU_HEADROOM_SHARE,
             owner="the GPU",
         )
@@ -108,26 +131,18 @@ class CudaDevice(Device):
         """Return ``default`` and ``fused``: the default is ``foreach`` on a GPU."""
         return ("default", "fused")
 
-    def compiler_missing(self) -> str | None:
-        """Return what `autobatch.device.host.compiler_missing_on_gpu` finds."""
-        return compiler_missing_on_gpu(self.compute_capability)
-
     def describe(self) -> DeviceRecord:
         """Read the driver anew and return name, total, budget and the other processes that hold memory."""
         record, gpu = super().describe(), nvml.read_gpu(self._uuid)
         if isinstance(gpu, nvml.NvmlAbsent) or gpu.used_bytes is None:
             return record
-        reserved_bytes, notes = torch.cuda.memory_reserved(self._index), record.notes
-        own_bytes = next((holder.used_bytes for holder in gpu.holders if holder.pid == self._own.pid), None)
-        # The id may be that of another process of the host, which holds less.
-        if own_bytes is None or own_bytes < reserved_bytes:
-            own_bytes = reserved_bytes + self._own.context_bytes
-            notes = [*notes, "memory of other processes includes the CUDA libraries of this process"]
+        # In a container NVML lists this process by an id of the host, or not at all.
+        listed = sum(holder.used_bytes or 0 for holder in gpu.holders if holder.pid == os.getpid())
+        own_bytes = max(listed, torch.cuda.memory_reserved(self._index) + self._context_bytes)
         return msgspec.structs.replace(
             record,
             other_processes_bytes=max(0, gpu.used_bytes - own_bytes),
-            holders=[holder for holder in gpu.holders if holder.pid != self._own.pid],
-            notes=notes,
+            holders=[holder for holder in gpu.holders if holder.pid != os.getpid()],
         )
 
     @contextmanager
@@ -136,7 +151,7 @@ class CudaDevice(Device):
         # Workspaces of cuBLAS become cached blocks when they are freed, so this comes before the release.
         cuda_allocator.free_workspaces()
         self.release()
-        recording = nullcontext(enter_result=False) if self._unmodelled else private.recording()
+        recording = nullcontext(enter_result=False) if self._unmodelled else cuda_allocator.recording()
         with self._session(), recording as records:
             yield CudaMeter(self._index, waits=True, records=records)
         cuda_allocator.free_workspaces()
@@ -192,19 +207,43 @@ class CudaDevice(Device):
             self._held_bytes = before
 
 
-class _Own(NamedTuple):
-    """This process as NVML lists it."""
+def _require_usable(index: int) -> None:
+    """Check that torch finds a GPU, and that its allocator counts and limits the memory there."""
+    if getattr(torch._C, "_cuda_isInBadFork", bool)():
+        raise InputError(
+            f"cuda:{index} was asked for, and this process was forked from one that had started CUDA, which "
+            "no fork survives: start it with the method spawn of multiprocessing"
+        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not 0 <= index < count:
+        raise InputError(
+            f"cuda:{index} was asked for, and torch {torch.__version__} finds {count} CUDA GPUs, counted "
+            "from cuda:0: run `autobatch doctor` to see why, or use --device cpu"
+        )
+    backend = torch.cuda.get_allocator_backend()
+    if UNCACHED in os.environ or backend not in ("native", "cudaMallocAsync"):
+        raise InputError(
+            f"torch's allocator for GPUs was replaced ({backend}) or switched off ({UNCACHED}), so that no "
+            "budget can be kept: unset the variable, and do not call "
+            "torch.cuda.memory.change_current_allocator"
+        )
 
-    pid: int | None
-    """In a container an id of the host; None if unknown."""
-    context_bytes: int
-    """Memory of its CUDA context, for when NVML does not list the process."""
 
-    @classmethod
-    def since(cls, before: nvml.NvmlGpu | nvml.NvmlAbsent, after: nvml.NvmlGpu | nvml.NvmlAbsent) -> Self:
-        """Compare readings before and after the process made its context: it is the one that is new."""
-        if isinstance(before, nvml.NvmlAbsent) or isinstance(after, nvml.NvmlAbsent):
-            return cls(None, 0)
-        new = {holder.pid for holder in after.holders} - {holder.pid for holder in before.holders}
-        pid = os.getpid() if os.getpid() in new else new.pop() if len(new) == 1 else None
-        return cls(pid, max(0, (after.used_bytes or 0) - (before.used_bytes or 0)))
+def _open_context(index: int) -> None:
+    """Create the CUDA context of a GPU."""
+    try:
+        torch.cuda.synchronize(index)
+    except RuntimeError as error:
+        if is_oom(error):
+            raise DoesNotFitError(
+                f"cuda:{index} has no memory for a CUDA context: end other processes that use it, "
+                "which `autobatch doctor` lists, or choose another GPU with --device cuda:N"
+            ) from error
+        raise InputError(
+            f"cuda:{index} cannot be opened: {first_line(error)}; look at its processes, its state and "
+            "its compute mode with nvidia-smi, or choose another GPU with --device cuda:N"
+        ) from error
+
+
+def _used(gpu: nvml.NvmlGpu | nvml.NvmlAbsent) -> int:
+    return 0 if isinstance(gpu, nvml.NvmlAbsent) else gpu.used_bytes or 0

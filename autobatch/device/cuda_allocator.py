@@ -11,17 +11,18 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from autobatch.device import private
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.device.base import SilentMeter
 from autobatch.device.oom import lost_context_ignored
 
-T = TypeVar("T")
+MOST_EVENTS = 300_000
+"""Most events of a recording. A longer one would lack its beginning. 25,000 are usual, and a snapshot makes a
+Python object of each."""
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables of the allocator's options. The first that is set counts, even if empty
 (c10/core/AllocatorConfig.cpp)."""
@@ -39,22 +40,15 @@ _UNMODELLED = (
 @contextmanager
 def capped(index: int, *, limit_bytes: int, total_bytes: int) -> Iterator[None]:
     """Cap the allocator of a GPU within the block, then restore the former cap."""
-    before_bytes = read_cap(index, total_bytes)
-    _set_cap(index, limit_bytes, total_bytes)
+    before = torch.cuda.get_per_process_memory_fraction(index)
+    torch.cuda.set_per_process_memory_fraction(fraction_of(limit_bytes, total_bytes), index)
     try:
         yield
     finally:
         with lost_context_ignored():
-            _set_cap(index, before_bytes, total_bytes)
-
-
-def read_cap(index: int, total_bytes: int) -> int:
-    """Return the current cap in bytes: the total if there is none."""
-    return round(torch.cuda.get_per_process_memory_fraction(index) * total_bytes)
-
-
-def _set_cap(index: int, limit_bytes: int, total_bytes: int) -> None:
-    torch.cuda.set_per_process_memory_fraction(fraction_of(limit_bytes, total_bytes), index)
+            # A cap that was set in bytes is the smallest fraction that allows them.
+            before = fraction_of(round(before * total_bytes), total_bytes)
+            torch.cuda.set_per_process_memory_fraction(before, index)
 
 
 def fraction_of(limit_bytes: int, total_bytes: int) -> float:
@@ -81,11 +75,29 @@ def unmodelled_options(environ: Mapping[str, str]) -> list[str]:
 
 def free_workspaces() -> None:
     """Free the workspaces that cuBLAS keeps, and the pinned host memory that torch keeps for copies."""
-    private.clear_cublas_workspaces()
-    # torch 2.11 keeps the pinned memory, which no budget counts.
-    empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)
-    if empty_host_cache is not None:
-        empty_host_cache()
+    for module, name in (
+        (torch._C, "_cuda_clearCublasWorkspaces"),  # kept until torch 2.14
+        (torch.accelerator, "empty_host_cache"),  # not in torch 2.11
+    ):
+        if hasattr(module, name):
+            getattr(module, name)()
+
+
+@contextmanager
+def recording() -> Iterator[bool]:
+    """Record the events of CUDA's allocator within the block, without stacks, which cost more than they do.
+
+    Yields:
+        False if torch records for the user already, which another recording would end.
+    """
+    is_ours = not torch._C._cuda_isHistoryEnabled()
+    if is_ours:
+        torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=MOST_EVENTS)
+    try:
+        yield is_ours
+    finally:
+        if is_ours:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def trace_of(
@@ -174,25 +186,16 @@ class CudaMeter(SilentMeter):
     def trace(self) -> Trace | None:
         """Return the events since the session began; None if it records none, or no replay of them is right.
 
-        None is right if the beginning is lost, the format is unknown, or blocks are in a private pool, as
-        those of CUDA graphs: it shares no block with the others.
+        None is right if the beginning is lost, or blocks are in a private pool, as those of CUDA graphs: it
+        shares no block with the others.
         """
-        snapshot = private.snapshot(self._index) if self._records else None
-        if snapshot is None:
+        if not self._records:
             return None
-        try:
-            entries = snapshot["device_traces"][self._index]
-            # The entries of torch 2.11 do not name their pool, and its segments do.
-            pools = [entry["pool_id"] for entry in entries if "pool_id" in entry] or [
-                segment.get("segment_pool_id")
-                for segment in snapshot.get("segments", ())
-                if segment.get("device") == self._index
-            ]
-            is_private = any(tuple(pool or (0, 0)) != (0, 0) for pool in pools)
-            is_cut = len(entries) >= private.MOST_EVENTS
-            return None if is_private or is_cut else trace_of(entries, self._marks, self._modules)
-        except (KeyError, IndexError, TypeError, AttributeError):
-            return None
+        snapshot = torch.cuda.memory._snapshot(self._index)
+        entries = snapshot["device_traces"][self._index]
+        is_private = any(tuple(segment["segment_pool_id"]) != (0, 0) for segment in snapshot["segments"])
+        is_cut = len(entries) >= MOST_EVENTS
+        return None if is_private or is_cut else trace_of(entries, self._marks, self._modules)
 
 
 def _count_events(figures: Mapping[str, Any]) -> int:

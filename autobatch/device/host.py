@@ -8,17 +8,13 @@ includes the page cache, of which the kernel can reclaim ``inactive_file``: that
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
+import re
 import shutil
-import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-LEAST_COMPILED_CAPABILITY = (7, 0)
-"""The first GPUs for which Inductor has kernels (``has_triton`` in torch/utils/_triton.py)."""
 _GPU_DRIVERS = ("nvidiactl", "nvmap", "kfd", "dxg")
 """Device files of the drivers of NVIDIA, of Tegra, of AMD and of WSL."""
 
@@ -44,16 +40,17 @@ def has_gpu_driver(*, devices: Path = Path("/dev")) -> bool:
 
 def host_memory(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> HostMemory:
     """Read the memory that this process may use, from the mount points of procfs and the control groups."""
-    best = _machine(proc)
+    total, available = (_field(proc / "meminfo", name) * 1024 for name in ("MemTotal:", "MemAvailable:"))
+    if not total or not available:
+        return HostMemory(total or None, None, "this system does not report its free memory")
+    source = "MemAvailable of the machine"
     for folder in _groups(proc, cgroups):
-        limit, usage = _number(folder / "memory.max"), _number(folder / "memory.current")
-        if limit is None or usage is None or (best.total_bytes is not None and limit >= best.total_bytes):
-            continue
-        available = max(0, limit - usage + _field(folder / "memory.stat", "inactive_file"))
-        if best.available_bytes is not None:
-            available = min(available, best.available_bytes)
-        best = HostMemory(limit, available, "the control group's memory.max")
-    return best
+        limit = _field(folder / "memory.max")
+        if 0 < limit < total:
+            left = limit - _field(folder / "memory.current") + _field(folder / "memory.stat", "inactive_file")
+            total, available = limit, max(0, min(available, left))
+            source = "the control group's memory.max"
+    return HostMemory(total, available, source)
 
 
 def count_oom_kills(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
@@ -63,88 +60,36 @@ def count_oom_kills(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs
 
 def cpu_name(*, proc: Path = Path("/proc")) -> str:
     """Return the model of the processor."""
-    for line in _lines(proc / "cpuinfo"):
-        key, _, value = line.partition(":")
-        if key.strip() == "model name" and value.strip():
-            return value.strip()
-    return platform.processor() or platform.machine() or "CPU"
+    found = re.search(r"^model name\s*:\s*(\S.*?)\s*$", _read(proc / "cpuinfo"), re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine() or "CPU"
 
 
-def compiler_missing_on_cpu() -> str | None:
-    """Return what is missing for kernels of the CPU, which Inductor writes in C++; None if nothing."""
-    return _toolchain_missing("a C++ compiler on the CPU", os.environ.get("CXX"), "g++", "clang++", "c++")
+def compiler_missing() -> str | None:
+    """Return what ``torch.compile`` lacks, in words; None if nothing.
 
-
-def compiler_missing_on_gpu(capability: tuple[int, int]) -> str | None:
-    """Return what is missing for kernels of a GPU, which Triton compiles; None if nothing.
-
-    Triton compiles a module in C that launches them (triton/runtime/build.py).
+    Inductor writes the kernels of a CPU in C++, and Triton compiles what launches those of a GPU in C.
     """
-    if capability < LEAST_COMPILED_CAPABILITY:
-        needed, present = (".".join(map(str, version)) for version in (LEAST_COMPILED_CAPABILITY, capability))
-        return f"torch.compile needs a GPU of compute capability {needed} or later, found {present}"
-    if importlib.util.find_spec("triton") is None:
-        return "torch.compile needs triton on a GPU"
-    return _toolchain_missing("gcc or clang on a GPU", os.environ.get("CC"), "gcc", "clang")
+    compilers = os.environ.get("CXX"), os.environ.get("CC"), "g++", "clang++", "c++", "gcc", "clang"
+    has_compiler = any(name and shutil.which(name) for name in compilers)
+    return None if has_compiler else "torch.compile needs a C++ compiler, such as g++"
 
 
-def _toolchain_missing(needed: str, *compilers: str | None) -> str | None:
-    if not any(name and shutil.which(name) for name in compilers):
-        return f"torch.compile needs {needed}"
-    headers = Path(sysconfig.get_paths()["include"], "Python.h")
-    return None if headers.exists() else f"torch.compile needs Python's headers, and {headers} is not there"
+def _groups(proc: Path, cgroups: Path) -> list[Path]:
+    """Return the control groups of this process, its own first: a parent may have a lower limit."""
+    found = re.search(r"^0::(.*)$", _read(proc / "self" / "cgroup"), re.MULTILINE)
+    # In a container the path may be the host's, with the group mounted as the root.
+    parts = Path(found[1].strip("/ ")).parts if found else ()
+    return [cgroups.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)] if found else []
 
 
-def _machine(proc: Path) -> HostMemory:
-    total = _field(proc / "meminfo", "MemTotal:") * 1024
-    available = _field(proc / "meminfo", "MemAvailable:") * 1024
-    if total:
-        return HostMemory(total, available or None, "MemAvailable of the machine")
-    page = _system("SC_PAGE_SIZE")
-    pages, free = _system("SC_PHYS_PAGES"), _system("SC_AVPHYS_PAGES")
-    if page is None or pages is None:
-        return HostMemory(None, None, "this system does not report its memory")
-    if free is None:
-        return HostMemory(page * pages, None, "this system does not report its free memory")
-    return HostMemory(page * pages, page * free, "sysconf")
-
-
-def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
-    """Yield the control groups of this process, its own first: a parent may have a lower limit."""
-    for line in _lines(proc / "self" / "cgroup"):
-        if line.startswith("0::"):
-            # In a container the path may be the host's, with the group mounted as the root.
-            folder = cgroups / line.removeprefix("0::").strip().lstrip("/")
-            yield from (
-                folder,
-                *(parent for parent in folder.parents if cgroups in (parent, *parent.parents)),
-            )
-
-
-def _system(name: str) -> int | None:
+def _read(path: Path) -> str:
     try:
-        value = os.sysconf(name)
-    except (AttributeError, OSError, ValueError):
-        return None
-    return value if value > 0 else None
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return []
+        return ""
 
 
-def _number(path: Path) -> int | None:
-    lines = _lines(path)
-    return int(lines[0]) if lines and lines[0].strip().isdigit() else None
-
-
-def _field(path: Path, name: str) -> int:
-    """Return the number after a name; 0 if there is none."""
-    for line in _lines(path):
-        words = line.split()
-        if len(words) >= 2 and words[0] == name and words[1].isdigit():
-            return int(words[1])
-    return 0
+def _field(path: Path, name: str = "") -> int:
+    """Return the number after a name at the beginning of a line; 0 if there is none."""
+    found = re.search(rf"^{name}\s*(\d+)\s", _read(path), re.MULTILINE)
+    return int(found[1]) if found else 0

@@ -7,14 +7,12 @@ from collections.abc import Mapping
 import torch
 
 from autobatch.core.errors import InputError
-from autobatch.device import nvml, private
+from autobatch.device import nvml
 from autobatch.device.base import Device
-from autobatch.device.cpu import CpuDevice
+from autobatch.device.cpu import CpuDevice, SimulatedDevice
 from autobatch.device.cuda import CudaDevice
-from autobatch.device.cuda_gpus import FORKED
-from autobatch.device.host import HostMemory, host_memory
+from autobatch.device.host import host_memory
 from autobatch.device.profiles import data_home, load_profile
-from autobatch.device.simulated import SimulatedDevice
 
 
 def device_kind(spec: str) -> str:
@@ -33,8 +31,14 @@ def open_device(spec: str, *, memory_budget: str | int | None, environ: Mapping[
     """
     kind, which = device_kind(spec), spec.partition(":")[2]
     if kind == "cpu" and not which:
-        notes = unused_gpu_notes(environ) if spec == "auto" else []
-        return CpuDevice(memory_budget=memory_budget, memory=_share_of_host(environ), notes=notes)
+        memory, ranks = host_memory(), environ.get("LOCAL_WORLD_SIZE", "1")
+        if memory.available_bytes is not None and ranks.isdecimal() and int(ranks) > 1:
+            share = memory.available_bytes // int(ranks)
+            memory = memory._replace(
+                available_bytes=share, source=f"{memory.source}, shared by {ranks} ranks"
+            )
+        notes = _unused_gpu_notes(environ) if spec == "auto" else []
+        return CpuDevice(memory_budget=memory_budget, memory=memory, notes=notes)
     if kind == "cuda" and (not which or which.isdecimal()):
         return CudaDevice(index=int(which or 0), memory_budget=memory_budget)
     if kind == "sim" and which:
@@ -43,32 +47,17 @@ def open_device(spec: str, *, memory_budget: str | int | None, environ: Mapping[
     raise InputError(f"--device {spec} names no device: write auto, cuda, cuda:N, cpu or sim:PROFILE")
 
 
-def unused_gpu_notes(environ: Mapping[str, str]) -> list[str]:
+def _unused_gpu_notes(environ: Mapping[str, str]) -> list[str]:
     """Return a note if the driver shows a GPU that torch cannot use; nothing if the environment hides it."""
-    if environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
-        return []
     gpus = nvml.read_gpus()
-    if isinstance(gpus, nvml.NvmlAbsent) or not gpus:
+    is_hidden = environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    if is_hidden or isinstance(gpus, nvml.NvmlAbsent) or not gpus:
         return []
-    if private.is_forked_from_cuda():
-        return [f"this runs on the CPU: {FORKED}"]
-    built, advice = "without CUDA", "install a build with CUDA"
-    if torch.version.cuda is not None:
-        built = f"for CUDA {torch.version.cuda}"
-        advice = "update the driver, or install a build for the CUDA version that nvidia-smi shows"
     return [
         f"this runs on the CPU: the driver shows {gpus[0].name or 'a GPU'}, which torch {torch.__version__}, "
-        f"built {built}, cannot use; {advice}"
+        f"built for CUDA {torch.version.cuda or '(none)'}, cannot use; update the driver, or install a build "
+        "of torch for the CUDA version that nvidia-smi shows"
     ]
-
-
-def _share_of_host(environ: Mapping[str, str]) -> HostMemory:
-    """Return the memory of this host that one of its ranks may use; all of it without ranks."""
-    memory, ranks = host_memory(), environ.get("LOCAL_WORLD_SIZE", "1")
-    if memory.available_bytes is None or not ranks.isdecimal() or int(ranks) < 2:
-        return memory
-    share = memory.available_bytes // int(ranks)
-    return memory._replace(available_bytes=share, source=f"{memory.source}, shared by {ranks} ranks")
 
 
 def device_of_rank(spec: str, *, local_rank: int, local_world: int, gpus: int) -> str:
@@ -93,15 +82,14 @@ def device_of_rank(spec: str, *, local_rank: int, local_world: int, gpus: int) -
         )
     if index:
         return spec
-    if gpus == 1:
-        # A scheduler may show each process its own GPU only; ranks that share one are found later.
-        return "cuda:0"
-    if local_rank >= gpus:
+    # A scheduler may show each process its own GPU only; ranks that share one are found later.
+    place = 0 if gpus == 1 else local_rank
+    if place >= gpus:
         raise InputError(
             f"{local_world} ranks run on this host, which shows {gpus} GPUs: start one rank per GPU with "
             f"--nproc-per-node {gpus}"
         )
-    return f"cuda:{local_rank}"
+    return f"cuda:{place}"
 
 
 def gpu_uuid(spec: str) -> str | None:

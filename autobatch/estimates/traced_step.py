@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autobatch.device.allocator.trace import Trace
-from autobatch.device.modules import followed_modules
+from autobatch.device.base import followed_modules
 from autobatch.estimates.attention import GENERATIONS, Attention, Capability, Kernel
 from autobatch.estimates.fakes import fake_batch, fake_model, new_mode, without_log
 from autobatch.estimates.policy import as_on_cuda, cuda_policy, without_onednn

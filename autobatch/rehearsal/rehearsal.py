@@ -16,8 +16,7 @@ import torch
 from autobatch.core.knobs import COMPILE
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import Trace
-from autobatch.device.base import Meter
-from autobatch.device.modules import followed_modules
+from autobatch.device.base import Meter, followed_modules
 from autobatch.device.oom import Verdict, classify, first_line, lost_context_ignored, requested_bytes
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.apply_knobs import free_graphs, uses_graphs

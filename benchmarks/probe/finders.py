@@ -112,7 +112,7 @@ def meter_of(device: Device) -> AbstractContextManager[Meter]:
     return StorageTracker(
         device.new_allocator(),  # type: ignore[attr-defined]
         text=lambda error: (
-            f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {error.requested} bytes."
+            f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {error.attempted} bytes."
         ),
         record=False,
     )

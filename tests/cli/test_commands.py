@@ -19,7 +19,7 @@ import torch
 from autobatch.cli import main as cli
 from autobatch.core.options import fields_of
 from autobatch.core.units import GiB
-from autobatch.device.cuda_gpus import VisibleGpu
+from autobatch.device.cuda import VisibleGpu
 from tests.support.planted import PLANTED
 from tests.support.sample_run import a_device, a_run
 
@@ -221,7 +221,7 @@ def test_the_doctor_names_the_gpus_the_holders_and_what_is_missing(
         uuid="GPU-1", name="NVIDIA L4", free_bytes=20 * GiB, used_bytes=2 * GiB, holders=[holder]
     )
     for place, value in {
-        "autobatch.device.cuda_gpus.visible_gpus": [new, old],
+        "autobatch.device.cuda.visible_gpus": [new, old],
         "autobatch.device.nvml.read_gpus": [gpu],
         "torch.cuda.is_available": False,
     }.items():

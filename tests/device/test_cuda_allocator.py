@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from autobatch.core.units import MiB
 from autobatch.device.allocator.trace import FREE, Trace
@@ -31,9 +30,9 @@ FIRST_SET: list[tuple[dict[str, str], bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("environ", "asks"), FIRST_SET)
-def test_the_first_variable_that_is_set_counts(environ: dict[str, str], asks: bool) -> None:
-    assert ("expandable_segments:true" in allocator_options(environ)) is asks
+def test_the_first_variable_that_is_set_counts() -> None:
+    for environ, asks in FIRST_SET:
+        assert ("expandable_segments:true" in allocator_options(environ)) is asks
 
 
 @pytest.mark.slow
@@ -86,46 +85,29 @@ def test_allocations_and_completed_frees_become_events() -> None:
 
 
 ONE = entry("alloc", 1, 8)
+COMMON, OF_A_GRAPH = {"segment_pool_id": (0, 0)}, {"segment_pool_id": (0, 3)}
 
 
 @pytest.mark.parametrize(
-    ("snapshot", "is_traced"),
+    ("entries", "segments", "is_users", "is_traced"),
     [
-        ({"device_traces": [[ONE]]}, True),
-        # Another format.
-        ({"device_traces": [[{"kind": "alloc"}]]}, False),
-        ({"device_traces": [[{"action": "alloc", "size": 8}]]}, False),
-        ({"device_traces": [[None]]}, False),
-        ({}, False),
+        ([ONE], [COMMON], False, True),
         # The blocks of a CUDA graph are in a pool of their own.
-        ({"device_traces": [[ONE | {"pool_id": (0, 0)}]]}, True),
-        ({"device_traces": [[ONE | {"pool_id": (0, 3)}]]}, False),
-        # torch 2.11 names the pool of segments only.
-        ({"device_traces": [[ONE]], "segments": [{"device": 0, "segment_pool_id": (0, 0)}]}, True),
-        ({"device_traces": [[ONE]], "segments": [{"device": 0, "segment_pool_id": (0, 3)}]}, False),
-        ({"device_traces": [[ONE]], "segments": [{"device": 1, "segment_pool_id": (0, 3)}]}, True),
+        ([ONE], [COMMON, OF_A_GRAPH], False, False),
         # torch keeps the last entries of a recording that is too long, so a full one may lack its beginning.
-        ({"device_traces": [[ONE] * 300_000]}, False),
+        ([ONE] * 300_000, [COMMON], False, False),
+        # The user records, and the recording goes on.
+        ([ONE], [COMMON], True, False),
     ],
 )
 def test_a_recording_that_no_replay_knows_gives_no_trace(
-    fake: FakeCuda, snapshot: dict, is_traced: bool
+    fake: FakeCuda, entries: list, segments: list, is_users: bool, is_traced: bool
 ) -> None:
-    fake.snapshot = snapshot
+    fake.snapshot = {"device_traces": [entries], "segments": segments}
+    fake.is_recording = is_users
     with CudaDevice(index=0, memory_budget="6GiB").enforced() as meter:
         meter.mark("setup")
         fake.events_so_far += 1
         meter.mark("forward")
         assert meter.trace() == (Trace(((0, 8),), ((0, "setup"), (1, "forward"))) if is_traced else None)
-
-
-@pytest.mark.parametrize("lacks", ["", "_cuda_isHistoryEnabled"])
-def test_a_torch_that_records_for_the_user_or_not_at_all_gives_no_trace(
-    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, lacks: str
-) -> None:
-    fake.snapshot, fake.is_recording = {"device_traces": [[ONE]]}, True
-    if lacks:
-        monkeypatch.delattr(torch._C, lacks)
-    with CudaDevice(index=0, memory_budget="6GiB").enforced() as meter:
-        assert meter.trace() is None
-    assert fake.is_recording, "the user's recording goes on"
+    assert fake.is_recording is is_users

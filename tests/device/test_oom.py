@@ -7,10 +7,8 @@ import itertools
 import os
 import resource
 import sys
-from functools import partial
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 
@@ -76,27 +74,13 @@ class Unprintable(RuntimeError):
 
 
 BY_TYPE = [
-    (Verdict.DEVICE, torch.OutOfMemoryError(CUDA_TEXT)),
     (Verdict.DEVICE, torch.OutOfMemoryError("any text")),
-    (
-        Verdict.DEVICE,
-        torch.OutOfMemoryError(
-            f"{CUDA_TEXT} expandable_segments is enabled. If instead the process is running out of virtual "
-            "address space (VSZ), expandable segments may be over-reserving VA"
-        ),
-    ),
-    # Addresses, not memory: a smaller micro-batch fails alike.
-    (
-        Verdict.NONE,
-        torch.OutOfMemoryError(
-            "Tried to reserve 9 bytes of virtual address space. This is virtual-address-space (VSZ) "
-            "exhaustion from expandable segments, not physical GPU OOM."
-        ),
-    ),
     (Verdict.HOST, MemoryError()),
     (Verdict.HOST, OSError(errno.ENOMEM, "Cannot allocate memory")),
     (Verdict.NONE, OSError(errno.ENOSPC, "No space left on device")),
     (Verdict.NONE, OSError("out of memory")),
+    (Verdict.NONE, OutOfResources("out of resource: shared memory, Required: 147456")),
+    (Verdict.DEVICE, OutOfResources("Triton Error [CUDA]: out of memory")),
 ]
 BY_TEXT = {
     Verdict.FATAL: (
@@ -105,7 +89,6 @@ BY_TEXT = {
         "CUDA driver error: out of memory",
         "Search for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/cuda/cuda-runtime-api",
         "cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY",
-        "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
         NCCL + "Failed to CUDA calloc 4194304 bytes",
         NCCL + "Cuda failure 2 'out of memory'",
     ),
@@ -113,9 +96,6 @@ BY_TEXT = {
         CUDA_TEXT,
         WORKER + "torch.OutOfMemoryError: " + CUDA_TEXT,
         "CUDA out of memory.",
-        "XPU out of memory.\n",
-        "XPU out of memory. Tried to allocate 20.00 MiB",
-        "MPS backend out of memory (MPS allocated: 17.72 GB, other allocations: 384.00 KB)",
         "Allocation on device 0 would exceed allowed memory. (out of memory)",
         "NVML_SUCCESS == r " + ASSERT,
         "NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() " + ASSERT,
@@ -160,7 +140,6 @@ BY_TEXT = {
         "",
         "Expected mha_graph.validate().is_good() to be true, but got false.",
         "out of memory slots in the pool",
-        "CUDA error: out of memory slots",
         "my CUDA out of memory handler is missing",
         "CUDA error: an illegal memory access was encountered" + HINT,
         "CUDA error: device-side assert triggered" + HINT,
@@ -189,24 +168,18 @@ def oom() -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError(CUDA_TEXT)
 
 
-@pytest.mark.parametrize(("verdict", "error"), BY_TYPE, ids=lambda value: repr(value)[:40])
-def test_type_decides(verdict: Verdict, error: BaseException) -> None:
-    assert classify(error) is verdict
+def test_type_decides() -> None:
+    for verdict, error in BY_TYPE:
+        assert classify(error) is verdict, repr(error)
 
 
-@pytest.mark.parametrize(
-    ("verdict", "text"), [(verdict, text) for verdict, texts in BY_TEXT.items() for text in texts]
-)
-def test_text_decides_on_runtime_errors_and_on_no_user_type(verdict: Verdict, text: str) -> None:
-    assert classify(RuntimeError(text)) is verdict
-    assert classify(torch.AcceleratorError(text)) is verdict
-    assert classify(ValueError(text)) is Verdict.NONE
-    assert is_oom(RuntimeError(text)) is (verdict in {Verdict.DEVICE, Verdict.HOST, Verdict.FATAL})
-
-
-def test_triton_is_known_by_its_module() -> None:
-    assert classify(OutOfResources("out of resource: shared memory, Required: 147456")) is Verdict.NONE
-    assert classify(OutOfResources("Triton Error [CUDA]: out of memory")) is Verdict.DEVICE
+@pytest.mark.parametrize("verdict", BY_TEXT)
+def test_text_decides_on_runtime_errors_and_on_no_user_type(verdict: Verdict) -> None:
+    for text in BY_TEXT[verdict]:
+        assert classify(RuntimeError(text)) is verdict, text
+        assert classify(torch.AcceleratorError(text)) is verdict
+        assert classify(ValueError(text)) is Verdict.NONE
+        assert is_oom(RuntimeError(text)) is (verdict in {Verdict.DEVICE, Verdict.HOST, Verdict.FATAL})
 
 
 @pytest.mark.parametrize(
@@ -259,37 +232,23 @@ def test_heaviest_link_decides(outer: str, inner: str, verdict: Verdict) -> None
     assert classify(chained(RuntimeError(outer), RuntimeError(inner), by="__context__")) is verdict
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
+def test_a_lost_context_is_ignored_while_cleaning_up_and_nothing_else() -> None:
+    """The texts are those of ``libcudart`` 13.0."""
+    for said in (
         "an illegal memory access was encountered",
         "the launch timed out and was terminated",
-        "hardware stack error",
-        "invalid program counter",
         "operation not supported on global/shared address space",
-        "uncorrectable ECC error encountered",
         "uncorrectable NVLink error detected during the execution",
-        "Invalid access of peer GPU memory over nvlink or a hardware error",
-        "tensor memory not completely freed",
-    ],
-)
-def test_errors_after_which_every_call_fails(said: str) -> None:
-    """The texts are those of ``libcudart`` 13.0."""
-    error = RuntimeError(f"CUDA error: {said}{HINT}")
-    assert loses_context(error)
-    with lost_context_ignored():
-        raise error
-
-
-def test_cleaning_up_hides_no_other_error() -> None:
-    for error in (RuntimeError("CUDA error: invalid argument"), oom()):
-        with pytest.raises(type(error)), lost_context_ignored():
+    ):
+        error = RuntimeError(f"CUDA error: {said}{HINT}")
+        assert loses_context(error)
+        with lost_context_ignored():
             raise error
-
-
-def test_only_torch_can_say_that_the_context_is_dead() -> None:
-    error = ValueError("CUDA error: device-side assert triggered")
-    assert classify(chained(error, oom())) is Verdict.DEVICE
+    for other in (RuntimeError("CUDA error: invalid argument"), oom()):
+        with pytest.raises(type(other)), lost_context_ignored():
+            raise other
+    # Only torch can say that the context is dead.
+    assert classify(chained(ValueError("CUDA error: device-side assert triggered"), oom())) is Verdict.DEVICE
 
 
 @pytest.mark.parametrize(
@@ -328,21 +287,11 @@ def test_memory_is_fragmented_if_less_was_asked_for_than_lies_idle(
         f"4.00 MiB is free. Of the allocated memory 9.00 MiB is allocated by PyTorch, and {idle} is reserved "
         "by PyTorch but unallocated. If reserved but unallocated memory is large try setting …"
     )
-    for error in (
-        torch.OutOfMemoryError(text),
-        chained(RuntimeError("backward failed"), torch.OutOfMemoryError(text)),
-    ):
-        assert is_fragmented(error) is expected
-        assert requested < (requested_bytes(error) or 0) < 1.02 * requested
+    error = chained(RuntimeError("backward failed"), torch.OutOfMemoryError(text))
+    assert is_fragmented(error) is expected
+    assert requested < (requested_bytes(error) or 0) < 1.02 * requested
     assert not is_fragmented(ValueError(text))
     assert requested_bytes(MemoryError()) is None
-
-
-def test_real_memory_errors() -> None:
-    for too_much in (partial(numpy.empty, 1 << 60, dtype=numpy.uint8), partial(bytearray, sys.maxsize)):
-        with pytest.raises(MemoryError) as caught:
-            too_much()
-        assert classify(caught.value) is Verdict.HOST
 
 
 def allocate_too_much(pipe: int) -> None:

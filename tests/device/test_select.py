@@ -21,33 +21,23 @@ def test_a_name_opens_a_device_of_its_kind(spec: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "visible", "cuda", "words"),
+    ("spec", "visible", "is_noted"),
     [
-        ("auto", {}, "13.0", "built for CUDA 13.0, cannot use; update the driver"),
-        ("auto", {"CUDA_VISIBLE_DEVICES": "0"}, None, "built without CUDA, cannot use; install a build"),
+        ("auto", {}, True),
         # The user hides the GPU, or names the CPU.
-        ("auto", {"CUDA_VISIBLE_DEVICES": ""}, "13.0", None),
-        ("auto", {"CUDA_VISIBLE_DEVICES": "-1"}, "13.0", None),
-        ("cpu", {}, "13.0", None),
+        ("auto", {"CUDA_VISIBLE_DEVICES": ""}, False),
+        ("auto", {"CUDA_VISIBLE_DEVICES": "-1"}, False),
+        ("cpu", {}, False),
     ],
 )
 def test_a_gpu_that_torch_cannot_use_is_noted(
-    monkeypatch: pytest.MonkeyPatch, spec: str, visible: dict[str, str], cuda: str | None, words: str | None
+    monkeypatch: pytest.MonkeyPatch, spec: str, visible: dict[str, str], is_noted: bool
 ) -> None:
     """A build for CUDA 13 finds no GPU under an older driver, and ``auto`` is the CPU then."""
     monkeypatch.setattr(nvml, "read_gpus", lambda: [gpu_reading()])
-    monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     notes = open_device(spec, memory_budget="64MiB", environ=visible).describe().notes
-    if words is None:
-        assert notes == []
-        return
-    (note,) = notes
-    assert note.startswith("this runs on the CPU: the driver shows Alpha, which torch ")
-    assert words in note
-    monkeypatch.setattr(torch._C, "_cuda_isInBadFork", lambda: True, raising=False)
-    (note,) = open_device(spec, memory_budget="64MiB", environ=visible).describe().notes
-    assert note.startswith("this runs on the CPU: this process was forked")
+    assert [note[:49] for note in notes] == ["this runs on the CPU: the driver shows Alpha, whi"] * is_noted
     monkeypatch.setattr(nvml, "read_gpus", list)
     assert open_device(spec, memory_budget="64MiB", environ=visible).describe().notes == []
 

@@ -9,8 +9,8 @@ from torch import nn
 from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import Trace, replay
+from autobatch.device.base import followed_modules
 from autobatch.device.cuda import CudaDevice
-from autobatch.device.modules import followed_modules
 from autobatch.device.oom import Verdict, classify
 from tests.support.kernels import only_stub
 

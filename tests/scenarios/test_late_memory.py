@@ -14,8 +14,8 @@ from torch import Tensor
 
 from autobatch import Training
 from autobatch.core.units import GiB
+from autobatch.device.cpu import SimulatedDevice
 from autobatch.device.profiles import load_profile
-from autobatch.device.simulated import SimulatedDevice
 from tests.support.late import TARGET, late_workload, trained
 from tests.support.probes import Listener
 from tests.support.runs import rows

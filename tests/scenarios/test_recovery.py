@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autobatch import DoesNotFitError, RestartSmallerError, WholeBatchLoss
+from autobatch.device.cpu import SimulatedDevice
 from autobatch.device.profiles import load_profile
-from autobatch.device.simulated import SimulatedDevice
 from tests.support.faults import (
     Fault,
     Quick,

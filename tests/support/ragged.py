@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from autobatch import Loss, WholeBatchLoss, Workload
 from autobatch.core.records import SizeCut
+from autobatch.device.cpu import SimulatedDevice
 from autobatch.device.profiles import load_profile
-from autobatch.device.simulated import SimulatedDevice
 from autobatch.rehearsal.setup import Setup
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.split import SizeSplit, sizes_digest

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from autobatch import DoesNotFitError, NonFiniteError, Progress, RestartSmallerError
-from autobatch.device.cpu import CpuDevice
+from autobatch.device.cpu import CpuDevice, SimulatedDevice
 from autobatch.device.profiles import load_profile
-from autobatch.device.simulated import SimulatedDevice
 from autobatch.training.run import train
 from tests.support.faults import Fault, Watching, plain
 from tests.support.rank_server import RankServer

@@ -24,7 +24,7 @@ from math import lcm
 from typing import NamedTuple
 
 from autobatch.core.units import MiB
-from autobatch.device.allocator.ledger import Allocator
+from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
 
 ROUND_BYTES = 512
 """Granularity of all sizes (``round_size``): ``kMinBlockSize``."""
@@ -265,7 +265,7 @@ class CachingAllocator(Allocator):
             self.retries += 1
             block = self._grow(pool, rounded)
         if block is None:
-            raise self.refusal(size, self.config.segment_bytes(rounded))
+            raise BudgetExceeded(self.config.segment_bytes(rounded), self)
         if block.size - rounded > pool.keeps_tail_bytes:
             pool.insert(block.split(rounded))
         block.held = True

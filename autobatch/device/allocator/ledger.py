@@ -8,6 +8,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
+from autobatch.core.units import format_bytes
+
 
 class MemoryStats(NamedTuple):
     """Readings of an allocator, in bytes; None if the device has no such figure."""
@@ -63,36 +65,32 @@ class Allocator(ABC):
             self.retries,
         )
 
-    def refusal(self, requested: int, attempted: int) -> BudgetExceeded:
-        """Return the refusal of a request, for which the allocator needed as much as was attempted."""
-        return BudgetExceeded(
-            requested=requested,
-            attempted=attempted,
-            allocated=self.allocated_bytes,
-            reserved=self.reserved_bytes,
-            limit=self.limit or 0,
-        )
-
 
 class BudgetExceeded(Exception):  # noqa: N818 - callers translate it; it is no fault
-    """The refusal of a request. All sizes are in bytes.
+    """The refusal of a request, with the words and the figures of CUDA's own message. Sizes are bytes.
 
     Args:
-        requested: Size of the request.
-        attempted: Memory that the allocator needed for it: a whole segment, or ``requested``.
-        allocated: Memory of live blocks.
-        reserved: Memory of the allocator, cached blocks included. None if it caches nothing.
-        limit: The budget.
+        attempted: Memory that the allocator needed: the bytes that were asked for, or a whole segment.
+        allocator: The allocator that refused, as it is now.
     """
 
-    def __init__(
-        self, *, requested: int, attempted: int, allocated: int, reserved: int | None, limit: int
-    ) -> None:
-        self.requested, self.attempted, self.limit = requested, attempted, limit
-        self.allocated = allocated
-        self.reserved = allocated if reserved is None else reserved
-        self.free = limit - self.reserved
-        super().__init__(f"{attempted} bytes do not fit in the {self.free} free of {limit}")
+    def __init__(self, attempted: int, allocator: Allocator) -> None:
+        super().__init__()
+        self.attempted, self.limit = attempted, allocator.limit or 0
+        self.allocated, self.reserved = allocator.allocated_bytes, allocator.reserved_bytes
+
+    def __str__(self) -> str:
+        """Return the figures in words; most refusals are never shown."""
+        held = self.allocated if self.reserved is None else self.reserved
+        text = (
+            f"Tried to allocate {format_bytes(self.attempted)}. {format_bytes(self.limit)} allowed, of which "
+            f"{format_bytes(self.limit - held)} is free; "
+            f"{format_bytes(self.allocated)} is allocated by PyTorch"
+        )
+        if self.reserved is None:
+            return text
+        idle = format_bytes(self.reserved - self.allocated)
+        return f"{text}, and {idle} is reserved by PyTorch but unallocated"
 
 
 class CountingAllocator(Allocator):
@@ -102,7 +100,7 @@ class CountingAllocator(Allocator):
         """Take ``size`` bytes; see `Allocator.malloc`."""
         allocated = self.allocated_bytes + size
         if self.limit is not None and allocated > self.limit:
-            raise self.refusal(size, size)
+            raise BudgetExceeded(size, self)
         self.allocated_bytes = allocated
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, allocated)
         return size

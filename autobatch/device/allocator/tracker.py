@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autobatch.device import private
 from autobatch.device.allocator.ledger import Allocator, BudgetExceeded, MemoryStats
 from autobatch.device.allocator.trace import FREE, Trace
 
@@ -211,7 +210,8 @@ class StorageTracker(TorchDispatchMode):
         in torch/csrc/autograd/functions/accumulate_grad.h and input_buffer.cpp). The count must be that
         without a mode, so the sum takes over the block of the summand if that dies before the next `settle`.
         """
-        if torch.is_grad_enabled() or not private.is_in_backward() or out.layout is not torch.strided:
+        is_in_backward = torch._C._current_graph_task_id() >= 0 and not torch.is_grad_enabled()
+        if not is_in_backward or out.layout is not torch.strided:
             return False
         storage = out.untyped_storage()
         watch = next((self._live.get(id(part)) for part in _storages_of(summand)), None)
@@ -234,14 +234,15 @@ class StorageTracker(TorchDispatchMode):
         return None
 
     def _count_or_raise(self, storages: Iterable[torch.UntypedStorage], *, is_new: bool) -> None:
+        text = None
         try:
             for storage in storages:
                 self._count(storage, is_new=is_new)
-            return
         except BudgetExceeded as error:
             text = self._text(error)
         # Raised here, the error has no context whose traceback would keep frames and tensors alive.
-        raise torch.OutOfMemoryError(text)
+        if text is not None:
+            raise torch.OutOfMemoryError(text)
 
     def _count(self, storage: torch.UntypedStorage, *, is_new: bool) -> None:
         """Count a storage, or the new size of one that is counted; others only if they are new."""

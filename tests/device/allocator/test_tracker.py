@@ -14,7 +14,7 @@ from autobatch.core.units import KiB, MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.tracker import UPDATES, StorageTracker
-from autobatch.device.modules import followed_modules
+from autobatch.device.base import followed_modules
 
 F32 = 4
 
