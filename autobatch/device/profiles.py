@@ -22,7 +22,6 @@ from autobatch.core.units import MiB
 
 PROFILE = "profile.toml"
 """File of a saved profile, in the folder that is named after it."""
-SCHEMA = 1
 Slug = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
 Capability = Annotated[str, msgspec.Meta(pattern=r"^[0-9]+\.[0-9]+$")]
 Day = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")]
@@ -71,17 +70,6 @@ class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     dense_bf16: Figure | None = None
     dense_fp16: Figure | None = None
 
-    def __post_init__(self) -> None:
-        """Check the unit of every figure.
-
-        Raises:
-            ValueError: A figure has another unit than its field.
-        """
-        for field, unit in _UNITS.items():
-            figure = getattr(self, field)
-            if figure is not None and figure.unit != unit:
-                raise ValueError(f"unit of {field} is {figure.unit!r}: it must be {unit!r}")
-
     @property
     def total_bytes(self) -> int:
         """Memory of the GPU in torch, in bytes."""
@@ -99,47 +87,31 @@ class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return major, minor
 
 
-_UNITS: Mapping[str, str] = {
-    "total": "B",
-    "nvml_total": "B",
-    "context": "B",
-    "multiprocessors": "count",
-    "memory_bandwidth": "B/s",
-    "dense_bf16": "FLOP/s",
-    "dense_fp16": "FLOP/s",
-}
-
-
 def read_profile(file: Path | Traversable) -> HardwareProfile:
     """Read a profile from a TOML file.
 
     Raises:
         InputError: The file is unreadable or no profile. The message names the file and the field.
     """
-    table = read_toml(file)
-    schema = table.get("schema")
-    if schema not in (None, SCHEMA):
-        raise InputError(f"the profile {file} has schema {quoted(schema)}: this autobatch reads {SCHEMA}")
     try:
-        return msgspec.convert(table, HardwareProfile)
+        return msgspec.convert(read_toml(file), HardwareProfile)
     except UNREADABLE as error:
         raise InputError(f"the profile {file} is not valid: {error_text(error)}") from error
 
 
 def format_profile(profile: HardwareProfile) -> str:
     """Return a profile as TOML, in the order of its fields, without unknown figures."""
-    lines, tables = [], []
-    for field, value in msgspec.to_builtins(profile).items():
-        if isinstance(value, dict):
-            tables += ["", f"[{field}]", *(f"{key} = {_toml(item)}" for key, item in value.items())]
-        elif value is not None:
-            lines.append(f"{field} = {_toml(value)}")
-    return "\n".join([*lines, *tables, ""])
 
+    def line(key: str, value: object) -> str:
+        # JSON is TOML for scalars and lists of strings, except the delete character.
+        return f"{key} = {json.dumps(value, ensure_ascii=False)}\n".replace("\x7f", "\\u007f")
 
-def _toml(value: object) -> str:
-    """Return a JSON value as TOML: the same for scalars and lists of strings, except the delete character."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    known = {key: value for key, value in msgspec.to_builtins(profile).items() if value is not None}
+    tables = {key: value for key, value in known.items() if isinstance(value, dict)}
+    text = "".join(line(key, value) for key, value in known.items() if key not in tables)
+    for name, figure in tables.items():
+        text += f"\n[{name}]\n" + "".join(line(key, value) for key, value in figure.items())
+    return text
 
 
 def data_home(environ: Mapping[str, str]) -> Path:
@@ -166,12 +138,10 @@ def load_profile(name_or_path: str, *, user_dir: Path) -> HardwareProfile:
     known = _shipped() | _saved(user_dir)
     if name_or_path in known:
         return read_profile(known[name_or_path])
-    asked = name_or_path.casefold().replace(" ", "-").replace("_", "-")
+    asked = name_or_path.casefold().replace(" ", "-")
     longer = [name for name in sorted(known) if name.startswith(f"{asked}-")]
     near = longer or difflib.get_close_matches(asked, sorted(known), n=1)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    if "," in name_or_path:
-        hint = f"write spaces between names: {quoted(' '.join(name_or_path.replace(',', ' ').split()))}; "
     raise InputError(
         f"no profile {quoted(name_or_path)}: {hint}known are {', '.join(sorted(known)) or 'none'}; or give "
         "the path of a TOML file"

@@ -35,7 +35,7 @@ UPDATES = frozenset(
         *(aten.add_, aten.sub_, aten.mul_, aten.div_, aten.lerp_),
         *(aten.addcmul_, aten.addcdiv_, aten.copy_, aten.zero_, aten.fill_),
     )
-    for overload in operator.overloads()
+    for overload in operator.overloads()  # type: ignore[no-untyped-call]
 )
 """Operators that change the values of a tensor in place, and never its storage: most of an optimizer step."""
 _SUMS = frozenset(
