@@ -23,30 +23,26 @@ import time
 from pathlib import Path
 
 from benchmarks.gpu.claims import table
-from benchmarks.gpu.journal import CUT, FAILED, Journal, last_call
-from benchmarks.gpu.work import LOST, PARTS
+from benchmarks.gpu.work import CUT, FAILED, LOST, Journal
 
 
 def main() -> int:
     """Measure until everything is tried or the time is over."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--minutes", type=float, default=9.0, help="end by then")
-    parser.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--part", nargs="*", help="parts to measure: the words before a slash in the table")
     options = parser.parse_args()
     until = time.time() + 60 * options.minutes
     options.out.mkdir(parents=True, exist_ok=True)
-    journal = Journal(options.out, last_call(options.out) + 1)
-    command = [sys.executable, "-m", "benchmarks.gpu.work", "--out", str(options.out)]
+    journal = Journal(options.out)
+    command = [sys.executable, "-m", "benchmarks.gpu.units", str(options.out)]
     command += ["--call", str(journal.call), "--until", str(until)]
-    command += ["--part", *options.part]
+    command += ["--part", *options.part] if options.part else []
     while measure(command, journal, until):
         pass
-    text = table(journal.rows())
+    text = table(journal.latest())
     (options.out / "table.md").write_text(text)
     print(text)
     return 0

@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from autobatch.core.units import GiB, MiB
 from autobatch.device import nvml
-from autobatch.device.base import Device
 from benchmarks.gpu.device import GPU, about, open_gpu, room
 
 
@@ -80,13 +79,8 @@ def start_of_sessions() -> dict[str, list[int]]:
 
 
 def cap() -> dict[str, Any]:
-    """Fill the budget in pieces: it holds all and never more."""
-    return {"fixed": fill(open_gpu(5000 * MiB))}
-
-
-def fill(device: Device) -> dict[str, Any]:
-    """Return how many fiftieths of the budget the allocator holds, and its figures."""
-    held = []
+    """Fill the budget in fiftieths: it holds all and never more."""
+    device, held = open_gpu(5000 * MiB), []
     with device.enforced() as meter:
         with contextlib.suppress(torch.OutOfMemoryError):
             while len(held) < 1000:

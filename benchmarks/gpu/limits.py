@@ -9,7 +9,6 @@ are added to the file, and what it has for this version of torch is not measured
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -25,6 +24,7 @@ import torch
 
 from benchmarks.gpu.workloads import CASES
 from benchmarks.plain_loop import STEPS, costliest, train
+from benchmarks.report import arguments, markdown
 
 MIB = 1 << 20
 NO_ENGINE = "unable to find an engine"
@@ -102,14 +102,9 @@ def train_within(name: str, budget_mib: int, micro_batch: int, steps: tuple[int,
     model = work.model().to(device).train()
     optimizer = work.optimizer(model.parameters(), work.learning_rate)
     train(
-        model,
-        optimizer,
-        work.loss,
-        lambda: moved(costliest(work, micro_batch), device),
-        steps,
-        device_type=device.type,
-        precision=case.options["precision"],
-    )
+        model, optimizer, work.loss, lambda: moved(costliest(work, micro_batch), device), steps,
+        device_type=device.type, precision=case.options["precision"],
+    )  # fmt: skip
 
 
 def moved(batch: Any, device: torch.device) -> Any:
@@ -146,38 +141,27 @@ def alone(function: Any, *arguments: Any) -> dict[str, Any]:
 
 def summary(rows: list[dict[str, Any]]) -> str:
     """Return a table with one line per version of torch."""
-    lines = [
-        "| torch | limits | exact | runs: median, most | errors: median, most | allocated ÷ | reserved ÷ |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for version in sorted({row["torch"] for row in rows}):
         own = [row for row in rows if row["torch"] == version and "failed" not in row]
         counts = [[row[name] for row in own] for name in ("runs", "errors")]
-        cells = [version, str(len(own)), str(sum(row["exact"] for row in own))]
+        cells = [version, len(own), sum(row["exact"] for row in own)]
         cells += [f"{statistics.median(some):g}, {max(some)}" for some in counts]
         for kind in ("allocated_bytes", "reserved_bytes"):
-            ratios = [
-                row["estimate"][kind] / row["loop"][kind]
-                for row in own
-                if "estimate" in row and row["loop"]["fits"]
-            ]
+            known = [row for row in own if "estimate" in row and row["loop"]["fits"]]
+            ratios = [row["estimate"][kind] / row["loop"][kind] for row in known]
             cells.append(f"{statistics.median(ratios):.4f} ({min(ratios):.3f} to {max(ratios):.3f})")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    head = ("torch", "limits", "exact", "runs: median, most", "errors: median, most")
+    return markdown((*head, "allocated ÷", "reserved ÷"), lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", help="cases (default: all)")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no limit after so many seconds")
-    options = parser.parse_args()
+    options = arguments(__doc__, out=Path("limits.json"), only=[*CASES], seconds=1e9)
     rows = json.loads(options.out.read_text()) if options.out.exists() else []
     done = {(row["workload"], row["budget_mib"]) for row in rows if row["torch"] == torch.__version__}
     start = time.perf_counter()
-    for name in options.only or CASES:
+    for name in options.only:
         for budget_mib in CASES[name].budgets_mib:
             if (name, budget_mib) in done or time.perf_counter() - start > options.seconds:
                 continue

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -13,51 +13,57 @@ from torch import nn
 from torch.utils.data import default_collate
 
 import autobatch
-from autobatch import Progress, StepRecord, Workload
+from autobatch import Workload
 from benchmarks.gpu.device import GPU, NAME, empty
 from benchmarks.gpu.workloads import CASES
 
-ACCUMULATION = 4
-WARM = 3
+ACCUMULATION, WARM = 4, 3
+BF16 = torch.bfloat16
 
 
-class Seconds(Progress):
-    """The duration of every step."""
+def loop(way: str, name: str, size: int, rounds: int) -> dict[str, Any]:
+    """Return the median seconds of a step in a loop of autobatch and in one by hand, and their ratio."""
+    case = CASES[name]
+    ours = median(WAYS[way](case.make(), size, rounds, case.options))
+    empty()
+    hand = median(timed(by_hand(case.make(), size), rounds))
+    seconds = {"autobatch": ours, "hand": hand}
+    return {"workload": name, "way": way, "micro_batch": size, "seconds": seconds, "ratio": ours / hand}
 
-    def __init__(self) -> None:
-        self.steps: list[float] = []
 
-    def stepped(self, step: StepRecord, of: int) -> None:
-        self.steps.append(step.seconds)
-
-
-def loop(name: str, size: int, rounds: int) -> dict[str, Any]:
-    """Return seconds per step of `autobatch.fit` and of a loop written by hand, and their ratio."""
-    case, seconds = CASES[name], Seconds()
+def by_fit(work: Workload, size: int, rounds: int, options: dict[str, Any]) -> list[float]:
+    """Return the seconds of the steps of `autobatch.fit`."""
+    seconds: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         autobatch.fit(
-            case.make(),
-            device=NAME,
-            target_batch=ACCUMULATION * size,
-            max_micro_batch=size,
-            steps=WARM + rounds,
-            trials=0,
-            max_grad_norm=1.0,
-            split_check="off",
-            out=folder,
-            progress=seconds,
-            **case.options,
-        )
-    ours = seconds.steps[WARM:]
-    empty()
-    hand = timed(by_hand(case.make(), size), rounds)
-    return {
-        "workload": name,
-        "micro_batch": size,
-        "accumulation": ACCUMULATION,
-        "seconds_a_step": {"autobatch": statistics.median(ours), "hand": statistics.median(hand)},
-        "ratio": statistics.median(ours) / statistics.median(hand),
-    }
+            work, device=NAME, target_batch=ACCUMULATION * size, max_micro_batch=size, steps=WARM + rounds,
+            trials=0, max_grad_norm=1.0, split_check="off", out=folder, progress=False,
+            until=lambda record: seconds.append(record.seconds), **options,
+        )  # fmt: skip
+    return seconds[WARM:]
+
+
+def by_batches(work: Workload, size: int, rounds: int, options: dict[str, Any]) -> list[float]:
+    """Return the seconds of the steps of a loop with `autobatch.batches`."""
+    counts = {"target_batch": ACCUMULATION * size, "max_micro_batch": size}
+    plan = autobatch.plan(work, device=NAME, split_check="off", progress=False, **counts, **options)
+    model = work.model().to(GPU)
+    optimizer = work.optimizer(model.parameters(), work.learning_rate)
+    batches = iter(autobatch.batches(work, plan, steps=WARM + rounds, optimizer=optimizer))
+
+    def step() -> None:
+        batch = next(batches)
+        for micro in batch:
+            placed = [tensor.pin_memory().to(GPU, non_blocking=True) for tensor in micro.data]
+            with torch.autocast(GPU.type, dtype=BF16):
+                loss = work.loss(model, placed)
+            batch.backward(loss)
+        batch.step(max_grad_norm=1.0)
+
+    return timed(step, rounds)
+
+
+WAYS = {"fit": by_fit, "batches": by_batches}
 
 
 def by_hand(work: Workload, size: int) -> Callable[[], None]:
@@ -72,7 +78,7 @@ def by_hand(work: Workload, size: int) -> Callable[[], None]:
             first = next(order) * size
             batch = default_collate([work.train_data[first + number] for number in range(size)])
             placed = [tensor.pin_memory().to(GPU, non_blocking=True) for tensor in batch]
-            with torch.autocast(GPU.type, dtype=torch.bfloat16):
+            with torch.autocast(GPU.type, dtype=BF16):
                 loss = work.loss(model, placed) / ACCUMULATION
             loss.backward()
             total += loss.detach()
@@ -85,7 +91,7 @@ def by_hand(work: Workload, size: int) -> Callable[[], None]:
 
 
 def timed(step: Callable[[], object], rounds: int) -> list[float]:
-    """Return the seconds of every step, each waited for."""
+    """Return the seconds of every step after the first ones, each waited for."""
     seconds = []
     for _ in range(WARM + rounds):
         torch.cuda.synchronize(GPU)
@@ -98,21 +104,8 @@ def timed(step: Callable[[], object], rounds: int) -> list[float]:
 
 def tuned(name: str, target: int, trials: int, seconds: float) -> dict[str, Any]:
     """Tune, and return what it gains over every knob at its default."""
-    case = CASES[name]
-    found = autobatch.tune(
-        case.make(),
-        device=NAME,
-        target_batch=target,
-        trials=trials,
-        timeout=seconds,
-        progress=False,
-        **case.options,
-    ).tuning
+    case, limits = CASES[name], {"trials": trials, "timeout": seconds}
+    options = {"device": NAME, "target_batch": target, "progress": False, **limits, **case.options}
+    found = autobatch.tune(case.make(), **options).tuning
     assert found is not None
-    return {
-        "workload": name,
-        "target_batch": target,
-        "best": found.best,
-        "gain": found.low,
-        "trials": found.trials,
-    }
+    return {"workload": name, "best": found.best, "gain": found.low, "trials": found.trials}

@@ -46,7 +46,7 @@ def main() -> int:
         command.add_argument("--only", default="", metavar="TEXT", help="rows that have this text")
     options = parser.parse_args()
     if options.command == "recordings":
-        outcomes = {path: recordings.replays_of(path) for path in options.files}
+        outcomes = {path: recordings.replays_of(recordings.read_any(path)) for path in options.files}
         print(recordings_table(outcomes))
         return int(not all(outcome.agrees for each in outcomes.values() for outcome in each))
     is_limit = options.command == "limits"

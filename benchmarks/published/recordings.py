@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import gzip
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,12 +52,11 @@ def read(path: Path) -> list[Row]:
     return [tuple(int(part) if part.isdigit() else part for part in row) for row in rows]
 
 
-def read_snapshot(path: Path) -> Iterator[list[Row]]:
+def rows_of(content: Mapping[str, Any]) -> Iterator[list[Row]]:
     """Yield the rows of each GPU of a snapshot without expandable segments.
 
     The state before follows from the end of the recording: its events are undone from the last to the first.
     """
-    content = load_snapshot(path)
     for device, entries in enumerate(content["device_traces"]):
         segments = [part for part in content["segments"] if part.get("device", 0) == device]
         events = (entry for entry in entries if entry["action"] in ACTIONS)
@@ -113,14 +112,12 @@ def state_before(rows: Sequence[Row]) -> Iterator[Segment]:
 
 
 def replayed(rows: Sequence[Row]) -> Outcome:
-    """Replay a recording, with new segments at the addresses that the driver gave.
-
-    Raises:
-        IndexError: the model needs a segment that the GPU did not.
-    """
+    """Replay a recording, with new segments at the addresses that the driver gave."""
     given: list[int] = []
+    nowhere = count(1 << 50, 1 << 40)
+    """Addresses of segments that the model needs, and the GPU did not."""
     config = AllocatorConfig(expandable_segments=any(row[0] == "begin" for row in rows))
-    model = CachingAllocator(None, config, addresses=lambda _: given.pop())
+    model = CachingAllocator(None, config, addresses=lambda _: given.pop() if given else next(nowhere))
     blocks = model.begin_with(state_before(rows))
     changes = [GROWS[row[0]] * row[2] for row in rows if row[0] in GROWS]
     peak = max(accumulate(changes, initial=model.reserved_bytes))
@@ -141,7 +138,33 @@ def replayed(rows: Sequence[Row]) -> Outcome:
     return Outcome(len(same), sum(same), segments, peak, model.peak_reserved_bytes)
 
 
-def replays_of(path: Path) -> list[Outcome]:
-    """Replay a recording, or the GPUs of a snapshot that can be."""
-    recordings = [read(path)] if path.name.endswith(".csv.gz") else read_snapshot(path)
-    return [replayed(rows) for rows in recordings]
+def by_age(rows: Sequence[Row]) -> Iterator[Row]:
+    """Yield a recording with addresses in the order of its segments' age.
+
+    Of free blocks of one size torch 2.13 takes that of the oldest segment, and 2.11 the lowest.
+    """
+    moved: dict[int, tuple[int, int]] = {}
+    """End of each segment, and the difference of its addresses."""
+    for number, (kind, address, *rest) in enumerate(rows):
+        if kind in ("segment", "new"):
+            moved[address] = (address + rest[0], (number << 40) - address)
+        start = max(start for start, (end, _) in moved.items() if start <= address < end)
+        yield (kind, address + moved[start][1], *rest)
+        if kind == "released":
+            del moved[address]
+
+
+def replays_of(recordings: Iterable[Sequence[Row]]) -> list[Outcome]:
+    """Replay recordings, in whichever order of segments they agree with the model."""
+    outcomes = []
+    for rows in recordings:
+        outcome = replayed(rows)
+        if not outcome.agrees and not any(row[0] == "begin" for row in rows):
+            outcome = max(outcome, replayed([*by_age(rows)]), key=lambda replay: (replay.agrees, replay.same))
+        outcomes.append(outcome)
+    return outcomes
+
+
+def read_any(path: Path) -> Iterable[Sequence[Row]]:
+    """Return a recording in its reduced form, or those of a snapshot that can be replayed."""
+    return [read(path)] if path.name.endswith(".csv.gz") else rows_of(load_snapshot(path))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published import __main__ as published
-from benchmarks.published.recordings import read, read_snapshot, replayed
+from benchmarks.published.recordings import read, read_any, replayed, replays_of
 from tests.support.torch_snapshots import snapshot_of, write
 
 RECORDINGS = Path(__file__).parents[1] / "recordings"
@@ -34,11 +34,21 @@ def test_the_command_prints_the_sum_and_fails_if_the_model_differs(monkeypatch, 
     assert "| 1 recordings |" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("taken", [0, 1])
+def test_of_equal_blocks_that_of_the_oldest_segment_or_the_lowest_is_taken(taken: int) -> None:
+    places, size = (1 << 40, 1 << 39), 20 << 20
+    rows = [(kind, place, size) for place in places for kind in ("new", "alloc")]
+    rows += [*(("free", place) for place in places), ("alloc", places[taken], size)]
+    (found,) = replays_of([rows])
+    assert found.agrees
+    assert replayed(rows).agrees == (taken == 1)
+
+
 @pytest.mark.parametrize("name", ["context-200-forward", "fine-tuning", "decoder-medium-128-step"])
 def test_a_snapshot_of_torch_is_replayed_like_its_reduced_form(tmp_path: Path, name: str) -> None:
     rows = read(RECORDINGS / f"{name}.csv.gz")
-    (found,) = read_snapshot(write(tmp_path / "snapshot.pickle", snapshot_of(name)))
-    assert replayed(found) == replayed(rows)
+    snapshot = write(tmp_path / "snapshot.pickle", snapshot_of(name))
+    assert replays_of(read_any(snapshot)) == [replayed(rows)]
 
 
 @pytest.mark.parametrize(

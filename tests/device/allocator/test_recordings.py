@@ -9,14 +9,14 @@ import pytest
 from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
-from benchmarks.published.recordings import read, replayed
+from benchmarks.published.recordings import read, replays_of
 
 RECORDINGS = Path(__file__).parents[2] / "recordings"
 
 
 @pytest.mark.parametrize("path", sorted(RECORDINGS.rglob("*.csv.gz")), ids=lambda path: path.name[:-7])
 def test_each_block_lies_where_the_gpu_put_it(path):
-    found = replayed(read(path))
+    (found,) = replays_of([read(path)])
     assert found.allocations > 30
     assert found.agrees
 

@@ -1,0 +1,93 @@
+"""The units of a measurement, those that yield the most per minute first, and the process that runs them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import commands, limits, recordings, speed
+from benchmarks.gpu.device import empty, room
+from benchmarks.gpu.facts import FACTS
+from benchmarks.gpu.work import Journal, Unit, work
+from benchmarks.gpu.workloads import CASES
+from benchmarks.report import arguments
+
+FIRST = ("mlp", "gpt", "resnet-50", "gpt-124m", "encoder-masked", "lstm", "vision-transformer", "u-net")
+"""Workloads that are measured before the others."""
+PARTS = ["facts", "tests", "limit", "record", "fit", "speed"]
+
+
+def units_of(out: Path) -> list[Unit]:
+    """Return all units. Limits that this GPU has no memory for are left out."""
+    limits_of = {
+        which: [_limit(name, which) for name in CASES if CASES[name].budgets_mib[which] << 20 <= room()]
+        for which in (0, 1)
+    }
+    first = {which: [unit for unit in limits_of[which] if _case(unit) in FIRST] for which in (0, 1)}
+    return [
+        *(Unit(f"facts/{name}", 5, read) for name, read in FACTS.items()),
+        Unit("tests/gpu", 90, lambda: commands.tests(out)),
+        *first[0],
+        *(Unit(f"record/{name}", 20, lambda name=name: recordings.record(name, out)) for name in FIRST),
+        Unit("fit/demo", 60, commands.demo),
+        *(
+            Unit(f"speed/loop {way} mlp", 30, lambda way=way: speed.loop(way, "mlp", 256, 40))
+            for way in speed.WAYS
+        ),
+        Unit("fit/resume", 60, lambda: commands.resume(60)),
+        *(
+            Unit(f"speed/loop {way} gpt", 60, lambda way=way: speed.loop(way, "gpt", 32, 20))
+            for way in speed.WAYS
+        ),
+        *first[1],
+        Unit("speed/tuned", 200, lambda: speed.tuned("gpt", 256, 12, 100.0)),
+        *(unit for which in (0, 1) for unit in limits_of[which] if unit not in first[which]),
+    ]
+
+
+def _loops(name: str, size: int, rounds: int) -> list[Unit]:
+    return [
+        Unit(f"speed/loop {way} {name}", 40, lambda way=way: speed.loop(way, name, size, rounds))
+        for way in speed.WAYS
+    ]
+
+
+def _case(unit: Unit) -> str:
+    return unit.name.removeprefix("limit/").partition(" ")[0]
+
+
+def _limit(name: str, which: int) -> Unit:
+    budget_mib = CASES[name].budgets_mib[which]
+
+    def run() -> dict[str, Any]:
+        row = limits.measure(name, budget_mib)
+        if "failed" in row:
+            raise RuntimeError(row["failed"])
+        return row
+
+    return Unit(f"limit/{name} {budget_mib} MiB", 40, run)
+
+
+def main() -> int:
+    """Measure what the options name, until a time in seconds since the epoch."""
+    options = arguments(__doc__, out=Path, call=1, until=0.0, part=PARTS)
+    if not torch.cuda.is_available():
+        print(f"torch {torch.__version__} finds no CUDA GPU: nothing was measured")
+        return 0
+
+    def is_lost() -> bool:
+        try:
+            empty()
+        except RuntimeError:
+            return True
+        return False
+
+    units = [unit for unit in units_of(options.out) if unit.name.partition("/")[0] in options.part]
+    return work(units, Journal(options.out, options.call), options.until, is_lost)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
