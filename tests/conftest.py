@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import random
 import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 
 from tests.support.leftovers import no_leftovers
 from tests.support.rank_server import RankServer, rank_server
-from tests.support.warm_children import fork_children
 
 # The same examples in every run, however busy the machine is. --hypothesis-profile=drawn has others.
 settings.register_profile("repeated", deadline=None, derandomize=True, database=None)
@@ -121,8 +122,15 @@ def quick_pages(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start children in a tenth of a second, except in some of tests/rehearsal/test_process.py."""
-    fork_children(monkeypatch)
+    """Start children in a tenth of a second, except in some of tests/rehearsal/test_process.py.
+
+    They are forked from a server with torch, and have the environment of its start.
+    """
+    from autobatch.rehearsal import process
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.warm_children"])
+    monkeypatch.setattr(process, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
@@ -18,11 +17,13 @@ import pytest
 from autobatch.cli import main as cli
 from tests.support.commandline import SMALL, Ran, autobatch, command, environment
 
-SLOW = pytest.mark.slow
 BUDGET = ("--memory-budget", "64MiB", "--device", "cpu")
 FIT = ("fit", "train.py:workload", "--target-batch", 8, "--trials", 0, *BUDGET)
 NOISY = """
-import os
+import os, socket
+def refuse(*_, **__):
+    raise OSError("a connection was tried")
+socket.socket.connect = socket.getaddrinfo = refuse
 def noisy(model, batch):
     print("{from python"); os.write(1, b"{from below")
     return loss(model, batch)
@@ -48,20 +49,10 @@ def one_line(ran: Ran, code: int) -> str:
 
 @pytest.mark.program
 def test_fit_prints_one_json_object_to_stdout_and_all_else_to_stderr(tmp_path: Path, train: Path) -> None:
+    """It never uses the network."""
     train.write_text(SMALL + NOISY)
-    ran = autobatch(
-        tmp_path,
-        "fit",
-        "train.py:loud",
-        *FIT[2:4],
-        "--steps",
-        4,
-        "--trials",
-        2,
-        *BUDGET,
-        "--json",
-        "--verbose",
-    )
+    words = (*FIT[2:4], "--steps", 4, "--trials", 2, *BUDGET, "--json", "--verbose")
+    ran = autobatch(tmp_path, "fit", "train.py:loud", *words)
     found = ran.json
     assert ran.code == 0
     assert "{from python" in ran.err
@@ -80,7 +71,7 @@ def test_fit_prints_one_json_object_to_stdout_and_all_else_to_stderr(tmp_path: P
     for part, names in contract.items():
         assert names <= found[part].keys(), part
     attempt = {"micro_batch", "fits", "peak_allocated_bytes", "peak_reserved_bytes", "seconds"}
-    assert all(attempt <= one.keys() for one in found["probe"]["attempts"])
+    assert all(attempt <= tried.keys() for tried in found["probe"]["attempts"])
     assert found["schema"] == 3
     assert found["device"]["other_processes_bytes"] is None
     assert found["probe"]["attempts"][0]["peak_reserved_bytes"] is None
@@ -126,10 +117,14 @@ def test_errors_that_are_found_late_are_one_line(
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {train.name}
 
 
-@pytest.mark.program
-def test_an_error_in_the_workload_is_one_line_that_names_the_log(tmp_path: Path, train: Path) -> None:
+@pytest.mark.usefixtures("warm_children")
+def test_an_error_in_the_workload_is_one_line_that_names_the_log(
+    tmp_path: Path, train: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     train.write_text(SMALL + "\ndef broken():\n    return small(loss=lambda model, batch: 1 / 0)\n")
-    line = one_line(autobatch(tmp_path, "fit", "train.py:broken", *FIT[2:], "--out", "out"), 2)
+    code = cli.run(["fit", "train.py:broken", *map(str, FIT[2:]), "--out", "out"])
+    line = one_line(Ran(code, "", capsys.readouterr().err), 2)
     place = f"{train}:{len(train.read_text().splitlines())}"
     raised = "the workload's loss raised ZeroDivisionError: division by zero"
     assert line == f"{raised} ({place}); full traceback: out/run.log"
@@ -168,20 +163,15 @@ def workload():
 
 
 @pytest.mark.program
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=SLOW)]
-)
-def test_a_stopped_run_prints_the_command_that_resumes_it(
-    number: int, code: int, tmp_path: Path, train: Path
-) -> None:
+def test_a_stopped_run_prints_the_command_that_resumes_it(tmp_path: Path, train: Path) -> None:
     train.write_text(SMALL + SLOWED)
     (tmp_path / "slow").touch()
     words = (*FIT, "--steps", 1000, "--out", "out")
     process = started(tmp_path, *words, until=tmp_path / "out" / "metrics.jsonl")
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     answer = "autobatch: stopping and saving a checkpoint"  # unless the step ended at once
-    line = one_line(Ran(process.returncode, "", re.sub(f"^{answer}.*\n", "", err)), code)
+    line = one_line(Ran(process.returncode, "", re.sub(f"^{answer}.*\n", "", err)), 130)
     assert "with checkpoint out/checkpoints/step-" in line
     (tmp_path / "slow").unlink()
     again = line.partition("Resume with: autobatch ")[2].split()
@@ -202,25 +192,15 @@ def sleeps():
 """
 
 
-CONTINUES = "before the first checkpoint; limits and trials so far are saved, and the same command uses them"
-
-
 @pytest.mark.program
-@pytest.mark.parametrize(
-    ("number", "code", "said"),
-    [
-        (signal.SIGTERM, 143, "terminated"),
-        pytest.param(signal.SIGINT, 130, "interrupted", marks=SLOW),
-    ],
-)
-def test_a_stopped_probe_leaves_no_process_behind(
-    number: int, code: int, said: str, tmp_path: Path, train: Path
-) -> None:
+def test_a_stopped_probe_leaves_no_process_behind(tmp_path: Path, train: Path) -> None:
     train.write_text(SMALL + SLEEPY)
     process = started(tmp_path, "probe", "train.py:sleeps", *BUDGET, until=tmp_path / "asleep")
-    os.killpg(process.pid, number)
+    os.killpg(process.pid, signal.SIGTERM)
     _, err = process.communicate(timeout=60)
-    assert one_line(Ran(process.returncode, "", err), code) == f"{said} {CONTINUES}"
+    assert one_line(Ran(process.returncode, "", err), 143).startswith(
+        "terminated before the first checkpoint"
+    )
     while is_alive(process.pid):  # until the system has buried the last of them
         time.sleep(0.02)
 
@@ -232,90 +212,12 @@ def is_alive(group: int) -> bool:
     return any(row[0] == str(group) and not row[1].startswith("Z") for row in rows)
 
 
-@SLOW
-def test_training_continues_after_the_reader_closed_the_pipe(tmp_path: Path, train: Path) -> None:
-    with subprocess.Popen(
-        command(*FIT, "--steps", 40, "--out", "out"),
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.readline().startswith(b"autobatch ")
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 0
-    assert json.loads((tmp_path / "out" / "result.json").read_text())["training"]["optimizer_steps"] == 40
-
-
-@pytest.mark.parametrize(
-    "words",
-    [("--help",), pytest.param(("probe", "train.py:workload", *BUDGET, "--json", "--quiet"), marks=SLOW)],
-)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
-def test_a_full_standard_output_is_one_line(words: tuple[str, ...], tmp_path: Path, train: Path) -> None:
+def test_a_full_standard_output_is_one_line(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            command(*words),
-            cwd=tmp_path,
-            env=environment(tmp_path),
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    said = "autobatch: cannot write to standard output: No space left on device"
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == said
-    assert done.stderr.count("autobatch: ") == 1
-    assert "Traceback" not in done.stderr
-
-
-def on_a_terminal(folder: Path, *words: object, **variables: str) -> tuple[int, str]:
-    """Run the command on a terminal of 80 columns; return the exit code and the output."""
-    ours, theirs = pty.openpty()
-    import fcntl
-    import struct
-    import termios
-
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    env = environment(folder, TERM="xterm-256color", **variables)
-    del env["COLUMNS"]
-    with subprocess.Popen(command(*words), cwd=folder, env=env, stdout=theirs, stderr=theirs) as process:
-        os.close(theirs)
-        written = b""
-        while True:
-            try:
-                part = os.read(ours, 65536)
-            except OSError:  # the terminal is gone with its last writer
-                break
-            if not part:
-                break
-            written += part
-    os.close(ours)
-    return process.returncode, written.decode()
-
-
-def test_an_error_is_red_on_a_terminal_with_colours(tmp_path: Path) -> None:
-    code, text = on_a_terminal(tmp_path, "probe", "missing.py")
-    assert code == 2
-    assert "\x1b[31mautobatch: there is no file missing.py" in text.splitlines()[-1].replace("\x1b[0m", "")
-
-
-REFUSES = """
-import socket
-def refuse(*_, **__):
-    raise OSError("a connection was tried")
-socket.socket.connect = socket.getaddrinfo = refuse
-"""
-
-
-@SLOW
-def test_fit_never_uses_the_network(tmp_path: Path, train: Path) -> None:
-    train.write_text(SMALL + REFUSES)
-    assert autobatch(tmp_path, *FIT, "--steps", 2).code == 0
+        done = subprocess.run(command("--help"), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    line = one_line(Ran(done.returncode, "", done.stderr), 1)
+    assert line == "cannot write to standard output: No space left on device"
 
 
 LIBRARY = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,8 +13,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autobatch
-from tests.support.commandline import SMALL
-from tests.support.commandline import autobatch as command
 from tests.support.rank_server import RankServer
 from tests.support.training import make_workload, points
 
@@ -54,24 +51,3 @@ def test_a_plan_over_replicas_is_that_of_a_fit(server: RankServer, tmp_path: Pat
     assert plan["micro_batches"] == [3, 2, 2]
     probe = first["probe"]
     assert (probe["micro_batch"], probe["parallel"], probe["world_size"]) == (3, "replicate", 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["auto", "shard"])
-def test_ranks_print_one_json_and_keep_the_exit_code(tmp_path: Path, parallel: str) -> None:
-    (tmp_path / "train.py").write_text(SMALL)
-    common = ("train.py:workload", "--memory-budget", "64MiB", "--ranks", 2, "--parallel", parallel, "--json")
-    ran = command(tmp_path, "plan", *common, "--target-batch", 8)
-    assert ran.code == 0, ran.err
-    assert ran.json.keys() == {"schema", "autobatch", "device", "probe", "plan", "profile", "report"}
-    assert (ran.json["plan"]["world_size"], ran.json["plan"]["micro_batches"]) == (2, [4])
-    ran = command(tmp_path, "probe", *common)
-    assert ran.code == 0, ran.err
-    assert (ran.json["probe"]["world_size"], ran.json["probe"]["micro_batch"]) == (2, 32)
-    ran = command(tmp_path, "probe", *common[:2], "40B", *common[3:])
-    assert (ran.code, ran.out) == (3, ""), ran.err
-    assert sum(line.startswith("autobatch: ") for line in ran.err.splitlines()) == 1
-    ran = command(tmp_path, "plan", *common, "--target-batch", 8, "--world-size", 3)
-    assert (ran.code, ran.out) == (2, ""), ran.err
-    assert "--world-size 3 plans for another launcher, and 2 ranks run" in ran.err
-    assert json.loads(command(tmp_path, "plan", *common[:3], "--json", "--target-batch", 8).out)

@@ -28,16 +28,12 @@ def run(folder: Path, kills: int, *words: str) -> dict[str, int]:
 
 
 @pytest.mark.program
-def test_thirty_kills_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None:
-    result = run(tmp_path, 30)
-    assert result["killed"] >= 30
-    assert result["finished"] >= 1
-
-
-@pytest.mark.program
-def test_kills_and_other_numbers_of_loader_workers_change_nothing(tmp_path: Path) -> None:
-    result = run(tmp_path, 8, "fed")
-    assert result["killed"] >= 8
+@pytest.mark.parametrize(("kills", "words"), [(20, ()), (6, ("fed",))])
+def test_kills_lose_no_acknowledged_checkpoint_whatever_the_number_of_loader_workers(
+    kills: int, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    result = run(tmp_path, kills, *words)
+    assert result["killed"] >= kills
     assert result["finished"] >= 1
 
 

@@ -29,15 +29,17 @@ def in_multiples_of(multiple: int):
     return loss
 
 
-LARGEST = autobatch.probe(work(), device="cpu", memory_budget="80KiB").micro_batch
-"""What fits without the assertion."""
+@pytest.fixture(scope="module", name="largest")
+def probed_once() -> int:
+    """Return what fits without the assertion."""
+    return autobatch.probe(work(), device="cpu", memory_budget="80KiB").micro_batch
 
 
-@pytest.mark.parametrize("multiple", [2, 4, 8])
-def test_a_multiple_that_is_given_is_kept(multiple: int) -> None:
+def test_a_multiple_that_is_given_is_kept(largest: int) -> None:
+    multiple = 4
     asked = {"device": "cpu", "memory_budget": "80KiB", "micro_batch_multiple": multiple}
     found = autobatch.probe(work(loss=in_multiples_of(multiple)), **asked)
-    assert (found.micro_batch, found.multiple) == (LARGEST // multiple * multiple, multiple)
+    assert (found.micro_batch, found.multiple) == (largest // multiple * multiple, multiple)
     assert found.upper_bound_by in ("run", "replay")
     assert f"; {found.micro_batch + multiple} " in str(found), "the next size is the next multiple"
     again = autobatch.probe(work(loss=in_multiples_of(multiple)), **asked)
@@ -54,8 +56,8 @@ def test_an_error_at_odd_sizes_names_the_option() -> None:
         probed(work(loss=in_multiples_of(8)))
 
 
-@pytest.mark.parametrize("target", [2 * LARGEST + 8 - 2 * LARGEST % 2, 24])
-def test_a_plan_has_multiples_only_and_trains(target: int, tmp_path: Path) -> None:
+def test_a_plan_has_multiples_only_and_trains(largest: int, tmp_path: Path) -> None:
+    target = 2 * largest + 8
     options = {
         "device": "cpu",
         "memory_budget": "80KiB",
@@ -64,7 +66,7 @@ def test_a_plan_has_multiples_only_and_trains(target: int, tmp_path: Path) -> No
     }
     plan = autobatch.plan(work(loss=in_multiples_of(2)), **options)
     assert sum(plan.micro_batches) == target
-    assert all(size % 2 == 0 and size <= LARGEST for size in plan.micro_batches)
+    assert all(size % 2 == 0 and size <= largest for size in plan.micro_batches)
     SEEN.clear()
     torch.manual_seed(0)
     result = autobatch.fit(
@@ -83,9 +85,9 @@ def test_a_target_that_is_no_multiple_is_refused() -> None:
     assert not SEEN, "before anything has run"
 
 
-@pytest.mark.parametrize("multiple", [1, 2, 8])
+@pytest.mark.parametrize("multiple", [1, 8])
 def test_every_split_has_the_fewest_multiples(multiple: int) -> None:
-    for samples in range(multiple, 200, multiple):
+    for samples in range(multiple, 200, 3 * multiple):
         for limit in range(multiple, 60, 5):
             sizes = micro_batches(samples, limit, multiple)
             assert sum(sizes) == samples

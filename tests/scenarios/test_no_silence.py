@@ -8,7 +8,6 @@ import re
 import struct
 import termios
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -46,12 +45,12 @@ class Walk(NamedTuple):
     """All lines that stayed, and the last screen."""
 
 
-def demo(folder: Path, *more: object, columns: int = 80, rows: int = 24, **variables: str) -> Walk:
-    """Run the demo in a terminal of this size, and watch its screen."""
-    words = command(
-        "fit", "--target-batch", 1024, "--steps", 6, "--trials", 3, "--out", folder / "run", *more
-    )
-    environ = environment(folder, **({"TERM": "xterm-256color"} | variables))
+@pytest.fixture(scope="module", name="seen")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Walk:
+    """Run the demo in a terminal, and watch its screen."""
+    folder, columns, rows = tmp_path_factory.mktemp("demo"), 80, 24
+    words = command("fit", "--target-batch", 1024, "--steps", 6, "--trials", 3, "--out", folder / "run")
+    environ = environment(folder, TERM="xterm-256color")
     del environ["COLUMNS"]  # rich takes it for the width
     pid, descriptor = pty.fork()
     if pid == 0:  # pragma: no cover - the child
@@ -74,11 +73,6 @@ def demo(folder: Path, *more: object, columns: int = 80, rows: int = 24, **varia
     kept = ["".join(line[column].data for column in range(columns)).rstrip() for line in screen.history.top]
     text = "\n".join([*kept, *(line.rstrip() for line in screen.display)]).rstrip()
     return Walk(os.waitstatus_to_exitcode(status), live, text)
-
-
-@pytest.fixture(scope="module", name="seen")
-def walked_once(tmp_path_factory: pytest.TempPathFactory) -> Walk:
-    return demo(tmp_path_factory.mktemp("demo"))
 
 
 def test_the_screen_names_what_happens_from_the_first_output_to_the_result(seen: Walk) -> None:
@@ -107,11 +101,3 @@ def test_the_result_begins_with_four_lines_before_the_details(seen: Walk) -> Non
     at = labels.index("fits")
     assert [label for label in labels[at:] if label][:4] == ["fits", "plan", "reached", "saved in"]
     assert "held-out accuracy" in seen.text
-
-
-@pytest.mark.slow
-def test_a_dumb_terminal_gets_lines_and_no_control_characters(tmp_path: Path) -> None:
-    seen = demo(tmp_path, "--trials", 1, TERM="dumb", PYTHONIOENCODING="ascii")
-    assert seen.code == 0
-    assert "importing torch" in seen.text
-    assert seen.text.isascii()

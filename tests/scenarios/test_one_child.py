@@ -68,11 +68,8 @@ def run_logged(folder: Path, *options: object) -> dict[str, list[tuple[str, ...]
 TUNED = ("--trials", 2, "--tune-lr", "--timeout", 3)
 
 
-@pytest.mark.parametrize("workers", [(), pytest.param(("--workers", 1), marks=pytest.mark.slow)])
-def test_a_tuned_run_opens_the_workload_in_two_processes_and_reads_each_size_once(
-    tmp_path: Path, workers: tuple[object, ...]
-) -> None:
-    first = run_logged(tmp_path, "--steps", 3, *TUNED, *workers)
+def test_a_tuned_run_opens_the_workload_in_two_processes_and_reads_each_size_once(tmp_path: Path) -> None:
+    first = run_logged(tmp_path, "--steps", 3, *TUNED)
     processes = [process for (process,) in first["open"]]
     assert len(processes) == len(set(processes)) == 2
     assert sorted(first["model"]) == sorted(first["open"])
@@ -82,7 +79,7 @@ def test_a_tuned_run_opens_the_workload_in_two_processes_and_reads_each_size_onc
     assert sum(count - 1 for count in reads.values()) <= 3
     assert len({process for process, _ in first["size"]}) == 1
 
-    again = run_logged(tmp_path, "--steps", 5, *TUNED, *workers, "--resume")
+    again = run_logged(tmp_path, "--steps", 5, *TUNED, "--resume")
     assert (len(again["open"]), len(again["model"])) == (1, 1)
     # The batches are cut by size, so the process that trains reads them.
     assert len(again["size"]) == len(set(again["size"])) == 120

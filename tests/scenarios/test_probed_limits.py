@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +13,6 @@ from autobatch.core.options import Options
 from autobatch.rehearsal import attempt as attempts
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.setup import Setup, open_setup
-from benchmarks.workloads import WORKLOADS
 from tests.support.probes import WIDTH, Sequences, amsgrad, mlp, pad, vectors, work
 
 # Brute force.
@@ -175,21 +172,3 @@ def test_random_samples_of_different_lengths_train_at_the_limit(size_of, steps: 
     setup = open_setup(workload, Options().with_values(device="cpu", memory_budget="150KiB"))
     assert 2 <= found.micro_batch < 60
     assert survives(setup, found.micro_batch, steps)
-
-
-# Plans.
-
-PLANNED = {"mlp-heavy": ("6MiB", 2048), "conv": ("8MiB", 512), "gpt": ("24MiB", 256)}
-"""Budgets that hold a part of the batch, for a linear, a convolutional and an attention model."""
-
-
-@pytest.mark.parametrize(
-    "name", ["conv", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mlp-heavy", "gpt"))]
-)
-def test_a_plan_trains_to_its_end_within_the_budget(name: str, tmp_path: Path) -> None:
-    """The simulated GPU enforces its budget in training too."""
-    budget, target = PLANNED[name]
-    options = {"target_batch": target, "device": "sim:t4", "memory_budget": budget, "trials": 0}
-    result = autobatch.fit(WORKLOADS[name](), **options, steps=10, out=tmp_path / "run")
-    assert result.plan.accumulation_steps > 1
-    assert (result.training.optimizer_steps, result.training.oom_recoveries) == (10, 0)

@@ -25,10 +25,9 @@ from tests.support.ragged import ragged_workload
 from tests.support.rank_server import RankServer
 from tests.support.runs import keep_only, rows
 from tests.support.sharded_loops import Blocks
-from tests.support.training import TOKENS, apart, fingerprint, make_workload, mean_loss, points, weights
+from tests.support.training import apart, fingerprint, make_workload, mean_loss, points, weights
 
 pytestmark = pytest.mark.distributed
-SLOW = pytest.mark.slow
 COMMON: dict[str, Any] = {"target_batch": 7, "device": "cpu", "memory_budget": "1GiB", "seed": 3, "trials": 0}
 WATCHED = {"steps": 6, "max_micro_batch": 2, "validate_every": 2, "max_grad_norm": 0.2, "ema": 0.5}
 SAVED = {"max_micro_batch": 2, "checkpoint_every": 2, "keep_last": 9}
@@ -53,7 +52,7 @@ def contrast(model: Towers, views: tuple[Tensor, Tensor]) -> Tensor:
     return cross_entropy(scores, torch.arange(len(scores)))
 
 
-def towers(fault: str = "") -> autobatch.Workload:
+def towers(fails_at: int = 0) -> autobatch.Workload:
     """Return a workload; memory runs out on rank 1 in that of its passes over two samples in training."""
     passes, validated = list[int](), list[int]()
 
@@ -62,7 +61,7 @@ def towers(fault: str = "") -> autobatch.Workload:
             validated.append(1)  # before the training, and not in a probe
         elif validated and os.environ.get("RANK") == "1" and len(batch[0]) == 2:
             passes.append(1)
-            if fault == str(len(passes)):
+            if fails_at == len(passes):
                 raise torch.OutOfMemoryError("CUDA out of memory.")
         return represent(model, batch)
 
@@ -104,10 +103,8 @@ WORKLOADS = {
     "random": stateful,
     "ragged": ragged_workload,
     "blocks": partial(make_workload, **{**MEASURED, "model": lambda: Blocks().double(), "optimizer": adamw}),
-    "tokens": partial(make_workload, **TOKENS),
     "towers": towers,
-    "towers, failing once": partial(towers, "5"),
-    "towers, failing with rows": partial(towers, "8"),
+    "towers, failing": partial(towers, fails_at=5),
 }
 Trained = tuple[str, list[float] | None, dict[str, Any]]
 
@@ -147,8 +144,6 @@ def assert_same_run(out: Path, alone: Path) -> None:
         ("plain", 3, REPLICATE),
         ("blocks", 2, SHARD),
         ("towers", 2, REPLICATE),
-        pytest.param("tokens", 3, SHARD, marks=SLOW),
-        pytest.param("towers", 3, REPLICATE, marks=SLOW),
     ],
 )
 def test_a_run_does_not_depend_on_the_ranks(
@@ -201,8 +196,7 @@ def test_a_resume_of_a_sharded_model_is_bit_exact(server: RankServer, tmp_path: 
     ("name", "kinds"),
     [
         ("plain", ((2, REPLICATE), (3, {}), (1, {}))),
-        pytest.param("blocks", ((3, REPLICATE), (1, {}), (2, SHARD)), marks=SLOW),
-        pytest.param("blocks", ((2, SHARD), (3, REPLICATE), (1, {})), marks=SLOW),
+        pytest.param("blocks", ((2, SHARD), (3, REPLICATE), (1, {})), marks=pytest.mark.program),
     ],
 )
 def test_a_run_moves_between_ranks(server: RankServer, tmp_path: Path, name: str, kinds: Any) -> None:
@@ -247,14 +241,9 @@ def test_ranks_cut_a_batch_by_size_together(server: RankServer, tmp_path: Path) 
     assert [one[0] for one in again] == [one[0] for one in found]
 
 
-@pytest.mark.parametrize(
-    "name", ["towers, failing once", pytest.param("towers, failing with rows", marks=SLOW)]
-)
-def test_a_loss_over_the_whole_batch_runs_again_on_all_ranks(
-    server: RankServer, tmp_path: Path, name: str
-) -> None:
-    """Memory runs out on one rank before the rows travel, or after that."""
+def test_a_loss_over_the_whole_batch_runs_again_on_all_ranks(server: RankServer, tmp_path: Path) -> None:
+    """Memory runs out on one rank before the rows travel."""
     options = {"split_check": "off", "steps": 3, "target_batch": 8, "max_micro_batch": 2, "validate_every": 2}
-    found = server.values(fit, name, str(tmp_path / "run"), options)
+    found = server.values(fit, "towers, failing", str(tmp_path / "run"), options)
     assert_same_weights(found[0], fit("towers", str(tmp_path / "alone"), options))
     assert [one[2]["training"]["oom_recoveries"] for one in found] == [1, 1]

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 import autobatch
 from autobatch import Progress, StepRecord
 from autobatch.workload.rng import seed_everything
-from tests.support.noted import fit, fit_until
+from tests.support.runs import fit, fit_until
 from tests.support.training import apart, make_workload, mean_loss, points, weights
 
 OPTIONS: dict[str, Any] = {"target_batch": 8, "max_micro_batch": 3, "seed": 3}

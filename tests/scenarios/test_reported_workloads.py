@@ -18,7 +18,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 import autobatch
 from autobatch import Loss, Progress, StepRecord
 from autobatch.core.records import Attempt
-from tests.support.noted import Noting, fit, fit_until
+from tests.support.probes import Listener
+from tests.support.runs import fit, fit_until
 from tests.support.training import (
     Rows,
     apart,
@@ -174,7 +175,7 @@ def test_a_multiple_that_no_longer_fits_ends_a_run(tmp_path: Path) -> None:
 RAN = "a micro-batch ran"
 
 
-class Ordered(Noting):
+class Ordered(Listener):
     """Listener that keeps remarks, and what has run before them."""
 
     def attempted(self, attempt: Attempt) -> None:
@@ -214,7 +215,7 @@ def with_hooks(where: str) -> nn.Module:
 
 def said_of(workload: Any, out: Path) -> str:
     """Return the remarks of a run, and the error that ended it."""
-    listener = Noting()
+    listener = Listener()
     options = {**CPU, "max_micro_batch": 4, "progress": listener}
     try:
         autobatch.fit(workload, out=out, target_batch=8, steps=2, **options)
@@ -247,7 +248,7 @@ class Unshared(IterableDataset[Any]):
 @pytest.mark.program  # torch waits ten seconds for loader processes whose reader has failed
 def test_loader_processes_that_yield_the_same_samples_are_told(tmp_path: Path) -> None:
     """Otherwise an epoch of 24 samples has each of the first 12 twice, and none of the others."""
-    with pytest.raises(AssertionError, match="InputError: each of 2 loader processes"):
+    with pytest.raises(autobatch.InputError, match="each of 2 loader processes"):
         fit(make_workload(train_data=Unshared()), tmp_path, target_batch=8, steps=3, workers=2)
 
 

@@ -16,10 +16,9 @@ import autobatch
 from autobatch import InputError, Interrupted, Progress, StepRecord
 from autobatch.training.run import train
 from tests.support.faults import stateful
-from tests.support.noted import fit
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
-from tests.support.runs import STEPS, open_loop, resume, rows, saved_steps, settings
+from tests.support.runs import STEPS, fit, open_loop, resume, rows, saved_steps, settings
 from tests.support.training import fingerprint, make_workload, mean_loss, points, weights
 
 OPTIONS: dict[str, Any] = {"target_batch": 8, "max_micro_batch": 3, "steps": 9, "split_check": "off"}

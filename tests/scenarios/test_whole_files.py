@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +21,38 @@ from autobatch.api.ranks import joined_ranks
 from autobatch.distributed.launch import fail_before_joining
 from autobatch.training.run import train
 from tests.support.faults import plain
-from tests.support.opened import opened_to_write
 from tests.support.rank_server import RankServer
 from tests.support.runs import open_loop, settings
 from tests.support.training import make_workload, points
 
 GROWING = {"metrics.jsonl"}
 """Files that grow by whole lines; their readers leave out a last line without an end."""
+LISTENING: list[set[Path]] = []
+"""Sets that get each path that is opened; an audit hook cannot be removed."""
+
+
+def hear(event: str, args: tuple[Any, ...]) -> None:
+    if event == "open" and LISTENING:
+        path, _, flags = args
+        if isinstance(path, str | bytes | os.PathLike) and flags & (os.O_WRONLY | os.O_RDWR):
+            for paths in LISTENING:
+                paths.add(Path(os.fsdecode(path)).absolute())
+
+
+@functools.cache
+def begin_to_hear() -> None:
+    sys.addaudithook(hear)
+
+
+@contextmanager
+def opened_to_write() -> Iterator[set[Path]]:
+    """Collect the paths that this process opens to write within the block, whoever opens them."""
+    begin_to_hear()
+    LISTENING.append(set())
+    try:
+        yield LISTENING[-1]
+    finally:
+        LISTENING.pop()
 
 
 def files_of(folder: Path) -> set[Path]:

@@ -1,20 +1,23 @@
-"""Runs on disk of six small steps, and what they leave in their folder."""
+"""Runs on disk: loops of six small steps, whole fits with their remarks, and what they leave behind."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from autobatch import Progress, StepRecord, Training, Workload
+import autobatch
+from autobatch import FitResult, Progress, StepRecord, Training, Workload
 from autobatch.training.checkpoint import list_checkpoints, load_newest
 from autobatch.training.loop import Loop
 from autobatch.training.resume import restore_loop
 from autobatch.training.run import train
 from autobatch.training.run_folder import RunFiles
 from tests.support.options import as_options
+from tests.support.probes import Listener
 from tests.support.training import make_loop, make_workload
 
 STEPS = 6
@@ -67,3 +70,35 @@ def keep_only(out: Path, step: int) -> None:
 def saved_steps(out: Path) -> list[int]:
     """Return the steps of the published checkpoints."""
     return [int(path.name.removeprefix("step-")) for path in list_checkpoints(out / "checkpoints")]
+
+
+class Stopped(Exception):
+    """A run was stopped after a step."""
+
+
+class Stopping(Listener):
+    """Listener that stops a run after a step, without a checkpoint; None to let it end."""
+
+    def __init__(self, after: int | None = None) -> None:
+        super().__init__()
+        self._after = after
+
+    def stepped(self, step: StepRecord, of: int) -> None:
+        if step.step == self._after:
+            raise Stopped
+
+
+def fit(
+    workload: Workload, out: Path, *, listener: Listener | None = None, **options: Any
+) -> tuple[FitResult, list[str]]:
+    """Train on the CPU, and return the result and the remarks."""
+    listener = listener or Listener()
+    options = {"device": "cpu", "memory_budget": "1GiB", "trials": 0, **options}
+    return autobatch.fit(workload, out=out, progress=listener, **options), listener.notes
+
+
+def fit_until(step: int, workload: Workload, out: Path, **options: Any) -> None:
+    """Train, and stop after a step as a kill would."""
+    with suppress(Stopped):
+        fit(workload, out, listener=Stopping(step), **options)
+        raise AssertionError(f"the run has no step {step}")

@@ -1,20 +1,17 @@
-"""Child processes that are forked from a server with torch, which takes a child two seconds to import.
-
-The server starts with the first child and ends with this process.
-"""
+"""Imports of the server that forks warm children; a child of its own would take two seconds for them."""
 
 from __future__ import annotations
 
-import multiprocessing
-from types import SimpleNamespace
+import gc
 
-import pytest
+import torch
 
+import autobatch.rehearsal.process
+import autobatch.tuning.trial  # noqa: F401
 
-def fork_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `autobatch.rehearsal.process` fork from the server; children have the environment of its start."""
-    from autobatch.rehearsal import process
-
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([f"{__name__}_preload"])
-    monkeypatch.setattr(process, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
+torch.set_num_threads(1)
+# The first optimizer of a process imports many modules.
+torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+# A collection in a child would write to every object, and so copy the memory that it shares.
+gc.collect()
+gc.freeze()
