@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from autobatch.cli import main as cli
-from tests.support.commandline import environment
+from tests.support.commandline import SMALL, environment
 
 FIT = ("fit", "--target-batch", "8")
 REFUSED = [
@@ -136,10 +136,10 @@ assert not heavy, heavy
 
 
 def test_json_is_all_of_standard_output_and_a_wrong_reference_is_refused_before_anything_starts(
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    demo = "autobatch.workload.demo:workload"
-    assert cli.run(["estimate", demo, "--profile", "t4", "--json"]) == 0
+    (tmp_path / "small.py").write_text(SMALL)
+    assert cli.run(["estimate", "small.py", "--profile", "t4", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["estimates"][0]["profile"] == "t4"
     assert "t4" in err

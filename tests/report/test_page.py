@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -127,21 +125,6 @@ def test_the_same_page_is_written_again_and_atomically(tmp_path):
     path = write_report(tmp_path / "runs" / "one" / "report.html", a_run())
     assert path.read_text(encoding="utf-8") == render(a_run())
     assert [file.name for file in path.parent.iterdir()] == ["report.html"]
-
-
-def test_a_report_needs_no_torch(tmp_path):
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from autobatch.core.records import DeviceRecord\n"
-        "from autobatch.report.result import Result\n"
-        "device = DeviceRecord(kind='cpu', name='a', total_bytes=1, budget_bytes=1, budget_source='')\n"
-        "assert '<table>' in Result(device=device)._repr_html_()\n"
-        "import autobatch.device.profiles\n"
-        "assert 'matplotlib.pyplot' not in sys.modules\n"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, cwd=tmp_path, env={"PYTHONPATH": ":".join(sys.path)}
-    )
 
 
 def fields(record) -> dict:

@@ -45,14 +45,13 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("data", "options", "place"),
     [
-        (Samples(), {}, "train_data[23]"),
         (Samples(), {"workers": 2}, "train_data[23]"),
         (FetchingMany(), {}, "train_data[23]"),
         (Subset(Samples(), range(31, -1, -1)), {}, "train_data[8]"),
         (Stream(), {"scan": 16}, "train_data at position 23"),
         (Stream(), {}, "train_data at position 23"),
     ],
-    ids=["samples", "workers", "many at once", "subset", "stream in training", "stream in the scan"],
+    ids=["workers", "many at once", "subset", "stream in training", "stream in the scan"],
 )
 def test_a_sample_that_raises_is_named(
     data: Any, options: dict[str, Any], place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -110,9 +110,16 @@ def fail_everywhere(kind: str, stride: int) -> tuple[int, float, list[Any]]:
 
 
 @pytest.mark.parametrize(
-    "stride", [19, pytest.param(1, marks=pytest.mark.slow, id="at every operator")], ids=str
+    ("kind", "stride"),
+    [
+        ("mean", 19),
+        ("terms, step 0", 29),
+        *(
+            pytest.param(kind, 1, marks=pytest.mark.slow)
+            for kind in ("mean", "tokens", "terms", "terms, step 0")
+        ),
+    ],
 )
-@pytest.mark.parametrize("kind", ["mean", "tokens", "terms", "terms, step 0"])
 def test_a_batch_runs_again_wherever_memory_ran_out(server: RankServer, kind: str, stride: int) -> None:
     for sites, worst, seen in server.values(fail_everywhere, kind, stride):
         assert sites > 40

@@ -57,10 +57,9 @@ def stop_in_step(out: str, of_rank: dict[int, str], in_validation: bool) -> tupl
 @pytest.mark.parametrize(
     ("of_rank", "code", "in_validation"),
     [
-        ({1: "SIGTERM"}, 143, False),
         ({0: "SIGINT"}, 130, True),
         ({0: "SIGTERM", 1: "SIGTERM"}, 143, False),
-        ({1: "SIGUSR1"}, 143, True),
+        ({1: "SIGTERM"}, 143, False),
     ],
     ids=str,
 )

@@ -42,9 +42,9 @@ EVERY = pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "each"),
     [
-        (plain, 3),
-        (stateful_contrastive, 11),
-        (stateful_terms, 17),
+        (plain, 5),
+        (stateful_contrastive, 17),
+        (stateful_terms, 29),
         *(
             pytest.param(one, 1, marks=EVERY)
             for one in (plain, stateful, contrastive, stateful_contrastive, stateful_terms)
@@ -76,7 +76,7 @@ def test_out_of_memory_at_any_operator_is_as_if_planned_smaller(make, each: int)
     assert (unchanged > 0) == (make in (contrastive, stateful_contrastive))
 
 
-@pytest.mark.parametrize(("make", "each"), [(plain, 4), (stateful, 9)])
+@pytest.mark.parametrize(("make", "each"), [(plain, 9), (stateful, 19)])
 def test_out_of_memory_at_any_operator_of_a_simulated_gpu_leaves_no_memory_behind(
     make, each, tmp_path: Path, monkeypatch
 ) -> None:
@@ -102,7 +102,7 @@ def test_there_is_no_recovery_inside_the_optimizer_step() -> None:
     with phases_of(plain()) as phases:
         struck = [index for index, phase in phases if phase in ("optimizer", "step")]
     assert len(struck) > 5
-    for index in struck:
+    for index in struck[::3]:
         with pytest.raises(RestartSmallerError, match="inside the optimizer step") as caught:
             train(plain(), Fault(index))
         assert caught.value.exit_code == 77
@@ -222,7 +222,7 @@ def test_a_run_too_large_for_a_simulated_gpu_ends_with_the_same_weights(tmp_path
         return nn.Sequential(nn.Linear(5, 512), nn.Tanh(), nn.Linear(512, 512), nn.Linear(512, 3)).double()
 
     workload = plain(model=build, train_data=points(600))
-    options = {"target_batch": 4096, "micro_batch": 4096, "steps": 3}
+    options = {"target_batch": 4096, "micro_batch": 4096, "steps": 2}
     whole = make_loop(workload, **options)
     losses = [record.loss for record in whole.run()]
     device = SimulatedDevice(gpu, memory_budget="64MiB")
@@ -251,7 +251,7 @@ def test_after_fragmentation_the_same_micro_batches_run_again_with_the_same_bits
     undisturbed = fingerprint(train(make(), None)[0].train_state.model)
     with phases_of(make()) as phases:
         struck = [index for index, phase in phases if phase not in ("optimizer", "step")]
-    for index in struck[::11]:
+    for index in struck[::23]:
         fault = Fault(index, error=torch.OutOfMemoryError(FRAGMENTED))
         loop, records = train(make(), fault)
         assert fingerprint(loop.train_state.model) == undisturbed

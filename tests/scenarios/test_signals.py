@@ -24,7 +24,7 @@ def untimed(row: dict) -> dict:
 
 @pytest.mark.parametrize(
     ("number", "exit_code", "at"),
-    [(signal.SIGINT, 130, 1), (signal.SIGTERM, 143, STEPS), (signal.SIGUSR1, 143, 1)],
+    [(signal.SIGINT, 130, 1), (signal.SIGTERM, 143, STEPS), (signal.SIGUSR1, 143, 2)],
 )
 def test_a_signal_stops_the_run_after_the_step_with_a_checkpoint(tmp_path, number, exit_code, at) -> None:
     straight = open_loop()

