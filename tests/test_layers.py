@@ -1,4 +1,4 @@
-"""The layers: a package imports only itself and the packages above it in one list. Read from the source."""
+"""Rules of the source: which layers import which, how docstrings open, who prints and who makes tensors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 
 import autobatch
 
+pytestmark = pytest.mark.xdist_group("source")
+"""One worker reads all files."""
 PACKAGE = Path(autobatch.__file__).parent
 
 LAYERS = [
@@ -45,6 +47,8 @@ MAKERS = {
     "randn", "randperm", "tensor", "zeros",
 }  # fmt: skip
 """Functions that make a tensor on the default device."""
+CLAUSE_WORDS = {"what", "whether", "where", "how", "which", "who", "when", "why", "inside"}
+DEVICE_KINDS = {"cuda", "cpu", "sim"}
 
 
 @cache
@@ -153,3 +157,28 @@ def test_only_the_command_line_prints_or_exits() -> None:
         }
         if module != MAY_PRINT:
             assert not calls & {"print", "exit", "quit"}, module
+
+
+def test_docstrings_open_with_a_verb_or_a_noun() -> None:
+    opened = {
+        (module, getattr(node, "name", "module")): text.split()[0].strip("`,.:").lower()
+        for module in modules()
+        for node in nodes(module)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if (text := ast.get_docstring(node))
+    }
+    assert len(opened) > 100
+    assert {place: word for place, word in opened.items() if word in CLAUSE_WORDS} == {}
+
+
+def test_no_layer_asks_a_device_for_its_kind() -> None:
+    asking = [
+        f"{module}:{node.lineno}"
+        for module in modules()
+        if not module.startswith("device")
+        for node in nodes(module)
+        if isinstance(node, ast.Compare)
+        if any(ast.unparse(side).endswith("kind") for side in (node.left, *node.comparators))
+        if DEVICE_KINDS & {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+    ]
+    assert asking == []

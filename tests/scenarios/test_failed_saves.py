@@ -8,26 +8,17 @@ import resource
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from autobatch import AutobatchError, CheckpointError, DoesNotFitError, Progress
+from autobatch import CheckpointError, DoesNotFitError, Progress
 from autobatch.training import checkpoint
 from autobatch.training.checkpoint import begin_after, is_valid, list_checkpoints
-from autobatch.training.resume import load_run_state, restore_loop
 from autobatch.training.run import train
-from autobatch.training.run_folder import RunFiles, named_failures
-from tests.support.checkpoints import Killed, SystemCalls, facts_of, leftovers, newest, save
-from tests.support.failing_calls import FAILURES, FailingCalls
-from tests.support.options import as_options
-from tests.support.rank_server import RankServer
-from tests.support.ranked import open_group, ranked_loop
+from tests.support.checkpoints import Killed, SystemCalls, leftovers, newest, save
 from tests.support.runs import HINT, STEPS, open_loop, resume, saved_steps, settings
-from tests.support.sharded_loops import block_workload, sharded_loop
 from tests.support.training import fingerprint, make_workload
 
 
@@ -212,77 +203,3 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path: Path, has_si
     straight = open_loop(make_workload(model=Large))
     list(straight.run())
     assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
-
-
-# Two ranks.
-
-CASES = 3
-"""Calls of a run that fail, one in each resume."""
-
-
-def train_over_ranks(out: str, kind: str, faulty: int, failure: str, at: int | None) -> tuple[str, int]:
-    """Train or resume with calls of the system that fail on one rank, and leave as the command line does.
-
-    Returns:
-        The fingerprint of the weights on this rank, and the number of calls that can fail.
-    """
-    torch.set_num_threads(1)
-    group = open_group()
-    group.enter(Path(out))
-    build: Any = sharded_loop if kind == "sharded" else ranked_loop
-    workload = block_workload() if kind == "sharded" else make_workload()
-    loop = build(group, workload, [4, 4], target_batch=8, steps=3)
-    options = as_options("fit", target_batch=8, checkpoint_every=1, keep_last=2)
-    files = RunFiles(out=Path(out), options=options, facts=facts_of(loop))
-    calls = FailingCalls(Path(out), FAILURES[failure], at if group.rank == faulty else None)
-    try:
-        with calls.injected(), named_failures(Path(out)):
-            has_run = list_checkpoints(Path(out) / "checkpoints")
-            resumed = load_run_state(Path(out), group) if has_run else None
-            if resumed is not None:
-                restore_loop(loop, resumed.state, same_hardware=True, folder=resumed.path)
-            train(loop, files, Progress(), resumed)
-    except AutobatchError as error:
-        os._exit(group.fail(str(error), error.exit_code) or error.exit_code)
-    weights = loop.train_state.model.parameters()
-    parts = [one.to_local() if isinstance(one, DTensor) else one for one in weights]
-    group.close()
-    return fingerprint(nn.Module(), *parts), calls.count
-
-
-@pytest.mark.program
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("failure", "kind", "faulty"),
-    [
-        ("one call fails (EIO)", "replicated", 0),
-        ("one call fails (EIO)", "sharded", 1),
-        ("the disk is full (ENOSPC)", "sharded", 0),
-    ],
-)
-def test_no_rank_waits_and_no_checkpoint_is_lost_whichever_call_fails(
-    server: RankServer, tmp_path: Path, failure: str, kind: str, faulty: int
-) -> None:
-    begun, out = tmp_path / "begun", tmp_path / "run"
-    begun.mkdir()
-    expected = server.values(train_over_ranks, str(begun), kind, faulty, failure, None)
-    shutil.rmtree(list_checkpoints(begun / "checkpoints")[-1])
-    shutil.copytree(begun, out)
-    found = server.values(train_over_ranks, str(out), kind, faulty, failure, None)
-    assert [one for one, _ in found] == [one for one, _ in expected]
-    number = found[faulty][1]
-    assert number > 4
-    for at in range(0, number, number // CASES):
-        shutil.rmtree(out)
-        shutil.copytree(begun, out)
-        ended = server.run(train_over_ranks, str(out), kind, faulty, failure, at, seconds=20)
-        errors = "".join(one.error for one in ended)
-        # A rank that waits for one that has failed is ended by a launcher, here by the server.
-        codes = {one.code for one in ended} - {-signal.SIGKILL}
-        assert codes in ({0}, {1}, {2}), f"call {at}: {errors}"
-        assert not errors, f"call {at}: {errors}"
-        valid = [path for path in list_checkpoints(out / "checkpoints") if is_valid(path)]
-        assert valid, f"call {at}"
-        again = server.values(train_over_ranks, str(out), kind, faulty, failure, None)
-        assert [one for one, _ in again] == [one for one, _ in expected], f"call {at}"
-        assert leftovers(out / "checkpoints") == [], f"call {at}"

@@ -81,23 +81,18 @@ def whole() -> autobatch.Workload:
 
 
 KINDS: dict[str, tuple[Callable[[], autobatch.Workload], dict[str, Any]]] = {
-    "plain": (workload, {}),
     "clipped and averaged": (workload, {"max_grad_norm": 0.1, "ema": 0.9, "workers": 1}),
-    "dropout and statistics": (
-        lambda: workload(loss=counted, model=lambda: network(nn.Dropout(0.2), nn.BatchNorm1d(8))),
-        {},
-    ),
-    "whole batch": (whole, {}),
-    "sgd, scheduled": (
+    "dropout, statistics and a schedule": (
         lambda: workload(
+            loss=counted,
+            model=lambda: network(nn.Dropout(0.2), nn.BatchNorm1d(8)),
             optimizer=lambda params, rate: torch.optim.SGD(params, lr=rate, momentum=0.9),
             schedule=torch.optim.lr_scheduler.CosineAnnealingLR,
         ),
         {"lr_rule": "sqrt", "base_batch": 12},
     ),
+    "whole batch": (whole, {}),
 }
-
-
 DEFAULT = "clipped and averaged"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -84,6 +85,10 @@ def adamw(params: Any, rate: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=rate)
 
 
+def part_of(params: Any, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(params)[1:], lr=rate)
+
+
 @torch.no_grad()
 def clip(model: nn.Module) -> None:
     for parameter in model.parameters():
@@ -104,6 +109,8 @@ WORKLOADS = {
     "ragged": ragged_workload,
     "blocks": partial(make_workload, **{**MEASURED, "model": lambda: Blocks().double(), "optimizer": adamw}),
     "towers": towers,
+    "default": make_workload,
+    "part": partial(make_workload, optimizer=part_of),
     "towers, failing": partial(towers, fails_at=5),
 }
 Trained = tuple[str, list[float] | None, dict[str, Any]]
@@ -247,3 +254,41 @@ def test_a_loss_over_the_whole_batch_runs_again_on_all_ranks(server: RankServer,
     found = server.values(fit, "towers, failing", str(tmp_path / "run"), options)
     assert_same_weights(found[0], fit("towers", str(tmp_path / "alone"), options))
     assert [one[2]["training"]["oom_recoveries"] for one in found] == [1, 1]
+
+
+def plan_probe_and_fit(out: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    torch.set_num_threads(1)
+    options = {"device": "cpu", "memory_budget": "1GiB", "max_micro_batch": 3}
+    plan = autobatch.plan(make_workload(), target_batch=14, **options)
+    probe = autobatch.probe(make_workload(), **options)
+    found = fit("default", out, {"target_batch": 14, "steps": 1, "max_micro_batch": 3, "seed": 0})
+    return msgspec.to_builtins(plan), msgspec.to_builtins(probe), found[2]["plan"]
+
+
+def test_a_probe_and_a_plan_over_ranks_answer_as_a_fit_does(server: RankServer, tmp_path: Path) -> None:
+    (plan, probe, fitted), (other, *_) = server.values(plan_probe_and_fit, str(tmp_path / "run"))
+    for same in (other, fitted):
+        assert {name: same[name] for name in fitted} == {name: plan[name] for name in fitted}
+    assert (plan["world_size"], plan["micro_batches"]) == (2, [3, 2, 2])
+    assert plan["parallel_reason"] == "a whole model fits on each rank, so each has its own"
+    assert (probe["micro_batch"], probe["parallel"], probe["world_size"]) == (3, "replicate", 2)
+
+
+def refusal_of_shards(out: str) -> tuple[str, int]:
+    """Return the error of an optimizer that leaves out a parameter, and its exit code."""
+    try:
+        fit("part", out, {"steps": 1, **SHARD})
+    except autobatch.InputError as error:
+        return str(error), error.exit_code
+    return "", 0
+
+
+def test_a_shared_model_whose_optimizer_leaves_out_a_parameter_is_refused(
+    server: RankServer, tmp_path: Path
+) -> None:
+    # The other rank may end by the verdict of the first.
+    ended = [rank.value for rank in server.run(refusal_of_shards, str(tmp_path)) if rank.value is not None]
+    assert ended
+    for line, code in ended:
+        assert line.startswith("--parallel shard needs an optimizer for every parameter that requires a grad")
+        assert ("\n" in line, code) == (False, 2)

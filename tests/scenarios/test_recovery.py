@@ -222,7 +222,7 @@ def test_a_run_too_large_for_a_simulated_gpu_ends_with_the_same_weights(tmp_path
         return nn.Sequential(nn.Linear(5, 512), nn.Tanh(), nn.Linear(512, 512), nn.Linear(512, 3)).double()
 
     workload = plain(model=build, train_data=points(600))
-    options = {"target_batch": 4096, "micro_batch": 4096, "steps": 2}
+    options = {"target_batch": 4096, "micro_batch": 4096, "steps": 3}
     whole = make_loop(workload, **options)
     losses = [record.loss for record in whole.run()]
     device = SimulatedDevice(gpu, memory_budget="64MiB")

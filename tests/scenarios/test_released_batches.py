@@ -97,7 +97,7 @@ def autoencoder() -> nn.Module:
     )
 
 
-def peak_of_a_loop_by_hand(workload: Workload, micro_batch: int, *, in_function: bool) -> int:
+def peak_of_a_loop_by_hand(workload: Workload, micro_batch: int) -> int:
     """Train three steps of two micro-batches as a user does, and return the peak of allocated bytes."""
     model = workload.model()
     optimizer = workload.optimizer(model.parameters(), 1e-3)
@@ -112,38 +112,22 @@ def peak_of_a_loop_by_hand(workload: Workload, micro_batch: int, *, in_function:
             meter.count(fields)
             return tuple(fields)
 
-        def loss_of() -> Tensor:
-            inputs, targets = moved()
-            return (model(inputs) - targets).square().mean()
-
         for _ in range(3):
             for _ in range(2):
-                if in_function:
-                    loss_of().backward()
-                else:
-                    inputs, targets = moved()
-                    (model(inputs) - targets).square().mean().backward()
+                inputs, targets = moved()
+                (model(inputs) - targets).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         return meter.stats().peak_allocated_bytes or 0
 
 
-@pytest.mark.parametrize(
-    ("own_loop", "limit"), [(True, 128), pytest.param(False, 137, marks=pytest.mark.program)]
-)
-def test_a_plan_for_a_loop_by_hand_counts_the_micro_batch_that_it_keeps(own_loop: bool, limit: int) -> None:
+def test_a_plan_for_a_loop_by_hand_counts_the_micro_batch_that_it_keeps() -> None:
     workload = make_workload(
         model=autoencoder,
         train_data=Noised(),
         loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
     )
-    options = {"progress": False, "device": "cpu", "memory_budget": "73MiB"}
-    if own_loop:
-        found = autobatch.plan(workload, target_batch=200, **options).probe
-    else:
-        found = autobatch.probe(workload, **options)
-    assert found.micro_batch == limit
-    by_hand = [
-        peak_of_a_loop_by_hand(workload, size, in_function=not own_loop) for size in (limit, limit + 2)
-    ]
-    assert by_hand[0] <= 73 * MiB < by_hand[1]
+    plan = autobatch.plan(workload, target_batch=200, progress=False, device="cpu", memory_budget="73MiB")
+    limit = plan.probe.micro_batch
+    assert limit == 128
+    assert peak_of_a_loop_by_hand(workload, limit) <= 73 * MiB < peak_of_a_loop_by_hand(workload, limit + 2)

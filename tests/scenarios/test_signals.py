@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -93,15 +92,3 @@ def test_a_signal_in_a_periodic_validation_does_not_change_the_rest_of_the_run(t
     assert [row["step"] for row in rows(out)] == [1, 2]
     loop, _ = resume(out, workload())
     assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
-
-
-def test_signal_handlers_are_left_alone_off_the_main_thread(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    done = []
-    thread = threading.Thread(
-        target=lambda: done.append(train(open_loop(), settings(tmp_path), Progress(), None))
-    )
-    thread.start()
-    thread.join()
-    assert done[0].optimizer_steps == STEPS
-    assert signal.getsignal(signal.SIGTERM) is before

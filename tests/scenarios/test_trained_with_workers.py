@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import default_collate
 
-from autobatch import Progress
 from autobatch.device.allocator.ledger import MemoryStats
-from autobatch.training.checkpoint import load_newest
-from autobatch.training.resume import restore_loop
-from autobatch.training.run import train
-from autobatch.training.run_folder import RunFiles
 from tests.support.faults import Fault, Quick, Watching
 from tests.support.feeds import augmented, fed_loop
 from tests.support.kinds import RUNS, Augmented
-from tests.support.options import as_options
 from tests.support.training import fingerprint, make_workload, network, points
 
 
@@ -86,28 +79,3 @@ def test_the_stream_of_workers_starts_again_whenever_memory_runs_out() -> None:
     with fed_loop(workload, workers=0, sample_seeds=True, micro_batch=2) as loop:
         list(loop.run())
         assert fingerprint(loop.train_state.model) == smaller
-
-
-@pytest.mark.parametrize(("first", "then"), [(0, 2), (2, 0)])
-def test_a_resumed_run_is_bit_exact_with_other_workers(tmp_path: Path, first: int, then: int) -> None:
-    """It resumes at the last checkpoint, one step before the run was stopped."""
-    with fed_loop(augmented(), workers=0, sample_seeds=True) as loop:
-        list(loop.run())
-        expected = fingerprint(loop.train_state.model)
-    settings = RunFiles(
-        out=tmp_path, options=as_options("fit", target_batch=1, checkpoint_every=2, keep_last=3)
-    )
-
-    class Stop(Progress):
-        def stepped(self, step, of) -> None:
-            if step.step == 5:
-                raise KeyError
-
-    with fed_loop(augmented(), workers=first, sample_seeds=True) as loop, pytest.raises(KeyError):
-        train(loop, settings, Stop(), None)
-    resumed = load_newest(tmp_path / "checkpoints")
-    assert resumed.state["counters"]["batches_seen"] == 4
-    with fed_loop(augmented(), workers=then, sample_seeds=True) as loop:
-        restore_loop(loop, resumed.state, same_hardware=True)
-        train(loop, settings, Progress(), resumed)
-        assert fingerprint(loop.train_state.model) == expected
