@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,8 +49,6 @@ HELP_COLUMN = 27
 PREFIX = "AUTOBATCH_"
 NO_OPTIONS = frozenset({"AUTOBATCH_HOME", "AUTOBATCH_RECORDER", "AUTOBATCH_EARLIER_OUT"})
 """Variables that begin with the prefix but are no options."""
-EXCLUSIVE = {"steps": "epochs", "epochs": "steps"}
-"""Options that exclude each other; the one from the later source wins."""
 
 
 class OptionValue(NamedTuple):
@@ -84,8 +83,8 @@ def parse(
     user_config = Path(platformdirs.user_config_dir("autobatch")) / "config.toml"
     project = folder / "autobatch.toml"
     files = [user_config, project if project.is_file() else folder / "pyproject.toml"]
-    known = layered(*(_read_file(path) for path in files if path.is_file()), _read_variables(environ))
-    given = layered(known, _read_words(name, arguments, known))
+    known = ChainMap(_read_variables(environ), *(_read_file(path) for path in files[::-1] if path.is_file()))
+    given = known.new_child(_read_words(name, arguments, known))
     workload = given.get("workload")
     place = None if workload is None else workload.value
     if workload is not None and not (isinstance(place, str) and re.fullmatch(f"{TEXT}+", place)):
@@ -100,33 +99,16 @@ def parse(
     return place, options_from(name, values, names=names)
 
 
-def layered(*layers: Layer) -> Layer:
-    """Merge layers of values; later layers win."""
-    values: Layer = {}
-    for layer in layers:
-        for name in layer:
-            if EXCLUSIVE.get(name) not in layer:
-                values.pop(EXCLUSIVE.get(name, ""), None)
-        values |= layer
-    return values
-
-
 def _read_file(path: Path) -> Layer:
     table: Any = read_toml(path)
     for name in ("tool", "autobatch") if path.name == "pyproject.toml" else ():
         table = table.get(name, {})
         if not isinstance(table, dict):
             raise InputError(f"{path}: {name} must be a table, found {quoted(table)}")
-    values: Layer = {}
-    for key, value in table.items():
-        name = key.replace("-", "_")
+    for name in table:
         if name not in _all_names():
             raise InputError(f"{path}: {unknown_option(name, _all_names())}")
-        if name in values:
-            other = next(one for one in table if one.replace("-", "_") == name)
-            raise InputError(f"{path} has both {other} and {key}, which are one option: keep one")
-        values[name] = OptionValue(value, f"{name} in {path}")
-    return values
+    return {name: OptionValue(value, f"{name} in {path}") for name, value in table.items()}
 
 
 def _read_variables(environ: Mapping[str, str]) -> Layer:
@@ -147,37 +129,19 @@ def _read_variables(environ: Mapping[str, str]) -> Layer:
     return values
 
 
-def _read_words(name: str, arguments: list[str], known: Layer) -> Layer:
-    """Read the options that the command line gives, as text; it may spell them with underscores."""
+def _read_words(name: str, arguments: list[str], known: Mapping[str, OptionValue]) -> Layer:
+    """Read the options that the command line gives, as text."""
     fields = {_spelled(option): field for option, field in fields_of(name).items()}
-    words = [
-        word.partition("=")[0].replace("_", "-") + "".join(word.partition("=")[1:])
-        if word.startswith("--")
-        else word
-        for word in arguments
-    ]
     try:
-        found, extra = _parser(name, known, shows_all="--help-all" in words).parse_known_args(words)
+        parser = _parser(name, known, shows_all="--help-all" in arguments)
+        found, extra = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
-        options = (error.argument_name or "").split("/")
-        if not fields[options[0]].is_switch:
-            raise InputError(f"{options[0]} has no value: give {fields[options[0]].expected}") from None
-        pairs = [word.partition("=") for word in words]
-        option, _, value = next(pair for pair in pairs if pair[0] in options and pair[1])
-        raise InputError(f"{option} takes no value, found {quoted(value)}") from None
+        option = (error.argument_name or "").split("/")[0]
+        lacks = f"has no value: give {fields[option].expected}"
+        raise InputError(f"{option} {'takes no value' if fields[option].is_switch else lacks}") from None
     for word in extra:
         if word.startswith("-"):
-            switches = [one.removeprefix("--") for one, field in fields.items() if field.is_switch]
-            spellings = [*fields, *(f"--no-{one}" for one in switches)]
-            asked = word.partition("=")[0]
-            others = [one for one in SUMMARIES if asked in map(_spelled, fields_of(one))]
-            if others:
-                raise InputError(
-                    f"{name} does not take {asked}, which is an option of {' and '.join(others)}; "
-                    f"see autobatch {name} --help-all"
-                )
-            see = f"see autobatch {name} --help-all"
-            raise InputError(unknown_option(asked, spellings, otherwise=see))
+            raise InputError(unknown_option(word.partition("=")[0], fields, command=name))
     if extra:
         raise InputError(
             f"give one WORKLOAD, found {quoted(found.workload)} and {quoted(extra[0])}; "
@@ -190,7 +154,7 @@ def _read_words(name: str, arguments: list[str], known: Layer) -> Layer:
     }
 
 
-def _parser(name: str, known: Layer, *, shows_all: bool) -> argparse.ArgumentParser:
+def _parser(name: str, known: Mapping[str, OptionValue], *, shows_all: bool) -> argparse.ArgumentParser:
     """Build the parser of a command; its help shows the common options, or all of them."""
     fields = fields_of(name).values()
     needs = {"target_batch": " --target-batch N"} if name in PLANS else {}
@@ -241,15 +205,11 @@ def completion_script(shell: str, profiles: Iterable[str], others: Mapping[str, 
         import shtab
     except ImportError as error:
         raise InputError(f"completion needs the package shtab ({error}): pip install shtab") from None
-    names = [*profiles]
-    words: dict[str, dict[str, Any]] = {
-        "profiles": {"action": ("list", "show", "save"), "name": names},
-        "completion": {"shell": SHELLS},
-        "init": {"folder": shtab.DIRECTORY},
-        "report": {"run": shtab.DIRECTORY},
-        "compare": {"run": shtab.DIRECTORY, "other run": shtab.DIRECTORY},
+    by_option = {
+        "profile": [*profiles],
+        "knobs": [one.name for one in KNOBS],
+        "device": ("auto", "cpu", "cuda"),
     }
-    by_option = {"profile": names, "knobs": [one.name for one in KNOBS], "device": ("auto", "cpu", "cuda")}
     by_metavar = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE, "WORKLOAD": shtab.FILE}
     top = argparse.ArgumentParser("autobatch")
     commands = top.add_subparsers()
@@ -265,12 +225,7 @@ def completion_script(shell: str, profiles: Iterable[str], others: Mapping[str, 
     for name, text in others.items():
         parser = commands.add_parser(name, help=" ".join(text.split("\n\n")[1].split(".")[0].split()))
         parser.add_argument("--json", action="store_true")
-        for word, found in words.get(name, {}).items():
-            action = parser.add_argument(word, nargs="?")
-            if isinstance(found, dict):
-                action.complete = found  # type: ignore[attr-defined]
-            else:
-                action.choices = found
+        parser.add_argument("name", nargs="*").complete = shtab.FILE  # type: ignore[attr-defined]
     return str(shtab.complete(top, shell))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from autobatch.core.errors import InputError
-from autobatch.core.options import PLANS, Options, fields_of
+from autobatch.core.options import PLANS, Options, all_fields, fields_of
 from autobatch.core.text import LONGEST_VALUE, printable
 
 OTHER_NAMES = {
@@ -72,7 +72,7 @@ def options_from(
     checked: dict[str, Any] = {}
     for name, value in values.items():
         if name not in fields:
-            raise InputError(unknown_option(labels[name], fields))
+            raise InputError(unknown_option(labels[name], fields, command=command))
         checked[name] = fields[name].convert(value, labels[name])
         try:
             if (check := fields[name].about.check) and checked[name] is not None:
@@ -85,34 +85,31 @@ def options_from(
     if command != "estimate" and isinstance(given.get("ranks"), str):
         raise InputError(f"{labels['ranks']} must be a whole number from 1 to 1024, found {given['ranks']!r}")
     if {"steps", "epochs"} <= given.keys():
-        raise InputError(
-            f"{labels['steps']} {given['steps']} and {labels['epochs']} {given['epochs']} exclude each other"
-        )
+        steps, epochs = (f"{labels[name]} {given[name]}" for name in ("steps", "epochs"))
+        raise InputError(f"{steps} and {epochs} exclude each other: give one")
     return Options(command=command).with_values(**checked)
 
 
-def unknown_option(asked: str, names: Iterable[str], *, otherwise: str | None = None) -> str:
+def unknown_option(asked: str, names: Iterable[str], *, command: str = "") -> str:
     """Return the message about an option that does not exist, with what replaced it or was probably meant.
 
     Args:
         asked: as the user wrote it, for example ``--batch-size``.
         names: the options that exist, spelled in the same way.
-        otherwise: advice if no option is near; None to list all of them.
+        command: the command that they are of; empty for those of all commands.
     """
     plain = _plain(asked)
-    removed = REMOVED.get(plain.removeprefix("autobatch_"))
-    if removed is not None:
+    if (removed := REMOVED.get(plain.removeprefix("autobatch_"))) is not None:
         return f"the option {asked} is gone: {removed}"
     known = {_plain(name): name for name in names}
-    near = [
-        known[name]
-        for name in [OTHER_NAMES.get(plain), *difflib.get_close_matches(plain, known, n=1)]
-        if name in known
-    ]
-    hint = (
-        f"did you mean {near[0]}?" if near else otherwise or f"there are: {', '.join(sorted(known.values()))}"
-    )
-    return f"there is no option {printable(asked, limit=LONGEST_VALUE)}; {hint}"
+    if command and plain in all_fields() and plain not in known:
+        others = " and ".join(all_fields()[plain].commands)
+        see = f"see autobatch {command} --help-all"
+        return f"{command} does not take {asked}, which is an option of {others}; {see}"
+    near = [OTHER_NAMES.get(plain), *difflib.get_close_matches(plain, known, n=1)]
+    hints = [f"did you mean {known[name]}?" for name in near if name in known]
+    hints += [f"see autobatch {command} --help-all" if command else f"there are: {', '.join(sorted(names))}"]
+    return f"there is no option {printable(asked, limit=LONGEST_VALUE)}; {hints[0]}"
 
 
 def _plain(name: str) -> str:
