@@ -22,22 +22,14 @@ UNREADABLE = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        InputError: the file cannot be read, or is no JSON; the message is one line with the path.
-    """
+    """Read a JSON file; raise `InputError`, one line with the path, if it cannot be read."""
     return _read(path, msgspec.json.decode, "JSON")
 
 
 def read_toml(path: Path | Traversable) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Raises:
-        InputError: the file cannot be read, or is no TOML; the message is one line with the path.
-    """
-    found: dict[str, Any] = _read(path, lambda content: tomllib.loads(content.decode()), "TOML")
-    return found
+    """Read a TOML file; raise `InputError`, one line with the path, if it cannot be read."""
+    table: dict[str, Any] = _read(path, lambda content: tomllib.loads(content.decode()), "TOML")
+    return table
 
 
 def _read(path: Path | Traversable, parse: Callable[[bytes], Any], kind: str) -> Any:
@@ -55,13 +47,8 @@ def _read(path: Path | Traversable, parse: Callable[[bytes], Any], kind: str) ->
 def replaced_file(path: Path) -> Iterator[Path]:
     """Replace a file at the end of the block, so that a reader sees the old one or the new one, never a part.
 
-    Missing parent directories are created.
-
-    Yields:
-        A path in the same directory, to write the new file to. It is flushed to the disk and renamed.
-
-    Raises:
-        OSError: the directory or the file cannot be written; the old file is untouched.
+    Missing parent directories are created. The path that is yielded lies in the same directory. If an
+    `OSError` is raised, the old file is untouched.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -97,18 +84,12 @@ def clean_unfinished(folder: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Flush the names in a directory to the disk, if the system can open and flush a directory.
-
-    Raises:
-        OSError: the disk fails.
-    """
-    descriptor = None
-    try:
-        descriptor = os.open(directory, os.O_RDONLY)
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
-            raise
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
+    """Flush the names in a directory to the disk, if the system can open and flush a directory."""
+    with contextlib.ExitStack() as opened:
+        try:
+            descriptor = os.open(directory, os.O_RDONLY)
+            opened.callback(os.close, descriptor)
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+                raise

@@ -55,11 +55,7 @@ class Progress:
 
 
 class Broadcast(Progress):
-    """Listener that passes every event on to several others; texts in one line, which any terminal may show.
-
-    Args:
-        listeners: the others, in the order in which they hear of an event.
-    """
+    """Listener that passes every event on to several others, with each text in one line."""
 
     def __init__(self, listeners: Sequence[Progress]) -> None:
         for event in (name for name in vars(Progress) if not name.startswith("_")):
@@ -70,7 +66,3 @@ class Broadcast(Progress):
         shown = [one_line(one) if isinstance(one, str) else one for one in args]
         for receive in receivers:
             receive(*shown, **fields)
-
-
-SILENT = Progress()
-"""Listener that ignores every event."""

@@ -248,8 +248,6 @@ COMPLETED = {
     "autobatch estimate --profile rtx-409": {"rtx-4090"},
     "autobatch fit trai": {"train.py"},
     "autobatch fit --out ru": {"runs"},
-    "autobatch profiles sa": {"save"},
-    "autobatch completion z": {"zsh"},
 }
 """What a shell offers after some words."""
 

@@ -74,10 +74,3 @@ def test_every_unreadable_content_is_one_line_with_the_path(tmp_path, read, cont
 def test_a_file_that_cannot_be_opened_is_one_line(tmp_path, read, name):
     with pytest.raises(InputError, match="cannot be read: "):
         read(tmp_path / name)
-
-
-def test_files_that_are_readable_are_read(tmp_path):
-    (tmp_path / "file").write_text('{"a": [1, "ü"]}', encoding="utf-8")
-    assert read_json(tmp_path / "file") == {"a": [1, "ü"]}
-    (tmp_path / "file").write_text('a = [1, "ü"]', encoding="utf-8")
-    assert read_toml(tmp_path / "file") == {"a": [1, "ü"]}

@@ -14,7 +14,7 @@ from tests.support.probes import Listener
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("plain text: 3 × 4 – naïve 日本", "plain text: 3 × 4 – naïve 日本"),
+        ("3 × 4 – naïve 日本", "3 × 4 – naïve 日本"),
         ("\x1b[31mred\x07", r"\x1b[31mred\x07"),
         ("\x9b2J", r"\x9b2J"),
         ("one\ntwo\r\tthree", r"one\ntwo\r\tthree"),

@@ -16,7 +16,7 @@ from torch import nn
 
 from autobatch import Workload
 from autobatch.core.knobs import SearchAxis
-from autobatch.core.progress import SILENT
+from autobatch.core.progress import Progress
 from autobatch.core.records import Tuning
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Setup, describe_setup
@@ -78,7 +78,7 @@ def search(
     """Search in a storage, in as many trials as there are configurations but at most 20."""
     study = optuna.create_study(direction="maximize") if storage is None else study_in(storage)
     budget = budget or min(20, math.prod(len(axis.choices) for axis in axes))
-    fields = {"study": study, "axes": axes, "budget": budget, "progress": SILENT, **more}
+    fields = {"study": study, "axes": axes, "budget": budget, "progress": Progress(), **more}
     return Search(trials=trials or FakeTrials(), **fields).find()[1]
 
 
