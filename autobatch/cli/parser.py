@@ -22,7 +22,7 @@ from autobatch.core.check_options import options_from, unknown_option
 from autobatch.core.errors import InputError
 from autobatch.core.files import read_toml
 from autobatch.core.knobs import KNOBS
-from autobatch.core.options import PLANS, TEXT, Field, Options, all_fields, fields_of
+from autobatch.core.options import PLANS, TEXT, Option, Options, all_fields, fields_of
 from autobatch.core.text import LONGEST_VALUE, printable, quoted
 
 SUMMARIES = {
@@ -175,14 +175,13 @@ def _parser(name: str, known: Mapping[str, OptionValue], *, shows_all: bool) -> 
         metavar="WORKLOAD",
         help=f"file.py or module:function{named}. {_hint(known.get('workload'), 'demo')}",
     )
-    for field in sorted(fields, key=lambda one: (one.name not in needs, one.about.rare)):
-        about = field.about
+    for field in sorted(fields, key=lambda one: (one.name not in needs, one.rare)):
         is_missing = field.name in needs and field.name not in known
         hint = "(required)" if is_missing else _hint(known.get(field.name), field.default)
         groups[TITLES[field.section]].add_argument(
             _spelled(field.name),
-            help=f"{about.text} {hint}".strip().replace("%", "%%")
-            if shows_all or not about.rare
+            help=f"{field.text} {hint}".strip().replace("%", "%%")
+            if shows_all or not field.rare
             else argparse.SUPPRESS,
             **_keywords_of(field),
         )
@@ -229,7 +228,7 @@ def completion_script(shell: str, profiles: Iterable[str], others: Mapping[str, 
     return str(shtab.complete(top, shell))
 
 
-def _keywords_of(field: Field) -> dict[str, Any]:
+def _keywords_of(field: Option) -> dict[str, Any]:
     """Return argparse's keywords for a switch, or for an option that takes one word or several."""
     if field.is_switch:
         return {"action": argparse.BooleanOptionalAction}

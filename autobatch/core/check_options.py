@@ -75,7 +75,7 @@ def options_from(
             raise InputError(unknown_option(labels[name], fields, command=command))
         checked[name] = fields[name].convert(value, labels[name])
         try:
-            if (check := fields[name].about.check) and checked[name] is not None:
+            if (check := fields[name].check) and checked[name] is not None:
                 check(checked[name])
         except InputError as error:
             raise InputError(f"{labels[name]}: {error}") from None

@@ -61,7 +61,7 @@ class Keywords(TypedDict, total=False):
 def listing_keywords(call: CallT) -> CallT:
     """Add every keyword of a call to its docstring and to the signature that ``help`` shows."""
     fields = [field for name, field in fields_of(call.__name__).items() if name in Keywords.__annotations__]
-    lines = [f"    {one.name} ({one.expected}, default {one.default!r}): {one.about.text}" for one in fields]
+    lines = [f"    {one.name} ({one.expected}, default {one.default!r}): {one.text}" for one in fields]
     call.__doc__ = "\n".join([inspect.cleandoc(call.__doc__ or ""), "", "Keywords:", *lines])
     named = [*inspect.signature(call).parameters.values()][:-1]
     more = [

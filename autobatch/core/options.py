@@ -73,17 +73,71 @@ Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 
 class Option(NamedTuple):
-    """Declaration of an option, in the annotation of its field."""
+    """One option. Its annotation declares the first fields; the others are those of the annotated field."""
 
     text: str
     metavar: str = "N"
     """Placeholder of the value, unless the option is a switch or lists its choices."""
     commands: tuple[str, ...] = ()
-    """Commands that take the option; empty for those of its section."""
+    """Commands that take the option; in a declaration, empty for those of its section."""
     rare: bool = False
     """True if only ``--help-all`` shows the option, not ``--help``."""
     check: Callable[[Any], object] | None = None
     """Raises `InputError` for a value that its type accepts, and that is wrong."""
+    name: str = ""
+    section: str = ""
+    type: Any = None
+    """With the ranges of numbers and the patterns of text."""
+    default: Any = None
+
+    @property
+    def choices(self) -> list[str]:
+        """The values that it takes; empty if its type does not list them."""
+        return [part for part in _parts(self.type) if isinstance(part, str)]
+
+    @property
+    def placeholder(self) -> str:
+        """Its value in the help; empty for a switch."""
+        listed = f"{{{','.join(self.choices)}}}" if self.choices else self.metavar
+        return "" if self.is_switch else listed
+
+    @property
+    def is_switch(self) -> bool:
+        """True if it is on or off."""
+        return bool in _parts(self.type)
+
+    @property
+    def is_list(self) -> bool:
+        """True if it takes several values."""
+        return any(get_origin(part) is list for part in _parts(self.type))
+
+    @property
+    def expected(self) -> str:
+        """The values that it takes, in words: ``a whole number of 1 or more``."""
+        if self.choices:
+            return f"one {'or more ' * self.is_list}of {', '.join(self.choices)}"
+        words = [str(part.description) for part in _parts(self.type) if isinstance(part, Meta)]
+        return "one or more names" if self.is_list else " or ".join(words) or "true or false"
+
+    def convert(self, value: Any, label: str) -> Any:
+        """Return a value, plain or as text, in the type of the option.
+
+        Raises:
+            InputError: it is no value of the option, which the message calls by the label.
+        """
+        if value is None and self.default is None:
+            return None
+        plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+        plain = plain.item() if hasattr(plain, "item") else plain  # a number of NumPy
+        plain = [plain] if self.is_list and isinstance(plain, str) else plain
+        union = get_args(self.type)[0]
+        is_union = get_origin(union) in (Union, UnionType)
+        for kind in get_args(union) if is_union else (self.type,):
+            with suppress(*UNREADABLE):
+                if kind is not NoneType:
+                    return msgspec.convert(plain, kind, strict=False)
+        shown = ", ".join(map(quoted, value)) if isinstance(value, list) else quoted(value)
+        raise InputError(f"{label} must be {self.expected}, found {shown}")
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
@@ -309,68 +363,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-class Field(NamedTuple):
-    """One option, as its section declares it."""
-
-    name: str
-    section: str
-    type: Any
-    """Its type, with the ranges of numbers and the patterns of text."""
-    default: Any
-    about: Option
-    commands: tuple[str, ...]
-    """Commands that take the option."""
-
-    @property
-    def choices(self) -> list[str]:
-        """The values that it takes; empty if its type does not list them."""
-        return [part for part in _parts(self.type) if isinstance(part, str)]
-
-    @property
-    def placeholder(self) -> str:
-        """Its value in the help; empty for a switch."""
-        listed = f"{{{','.join(self.choices)}}}" if self.choices else self.about.metavar
-        return "" if self.is_switch else listed
-
-    @property
-    def is_switch(self) -> bool:
-        """True if it is on or off."""
-        return bool in _parts(self.type)
-
-    @property
-    def is_list(self) -> bool:
-        """True if it takes several values."""
-        return any(get_origin(part) is list for part in _parts(self.type))
-
-    @property
-    def expected(self) -> str:
-        """The values that it takes, in words: ``a whole number of 1 or more``."""
-        if self.choices:
-            return f"one {'or more ' * self.is_list}of {', '.join(self.choices)}"
-        words = [str(part.description) for part in _parts(self.type) if isinstance(part, Meta)]
-        return "one or more names" if self.is_list else " or ".join(words) or "true or false"
-
-    def convert(self, value: Any, label: str) -> Any:
-        """Return a value, plain or as text, in the type of the option.
-
-        Raises:
-            InputError: it is no value of the option, which the message calls by the label.
-        """
-        if value is None and self.default is None:
-            return None
-        plain = os.fspath(value) if isinstance(value, os.PathLike) else value
-        plain = plain.item() if hasattr(plain, "item") else plain  # a number of NumPy
-        plain = [plain] if self.is_list and isinstance(plain, str) else plain
-        union = get_args(self.type)[0]
-        is_union = get_origin(union) in (Union, UnionType)
-        for kind in get_args(union) if is_union else (self.type,):
-            with suppress(*UNREADABLE):
-                if kind is not NoneType:
-                    return msgspec.convert(plain, kind, strict=False)
-        shown = ", ".join(map(quoted, value)) if isinstance(value, list) else quoted(value)
-        raise InputError(f"{label} must be {self.expected}, found {shown}")
-
-
 def _parts(kind: Any) -> Iterator[Any]:
     """Yield a type and all that it is made of: its members, its choices, its limits."""
     yield kind
@@ -379,23 +371,23 @@ def _parts(kind: Any) -> Iterator[Any]:
 
 
 @cache
-def all_fields() -> dict[str, Field]:
+def all_fields() -> dict[str, Option]:
     """Return every option by its name."""
-    return {
-        field.name: Field(
-            field.name,
-            section,
-            field.type,
-            field.default_factory() if field.default is msgspec.NODEFAULT else field.default,
-            about := next(part for part in get_args(field.type) if isinstance(part, Option)),
-            about.commands or commands,
-        )
-        for section, commands in TAKEN_BY.items()
-        for field in msgspec.structs.fields(get_type_hints(Options)[section])
-    }
+    found = {}
+    for section, commands in TAKEN_BY.items():
+        for field in msgspec.structs.fields(get_type_hints(Options)[section]):
+            option = next(part for part in get_args(field.type) if isinstance(part, Option))
+            found[field.name] = option._replace(
+                commands=option.commands or commands,
+                name=field.name,
+                section=section,
+                type=field.type,
+                default=[] if field.default is msgspec.NODEFAULT else field.default,
+            )
+    return found
 
 
 @cache
-def fields_of(command: str) -> dict[str, Field]:
+def fields_of(command: str) -> dict[str, Option]:
     """Return the options of a command by their names."""
     return {name: field for name, field in all_fields().items() if command in field.commands}

@@ -323,23 +323,28 @@ class Remedy(Record, frozen=True, kw_only=True):
     """Peak compared with the budget, at ``micro_batch`` or at 1 if that is 0."""
 
 
-class Estimate(OfRanks, frozen=True, kw_only=True):
-    """Prediction of what fits on one GPU."""
+class RankEstimate(OfRanks, frozen=True, kw_only=True):
+    """Prediction of what fits on each of some ranks: a cell of the table of ranks and GPUs."""
 
     profile: str
     budget_bytes: int
+    micro_batch: int
+    """Largest micro-batch that is predicted to fit, 0 if none; or the one that was asked about."""
+    peak_reserved_bytes: int | None
+    """Peak at ``micro_batch``, or at 1 if none fits."""
+
+
+class Estimate(RankEstimate, frozen=True, kw_only=True):
+    """Prediction of what fits on one GPU."""
+
     budget_source: str
     precision: Precision | None
     """None for a program that was recorded, in its own precision."""
-    micro_batch: int
-    """Largest micro-batch that is predicted to fit, 0 if none; or the one that was asked about."""
     micro_batch_low: int
     micro_batch_high: int
     """Upper end of the interval in which the true limit is expected."""
     fits: bool
     peak_allocated_bytes: int
-    """Peak at ``micro_batch``, or at 1 if none fits."""
-    peak_reserved_bytes: int | None
     seconds: float
     """Duration of the prediction; GPUs that run the same operators share the time of one trace."""
     plan: Plan | None
@@ -394,19 +399,6 @@ class Recorded(Record, frozen=True, kw_only=True):
     fits: list[RecordedFit]
     refused: Refusal | None
     """None if memory did not run out."""
-
-
-class RankEstimate(Record, frozen=True, kw_only=True):
-    """Prediction of what fits on each of some ranks: a cell of the table of ranks and GPUs."""
-
-    profile: str
-    world_size: int
-    parallel: Parallel
-    budget_bytes: int
-    micro_batch: int
-    """Largest micro-batch of a rank that is predicted to fit, 0 if none."""
-    peak_reserved_bytes: int
-    """Peak of a rank at ``micro_batch``, or at 1 if none fits."""
 
 
 class PredictedPoint(Record, frozen=True):

@@ -50,9 +50,7 @@ def options() -> str:
             written = f"`{name} {placeholder}`" if placeholder else f"`{name}`"
             default = "" if field.default in (None, [], False) else f"`{field.default}`"
             others = "" if field.commands == commands else f" ({', '.join(field.commands)})"
-            parts.append(
-                f"| {written} | {default} | {field.about.text.replace('|', chr(92) + '|')}{others} |"
-            )
+            parts.append(f"| {written} | {default} | {field.text.replace('|', chr(92) + '|')}{others} |")
         parts.append("")
     return "\n".join(parts)
 
@@ -153,11 +151,10 @@ def records() -> str:
         if isinstance(record, ast.Assign) and (value := ast.unparse(record.value)).startswith("Literal"):
             short[ast.unparse(record.targets[0])] = value
         if isinstance(record, ast.ClassDef) and record.name != "Record":
-            own[record.name] = fields_of(record)
+            own[record.name] = [*fields_of(record), *own.get(ast.unparse(record.bases[0]), [])]
             if record.name == "OfRanks":  # in the tables of those that inherit it
                 continue
-            inherited = own.get(ast.unparse(record.bases[0]), [])
-            rows = "\n".join(["| key | type | meaning |", "|---|---|---|", *own[record.name], *inherited])
+            rows = "\n".join(["| key | type | meaning |", "|---|---|---|", *own[record.name]])
             rows = re.sub(r"(?<=\| `)\w+(?=` \|)", lambda name: short.get(name[0], name[0]), rows)
             parts += [
                 f"### {record.name}",

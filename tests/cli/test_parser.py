@@ -144,10 +144,10 @@ def test_help_is_one_screen_and_help_all_has_every_option(
     fields = fields_of(name)
     text = help_text(name, "--help", capsys)
     assert len(text.splitlines()) <= 40
-    assert listed(text) == {option for option, field in fields.items() if not field.about.rare}
+    assert listed(text) == {option for option, field in fields.items() if not field.rare}
     text = help_text(name, "--help-all", capsys)
     assert listed(text) == fields.keys()
-    assert all("".join(field.about.text.split()) in "".join(text.split()) for field in fields.values())
+    assert all("".join(field.text.split()) in "".join(text.split()) for field in fields.values())
 
 
 def test_the_help_shows_defaults_and_their_source(capsys: pytest.CaptureFixture[str]) -> None:
