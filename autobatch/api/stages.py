@@ -28,8 +28,9 @@ from autobatch.rehearsal.process import SetupProcess, open_process
 from autobatch.rehearsal.setup import Role, SetupInfo, new_allocator
 from autobatch.report.result import Result
 from autobatch.report.words import decimal, plural
-from autobatch.search.find_limit import Limit, check_size, find_limit
+from autobatch.search.find_limit import check_size, find_limit
 from autobatch.search.plan_split import choose_split
+from autobatch.search.probe import Limit
 from autobatch.training.batchnorm import statistics_notes
 from autobatch.training.split_check import ANYWAY, Finding, examine, first_samples
 from autobatch.workload.order import GlobalBatchSampler

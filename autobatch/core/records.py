@@ -109,7 +109,7 @@ class Probe(OfRanks, frozen=True, kw_only=True):
     multiple: int = 1
     """Number whose multiples all micro-batches are."""
     stopped_by: str | None = None
-    """``interrupt`` or ``lost GPU context``; None if the search is complete."""
+    """``interrupt`` if the answer is the largest size found before; None if complete."""
     precision: Precision | None = None
     """Precision of the attempts; None if unknown."""
     real_batches: RealBatches | None = None

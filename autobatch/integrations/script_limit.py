@@ -23,7 +23,7 @@ from autobatch.integrations.script import Runner
 from autobatch.planning import equal_plan, even_split_note
 from autobatch.rehearsal.setup import KeyValue
 from autobatch.report.result import Result
-from autobatch.search.probe import SearchResult, find_largest
+from autobatch.search.probe import Limit, find_largest
 from autobatch.search.saved import keep, recall
 
 MOST = 1 << 20
@@ -73,18 +73,17 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
         "budget_bytes": device.budget_bytes,
         "allocator": allocator_options(os.environ) or None,
     }
-    saved = recall(key, home, may_vary=options.device.memory_budget is None)
     found = find_largest(
         runner.run,
-        cap=cap,
-        new_allocator=runner.new_allocator,
+        caps,
+        runner.new_allocator,
         falling=partial(runner.new_allocator, falls=True),
         multiple=multiple,
-        guess=None if saved is None else saved.micro_batch,
-        known=() if saved is None else saved.programs(),
+        known=recall(key, home),
     )
-    limit, above = found.micro_batch, outcomes.get(found.micro_batch + multiple)
-    if not limit and found.stopped_by == "interrupt":
+    limit = found.probe.micro_batch
+    above = outcomes.get(limit + multiple)
+    if not limit and found.probe.stopped_by is not None:
         raise KeyboardInterrupt
     if not limit:
         smallest = outcomes[min(outcomes)].attempt
@@ -96,28 +95,28 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
         )
     if above is not None and above.error is not None:
         progress.note(f"a micro-batch of {limit + multiple:,} does not run: {above.attempt.reason}")
-    probe = found.probe(caps, multiple=multiple, saved_on=None if saved is None else saved.date)
     plan = None if target is None else _equal_plan(runner, target, found, multiple)
     attempts = [outcome.attempt for outcome in outcomes.values()]  # with those of the plan
     oom_count = sum(not (attempt.fits or attempt.is_error) for attempt in attempts)
-    probe = msgspec.structs.replace(probe, attempts=attempts, oom_count=oom_count)
+    probe = msgspec.structs.replace(found.probe, attempts=attempts, oom_count=oom_count)
     file = keep(probe, found.programs, key, home=home, progress=progress)
     return Result(device=device, probe=probe, plan=plan, profile=file)
 
 
-def _equal_plan(runner: Runner, target: int, found: SearchResult, multiple: int) -> Plan:
+def _equal_plan(runner: Runner, target: int, found: Limit, multiple: int) -> Plan:
     """Plan equal micro-batches; one smaller than the limit runs if the replay doubts it.
 
     It may fail, because the allocator cuts its memory in another way.
     """
-    plan = equal_plan(target, found.micro_batch, world_size=runner.world, multiple=multiple)
+    limit = found.probe.micro_batch
+    plan = equal_plan(target, limit, world_size=runner.world, multiple=multiple)
     new_allocator = partial(runner.new_allocator, falls=found.falls)
     fitting = Fitting(found.programs, new_allocator) if found.programs else None
     while plan.micro_batch not in runner.outcomes and fitting and not fitting.fits(plan.micro_batch):
         if runner.run(plan.micro_batch).attempt.fits:
             break
         plan = equal_plan(target, plan.micro_batch - 1, world_size=runner.world, multiple=multiple)
-    note = even_split_note(plan, found.micro_batch)
+    note = even_split_note(plan, limit)
     if note is not None:
         runner.progress.note(note)
     return plan

@@ -1,8 +1,4 @@
-"""Attempts of a probe in the process that holds the setup; a failure is an answer, too.
-
-A size for which the host ends the process does not fit. An error above a size that fits bounds the search. A
-refusal that the budget did not cause is repeated once.
-"""
+"""Attempts of a probe in the process that holds the setup; a failure is an answer, too."""
 
 from __future__ import annotations
 
@@ -17,18 +13,18 @@ from autobatch.core.units import format_bytes
 from autobatch.device.oom import loses_context
 from autobatch.footprint.explain import explain
 from autobatch.rehearsal.attempt import Outcome, attempt
-from autobatch.rehearsal.process import ChildCrashed, SetupProcess
+from autobatch.rehearsal.process import ChildCrashed, SetupProcess, ThisProcess
 
 
 def run_attempt(process: SetupProcess, micro_batch: int, progress: Progress) -> Outcome:
-    """Make an attempt, and report it.
+    """Make an attempt, and report it; repeat it once if something else than the budget refused memory.
 
     Returns:
-        Its outcome; with the error if the size fails for another reason than memory, and ``is_context_lost``
-        if the process can run no further size.
+        Its outcome, with the error if the size fails for another reason than memory. A size for which the
+        host ends the child process does not fit.
 
     Raises:
-        AutobatchError: the input is invalid at any size, or the process cannot run at all.
+        Exception: the input is invalid at any size, or this process has lost its GPU.
     """
     progress.doing(f"running {micro_batch:,} samples at once")
     outcome = _run(process, micro_batch)
@@ -42,31 +38,28 @@ def _run(process: SetupProcess, micro_batch: int) -> Outcome:
     start = time.perf_counter()
     failure: Exception
     try:
-        outcome = process.call(f"an attempt at a micro-batch of {micro_batch}", attempt, micro_batch)
+        return process.call(f"an attempt at a micro-batch of {micro_batch}", attempt, micro_batch)
     except Exception as error:
         if isinstance(error, AutobatchError) and not isinstance(error, UserCodeError | ChildCrashed):
             raise
         failure = error
-    else:
-        if outcome.is_context_lost:
-            process.restart()
-        return outcome._replace(is_context_lost=False)
     # Outside of the except block, so that nothing holds the tensors of the failed attempt.
     traceback.clear_frames(failure.__traceback__)
+    if isinstance(process, ThisProcess) and loses_context(failure):
+        raise failure
     is_killed = isinstance(failure, ChildCrashed) and failure.out_of_memory
-    is_lost = isinstance(failure, ChildCrashed) or loses_context(failure)
-    is_end = is_lost and not process.restart()
-    by_host = "the host ran out of memory and ended the child process"
     failed = Attempt(
         micro_batch=micro_batch,
         fits=False,
         peak_allocated_bytes=None,
         peak_reserved_bytes=None,
         seconds=time.perf_counter() - start,
-        reason=by_host if is_killed else error_text(failure, first_line=True),
+        reason="the host ran out of memory and ended the child process"
+        if is_killed
+        else error_text(failure, first_line=True),
         is_error=not is_killed,
     )
-    return Outcome(failed, None, is_context_lost=is_end, error=None if is_killed else failure)
+    return Outcome(failed, None, error=None if is_killed else failure)
 
 
 def nothing_fits(

@@ -18,7 +18,7 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.search.hazards import check_smallest, hazard, nothing_to_gain
-from autobatch.search.real_batches import FIRST, TRIES, batches_to_run, why_not
+from autobatch.search.plan_limit import FIRST, TRIES, batches_to_run, run_batches
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.split import Sizes, SizeSplit, Split, sizes_digest
 from autobatch.workload.user_code import describe
@@ -116,7 +116,7 @@ def _choose(
         if asked == "auto" and gain < LEAST_GAIN:
             return None, f"by size would save {max(0.0, 1 - 1 / gain):.0%}"
         split = SizeSplit(sizes=sizes, cut=cut)
-        if why_not(setup, batches, split, split.largest) is None:
+        if run_batches(setup, batches, split, split.largest) is None:
             padded = f"{cut.padding:.2f} times its real size in place of {cut.padding_by_count:.2f} times"
             steps_saved = f"{cut.steps:.1f} micro-batches on average in place of {cut.steps_by_count:.0f}"
             return cut, f"{steps_saved}, and a padded batch has {padded}"

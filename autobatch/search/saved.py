@@ -1,10 +1,10 @@
-"""Limits that were found on this machine, by everything that changes them, with the programs of their steps.
+"""Limits that were found on this machine, with the programs of their steps.
 
-One JSON file per key, under ``profiles/<device>/limits`` of the data directory. A file that cannot be used is
-ignored with a logged reason and left alone: a newer autobatch may have written it.
+One JSON file per key, under ``profiles/<device>/limits`` of the data directory. The budget is no part of the
+key: the programs say what fits in any. A file that cannot be used is ignored with a logged reason.
 
-A later probe runs the saved limit first. A run that agrees with the saved programs to the byte ends the
-search; otherwise both are only a guess.
+A later probe first runs what the programs say. A run that agrees with them to the byte ends the search;
+otherwise they are only a guess.
 """
 
 from __future__ import annotations
@@ -30,24 +30,17 @@ from autobatch.device.profiles import save_or_explain
 from autobatch.footprint.program import Program
 from autobatch.rehearsal.setup import KeyValue
 
-SCHEMA = 4
-CLOSE_BUDGETS = 0.05
-"""Share within which two budgets that follow free memory count as the same."""
-
 _LOG = logging.getLogger(__name__)
 
 
 class SavedLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The largest micro-batch of a workload on a device, as it was found."""
 
-    schema: int = SCHEMA
-    autobatch: str = __version__
-    """The version that wrote it. Another one may record other events."""
-    key: dict[str, KeyValue]
-    """Everything that changes the answer, by name; ``workload`` names the workload."""
     micro_batch: Annotated[int, msgspec.Meta(gt=0, le=2**63 - 1)]
-    date: str
+    date: str = ""
     """ISO date on which it was found."""
+    autobatch: str = __version__
+    """The version that found it. Another one may record other events."""
     packed: bytes = b""
     """The programs of its steps; see `SavedLimit.programs`."""
 
@@ -60,21 +53,19 @@ class SavedLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             return ()
 
 
-def recall(key: Mapping[str, KeyValue], home: Path, *, may_vary: bool = False) -> SavedLimit | None:
-    """Return the saved limit of a key; None if there is none.
+def recall(key: Mapping[str, KeyValue], home: Path) -> SavedLimit | None:
+    """Return the saved limit of a key under any budget; None if there is none.
 
     Args:
-        key: everything that changes the answer.
+        key: everything that changes the answer, by name.
         home: data directory.
-        may_vary: the budget follows free memory, so the limit of a close budget is taken, too.
     """
     file = path_of(key, home)
-    limit = _read(file)
-    if limit is not None and _known(limit.key) == _known(key):
-        return limit
-    others = map(_read, sorted(file.parent.glob("*.json")) if may_vary else ())
-    near = (other for other in others if other is not None and _is_near(other.key, key))
-    return max(near, key=lambda other: other.date, default=None)
+    try:
+        return msgspec.convert(read_json(file), SavedLimit) if file.is_file() else None
+    except (InputError, *UNREADABLE) as error:
+        _LOG.warning("%s", printable(f"the saved limit {file} is ignored: {error}"))
+        return None
 
 
 def keep(
@@ -85,61 +76,29 @@ def keep(
     home: Path,
     progress: Progress,
 ) -> Path | None:
-    """Save the answer of a search that ran to its end, with the programs of its steps, and return its file.
-
-    It takes the place of an earlier limit of the same key.
+    """Save the answer of a search in place of an earlier one, and return its file.
 
     Returns:
-        None, with a note if the directory is not writable. Without one, the search was stopped, or not the
-        budget refused a size.
+        None if the search was stopped, if not the budget refused a size, or, with a note, if the directory is
+        not writable.
     """
     if probe.upper_bound_by is None or any(attempt.is_below_budget for attempt in probe.attempts):
         return None
     limit = SavedLimit(
-        key=dict(key),
         micro_batch=probe.micro_batch,
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         packed=zlib.compress(msgspec.msgpack.encode(programs)) if programs else b"",
     )
-    content = msgspec.json.format(msgspec.json.encode(limit, order="deterministic"))
     try:
-        return save_or_explain(path_of(key, home), content + b"\n")
+        return save_or_explain(path_of(key, home), msgspec.json.encode(limit) + b"\n")
     except InputError as error:
         progress.note(f"the limit was not saved: {error}")
         return None
 
 
 def path_of(key: Mapping[str, KeyValue], home: Path) -> Path:
-    """Return the file of a key's limit."""
-    canonical = msgspec.json.encode(_known(key), order="deterministic")
+    """Return the file of a key's limit, whatever its budget."""
+    known = {name: value for name, value in key.items() if value is not None and name != "budget_bytes"}
+    digest = hashlib.sha256(msgspec.json.encode(known, order="deterministic")).hexdigest()
     device = re.sub(r"[^a-z0-9]+", "-", str(key.get("device")).casefold()).strip("-")
-    folder = home / "profiles" / (device or "device") / "limits"
-    return folder / f"{hashlib.sha256(canonical).hexdigest()}.json"
-
-
-def _known(key: Mapping[str, KeyValue]) -> dict[str, KeyValue]:
-    """Return a key without its unknown fields, which count as absent."""
-    return {name: value for name, value in key.items() if value is not None}
-
-
-def _is_near(saved: Mapping[str, KeyValue], key: Mapping[str, KeyValue]) -> bool:
-    """Return whether two keys differ in their budgets only, by little."""
-    old, new = saved.get("budget_bytes"), key.get("budget_bytes")
-    is_close = isinstance(old, int) and isinstance(new, int) and abs(new - old) <= CLOSE_BUDGETS * new
-    return is_close and _known({**saved, "budget_bytes": new}) == _known(key)
-
-
-def _read(file: Path) -> SavedLimit | None:
-    """Read one file. Return None if it is absent, or cannot be used, which is logged with the reason."""
-    if not file.is_file():
-        return None
-    try:
-        limit = msgspec.convert(read_json(file), SavedLimit)
-    except (InputError, *UNREADABLE) as error:
-        reason = str(error)
-    else:
-        if limit.schema == SCHEMA:
-            return limit
-        reason = f"schema {limit.schema}, this autobatch reads {SCHEMA}"
-    _LOG.warning("%s", printable(f"the saved limit {file} is ignored: {reason}"))
-    return None
+    return home / "profiles" / (device or "device") / "limits" / f"{digest}.json"

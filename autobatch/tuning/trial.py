@@ -26,6 +26,7 @@ from autobatch.rehearsal.process import ChildCrashed, SetupProcess
 from autobatch.rehearsal.rehearsal import Batch, batch_of, rehearse
 from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.search.probe import find_largest
+from autobatch.search.saved import SavedLimit
 from autobatch.step.whole_batch import batch_samples
 from autobatch.tuning.compare import Measurement
 from autobatch.workload.contract import Workload
@@ -136,7 +137,10 @@ def _with_knobs(setup: Setup, function: Callable[..., Any], values: Configuratio
 def largest_of(setup: Setup, cap: int, guess: int, multiple: int) -> int:
     """Return the largest micro-batch up to a cap that runs within the enforced budget; 0 if none does."""
     allocator, run = setup.device.new_allocator, partial(attempt, setup)
-    return find_largest(run, cap=cap, new_allocator=allocator, multiple=multiple, guess=guess).micro_batch
+    known = SavedLimit(micro_batch=guess)
+    return find_largest(
+        run, {"max_micro_batch": cap}, allocator, multiple=multiple, known=known
+    ).probe.micro_batch
 
 
 def time_steps(setup: Setup, sizes: list[int], seconds: float, workers: int) -> float:

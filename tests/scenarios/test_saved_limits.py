@@ -23,8 +23,8 @@ def test_a_second_probe_of_the_same_confirms_the_saved_limit_with_one_run(own_ho
     assert second.probe.source.startswith("saved 2")
     assert first.profile == second.profile == file
     assert listener.notes == [line for line in listener.notes if "saved" not in line]
-    edited(file, key=json.loads(file.read_bytes())["key"] | {"torch": "2.0.0"})
-    assert probed(work())[0].probe.source == "search"
+    other, listener = probed(work(), memory_budget="120KiB")
+    assert (len(listener.sizes), other.probe.upper_bound_by) == (1, "replay"), "under another budget, too"
 
 
 def edited(file: Path, **fields) -> None:
@@ -36,10 +36,10 @@ def edited(file: Path, **fields) -> None:
 def test_a_saved_limit_that_no_longer_fits_is_probed_again(own_home: Path) -> None:
     first, _ = probed(work())
     (file,) = saved_files(own_home)
-    edited(file, micro_batch=500)
+    edited(file, micro_batch=500, packed="")
     second, listener = probed(work())
     assert listener.sizes[0] == 500
-    assert any("500 no longer fits" in line for line in listener.notes)
+    assert any("500 no longer fit" in line for line in listener.notes)
     assert (second.probe.source, second.probe.micro_batch) == ("search", first.probe.micro_batch)
     assert json.loads(file.read_bytes())["micro_batch"] == first.probe.micro_batch
 
@@ -49,7 +49,7 @@ def test_a_saved_limit_below_the_truth_is_searched_anew(own_home: Path) -> None:
     first, _ = probed(work())
     (file,) = saved_files(own_home)
     wrong = first.probe.micro_batch - 2
-    edited(file, micro_batch=wrong)
+    edited(file, micro_batch=wrong, packed="")
     second, listener = probed(work())
     assert listener.sizes[0] == wrong
     assert (second.probe.source, second.probe.micro_batch) == ("search", first.probe.micro_batch)

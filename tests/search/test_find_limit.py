@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
-import msgspec
 import pytest
 import torch
 from torch import nn
 
 import autobatch
-from autobatch import DoesNotFitError, Probe
+from autobatch import DoesNotFitError
 from autobatch.api.pipeline import run_command
 from autobatch.api.run import Run
 from autobatch.core.options import Options
-from autobatch.core.records import RealBatches
-from autobatch.core.units import GiB, KiB
-from autobatch.device.cpu import CpuDevice
-from autobatch.device.host import HostMemory
 from autobatch.rehearsal.attempt import attempt
-from autobatch.rehearsal.process import ThisProcess
-from autobatch.rehearsal.setup import Setup, open_setup
-from autobatch.search.find_limit import limit_of_plan
-from benchmarks.workloads import WORKLOADS as TEST_WORKLOADS
+from autobatch.rehearsal.setup import open_setup
 from tests.support.options import as_options
 from tests.support.probes import (
     WIDTH,
     Listener,
     classify,
-    limit_of,
     mlp,
     probed,
     vectors,
     work,
 )
-from tests.support.step_workloads import WORKLOADS, setup
 
 # Caps, and sizes that do not fit.
 
@@ -99,59 +85,6 @@ def test_a_check_of_one_size_runs_only_that_size() -> None:
     assert result.probe.source == "asked"
     with pytest.raises(DoesNotFitError, match="micro-batch of 500 does not fit in 80"):
         probed(work(), micro_batch=500)
-
-
-# Saved limits.
-
-
-def test_a_budget_that_follows_free_memory_may_vary_by_a_few_percent(tmp_path: Path) -> None:
-    def probe(kib: int, **limits: str) -> Probe:
-        device = CpuDevice(memory_budget=kib * KiB, memory=HostMemory(GiB, GiB, "made up"))
-        made = replace(setup(WORKLOADS["perceptron"]()), device=device)
-        return limit_of(made, tmp_path, **limits).probe
-
-    probe(1000)
-    assert probe(1020).source.startswith("saved")
-    assert probe(1030, memory_budget="1GiB").source == "search"
-    assert probe(1100).source == "search"
-
-
-# Micro-batches of a plan that do not fit although a larger one does.
-
-BATCH = 2048
-
-
-@pytest.fixture(scope="module", name="near")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Setup, Any]:
-    made = open_setup(
-        TEST_WORKLOADS["mlp-heavy"](), Options().with_values(device="sim:t4", memory_budget="6MiB")
-    )
-    return made, limit_of(made, tmp_path_factory.mktemp("home"), target_batch=BATCH)
-
-
-def test_a_batch_is_split_into_more_if_its_micro_batches_do_not_fit(near: tuple[Setup, Any]) -> None:
-    made, limit = near
-    fits = {size: attempt(made, size).attempt.fits for size in (697, 683, 682, 512)}
-    assert fits == {697: True, 683: False, 682: True, 512: True}
-    listener = Listener()
-    found = limit_of_plan(ThisProcess(made), limit, BATCH, listener)
-    assert 512 <= found.planned < 683
-    assert listener.sizes == [683]
-    assert any("683 does not fit although 697 does" in note for note in listener.notes)
-    assert found.probe.micro_batch == limit.probe.micro_batch == 697
-    assert found.probe.oom_count == limit.probe.oom_count + 1
-
-
-def test_micro_batches_that_fit_or_are_not_known_to_fail_are_not_run(near: tuple[Setup, Any]) -> None:
-    """What no replay knows is not doubted, nor what real batches have shown."""
-    made, limit = near
-    real = RealBatches(batches=3, micro_batch_alone=697)
-    checked = limit._replace(probe=msgspec.structs.replace(limit.probe, real_batches=real))
-    cases = [(limit, batch) for batch in (697, 2 * 697, 1200, 5)]
-    for known, batch in [*cases, (limit._replace(programs=()), BATCH), (checked, BATCH)]:
-        listener = Listener()
-        assert limit_of_plan(ThisProcess(made), known, batch, listener) == known
-        assert listener.sizes == []
 
 
 # Refusals that the budget did not cause.

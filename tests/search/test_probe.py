@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,12 +14,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autobatch.cli.output import Terminated
+from autobatch.core.records import LimitedBy, Probe
 from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.rehearsal.attempt import Outcome
-from autobatch.search.probe import SearchResult, find_largest
+from autobatch.search.probe import Limit, find_largest
+from autobatch.search.saved import SavedLimit
 from tests.support.sizes import BUDGET, Machine, machine_of, outcome_of, trace_of
 
 LINES = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 2000)), min_size=1, max_size=12)
@@ -28,11 +31,17 @@ def lines(pairs) -> list:
     return [lambda m, a=slope, b=constant: a * m + b for slope, constant in pairs]
 
 
-def find(machine: Machine, cap: int, **more: Any) -> SearchResult:
-    return find_largest(machine.run, cap=cap, new_allocator=lambda: CountingAllocator(BUDGET), **more)
+def find(run: Machine | Callable[[int], Outcome], cap: int, **more: Any) -> Limit:
+    run = run.run if isinstance(run, Machine) else run
+    caps: dict[LimitedBy, int] = {"max_micro_batch": cap}
+    return find_largest(run, caps, more.pop("new_allocator", lambda: CountingAllocator(BUDGET)), **more)
 
 
-def assert_proven(machine: Machine, found: SearchResult, cap: int) -> None:
+def answer(found: Limit) -> tuple[int, str | None]:
+    return found.probe.micro_batch, found.probe.upper_bound_by
+
+
+def assert_proven(machine: Machine, found: Probe, cap: int) -> None:
     """Assert that the answer ran and fits, and that the next size does not fit or is above the cap."""
     assert all(1 <= size <= cap for size in machine.asked)
     assert len(machine.asked) == len(set(machine.asked)), "no size is tried twice"
@@ -50,43 +59,35 @@ def assert_proven(machine: Machine, found: SearchResult, cap: int) -> None:
         assert found.upper_bound_by == "replay"
 
 
-def assert_within_the_bound(machine: Machine, found: SearchResult) -> None:
+def assert_within_the_bound(machine: Machine, found: Limit) -> None:
     """Assert at most log2(s) + 3 runs and half of log2(s) + 2 errors, for each s that was in question."""
     assert len(machine.asked) <= sum(math.log2(top) + 3 for top in found.tops)
     assert machine.ooms <= sum(math.log2(top) / 2 + 2 for top in found.tops)
-
-
-@given(values=st.lists(st.integers(0, 2 * BUDGET), min_size=1, max_size=60), cap=st.integers(1, 60))
-@settings(max_examples=200)
-def test_any_memory_function_gives_a_size_that_ran_below_one_that_does_not_fit(values, cap) -> None:
-    """Noise, plateaus, cliffs and holes: the runs prove the answer for any function."""
-    machine = Machine(lambda size: values[min(size, len(values)) - 1])
-    found = find(machine, cap)
-    assert_proven(machine, found, cap)
-    assert found.upper_bound_by != "replay", "nothing is recorded"
-    assert_within_the_bound(machine, found)
 
 
 @given(
     share=st.integers(0, 1000),
     cap=st.integers(1, 5000),
     seed=st.integers(0, 2**32),
-    structures=st.integers(1, 5),
+    structures=st.integers(0, 5),
     guess=st.none() | st.integers(1, 5000),
 )
 @settings(max_examples=300)
 def test_whatever_fits_and_whatever_runs_record_stays_within_the_bound(
     share: int, cap: int, seed: int, structures: int, guess: int | None
 ) -> None:
-    """What fits is drawn at random, and so are the sizes and the number of the blocks."""
+    """What fits is drawn at random, and so are the sizes and the number of any blocks."""
 
     def trace(size: int) -> Trace:
         draw = [hash((seed, size, block)) % (2 * BUDGET) for block in range(1 + size % structures)]
         return Trace(tuple(enumerate(draw)))
 
-    machine = Machine(lambda size: 2 * BUDGET * (hash((seed, size)) % 1000 >= share), trace)
-    found = find(machine, cap, guess=guess)
-    assert_proven(machine, found, cap)
+    machine = Machine(
+        lambda size: 2 * BUDGET * (hash((seed, size)) % 1000 >= share), trace if structures else None
+    )
+    found = find(machine, cap, known=None if guess is None else SavedLimit(micro_batch=guess))
+    assert_proven(machine, found.probe, cap)
+    assert structures or found.probe.upper_bound_by != "replay", "nothing is recorded"
     assert_within_the_bound(machine, found)
 
 
@@ -124,9 +125,9 @@ def test_memory_of_any_shape_gives_a_proven_limit_in_few_runs(
 
     machine = Machine(memory, (lambda m: trace_of(lambda _: memory(m))(m)) if is_recorded else None)
     found = find(machine, cap)
-    assert_proven(machine, found, cap)
-    if found.upper_bound_by != "replay":  # which cannot know where rounded memory leaves a line
-        assert shape in ("holes", "flaky") or found.micro_batch == machine.limit(cap)
+    assert_proven(machine, found.probe, cap)
+    if found.probe.upper_bound_by != "replay":  # which cannot know where rounded memory leaves a line
+        assert shape in ("holes", "flaky") or found.probe.micro_batch == machine.limit(cap)
     assert_within_the_bound(machine, found)
     assert len(machine.asked) <= 3 * math.log2(cap + 1) + 8
 
@@ -138,34 +139,47 @@ def test_memory_of_any_shape_gives_a_proven_limit_in_few_runs(
 @settings(max_examples=100)
 def test_two_small_runs_and_their_replay_give_the_limit(sizes, cap: int) -> None:
     machine = machine_of(*lines(sizes))
-    found = find(machine, cap)
+    found = find(machine, cap).probe
     assert found.micro_batch == machine.limit(cap)
     if found.micro_batch >= 12:
         assert machine.ooms == 0
         assert len(machine.asked) <= 3
-        assert found.predicted in (found.micro_batch, None)
+        assert found.predicted_micro_batch in (found.micro_batch, None)
 
 
-@pytest.mark.parametrize("square", [1, 2])
-def test_a_loss_over_all_pairs_takes_three_runs(square: int) -> None:
-    machine = machine_of(lambda m: square * m * m, lambda m: 7 * m + 3)
-    found = find(machine, 5000)
-    assert (found.micro_batch, found.upper_bound_by) == (machine.limit(5000), "replay")
-    assert (len(machine.asked), machine.ooms) == (3, 0)
-
-
-def test_scratch_that_large_sizes_take_in_granules_is_learnt_from_two_of_them() -> None:
+def scratch_of_large_sizes(m: int) -> Trace:
     """As the sum of a bias gradient: from 40 rows on it takes a further block, of 64 bytes for 8 rows."""
+    scratch = [(1, 64 * -(-m // 8)), (1, FREE)] if m >= 40 else []
+    return Trace(((0, 90 * m), *scratch, (2, 5)))
 
-    def trace(m: int) -> Trace:
-        scratch = [(1, 64 * -(-m // 8)), (1, FREE)] if m >= 40 else []
-        return Trace(((0, 90 * m), *scratch, (2, 5)))
 
-    machine = Machine(lambda m: 90 * m + max(5, 64 * -(-m // 8) * (m >= 40)), trace)
-    found = find(machine, 10_000)
-    assert (found.micro_batch, found.upper_bound_by) == (machine.limit(10_000), "replay")
-    assert len(machine.asked) <= 7
-    assert machine.ooms <= 1
+def another_block_at_each_size(m: int) -> Trace:
+    """At another place, so that no two runs are alike."""
+    events = list(enumerate([90 * m, *(3 * number for number in range(30))]))
+    at = 2 + m % 29
+    return Trace((*events[:at], (99, 7), (99, FREE), *events[at:]))
+
+
+MACHINES = {
+    "a loss over all pairs": (machine_of(lambda m: m * m, lambda m: 7 * m + 3), 3, 0),
+    "twice the pairs": (machine_of(lambda m: 2 * m * m, lambda m: 7 * m + 3), 3, 0),
+    "granules": (
+        Machine(lambda m: 90 * m + max(5, 64 * -(-m // 8) * (m >= 40)), scratch_of_large_sizes), 7, 1,
+    ),
+    "unlike runs": (Machine(lambda m: 90 * m + 3 * sum(range(30)), another_block_at_each_size), 7, 1),
+    # As with packed sequences, the bytes depend on values: they grow, but on no line.
+    "no line": (machine_of(lambda m: 40 * m + 300 * (m % 3 == 2), lambda m: 7 * m), 11, 5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_runs_of_other_structures_give_the_limit_in_few(name: str) -> None:
+    machine, runs, errors = MACHINES[name]
+    found = find(machine, 5000).probe
+    assert_proven(machine, found, 5000)
+    assert not machine.fits(found.micro_batch + 1)
+    assert len(machine.asked) <= runs
+    assert machine.ooms <= errors
 
 
 def test_the_largest_size_above_a_gap_runs_once_its_structure_is_known() -> None:
@@ -178,21 +192,61 @@ def test_the_largest_size_above_a_gap_runs_once_its_structure_is_known() -> None
         def malloc(self, size: int) -> object:
             return super().malloc(size if fits(size // 1000) else 10**9)
 
-    def run(size: int) -> Outcome:
-        outcome = machine.run(size)
-        said = replay(trace_of(lambda m: 1000 * m)(size), Gapped(10**8))
-        peaks = {
-            "peak_allocated_bytes": said.peak_allocated_bytes,
-            "peak_reserved_bytes": said.peak_reserved_bytes,
-        }
-        return outcome._replace(attempt=msgspec.structs.replace(outcome.attempt, **peaks))
+    for guess in (None, 768):  # which is proven first
+        run, asked = in_a_model(trace_of(lambda size: 1000 * size), lambda: Gapped(10**8))
+        known = None if guess is None else SavedLimit(micro_batch=guess)
+        found = find(run, 5000, new_allocator=lambda: Gapped(10**8), known=known)
+        assert answer(found) == (1280, "replay")
+        assert all(fits(size) for size in asked)
 
-    machine = Machine(lambda size: 0 if fits(size) else 2 * BUDGET, trace_of(lambda size: 1000 * size))
-    found = find_largest(run, cap=5000, new_allocator=lambda: Gapped(10**8))
-    assert (found.micro_batch, found.upper_bound_by, machine.ooms) == (1280, "replay", 0)
-    machine.asked.clear()
-    found = find_largest(run, cap=5000, new_allocator=lambda: Gapped(10**8), guess=768)
-    assert found.micro_batch == 1280, "768 is proven first"
+
+def in_a_model(
+    trace: Callable[[int], Trace], new_allocator: Callable[[], CachingAllocator]
+) -> tuple[Callable[[int], Outcome], list[int]]:
+    """Return runs of traces in a model of an allocator, and the sizes that ran."""
+    asked: list[int] = []
+
+    def run(size: int) -> Outcome:
+        asked.append(size)
+        said = replay(trace(size), new_allocator())
+        outcome = outcome_of(size, said.fits, said.peak_allocated_bytes, trace(size))
+        peak = msgspec.structs.replace(outcome.attempt, peak_reserved_bytes=said.peak_reserved_bytes)
+        return outcome._replace(attempt=peak)
+
+    return run, asked
+
+
+def in_mebibytes(*events: tuple[int, int]) -> Trace:
+    return Trace(tuple((block, size if size == FREE else size * MiB) for block, size in events))
+
+
+def fragmented(size: int) -> Trace:
+    return in_mebibytes(
+        (0, 40), (0, FREE), (1, 20), (2, 20), (3, 20), (1, FREE), (3, FREE), (4, size), (2, FREE), (5, 28)
+    )
+
+
+def two_holes(size: int) -> Trace:
+    """Of two equal holes the lower one is taken, and only one choice leaves room for 14 MiB."""
+    return in_mebibytes(
+        (0, 8), (1, 9), (2, 8), (3, 9), (0, FREE), (2, FREE), (4, 8), (1, FREE), (5, 14), (6, size)
+    )
+
+
+@pytest.mark.parametrize(
+    ("trace", "budget", "falls"), [(fragmented, 64, False), (two_holes, 100, False), (two_holes, 100, True)]
+)
+def test_a_replay_is_exact_in_fragmented_memory_and_runs_tell_the_order_of_segments(
+    trace: Callable[[int], Trace], budget: int, falls: bool
+) -> None:
+    def allocator(falls: bool = False) -> CachingAllocator:
+        return CachingAllocator(budget * MiB, AllocatorConfig(falls=falls, retries=False))
+
+    run, asked = in_a_model(trace, partial(allocator, falls))
+    found = find(run, 90, new_allocator=allocator, falling=partial(allocator, True))
+    largest = max(size for size in range(1, 91) if replay(trace(size), allocator(falls)).fits)
+    assert (found.probe.micro_batch, found.falls) == (largest, falls)
+    assert len(asked) <= 5
 
 
 def test_a_size_that_fails_in_the_other_order_only_brings_that_order_into_the_replay() -> None:
@@ -205,93 +259,8 @@ def test_a_size_that_fails_in_the_other_order_only_brings_that_order_into_the_re
         failed = msgspec.structs.replace(outcome.attempt, fits=False, phase="backward")
         return Outcome(failed, outcome.trace, Trace(other.trace(1).events[:1]))
 
-    found = find_largest(run, cap=10_000, new_allocator=lambda: CountingAllocator(BUDGET))
-    assert (found.micro_batch, found.upper_bound_by) == (other.limit(10_000), "replay")
+    assert answer(find(run, 10_000)) == (other.limit(10_000), "replay")
     assert len(machine.asked) <= 8
-
-
-def test_a_replay_that_does_not_agree_with_the_run_proves_nothing() -> None:
-    """As with packed sequences, the bytes depend on values: they grow, but on no line."""
-    machine = machine_of(lambda m: 40 * m + 300 * (m % 3 == 2), lambda m: 7 * m)
-    found = find(machine, 1000)
-    assert_proven(machine, found, 1000)
-    assert not machine.fits(found.micro_batch + 1)
-
-
-def test_a_replay_of_fragmented_memory_is_exact() -> None:
-    def trace(size: int) -> Trace:
-        events = [
-            (0, 40),
-            (0, FREE),
-            (1, 20),
-            (2, 20),
-            (3, 20),
-            (1, FREE),
-            (3, FREE),
-            (4, size),
-            (2, FREE),
-            (5, 28),
-        ]
-        return Trace(tuple((block, one if one == FREE else one * MiB) for block, one in events))
-
-    def new_allocator() -> CachingAllocator:
-        return CachingAllocator(64 * MiB, AllocatorConfig(retries=False))
-
-    def run(size: int) -> Outcome:
-        asked.append(size)
-        said = replay(trace(size), new_allocator())
-        outcome = outcome_of(size, said.fits, said.peak_allocated_bytes, trace(size))
-        peak = msgspec.structs.replace(outcome.attempt, peak_reserved_bytes=said.peak_reserved_bytes)
-        return outcome._replace(attempt=peak)
-
-    asked: list[int] = []
-    found = find_largest(run, cap=40, new_allocator=new_allocator)
-    largest = max(size for size in range(1, 41) if replay(trace(size), new_allocator()).fits)
-    assert found.micro_batch == largest
-    assert len(asked) <= 5
-
-
-@pytest.mark.parametrize("falls", [False, True])
-def test_the_order_of_segments_is_learnt_from_the_runs(falls: bool) -> None:
-    """Of two equal holes the lower one is taken, and only one choice leaves room for 14 MiB."""
-    events = [(0, 8), (1, 9), (2, 8), (3, 9), (0, FREE), (2, FREE), (4, 8), (1, FREE), (5, 14)]
-
-    def trace(size: int) -> Trace:
-        sized = [*events, (6, size)]
-        return Trace(tuple((block, one if one == FREE else one * MiB) for block, one in sized))
-
-    def allocator(falls: bool = False) -> CachingAllocator:
-        return CachingAllocator(100 * MiB, AllocatorConfig(falls=falls, retries=False))
-
-    def run(size: int) -> Outcome:
-        asked.append(size)
-        said = replay(trace(size), allocator(falls))
-        outcome = outcome_of(size, said.fits, said.peak_allocated_bytes, trace(size))
-        peak = msgspec.structs.replace(outcome.attempt, peak_reserved_bytes=said.peak_reserved_bytes)
-        return outcome._replace(attempt=peak)
-
-    asked: list[int] = []
-    found = find_largest(run, cap=90, new_allocator=allocator, falling=partial(allocator, True))
-    largest = max(size for size in range(1, 91) if replay(trace(size), allocator(falls)).fits)
-    assert (found.micro_batch, found.upper_bound_by, found.falls) == (largest, "replay", falls)
-    assert len(asked) <= 4
-
-
-def test_runs_that_differ_in_a_block_tell_what_may_fit() -> None:
-    """Whatever the size, another block comes at another place, so that no two runs are alike."""
-
-    def trace(m: int) -> Trace:
-        blocks = [90 * m, *(3 * number for number in range(30))]
-        events = [(number, size) for number, size in enumerate(blocks)]
-        scratch = [(99, 7), (99, FREE)]
-        at = 2 + m % 29
-        return Trace((*events[:at], *scratch, *events[at:]))
-
-    machine = Machine(lambda m: 90 * m + 3 * sum(range(30)), trace)
-    found = find(machine, 5000)
-    assert found.micro_batch == machine.limit(5000)
-    assert len(machine.asked) <= 7
-    assert machine.ooms <= 1
 
 
 # Where a search begins and ends.
@@ -299,37 +268,47 @@ def test_runs_that_differ_in_a_block_tell_what_may_fit() -> None:
 
 def test_the_cap_runs_second_if_a_line_says_that_it_fits_with_room() -> None:
     machine = machine_of(lambda m: 10 * m + 100)
-    found = find(machine, 200)
-    assert (found.micro_batch, found.upper_bound_by, machine.asked) == (200, "cap", [4, 200])
+    assert answer(find(machine, 200)) == (200, "cap")
+    assert machine.asked == [4, 200]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 7])
 def test_a_large_model_begins_with_a_small_size(limit: int) -> None:
     machine = machine_of(lambda _: 6000, lambda m: 4000 * m // (limit + 1) + m, lambda _: 6000)
     found = find(machine, 1000, first=2)
-    assert found.micro_batch == machine.limit(1000)
+    assert found.probe.micro_batch == machine.limit(1000)
     assert machine.asked[0] == 2
     assert machine.ooms <= 1
     assert limit == 1 or 1 not in machine.asked
 
 
-def test_a_guess_whose_programs_agree_with_its_run_ends_the_search() -> None:
+def saved(found: Limit, micro_batch: int = 7) -> SavedLimit:
+    packed = zlib.compress(msgspec.msgpack.encode(found.programs))
+    return SavedLimit(micro_batch=micro_batch, date="2026-11-20", packed=packed)
+
+
+@pytest.mark.parametrize("budget", [BUDGET // 2, BUDGET, 3 * BUDGET])
+def test_known_programs_that_agree_with_a_run_end_the_search_under_any_budget(budget: int) -> None:
     machine = machine_of(*lines([(90, 100), (5, 5)]))
-    first = find(machine, 1000)
+    known = saved(find(machine, 1000))
     machine.asked.clear()
-    again = find(machine, 1000, guess=first.micro_batch, known=first.programs)
-    assert (again.micro_batch, again.upper_bound_by) == (first.micro_batch, "replay")
-    assert machine.asked == [first.micro_batch]
+    largest = max(size for size in range(1, 1000) if machine.memory(size) <= budget)
+    run = machine.run
+    if budget > BUDGET:
+        run = lambda size: outcome_of(size, True, machine.memory(size), machine.trace(size))  # noqa: E731
+    found = find(run, 1000, known=known, new_allocator=lambda: CountingAllocator(budget))
+    assert (*answer(found), found.probe.source) == (largest, "replay", "saved 2026-11-20")
+    assert len(found.probe.attempts) == 1
 
 
 @pytest.mark.parametrize("wrong", [20, 60, 100, 150, 900])
 def test_a_guess_that_is_wrong_or_of_another_step_is_only_a_guess(wrong: int) -> None:
     other = find(machine_of(*lines([(50, 700), (5, 5)])), 1000)
-    for known in ((), other.programs):
+    for known in (SavedLimit(micro_batch=wrong), saved(other, wrong)):
         machine = machine_of(*lines([(90, 100), (5, 5)]))
-        found = find(machine, 1000, guess=wrong, known=known)
-        assert machine.asked[0] == wrong
-        assert found.micro_batch == machine.limit(1000)
+        found = find(machine, 1000, known=known)
+        assert machine.asked[0] == wrong or known.packed
+        assert (found.probe.micro_batch, found.probe.source) == (machine.limit(1000), "search")
         assert_within_the_bound(machine, found)
 
 
@@ -337,20 +316,19 @@ def test_a_guess_that_is_wrong_or_of_another_step_is_only_a_guess(wrong: int) ->
 def test_an_interrupt_gives_the_largest_size_so_far_and_a_termination_none(after: int) -> None:
     machine = Machine(lambda size: size)
 
-    def find_until(error: type[BaseException]) -> SearchResult:
+    def find_until(error: type[BaseException]) -> Probe:
         def run(size: int) -> Outcome:
             if len(machine.asked) == after:
                 raise error
             return machine.run(size)
 
-        return find_largest(run, cap=10**6, new_allocator=lambda: CountingAllocator(BUDGET))
+        return find(run, 10**6).probe
 
     with pytest.raises(Terminated):
         find_until(Terminated)
     machine.asked.clear()
     found = find_until(KeyboardInterrupt)
-    assert found.stopped_by == "interrupt"
-    assert found.micro_batch == max(machine.asked, default=0)
+    assert (found.stopped_by, found.micro_batch) == ("interrupt", max(machine.asked, default=0))
 
 
 # Sizes that fail for another reason than memory.
@@ -369,26 +347,19 @@ def failing(machine: Machine, fails: Callable[[int], bool]) -> Callable[[int], O
     return run
 
 
-def test_multiples_of_a_number_only_run_if_it_is_given() -> None:
-    for cap, limit in ((1000, 54), (32, 30)):
-        machine = machine_of(lambda m: 180 * m + 100)
-        found = find_largest(
-            failing(machine, lambda size: size % 3 != 0),
-            cap=cap,
-            new_allocator=lambda: CountingAllocator(BUDGET),
-            multiple=3,
-        )
-        assert found.micro_batch == limit
-        assert all(size % 3 == 0 for size in machine.asked)
+@pytest.mark.parametrize(("cap", "limit"), [(1000, 54), (32, 30)])
+def test_multiples_of_a_number_only_run_if_it_is_given(cap: int, limit: int) -> None:
+    machine = machine_of(lambda m: 180 * m + 100)
+    found = find(failing(machine, lambda size: size % 3 != 0), cap, multiple=3)
+    assert found.probe.micro_batch == limit
+    assert all(size % 3 == 0 for size in machine.asked)
 
 
 def test_an_error_ends_a_search_above_sizes_that_fit_and_is_raised_if_none_does() -> None:
-    new_allocator = lambda: CountingAllocator(BUDGET)  # noqa: E731
     machine = machine_of(lambda m: 10 * m)
-    found = find_largest(failing(machine, lambda size: size > 76), cap=500, new_allocator=new_allocator)
-    assert (found.micro_batch, found.upper_bound_by) == (76, "error")
-    odd = find_largest(failing(machine, lambda size: size % 2 == 1), cap=5000, new_allocator=new_allocator)
+    assert answer(find(failing(machine, lambda size: size > 76), 500)) == (76, "error")
+    odd = find(failing(machine, lambda size: size % 2 == 1), 5000).probe
     assert odd.micro_batch % 2 == 0
     assert machine.fits(odd.micro_batch), "a size that fails is no answer"
     with pytest.raises(AssertionError, match="4 fails"):
-        find_largest(failing(machine, lambda _: True), cap=500, new_allocator=new_allocator)
+        find(failing(machine, lambda _: True), 500)
