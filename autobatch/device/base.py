@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records import DeviceRecord
@@ -75,28 +74,28 @@ def followed_modules(model: nn.Module, meter: Meter) -> Iterator[None]:
     """Tell a meter which module of a model runs, the innermost one, within the block.
 
     ``torch.utils.module_tracker.ModuleTracker`` does not serve: it has a set of names in place of a stack,
-    and its hooks on gradients change what a recomputing model frees.
+    and its hooks on gradients change what a recomputing model frees. Hooks on all modules warn where one is
+    compiled.
     """
     names = {module: name for name, module in model.named_modules()}
     running: list[str] = []
 
     def enter(module: nn.Module, _: object) -> None:
-        if module in names:
-            running.append(names[module])
-            meter.enter_module(running[-1])
+        running.append(names[module])
+        meter.enter_module(running[-1])
 
     def leave(module: nn.Module, *_: object) -> None:
-        if module in names and running:
+        if running:
             running.pop()
             meter.enter_module(running[-1] if running else "")
 
-    entering = register_module_forward_pre_hook(enter)
-    leaving = register_module_forward_hook(leave, always_call=True)
+    handles = [module.register_forward_pre_hook(enter) for module in names]
+    handles += [module.register_forward_hook(leave, always_call=True) for module in names]
     try:
         yield
     finally:
-        entering.remove()
-        leaving.remove()
+        for handle in handles:
+            handle.remove()
 
 
 class Device(ABC):
