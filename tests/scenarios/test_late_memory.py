@@ -5,27 +5,83 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from autobatch import Training
-from autobatch.core.units import GiB
+from autobatch import Training, Workload
+from autobatch.core.units import GiB, MiB
+from autobatch.device.base import SilentMeter
 from autobatch.device.cpu import SimulatedDevice
 from autobatch.device.profiles import load_profile
-from tests.support.late import TARGET, late_workload, trained
+from autobatch.training.run import train as run_loop
 from tests.support.probes import Listener
-from tests.support.runs import rows
-from tests.support.training import apart
+from tests.support.runs import rows, settings
+from tests.support.training import Rows, apart, make_loop, make_workload, weights
 
 SINCE, STEPS = 4, 7
+TARGET = 64
+SAMPLE_BYTES = 40 * MiB
+"""Taken by the late layer on the host for each sample."""
 
 
-def train(kind: str, out: Path, heard: Listener, **where: Any) -> tuple[Tensor, Training]:
-    return trained(late_workload(kind, SINCE), out, heard, steps=STEPS, **where)
+class Late(nn.Module):
+    """Network that takes more memory from a step on. It counts steps, not passes, in a buffer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.inner, self.outer = nn.Linear(16, 64), nn.Linear(64, 3)
+        self.extra = nn.Sequential(*(one for _ in range(4) for one in (nn.Linear(64, 64), nn.Tanh())))
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        is_late = int(self.steps) >= SINCE
+        if self.kind == "longer samples" and self.training and not is_late:
+            inputs = inputs[:, :4]
+        hidden = self.inner(inputs).relu()
+        if self.kind == "a layer" and is_late:
+            hidden = self.extra(hidden)
+        if self.kind == "on the host" and is_late:
+            hidden = hidden + torch.empty(len(hidden), SAMPLE_BYTES, dtype=torch.uint8)[0, :0].sum()
+        return self.outer(hidden.mean(1))
+
+
+def samples(number: int, length: int, seed: int = 0) -> Rows:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(number, length, 16, dtype=torch.float64, generator=generator)
+    return Rows(inputs, torch.randint(3, (number,), generator=generator))
+
+
+def late_workload(kind: str) -> Workload:
+    """Make a workload that takes more memory from a step on."""
+    return make_workload(
+        model=lambda: Late(kind),
+        train_data=samples(128, 24),
+        validation_data=samples(48, 128 if kind == "validation" else 24, seed=1),
+        optimizer=lambda parameters, rate: torch.optim.AdamW(parameters, lr=0.01),
+        after_step=lambda model: model.steps.add_(1),
+    )
+
+
+def train(
+    kind: str, out: Path, heard: Listener, *, micro_batch: int = TARGET, device: SimulatedDevice | None = None
+) -> tuple[Tensor, Training]:
+    """Train on a device, else on the CPU, with three validations; return the weights and the record."""
+    workload, files = late_workload(kind), settings(out, target_batch=TARGET, validate_every=STEPS // 2)
+    with nullcontext(SilentMeter()) if device is None else device.training() as meter:
+        loop = make_loop(
+            workload, target_batch=TARGET, micro_batch=micro_batch, steps=STEPS, device=device,
+            meter=meter,
+        )  # fmt: skip
+        meter.count(parameter.data for parameter in loop.train_state.model.parameters())
+        record = run_loop(loop, files, heard, None)
+        return weights(loop.train_state.model), record
 
 
 def simulated(budget: str, folder: Path) -> SimulatedDevice:

@@ -20,13 +20,13 @@ from torch.utils.data import Dataset
 
 import autobatch
 from autobatch import Progress, StepRecord
-from autobatch.workload.rng import seed_everything
 from tests.support.runs import fit, fit_until
-from tests.support.training import apart, make_workload, mean_loss, points, weights
+from tests.support.training import apart, make_workload, mean_loss, points, reference, weights
 
 OPTIONS: dict[str, Any] = {"target_batch": 8, "max_micro_batch": 3, "seed": 3}
 ORDER = [(7 * place) % 24 for place in range(24)]
 """The samples of an epoch, as a sampler draws them."""
+BATCHES = [(ORDER * 2)[8 * step : 8 * step + 8] for step in range(6)]
 SAVED, STOPPED, STEPS = 5, 7, 9
 EXACTLY = "bit for bit"
 
@@ -102,18 +102,11 @@ def hooked() -> Any:
     return make_workload(model=lambda: nn.Sequential(Centred(), nn.Tanh(), nn.Linear(8, 3)).double())
 
 
-def test_parameters_that_a_run_has_unfrozen_are_trained_after_a_resume(tmp_path: Path) -> None:
-    difference, _ = apart_after_resume(unfreezing, tmp_path)
-    assert difference == 0
-
-
-def test_modes_that_a_run_has_changed_hold_after_a_resume(tmp_path: Path) -> None:
-    difference, _ = apart_after_resume(stilling, tmp_path, split_check="note")
-    assert difference == 0
-
-
-def test_a_buffer_that_a_hook_registers_is_resumed(tmp_path: Path) -> None:
-    difference, _ = apart_after_resume(hooked, tmp_path, split_check="note")
+@pytest.mark.parametrize("make", [unfreezing, stilling, hooked])
+def test_what_a_run_has_unfrozen_switched_or_registered_is_resumed(
+    make: Callable[[], Any], tmp_path: Path
+) -> None:
+    difference, _ = apart_after_resume(make, tmp_path, split_check="note")
     assert difference == 0
 
 
@@ -122,28 +115,11 @@ def test_a_probe_of_fewer_trained_parameters_is_told(tmp_path: Path) -> None:
     assert any(re.search("requires_grad|fr[eo]ez|froz", note) for note in notes), notes
 
 
-def plain_loop(make: Any, batches: list[list[int]]) -> nn.Module:
-    """Train with one pass over each whole batch, in the modes that the model has."""
-    seed_everything(OPTIONS["seed"])
-    model = make.model()
-    optimizer = make.optimizer(model.parameters(), make.learning_rate)
-    for ids in batches:
-        inputs, labels = (
-            torch.stack(column) for column in zip(*(make.train_data[i] for i in ids), strict=True)
-        )
-        optimizer.zero_grad()
-        make.loss(model, (inputs, labels)).backward()
-        optimizer.step()
-        if make.after_step is not None:
-            make.after_step(model)
-    return model
-
-
 def test_a_run_that_unfreezes_trains_what_a_plain_loop_does(tmp_path: Path) -> None:
     workload = dataclasses.replace(unfreezing(), sampler=ORDER)
     found, _ = fit(workload, tmp_path, steps=6, **OPTIONS)
-    expected = plain_loop(workload, [(ORDER * 2)[8 * step : 8 * step + 8] for step in range(6)])
-    assert apart(weights(found.model), weights(expected)) < 1e-12
+    expected, _ = reference(workload, BATCHES, workload.loss, seed=3)
+    assert apart(weights(found.model), expected) < 1e-12
 
 
 class Draws(Dataset[Any]):
@@ -181,15 +157,7 @@ def remembering() -> Any:
     return make_workload(loss=loss)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        make_workload,
-        own_generator,
-        remembering,
-        global_generator,
-    ],
-)
+@pytest.mark.parametrize("make", [make_workload, own_generator, remembering, global_generator])
 def test_a_resume_is_called_exact_if_it_is(make: Callable[[], Any], tmp_path: Path) -> None:
     difference, notes = apart_after_resume(make, tmp_path, split_check="note")
     assert any(EXACTLY in note for note in notes) == (difference == 0), (difference, notes)
@@ -214,8 +182,8 @@ def still_backbone() -> nn.Module:
 def test_a_backbone_in_eval_mode_trains_as_in_a_plain_loop(tmp_path: Path) -> None:
     workload = make_workload(model=still_backbone, sampler=ORDER)
     found, _ = fit(workload, tmp_path, steps=6, **OPTIONS)
-    expected = plain_loop(workload, [(ORDER * 2)[8 * step : 8 * step + 8] for step in range(6)])
-    assert apart(weights(found.model), weights(expected)) < 1e-12
+    expected, _ = reference(workload, BATCHES, workload.loss, seed=3)
+    assert apart(weights(found.model), expected) < 1e-12
 
 
 def recording(modes: dict[tuple[str, str], int], act: list[str]) -> Any:

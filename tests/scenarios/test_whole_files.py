@@ -13,16 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import autobatch
-from autobatch import Progress
 from autobatch.api.ranks import joined_ranks
 from autobatch.distributed.launch import fail_before_joining
-from autobatch.training.run import train
-from tests.support.faults import plain
 from tests.support.rank_server import RankServer
-from tests.support.runs import open_loop, settings
 from tests.support.training import make_workload, points
 
 GROWING = {"metrics.jsonl"}
@@ -72,19 +67,6 @@ def test_a_run_writes_each_of_its_files_under_another_name(tmp_path: Path, own_h
     }
     assert {path.name for path in published & opened} == GROWING | {".lock"}
     assert opened - published, "it has opened other names"
-
-
-def test_the_limits_of_a_run_out_of_memory_are_written_under_another_name(tmp_path: Path) -> None:
-    loop = open_loop(plain(), target_batch=8, micro_batch=4)
-
-    def fail(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    loop.train_state.optimizers[0].register_step_pre_hook(fail)
-    with opened_to_write() as opened, pytest.raises(autobatch.RestartSmallerError):
-        train(loop, settings(tmp_path), Progress(), None)
-    assert json.loads((tmp_path / "oom.json").read_text())["micro_batch"] == 2
-    assert {path.name for path in files_of(tmp_path) & opened} == GROWING
 
 
 def test_the_launcher_never_reads_a_part_of_a_cause(tmp_path: Path) -> None:

@@ -223,4 +223,6 @@ def reference(
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
+        if workload.after_step is not None:
+            workload.after_step(model)
     return weights(model), losses
