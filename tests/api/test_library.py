@@ -13,7 +13,7 @@ import pytest
 import autobatch
 from autobatch import InputError, Result
 from autobatch.api import library
-from tests.support.options import all_changed, as_options, required
+from tests.support.options import as_options, required
 from tests.support.probes import Listener, work
 from tests.support.sample_run import a_device, a_probe, a_run, a_step
 
@@ -35,18 +35,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def as_text(value: Any) -> Any:
-    return value if isinstance(value, bool | list) else str(value)
-
-
-@pytest.mark.parametrize("convert", [lambda value: value, as_text], ids=["plain", "text"])
-@pytest.mark.parametrize(("command", "length"), [*((name, "steps") for name in COMMANDS), ("fit", "epochs")])
-def test_each_keyword_reaches_its_option(command: str, length: str, convert: Any, calls: list[Any]) -> None:
-    keywords = all_changed(command, length=length)
-    getattr(autobatch, command)("train.py:workload", **{k: convert(v) for k, v in keywords.items()})
-    ((workload, options),) = calls
-    assert (workload, options.command) == ("train.py:workload", command)
-    assert {name: value for name, value in options.by_name().items() if name in keywords} == keywords
+@pytest.mark.parametrize("command", COMMANDS)
+def test_keywords_become_the_options_of_the_command(command: str, calls: list[Any]) -> None:
+    keywords = {**required(command), "memory_budget": "123MiB", "max_micro_batch": "3", "seed": 7}
+    getattr(autobatch, command)("train.py:workload", **keywords)
+    assert calls == [("train.py:workload", as_options(command, **keywords))]
+    assert calls[0][1].search.max_micro_batch == 3
 
 
 @pytest.mark.parametrize("command", COMMANDS)
