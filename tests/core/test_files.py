@@ -22,21 +22,14 @@ def test_folders_are_made_and_an_old_file_is_replaced(tmp_path):
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     path = write_atomic(tmp_path / "file", b"old")
 
-    def fails(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr("os.fsync", fails)
-    with pytest.raises(OSError, match="disk full"):
-        write_atomic(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
-
     def is_full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.fsync", is_full)
     with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
         write_atomic(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o077, 0o600), (0o002, 0o664)])

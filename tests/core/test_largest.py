@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -11,22 +10,10 @@ from hypothesis import strategies as st
 
 from autobatch.core.largest import largest
 
-
-def near(start: int) -> Callable[[int, int], int]:
-    """Guess a size, then in growing strides from it."""
-
-    def guess(low: int, high: int) -> int:
-        if low < start < high:
-            return start
-        return low + max(1, low - start) if start <= low else high - max(1, high - start)
-
-    return guess
-
-
 INTERVALS = st.tuples(st.integers(0, 50), st.integers(1, 5000)).map(lambda pair: (pair[0], sum(pair)))
 ANY_GUESS = st.one_of(
     st.just(lambda low, high: (low + high) // 2),
-    st.integers(-10, 6000).map(near),
+    st.integers(-10, 6000).map(lambda size: lambda low, high: size),
     st.integers(0, 2**32).map(lambda seed: lambda low, high: hash((seed, low, high)) % (3 * high) - high),
 )
 
@@ -67,5 +54,5 @@ def test_a_right_guess_is_asked_with_its_neighbour_only(limit: int) -> None:
         asked.append(size)
         return size <= limit
 
-    assert largest(fits, 0, 2 * limit + 1, near(limit)) == limit
+    assert largest(fits, 0, 2 * limit + 1, lambda low, _: max(limit, low + 1)) == limit
     assert asked == [limit, limit + 1]

@@ -14,8 +14,6 @@ import pytest
 from autobatch.core import signals
 from autobatch.core.signals import hold_back_signals, stop_on_signals
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
 
 def ending_of(body: Callable[[], None]) -> tuple[int, bytes, str]:
     """Run a function in a fork; return its wait status, what it wrote to descriptor 1, and to 2."""
@@ -69,15 +67,16 @@ def test_the_same_signal_within_a_moment_is_the_same_request(number: int, second
     assert (ended, written) == (-number, b"xxx"), "the fourth comes later and is another request"
 
 
-@pytest.mark.parametrize("number", STOPPING)
-def test_the_first_signal_is_recorded_and_another_one_does_what_it_does_outside(number: int) -> None:
-    before = [signal.getsignal(one) for one in STOPPING]
+@pytest.mark.parametrize(("number", "second"), [(2, signal.SIGTERM), (signal.SIGUSR1, signal.SIGINT)])
+def test_the_first_signal_is_recorded_and_another_one_does_what_it_does_outside(
+    number: int, second: int
+) -> None:
+    before = [signal.getsignal(one) for one in signals.STOPPING]
     with stop_on_signals() as request:
         assert request.signal_number is None
         kill(number)
         assert request.signal_number == number
-    assert [signal.getsignal(one) for one in STOPPING] == before
-    second = signal.SIGTERM if number == signal.SIGINT else signal.SIGINT
+    assert [signal.getsignal(one) for one in signals.STOPPING] == before
 
     def body() -> None:
         with stop_on_signals():
