@@ -15,7 +15,7 @@ from autobatch.core.options import PLANS, Options, all_fields, fields_of
 from autobatch.core.text import LONGEST_VALUE, printable
 
 OTHER_NAMES = {
-    "batch_size": "target_batch",
+    "batch_size": "target_batch micro_batch",
     "gradient_accumulation_steps": "target_batch",
     "lr": "tune_lr",
     "learning_rate": "tune_lr",
@@ -27,7 +27,7 @@ OTHER_NAMES = {
     "fsdp": "parallel",
     "output_dir": "out",
 }
-"""Names of options in other tools, and the options here."""
+"""Names of options in other tools, and the options here; the first that a command takes is named."""
 
 REMOVED = {
     "world_size": "a command plans for --ranks N, and autobatch.plan(…, world_size=N) for another launcher",
@@ -106,7 +106,7 @@ def unknown_option(asked: str, names: Iterable[str], *, command: str = "") -> st
         others = " and ".join(all_fields()[plain].commands)
         see = f"see autobatch {command} --help-all"
         return f"{command} does not take {asked}, which is an option of {others}; {see}"
-    near = [OTHER_NAMES.get(plain), *difflib.get_close_matches(plain, known, n=1)]
+    near = [*OTHER_NAMES.get(plain, "").split(), *difflib.get_close_matches(plain, known, n=1)]
     hints = [f"did you mean {known[name]}?" for name in near if name in known]
     hints += [f"see autobatch {command} --help-all" if command else f"there are: {', '.join(sorted(names))}"]
     return f"there is no option {printable(asked, limit=LONGEST_VALUE)}; {hints[0]}"

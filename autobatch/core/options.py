@@ -256,7 +256,7 @@ class TuneOptions(Section, frozen=True, kw_only=True):
     """The search for the fastest configuration and for the learning rate."""
 
     trials: Annotated[
-        AtLeastZero | None, Option("Configurations to measure. Without it: 8, fewer in fit for a short run.")
+        AtLeastZero | None, Option("Configurations to measure, 0 for none. Without it: 8, or fewer in fit.")
     ] = None
     timeout: Annotated[Positive | None, Option("Start no trial after this time.", "SECONDS", rare=True)] = (
         None
