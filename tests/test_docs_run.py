@@ -245,20 +245,13 @@ def sides_of(diff: str) -> list[str]:
 
 
 @pytest.mark.program
-def test_the_program_of_the_readme_runs_when_it_is_copied(tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    program = code_of(ROOT / "README.md")[0]
+def test_a_project_begins_with_the_program_of_the_readme_and_its_command_runs(tmp_path: Path) -> None:
+    text, program = (ROOT / "README.md").read_text(encoding="utf-8"), code_of(ROOT / "README.md")[0]
     assert len(program.splitlines()) <= 20
-    (tmp_path / "train.py").write_text(program)
     (command,) = re.findall(r"^autobatch fit train.py .*$", text, re.MULTILINE)
-    assert "batch 2,048 in" in printed_by("bash", command, tmp_path)
-
-
-@pytest.mark.program
-def test_a_project_begins_with_the_program_of_the_readme(tmp_path: Path) -> None:
-    assert "autobatch fit" in printed_by("bash", "autobatch init .", tmp_path)
-    assert (tmp_path / "train.py").read_text() == code_of(ROOT / "README.md")[0].removeprefix("# train.py\n")
-    assert "batch 2,048 in" in printed_by("bash", "autobatch fit --memory-budget 2MiB --steps 4", tmp_path)
+    printed = printed_by("bash", f"autobatch init . && {command}", tmp_path)
+    assert (tmp_path / "train.py").read_text() == program.removeprefix("# train.py\n")
+    assert "batch 2,048 in" in printed
 
 
 def diffs_of(page: Path) -> list[str]:
@@ -299,7 +292,7 @@ def test_the_loops_of_libraries_run_before_and_after() -> None:
         exec(code, reader() | {"Accelerator": accelerate.Accelerator})
 
 
-FIRST_LINES = ("loops", "data", "loss", "which-gpu")
+FIRST_LINES = ("loops", "loss")
 """Pages whose first lines run beside `train.py` of the tutorial; the code of others runs above."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -35,15 +34,6 @@ def run(folder: Path, *command: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.mark.slow
-def test_the_workload_is_planned_from_the_command_line(tmp_path: Path) -> None:
-    words = ("--target-batch", "256", "--memory-budget", "300KiB", "--device", "cpu", "--json")
-    found = json.loads(run(tmp_path, "-m", "autobatch", "plan", f"{EXAMPLES / 'train.py'}:workload", *words))
-    sizes = found["plan"]["micro_batches"]
-    assert sum(sizes) == 256
-    assert len(sizes) > 1, "the budget of the example makes the batch accumulate"
 
 
 @pytest.mark.program

@@ -208,8 +208,7 @@ in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not inst
 
 @pytest.mark.program
 @in_a_browser
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(("width", "theme"), [(390, "dark"), (1280, "light")])
 def test_the_page_at_a_width_in_a_theme(tmp_path, width, theme):
     page = render(a_run()).replace("color-scheme: light dark;", f"color-scheme: {theme};")
     seen, complaints = measure(tmp_path, page, width=width)

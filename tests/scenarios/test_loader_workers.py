@@ -17,7 +17,7 @@ from autobatch import fit
 from autobatch.core.signals import stop_on_signals
 from autobatch.workload.feed import open_feed
 from autobatch.workload.order import GlobalBatchSampler
-from tests.support.commandline import SMALL, command, environment
+from tests.support.commandline import SMALL, autobatch, command, environment
 from tests.support.feeds import loader_workers
 from tests.support.training import Rows, make_workload, points
 
@@ -106,16 +106,9 @@ def test_workers_send_although_the_folder_for_temporary_files_has_a_long_path(tm
     (tmp_path / "train.py").write_text(SMALL)
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
-    done = subprocess.run(
-        command("fit", "train.py:workload", "--out", "run", *words(OPTIONS), "--steps", 2, "--workers", 1),
-        cwd=tmp_path,
-        env=environment(tmp_path) | {"TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    asked = (*words(OPTIONS), "--steps", 2, "--workers", 1)
+    done = autobatch(tmp_path, "fit", "train.py:workload", *asked, TMPDIR=str(folder))
+    assert done.code == 0, done.err
 
 
 class Slow(Rows):

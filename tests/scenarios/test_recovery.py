@@ -274,12 +274,3 @@ def test_memory_that_is_fragmented_soon_again_is_answered_by_smaller_micro_batch
     assert [one.step for one in records if one.recovered] == [2, 2 + apart]
     assert [records[at].micro_batch for at in (1, 1 + apart, -1)] == sizes
     assert "the same micro-batches ran again" in records[1].recovered
-
-
-def test_memory_that_is_fragmented_again_is_answered_by_smaller_micro_batches() -> None:
-    smaller = fingerprint(train(plain(), None, shrink_to=2)[0].train_state.model)
-    fault = Fault(10, 60, error=torch.OutOfMemoryError(FRAGMENTED))
-    loop, records = train(plain(), fault)
-    assert [record.micro_batch for record in records] == [4, 2, 2]
-    assert [record.oom_recoveries for record in records] == [0, 2, 2]
-    assert fingerprint(loop.train_state.model) == smaller

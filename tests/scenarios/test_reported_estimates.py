@@ -45,11 +45,10 @@ def test_the_answer_for_a_gpu_does_not_depend_on_the_others() -> None:
 
 
 @pytest.mark.program
-@pytest.mark.parametrize("gpus", [("t4", "a100-80gb"), ("a100-80gb", "t4")])
-def test_each_gpu_has_its_own_layout_in_the_table_of_ranks(gpus: tuple[str, str]) -> None:
+def test_each_gpu_has_its_own_layout_in_the_table_of_ranks() -> None:
     """A whole model fits on the larger GPU only, so that the ranks on the smaller one share it."""
     found = autobatch.estimate(
-        work(lambda: mlp(30_000)), profile=list(gpus), ranks="1,2", memory_budget="0.165%"
+        work(lambda: mlp(30_000)), profile=["t4", "a100-80gb"], ranks="1,2", memory_budget="0.165%"
     )
     expected = {one.profile: (one.parallel, one.micro_batch) for one in found.estimates}
     assert {layout for layout, _ in expected.values()} == {"replicate", "shard"}

@@ -147,9 +147,7 @@ def validate_longest(out: str, options: dict[str, Any]) -> tuple[str, int]:
 
 
 @pytest.mark.program
-@pytest.mark.parametrize(
-    ("parallel", "split"), [("replicate", "size"), ("shard", "count"), ("shard", "size")]
-)
+@pytest.mark.parametrize(("parallel", "split"), [("replicate", "size"), ("shard", "count")])
 def test_validation_takes_micro_batches_that_the_longest_samples_fit_in(
     server: RankServer, tmp_path: Path, parallel: str, split: str
 ) -> None:

@@ -82,7 +82,7 @@ def test_draws_at_import_and_in_the_function_are_alike_in_every_process(tmp_path
     assert resumed.code == 0
     assert "on the same hardware" in resumed.out
     assert command(tmp_path, *FIT, "--out", "ranks", "--steps", 4, "--ranks", 2).code == 0
-    parts, ranks = (load_file(tmp_path / one / "model.safetensors") for one in ("parts", "ranks"))
+    parts, ranks = (load_file(tmp_path / name / "model.safetensors") for name in ("parts", "ranks"))
     assert all(torch.allclose(ranks[name], value, rtol=1e-5) for name, value in parts.items())
 
 

@@ -15,7 +15,7 @@ from autobatch import InputError, Progress
 from autobatch.cli.output import describe_failure
 from autobatch.training.run import train
 from tests.support.runs import open_loop, rows, settings
-from tests.support.training import fingerprint, make_workload, mean_loss, points
+from tests.support.training import fingerprint, make_workload, points
 
 
 def noisy_workload():
@@ -40,19 +40,6 @@ def test_periodic_validation_changes_no_bit_of_the_training(tmp_path: Path) -> N
     assert found[2]["loss"] != found[4]["loss"]
     assert done.validation["loss"] > 0
     assert not any(row["validation"] for row in rows(tmp_path / "plain"))
-
-
-def test_validation_takes_the_micro_batch_of_the_training(tmp_path: Path) -> None:
-    seen: list[int] = []
-
-    def loss(model, batch):
-        if not model.training:
-            seen.append(len(batch[0]))
-        return mean_loss(model, batch)
-
-    workload = make_workload(loss=loss, validation_data=points(30))
-    train(open_loop(workload), settings(tmp_path), Progress(), None)
-    assert seen == [3] * 10
 
 
 def normalised() -> nn.Module:

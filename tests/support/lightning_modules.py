@@ -79,11 +79,6 @@ def words_loss(network: nn.Module, batch: Any) -> Tensor:
     return cross_entropy(logits, batch["labels"][:, 1:].flatten(), ignore_index=-100)
 
 
-def a_module() -> Any:
-    """Build the classifier."""
-    return Classifier()
-
-
 Quiet = partial(
     library.Trainer,
     accelerator="cpu",
