@@ -10,9 +10,6 @@ from collections.abc import Callable
 from math import comb
 from typing import NamedTuple
 
-Guess = Callable[[int, int], int]
-"""Names the likely largest size, given one that fits and a larger one that does not."""
-
 
 class Bracket(NamedTuple):
     """A size that fits, a larger one that does not, and an allowance of questions about those between.
@@ -22,6 +19,9 @@ class Bracket(NamedTuple):
     a size after which at most S(r - 1, f) answers remain if it fits, and at most S(r - 1, f - 1) if not;
     `nearest` takes the one that is nearest to the guess. As S(r, 0) = S(0, f) = 1, a single answer remains
     before either allowance is used up.
+
+    Nothing is assumed of what fits, nor of the guess: the answer is a size that fits while the next one does
+    not, and the largest of all if smaller ones fit as well.
     """
 
     low: int
@@ -57,30 +57,20 @@ class Bracket(NamedTuple):
         return self._replace(high=size, asked=self.asked - 1, failed=self.failed - 1)
 
 
-def largest(fits: Callable[[int], bool], low: int, high: int, guess: Guess) -> int:
-    """Return a size that fits while the next one does not.
+def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Return a size that fits while the next one does not; the largest of all if smaller ones fit as well.
 
-    Nothing is assumed of ``fits`` and ``guess``. If larger sizes never fit where a smaller one does not, the
-    answer is the largest of all; else it is the largest of a run of sizes that fit.
-
-    With n = ``high - low``, at most ⌊log2 n⌋ + 3 sizes are asked for, and at most ⌊½ log2 n⌋ + 2 of them do
-    not fit; see `Bracket`.
-
-    Args:
-        fits: returns whether a size fits; asked for sizes strictly between ``low`` and ``high``, once each.
-        low: a size that is known to fit, or the answer if none does.
-        high: a larger size that is known not to fit, or one above the largest to ask for.
-        guess: returns the size to ask for, as far as the bound allows.
+    ``fits`` is asked for sizes strictly between ``low``, the answer if none of them fits, and ``high``.
     """
     bracket = Bracket(low, high, *most_asked(high - low))
     while bracket.is_open:
-        size = bracket.nearest(guess(bracket.low, bracket.high))
+        size = bracket.nearest((bracket.low + bracket.high) // 2)
         bracket = bracket.after(size, fits(size))
     return bracket.low
 
 
 def most_asked(answers: int) -> tuple[int, int]:
-    """Return how often `largest` asks at most among so many answers, and how often for what does not fit."""
+    """Return how many questions tell so many answers apart, and how many of them may be answered no."""
     doublings = answers.bit_length() - 1
     return doublings + 3, doublings // 2 + 2
 
@@ -88,8 +78,3 @@ def most_asked(answers: int) -> tuple[int, int]:
 def told_apart(asked: int, failed: int) -> int:
     """Return the number of answers that so many questions tell apart, of which some may be answered no."""
     return sum(comb(asked, number) for number in range(failed + 1))
-
-
-def halving(low: int, high: int) -> int:
-    """Guess the middle."""
-    return (low + high) // 2

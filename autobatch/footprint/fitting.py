@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autobatch.core.largest import halving, largest
+from autobatch.core.largest import largest
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint.program import Polynomial, Program
@@ -74,7 +74,7 @@ class Fitting:
         most, high = cap // multiple, 1
         while high <= most and may_fit(high):
             high *= 2
-        bound = largest(may_fit, high // 2, min(high, most + 1), halving)
+        bound = largest(may_fit, high // 2, min(high, most + 1))
         if self._only_counts:
             return bound * multiple
         events = sum(len(program.events) for program in self._orders)
@@ -83,7 +83,7 @@ class Fitting:
         while size and not fits(size):
             above = size
             size -= 1 if size > single else max(1, size // STRIDE)
-        return largest(fits, size, above, halving) * multiple
+        return largest(fits, size, above) * multiple
 
     def _may_fit(self, m: int) -> bool:
         """Return whether the live bytes fit, without which nothing does."""

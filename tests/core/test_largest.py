@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autobatch.core.largest import largest
+from autobatch.core.largest import Bracket, largest, most_asked
+
+
+def search(fits: Callable[[int], bool], low: int, high: int, guess: Callable[[int, int], int]) -> int:
+    bracket = Bracket(low, high, *most_asked(high - low))
+    while bracket.is_open:
+        size = bracket.nearest(guess(bracket.low, bracket.high))
+        bracket = bracket.after(size, fits(size))
+    return bracket.low
+
 
 INTERVALS = st.tuples(st.integers(0, 50), st.integers(1, 5000)).map(lambda pair: (pair[0], sum(pair)))
 ANY_GUESS = st.one_of(
@@ -29,7 +39,7 @@ def test_any_guess_finds_an_edge_of_what_fits_within_the_bound(interval, seed, s
         asked.append(size)
         return hash((seed, size)) % 1000 < 1000 * share
 
-    found = largest(fits, low, high, guess)
+    found = search(fits, low, high, guess)
     assert len(set(asked)) == len(asked)
     assert all(low < size < high for size in asked)
     assert found == low or (found in asked and hash((seed, found)) % 1000 < 1000 * share)
@@ -43,7 +53,9 @@ def test_any_guess_finds_an_edge_of_what_fits_within_the_bound(interval, seed, s
 @given(INTERVALS, st.integers(0, 6000), ANY_GUESS)
 def test_what_is_monotone_gives_the_largest_of_all(interval, limit, guess) -> None:
     low, high = interval
-    assert largest(lambda size: size <= limit, low, high, guess) == min(max(limit, low), high - 1)
+    expected = min(max(limit, low), high - 1)
+    assert search(lambda size: size <= limit, low, high, guess) == expected
+    assert largest(lambda size: size <= limit, low, high) == expected
 
 
 @pytest.mark.parametrize("limit", [1, 17, 999])
@@ -54,5 +66,5 @@ def test_a_right_guess_is_asked_with_its_neighbour_only(limit: int) -> None:
         asked.append(size)
         return size <= limit
 
-    assert largest(fits, 0, 2 * limit + 1, lambda low, _: max(limit, low + 1)) == limit
+    assert search(fits, 0, 2 * limit + 1, lambda low, _: max(limit, low + 1)) == limit
     assert asked == [limit, limit + 1]
