@@ -57,7 +57,6 @@ class Metrics:
         path: the metrics file, whose lines stay; None to write no file.
         sinks: receive every record too.
         note: called with the reason if a sink fails.
-        clock: returns seconds.
 
     Raises:
         CheckpointError: the file cannot be opened, or written by any method.
@@ -69,12 +68,8 @@ class Metrics:
         sinks: Sequence[Sink] = (),
         *,
         note: Callable[[str], None] = lambda _: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._path = path
-        self._sinks = list(sinks)
-        self._note = note
-        self._clock = clock
+        self._path, self._sinks, self._note = path, list(sinks), note
         self._encoder = msgspec.json.Encoder()
         self._lines = bytearray()
         self._written_at = -math.inf
@@ -86,13 +81,12 @@ class Metrics:
         """Add the record of a batch."""
         self._encoder.encode_into(record, self._lines, -1)
         self._lines += b"\n"
-        now = self._clock()
+        now = time.monotonic()
         # Before a sink has a step, the file has it: a resume tells sinks by the file what they have.
         if self._sinks or now - self._written_at >= WRITE_INTERVAL_S:
             self._written_at = now
             self.flush()
-        if self._sinks:
-            self._each("step", record)
+        self._each("step", record)
 
     def flush(self) -> None:
         """Hand all lines to the system."""
@@ -160,8 +154,7 @@ class RunTotals:
         """Add a step."""
         if step.loss is not None:
             self.first_loss = step.loss if self.first_loss is None else self.first_loss
-            self.final_loss = step.loss
-            self.final_terms = step.terms
+            self.final_loss, self.final_terms = step.loss, step.terms
         self.skipped_steps += not step.applied
         self.samples = step.samples
         self.seconds += step.seconds
@@ -189,22 +182,18 @@ def rewind_metrics(path: Path, *, batches_seen: int) -> Earlier:
         path: the metrics file, which need not exist.
         batches_seen: batches that the resumed run has trained already.
     """
-    totals, logged, dropped = RunTotals(), 0, list[StepRecord]()
-    if not path.is_file():
-        return Earlier(totals)
-    kept = bytearray()
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                record = msgspec.json.decode(line, type=StepRecord)
-            except UNREADABLE:
-                # The last line of a run that was killed while it wrote, or a line of something else.
-                continue
-            logged = max(logged, record.step)
-            if record.step <= batches_seen:
-                totals.add(record)
-                kept += line.rstrip(b"\n") + b"\n"
-            elif len(dropped) < MOST_COMPARED:
-                dropped.append(record)
-    write_atomic(path, bytes(kept))
+    totals, logged, dropped, kept = RunTotals(), 0, list[StepRecord](), bytearray()
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        try:
+            record = msgspec.json.decode(line, type=StepRecord)
+        except UNREADABLE:  # the last line of a run that was killed while it wrote
+            continue
+        logged = max(logged, record.step)
+        if record.step <= batches_seen:
+            totals.add(record)
+            kept += line + b"\n"
+        elif len(dropped) < MOST_COMPARED:
+            dropped.append(record)
+    if path.is_file():
+        write_atomic(path, bytes(kept))
     return Earlier(totals, logged, dropped)
