@@ -26,8 +26,7 @@ from autobatch.training.export import examine_weights
 from autobatch.training.resume import (
     BEFORE_TRAINING,
     changes_since_checkpoint,
-    check_same_data_order,
-    load_plan,
+    check_same_run,
     load_run_state,
     stored_records,
 )
@@ -99,15 +98,15 @@ def resume(run: Run) -> RunInputs:
     checkpoint = load_run_state(out, ranks)
     for line in checkpoint.passed_over:
         progress.note(f"skipped an invalid checkpoint: {line}")
-    stored = load_plan(checkpoint, options)
+    stored = msgspec.convert(checkpoint.facts["plan"], Plan)
     setup = _open_to_train(run, workload, shards_to_resume(run, stored))
     sampler = _sampler_of(run, setup, None)
     schedule = setup.workload.schedule
     scheduled = schedule is not None and "steps" in schedule_arguments(schedule)
-    check_same_data_order(checkpoint, sampler, scheduled=scheduled)
+    check_same_run(checkpoint, options, sampler, is_scheduled=scheduled)
     data = data_of_setup(setup)
     check_data_of_ranks(data, ranks, checkpoint)
-    own_changes = changes_since_checkpoint(checkpoint, setup, sampler, ranks, options)
+    own_changes = changes_since_checkpoint(checkpoint, setup, ranks, options)
     changes = sorted({change for of_rank in ranks.gather(own_changes) for change in of_rank})
     if changes:
         progress.note(

@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint
@@ -40,26 +39,14 @@ from autobatch.device.oom import first_line, is_oom
 from autobatch.distributed.ranks import Ranks
 from autobatch.step.gradients import is_sharded
 
-SCHEMA = 6
-"""Format of checkpoints; 6 has the state in one file of torch."""
+SCHEMA = 7
+"""Format of checkpoints; 7 lists the sharded tensors beside the state."""
 MANIFEST = "manifest.json"
 STATE = "state.pt"
-SHARDED = "$sharded"
-"""Key of what stands for a sharded tensor in a state: its name; see `ShardedTensor`."""
-_PREFIX = b'{"sha256": "'
-_BODY_START = len(_PREFIX) + 64 + 2
-"""Offset of the first byte that the manifest's own sum covers."""
+SHARDED = "sharded"
+"""Entry of a state: the name, shape, type and cut dimension of each sharded tensor, by its place."""
 _NAME = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"step-\d+\.tmp-\d+")
-
-
-class ShardedTensor(NamedTuple):
-    """Form of a tensor of which each rank holds a part."""
-
-    shape: list[int]
-    dtype: torch.dtype
-    dim: int | None
-    """The dimension that is cut over the ranks; None if each rank has all of it."""
 
 
 def map_leaves(value: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
@@ -153,17 +140,35 @@ def save_checkpoint(
             sync_directory(temporary)
             temporary.rename(target)
             sync_directory(folder)
-        _prune(target, keep_last)
+        older = [path for path in list_checkpoints(folder) if _number(path) <= step]
+        for path in older[:-keep_last]:
+            # Each is renamed first, so none is ever incomplete. One that cannot be deleted now (permissions)
+            # is tried again after the next checkpoint.
+            with contextlib.suppress(OSError):
+                shutil.rmtree(path.rename(_temporary(path)))
         return str(target)
 
-    of_ranks = _write_shards(Path(ranks.once(begin)), shards, ranks)
+    place = Path(ranks.once(begin))
+    of_ranks: Mapping[str, Mapping[str, Any]] = {}
+    if shards:
+        # Only here: one process needs no torch.distributed.
+        from autobatch.distributed.group import Group
+        from autobatch.distributed.sharding.state import write_shards
+
+        assert isinstance(ranks, Group)
+        try:
+            of_ranks = write_shards(place, shards, ranks)
+        except (CheckpointError, DoesNotFitError):
+            ranks.once(lambda: shutil.rmtree(place, ignore_errors=True))
+            raise
     return Path(ranks.once(publish))
 
 
 def _without_shards(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a state with plain numbers, and a form in place of each sharded tensor; and these by name."""
+    """Return a state with plain numbers and without sharded tensors, which it lists; and these by name."""
     shards: dict[str, Tensor] = {}
     names: dict[int, str] = {}
+    forms: dict[str, tuple[str, list[int], torch.dtype, int | None]] = {}
     numpy = sys.modules.get("numpy")
 
     def plain(place: str, leaf: Any) -> Any:
@@ -175,90 +180,49 @@ def _without_shards(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         name = names.setdefault(id(leaf), place)
         shards[name] = leaf.detach()
         (placement,) = leaf.placements  # type: ignore[attr-defined]
-        form = ShardedTensor([*leaf.shape], leaf.dtype, getattr(placement, "dim", None))
-        return {SHARDED: name, **form._asdict()}
+        forms[place] = name, [*leaf.shape], leaf.dtype, getattr(placement, "dim", None)
+        return None
 
-    return map_leaves(dict(state), plain), shards
-
-
-def sharded_tensors(state: Any) -> dict[str, ShardedTensor]:
-    """Return the forms of the sharded tensors of a state that was read, by name."""
-    found: dict[str, ShardedTensor] = {}
-
-    def collect(form: dict[str, Any]) -> None:
-        found[form[SHARDED]] = ShardedTensor(form["shape"], form["dtype"], form["dim"])
-
-    replace_sharded(state, collect)
-    return found
-
-
-def replace_sharded(state: Any, replacement: Callable[[dict[str, Any]], Any]) -> Any:
-    """Return a state with something else in place of the form of each sharded tensor."""
-    if isinstance(state, dict):
-        if SHARDED in state:
-            return replacement(state)
-        return {key: replace_sharded(item, replacement) for key, item in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(replace_sharded(item, replacement) for item in state)
-    return state
-
-
-def _write_shards(
-    temporary: Path, shards: Mapping[str, Tensor], ranks: Ranks
-) -> Mapping[str, Mapping[str, Any]]:
-    """Write the sharded tensors of all ranks, and return sizes and sums of their files by name."""
-    if not shards:
-        return {}
-    # Only here: one process needs no torch.distributed.
-    from autobatch.distributed.group import Group
-    from autobatch.distributed.sharding.state import write_shards
-
-    assert isinstance(ranks, Group)
-    try:
-        return write_shards(temporary, shards, ranks)
-    except (CheckpointError, DoesNotFitError):
-        ranks.once(lambda: shutil.rmtree(temporary, ignore_errors=True))
-        raise
-
-
-class _NamingFile:
-    """File that keeps its first error: torch raises another one, which does not name a full disk."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.error: BaseException | None = None
-
-    def write(self, part: bytes | memoryview) -> int:
-        """Write a part."""
-        try:
-            return self._file.write(part)
-        except BaseException as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        """Do nothing: the file is flushed once, at its end."""
+    found = map_leaves(dict(state), plain)
+    return found | {SHARDED: forms} if forms else found, shards
 
 
 def _write_state(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     """Write a state, flush it to the disk, and return its size and sum."""
     with path.open("wb") as file:
-        naming = _NamingFile(file)
+        summed = _SummedFile(file)
         try:
-            torch.save(state, naming)  # type: ignore[arg-type]
+            torch.save(state, summed)  # type: ignore[arg-type]
         except Exception:
-            if naming.error is None:
+            if summed.error is None:
                 raise
-        if naming.error is not None:
-            raise naming.error
+        if summed.error is not None:
+            raise summed.error
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "sha256": _sum_of(path)}
+        return {"bytes": file.tell(), "sha256": summed.sha256.hexdigest()}
 
 
-def _sum_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+class _SummedFile:
+    """File that sums up what is written, and keeps its first error: torch's own does not name a full disk."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.sha256 = hashlib.sha256()
+        self.error: BaseException | None = None
+
+    def write(self, part: bytes | memoryview) -> int:
+        """Write a part."""
+        try:
+            written = self._file.write(part)
+        except BaseException as error:
+            self.error = self.error or error
+            raise
+        self.sha256.update(part)
+        return written
+
+    def flush(self) -> None:
+        """Do nothing: the file is flushed once, at its end."""
 
 
 @contextlib.contextmanager
@@ -278,10 +242,8 @@ def _as_checkpoint_error(target: Path) -> Iterator[None]:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return all published checkpoints, valid or not, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    names = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in names if _NAME.fullmatch(path.name)), key=_number)
 
 
 def begin_after(folder: Path, step: int) -> None:
@@ -299,15 +261,6 @@ def begin_after(folder: Path, step: int) -> None:
             path.rename(next(name for name in names if not name.exists()))
 
 
-def _prune(newest: Path, keep_last: int) -> None:
-    """Delete the oldest checkpoints over ``keep_last``. Each is renamed first, so none is ever incomplete."""
-    older = [path for path in list_checkpoints(newest.parent) if _number(path) <= _number(newest)]
-    for path in older[:-keep_last]:
-        # A checkpoint that cannot be deleted now (permissions) is tried again at the next one.
-        with contextlib.suppress(OSError):
-            shutil.rmtree(path.rename(_temporary(path)))
-
-
 def _number(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
@@ -316,29 +269,20 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{os.getpid()}")
 
 
-class _File(msgspec.Struct):
-    """A file of a checkpoint, as its manifest lists it."""
-
-    bytes: int
-    sha256: str
-
-
-class _Manifest(msgspec.Struct):
-    """The content of a manifest."""
-
-    files: dict[str, _File]
-    facts: dict[str, Any]
+def _sealed(manifest: Mapping[str, Any]) -> bytes:
+    """Return a manifest as JSON that begins with the SHA-256 of the rest."""
+    sha256 = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    return json.dumps({"sha256": sha256, **manifest}, indent=1).encode()
 
 
 def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest as JSON that begins with the SHA-256 of the rest, and flush it to the disk.
+    """Write a manifest, and flush it to the disk.
 
     Raises:
         OSError: the file cannot be written.
     """
-    body = json.dumps({"schema": SCHEMA, **manifest}, indent=1)[1:].encode()
     with path.open("wb") as file:
-        file.write(_PREFIX + hashlib.sha256(body).hexdigest().encode() + b'",' + body)
+        file.write(_sealed({"schema": SCHEMA, **manifest}))
         file.flush()
         os.fsync(file.fileno())
 
@@ -352,20 +296,19 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         content = (path / MANIFEST).read_bytes()
         manifest = json.loads(content)
-        schema = manifest["schema"]
-        if schema == SCHEMA:
-            msgspec.convert(manifest, _Manifest)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        del manifest["sha256"]
+        schema, is_same = manifest["schema"], _sealed(manifest) == content
+        if schema == SCHEMA and is_same:
+            for name, entry in manifest["files"].items():
+                is_same = is_same and Path(name).name == name and {*entry} == {"bytes", "sha256"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if is_oom(error):
             raise
         raise CheckpointError(f"{path}: {MANIFEST} cannot be read ({type(error).__name__})") from None
     if schema != SCHEMA:
         raise CheckpointError(f"{path}: {MANIFEST} has format {schema}, and this version reads {SCHEMA}")
-    body = content[_BODY_START:]
-    if content != _PREFIX + hashlib.sha256(body).hexdigest().encode() + b'",' + body:
+    if not is_same:
         raise CheckpointError(f"{path}: {MANIFEST} was changed after it was written (SHA-256 differs)")
-    if not all(Path(name).name == name for name in manifest["files"]):
-        raise CheckpointError(f"{path}: {MANIFEST} lists files outside of the checkpoint")
     return dict(manifest)
 
 
@@ -377,11 +320,14 @@ def check_files(path: Path, manifest: Mapping[str, Any]) -> None:
     """
     try:
         for name, expected in sorted(manifest["files"].items()):
-            size = (path / name).stat().st_size
-            if size != expected["bytes"]:
-                raise CheckpointError(f"{path}: {name} must have {expected['bytes']} bytes, found {size}")
-            if _sum_of(path / name) != expected["sha256"]:
-                raise CheckpointError(f"{path}: {name} was changed after it was written (SHA-256 differs)")
+            with (path / name).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != expected["bytes"]:
+                    raise CheckpointError(f"{path}: {name} must have {expected['bytes']} bytes, found {size}")
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
+                    raise CheckpointError(
+                        f"{path}: {name} was changed after it was written (SHA-256 differs)"
+                    )
         # The readers of tensors take every such file of the folder.
         for file_path in sorted(path.glob("*.safetensors")):
             if file_path.name not in manifest["files"]:

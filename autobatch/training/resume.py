@@ -22,30 +22,20 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
-from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitError, InputError
+from autobatch.core.errors import AutobatchError, CheckpointError, InputError
 from autobatch.core.options import Options
 from autobatch.core.records import Count, Plan, Positive, RunRecord
 from autobatch.core.text import error_text
-from autobatch.core.units import format_bytes
-from autobatch.device.oom import first_line, is_oom
+from autobatch.device.oom import is_oom, memory_named
 from autobatch.distributed.rank_plan import shards_of
 from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.setup import Setup, device_key
 from autobatch.step.ema import load_average
 from autobatch.step.gradients import is_sharded
-from autobatch.training.checkpoint import (
-    MANIFEST,
-    SHARDED,
-    STATE,
-    Loaded,
-    load_newest,
-    replace_sharded,
-    sharded_tensors,
-)
+from autobatch.training.checkpoint import MANIFEST, SHARDED, STATE, Loaded, load_newest, map_leaves
 from autobatch.training.loop import Loop
 from autobatch.training.run_folder import CHECKPOINTS
 from autobatch.workload.data_digest import DataDigest
-from autobatch.workload.nested import tensors_of
 from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler, order_digest
 from autobatch.workload.rng import (
     capture_random_state,
@@ -58,8 +48,6 @@ from autobatch.workload.split import sizes_digest
 
 BEFORE_TRAINING = ("device", "probe", "tuning", "title", "predicted", "memory_curve")
 """Records of the parts before the training, which every checkpoint keeps for a resume."""
-STATE_DICT_ERROR = "Error(s) in loading state_dict for "
-"""Beginning of torch's error about a state dict; the parameters follow in further lines."""
 _BIT_EXACT_KEYS = {
     "device": "device",
     "device_kind": "kind of device",
@@ -69,6 +57,10 @@ _BIT_EXACT_KEYS = {
     "gradient_dtype": "--gradient-dtype",
 }
 """Entries of the setup's key that a bit-exact resume depends on, with their names in messages."""
+
+
+class _StoredRecords(RunRecord, frozen=True, kw_only=True):
+    profile: str | None = None
 
 
 class _Facts(msgspec.Struct):
@@ -153,21 +145,20 @@ def restore_loop(
         InputError: the state belongs to another model, optimizer or schedule.
         DoesNotFitError: memory runs out while it is restored.
     """
-    try:
-        _restore_train_state(loop, _with_shards(loop, state, folder))
-        _restore_random(loop, state, same_hardware=same_hardware)
-    except AutobatchError:
-        raise
-    except Exception as error:  # a user's optimizer or schedule may raise anything
-        if is_oom(error):
-            raise DoesNotFitError(_not_enough_memory(loop, state, error)) from error
-        line = first_line(error)
-        if line.startswith(STATE_DICT_ERROR):
-            line = error_text(error).partition(": ")[2]
-        raise InputError(
-            f"the checkpoint was written with another model, optimizer or schedule ({line}). "
-            "Give the same workload, or start without --resume"
-        ) from error
+    with memory_named("the state of a checkpoint, which is intact, was loaded into the model"):
+        try:
+            _restore_train_state(loop, _with_shards(loop, state, folder))
+            _restore_random(loop, state, same_hardware=same_hardware)
+        except AutobatchError:
+            raise
+        except Exception as error:  # a user's optimizer or schedule may raise anything
+            if is_oom(error):
+                raise
+            raise InputError(
+                "the checkpoint was written with another model, optimizer or schedule "
+                f"({type(error).__name__}: {error_text(error)}). Give the same workload, or start without "
+                "--resume"
+            ) from error
     for name, count in state["counters"].items():
         setattr(loop, name, count)
     if same_hardware:
@@ -177,17 +168,21 @@ def restore_loop(
 
 def _with_shards(loop: Loop, state: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
     """Return a state with all of its tensors, sharded as those of the loop."""
-    wanted, mesh = sharded_tensors(state), loop.engine.mesh
-    if not wanted and mesh is None:
+    forms, mesh = state.get(SHARDED, {}), loop.engine.mesh
+    if not forms and mesh is None:
         return state
     # Only here: one process needs no torch.distributed.
     from autobatch.distributed.sharding.state import read_shards, shard_like, sharded_parameters
 
-    if wanted:
+    if forms:
         assert folder is not None
+        wanted = {name: tuple(form) for name, *form in forms.values()}
         # The weights are read in place.
         tensors = read_shards(folder, wanted, mesh=mesh, into=sharded_parameters(loop.train_state))
-        state = replace_sharded(dict(state), lambda form: tensors[form[SHARDED]])
+        state = map_leaves(
+            {name: part for name, part in state.items() if name != SHARDED},
+            lambda place, leaf: tensors[forms[place][0]] if place in forms else leaf,
+        )
     return state if mesh is None else shard_like(loop.train_state, state, mesh)
 
 
@@ -207,10 +202,6 @@ def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
     model = train_state.model
     _load_buffers(model, state, train_state.device)
     weights = model.state_dict()  # has the versions of the modules as an attribute
-    for name, tensor in state["model"].items():
-        own = weights.get(name)
-        if isinstance(own, Tensor) and own.is_floating_point() != tensor.is_floating_point():
-            raise ValueError(f"{name} is of type {own.dtype} here and {tensor.dtype} in the checkpoint")
     weights.clear()
     weights.update(state["model"])
     model.load_state_dict(weights)
@@ -227,15 +218,6 @@ def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
         train_state.scaler.load_state_dict(state["scaler"])
     # Ranks begin with one.
     train_state.items_per_sample = state["items_per_sample"] or train_state.items_per_sample
-
-
-def _not_enough_memory(loop: Loop, state: Mapping[str, Any], error: Exception) -> str:
-    size = sum(tensor.nbytes for tensor in tensors_of(dict(state)))
-    return (
-        f"not enough memory to resume: the state of the checkpoint takes {format_bytes(size)}, and the "
-        f"memory budget is {format_bytes(loop.device.budget_bytes)}: {first_line(error).rstrip('.')}. The "
-        "checkpoint is intact: free memory, or give a larger --memory-budget, then resume again"
-    )
 
 
 def _load_buffers(model: nn.Module, state: Mapping[str, Any], device: torch.device) -> None:
@@ -260,8 +242,6 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    if not saved["state"].keys() <= set(numbers):
-        raise ValueError("the optimizer has state of parameters that no group has")
     optimizer.load_state_dict(saved)
     for number, parameter in zip(numbers, parameters, strict=True):
         for name, value in saved["state"].get(number, {}).items():
@@ -283,22 +263,11 @@ def load_run_state(out: Path, ranks: Ranks | None = None) -> Loaded:
         DoesNotFitError: the host memory does not suffice to load it.
     """
     folder = out / CHECKPOINTS
-    try:
+    with memory_named(f"a checkpoint, which is intact, was loaded from {folder}"):
         loaded = load_newest(folder, check_content, ranks)
-    except Exception as error:
-        if not is_oom(error):
-            raise
-        raise DoesNotFitError(
-            f"not enough memory to load a checkpoint from {folder}: {first_line(error).rstrip('.')}. "
-            "The checkpoints are intact: free host memory, then resume again"
-        ) from error
     if loaded is None:
         raise InputError(f"--resume found no checkpoint in {folder}: start without --resume")
     return loaded
-
-
-class _StoredRecords(RunRecord, frozen=True, kw_only=True):
-    profile: str | None = None
 
 
 def stored_records(facts: Mapping[str, Any]) -> _StoredRecords | None:
@@ -307,10 +276,9 @@ def stored_records(facts: Mapping[str, Any]) -> _StoredRecords | None:
     Raises:
         ValueError: they are no such records.
     """
-    stored = {name: record for name, record in facts.get("records", {}).items() if record is not None}
-    names = (*BEFORE_TRAINING, "profile")
-    given = {name: stored[name] for name in names if name in stored}
-    return msgspec.convert(given, _StoredRecords) if "device" in given else None
+    records, names = facts.get("records", {}), (*BEFORE_TRAINING, "profile")
+    stored = {name: records[name] for name in names if records.get(name) is not None}
+    return msgspec.convert(stored, _StoredRecords) if "device" in stored else None
 
 
 def check_content(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
@@ -329,31 +297,14 @@ def check_content(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
         msgspec.convert(facts, _Facts)
         stored_records(facts)
         name = STATE
-        found = msgspec.convert(state, _State)
-        for of_rank in found.random:
+        known = msgspec.convert(state, _State)
+        for of_rank in known.random:
             random_state_of(of_rank)
     except (ValueError, TypeError, LookupError) as error:  # with msgspec.ValidationError
         raise CheckpointError(f"{path}: {name} holds no run to resume: {error}") from None
-    step, counters = int(path.name.removeprefix("step-")), found.counters
-    if counters.batches_seen != step:
+    step, counters = int(path.name.removeprefix("step-")), known.counters
+    if counters.batches_seen != step or counters.steps_applied + counters.skipped_steps_in_a_row > step:
         raise CheckpointError(f"{path}: {name} has the state of step {counters.batches_seen}, not {step}")
-    if counters.steps_applied + counters.skipped_steps_in_a_row > step:
-        raise CheckpointError(f"{path}: {name} counts more steps than the {step} of its name")
-
-
-def load_plan(resumed: Loaded, options: Options) -> Plan:
-    """Return the plan that the run was started with.
-
-    Raises:
-        InputError: the target batch or the seed differs.
-    """
-    plan = msgspec.convert(resumed.facts["plan"], Plan)
-    _check_equal(
-        resumed,
-        ("--target-batch", options.target_batch, plan.target_batch, "the same"),
-        ("--seed", options.device.seed, resumed.facts["seed"], "the same"),
-    )
-    return plan
 
 
 def data_order_facts(sampler: GlobalBatchSampler) -> dict[str, Any]:
@@ -367,83 +318,74 @@ def data_order_facts(sampler: GlobalBatchSampler) -> dict[str, Any]:
     }
 
 
-def check_same_data_order(resumed: Loaded, sampler: GlobalBatchSampler, *, scheduled: bool) -> None:
+def check_same_run(
+    resumed: Loaded, options: Options, sampler: GlobalBatchSampler, *, is_scheduled: bool
+) -> None:
     """Check that the remaining batches are those of the interrupted run.
 
     Args:
         resumed: the checkpoint.
+        options: as asked.
         sampler: the batches of this run.
-        scheduled: whether the workload has a schedule that is built for the number of steps of the run.
+        is_scheduled: whether the workload has a schedule that is built for the number of steps of the run.
 
     Raises:
         InputError: they differ; names the difference.
     """
     before, now = resumed.facts, data_order_facts(sampler)
-    _check_equal(
-        resumed,
-        ("version of the data order", ORDER_VERSION, before["order"], "the run its own autobatch"),
+    done, steps, same = resumed.state["counters"]["batches_seen"], before["total_steps"], "the same"
+    rows = [
+        ("--target-batch", options.target_batch, before["plan"]["target_batch"], same),
+        ("--seed", options.device.seed, before["seed"], same),
+        ("version of the data order", now["order"], before["order"], "the run its own autobatch"),
         ("number of training samples", now["samples"], before["samples"], "the same data"),
         ("order of the sampler", now["sampler"], before.get("sampler"), "the same sampler"),
-    )
-    done, steps = resumed.state["counters"]["batches_seen"], before["total_steps"]
-    if scheduled:
+    ]
+    if is_scheduled:
         what = "number of optimizer steps, which the schedule was built for,"
-        _check_equal(resumed, (what, sampler.total, steps, "the same --steps or --epochs"))
+        rows.append((what, sampler.total, steps, "the same --steps or --epochs"))
+    if done == steps:
+        # The last batch of the run may have been short, and would be full in a longer run.
+        what = f"number of samples in {done} optimizer steps"
+        rows.append((what, sampler.seen(done), before["total_samples"], "the same --epochs"))
+    for what, asked, stored, remedy in rows:
+        if asked != stored:
+            given = f"no {what}" if asked is None else f"{what} {asked}"
+            found = "none" if stored is None else stored
+            raise InputError(
+                f"{given} does not match the checkpoint {resumed.path}, which has {found}: give {remedy}, or "
+                "start without --resume"
+            )
     if done > sampler.total:
         raise InputError(
             f"this run has {sampler.total} optimizer steps, but the checkpoint {resumed.path} has taken "
             f"{done} already: give the same --steps or --epochs, or more"
         )
-    if done == steps:
-        # The last batch of the run may have been short, and would be full in a longer run.
-        what = f"number of samples in {done} optimizer steps"
-        _check_equal(resumed, (what, sampler.seen(done), before["total_samples"], "the same --epochs"))
 
 
-def changes_since_checkpoint(
-    resumed: Loaded, setup: Setup, sampler: GlobalBatchSampler, ranks: Ranks, options: Options
-) -> list[str]:
+def changes_since_checkpoint(resumed: Loaded, setup: Setup, ranks: Ranks, options: Options) -> list[str]:
     """Return the changes that rule out a bit-exact resume, in the user's words; each rank has its own.
 
     Args:
         resumed: the checkpoint.
         setup: the workload and the device of this rank.
-        sampler: the batches of this run.
         ranks: that train.
         options: as asked.
     """
-    changes: list[str] = []
-    plan = msgspec.convert(resumed.facts["plan"], Plan)
-    of_ranks = resumed.facts["ranks"]
+    plan, of_ranks = msgspec.convert(resumed.facts["plan"], Plan), resumed.facts["ranks"]
+    cut = plan.size_cut
+    sizes = None if cut is None else setup.worst_case.sizes()
+    changes = {
+        "--split": options.batch.split not in ("auto", plan.split),
+        "sizes of the samples": cut is not None and (sizes is None or sizes_digest(sizes) != cut.digest),
+        "--parallel": setup.shards != shards_of(plan),
+        "number of ranks": len(of_ranks) != ranks.world,
+    }
     if len(of_ranks) == ranks.world:
         key, stored = device_key(setup), of_ranks[ranks.rank]
-        changes += [name for entry, name in _BIT_EXACT_KEYS.items() if stored.get(entry) != key.get(entry)]
-        if (options.search.max_micro_batch or plan.micro_batch) < plan.micro_batch:
-            changes.append("--max-micro-batch")
+        changes |= {name: stored.get(entry) != key.get(entry) for entry, name in _BIT_EXACT_KEYS.items()}
         # What the user gave, and not what is free now, which differs each time.
-        is_set = options.device.memory_budget is not None
-        if is_set and setup.device.budget_bytes < resumed.facts["key"].get("budget_bytes", 0):
-            changes.append("--memory-budget")
-    else:
-        changes.append("number of ranks")
-    if options.batch.split not in ("auto", plan.split):
-        changes.append("--split")
-    sizes = setup.worst_case.sizes() if plan.size_cut is not None else None
-    if plan.size_cut is not None and (sizes is None or sizes_digest(sizes) != plan.size_cut.digest):
-        changes.append("sizes of the samples")
-    return changes if setup.shards == shards_of(plan) else [*changes, "--parallel"]
-
-
-def _check_equal(resumed: Loaded, *rows: tuple[str, object, object, str]) -> None:
-    """Check that what is asked for, the second of each row, is what the checkpoint has, the third.
-
-    Raises:
-        InputError: a row differs; names its first and, as what to give, its last element.
-    """
-    for what, asked, found, remedy in rows:
-        if asked != found:
-            given = f"no {what}" if asked is None else f"{what} {asked}"
-            raise InputError(
-                f"{given} does not match the checkpoint {resumed.path}, which has "
-                f"{'none' if found is None else found}: give {remedy}, or start without --resume"
-            )
+        is_less = setup.device.budget_bytes < resumed.facts["key"].get("budget_bytes", 0)
+        changes["--memory-budget"] = options.device.memory_budget is not None and is_less
+        changes["--max-micro-batch"] = (options.search.max_micro_batch or plan.micro_batch) < plan.micro_batch
+    return [name for name, is_changed in changes.items() if is_changed]
