@@ -123,7 +123,7 @@ def open_loop(
             schedules=build_schedules(workload, train_state.optimizers, sampler),
             on_nonfinite=train.on_nonfinite,
         )
-        for line in check_validation(workload, train_state, device=device, meter=meter):
+        for line in check_validation(loop):
             note(line)
         if device.allocator_config is not None:
             # The first step starts with an empty cache, as a probe does.

@@ -28,10 +28,8 @@ from autobatch.core.files import UNREADABLE, write_atomic
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Positive, StepRecord, Training
 from autobatch.core.signals import counts_as, stop_on_signals
-from autobatch.core.units import GiB, format_bytes
 from autobatch.core.version import versions
-from autobatch.device.cpu import CpuDevice
-from autobatch.device.oom import first_line, is_oom, memory_named
+from autobatch.device.oom import first_line, memory_named
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import split_over_ranks
 from autobatch.rehearsal.setup import Setup, device_key, with_knobs
@@ -55,9 +53,6 @@ from autobatch.training.validation import Validator
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state
 from autobatch.workload.user_code import describe, failed_part, user_code
-
-MOST_CHECKED_BYTES = GiB
-"""Bytes of the largest model whose loss is checked on the CPU, where more would take minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +94,8 @@ def train_plan(
         InputError: a part of the workload is invalid, or its loss cannot be split into micro-batches.
         AutobatchError: see `train`.
     """
-    ranks, options = ranks or Ranks(), files.options
-    plan, sampler, resumed = run.plan, run.sampler, run.resumed
-    setup = with_knobs(run.setup, plan.knobs)
+    ranks, options, sampler, resumed = ranks or Ranks(), files.options, run.sampler, run.resumed
+    setup, plan = with_knobs(run.setup, run.plan.knobs), run.plan
     before = {} if resumed is None else resumed.facts
     notes: list[str] = [*before.get("notes", [])]
 
@@ -111,19 +105,26 @@ def train_plan(
         progress.note(line)
 
     progress.doing("checking that the loss can be split into micro-batches")
-    for line in _check_split(replace(run, setup=setup), files, ranks):
+    if plan.parallel != "shard":
+        checked = check_loss_splits(
+            setup,
+            micro_batch=plan.micro_batch if plan.size_cut is None else plan.size_cut.micro_batch,
+            sampler=sampler,
+            check=options.split_check,
+            share_of=lambda samples: split_over_ranks(samples, ranks.world, plan.multiple)[ranks.rank],
+        )
+    elif options.split_check == "off" or ranks.rank:
+        checked = []
+    else:
+        checked = [
+            "not checked whether the loss can be split, because the ranks share the model: "
+            "check it once in one process, on a smaller model"
+        ]
+    for line in checked:
         add_note(line)
     progress.doing("preparing the training")
-    seeded_before = before.get("sample_seeds")
-    with open_loop(
-        setup, plan, options, sampler, ranks, sample_seeds=bool(seeded_before), note=add_note
-    ) as loop:
-        if loop.feed.seeds_samples and seeded_before is False:
-            progress.note(
-                "the run did not seed its samples one by one before the resume, and does from here on. If "
-                "the data are augmented at random, the rest differs from the uninterrupted run: use "
-                "--workers 0 to continue as before"
-            )
+    seeds = bool(before.get("sample_seeds"))
+    with open_loop(setup, plan, options, sampler, ranks, sample_seeds=seeds, note=add_note) as loop:
         if resumed is not None:
             for line in restore_loop(loop, resumed.state, same_hardware=run.is_exact, folder=resumed.path):
                 progress.note(line)
@@ -144,35 +145,6 @@ def train_plan(
         files = replace(files, facts=facts)
         record = train(loop, files, progress, resumed, is_exact=run.is_exact, until=run.until)
     return record, loop.train_state.model
-
-
-def _check_split(run: RunInputs, files: RunFiles, ranks: Ranks) -> list[str]:
-    """Check the loss before the training; return notes.
-
-    A sharded model is whole on rank 0 only, and only until the training: it is checked there, on the CPU.
-
-    Raises:
-        InputError: the loss cannot be split into micro-batches.
-    """
-    setup, plan, check = run.setup, run.plan, files.options.split_check
-    if plan.parallel == "shard":
-        if ranks.rank:
-            return []
-        parameters = [*setup.model.parameters()]
-        size = sum(parameter.nbytes for parameter in parameters)
-        if size > MOST_CHECKED_BYTES or any(parameter.is_meta for parameter in parameters):
-            reason = (
-                f"not checked whether the loss can be split: the model of {format_bytes(size)} is sharded"
-            )
-            return [] if check == "off" else [f"{reason}. Check it once on a smaller one"]
-        setup = replace(setup, device=CpuDevice(), precision="fp32", shards=None)
-    return check_loss_splits(
-        setup,
-        micro_batch=plan.micro_batch if plan.size_cut is None else plan.size_cut.micro_batch,
-        sampler=run.sampler,
-        check=check,
-        share_of=lambda samples: split_over_ranks(samples, ranks.world, plan.multiple)[ranks.rank],
-    )
 
 
 def train(
@@ -202,8 +174,11 @@ def train(
         Exception: whatever ``until`` raises, after a checkpoint.
     """
     files.out.mkdir(parents=True, exist_ok=True)
-    _take_smaller_micro_batch(loop, files.out / OOM_FILE, is_new=resumed is None)
     ranks, begun_at = loop.engine.ranks, loop.batches_seen
+    if resumed is not None or ranks.earlier_out is not None:
+        loop.micro_batch = ranks.once(lambda: _read_limit(files.out / OOM_FILE, loop.micro_batch))
+    else:
+        ranks.once(lambda: (files.out / OOM_FILE).unlink(missing_ok=True))
     ranks.once(lambda: begin_after(files.out / CHECKPOINTS, begun_at))
     check_savable(capture_loop(loop))
     check_exportable(loop.train_state.model)
@@ -242,22 +217,13 @@ def train(
     return record
 
 
-def _take_smaller_micro_batch(loop: Loop, path: Path, *, is_new: bool) -> None:
-    """Use the smaller micro-batches of a resumed or restarted run that ended out of memory."""
-    ranks = loop.engine.ranks
-
-    def read_limit() -> int | None:
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=dict[str, Positive])["micro_batch"]
-        except (OSError, KeyError, *UNREADABLE):
-            return None
-
-    if is_new and ranks.earlier_out is None:
-        ranks.once(lambda: path.unlink(missing_ok=True))
-        return
-    limit = ranks.once(read_limit)
-    if limit is not None:
-        loop.micro_batch = min(loop.micro_batch, limit)
+def _read_limit(path: Path, micro_batch: int) -> int:
+    """Return the micro-batch of a run that is resumed, or a smaller one if it ended out of memory."""
+    try:
+        limit = msgspec.json.decode(path.read_bytes(), type=dict[str, Positive])["micro_batch"]
+    except (OSError, KeyError, *UNREADABLE):
+        return micro_batch
+    return min(limit, micro_batch)
 
 
 class _Run:
@@ -266,15 +232,11 @@ class _Run:
     def __init__(
         self, loop: Loop, files: RunFiles, progress: Progress, resumed_from: Path | None, *, is_exact: bool
     ) -> None:
-        self._loop = loop
-        self._files = files
+        self._loop, self._files, self._progress = loop, files, progress
         self._options = files.options.train
-        self._progress = progress
         self._resumed_from = self._newest = resumed_from
         self._notes: list[str] = files.facts.get("notes", [])
         """A checkpoint holds them too."""
-        self._frozen = [p for p in loop.train_state.parameters if not p.requires_grad]
-        """Parameters whose gradients no probe has seen."""
         self._saved_at = loop.clock()
         self.metrics, earlier = Metrics(None), Earlier(RunTotals())
         if not loop.engine.ranks.rank:
@@ -291,16 +253,7 @@ class _Run:
         self._totals = earlier.totals
         self._dropped = [*earlier.dropped] if is_exact else []
         """Lines from before the resume of the next steps."""
-        self._validator = Validator(
-            loop.workload,
-            loop.train_state,
-            device=loop.device,
-            meter=loop.meter,
-            target_batch=loop.sampler.target_batch,
-            micro_batch=loop.split.of_longest(loop.micro_batch),
-            ranks=loop.engine.ranks,
-            note=self._add_note,
-        )
+        self._validator = Validator(loop, note=self._add_note)
 
     def train_batches(self, until: Until | None) -> None:
         """Train the remaining batches, or until a rule of the user's ends the run, and write a checkpoint.
@@ -325,7 +278,6 @@ class _Run:
                 tell = self._progress.note if loop.micro_batch == micro_batch else self._add_note
                 size, micro_batch = record.micro_batch, loop.micro_batch
                 tell(f"step {record.step}: out of memory, repeated at micro-batch {size}: {record.recovered}")
-            self._tell_unfrozen(record.step)
             if self._dropped:
                 self._compare(record)
             if self._checkpoint_is_due(record.step):
@@ -360,18 +312,6 @@ class _Run:
             return answer
         self._save_if_needed()
         raise error or UserCodeError(f"on rank 0, {answer}")
-
-    def _tell_unfrozen(self, step: int) -> None:
-        """Tell once that parameters train which the probe has seen frozen."""
-        unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]
-        if unfrozen:
-            self._frozen = []
-            elements = sum(parameter.numel() for parameter in unfrozen)
-            self._add_note(
-                f"after step {step}, {elements:,} parameters train that were frozen in the probe "
-                "(requires_grad), so that a step takes more memory than it found. If memory runs out, the "
-                "batch runs again in smaller micro-batches"
-            )
 
     def _compare(self, record: StepRecord) -> None:
         """Compare a step that ran again after a resume with its line from before it."""
@@ -473,7 +413,8 @@ class _Run:
         ranks.once(self.metrics.sync)
         # A rank may fail alone.
         loop.can_be_saved = ranks.world == 1
-        try:
+        doing = f"the checkpoint of step {loop.batches_seen} was written; earlier checkpoints are intact"
+        with memory_named(doing):
             loop.engine.broadcast(loop.train_state.model.buffers())
             self._newest = save_checkpoint(
                 files.out / CHECKPOINTS,
@@ -483,23 +424,11 @@ class _Run:
                 keep_last=self._options.keep_last,
                 ranks=ranks,
             )
-            # The checkpoint has the smaller micro-batches now. No rank continues before the file is gone,
-            # because it may run out of memory at once and write a new one.
-            ranks.once(lambda: (files.out / OOM_FILE).unlink(missing_ok=True))
-            self._saved_at = loop.clock()
-            loop.can_be_saved = True
-        except Exception as error:
-            if not is_oom(error):
-                raise
-            reason = first_line(error).rstrip(".")
-        else:
-            return
-        # Outside of the except block, so that nothing holds the copies of the state.
-        loop.device.release()
-        raise DoesNotFitError(
-            f"out of memory while the checkpoint of step {loop.batches_seen} was written: {reason}. Earlier "
-            "checkpoints are intact: free host memory, then resume"
-        )
+        # The checkpoint has the smaller micro-batches now. No rank continues before the file is gone,
+        # because it may run out of memory at once and write a new one.
+        ranks.once(lambda: (files.out / OOM_FILE).unlink(missing_ok=True))
+        self._saved_at = loop.clock()
+        loop.can_be_saved = True
 
     def summary(self, validation: dict[str, float | None]) -> Training:
         """Return the summary of a finished run."""

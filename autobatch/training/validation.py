@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import split_evenly
 from autobatch.step.loss import named_terms
-from autobatch.step.train_state import TrainState, precision_context
+from autobatch.step.train_state import precision_context
 from autobatch.step.whole_batch import Rows
-from autobatch.workload.contract import Loss, WholeBatchLoss, Workload, kind_of
+from autobatch.training.loop import Loop
+from autobatch.workload.contract import Loss, WholeBatchLoss, kind_of
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import tensors_of, to_device
 from autobatch.workload.rng import preserved_random_state
@@ -37,44 +37,24 @@ Sums: TypeAlias = dict[tuple[str, ...], tuple[float, float]]
 
 
 class Validator:
-    """The loss and the metrics over the validation data.
+    """The loss and the metrics over the validation data of a loop, in micro-batches as it trains them.
 
     The micro-batch is halved after an out-of-memory error. The ranks of a sharded model run the same number
     of passes of the same size, because each waits for the others.
 
-    A `WholeBatchLoss` depends on the number of samples, so it is computed over batches of ``target_batch``,
-    of which the last may be short.
+    A `WholeBatchLoss` depends on the number of samples, so it is computed over batches of the training's
+    size, of which the last may be short.
 
     Args:
-        workload: has the data, the loss and the metrics.
-        train_state: the model; the modes of its modules are restored.
-        device: where it runs.
-        meter: counts each micro-batch.
-        target_batch: samples of an optimizer step.
-        micro_batch: samples to start with.
-        ranks: the ranks, each of which takes a part of the samples; None if this process trains alone.
+        loop: has the workload and the model.
         note: called with a line if memory runs out at a size that trains.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        train_state: TrainState,
-        *,
-        device: Device,
-        meter: Meter,
-        target_batch: int,
-        micro_batch: int,
-        ranks: Ranks | None = None,
-        note: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self._workload = workload
-        self._train_state = train_state
-        self._device = device
-        self._meter = meter
-        self._unit = target_batch if isinstance(workload.loss, WholeBatchLoss) else 1
-        self.micro_batch = micro_batch
-        self._ranks = ranks or Ranks()
+    def __init__(self, loop: Loop, *, note: Callable[[str], None] = lambda _: None) -> None:
+        self.workload, self.ranks = loop.workload, loop.engine.ranks
+        self.micro_batch = loop.split.of_longest(loop.micro_batch)
+        self._train_state, self._device, self._meter = loop.train_state, loop.device, loop.meter
+        self._unit = loop.sampler.target_batch if isinstance(loop.workload.loss, WholeBatchLoss) else 1
         self._note = note
 
     def run(self, is_asked: Callable[[], bool] = lambda: False) -> dict[str, float | None]:
@@ -93,17 +73,16 @@ class Validator:
         failure = ""
         try:
             with eval_mode(self._train_state.model):
-                if self._workload.validation_data is not None:
+                if self.workload.validation_data is not None:
                     self._add_own_samples(own, is_asked)
         except DoesNotFitError as error:
             if self._train_state.shared is not None:
                 raise  # in the middle of a pass of all ranks
-            # Other ranks wait for the sums of this one.
-            failure = str(error)
+            failure = str(error)  # other ranks wait for the sums of this one
         # Without a backward pass the last gathered parameters are still whole.
         self._train_state.forget_gathered()
         sums: Sums = {}
-        for part, reason in self._ranks.gather((own, failure)):
+        for part, reason in self.ranks.gather((own, failure)):
             if reason:
                 raise DoesNotFitError(reason)
             _add(sums, part)
@@ -121,7 +100,7 @@ class Validator:
 
     def _add_own_samples(self, sums: Sums, is_asked: Callable[[], bool]) -> None:
         """Add totals and counts of the samples of this rank."""
-        ranks, samples = self._ranks, len(self._workload.validation_data)  # type: ignore[arg-type]
+        ranks, samples = self.ranks, len(self.workload.validation_data)  # type: ignore[arg-type]
         is_shared = self._train_state.shared is not None
         units = split_evenly(math.ceil(samples / self._unit), ranks.world)
         start = min(self._unit * sum(units[: ranks.rank]), samples)
@@ -150,27 +129,21 @@ class Validator:
     def _halve(self, size: int, message: str) -> None:
         """Halve the micro-batch after one of ``size`` samples ran out of memory, or raise."""
         self._device.release()
-        where = f"out of memory in validation at a micro-batch of {size}"
-        reason = message.rstrip(".")
+        said = f"out of memory in validation at a micro-batch of {size}: {message.rstrip('.')}"
         if self._train_state.shared is not None:
-            raise DoesNotFitError(
-                f"{where}, for which the other ranks of the sharded model wait: {reason}. Give a smaller "
-                "--max-micro-batch"
-            )
+            waits = "The other ranks of the sharded model wait for it"
+            raise DoesNotFitError(f"{said}. {waits}: give a smaller --max-micro-batch")
         if size == 1:
-            raise DoesNotFitError(f"{where}: {reason}. Free memory, or give a larger --memory-budget")
+            raise DoesNotFitError(f"{said}. Free memory, or give a larger --memory-budget")
         self.micro_batch = math.ceil(size / 2)
-        self._note(
-            f"{where}, continued at {self.micro_batch}: its samples may be larger than those that train, "
-            f"or its metrics take memory. {reason}"
-        )
+        self._note(f"{said}. Continued at {self.micro_batch}")
 
     def _run_micro_batch(self, ids: range, batch: range, rows: Rows) -> Sums | str:
         """Return total and count of each metric, or the message of an out-of-memory error.
 
         A loss over a whole batch collects the rows of ``batch``, of which ``ids`` are a part.
         """
-        workload, train_state = self._workload, self._train_state
+        workload, train_state, size = self.workload, self._train_state, len(ids)
         try:
             with torch.no_grad():
                 with self._meter.uncounted():
@@ -184,19 +157,18 @@ class Validator:
                             loss = named_terms(train_state.call(workload.loss, micro_batch))
                             for name, value in loss.items():
                                 key = ("loss", name) if name else ("loss",)
-                                found[key] = _total_and_count(key[-1], value, len(ids))
+                                found[key] = _total_and_count(key[-1], value, size)
                         else:
                             places = range(ids.start - batch.start, ids.stop - batch.start)
                             rows.put(places, workload.loss.represent(train_state.model, micro_batch))
                             if ids.stop == batch.stop:
                                 mean = workload.loss.loss(train_state.model, rows.collated)
-                                whole = Loss(mean * len(batch), len(batch))
-                                found["loss",] = _total_and_count("loss", whole, len(ids))
+                                found["loss",] = _total_and_count("loss", mean, len(batch))
                     if workload.metrics is not None:
                         with user_code("metrics", workload.metrics):
-                            metrics = train_state.call(workload.metrics, micro_batch)
-                            for name, value in _checked_metrics(metrics).items():
-                                found[name,] = _total_and_count(name, value, len(ids))
+                            metrics = _named(train_state.call(workload.metrics, micro_batch))
+                            for name, value in metrics.items():
+                                found[name,] = _total_and_count(name, value, size)
                 return found
         except Exception as error:
             if classify(error) in (Verdict.DEVICE, Verdict.HOST):
@@ -204,9 +176,7 @@ class Validator:
             raise
 
 
-def check_validation(
-    workload: Workload, train_state: TrainState, *, device: Device, meter: Meter
-) -> list[str]:
+def check_validation(loop: Loop) -> list[str]:
     """Run loss and metrics on the first validation samples, so that a mistake in them shows before training.
 
     Returns:
@@ -216,37 +186,31 @@ def check_validation(
         InputError: a metric is not a number.
         Exception: whatever the workload raises.
     """
-    data = workload.validation_data
+    data = loop.workload.validation_data
     if data is None:
         return []
-    size = min(CHECKED_SAMPLES, len(data))  # type: ignore[arg-type]
-    few = replace(workload, validation_data=Subset(data, range(size)))  # type: ignore[arg-type]
+    validator, size = Validator(loop), min(CHECKED_SAMPLES, len(data))  # type: ignore[arg-type]
+    validator.workload = replace(loop.workload, validation_data=Subset(data, range(size)))  # type: ignore[arg-type]
+    validator.ranks = Ranks()  # each rank runs all of them
 
     def means(micro_batch: int) -> dict[str, float | None]:
-        return Validator(
-            few, train_state, device=device, meter=meter, target_batch=size, micro_batch=micro_batch
-        ).run()
+        validator.micro_batch = micro_batch
+        return validator.run()
 
     with preserved_random_state():
-        whole = means(size)
-        if size < 2 or workload.metrics is None:
-            return []
-        again, parts = means(size), means(size - 1)
-    tolerance = 1e-4 if train_state.precision == "fp32" else 3e-2
-    notes = []
-    for name, value in whole.items():
-        part = parts[name]
+        whole, again = means(size), means(size)
+        parts = means(max(1, size - 1))
+    tolerance = 1e-4 if loop.train_state.precision == "fp32" else 3e-2
+    return [
+        f"the validation metric {name!r} is no mean over samples: {size} samples have {value:.4g} at once, "
+        f"and {part:.4g} as the mean of {size - 1} and 1, so that it depends on the micro-batch. Return "
+        "Loss(total, count) with sums over samples or items, or compute it from such sums after the run"
+        for name, value in whole.items()
         # A metric that draws at random tells nothing.
-        if name == "loss" or value is None or part is None or value != again[name]:
-            continue
-        if not math.isclose(value, part, rel_tol=tolerance, abs_tol=tolerance):
-            notes.append(
-                f"the validation metric {name!r} is no mean over samples: {size} samples have {value:.4g} at "
-                f"once, and {part:.4g} as the mean of {size - 1} and 1, so that it depends on the "
-                "micro-batch. Return Loss(total, count) with sums over samples or items, or compute it from "
-                "such sums after the run"
-            )
-    return notes
+        if name != "loss" and value is not None and value == again[name]
+        if (part := parts[name]) is not None
+        and not math.isclose(value, part, rel_tol=tolerance, abs_tol=tolerance)
+    ]
 
 
 @contextmanager
@@ -267,22 +231,20 @@ def _add(sums: Sums, found: Sums) -> None:
         sums[name] = before[0] + total, before[1] + count
 
 
-def _checked_metrics(metrics: object) -> dict[str, Tensor | Loss]:
+def _named(metrics: object) -> Mapping[str, Tensor | Loss]:
     if isinstance(metrics, Mapping) and all(isinstance(name, str) and name != "loss" for name in metrics):
-        return dict(metrics)
-    found = f"the names {[*metrics]}" if isinstance(metrics, Mapping) else kind_of(metrics)
+        return metrics
     raise InputError(
         "Workload(metrics=…) must return a mapping of names to values, where each name is text other than "
-        f"'loss', found {found}: rename the metric, or return a dict"
+        f"'loss', found {kind_of(metrics)}: rename the metric, or return a dict"
     )
 
 
 def _total_and_count(name: str, value: Tensor | Loss, size: int) -> tuple[float, float]:
     try:
-        if isinstance(value, Loss):
-            total, count = float(value.total), float(value.count)
-        else:
-            total, count = float(value) * size, float(size)
+        is_sum = isinstance(value, Loss)
+        count = float(value.count) if is_sum else float(size)
+        total = float(value.total) if is_sum else float(value) * size
     except (TypeError, ValueError) as error:
         raise InputError(
             f"the validation metric {name!r} must be a 0-d tensor, a number or a Loss, found "

@@ -89,7 +89,7 @@ def vector_metric(model, batch):
         (wrong_key, TypeError, "raised by the workload: metrics"),
         (vector_metric, InputError, "the validation metric 'accuracy' must be a 0-d tensor"),
         (lambda model, batch: 3.0, InputError, "must return a mapping of names to values, where each"),
-        (lambda model, batch: {"loss": 3.0}, InputError, "found the names ['loss']"),
+        (lambda model, batch: {"loss": 3.0}, InputError, "text other than 'loss'"),
     ],
 )
 def test_a_mistake_in_the_metrics_is_found_before_training(

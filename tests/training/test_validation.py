@@ -56,13 +56,8 @@ KINDS = {
 }
 
 
-def validator(loop, micro_batch: int, **options) -> Validator:
-    settings = {"device": loop.device, "meter": loop.meter, "target_batch": 24, **options}
-    return Validator(loop.workload, loop.train_state, micro_batch=micro_batch, **settings)
-
-
-def metrics_of(workload, micro_batch: int, **options) -> dict[str, float | None]:
-    return validator(make_loop(workload), micro_batch, **options).run()
+def metrics_of(workload, micro_batch: int, target_batch: int = 24) -> dict[str, float | None]:
+    return Validator(make_loop(workload, target_batch=target_batch, micro_batch=micro_batch)).run()
 
 
 def limited(limit: int, seen: list[int], error: Exception = FULL):
@@ -135,7 +130,8 @@ def test_a_micro_batch_that_failed_is_not_tried_again(start: int, first: list, s
     seen: list[int] = []
     data = points(60, seed=1)
     expected = metrics_of(make_workload(validation_data=data), 60)
-    found = validator(make_loop(make_workload(validation_data=data, loss=limited(5, seen))), start)
+    workload = make_workload(validation_data=data, loss=limited(5, seen))
+    found = Validator(make_loop(workload, micro_batch=start))
     for expected_sizes in (first, second):
         assert found.run() == pytest.approx(expected, rel=1e-12), "no sample counts twice"
         assert seen == expected_sizes
@@ -155,14 +151,14 @@ class FullModel:
         (6, REFUSED, None, "canUse32BitIndexMath"),
         (6, LOST, None, "illegal memory access"),  # nothing runs after it, so no smaller size is tried
         (0, FULL, None, "in validation at a micro-batch of 1: .* Free memory"),
-        (9, FULL, FullModel(), "micro-batch of 7, .* a smaller --max-micro-batch"),
+        (9, FULL, FullModel(), "micro-batch of 7: .* a smaller --max-micro-batch"),
     ],
 )
 def test_an_error_that_no_smaller_size_avoids_is_raised(limit: int, error, shared, message: str) -> None:
-    loop = make_loop(make_workload(validation_data=HELD_OUT, loss=limited(limit, [], error)))
+    loop = make_loop(make_workload(validation_data=HELD_OUT, loss=limited(limit, [], error)), micro_batch=7)
     loop.train_state.shared = shared
     with pytest.raises((DoesNotFitError, RuntimeError), match=message):
-        validator(loop, 7).run()
+        Validator(loop).run()
 
 
 def test_each_mode_is_restored_and_weights_are_unchanged() -> None:
@@ -173,7 +169,7 @@ def test_each_mode_is_restored_and_weights_are_unchanged() -> None:
     model = loop.train_state.model.train()
     model[0].eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    validator(loop, 4).run()
+    Validator(loop).run()
     assert [module.training for module in (model, *model)] == [True, False, True, True]
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -202,7 +198,8 @@ def validate(samples: int, micro_batch: int) -> tuple[float | None, bool]:
     """Return the loss over all ranks, and whether the model is in parts again."""
     group = open_group()
     loop = sharded_loop(group, workload_of(samples))
-    found = validator(loop, micro_batch, ranks=group).run()
+    loop.micro_batch = micro_batch
+    found = Validator(loop).run()
     in_parts = all(hasattr(p, "to_local") for p in loop.train_state.model.parameters())
     group.close()
     return found["loss"], in_parts
