@@ -19,7 +19,6 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch import nn
 
 from autobatch.api.inputs import begin, make_room, resume
 from autobatch.api.ranks import agree_on_options, claim_of_ranks, continue_after_restart
@@ -34,7 +33,6 @@ from autobatch.estimates.hugging_face import estimate_named, refuse_model_option
 from autobatch.estimates.snapshots import estimate_snapshots
 from autobatch.report.result import Estimates, Result, load_run
 from autobatch.training.checkpoint import list_checkpoints
-from autobatch.training.export import whole_model
 from autobatch.training.run import train_plan
 from autobatch.training.run_folder import CHECKPOINTS, REPORT, RESULT, RunFiles
 from autobatch.training.trackers import check_trackers
@@ -108,12 +106,8 @@ def fit(run: Run) -> Result:
     hint = resume_hint(run.command, run.out)
     files = RunFiles(out=run.out, options=run.options, resume_hint=hint, sinks=run.sinks)
     training, model = train_plan(inputs, files, progress=run.progress, ranks=run.ranks)
-    whole: nn.Module | None = model
-    if inputs.plan.parallel == "shard":
-        # The command line does not return the model.
-        is_wanted = run.ranks.rank == 0 and not run.isolated
-        whole = whole_model(inputs.setup.model, model, run.out) if is_wanted else None
-    run.record(training=training, model=whole)
+    # Of a model that ranks share, this one has a part only; the file has all of it.
+    run.record(training=training, model=None if inputs.plan.parallel == "shard" else model)
     return _write_result(run)
 
 

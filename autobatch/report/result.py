@@ -76,7 +76,7 @@ class Result(Shown, RunRecord, frozen=True, kw_only=True):
     out: Path | None = None
     """The folder of the run."""
     model: Any = None
-    """The trained ``torch.nn.Module``, which the JSON leaves out."""
+    """The trained ``torch.nn.Module``, which the JSON leaves out; None if the ranks share it."""
 
     def to_json(self, *parts: str) -> dict[str, Any]:
         """Return the object that ``--json`` prints.

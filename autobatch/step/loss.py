@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,17 +25,14 @@ from autobatch.workload.contract import Collated, Loss, kind_of
 from autobatch.workload.nested import form_of
 from autobatch.workload.user_code import user_code
 
+if TYPE_CHECKING:
+    from autobatch.step.train_state import TrainState
+
 COUNT_TOLERANCE = 1e-5
 """Relative difference of two sums of the same counts, which may be weights in float32."""
 ONE = ""
 """Name of the only term of a loss."""
 Number: TypeAlias = Tensor | float
-
-
-class HasScale(Protocol):
-    """The part of a `TrainState` that knows how many items its loss counts."""
-
-    items_per_sample: float | None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,8 +74,6 @@ class StepTotals:
     """Σ of the backpropagated losses, before any loss scale."""
     count: Tensor | float | None = None
     """Σ of the counts of `Loss`; None if the loss is a mean over samples, or has several terms."""
-    least_count: Tensor | float = 0.0
-    """The least of these counts if they are tensors, else 0: numbers are checked at once."""
     divisor: float = 1.0
     """D: each total was divided by it."""
     sizes: list[int] = field(default_factory=list)
@@ -128,14 +123,13 @@ def terms_of(loss: object) -> dict[str, Tensor | Loss]:
     """
     terms = named_terms(loss)
     for name, term in terms.items():
-        whose = f"the term {name!r}" if name else "a Loss"
+        whose = f"the term {name!r} of the workload's loss" if name else "the workload's loss"
+        total = term.total if isinstance(term, Loss) else term
+        if not isinstance(total, Tensor) or total.dim() != 0:
+            what = "the total of its Loss" if isinstance(term, Loss) else "it"
+            raise InputError(f"{whose} must return a 0-d tensor or a Loss, found {form_of(total)} as {what}")
         if isinstance(term, Loss):
-            if not isinstance(term.total, Tensor) or term.total.dim() != 0:
-                raise InputError(f"the total of {whose} must be a 0-d tensor, found {form_of(term.total)}")
-            _check_count(name, term.count, whose)
-        elif not isinstance(term, Tensor) or term.dim() != 0:
-            which = f"{whose} of the workload's loss must be" if name else "the workload's loss must return"
-            raise InputError(f"{which} a 0-d tensor or a Loss, found {form_of(term)}")
+            _check_count(term.count, whose)
     return terms
 
 
@@ -145,32 +139,19 @@ def named_terms(loss: object) -> dict[str, Any]:
     Raises:
         InputError: terms have no names, or a name of the loss.
     """
-    if isinstance(loss, Mapping):
-        names = ", ".join(map(repr, loss)) or "none"
-        if not loss or not all(isinstance(name, str) and name for name in loss):
-            raise InputError(f"a mapping of losses needs a name for each, found {names}: name them by text")
-        if "loss" in loss:
+    if not isinstance(loss, Mapping):
+        if isinstance(loss, list | tuple) and not isinstance(loss, Loss):
             raise InputError(
-                f"the workload's loss returned a mapping of {names}, whose sum is the loss, so none may be "
-                "called 'loss': return that value alone, or only the terms that add up to it"
+                f"the workload's loss must return a 0-d tensor or a Loss, found {kind_of(loss)}: several "
+                "terms are a mapping of names to Loss(total, count) and means"
             )
-        return dict(loss)
-    if not isinstance(loss, list | tuple) or isinstance(loss, Loss):
         return {ONE: loss}
-    if not loss or not all(isinstance(term, Loss) for term in loss):
-        kinds = ", ".join(map(form_of, loss)) or "nothing"
+    if not loss or "loss" in loss or not all(isinstance(name, str) and name for name in loss):
         raise InputError(
-            f"the workload's loss must return a 0-d tensor or a Loss, found {kind_of(loss)} of {kinds}: "
-            "several terms are a sequence of Loss(total, count), or a mapping of names to Loss and means"
+            "a mapping of losses needs a name other than 'loss', which is their sum, for each, found "
+            f"{', '.join(map(repr, loss)) or 'none'}: name each term by text"
         )
-    return by_name(loss)
-
-
-def by_name(values: Mapping[str, Any] | list[Any] | tuple[Any, ...]) -> dict[str, Any]:
-    """Return terms by name, or their counts; those of a sequence are numbered."""
-    if isinstance(values, Mapping):
-        return dict(values)
-    return {f"term_{number}": value for number, value in enumerate(values, 1)}
+    return dict(loss)
 
 
 def check_form(totals: StepTotals, terms: Mapping[str, Tensor | Loss]) -> Form:
@@ -197,7 +178,7 @@ class CountsAhead:
     """Counts that follow from the data alone, summed over the micro-batches of a batch before they train.
 
     Args:
-        function: the ``counts`` of `autobatch.Workload` or `autobatch.batches`.
+        function: the ``counts`` of `autobatch.Workload`.
     """
 
     def __init__(self, function: Callable[[Collated], Any]) -> None:
@@ -223,14 +204,14 @@ class CountsAhead:
             InputError: the function returned something else than counts by name.
         """
         with user_code("counts", self._function):
-            found = self._function(batch)
-            if not isinstance(found, Mapping | list | tuple):
+            counts = self._function(batch)
+            if not isinstance(counts, Mapping):
                 raise InputError(
                     "counts=… must return a mapping of the names of terms to their counts, found "
-                    f"{kind_of(found)}"
+                    f"{kind_of(counts)}"
                 )
-            for name, count in by_name(found).items():
-                _check_count(name, count, f"{name!r} in counts=…")
+            for name, count in counts.items():
+                _check_count(count, f"{name!r} in counts=…")
                 self._sums[name] = self._sums.get(name, 0.0) + float(count)
 
     def sums(self, form: Form | None = None) -> dict[str, float]:
@@ -254,7 +235,7 @@ def counts_of(terms: Mapping[str, Tensor | Loss]) -> dict[str, Number]:
 
 
 def normalize_loss(
-    train_state: HasScale, totals: StepTotals, terms: Mapping[str, Tensor | Loss], size: int
+    train_state: TrainState, totals: StepTotals, terms: Mapping[str, Tensor | Loss], size: int
 ) -> list[WeightedLoss]:
     """Return the part of a micro-batch of ``size`` samples in the loss of its batch: ``total ÷ D``.
 
@@ -266,10 +247,6 @@ def normalize_loss(
     """
     several = check_form(totals, terms).has_several
     counts = counts_of(terms)
-    for count in counts.values():
-        if isinstance(count, Tensor):
-            least = totals.least_count
-            totals.least_count = torch.minimum(least, count) if isinstance(least, Tensor) else count
     if several:
         totals.divisor = float(totals.samples)
         return [_weigh(totals, name, term, counts.get(name), size) for name, term in terms.items()]
@@ -327,7 +304,7 @@ def read_terms(totals: StepTotals, values: list[float]) -> dict[str, float]:
     for (name, term), first in zip(totals.terms.items(), range(0, len(values), 4), strict=True):
         loss, items, count, expected = values[first : first + 4]
         if not 0 <= items < math.inf:
-            raise invalid_count(items, "the batch", name)
+            raise invalid_count(items, f"the term {name!r}")
         if term.expected is not None and not abs(count - expected) <= COUNT_TOLERANCE * abs(expected):
             raise InputError(
                 f"the term {name!r} of the loss counts {count:.10g} items of a batch while it trains, and "
@@ -350,12 +327,11 @@ def divisor_of(items_per_sample: float | None, samples: int) -> float:
     return float(2.0 ** round(math.log2((items_per_sample or 1.0) * samples)))
 
 
-def invalid_count(count: float, of: str, name: str = ONE) -> InputError:
+def invalid_count(count: float, whose: str) -> InputError:
     """Build the error of a count that is no number of items."""
-    whose = f"of the term {name!r}" if name else "of the workload's Loss"
     return InputError(
-        f"the count {whose} must be finite and at least 0, found {count:g} for {of}, so "
-        "no step was taken: return the number of items that its total sums over"
+        f"the count of {whose} must be finite and at least 0, found {count:g}, so no step was taken: return "
+        "the number of items that its total sums over"
     )
 
 
@@ -374,8 +350,8 @@ def at_least_32_bits(value: Tensor) -> Tensor:
     return value.float() if value.dtype in LOW_PRECISION else value
 
 
-def _check_count(name: str, count: Any, whose: str) -> None:
+def _check_count(count: Any, whose: str) -> None:
     if not (count.dim() == 0 if isinstance(count, Tensor) else isinstance(count, Real)):
         raise InputError(f"the count of {whose} must be a number or a 0-d tensor, found {form_of(count)}")
     if not isinstance(count, Tensor) and not 0 <= count < math.inf:
-        raise invalid_count(count, "a micro-batch", name)
+        raise invalid_count(count, whose)

@@ -246,15 +246,13 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     mark("optimizer")
     gradients = train_state.gradients.by_optimizer()
     norms = [norm_of(own) if own and totals.norms is None else None for own in gradients]
-    sums = [totals.loss, totals.count, totals.least_count]
-    read = read_numbers([*sums, *norms, *numbers_of_terms(totals)])
-    loss, count, least_count = read[: len(sums)]
-    values = read[len(sums) :][: len(norms)] if totals.norms is None else totals.norms
+    loss, count, *read = read_numbers([totals.loss, totals.count, *norms, *numbers_of_terms(totals)])
+    values = read[: len(norms)] if totals.norms is None else totals.norms
     has_gradient = [bool(own) for own in gradients]
     items = float(totals.samples) if totals.count is None else count
-    if least_count < 0 or not 0 <= items < math.inf:
-        raise invalid_count(*((least_count, "a micro-batch") if least_count < 0 else (items, "the batch")))
-    terms = read_terms(totals, read[len(sums) + len(norms) :])
+    if not 0 <= items < math.inf:
+        raise invalid_count(items, "the workload's loss")
+    terms = read_terms(totals, read[len(norms) :])
     items = items if terms or not totals.terms else 0.0
     if items > 0 and not any(has_gradient):
         raise NoGradientError(

@@ -43,32 +43,6 @@ def export_weights(train_state: TrainState, folder: Path, engine: Engine | None 
             _export(train_state.model, folder / AVERAGED_WEIGHTS, engine)
 
 
-def whole_model(built: nn.Module, trained: nn.Module, folder: Path) -> nn.Module:
-    """Return the model of a run that trained it sharded, with the weights that the run has exported.
-
-    Args:
-        built: as the user's function built it; gets new tensors on the CPU.
-        trained: the parts of this rank, which have the buffers that no file keeps.
-        folder: of the run.
-    """
-    from safetensors.torch import load_file
-
-    values = load_file(folder / WEIGHTS)
-    values = {**{_plain(name): buffer.cpu() for name, buffer in trained.named_buffers()}, **values}
-    names: dict[Tensor, list[str]] = {}
-    for named in (built.named_parameters, built.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            names.setdefault(tensor, []).append(name)
-    for tensor, places in names.items():
-        # Of tied tensors the file has one.
-        value = next(values[name] for name in map(_plain, places) if name in values)
-        made = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-        for place in places:
-            path, _, name = place.rpartition(".")
-            setattr(built.get_submodule(path), name, made)
-    return built
-
-
 def check_exportable(model: nn.Module) -> None:
     """Check before the first step that the weights can be written to a safetensors file after the last.
 
@@ -78,10 +52,8 @@ def check_exportable(model: nn.Module) -> None:
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             reason = kind_of(value)
-        elif value.layout is not torch.strided:
-            reason = f"a tensor in the layout {str(value.layout).removeprefix('torch.')}"
-        elif not _can_be_written(value.dtype):
-            reason = f"of type {str(value.dtype).removeprefix('torch.')}"
+        elif value.layout is not torch.strided or not _can_be_written(value.dtype):
+            reason = f"a tensor of {value.dtype} in the layout {value.layout}"
         else:
             continue
         raise InputError(
@@ -122,7 +94,13 @@ class _Weights(nn.Module):
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._weights = weights
+        # Names are those before ``torch.compile``. Of a part of another tensor, not tied to it, a copy.
+        self._weights = {
+            ".".join(part for part in name.split(".") if part != "_orig_mod"): (
+                value if value.nbytes == value.untyped_storage().nbytes() else value.clone()
+            )
+            for name, value in sorted(weights.items())
+        }
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the weights."""
@@ -132,21 +110,10 @@ class _Weights(nn.Module):
 def _write(weights: Mapping[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_model
 
-    plain = {_plain(name): _own(value) for name, value in sorted(weights.items())}
     try:
         with replaced_file(path) as temporary:
-            save_model(_Weights(plain), str(temporary), METADATA)
+            save_model(_Weights(weights), str(temporary), METADATA)
     except Exception as error:  # safetensors has errors of its own for a full disk
         raise CheckpointError(
             f"the weights could not be written to {path}: {error}. The checkpoints hold them too"
         ) from error
-
-
-def _own(value: Tensor) -> Tensor:
-    """Return a tensor in whole memory: of a part of another tensor, which is not tied to it, a copy."""
-    return value if value.nbytes == value.untyped_storage().nbytes() else value.clone()
-
-
-def _plain(name: str) -> str:
-    """Return the name of a weight in the model as it was before ``torch.compile``."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")

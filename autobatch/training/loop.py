@@ -309,8 +309,19 @@ class Loop:
         if self.held_early and held:
             more = f"; held between steps: {self.held_early}, {format_bytes(held)} now"
             oom = oom._replace(message=oom.message.rstrip(".") + more)
+        where = f"out of memory in step {batch.index + 1} at a micro-batch of {oom.size}"
         if is_smallest:
-            raise self._end_smallest(batch, oom)
+            smaller = ""
+            if isinstance(self.train_state.loss, WholeBatchLoss):
+                smaller = "a smaller --target-batch, "
+            if oom.is_in_loss:
+                where = (
+                    f"out of memory in the loss over all {oom.size} samples of a batch, at any micro-batch"
+                )
+            raise DoesNotFitError(
+                f"{where}: {oom.message.rstrip('.')}; what would help: a larger --memory-budget, {smaller}"
+                "--precision bf16, activation checkpointing"
+            )
         if oom.is_intact and not oom.is_fatal:
             return oom.message
         why = (
@@ -318,21 +329,7 @@ class Loop:
             if oom.is_fatal
             else "where the batch cannot run again, because the forward pass changed a large buffer"
         )
-        raise RestartSmallerError(f"{_where(batch, oom)}, {why}: {oom.message}")
-
-    def _end_smallest(self, batch: GlobalBatch, oom: OutOfMemory) -> AutobatchError:
-        """Return the error of a run that ends because no smaller micro-batch is left."""
-        where = _where(batch, oom)
-        if oom.is_in_loss:
-            where = f"out of memory in the loss over all {oom.size} samples of a batch, at any micro-batch"
-        suggestions = {
-            "a larger --memory-budget": True,
-            "a smaller --target-batch": isinstance(self.train_state.loss, WholeBatchLoss),
-            "a smaller --micro-batch-multiple": self.split.multiple > 1,
-            "--precision bf16": self.train_state.precision == "fp32",
-            "activation checkpointing": not oom.is_in_loss,
-        }
-        return _does_not_fit(where, oom.message, suggestions)
+        raise RestartSmallerError(f"{where}, {why}: {oom.message}")
 
     def _end_in_step(self, batch: GlobalBatch, oom: OutOfMemory) -> AutobatchError:
         """Return the error of a run that ends because other ranks, or the weights, may have moved on.
@@ -340,20 +337,18 @@ class Loop:
         A restart in smaller micro-batches, down to 1, may leave more room for the optimizer step.
         """
         self.micro_batch = oom.smaller
+        where = f"out of memory in step {batch.index + 1} at a micro-batch of {oom.size}"
+        if self.train_state.shared is not None and oom.size > 1:
+            why = "for which the other ranks of the sharded model wait"
+        else:
+            why = "inside the optimizer step, which may have moved part of the weights"
+        line = f"{where}, {why}: {oom.message.rstrip('.')}"
         if oom.size > 1:
-            why = (
-                "inside the optimizer step, which may have moved part of the weights"
-                if self.train_state.shared is None
-                else "for which the other ranks of the sharded model wait"
-            )
-            return RestartSmallerError(f"{_where(batch, oom)}, {why}: {oom.message.rstrip('.')}")
-        suggestions = {
-            "a larger --memory-budget": True,
-            "a fused optimizer (fused=True)": True,
-            "an optimizer with less state": True,
-            "no --ema": self.train_state.average is not None,
-        }
-        return _does_not_fit(f"{_where(batch, oom)}, inside the optimizer step", oom.message, suggestions)
+            return RestartSmallerError(line)
+        return DoesNotFitError(
+            f"{line}; what would help: a larger --memory-budget, a fused optimizer (fused=True), or one "
+            "with less state"
+        )
 
     def _check(self, batch: GlobalBatch, result: StepResult) -> None:
         """Raise if the step was not applied because it is not finite, unless it may be skipped."""
@@ -398,16 +393,6 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _where(batch: GlobalBatch, oom: OutOfMemory) -> str:
-    return f"out of memory in step {batch.index + 1} at a micro-batch of {oom.size}"
-
-
-def _does_not_fit(where: str, message: str, suggestions: dict[str, bool]) -> DoesNotFitError:
-    """Return the error of a batch for which no smaller micro-batch is left, with what would help."""
-    remedies = ", ".join(remedy for remedy, applies in suggestions.items() if applies)
-    return DoesNotFitError(f"{where}: {message.rstrip('.')}; what would help: {remedies}")
-
-
 def check_learning_rates(optimizers: Optimizers, step: int) -> float:
     """Return the learning rate of the first parameter group, 0 if it has none.
 
@@ -416,11 +401,7 @@ def check_learning_rates(optimizers: Optimizers, step: int) -> float:
         InputError: a learning rate is negative.
     """
     rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
-    away = [rate for rate in rates if isinstance(rate, Tensor) and not rate.is_cpu]
-    if away:
-        # One transfer for all rates that are on the device.
-        values = iter(torch.stack([rate.double() for rate in away]).tolist())
-        rates = [next(values) if isinstance(rate, Tensor) and not rate.is_cpu else rate for rate in rates]
+    rates = [rate.item() if isinstance(rate, Tensor) else rate for rate in rates]
     for number, rate in enumerate(rates, 1):
         if rate is not None and not 0 <= rate < math.inf:
             raise (InputError if math.isfinite(rate) else NonFiniteError)(

@@ -237,6 +237,8 @@ class _Run:
         self._resumed_from = self._newest = resumed_from
         self._notes: list[str] = files.facts.get("notes", [])
         """A checkpoint holds them too."""
+        self._frozen = [p for p in loop.train_state.parameters if not p.requires_grad]
+        """Parameters whose gradients no probe has seen."""
         self._saved_at = loop.clock()
         self.metrics, earlier = Metrics(None), Earlier(RunTotals())
         if not loop.engine.ranks.rank:
@@ -278,6 +280,12 @@ class _Run:
                 tell = self._progress.note if loop.micro_batch == micro_batch else self._add_note
                 size, micro_batch = record.micro_batch, loop.micro_batch
                 tell(f"step {record.step}: out of memory, repeated at micro-batch {size}: {record.recovered}")
+            if any(parameter.requires_grad for parameter in self._frozen):
+                self._frozen = []
+                self._add_note(
+                    f"after step {record.step}, parameters train that were frozen in the probe "
+                    "(requires_grad), so that a step takes more memory. If it runs out, micro-batches get smaller"
+                )
             if self._dropped:
                 self._compare(record)
             if self._checkpoint_is_due(record.step):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,7 +51,7 @@ class Loss(NamedTuple):
     """Number of items that ``total`` sums over; a 0-d tensor may stay on the device."""
 
 
-LossValue: TypeAlias = "Tensor | Loss | Sequence[Loss] | Mapping[str, Tensor | Loss]"
+LossValue: TypeAlias = "Tensor | Loss | Mapping[str, Tensor | Loss]"
 """The return value of a loss function. The loss of several terms is their sum."""
 LossFunction: TypeAlias = "Callable[[Any, Collated], LossValue]"
 """Takes the model, of whatever class, and a batch."""
@@ -160,7 +160,7 @@ class Workload:
     `BatchFunction`."""
     loss: LossFunction
     """Returns the mean over the samples of the batch (a 0-d tensor), or a `Loss`. For a loss that is a sum of
-    several: a mapping of names to these, or a sequence of `Loss`. Or a `WholeBatchLoss`."""
+    several: a mapping of names to these. Or a `WholeBatchLoss`."""
     optimizer: Callable[
         [Any, float],
         torch.optim.Optimizer | list[torch.optim.Optimizer] | tuple[torch.optim.Optimizer, ...],
@@ -185,7 +185,7 @@ class Workload:
     parameters of the model. None for nothing."""
     metrics: Callable[[Any, Collated], Mapping[str, Tensor | Loss]] | None = None
     """Returns further figures for validation, each a mean over samples or a `Loss`; None for no metrics."""
-    counts: Callable[[Collated], Mapping[str, float | Tensor] | Sequence[float | Tensor]] | None = None
+    counts: Callable[[Collated], Mapping[str, float | Tensor]] | None = None
     """Returns the count of each `Loss` of a loss of several terms for a collated micro-batch on the host, by
     name; such a loss needs it. None for a loss of one term, or of means."""
     size_of: Callable[[Any], float] | None = None

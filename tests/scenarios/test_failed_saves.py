@@ -122,7 +122,7 @@ def test_memory_that_runs_out_while_a_checkpoint_is_written_ends_the_run(
 ) -> None:
     lose_memory(monkeypatch, tmp_path, after=2, errors=[out_of_memory() for _ in range(times)])
     with pytest.raises(
-        DoesNotFitError, match=r"while the checkpoint of step 4 was .* Earlier .* intact"
+        DoesNotFitError, match=r"while the checkpoint of step 4 was .* earlier .* intact"
     ) as caught:
         train(open_loop(), settings(tmp_path, checkpoint_every=2), Progress(), None)
     assert caught.value.exit_code == 3
