@@ -284,7 +284,7 @@ class _Run:
                 self._frozen = []
                 self._add_note(
                     f"after step {record.step}, parameters train that were frozen in the probe "
-                    "(requires_grad), so that a step takes more memory. If it runs out, micro-batches get smaller"
+                    "(requires_grad), so that a step takes more memory; micro-batches shrink if it runs out"
                 )
             if self._dropped:
                 self._compare(record)

@@ -242,9 +242,10 @@ def _named(metrics: object) -> Mapping[str, Tensor | Loss]:
 
 def _total_and_count(name: str, value: Tensor | Loss, size: int) -> tuple[float, float]:
     try:
-        is_sum = isinstance(value, Loss)
-        count = float(value.count) if is_sum else float(size)
-        total = float(value.total) if is_sum else float(value) * size
+        if isinstance(value, Loss):
+            total, count = float(value.total), float(value.count)
+        else:
+            total, count = float(value) * size, float(size)
     except (TypeError, ValueError) as error:
         raise InputError(
             f"the validation metric {name!r} must be a 0-d tensor, a number or a Loss, found "
