@@ -150,7 +150,7 @@ class PeerOutOfMemory(torch.OutOfMemoryError):
 class GroupEngine(Engine):
     """The part of an engine that does not depend on how gradients are summed.
 
-    It is the `autobatch.step.whole_batch.PassExchange` of a train state, too.
+    It is the `autobatch.step.train_state.PassExchange` of a train state, too.
 
     Args:
         group: the ranks.

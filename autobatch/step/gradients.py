@@ -153,19 +153,16 @@ def low_precision_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def gradient_sum_notes(model: nn.Module, dtype: GradientDtype) -> list[str]:
     """Return a note on the memory of gradient sums if 16-bit parameters are trained, else nothing."""
-    low = low_precision_parameters(model)
-    if not low:
+    elements = sum(parameter.numel() for parameter in low_precision_parameters(model))
+    if not elements:
         return []
-    elements = sum(parameter.numel() for parameter in low)
-    types = " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in low}))
-    how = (
-        f"in it, which takes {format_bytes(2 * elements)}, half as much as in float32, and rounds the sum "
-        "after each micro-batch, so that small ones are lost (--gradient-dtype weights)"
-        if dtype == "weights"
-        else f"in float32, which takes {format_bytes(4 * elements)}, twice as much as in 16 bits, because "
-        "16-bit sums lose small micro-batches (--gradient-dtype weights sums them in 16 bits)"
-    )
-    return [f"{elements:,} parameters are in {types}: their gradients are summed {how}"]
+    how, takes = "in float32", "because 16-bit sums lose small micro-batches"
+    if dtype == "weights":
+        how, takes = "in 16 bits", "and loses small micro-batches (--gradient-dtype weights)"
+    size = format_bytes(elements * (2 if dtype == "weights" else 4))
+    return [
+        f"{elements:,} parameters have 16 bits: their gradients are summed {how}, which takes {size}, {takes}"
+    ]
 
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor | float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,28 @@ from autobatch.step.gradients import Gradients, Optimizers, exchange_buffer
 from autobatch.step.loss import CountsAhead, Form
 from autobatch.step.optimizers import build_optimizers
 from autobatch.step.restore import BufferSnapshot
-from autobatch.step.whole_batch import PassExchange
 from autobatch.workload.contract import Collated, LossFunction, WholeBatchLoss, Workload
 from autobatch.workload.nested import feed
 
+if TYPE_CHECKING:
+    from autobatch.step.whole_batch import Rows
+
 T = TypeVar("T")
 _DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class PassExchange(Protocol):
+    """The exchange between the passes over a batch among ranks, each of which has some of its samples."""
+
+    @property
+    def counts_loss(self) -> bool:
+        """True on the one rank whose loss, and gradient of what only the loss uses, count."""
+
+    def gather(self, rows: Rows) -> None:
+        """Fill in the rows of the other ranks; all ranks call it."""
+
+    def sum_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """Return the sums of the counts of all ranks, by term; all ranks call it."""
 
 
 class SharedModel(Protocol):

@@ -42,7 +42,7 @@ from autobatch.step.loss import (
     terms_of,
 )
 from autobatch.step.train_state import TrainState, precision_context
-from autobatch.step.whole_batch import WholeBatchPasses
+from autobatch.step.whole_batch import accumulate_whole
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
 from autobatch.workload.user_code import mark_user_error, place_of, user_code
 
@@ -97,7 +97,7 @@ def accumulate(
             iterates over them twice (`autobatch.workload.nested.Twice`).
         samples: samples of the whole batch, over all ranks.
         mark: called with each phase.
-        places: see `WholeBatchPasses.run`.
+        places: see `accumulate_whole`.
     """
     totals = StepTotals(samples=samples, form=train_state.form)
     train_state.buffers.take()
@@ -105,9 +105,16 @@ def accumulate(
         train_state.counts.begin()
     with train_state.gradients.summed_apart():
         if isinstance(train_state.loss, WholeBatchLoss):
-            _accumulate_whole(train_state, train_state.loss, micro_batches, totals, mark, places=places)
-            return totals
-        _run_pass(train_state, micro_batches, totals=totals, mark=mark)
+            value = accumulate_whole(
+                train_state, train_state.loss, micro_batches, samples, mark, places=places
+            )
+            # Of several ranks, each knows the loss, and one counts it.
+            counts = train_state.peers is None or train_state.peers.counts_loss
+            totals.loss = at_least_32_bits(value) if counts else 0.0
+            totals.sizes.append(samples)
+            totals.divisor = float(samples)
+        else:
+            _run_pass(train_state, micro_batches, totals=totals, mark=mark)
     return totals
 
 
@@ -287,34 +294,6 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
         stepped=steps,
         terms=terms,
     )
-
-
-def _accumulate_whole(
-    train_state: TrainState,
-    loss: WholeBatchLoss,
-    micro_batches: Iterable[tuple[Collated, int]],
-    totals: StepTotals,
-    mark: Mark,
-    *,
-    places: Sequence[Sequence[int]] | None,
-) -> None:
-    scaler = train_state.scaler
-    passes = WholeBatchPasses(
-        loss=loss,
-        model=train_state.model,
-        autocast=lambda: precision_context(train_state.device, train_state.precision),
-        scale=at_least_32_bits if scaler is None else lambda loss: scaler.scale(at_least_32_bits(loss)),
-        restore_buffers=lambda: train_state.buffers.restore(keep=True),
-        mark=mark,
-        exchange=train_state.peers,
-        forget=train_state.gradients.clear,
-    )
-    value = passes.run(micro_batches, totals.samples, places)
-    # Of several ranks, each knows the loss, and one counts it.
-    counts = train_state.peers is None or train_state.peers.counts_loss
-    totals.loss = at_least_32_bits(value) if counts else 0.0
-    totals.sizes.append(totals.samples)
-    totals.divisor = float(totals.samples)
 
 
 def _steps_to_take(

@@ -15,15 +15,15 @@ sample in the batch, so that the loss sees the order in which the batch was draw
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autobatch.core.errors import InputError
+from autobatch.step.loss import at_least_32_bits
+from autobatch.step.train_state import TrainState, precision_context
 from autobatch.workload.contract import Collated, WholeBatchLoss, kind_of
 from autobatch.workload.nested import form_of, map_tensors, tensors_of
 from autobatch.workload.rng import RandomState, capture_random_state, restore_random_state
@@ -104,137 +104,100 @@ class Rows:
             torch.autograd.backward(parts, gradients)
 
 
-class PassExchange(Protocol):
-    """The exchange between the passes over a batch among ranks, each of which has some of its samples."""
+def accumulate_whole(
+    train_state: TrainState,
+    loss: WholeBatchLoss,
+    micro_batches: Iterable[tuple[Collated, int]],
+    samples: int,
+    mark: Callable[[str], None],
+    *,
+    places: Sequence[Sequence[int]] | None = None,
+) -> Tensor:
+    """Add the gradient of the loss of a batch to the trained parameters.
 
-    @property
-    def counts_loss(self) -> bool:
-        """True on the one rank whose loss, and gradient of what only the loss uses, count."""
+    Args:
+        train_state: the model. Its ``peers`` fill in the rows of the other ranks.
+        loss: the loss of the workload, as its knobs change it.
+        micro_batches: each micro-batch with its number of samples, for two iterations (`nested.Twice`).
+        samples: samples of the whole batch. One micro-batch of that size needs one pass. If all
+            micro-batches together are fewer (in an attempt), rows are repeated, so that the loss sees that
+            many.
+        mark: called with each phase.
+        places: place in the batch of each sample of each micro-batch; None for samples in order.
 
-    def gather(self, rows: Rows) -> None:
-        """Fill in the rows of the other ranks; all ranks call it."""
+    Returns:
+        The loss, before any loss scale.
 
-    def sum_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """Return the sums of the counts of all ranks, by term; all ranks call it."""
+    Raises:
+        InputError: a part of the loss returns something invalid.
+    """
+    model, peers = train_state.model, train_state.peers
+    rows, states, used = Rows(samples), deque[RandomState](), deque[Sequence[int]]()
+    first = 0
 
+    def forward(function: Callable[..., Any], *given: Any) -> Any:
+        with precision_context(train_state.device, train_state.precision), user_code("loss", function):
+            return function(model, *given)
 
-@dataclass(frozen=True, kw_only=True)
-class WholeBatchPasses:
-    """The passes over a batch whose loss sees all of its samples."""
-
-    loss: WholeBatchLoss
-    model: nn.Module
-    autocast: Callable[[], AbstractContextManager[object]]
-    """Returns the context of forward passes."""
-    scale: Callable[[Tensor], Tensor]
-    """Returns the tensor to run the backward pass from, given the loss."""
-    restore_buffers: Callable[[], object]
-    """Restores the buffers to the start of the batch."""
-    mark: Callable[[str], None] = lambda _: None
-    """Called with each phase."""
-    exchange: PassExchange | None = None
-    """Fills in the rows of the other ranks; None if this process represents all samples."""
-    forget: Callable[[], object] = lambda: None
-    """Frees the gradients so far, which another rank counts."""
-
-    def run(
-        self,
-        micro_batches: Iterable[tuple[Collated, int]],
-        samples: int,
-        places: Sequence[Sequence[int]] | None = None,
-    ) -> Tensor:
-        """Add the gradient of the loss of a batch to the trained parameters.
-
-        Args:
-            micro_batches: each micro-batch with its number of samples, for two iterations (`nested.Twice`).
-            samples: samples of the whole batch. One micro-batch of that size needs one pass. If all
-                micro-batches together are fewer (in an attempt), rows are repeated, so that the loss sees
-                that many.
-            places: place in the batch of each sample of each micro-batch; None for samples in order.
-
-        Returns:
-            The loss, before any loss scale.
-
-        Raises:
-            InputError: a part of the loss returns something invalid.
-        """
-        rows, states, used = Rows(samples), deque[RandomState](), deque[Sequence[int]]()
-        first = 0
-
-        def keep(micro_batch: T) -> T:
-            states.append(capture_random_state(states[-1] if states else None))
-            return micro_batch
-
-        def rewind(micro_batch: T) -> T:
-            restore_random_state(states.popleft())
-            return micro_batch
-
-        # No enumerate and no zip, which hold a micro-batch until the next one is there.
-        for batch, size in map(keep, micro_batches):
-            self.mark("forward")
-            if size >= samples and self.exchange is None:
-                with self.autocast(), user_code("loss", self.loss.loss):
-                    value = _checked(self.loss(self.model, batch))
-                del batch
-                self.mark("backward")
-                return self._run_backward(value)
-            # An attempt may exceed its batch.
-            start = min(first, samples - size)
-            used.append(range(start, start + size) if places is None else places[len(used)])
-            with self.autocast(), user_code("loss", self.loss.represent):
-                rows.put(used[-1], self.loss.represent(self.model, batch))
-            first += size
-            # Free this micro-batch first: this frame lives while the next one is placed.
-            del batch
-        if self.exchange is None:
-            rows.fill(first)
-        else:
-            self.exchange.gather(rows)
-        value = self._run_loss(rows)
-        after = capture_random_state()
-        self.restore_buffers()
-        self._run_again(rows, map(rewind, micro_batches), used)
-        assert not states, "the micro-batches allow only one iteration"
-        restore_random_state(after)
-        return value
-
-    def _run_loss(self, rows: Rows) -> Tensor:
-        """Run the loss over all rows forward and backward, and keep their gradients; return the loss."""
-        self.mark("loss")
-        with self.autocast(), user_code("loss", self.loss.loss):
-            value = _checked(self.loss.loss(self.model, rows.leaves()))
-        value = self._run_backward(value)
-        rows.keep_gradients()
-        if self.exchange is not None and not self.exchange.counts_loss:
-            # Every rank has computed the gradient of what only the loss uses.
-            self.forget()
-        return value
-
-    def _run_backward(self, value: Tensor) -> Tensor:
+    def backward(value: Any) -> Tensor:
         """Run the backward pass of a loss; return its value."""
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            raise InputError(f"WholeBatchLoss(loss=…) must return a 0-d tensor, found {form_of(value)}")
         with user_code("the backward pass of its loss"):
             # A loss may return a constant if its batch counts nothing.
             if value.requires_grad:
-                self.scale(value).backward()  # type: ignore[no-untyped-call]
+                wide = at_least_32_bits(value)
+                scaled = wide if train_state.scaler is None else train_state.scaler.scale(wide)
+                scaled.backward()  # type: ignore[no-untyped-call]
         return value.detach()
 
-    def _run_again(
-        self,
-        rows: Rows,
-        micro_batches: Iterable[tuple[Collated, int]],
-        places: deque[Sequence[int]],
-    ) -> None:
-        """Run every micro-batch forward again, from its random state, and backward from its rows."""
-        for batch, _ in micro_batches:
-            self.mark("forward")
-            with self.autocast(), user_code("loss", self.loss.represent):
-                found = self.loss.represent(self.model, batch)
-            # From here on the micro-batch lives only as far as autograd has saved it.
+    def keep(micro_batch: T) -> T:
+        states.append(capture_random_state(states[-1] if states else None))
+        return micro_batch
+
+    def rewind(micro_batch: T) -> T:
+        restore_random_state(states.popleft())
+        return micro_batch
+
+    # No enumerate and no zip, which hold a micro-batch until the next one is there.
+    for batch, size in map(keep, micro_batches):
+        mark("forward")
+        if size >= samples and peers is None:
+            value = forward(loss, batch)
             del batch
-            self.mark("backward")
-            with user_code("the backward pass of its loss"):
-                rows.run_backward(places.popleft(), found)
-            del found
+            mark("backward")
+            return backward(value)
+        # An attempt may exceed its batch.
+        start = min(first, samples - size)
+        used.append(range(start, start + size) if places is None else places[len(used)])
+        rows.put(used[-1], forward(loss.represent, batch))
+        first += size
+        # Free this micro-batch first: this frame lives while the next one is placed.
+        del batch
+    if peers is None:
+        rows.fill(first)
+    else:
+        peers.gather(rows)
+    mark("loss")
+    value = backward(forward(loss.loss, rows.leaves()))
+    rows.keep_gradients()
+    if peers is not None and not peers.counts_loss:
+        # Every rank has computed the gradient of what only the loss uses, and one counts it.
+        train_state.gradients.clear()
+    after = capture_random_state()
+    train_state.buffers.restore(keep=True)
+    for batch, _ in map(rewind, micro_batches):
+        mark("forward")
+        found = forward(loss.represent, batch)
+        # From here on the micro-batch lives only as far as autograd has saved it.
+        del batch
+        mark("backward")
+        with user_code("the backward pass of its loss"):
+            rows.run_backward(used.popleft(), found)
+        del found
+    assert not states, "the micro-batches allow only one iteration"
+    restore_random_state(after)
+    return value
 
 
 def _index(places: Sequence[int], like: Tensor) -> slice | Tensor:
@@ -242,12 +205,6 @@ def _index(places: Sequence[int], like: Tensor) -> slice | Tensor:
     if isinstance(places, range):
         return slice(places.start, places.stop)
     return torch.tensor(places, device=like.device)
-
-
-def _checked(value: Any) -> Tensor:
-    if isinstance(value, Tensor) and value.dim() == 0:
-        return value
-    raise InputError(f"WholeBatchLoss(loss=…) must return a 0-d tensor, found {form_of(value)}")
 
 
 def _parts(found: Any, size: int) -> list[Tensor]:

@@ -285,7 +285,7 @@ def test_a_batch_without_a_step_does_not_leak_into_the_next() -> None:
     [
         (lambda loss: loss.expand(3), r"a tensor of shape \(3,\)"),
         (lambda loss: loss.item(), "found a float"),
-        (lambda loss: Loss(loss.expand(3), 3), "total of a Loss"),
+        (lambda loss: Loss(loss.expand(3), 3), "total of its Loss"),
         (lambda loss: loss.detach(), "no gradient"),
     ],
 )

@@ -86,12 +86,6 @@ def test_the_averages_replace_the_weights_for_a_while(dtype: torch.dtype) -> Non
     assert torch.equal(flat(average.tensors()), kept)
 
 
-def test_a_saved_average_is_loaded_into_the_same_parameters_only() -> None:
-    saved = WeightAverage([nn.Parameter(torch.full((2,), 7.0))], 0.5).state_dict()
-    with pytest.raises(ValueError, match=r"a parameter has shape \(3,\), its saved average \(2,\)"):
-        WeightAverage([nn.Parameter(torch.zeros(3))], 0.5).load_state_dict(saved)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_probe_and_a_trace_count_its_memory(dtype: torch.dtype) -> None:
     data = Rows(points(dtype=torch.float32).columns[0].to(dtype), points().columns[1])

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from autobatch import InputError
-from autobatch.step.ema import WeightAverage
 from autobatch.step.optimizers import averaged_weights, build_optimizers, switch
 from tests.support.custom_loops import Sam
 from tests.support.steps import train_state_of
-from tests.support.training import make_workload, network
+from tests.support.training import make_workload
 
 
 class Averaging(torch.optim.SGD):
@@ -92,22 +91,3 @@ def test_an_invalid_optimizer_is_refused(optimizer, said: str) -> None:
     with pytest.raises(InputError, match=said) as caught:
         train_state_of(make_workload(optimizer=optimizer))
     assert "\n" not in str(caught.value)
-
-
-def test_fp16_parameters_are_refused_under_a_loss_scale_only() -> None:
-    workload = make_workload(model=lambda: network(torch.float16))
-    with pytest.raises(InputError, match="--precision fp16 needs fp32 parameters, found fp16"):
-        train_state_of(workload, precision="fp16")
-    assert train_state_of(workload).scaler is None
-
-
-def test_parameters_of_several_optimizers_count_once() -> None:
-    def two(params, lr):
-        first, second, *rest = params
-        return [torch.optim.SGD([first, second], lr=lr), torch.optim.AdamW([second, *rest], lr=lr)]
-
-    train_state = train_state_of(make_workload(optimizer=two), ema=0.9)
-    assert [type(one) for one in train_state.optimizers] == [torch.optim.SGD, torch.optim.AdamW]
-    assert list(map(id, train_state.parameters)) == list(map(id, train_state.model.parameters()))
-    assert isinstance(train_state.average, WeightAverage)
-    assert train_state.average.decay == 0.9

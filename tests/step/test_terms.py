@@ -211,17 +211,3 @@ def test_wrong_counts_are_refused_before_the_step(given, found: str) -> None:
         step_of(train_state, workload, [12, 12])
     assert found in str(caught.value)
     assert all(map(torch.equal, train_state.model.parameters(), before))
-
-
-def test_counts_beside_a_loss_without_counted_terms_are_refused() -> None:
-    workload = detection(loss=lambda m, b: cross_entropy(m(b[0])[0], b[1]), counts=counts)
-    with pytest.raises(InputError, match="the loss that have a count are none: count these"):
-        step_of(train_state_of(workload), workload, [12, 12])
-
-
-def test_a_loss_that_needs_no_second_pass_keeps_no_batch() -> None:
-    workload = detection(loss=two_means, counts=None)
-    train_state = train_state_of(workload)
-    fed = train_state.feed(iter(split(workload, [8] * 3)), SilentMeter())
-    train_step(train_state, fed, SAMPLES)
-    assert list(fed) == []

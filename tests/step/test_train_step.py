@@ -174,17 +174,6 @@ def test_only_the_optimizer_whose_gradients_overflowed_is_skipped() -> None:
     assert moved["wild.weight"] == moved["wild.bias"] == 0
 
 
-def test_a_loss_scale_that_fell_to_0_takes_no_step() -> None:
-    workload = make_workload()
-    train_state = train_state_of(workload, precision="fp16")
-    train_state.scaler = torch.amp.GradScaler("cpu", init_scale=0.0)
-    before = weights(train_state.model)
-    result = train_step(train_state, split(workload, [SAMPLES]), SAMPLES)
-    assert not result.applied
-    assert math.isnan(result.grad_norm)
-    assert torch.equal(weights(train_state.model), before)
-
-
 @pytest.mark.parametrize(
     ("loss", "said"),
     [

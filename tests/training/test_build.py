@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import nn
@@ -22,7 +19,6 @@ from autobatch.device.select import open_device
 from autobatch.planning import make_plan
 from autobatch.training.build import build_sampler, open_loop
 from autobatch.training.checkpoint import load_newest
-from autobatch.workload.contract import Loading
 from tests.support.options import as_options
 from tests.support.training import (
     Rows,
@@ -85,15 +81,6 @@ def test_a_schedule_takes_what_its_arguments_are_called(schedule, rates) -> None
     assert [record.learning_rate for record in loop.run()] == pytest.approx([0.1 * one for one in rates])
 
 
-def test_the_steps_of_an_epoch_without_an_end_are_refused(tmp_path: Path) -> None:
-    def stream() -> Iterator[Any]:
-        while True:
-            yield points()[0]
-
-    with pytest.raises(InputError, match=r"asks for steps_per_epoch, but the length of the stream is"):
-        fit(make_workload(schedule=per_epoch, train_data=stream), **OPTIONS, out=tmp_path)
-
-
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
@@ -131,28 +118,3 @@ def test_the_first_step_starts_with_an_empty_cache_as_a_probe_does() -> None:
         stats = loop.meter.stats()
     assert stats.peak_allocated_bytes > stats.allocated_bytes
     assert stats.reserved_bytes == 2 * MiB  # the segment of small blocks, which holds the model
-
-
-@pytest.mark.parametrize(
-    ("knobs", "of_loader", "given", "expected"),
-    [
-        ({}, {"workers": 1}, {}, 1),
-        ({"loader_workers": 2}, {"workers": 3}, {}, 2),
-        ({"loader_workers": 2}, {}, {"workers": 1}, 1),
-        ({"loader_workers": 2}, {"workers": 3}, {"workers": 0}, 0),
-    ],
-)
-def test_the_user_comes_first_then_the_plan_then_the_loader(
-    knobs: dict[str, Any], of_loader: dict[str, Any], given: dict[str, Any], expected, monkeypatch
-) -> None:
-    fed: dict[str, Any] = {}
-    monkeypatch.setattr(
-        "autobatch.training.build.open_feed", lambda *_, **options: fed.update(options) or nullcontext()
-    )
-    workload = make_workload(loading=Loading(**of_loader))
-    asked = as_options("fit", target_batch=8, steps=1, **given)
-    plan = make_plan(target_batch=8, micro_batch_limit=4, learning_rate=0.1)
-    plan = msgspec.structs.replace(plan, knobs=knobs)
-    with open_loop(make_setup(workload), plan, asked, build_sampler(24, asked)):
-        pass
-    assert fed["workers"] == expected

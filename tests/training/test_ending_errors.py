@@ -52,19 +52,6 @@ def test_a_lost_device_ends_the_run_and_may_not_answer_after_a_fatal_error() -> 
         assert not loop.can_be_saved
 
 
-def test_the_graphs_of_a_batch_that_ran_out_of_memory_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    resets: list[str] = []
-    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append("reset"))
-    for has_graphs in (False, True):
-        fault = Fault(60)
-        loop = open_loop(plain(), target_batch=8, micro_batch=4, meter=Watching(fault))
-        loop.train_state.gradients.are_overwritten = has_graphs
-        fault.armed = True
-        with fault:
-            next(loop.run())
-    assert resets == ["reset"]
-
-
 @pytest.mark.parametrize(
     ("left", "expected"), [('{"micro_batch": 2}', 2), ("broken", 3), ('{"micro_batch": "2"}', 3)]
 )
@@ -78,11 +65,6 @@ def test_a_resumed_run_uses_the_smaller_micro_batch_of_one_that_ran_out_of_memor
     assert done.micro_batch == expected
     assert [row["micro_batch"] for row in rows(tmp_path)] == [3, 3, *[expected] * 4]
     assert not (tmp_path / "oom.json").exists()
-
-
-def test_a_new_run_ignores_the_smaller_micro_batch_of_an_earlier_one(tmp_path: Path) -> None:
-    (tmp_path / "oom.json").write_text('{"micro_batch": 1}')
-    assert train(open_loop(), settings(tmp_path), Progress(), None).micro_batch == 3
 
 
 def test_a_list_of_losses_is_named_where_it_has_filled_a_simulated_gpu(tmp_path: Path) -> None:

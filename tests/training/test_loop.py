@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 
-from autobatch import InputError, Loss, NonFiniteError
+from autobatch import InputError, NonFiniteError
 from tests.support.kinds import Followed
 from tests.support.overflow import flagged
 from tests.support.overflow import loss as overflowing_loss
@@ -108,21 +108,6 @@ def test_a_non_finite_gradient_of_one_optimizer_stops_all() -> None:
     assert torch.equal(weights(loop.train_state.model), before)
 
 
-def test_a_batch_without_items_is_seen_and_its_step_not_applied() -> None:
-    def loss(model, batch):
-        return Loss(mean_loss(model, batch) * 0.0, 0)
-
-    loop = make_loop(
-        make_workload(
-            loss=loss, schedule=lambda optimizer, steps: torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        ),
-        steps=3,
-    )
-    records = list(loop.run())
-    assert [(r.applied, r.loss, r.count) for r in records] == [(False, None, 0.0)] * 3
-    assert (loop.batches_seen, loop.steps_applied, loop.schedules[0].last_epoch) == (3, 0, 0)
-
-
 @pytest.mark.parametrize("micro_batch", [1, 5, 7])
 def test_a_record_has_the_norm_the_items_and_the_rates_of_its_batch(micro_batch: int) -> None:
     """Against one pass over the whole batch; the step takes half a second of the clock."""
@@ -188,11 +173,3 @@ def test_a_parameter_that_is_replaced_after_a_step_is_refused_by_name() -> None:
 
     with pytest.raises(InputError, match=r"after_step \(.*test_loop.py:\d+\) .* '0.weight'.*in place"):
         list(make_loop(make_workload(after_step=after_step)).run())
-
-
-def test_gradients_that_the_model_came_with_are_not_part_of_the_first_batch() -> None:
-    loop, other = make_loop(make_workload(), steps=1), make_loop(make_workload(), steps=1)
-    for parameter in other.train_state.parameters:
-        parameter.grad = torch.ones_like(parameter)
-    list(loop.run()), list(other.run())
-    assert torch.equal(weights(loop.train_state.model), weights(other.train_state.model))

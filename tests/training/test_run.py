@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -121,32 +120,6 @@ def test_a_validation_out_of_memory_leaves_a_checkpoint_of_its_step(tmp_path: Pa
         )
     assert saved_steps(tmp_path) == [2]
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
-
-
-def test_the_error_of_the_run_counts_if_no_checkpoint_can_be_written_after_it(
-    tmp_path: Path, monkeypatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise MemoryError("no host memory")
-
-    monkeypatch.setattr("autobatch.training.run.save_checkpoint", refuse)
-    caught = run_until_oom(tmp_path, FULL, micro_batch=1)
-    assert caught.exit_code == 3
-    (said,) = [
-        note for note in caught.__notes__ if note.startswith("no checkpoint of step 3 could be written")
-    ]
-    assert "no host memory" in said
-    assert saved_steps(tmp_path) == []
-
-
-def test_the_summary_counts_the_loop_and_its_rate(tmp_path: Path) -> None:
-    loop = open_loop(ema=0.9)
-    ticks = count(step=0.5)
-    loop.clock = lambda: next(ticks)
-    done = train(loop, settings(tmp_path), Progress(), None)
-    assert (done.optimizer_steps, done.samples, done.skipped_steps) == (STEPS, 42, 0)
-    assert (done.samples_per_s, done.seconds) == (14.0, 3.0)
-    assert (done.ema, done.micro_batch, done.validation) == (0.9, 3, {})
 
 
 def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:

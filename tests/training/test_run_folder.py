@@ -34,30 +34,6 @@ def test_a_folder_is_held_until_its_process_ends_even_by_a_kill(tmp_path: Path) 
         pass
 
 
-def wait_for_end(talk: Connection) -> None:
-    talk.send("started")
-    talk.recv()
-
-
-def test_a_forked_child_does_not_hold_the_folder(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe()
-    child = context.Process(target=wait_for_end, args=(there,))
-    try:
-        with claim_folder(tmp_path):
-            child.start()
-            assert here.recv() == "started"
-            with pytest.raises(InputError, match="another run"), claim_folder(tmp_path):
-                pass
-        assert child.is_alive()
-        with claim_folder(tmp_path):
-            pass
-    finally:
-        here.send(None)
-        child.join()
-    assert child.exitcode == 0
-
-
 def test_new_folders_are_removed_if_nothing_was_written(tmp_path: Path) -> None:
     with claim_folder(tmp_path / "a" / "b"):
         assert (tmp_path / "a" / "b").is_dir()

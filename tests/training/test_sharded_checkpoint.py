@@ -15,7 +15,6 @@ import pytest
 from safetensors.torch import load_file
 
 from autobatch import AutobatchError
-from autobatch.distributed.sharding import state as shard_files
 from autobatch.training.checkpoint import (
     MANIFEST,
     STATE,
@@ -114,17 +113,6 @@ def test_a_run_continues_bit_for_bit_on_as_many_ranks(server: RankServer, tmp_pa
     assert server.values(interrupted, tmp_path, world=2) == [True, True]
 
 
-def with_small_files(folder: Path) -> Any:
-    shard_files.FILE_BYTES = 300
-    return on_ranks(folder, 2)
-
-
-def test_tensors_fill_several_files(server: RankServer, tmp_path: Path) -> None:
-    written = server.values(with_small_files, tmp_path, world=2)
-    assert len(list(list_checkpoints(tmp_path)[0].glob("shard-00002-model-*"))) > 2
-    assert alone(tmp_path, 0) == written[0]
-
-
 def fail_on_rank_1(folder: Path, *errors: BaseException) -> list[str]:
     """Write a checkpoint, then one after another in which rank 1 fails; return what this rank is told."""
     group = open_group()
@@ -210,15 +198,6 @@ def check_kill(server: RankServer, folder: Path, rank: int, call: int) -> None:
 @pytest.mark.parametrize(("rank", "call"), [(0, 4), (1, 0)])
 def test_a_kill_loses_no_checkpoint(server: RankServer, tmp_path: Path, rank: int, call: int) -> None:
     check_kill(server, tmp_path, rank, call)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_kill_at_any_call_loses_no_checkpoint(server: RankServer, tmp_path: Path, rank: int) -> None:
-    calls = server.values(killed_at, tmp_path / "counted", 2, 0, world=2)[rank]
-    assert calls >= (10, 1)[rank]
-    for call in range(calls):
-        check_kill(server, tmp_path / str(call), rank, call)
 
 
 def load_with_each_file_damaged(folder: Path) -> dict[str, tuple[str, list[str]]]:

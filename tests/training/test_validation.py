@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from autobatch import DoesNotFitError, InputError, Loss, WholeBatchLoss
+from autobatch import DoesNotFitError, InputError, Loss
 from autobatch.training.validation import Validator
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
@@ -111,16 +110,6 @@ def test_a_loss_over_the_whole_batch_is_computed_over_batches_of_the_training_si
     expected = {"loss": whole_batches(10), "accuracy": by_hand("mean")["accuracy"]}
     assert metrics_of(workload, micro_batch, target_batch=10) == pytest.approx(expected, rel=1e-12)
     assert expected["loss"] != pytest.approx(whole_batches(23), rel=1e-2)
-
-
-def test_out_of_memory_within_a_whole_batch_keeps_its_rows() -> None:
-    seen: list[int] = []
-    fails = limited(5, seen)
-    loss = replace(INFO_NCE, represent=lambda model, batch: [fails(model, batch), model(batch[0])][1])
-    assert isinstance(loss, WholeBatchLoss)
-    workload = make_workload(validation_data=HELD_OUT, loss=loss)
-    assert metrics_of(workload, 8, target_batch=12)["loss"] == pytest.approx(whole_batches(12), rel=1e-12)
-    assert seen == [8, 4, 4, 4, 4, 4, 3]
 
 
 @pytest.mark.parametrize(
