@@ -22,10 +22,6 @@ class WeightAverage:
 
     Buffers are not averaged: running statistics are averages already. A frozen parameter costs nothing; its
     average starts at the first step that finds it unfrozen.
-
-    Args:
-        parameters: the parameters that the optimizers train, each once.
-        decay: share of the average that a step keeps, between 0 and 1.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,14 +25,17 @@ from autobatch.workload.contract import Collated, Loss, kind_of
 from autobatch.workload.nested import form_of
 from autobatch.workload.user_code import user_code
 
-if TYPE_CHECKING:
-    from autobatch.step.train_state import TrainState
-
 COUNT_TOLERANCE = 1e-5
 """Relative difference of two sums of the same counts, which may be weights in float32."""
 ONE = ""
 """Name of the only term of a loss."""
 Number: TypeAlias = Tensor | float
+
+
+class HasScale(Protocol):
+    """The part of a train state that knows how many items its loss counts."""
+
+    items_per_sample: float | None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -235,7 +238,7 @@ def counts_of(terms: Mapping[str, Tensor | Loss]) -> dict[str, Number]:
 
 
 def normalize_loss(
-    train_state: TrainState, totals: StepTotals, terms: Mapping[str, Tensor | Loss], size: int
+    train_state: HasScale, totals: StepTotals, terms: Mapping[str, Tensor | Loss], size: int
 ) -> list[WeightedLoss]:
     """Return the part of a micro-batch of ``size`` samples in the loss of its batch: ``total ÷ D``.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -32,13 +32,17 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
     that a forward pass added are removed.
 
     Raises:
-        InputError: a lazy module has parameters without a shape.
+        InputError: a lazy module has parameters without a shape, or the model is one of TorchScript.
     """
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}.values()
     if any(is_lazy(tensor) for tensor in tensors):
         raise InputError(
             "the model has lazy modules whose parameters have no shape yet: run one forward pass inside "
             "Workload(model=…) before returning it"
+        )
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise InputError(
+            "the model is one of TorchScript, whose tensors are out of reach: return it unscripted"
         )
     saved = [(t, t.data, t.grad, t.requires_grad) for t in tensors]
     modules = [
@@ -69,7 +73,8 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
             vars(module).clear()
             vars(module).update(attributes)
             for registry, entries in registries:
-                _refill(registry, entries)
+                registry.clear()
+                registry.update(entries)
         for generator, state in generators:
             generator.set_state(state)
         for tensor, data, gradient, requires_grad in saved:
@@ -199,14 +204,3 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
         else value
         for name, value in vars(module).items()
     }
-
-
-def _refill(registry: MutableMapping[str, Any], entries: dict[str, Any]) -> None:
-    """Give a registry the entries that it had; that of a TorchScript module never gains or loses any."""
-    if isinstance(registry, dict):
-        registry.clear()
-        registry.update(entries)
-        return
-    for name, entry in entries.items():
-        if isinstance(entry, Tensor) and not isinstance(entry, nn.Parameter):
-            registry[name] = entry

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from autobatch.step.restore import BufferSnapshot
 from autobatch.workload.contract import Collated, LossFunction, WholeBatchLoss, Workload
 from autobatch.workload.nested import feed
 
-if TYPE_CHECKING:
-    from autobatch.step.whole_batch import Rows
-
 T = TypeVar("T")
 _DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,7 +34,7 @@ class PassExchange(Protocol):
     def counts_loss(self) -> bool:
         """True on the one rank whose loss, and gradient of what only the loss uses, count."""
 
-    def gather(self, rows: Rows) -> None:
+    def gather(self, rows: Any) -> None:
         """Fill in the rows of the other ranks; all ranks call it."""
 
     def sum_counts(self, counts: Mapping[str, float]) -> dict[str, float]:

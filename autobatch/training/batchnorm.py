@@ -14,12 +14,7 @@ def batch_norms(model: nn.Module) -> list[_BatchNorm]:
 
 
 def statistics_notes(momenta: Sequence[float | None], sizes: Sequence[int]) -> list[str]:
-    """Return notes on batch statistics; empty without BatchNorm or for a single micro-batch.
-
-    Args:
-        momenta: the momentum of each BatchNorm layer.
-        sizes: the micro-batches of a batch, the largest first.
-    """
+    """Return notes on batch statistics; empty without BatchNorm or for a single micro-batch."""
     if not momenta or len(sizes) == 1:
         return []
     layers, momentum = f"{len(momenta)} BatchNorm layers compute their", momenta[0]

@@ -40,14 +40,7 @@ FILLER_SAMPLES = 2
 def build_sampler(
     samples: int, options: Options, order: Order | None = None, view: StreamView | None = None
 ) -> GlobalBatchSampler:
-    """Build the sampler of all batches of a run.
-
-    Args:
-        samples: samples of an epoch.
-        options: options of the run.
-        order: order of an epoch; None for a permutation.
-        view: the stream that the run reads; None for data with an index.
-    """
+    """Build the sampler of all batches of a run."""
     fields: dict[str, Any] = {
         "samples": samples,
         "target_batch": options.target_batch,
@@ -75,15 +68,6 @@ def open_loop(
     note: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Loop]:
     """Build a loop at its first batch, on the device and with its feed; close both at the end of the block.
-
-    Args:
-        setup: the model, which is trained in place, and the device.
-        plan: the plan.
-        options: the options of the run.
-        sampler: the batches of the run.
-        ranks: the processes that train together; None if this one trains alone.
-        sample_seeds: whether to seed every sample, even if neither the options nor the plan need it.
-        note: called with remarks on the metrics.
 
     Raises:
         InputError: a part of the workload is invalid, or raised on the first validation samples.

@@ -366,12 +366,6 @@ Check: TypeAlias = Callable[[Path, dict[str, Any], dict[str, Any]], None]
 def load_newest(folder: Path, check: Check = lambda *_: None, ranks: Ranks | None = None) -> Loaded | None:
     """Load the newest valid checkpoint, and name the damaged ones that were passed over.
 
-    Args:
-        folder: the folder of all checkpoints of the run.
-        check: raises a `CheckpointError` if a checkpoint with valid sums holds something else.
-        ranks: all of them call this and load the same one, and rank 0 compares the sums. None if this process
-            trains alone.
-
     Returns:
         The checkpoint; None if the folder has none at all.
 

@@ -28,11 +28,6 @@ def export_weights(train_state: TrainState, folder: Path, engine: Engine | None 
 
     Of tied weights a file has one, and its metadata name the others (`safetensors.torch.save_model`).
 
-    Args:
-        train_state: the model.
-        folder: of the files.
-        engine: the ranks, all of which call this, and rank 0 writes; None if this process trains alone.
-
     Raises:
         CheckpointError: a file cannot be written.
     """

@@ -164,10 +164,6 @@ class Loop:
     def _train_batch(self, batch: GlobalBatch, random_state: RandomState) -> _TrainedBatch | None:
         """Train a batch, and repeat it after an out-of-memory error, as long as micro-batches get smaller.
 
-        Args:
-            batch: its samples.
-            random_state: the state of the generators now.
-
         Returns:
             None if the batch was dropped, because the run was asked to stop.
         """

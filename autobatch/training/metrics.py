@@ -176,12 +176,7 @@ class Earlier(NamedTuple):
 
 
 def rewind_metrics(path: Path, *, batches_seen: int) -> Earlier:
-    """Drop the lines of batches that a resumed run trains again.
-
-    Args:
-        path: the metrics file, which need not exist.
-        batches_seen: batches that the resumed run has trained already.
-    """
+    """Drop the lines of batches that a resumed run trains again."""
     totals, logged, dropped, kept = RunTotals(), 0, list[StepRecord](), bytearray()
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         try:

@@ -249,11 +249,6 @@ def stored_records(facts: Mapping[str, Any]) -> _StoredRecords | None:
 def check_content(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
     """Check that a checkpoint with valid sums holds a state that a run can continue from.
 
-    Args:
-        path: its folder, whose name has the number of its batches.
-        state: what `capture_loop` returned.
-        facts: what `autobatch.training.run.train_plan` stored beside it.
-
     Raises:
         CheckpointError: an entry is missing, or the state is that of another step.
     """
@@ -281,12 +276,6 @@ def check_same_run(
     resumed: Loaded, options: Options, sampler: GlobalBatchSampler, *, is_scheduled: bool
 ) -> None:
     """Check that the remaining batches are those of the interrupted run.
-
-    Args:
-        resumed: the checkpoint.
-        options: as asked.
-        sampler: the batches of this run.
-        is_scheduled: whether the workload has a schedule that is built for the number of steps of the run.
 
     Raises:
         InputError: they differ; names the difference.
@@ -323,14 +312,7 @@ def check_same_run(
 
 
 def changes_since_checkpoint(resumed: Loaded, setup: Setup, ranks: Ranks, options: Options) -> list[str]:
-    """Return the changes that rule out a bit-exact resume, in the user's words; each rank has its own.
-
-    Args:
-        resumed: the checkpoint.
-        setup: the workload and the device of this rank.
-        ranks: that train.
-        options: as asked.
-    """
+    """Return the changes that rule out a bit-exact resume, in the user's words; each rank has its own."""
     plan, of_ranks = msgspec.convert(resumed.facts["plan"], Plan), resumed.facts["ranks"]
     cut = plan.size_cut
     sizes = None if cut is None else setup.worst_case.sizes()

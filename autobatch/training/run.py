@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import nn
 from autobatch.core.errors import (
     AutobatchError,
     DoesNotFitError,
-    InputError,
     Interrupted,
     RestartSmallerError,
     UserCodeError,
@@ -52,7 +51,7 @@ from autobatch.training.trackers import LoggedRun, open_trackers
 from autobatch.training.validation import Validator
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state
-from autobatch.workload.user_code import describe, failed_part, user_code
+from autobatch.workload.user_code import describe, user_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +79,6 @@ def train_plan(
     run: RunInputs, files: RunFiles, *, progress: Progress, ranks: Ranks | None = None
 ) -> tuple[Training, nn.Module]:
     """Train a plan to the end of its run.
-
-    Args:
-        run: the model, the plan and the batches.
-        files: the folder of the run, and its options.
-        progress: receives notes and steps.
-        ranks: the processes that train together; None if this one trains alone.
 
     Returns:
         The record of the training, and the trained model.
@@ -197,15 +190,6 @@ def train(
             except AutobatchError as error:
                 run.end_with(error)
                 raise
-            except Exception as error:
-                part = failed_part(error)
-                if resumed is None or loop.batches_seen != begun_at or part not in ("optimizer", "schedule"):
-                    raise
-                reason = f"{type(error).__name__}: {first_line(error)}"
-                raise InputError(
-                    f"the {part} cannot continue from its state in the checkpoint {resumed.path} ({reason}). "
-                    "Give the same workload, or delete this checkpoint to resume from an earlier one"
-                ) from error
         # The run is over: what is exported, and what the caller gets, are the averaged weights.
         switch(loop.train_state.optimizers, train=False)
         progress.doing("writing the weights")
@@ -442,19 +426,12 @@ class _Run:
         """Return the summary of a finished run."""
         loop, totals, average = self._loop, self._totals, self._loop.train_state.average
         return Training(
-            optimizer_steps=loop.steps_applied,
-            samples=loop.sampler.seen(loop.batches_seen),
+            **asdict(totals) | {"samples": loop.sampler.seen(loop.batches_seen)},
             samples_per_s=totals.samples / totals.seconds if totals.seconds else None,
-            first_loss=totals.first_loss,
-            final_loss=totals.final_loss,
-            final_terms=totals.final_terms,
-            peak_allocated_bytes=totals.peak_allocated_bytes,
-            peak_reserved_bytes=totals.peak_reserved_bytes,
+            optimizer_steps=loop.steps_applied,
             oom_recoveries=loop.oom_recoveries,
             resumed_from=None if self._resumed_from is None else str(self._resumed_from),
             checkpoint=None if self._newest is None else str(self._newest),
-            seconds=totals.seconds,
-            skipped_steps=totals.skipped_steps,
             validation=validation,
             micro_batch=loop.split.of_longest(loop.micro_batch),
             ema=None if average is None else average.decay,

@@ -118,11 +118,6 @@ class Tracker:
 
     It logs at most one step per `WRITE_INTERVAL_S`; the last one, recoveries, validations and skipped steps
     always.
-
-    Args:
-        name: the tracker, for notes.
-        opened: the run in its library.
-        logged: the last step that it has already.
     """
 
     def __init__(self, name: str, opened: Opened, logged: int) -> None:

@@ -44,10 +44,6 @@ class Validator:
 
     A `WholeBatchLoss` depends on the number of samples, so it is computed over batches of the training's
     size, of which the last may be short.
-
-    Args:
-        loop: has the workload and the model.
-        note: called with a line if memory runs out at a size that trains.
     """
 
     def __init__(self, loop: Loop, *, note: Callable[[str], None] = lambda _: None) -> None:

@@ -8,17 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.estimates.traced_step import record
-from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
 from autobatch.step.ema import WeightAverage
-from tests.support.step_workloads import setup, traced_step
 from tests.support.training import (
-    Rows,
     apart,
     make_loop,
     make_workload,
     network,
-    points,
     weights,
 )
 
@@ -84,17 +79,3 @@ def test_the_averages_replace_the_weights_for_a_while(dtype: torch.dtype) -> Non
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
     assert torch.equal(weights(model), before)
     assert torch.equal(flat(average.tensors()), kept)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_probe_and_a_trace_count_its_memory(dtype: torch.dtype) -> None:
-    data = Rows(points(dtype=torch.float32).columns[0].to(dtype), points().columns[1])
-    workload = make_workload(model=lambda: network(dtype), train_data=data)
-    with_it, without = (setup(workload, max_grad_norm=None, ema=ema) for ema in (DECAY, None))
-    elements = sum(parameter.numel() for parameter in with_it.model.parameters())
-    traced = record(traced_step(with_it, steps=ATTEMPT_STEPS), 3)
-    assert traced.trace == attempt(with_it, 3).trace.canonical()
-    more, less = (attempt(one, 3).attempt.peak_allocated_bytes for one in (with_it, without))
-    assert more - less >= 4 * elements
-    if dtype == torch.float32:
-        assert more - less == 4 * elements

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.rehearsal.attempt import attempt
-from autobatch.step.restore import SMALL_BUFFER, BufferSnapshot, temporary_weights
+from autobatch.step.restore import SMALL_BUFFER, BufferSnapshot
 from autobatch.workload.rng import capture_random_state, restore_random_state
 from tests.support.training import make_setup, make_workload, points
 from tests.support.untouched import model_state
-
-CPU = torch.device("cpu")
 
 
 class Tied(nn.Module):
@@ -115,38 +113,6 @@ def test_a_large_buffer_is_copied_only_after_a_batch_has_changed_it(is_committed
     model.large.add_(1)
     assert snapshot.restore()
     assert model.large[0] == 1
-
-
-class Scripted(nn.Module):
-    """Buffers that a forward pass replaces and writes, for TorchScript."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.register_buffer("replaced", torch.zeros(()))
-        self.register_buffer("written", torch.zeros(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.replaced = self.replaced + 1.0
-        self.written += 1.0
-        return self.linear(x)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
-def test_a_torchscript_model_is_as_it_was() -> None:
-    model = torch.jit.script(Scripted())
-    weight, replaced = model.linear.weight, model.replaced
-    with temporary_weights(model, torch.device("cpu")):
-        snapshot = BufferSnapshot(model)
-        snapshot.take()
-        model(torch.ones(1, 2)).sum().backward()
-        assert snapshot.restore()
-        assert (float(model.replaced), model.written.tolist()) == (0.0, [0.0, 0.0])
-        model(torch.ones(1, 2))
-    assert (float(model.replaced), model.written.tolist()) == (0.0, [0.0, 0.0])
-    assert model.replaced is replaced
-    assert model.linear.weight is weight
-    assert weight.grad is None
 
 
 class Teaching(nn.Module):

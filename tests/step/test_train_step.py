@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,12 +11,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch import InputError, Loss
-from autobatch.estimates.traced_step import record
 from autobatch.planning import micro_batches
-from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
+from autobatch.rehearsal.attempt import attempt
 from autobatch.step.train_step import train_step
 from tests.support.overflow import Overflow
-from tests.support.step_workloads import setup, traced_step
+from tests.support.step_workloads import setup
 from tests.support.steps import EXACT, KINDS, SAMPLES, off, split, train_state_of, whole_tokens
 from tests.support.training import (
     IGNORED,
@@ -132,21 +130,6 @@ def test_an_invalid_count_is_named_and_moves_nothing(count: float, kind, precisi
     with pytest.raises(InputError, match=f"count of the workload's loss must .* found {count:g}"):
         train_step(train_state, split(workload, [SAMPLES]), SAMPLES)
     assert torch.equal(weights(train_state.model), before)
-
-
-def test_a_probe_and_a_trace_count_what_follows_a_step() -> None:
-    def after_step(model: nn.Module) -> None:
-        copies = [p.repeat(40, *[1] * (p.dim() - 1)) for p in model.parameters()]
-        for parameter, copy in zip(model.parameters(), copies, strict=True):
-            parameter.copy_(copy[: len(parameter)])
-
-    workload = make_workload(model=lambda: network(torch.float32), train_data=points(dtype=torch.float32))
-    peaks = []
-    for one in (replace(workload, after_step=after_step), workload):
-        found = attempt(opened := setup(one), 3)
-        assert record(traced_step(opened, steps=ATTEMPT_STEPS), 3).trace == found.trace.canonical()
-        peaks.append(found.attempt.peak_allocated_bytes)
-    assert peaks[0] - peaks[1] > 30 * 4 * sum(p.numel() for p in workload.model().parameters())
 
 
 def test_only_the_optimizer_whose_gradients_overflowed_is_skipped() -> None:

@@ -14,8 +14,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from autobatch import InputError, NonFiniteError
 from tests.support.kinds import Followed
-from tests.support.overflow import flagged
-from tests.support.overflow import loss as overflowing_loss
 from tests.support.training import (
     INFO_NCE,
     TOKENS,
@@ -23,7 +21,6 @@ from tests.support.training import (
     make_loop,
     make_workload,
     mean_loss,
-    network,
     reference,
     token_loss,
     weights,
@@ -149,22 +146,6 @@ def test_what_follows_a_step_is_that_of_whole_batches(micro_batch: int) -> None:
         found = torch.cat([p.detach().flatten() for p in trained])
     places = torch.cat([torch.full((p.numel(),), p.requires_grad) for p in model.parameters()])
     assert apart(found, average[places]) < 1e-12
-
-
-def test_nothing_follows_a_step_that_was_skipped() -> None:
-    calls = list[bool]()
-
-    def after_step(model: nn.Module) -> None:
-        calls.append(torch.is_grad_enabled())
-
-    data = flagged({3, 17}, samples=24)
-    workload = make_workload(
-        model=lambda: network(torch.float32), train_data=data, loss=overflowing_loss, after_step=after_step
-    )
-    loop = make_loop(workload, target_batch=8, micro_batch=3, steps=9, precision="fp16")
-    applied = [record.applied for record in loop.run()]
-    assert len(set(applied)) == 2
-    assert calls == [False] * sum(applied)
 
 
 def test_a_parameter_that_is_replaced_after_a_step_is_refused_by_name() -> None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import itertools
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from autobatch import InputError, Progress, StepRecord, fit
 from autobatch.cli import main as cli
 from autobatch.training.trackers import CURVES
 from tests.support.probes import Listener
-from tests.support.rank_server import RankServer
 from tests.support.runs import rows
 from tests.support.training import make_workload, points
 
@@ -165,55 +162,3 @@ def test_a_tracker_that_fails_later_is_named_and_left_out(libraries: Libraries, 
     assert fit(make_workload(train_data=points(24)), **options).training.optimizer_steps == 2
     (note,) = [note for note in heard.notes if "sink" in note]
     assert note.startswith("wandb.step raised TypeError")
-
-
-def logged_by_rank(out: str) -> list[list[int]]:
-    """Train two steps over the ranks with a tracker, and return the steps that this rank has logged."""
-    found = Libraries()
-    sys.modules.update(found.modules)
-    fit(make_workload(train_data=points(24)), **OPTIONS, steps=2, out=out, log=["wandb"])
-    return found.steps()
-
-
-@pytest.mark.distributed
-def test_rank_0_alone_logs(server: RankServer, tmp_path: Path) -> None:
-    assert server.values(logged_by_rank, str(tmp_path / "run")) == [[[1, 2]], []]
-
-
-@pytest.mark.program
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.filterwarnings("ignore")
-def test_the_real_library_keeps_each_step_once(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None
-) -> None:
-    """Two processes, of which the second resumed after step 2 although step 3 was logged."""
-    pytest.importorskip(name, exc_type=ImportError)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # wandb leaves files there
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    monkeypatch.setattr(INTERVAL, 0.0)
-    out = tmp_path / "run"
-    options = OPTIONS | {"out": out, "steps": 6, "checkpoint_every": 2, "log": [name]}
-    with pytest.raises(RuntimeError, match="the power is gone"):
-        fit(make_workload(), **options | {"progress": Failing()})
-    fit(make_workload(), **options, resume=True)
-    (identifier,) = msgspec.json.decode((out / "trackers.json").read_bytes()).values()
-    if name == "tensorboard":
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        events = EventAccumulator(str(out / "tensorboard"))
-        events.Reload()
-        found = [(event.step, event.value) for event in events.Scalars("training/loss")]
-    elif name == "mlflow":
-        import mlflow
-
-        history = mlflow.MlflowClient().get_metric_history(identifier, "training/loss")
-        found = [(event.step, event.value) for event in history]
-        assert mlflow.MlflowClient().get_run(identifier).info.status == "FINISHED"
-    else:
-        assert len(list(out.glob(f"wandb/offline-run-*-{identifier}"))) == 2
-        return
-    assert [step for step, _ in found] == [1, 2, 3, 4, 5, 6]
-    assert [value for _, value in found] == pytest.approx([row["loss"] for row in rows(out)])
