@@ -45,7 +45,7 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
             "the model is one of TorchScript, whose tensors are out of reach: return it unscripted"
         )
     saved = [(t, t.data, t.grad, t.requires_grad) for t in tensors]
-    modules = [
+    modules: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = [
         (
             module,
             _attributes(module),
