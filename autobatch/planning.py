@@ -197,17 +197,12 @@ def launched_world_size(environ: Mapping[str, str]) -> int:
     return int(text)
 
 
-def check_world_size(plan: Plan, found: int, who: str) -> None:
-    """Check that a plan is for the processes that run it, or each would take the whole batch.
-
-    Raises:
-        InputError: it is for another number of ranks.
-    """
+def check_world_size(plan: Plan, found: int) -> None:
+    """Raise `InputError` if a plan is for another number of processes, which would change its batch."""
     if plan.world_size != found:
         raise InputError(
-            f"the plan is for {plan.world_size} rank{'s' * (plan.world_size > 1)}, and {who} runs in {found} "
-            f"process{'es' * (found > 1)}, so a step would not have {plan.target_batch} samples: plan with "
-            f"world_size={found}"
+            f"the plan is for {plan.world_size} ranks, and autobatch.batches runs in {found} processes, so a "
+            f"step would not have {plan.target_batch} samples: plan with world_size={found}"
         )
 
 

@@ -92,7 +92,10 @@ def parse(
             f"{workload.name} must be file.py, file.py:function or module:function in UTF-8, found "
             f"{quoted(place)}"
         )
-    options = {option: given[option] for option in fields_of(name) if option in given}
+    lengths = {"steps", "epochs"}  # which exclude each other: those of the latest source count
+    latest = next((layer for layer in given.maps if lengths & layer.keys()), {})
+    counted = given.keys() - (lengths - latest.keys())
+    options = {option: given[option] for option in fields_of(name) if option in counted}
     names = {option: _spelled(option) for option in fields_of(name)}
     names |= {option: one.name for option, one in options.items()}
     values = {option: one.value for option, one in options.items()}

@@ -128,7 +128,8 @@ class Option(NamedTuple):
         if value is None and self.default is None:
             return None
         plain = os.fspath(value) if isinstance(value, os.PathLike) else value
-        plain = plain.item() if hasattr(plain, "item") else plain  # a number of NumPy
+        with suppress(ValueError, RuntimeError):  # several numbers
+            plain = plain.item() if hasattr(plain, "item") else plain  # of NumPy or torch
         plain = [plain] if self.is_list and isinstance(plain, str) else plain
         union = get_args(self.type)[0]
         is_union = get_origin(union) in (Union, UnionType)

@@ -296,7 +296,7 @@ def batches(
             "a WholeBatchLoss needs the rows of the whole batch, which autobatch.batches does not keep: use "
             "autobatch.fit"
         )
-    check_world_size(plan, launched_world_size(os.environ), "autobatch.batches")
+    check_world_size(plan, launched_world_size(os.environ))
     ranks = Ranks() if plan.world_size == 1 else join_loop()
     lengths = {"seed": seed, "steps": steps, "epochs": epochs}
     ranks.check_equal({"target batch": plan.target_batch, "start": start, **lengths})

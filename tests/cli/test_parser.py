@@ -41,10 +41,14 @@ def test_later_sources_win() -> None:
     assert (workload, options.train.steps, options.train.keep_last) == ("e:f", 5, 9)
 
 
-def test_two_options_that_exclude_each_other_are_named_with_their_sources() -> None:
+def test_the_later_of_two_exclusive_options_wins() -> None:
     Path("autobatch.toml").write_text("epochs = 3\n")
-    with pytest.raises(InputError, match=r"--steps 5 and epochs in .*autobatch.toml 3 exclude each other"):
-        parsed("--steps", "5")
+    options = parsed("--steps", "5")[1]
+    assert (options.train.steps, options.train.epochs) == (5, None)
+    options = parsed("--epochs", "2", AUTOBATCH_STEPS="7")[1]
+    assert (options.train.steps, options.train.epochs) == (None, 2)
+    with pytest.raises(InputError, match=r"--steps 5 and --epochs 2 exclude each other"):
+        parsed("--steps", "5", "--epochs", "2")
 
 
 def test_a_file_may_hold_options_of_other_commands() -> None:

@@ -77,6 +77,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fit", {"ema": 1}, "ema must be a number over 0 and under 1, found 1"),
     ("fit", {"json": 3}, "json must be true or false, found 3"),
     ("fit", {"split": "sizes"}, "split must be one of auto, count, size, found 'sizes'"),
+    ("plan", {"target_batch": np.zeros(2)}, "target_batch must be a whole number of 1 or more, found array("),
     ("fit", {"seed": "null"}, "seed must be a whole number from 0 to 2147483647, found 'null'"),
     ("estimate", {"profile": 4090}, "profile must be one or more names, found 4090"),
     ("tune", {"knobs": "precison"}, "knobs: there is no knob 'precison'; did you mean precision"),
