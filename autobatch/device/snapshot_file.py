@@ -1,7 +1,7 @@
 """Memory snapshots, as `torch.cuda.memory._dump_snapshot` writes them, read without loading any class.
 
 A snapshot holds, for each GPU, the latest events of its allocator and the segments at its end. The state at
-its beginning follows from both. Files of torch 2.0 to 2.15 differ in the fields of an event; those that are
+its beginning follows from both. Files of torch 2.1 to 2.15 differ in the fields of an event; those that are
 read here are in all of them, but for the frames, the pools and the settings, which may be missing.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 import pickle
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -63,8 +62,6 @@ class Recording:
     peak_reserved_bytes: int
     older: tuple[int, int]
     """Number and bytes of the blocks that are older than the recording."""
-    emptied: int
-    """Times that the allocator gave memory back: `torch.cuda.empty_cache`, or a retry."""
     private_bytes: int
     """Bytes in pools of CUDA graphs at the end."""
     is_expandable: bool
@@ -132,51 +129,51 @@ def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings
     """Read the events of one GPU."""
     signed = (GROWS.get(entry["action"], 0) * entry["size"] for entry in entries if "size" in entry)
     reserved = peak = sum(segment["total_size"] for segment in segments) - sum(signed)
-    pool_of, stack_of = _Pools(segments), _Stacks()
     numbers: dict[int, int] = {}
     """Of the live blocks, by address."""
     events: list[tuple[int, int]] = []
+    older: list[tuple[int, int]] = []
     known: list[tuple[int, Stack]] = []
     """Pool and frames of each block, by its number."""
-    older: list[tuple[int, int]] = []
-    emptied, before, end, refused = 0, "", None, None
+    pools: dict[object, int] = {}
+    stack_of = _interned()
+    end, refused = None, None
+
+    def add(place: list[tuple[int, int]], entry: Entry, size: int, frames: Any) -> int:
+        """Add a block to the events or to what is older, and return its number."""
+        if size < 0:
+            raise ValueError(f"a block has {size} bytes")
+        pool = entry.get("stream", 0), tuple(entry.get("pool_id") or COMMON_POOL)
+        place.append((len(known), size))
+        known.append((pools.setdefault(pool, len(pools)), stack_of(frames or ())))
+        return len(known) - 1
+
     for at, entry in enumerate(entries):
         entries[at] = {}  # millions of them take a gigabyte
         action = entry["action"]
         if action == "alloc":
-            numbers[entry["addr"]] = len(known)
-            events.append((len(known), _bytes(entry["size"])))
-            known.append((pool_of(entry), stack_of(entry)))
+            numbers[entry["addr"]] = add(events, entry, int(entry["size"]), entry.get("frames"))
         elif action == "free_completed":
             number = numbers.pop(entry["addr"], None)
-            if number is None:
-                number = len(known)
-                older.append((number, _bytes(entry["size"])))
-                known.append((pool_of(entry), ()))
-            events.append((number, FREE))
+            events.append((add(older, entry, int(entry["size"]), ()) if number is None else number, FREE))
         elif action in GROWS:
             reserved += GROWS[action] * entry["size"]
             peak = peak if refused else max(peak, reserved)
-            emptied += GROWS[action] < 0 < GROWS.get(before, 1)
         elif action == "oom" and refused is None:
-            emptied -= GROWS.get(before, 0) < 0
             refused = OutOfMemory(int(entry["size"]), int(entry["device_free"]), reserved, None)
-            end = len(events)
-            events.append((len(known), refused.asked))
-            known.append((pool_of(entry), stack_of(entry)))
-        before = action
-    blocks = [(segment, block) for segment in segments for block in blocks_of(segment)]
-    for segment, block in sorted(blocks, key=lambda pair: (_asked(pair[1]), pair[1]["address"])):
+            end = len(events) + 1
+            add(events, entry, refused.asked, entry.get("frames"))
+    blocks = [(segment, block) for segment in segments for block in segment["blocks"]]
+    for segment, block in sorted(blocks, key=lambda pair: (pair[1]["size"], pair[1]["address"])):
         if str(block["state"]).startswith("active") and block["address"] not in numbers:
-            older.append((len(known), _asked(block)))
-            known.append((pool_of({**segment, "addr": block["address"]}), stack_of(block)))
-    if end is not None and refused is not None:
-        if end + 1 == len(events):
-            free = (int(block["size"]) for _, block in blocks if block["state"] == "inactive")
-            refused = refused._replace(largest_piece=max(free, default=0))
-        events = events[: end + 1]
-    whole = [*older, *events]
+            pool = {**segment, "pool_id": segment.get("segment_pool_id")}
+            add(older, pool, int(block.get("requested_size") or block["size"]), block.get("frames"))
+    if refused is not None and end == len(events):
+        free = (int(block["size"]) for _, block in blocks if block["state"] == "inactive")
+        refused = refused._replace(largest_piece=max(free, default=0))
+    whole = [*older, *events[:end]]
     order = [number for number, size in whole if size != FREE]
+    private = [part for part in segments if tuple(part.get("segment_pool_id") or COMMON_POOL) != COMMON_POOL]
     return Recording(
         device=device,
         trace=Trace(tuple(whole)).canonical(),
@@ -184,73 +181,25 @@ def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings
         pools=[known[number][0] for number in order],
         peak_reserved_bytes=peak,
         older=(len(older), sum(size for _, size in older)),
-        emptied=emptied,
-        private_bytes=sum(segment["total_size"] for segment in segments if _pool_id(segment) != COMMON_POOL),
+        private_bytes=sum(segment["total_size"] for segment in private),
         is_expandable=any(segment.get("is_expandable") for segment in segments),
         settings=settings,
         refused=refused,
     )
 
 
-def blocks_of(segment: Entry) -> Iterator[Entry]:
-    """Yield the blocks of a segment with their addresses, which torch 2.0 leaves out."""
-    address = segment["address"]
-    for block in segment["blocks"]:
-        yield {"address": address, **block}
-        address += block["size"]
+def _interned() -> Callable[[Any], Stack]:
+    """Return a function that makes the frames of events plain, and each stack once, as many share it."""
+    by_identity: dict[int, tuple[Any, Stack]] = {}
+    by_value: dict[Stack, Stack] = {}
 
-
-def _asked(block: Entry) -> int:
-    """Return the bytes that were asked for; torch 2.0 has them in the history."""
-    history = block.get("history") or [{}]
-    return _bytes(block.get("requested_size") or history[0].get("real_size") or block["size"])
-
-
-def _bytes(size: Any) -> int:
-    """Return a size; raise ValueError if it is none."""
-    if int(size) < 0:
-        raise ValueError(f"a block has {size} bytes")
-    return int(size)
-
-
-def _pool_id(segment: Entry) -> tuple[int, int]:
-    return tuple(segment.get("segment_pool_id") or COMMON_POOL)
-
-
-class _Pools:
-    """The numbers of streams and pools; that of the first one is 0."""
-
-    def __init__(self, segments: Sequence[Entry]) -> None:
-        private = [segment for segment in segments if _pool_id(segment) != COMMON_POOL]
-        self._private = sorted(
-            (segment["address"], segment["total_size"], _pool_id(segment)) for segment in private
-        )
-        self._numbers: dict[object, int] = {}
-
-    def __call__(self, entry: Entry) -> int:
-        """Return the number of the pool of an event; torch up to 2.11 tells it of segments only."""
-        pool = entry.get("pool_id") or COMMON_POOL
-        if self._private and "addr" in entry:
-            place = bisect_right(self._private, entry["addr"], key=lambda segment: segment[0]) - 1
-            address, size, private = self._private[max(0, place)]
-            pool = private if address <= entry["addr"] < address + size else pool
-        return self._numbers.setdefault((entry.get("stream", 0), tuple(pool)), len(self._numbers))
-
-
-class _Stacks:
-    """The frames of events, each once, as many events share them."""
-
-    def __init__(self) -> None:
-        self._by_identity: dict[int, tuple[Any, Stack]] = {}
-        """With the frames themselves, as the identity is theirs while they live."""
-        self._by_value: dict[Stack, Stack] = {}
-
-    def __call__(self, entry: Entry) -> Stack:
-        """Return the frames of an event; empty if it has none."""
-        frames = entry.get("frames") or ()
-        if id(frames) not in self._by_identity:
+    def stack_of(frames: Any) -> Stack:
+        if id(frames) not in by_identity:
             stack = tuple(
                 Frame(str(frame["filename"]), int(frame["line"]), str(frame["name"])) for frame in frames
             )
-            self._by_identity[id(frames)] = frames, self._by_value.setdefault(stack, stack)
-        return self._by_identity[id(frames)][1]
+            # With the frames themselves, as the identity is theirs while they live.
+            by_identity[id(frames)] = frames, by_value.setdefault(stack, stack)
+        return by_identity[id(frames)][1]
+
+    return stack_of

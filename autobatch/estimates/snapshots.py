@@ -148,15 +148,10 @@ def _notes(recordings: Sequence[Recording], recording: Recording, name: str) -> 
             f"{'is' if blocks == 1 else 'are'} older. Either the recording began late, or more happened than "
             "it keeps (max_entries), and an earlier peak is not in it"
         )
-    if recording.emptied:
-        yield (
-            f"{name}: the cache was emptied {plural(recording.emptied, 'time')} (torch.cuda.empty_cache, or "
-            "a retry where memory was short), which a replay leaves out"
-        )
     if recording.private_bytes:
         yield (
             f"{name}: {format_bytes(recording.private_bytes)} are in private pools of CUDA graphs or "
-            "MemPool, replayed as pools of their own that never shrink"
+            "MemPool, which a replay takes for pools that never shrink, and does not know of torch 2.11"
         )
     unknown = unmodelled_options({"PYTORCH_ALLOC_CONF": recording.settings})
     if unknown:

@@ -20,10 +20,10 @@ from autobatch.device.allocator.caching import (
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
     AllocatorConfig,
+    Block,
     CachingAllocator,
-    Segment,
 )
-from autobatch.device.snapshot_file import blocks_of, load_snapshot
+from autobatch.device.snapshot_file import load_snapshot
 
 Row = tuple[Any, ...]
 ACTIONS = {"segment_alloc": "new", "segment_free": "released", "alloc": "alloc", "free_completed": "free"}
@@ -75,7 +75,7 @@ def undone(rows: Sequence[Row], segments: Sequence[dict[str, Any]]) -> list[Row]
     block is the block's.
     """
     memory = {part["address"]: (part["total_size"], part["stream"]) for part in segments}
-    blocks = (block for part in segments for block in blocks_of(part))
+    blocks = (block for part in segments for block in part["blocks"])
     held = {block["address"]: block["size"] for block in blocks if block["state"].startswith("active")}
     for kind, address, size, stream in reversed(rows):
         if kind == "new":
@@ -99,16 +99,38 @@ def undone(rows: Sequence[Row], segments: Sequence[dict[str, Any]]) -> list[Row]
     return [*before, *(("held", *block) for block in held.items())]
 
 
-def state_before(rows: Sequence[Row]) -> Iterator[Segment]:
-    """Yield the segments that the process had when the recording began."""
-    for kind, start, size, pool, *stream in (row for row in rows if row[0] in ("segment", "begin")):
-        held, mapped = (
-            sorted(row[1:3] for row in rows if row[0] == stated and start <= row[1] < start + size)
-            for stated in ("held", "mapped")
-        )
-        filled = size if kind == "segment" else sum(part for _, part in mapped)
-        unmapped = ((start + filled, size - filled),) if filled < size else ()
-        yield Segment(start, size, pool == "small", *stream, held=tuple(held), unmapped=unmapped)
+class Resumed(CachingAllocator):
+    """A model of an allocator that has segments already, and gets new ones at the addresses of a driver."""
+
+    def begin_with(self, rows: Sequence[Row]) -> dict[int, Block]:
+        """Put the segments of a recording in place, and return the blocks that are held in them by address."""
+        handles: dict[int, Block] = {}
+        for kind, start, size, name, *stream in (row for row in rows if row[0] in ("segment", "begin")):
+            held, mapped = (
+                sorted(row[1:3] for row in rows if row[0] == stated and start <= row[1] < start + size)
+                for stated in ("held", "mapped")
+            )
+            end = start + (size if kind == "segment" else sum(part for _, part in mapped))
+            spans, position = [], start
+            for address, part in [*held, (end, 0)]:
+                spans += [(position, address - position, False, True), (address, part, True, True)]
+                position = address + part
+            spans.append((end, start + size - end, False, False))
+            pool, previous = self._pools[stream[0] if stream else 0][name != "small"], None
+            for address, part, is_held, is_mapped in (span for span in spans if span[1]):
+                block = Block(pool, address, part, mapped=is_mapped)
+                block.held, block.previous = is_held, previous
+                if previous is not None:
+                    previous.next = block
+                previous = block
+                if is_mapped:
+                    self._reserve(part)
+                if is_held:
+                    handles[address] = block
+                    self.allocated_bytes += part
+                else:
+                    pool.insert(block)
+        return handles
 
 
 def replayed(rows: Sequence[Row]) -> Outcome:
@@ -117,8 +139,8 @@ def replayed(rows: Sequence[Row]) -> Outcome:
     nowhere = count(1 << 50, 1 << 40)
     """Addresses of segments that the model needs, and the GPU did not."""
     config = AllocatorConfig(expandable_segments=any(row[0] == "begin" for row in rows))
-    model = CachingAllocator(None, config, addresses=lambda _: given.pop() if given else next(nowhere))
-    blocks = model.begin_with(state_before(rows))
+    model = Resumed(None, config, addresses=lambda _: given.pop() if given else next(nowhere))
+    blocks = model.begin_with(rows)
     changes = [GROWS[row[0]] * row[2] for row in rows if row[0] in GROWS]
     peak = max(accumulate(changes, initial=model.reserved_bytes))
     same = []

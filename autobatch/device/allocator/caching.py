@@ -18,10 +18,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm
-from typing import NamedTuple
 
 from autobatch.core.units import MiB
 from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
@@ -168,21 +167,6 @@ def _reach(block: Block) -> int:
     return block.size + (after.size if after is not None and not after.mapped else 0)
 
 
-class Segment(NamedTuple):
-    """A segment that the process has already: addresses, and the blocks in it that are held."""
-
-    address: int
-    size: int
-    """Bytes of its addresses."""
-    is_small: bool
-    """True if it is of the pool for small requests."""
-    stream: int = 0
-    held: tuple[tuple[int, int], ...] = ()
-    """``(address, bytes)`` of each block that is held. All else is free."""
-    unmapped: tuple[tuple[int, int], ...] = ()
-    """``(address, bytes)`` of each range without memory, in an expandable segment."""
-
-
 class CachingAllocator(Allocator):
     """CUDA's caching allocator; the module lists what is modelled.
 
@@ -223,31 +207,6 @@ class CachingAllocator(Allocator):
             self.limit = None
             self.malloc(config.held_bytes)
             self.limit = limit
-
-    def begin_with(self, segments: Iterable[Segment]) -> dict[int, Block]:
-        """Put segments in place, as the process left them, and return the handles of held blocks by address.
-
-        They count even above the limit, which only new segments are held against.
-        """
-        handles: dict[int, Block] = {}
-        for segment in segments:
-            pool = self._pools[segment.stream][not segment.is_small]
-            previous: Block | None = None
-            for address, size, is_held, is_mapped in _parts_of(segment):
-                block = Block(pool, address, size, mapped=is_mapped)
-                block.held, block.previous = is_held, previous
-                if previous is not None:
-                    previous.next = block
-                previous = block
-                if is_mapped:
-                    self._reserve(size)
-                if is_held:
-                    handles[address] = block
-                    self.allocated_bytes += size
-                else:
-                    pool.insert(block)
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
-        return handles
 
     def malloc(self, size: int, stream: int = 0) -> Block | None:
         """Take ``size`` bytes on a stream; None for 0 bytes, like CUDA.
@@ -373,16 +332,3 @@ class CachingAllocator(Allocator):
         address = -(-self._next_address // alignment) * alignment
         self._next_address = address + size
         return address
-
-
-def _parts_of(segment: Segment) -> Iterator[tuple[int, int, bool, bool]]:
-    """Yield the blocks of a segment in order: address, bytes, and whether each is held and mapped."""
-    taken = [(*part, True) for part in segment.held] + [(*part, False) for part in segment.unmapped]
-    position, end = segment.address, segment.address + segment.size
-    for address, size, is_held in sorted(taken):
-        if position < address:
-            yield position, address - position, False, True
-        yield address, size, is_held, is_held
-        position = address + size
-    if position < end:
-        yield position, end - position, False, True
