@@ -313,7 +313,7 @@ def examine() -> dict[str, Any]:
         "cuda": {
             "available": torch.cuda.is_available(),
             "built_for": torch.version.cuda,
-            "gpus": msgspec.to_builtins(gpus),
+            "gpus": gpus,
         },
         "nvml": nvml,
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},

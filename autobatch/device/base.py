@@ -21,7 +21,6 @@ from autobatch.core.records import DeviceRecord
 from autobatch.core.units import MiB, format_bytes, parse_budget
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator, MemoryStats
-from autobatch.device.host import compiler_missing
 
 if TYPE_CHECKING:
     from autobatch.core.records import Precision
@@ -112,6 +111,8 @@ class Device(ABC):
     """``cuda``, ``cpu`` or ``sim``: for reports and cache keys, never to decide anything."""
     gains_from_compile: ClassVar[bool] = False
     """True if ``torch.compile`` is worth trying unasked. On the CPU it rarely pays for its time."""
+    compiler_missing: ClassVar[str | None] = None
+    """Why ``torch.compile`` compiles nothing here, in words; None if it does."""
 
     torch_device = torch.device("cpu")
     """Device of the tensors."""
@@ -148,10 +149,6 @@ class Device(ABC):
     def optimizer_implementations(self) -> tuple[str, ...]:
         """Return the implementations of an optimizer that differ here, ``default`` first."""
         return ("default", "foreach", "fused")
-
-    def compiler_missing(self) -> str | None:
-        """Return what ``torch.compile`` lacks here, in words; None if nothing."""
-        return compiler_missing()
 
     def describe(self) -> DeviceRecord:
         """Read the machine anew and return name, total, budget and the other processes that hold memory."""

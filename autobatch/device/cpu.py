@@ -97,6 +97,7 @@ class SimulatedDevice(Device):
     """
 
     kind = "sim"
+    compiler_missing = "torch compiles nothing while the memory of a simulated GPU is counted"
     allocator_config = AllocatorConfig()
 
     def __init__(self, profile: HardwareProfile, memory_budget: str | int | None = None) -> None:
@@ -126,10 +127,6 @@ class SimulatedDevice(Device):
     def training(self) -> AbstractContextManager[Meter]:
         """Enforce the budget within the block, and record no events."""
         return self._tracked(record=False)
-
-    def compiler_missing(self) -> str | None:
-        """Return that nothing is compiled here: torch compiles no model under a dispatch mode."""
-        return "torch compiles nothing while the memory of a simulated GPU is counted"
 
     def release(self) -> None:
         """Collect garbage that still holds tensors, and free what the running session has cached."""

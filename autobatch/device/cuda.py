@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.core.records import DeviceRecord, Record
+from autobatch.core.records import DeviceRecord
 from autobatch.core.units import format_bytes
 from autobatch.device import cuda_allocator, nvml
 from autobatch.device.allocator.caching import AllocatorConfig
@@ -33,29 +33,17 @@ UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 """Any value of it switches torch's allocator off (c10/cuda/CUDACachingAllocator.cpp)."""
 
 
-class VisibleGpu(Record, frozen=True, kw_only=True):
-    """A GPU that torch can use, for reports."""
-
-    index: int
-    """The number in ``cuda:N``."""
-    name: str
-    uuid: str
-    total_bytes: int
-    capability: str
-    """Compute capability, such as ``9.0``."""
-
-
-def visible_gpus() -> list[VisibleGpu]:
-    """List the GPUs that torch can use, in torch's order; empty without a GPU or a CUDA build."""
+def visible_gpus() -> list[dict[str, Any]]:
+    """Describe the GPUs that torch can use, in torch's order; none without a GPU or a CUDA build."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [
-        VisibleGpu(
-            index=index,
-            name=gpu.name,
-            uuid=str(gpu.uuid),
-            total_bytes=gpu.total_memory,
-            capability=f"{gpu.major}.{gpu.minor}",
-        )
+        {
+            "index": index,
+            "name": gpu.name,
+            "uuid": str(gpu.uuid),
+            "total_bytes": gpu.total_memory,
+            "capability": f"{gpu.major}.{gpu.minor}",
+        }
         for index, gpu in enumerate(map(torch.cuda.get_device_properties, range(count)))
     ]
 
@@ -84,15 +72,16 @@ class CudaDevice(Device):
 
     def __init__(self, *, index: int, memory_budget: str | int | None) -> None:
         _require_usable(index)
-        gpu = torch.cuda.get_device_properties(index)
-        self._index, self._uuid = index, str(gpu.uuid)
+        with _opening(index):
+            gpu = torch.cuda.get_device_properties(index)
+            self._index, self._uuid = index, str(gpu.uuid)
+            before = nvml.read_gpu(self._uuid)
+            torch.cuda.synchronize(index)
+        after = nvml.read_gpu(self._uuid)
         self._held_bytes: int | None = None
         """What the process held when the session began; None outside of sessions."""
         self.torch_device = torch.device("cuda", index)
         self.compute_capability = (gpu.major, gpu.minor)
-        before = nvml.read_gpu(self._uuid)
-        _open_context(index)
-        after = nvml.read_gpu(self._uuid)
         self._context_bytes = max(0, _used(after) - _used(before))
         """Memory of the CUDA context; 0 if it was there before, or if unknown."""
         notes = [f"no figures from NVML: {after.reason}"] if isinstance(after, nvml.NvmlAbsent) else []
@@ -151,8 +140,8 @@ class CudaDevice(Device):
         # Workspaces of cuBLAS become cached blocks when they are freed, so this comes before the release.
         cuda_allocator.free_workspaces()
         self.release()
-        recording = nullcontext(enter_result=False) if self._unmodelled else cuda_allocator.recording()
-        with self._session(), recording as records:
+        records = not self._unmodelled
+        with self._session(), cuda_allocator.recording() if records else nullcontext():
             yield CudaMeter(self._index, waits=True, records=records)
         cuda_allocator.free_workspaces()
 
@@ -209,11 +198,6 @@ class CudaDevice(Device):
 
 def _require_usable(index: int) -> None:
     """Check that torch finds a GPU, and that its allocator counts and limits the memory there."""
-    if getattr(torch._C, "_cuda_isInBadFork", bool)():
-        raise InputError(
-            f"cuda:{index} was asked for, and this process was forked from one that had started CUDA, which "
-            "no fork survives: start it with the method spawn of multiprocessing"
-        )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not 0 <= index < count:
         raise InputError(
@@ -229,10 +213,11 @@ def _require_usable(index: int) -> None:
         )
 
 
-def _open_context(index: int) -> None:
-    """Create the CUDA context of a GPU."""
+@contextmanager
+def _opening(index: int) -> Iterator[None]:
+    """Name the reason why the CUDA context of a GPU is not created within the block."""
     try:
-        torch.cuda.synchronize(index)
+        yield
     except RuntimeError as error:
         if is_oom(error):
             raise DoesNotFitError(

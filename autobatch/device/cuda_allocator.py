@@ -84,20 +84,13 @@ def free_workspaces() -> None:
 
 
 @contextmanager
-def recording() -> Iterator[bool]:
-    """Record the events of CUDA's allocator within the block, without stacks, which cost more than they do.
-
-    Yields:
-        False if torch records for the user already, which another recording would end.
-    """
-    is_ours = not torch._C._cuda_isHistoryEnabled()
-    if is_ours:
-        torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=MOST_EVENTS)
+def recording() -> Iterator[None]:
+    """Record the events of the allocator within the block, without stacks, which cost more than they do."""
+    torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=MOST_EVENTS)
     try:
-        yield is_ours
+        yield
     finally:
-        if is_ours:
-            torch.cuda.memory._record_memory_history(enabled=None)
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def trace_of(

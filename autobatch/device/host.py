@@ -1,4 +1,4 @@
-"""The machine: the memory that this process may use, its processor, and what compiles kernels there.
+"""The machine: the memory that this process may use, and its processor.
 
 Memory is the lower of the machine's and its control groups' figures.
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,16 +61,6 @@ def cpu_name(*, proc: Path = Path("/proc")) -> str:
     """Return the model of the processor."""
     found = re.search(r"^model name\s*:\s*(\S.*?)\s*$", _read(proc / "cpuinfo"), re.MULTILINE)
     return found[1] if found else platform.processor() or platform.machine() or "CPU"
-
-
-def compiler_missing() -> str | None:
-    """Return what ``torch.compile`` lacks, in words; None if nothing.
-
-    Inductor writes the kernels of a CPU in C++, and Triton compiles what launches those of a GPU in C.
-    """
-    compilers = os.environ.get("CXX"), os.environ.get("CC"), "g++", "clang++", "c++", "gcc", "clang"
-    has_compiler = any(name and shutil.which(name) for name in compilers)
-    return None if has_compiler else "torch.compile needs a C++ compiler, such as g++"
 
 
 def _groups(proc: Path, cgroups: Path) -> list[Path]:

@@ -15,6 +15,7 @@ import msgspec
 
 from autobatch.core.errors import InputError, NoGradientError
 from autobatch.core.records import Attempt
+from autobatch.device.allocator.caching import LARGE_SEGMENT_BYTES
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.base import Device
@@ -153,7 +154,7 @@ def _is_below_budget(device: Device, stats: MemoryStats, requested: int | None) 
     if in_use is None or requested is None:
         return False
     # An allocator takes whole segments.
-    segment = 0 if config is None else config.large_segment_bytes
+    segment = 0 if config is None else LARGE_SEGMENT_BYTES
     return in_use + max(requested + segment // 8, segment) < device.budget_bytes
 
 

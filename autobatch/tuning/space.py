@@ -38,7 +38,7 @@ def look_at_workload(
         blocks=len(find_blocks(setup.model)),
         images=any(p.dim() == 4 for p in setup.model.parameters())
         and any(t.dim() == 4 for t in tensors_of(setup.worst_case.batch(2))),
-        compiler=device.compiler_missing(),
+        compiler=device.compiler_missing,
         micro_batch=micro_batch,
         planned_steps=planned_steps,
         cores=cores,

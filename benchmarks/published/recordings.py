@@ -103,7 +103,7 @@ class Resumed(CachingAllocator):
     """A model of an allocator that has segments already, and gets new ones at the addresses of a driver."""
 
     def begin_with(self, rows: Sequence[Row]) -> dict[int, Block]:
-        """Put the segments of a recording in place, and return the blocks that are held in them by address."""
+        """Put the segments of a recording in place, and return the blocks that are held, by address."""
         handles: dict[int, Block] = {}
         for kind, start, size, name, *stream in (row for row in rows if row[0] in ("segment", "begin")):
             held, mapped = (

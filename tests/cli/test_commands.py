@@ -19,7 +19,6 @@ import torch
 from autobatch.cli import main as cli
 from autobatch.core.options import fields_of
 from autobatch.core.units import GiB
-from autobatch.device.cuda import VisibleGpu
 from tests.support.planted import PLANTED
 from tests.support.sample_run import a_device, a_run
 
@@ -213,8 +212,8 @@ def test_the_doctor_names_the_gpus_the_holders_and_what_is_missing(
 ) -> None:
     from autobatch.device import nvml
 
-    old = VisibleGpu(index=1, name="V100", uuid="1", total_bytes=22 * GiB, capability="7.0")
-    new = msgspec.structs.replace(old, index=0, capability="9.0")
+    old = {"index": 1, "name": "V100", "uuid": "1", "total_bytes": 22 * GiB, "capability": "7.0"}
+    new = old | {"index": 0, "capability": "9.0"}
     holder = nvml.MemoryHolder(pid=7, name=None, used_bytes=2 * GiB)
     gpu = nvml.NvmlGpu(
         uuid="GPU-1", name="NVIDIA L4", free_bytes=20 * GiB, used_bytes=2 * GiB, holders=[holder]

@@ -89,25 +89,22 @@ COMMON, OF_A_GRAPH = {"segment_pool_id": (0, 0)}, {"segment_pool_id": (0, 3)}
 
 
 @pytest.mark.parametrize(
-    ("entries", "segments", "is_users", "is_traced"),
+    ("entries", "segments", "is_traced"),
     [
-        ([ONE], [COMMON], False, True),
+        ([ONE], [COMMON], True),
         # The blocks of a CUDA graph are in a pool of their own.
-        ([ONE], [COMMON, OF_A_GRAPH], False, False),
+        ([ONE], [COMMON, OF_A_GRAPH], False),
         # torch keeps the last entries of a recording that is too long, so a full one may lack its beginning.
-        ([ONE] * 300_000, [COMMON], False, False),
-        # The user records, and the recording goes on.
-        ([ONE], [COMMON], True, False),
+        ([ONE] * 300_000, [COMMON], False),
     ],
 )
 def test_a_recording_that_no_replay_knows_gives_no_trace(
-    fake: FakeCuda, entries: list, segments: list, is_users: bool, is_traced: bool
+    fake: FakeCuda, entries: list, segments: list, is_traced: bool
 ) -> None:
     fake.snapshot = {"device_traces": [entries], "segments": segments}
-    fake.is_recording = is_users
     with CudaDevice(index=0, memory_budget="6GiB").enforced() as meter:
         meter.mark("setup")
         fake.events_so_far += 1
         meter.mark("forward")
         assert meter.trace() == (Trace(((0, 8),), ((0, "setup"), (1, "forward"))) if is_traced else None)
-    assert fake.is_recording is is_users
+    assert not fake.is_recording

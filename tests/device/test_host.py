@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
 from autobatch.core.units import GiB, MiB
 from autobatch.device.host import (
-    compiler_missing,
     count_oom_kills,
     cpu_name,
     has_gpu_driver,
@@ -101,10 +98,3 @@ def test_the_driver_of_a_gpu_is_seen_by_its_device_file(tmp_path) -> None:
     assert not has_gpu_driver(devices=tmp_path)
     (tmp_path / "kfd").touch()
     assert has_gpu_driver(devices=tmp_path)
-
-
-def test_a_compiler_is_looked_for_by_the_names_of_the_environment_too(monkeypatch) -> None:
-    monkeypatch.setenv("CC", "my-cc")
-    for there, is_missing in (("", True), ("c++", False), ("my-cc", False)):
-        monkeypatch.setattr(shutil, "which", lambda name, there=there: name if name == there else None)
-        assert (compiler_missing() is not None) is is_missing

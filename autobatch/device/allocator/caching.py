@@ -20,7 +20,6 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import lcm
 
 from autobatch.core.units import MiB
 from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
@@ -31,6 +30,8 @@ SMALL_BYTES = 1 * MiB
 """Largest request of the small pool, and largest unsplit tail of a large block: ``kSmallSize``."""
 SMALL_SEGMENT_BYTES = 2 * MiB
 """Segment that small requests share, and page of an expandable one: ``kSmallBuffer``."""
+LARGE_SEGMENT_BYTES = 20 * MiB
+"""Segment of requests from 1 to 10 MiB, and page of an expandable one: ``large_segment_size()``."""
 OWN_SEGMENT_BYTES = 10 * MiB
 """Smallest request with a segment of its own size: ``kMinLargeAlloc``."""
 SEGMENT_ROUND_BYTES = 2 * MiB
@@ -46,8 +47,6 @@ class AllocatorConfig:
 
     expandable_segments: bool = False
     """One growing segment per pool instead of many fixed ones (``expandable_segments:True``)."""
-    large_segment_bytes: int = 20 * MiB
-    """Segment of requests from 1 to 10 MiB, and page of an expandable one: ``large_segment_size()``."""
     falls: bool | None = False
     """Each new segment lies below those before it; False: above; None: above, or as the driver likes."""
     held_bytes: int = 0
@@ -61,7 +60,7 @@ class AllocatorConfig:
         if rounded <= SMALL_BYTES:
             return SMALL_SEGMENT_BYTES
         if rounded < OWN_SEGMENT_BYTES:
-            return self.large_segment_bytes
+            return LARGE_SEGMENT_BYTES
         return -(-rounded // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
 
 
@@ -196,7 +195,7 @@ class CachingAllocator(Allocator):
         self._pools: defaultdict[int, tuple[Pool, Pool]] = defaultdict(
             lambda: (
                 Pool(page_bytes=SMALL_SEGMENT_BYTES, keeps_tail_bytes=0),
-                Pool(page_bytes=config.large_segment_bytes, keeps_tail_bytes=tail),
+                Pool(page_bytes=LARGE_SEGMENT_BYTES, keeps_tail_bytes=tail),
             )
         )
         """The pools of each stream: for small requests and for large ones."""
@@ -325,10 +324,9 @@ class CachingAllocator(Allocator):
 
     def _fresh_address(self, size: int) -> int:
         # Pages of either size then start at multiples of that size.
-        alignment = lcm(self.config.large_segment_bytes, SMALL_SEGMENT_BYTES)
+        size = -(-size // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES
         if self.config.falls:
-            self._next_address = (self._next_address - size) // alignment * alignment
+            self._next_address -= size
             return self._next_address
-        address = -(-self._next_address // alignment) * alignment
-        self._next_address = address + size
-        return address
+        self._next_address += size
+        return self._next_address - size

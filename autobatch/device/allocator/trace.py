@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,31 +36,22 @@ class Trace:
         """Return the same trace with blocks numbered in the order of allocation, and with sorted frees.
 
         Some frees come in the order of a hash table (autocast's cache). Consecutive frees leave the same free
-        blocks in any order, so sorting them changes no replay. Frees of unknown blocks, and frees after the
-        last allocation, are left out: no peak depends on them.
+        blocks in any order, so sorting those between two notes changes no replay. Frees of unknown blocks,
+        and frees after the last allocation, are left out: no peak depends on them.
         """
         if self.is_canonical:
             return self
+        noted = {position for position, _ in (*self.marks, *self.modules)}
+        moved: dict[int, int] = {}
         numbers: dict[int, int] = {}
         events: list[tuple[int, int]] = []
-        marks: list[tuple[int, str]] = []
-        modules: list[tuple[int, str]] = []
-        entered = iter(self.modules)
-        entering = next(entered, None)
-        coming = list(reversed(self.marks))
         freed: list[int] = []
         fresh = 0
         for index, (block, size) in enumerate(self.events):
-            at_mark = bool(coming) and coming[-1][0] <= index
-            if size != FREE or at_mark:
+            if size != FREE or index in noted:
                 events.extend((number, FREE) for number in sorted(freed))
                 freed.clear()
-            while coming and coming[-1][0] <= index:
-                marks.append((len(events), coming.pop()[1]))
-            while entering is not None and entering[0] <= index:
-                place = len(events) + len(freed)
-                modules[len(modules) - (bool(modules) and modules[-1][0] == place) :] = [(place, entering[1])]
-                entering = next(entered, None)
+                moved[index] = len(events)
             if size != FREE:
                 numbers[block] = fresh
                 events.append((fresh, size))
@@ -68,9 +60,12 @@ class Trace:
                 freed.append(numbers.pop(block))
         while events and events[-1][1] == FREE:
             events.pop()
-        marks = [(min(position, len(events)), phase) for position, phase in marks]
-        marks.extend((len(events), phase) for _, phase in reversed(coming))
-        return Trace(tuple(events), tuple(marks), tuple(modules), is_canonical=True)
+
+        def placed(notes: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+            return ((min(moved.get(position, len(events)), len(events)), name) for position, name in notes)
+
+        modules = dict(placed(self.modules))  # the last one of those at one place
+        return Trace(tuple(events), tuple(placed(self.marks)), tuple(modules.items()), is_canonical=True)
 
 
 class Replay(NamedTuple):

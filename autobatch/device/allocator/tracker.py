@@ -18,8 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from enum import Enum
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -51,16 +50,8 @@ _SUMS = frozenset(
 """Operators with which autograd adds to a gradient in place, and out of place under any mode."""
 _MADE_UNSEEN = "aten::lift_fresh"
 """An alias by its schema, but of a storage that no operator made (``torch.tensor``)."""
-
-
-class _Kind(Enum):
-    """Kinds of outputs of an operator."""
-
-    VIEW = 0
-    CHANGED = 1
-    NEW = 2
-    SUM = 3
-    """New, but autograd adds gradients in place."""
+_Kind = Literal["view", "changed", "new", "sum"]
+"""Kind of the outputs of an operator. Sums are new, but autograd adds gradients in place."""
 
 
 class Watch(weakref.ref[torch.UntypedStorage]):
@@ -121,7 +112,7 @@ class StorageTracker(TorchDispatchMode):
         def resize_and_count(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
             if not self._aside:
-                self._count_or_raise([storage], is_new=False)
+                self._count_or_raise(storage, is_new=False)
 
         torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign, assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -136,8 +127,9 @@ class StorageTracker(TorchDispatchMode):
 
     def count(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that were made elsewhere, unless they are counted already."""
-        for tensor in tensors:
-            self._count_or_raise(_storages_of(tensor), is_new=True)
+        refusal = self._refusal_of(tensors, is_new=True)
+        if refusal is not None:
+            raise torch.OutOfMemoryError(refusal)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -173,7 +165,7 @@ class StorageTracker(TorchDispatchMode):
             storage = self._undecided[1]()
             self._undecided = None
             if storage is not None:
-                self._count_or_raise([storage], is_new=True)
+                self._count_or_raise(storage, is_new=True)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -183,23 +175,23 @@ class StorageTracker(TorchDispatchMode):
         Raises:
             torch.OutOfMemoryError: They do not fit.
         """
-        if not self._aside and types and has_wrappers(types):
-            return NotImplemented
-        if not self._aside:
-            self.settle()
-        out = func(*args, **(kwargs or {}))
         if self._aside:
-            return out
+            return func(*args, **(kwargs or {}))
+        if types and has_wrappers(types):
+            return NotImplemented
+        self.settle()
+        out = func(*args, **(kwargs or {}))
         known = self._kinds.get(id(func))
         if known is None:
             known = self._kinds[id(func)] = (_kind_of(func), func)
         kind = known[0]
-        if kind is _Kind.VIEW or (kind is _Kind.SUM and self._may_take_over(args[0], out)):
+        if kind == "view" or (kind == "sum" and self._may_take_over(args[0], out)):
             return out
-        refusal = self._refusal_of(out, is_new=kind is not _Kind.CHANGED)
+        tensors = out if isinstance(out, list | tuple) else (out,)
+        refusal = self._refusal_of(tensors, is_new=kind != "changed")
         if refusal is not None:
             # The error's traceback keeps this frame alive, so drop first what did not fit.
-            del out
+            del out, tensors
             raise torch.OutOfMemoryError(refusal)
         return out
 
@@ -220,10 +212,10 @@ class StorageTracker(TorchDispatchMode):
         self._undecided = (watch, weakref.ref(storage))
         return True
 
-    def _refusal_of(self, out: Any, *, is_new: bool) -> str | None:
-        """Count the outputs. Return a refusal as text, so that no frame of its traceback keeps them alive."""
+    def _refusal_of(self, values: Iterable[Any], *, is_new: bool) -> str | None:
+        """Count tensors. Return a refusal as text, so that no frame of its traceback keeps them alive."""
         try:
-            for tensor in out if isinstance(out, list | tuple) else (out,):
+            for tensor in values:
                 if isinstance(tensor, Tensor):
                     # A sparse tensor that is changed gets new parts.
                     are_new = is_new or tensor.layout is not torch.strided
@@ -233,11 +225,10 @@ class StorageTracker(TorchDispatchMode):
             return self._text(error)
         return None
 
-    def _count_or_raise(self, storages: Iterable[torch.UntypedStorage], *, is_new: bool) -> None:
+    def _count_or_raise(self, storage: torch.UntypedStorage, *, is_new: bool) -> None:
         text = None
         try:
-            for storage in storages:
-                self._count(storage, is_new=is_new)
+            self._count(storage, is_new=is_new)
         except BudgetExceeded as error:
             text = self._text(error)
         # Raised here, the error has no context whose traceback would keep frames and tensors alive.
@@ -302,10 +293,10 @@ def has_wrappers(types: Any) -> bool:
 def _kind_of(func: Any) -> _Kind:
     schema = getattr(func, "_schema", None)
     if schema is None or schema.name == _MADE_UNSEEN:
-        return _Kind.NEW
+        return "new"
     if any(each.alias_info is None for each in schema.returns):
-        return _Kind.SUM if func in _SUMS else _Kind.NEW
-    return _Kind.CHANGED if any(each.alias_info.is_write for each in schema.returns) else _Kind.VIEW
+        return "sum" if func in _SUMS else "new"
+    return "changed" if any(each.alias_info.is_write for each in schema.returns) else "view"
 
 
 def _storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
