@@ -31,7 +31,6 @@ from tests.support.options import as_options
 
 RESULT = RESULTS / "which-gpu_amd-epyc_2026-11-23.json"
 PAGE = Path(__file__).parents[1] / "docs/which-gpu.md"
-NOWHERE = Path("nowhere")
 GPUS = {
     "rtx-3060-12gb": "RTX 3060, 12",
     "rtx-4090": "RTX 4090, 24",
@@ -220,7 +219,7 @@ def sizes(place: Path, way: Way) -> dict[str, int]:
     if way.ranks > 1:
         options = options.with_values(parallel="shard")
     workload = open_named(f"hf:{place}", way.model).workload
-    gpus = Gpus(options, NOWHERE)
+    gpus = Gpus(options)
     (found,) = run_in_copies([lambda: Estimator(workload, options, gpus).limits()])
     return {one.profile: one.micro_batch for one in found}
 

@@ -80,16 +80,16 @@ def run_estimate(run: Run) -> Estimates:
         InputError: the options exclude each other, or the workload or a snapshot is invalid.
     """
     if run.options.search.snapshot:
-        found = estimate_snapshots(run.options, home=run.home)
+        found = estimate_snapshots(run.options)
         if run.workload is None:
             return found
         note = "the workload was left out: --snapshot says what a program takes"
         return msgspec.structs.replace(found, notes=[note, *found.notes])
     if is_named_model(run.workload):
-        return estimate_named(run.workload, run.options, home=run.home)
+        return estimate_named(run.workload, run.options)
     refuse_model_options(run.workload, run.options.model)
     workload = find_workload(run.workload, run.options.device.seed)
-    return estimate_limits(workload, run.options, home=run.home)
+    return estimate_limits(workload, run.options)
 
 
 def fit(run: Run) -> Result:

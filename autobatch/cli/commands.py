@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import importlib.metadata
 import os
 import platform
@@ -22,12 +21,10 @@ from autobatch.core.text import printable_lines, quoted
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
 from autobatch.device.profiles import (
-    HardwareProfile,
     data_home,
     format_profile,
     list_profiles,
     load_profile,
-    save_profile,
 )
 
 
@@ -57,13 +54,12 @@ usage: autobatch init [DIR] [--json]
 Write a small program, train.py, and its options, autobatch.toml, to a folder.
 There, autobatch fit trains it. Both are yours to change. (default: this folder)""",
     "profiles": """\
-usage: autobatch profiles [list | show NAME | save NAME] [--json]
+usage: autobatch profiles [list | show NAME] [--json]
 
 Hardware profiles: the memory and other figures of GPUs, each with its source.
 
-  list         List the shipped and the saved profiles. (default)
-  show NAME    Print a profile.
-  save NAME    Save a profile of the GPU of this machine.""",
+  list         List the profiles. (default)
+  show NAME    Print a profile, which can be the pattern for one of your own.""",
     "report": """\
 usage: autobatch report [RUN] [--json]
 
@@ -137,24 +133,18 @@ def _init(words: list[str]) -> Answer:
 
 
 def _profiles(words: list[str]) -> Answer:
-    """Run ``autobatch profiles [list | show NAME | save NAME]``."""
-    home, found = data_home(os.environ), quoted(" ".join(words))
+    """Run ``autobatch profiles [list | show NAME]``."""
     match words or ["list"]:
         case ["list"]:
-            return _list_profiles(home)
+            return _list_profiles()
         case ["show", name]:
-            profile = load_profile(name, user_dir=home)
+            profile = load_profile(name)
             return Answer(profile, format_profile(profile).rstrip())
-        case ["save", name]:
-            path = save_profile(this_gpu(name), user_dir=home)
-            return Answer({"profile": str(path)}, f"saved {path}")
-        case ["list" | "show" | "save", *_]:
-            raise InputError(f"write profiles list, profiles show NAME or profiles save NAME, found {found}")
-    raise InputError(f"there is no action {found} of profiles: use list, show NAME or save NAME")
+    raise InputError(f"write profiles list or profiles show NAME, found {quoted(' '.join(words))}")
 
 
-def _list_profiles(home: Path) -> Answer:
-    profiles = list_profiles(user_dir=home)
+def _list_profiles() -> Answer:
+    profiles = list_profiles()
     lines = [f"{'NAME':<16} {'MEMORY':>9}  {'CC':<5} GPU"]
     for profile in profiles:
         capability = ".".join(map(str, profile.compute_capability))
@@ -249,43 +239,9 @@ def _completion(words: list[str]) -> Answer:
         shells = "completion bash, completion zsh or completion fish"
         found = quoted(" ".join(words)) if words else "none"
         raise InputError(f"completion takes the name of a shell, found {found}: write {shells}")
-    profiles = list_profiles(user_dir=data_home(os.environ))
+    profiles = list_profiles()
     script = completion_script(words[0], [one.name for one in profiles], HELP | {"record": RECORD_HELP})
     return Answer({"shell": words[0], "script": script}, script)
-
-
-def this_gpu(name: str) -> HardwareProfile:
-    """Return a profile of the first GPU of this machine, with the figures that can be read from it.
-
-    Raises:
-        InputError: there is no GPU, or the name is invalid.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        raise InputError(
-            "profiles save needs a CUDA GPU, and torch finds none: run it on the machine with the GPU"
-        )
-    properties = torch.cuda.get_device_properties(0)
-    content = {
-        "schema": 1,
-        "name": name,
-        "title": properties.name,
-        "vendor": "NVIDIA",
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "device_names": [properties.name],
-        "total": {
-            "value": properties.total_memory,
-            "unit": "B",
-            "source": f"torch {torch.__version__} get_device_properties",
-            "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-            "measured": True,
-        },
-    }
-    try:
-        return msgspec.convert(content, HardwareProfile)
-    except msgspec.ValidationError as error:
-        raise InputError(f"{name!r} is not a valid profile name ({error}): write it like rtx-4090") from None
 
 
 def examine() -> dict[str, Any]:

@@ -49,7 +49,7 @@ commands:
   estimate   predict what fits on GPUs that need not be present
   init       write a program to start from, and its options
   record     record the memory of any program, for estimate --snapshot
-  profiles   hardware profiles: list, show NAME, save NAME
+  profiles   hardware profiles: list, show NAME
   report     write the report of a run again: report [RUN], else the newest
   compare    show runs side by side: compare RUN RUN, else the newest two
   doctor     show devices, memory, versions, and what is missing

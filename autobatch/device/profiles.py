@@ -1,4 +1,4 @@
-"""Hardware profiles: the data sheet of a GPU with unit, source and date of each figure, shipped or saved."""
+"""Hardware profiles, the data sheets of GPUs with the source of each figure; and the directory of data."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ import platformdirs
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import UNREADABLE, read_toml, write_atomic
-from autobatch.core.text import LONGEST_VALUE, cut, error_text, quoted
+from autobatch.core.text import error_text, quoted
 from autobatch.core.units import MiB
 
-PROFILE = "profile.toml"
-"""File of a saved profile, in the folder that is named after it."""
 Slug = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
 Capability = Annotated[str, msgspec.Meta(pattern=r"^[0-9]+\.[0-9]+$")]
 Day = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")]
@@ -114,28 +112,15 @@ def format_profile(profile: HardwareProfile) -> str:
     return text
 
 
-def data_home(environ: Mapping[str, str]) -> Path:
-    """Return the data directory of autobatch: ``AUTOBATCH_HOME``, else the user's data directory."""
-    chosen = environ.get("AUTOBATCH_HOME")
-    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_data_dir("autobatch"))
-
-
-def load_profile(name_or_path: str, *, user_dir: Path) -> HardwareProfile:
-    """Load a profile: from a path, else a saved one by name, else a shipped one.
-
-    Args:
-        name_or_path: Path of a TOML file, or a name such as ``rtx-4090``.
-        user_dir: The data directory. Saved profiles are its ``profiles/NAME/profile.toml``.
+def load_profile(name_or_path: str) -> HardwareProfile:
+    """Load a profile: from the path of a TOML file, else a shipped one by a name such as ``rtx-4090``.
 
     Raises:
         InputError: There is no such file or name, or the file is no profile.
     """
-    path = Path(name_or_path).expanduser()
+    path, known = Path(name_or_path).expanduser(), _shipped()
     if os.path.isfile(path):
         return read_profile(path)
-    if path.suffix == ".toml" or len(path.parts) > 1:
-        raise InputError(f"no profile file at {cut(name_or_path, LONGEST_VALUE)}")
-    known = _shipped() | _saved(user_dir)
     if name_or_path in known:
         return read_profile(known[name_or_path])
     asked = name_or_path.casefold().replace(" ", "-")
@@ -148,23 +133,15 @@ def load_profile(name_or_path: str, *, user_dir: Path) -> HardwareProfile:
     )
 
 
-def list_profiles(*, user_dir: Path) -> list[HardwareProfile]:
-    """Read all profiles, sorted by name. A saved profile replaces the shipped one of that name.
-
-    Raises:
-        InputError: A profile is invalid.
-    """
-    return [read_profile(file) for _, file in sorted((_shipped() | _saved(user_dir)).items())]
+def list_profiles() -> list[HardwareProfile]:
+    """Read the shipped profiles, sorted by name."""
+    return [read_profile(file) for _, file in sorted(_shipped().items())]
 
 
-def save_profile(profile: HardwareProfile, *, user_dir: Path) -> Path:
-    """Save a profile in the data directory atomically, and return its path.
-
-    Raises:
-        InputError: The directory is not writable.
-    """
-    path = user_dir / "profiles" / profile.name / PROFILE
-    return save_or_explain(path, format_profile(profile).encode())
+def data_home(environ: Mapping[str, str]) -> Path:
+    """Return the data directory of autobatch: ``AUTOBATCH_HOME``, else the user's data directory."""
+    chosen = environ.get("AUTOBATCH_HOME")
+    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_data_dir("autobatch"))
 
 
 def save_or_explain(path: Path, content: bytes) -> Path:
@@ -179,10 +156,6 @@ def save_or_explain(path: Path, content: bytes) -> Path:
         raise InputError(
             f"{path} cannot be written: {error.strerror or error}; set AUTOBATCH_HOME to a writable directory"
         ) from error
-
-
-def _saved(user_dir: Path) -> dict[str, Path | Traversable]:
-    return {file.parent.name: file for file in (user_dir / "profiles").glob(f"*/{PROFILE}")}
 
 
 def _shipped() -> dict[str, Path | Traversable]:

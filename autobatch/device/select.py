@@ -12,7 +12,7 @@ from autobatch.device.base import Device
 from autobatch.device.cpu import CpuDevice, SimulatedDevice
 from autobatch.device.cuda import CudaDevice
 from autobatch.device.host import host_memory
-from autobatch.device.profiles import data_home, load_profile
+from autobatch.device.profiles import load_profile
 
 
 def device_kind(spec: str) -> str:
@@ -42,7 +42,7 @@ def open_device(spec: str, *, memory_budget: str | int | None, environ: Mapping[
     if kind == "cuda" and (not which or which.isdecimal()):
         return CudaDevice(index=int(which or 0), memory_budget=memory_budget)
     if kind == "sim" and which:
-        profile = load_profile(which, user_dir=data_home(environ))
+        profile = load_profile(which)
         return SimulatedDevice(profile, memory_budget=memory_budget)
     raise InputError(f"--device {spec} names no device: write auto, cuda, cuda:N, cpu or sim:PROFILE")
 

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
@@ -34,7 +33,7 @@ from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.streams import scanned, stream_notes
 
 
-def estimate_limits(workload: Workload, options: Options, *, home: Path) -> Estimates:
+def estimate_limits(workload: Workload, options: Options) -> Estimates:
     """Predict what fits, on one GPU or on each of many ranks. No GPU is touched.
 
     Raises:
@@ -42,7 +41,7 @@ def estimate_limits(workload: Workload, options: Options, *, home: Path) -> Esti
         Unpredictable: the step cannot be traced; the message says why.
         DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
-    gpus = Gpus(options, home)  # refuses wrong options before data are read
+    gpus = Gpus(options)  # refuses wrong options before data are read
     # The model is built without memory, and its code may keep what it builds.
     with preserved_random_state():
         first = scanned(workload, options.batch.target_batch)

@@ -46,9 +46,9 @@ class Gpus:
         names = search.profile or simulated
         self.are_named = bool(names)
         """True if the options name GPUs; else these are all that are known."""
-        self.asked = [load_profile(name, user_dir=home) for name in names]
+        self.asked = [load_profile(name) for name in names]
         if not names:
-            self.asked += list_profiles(user_dir=home)
+            self.asked += list_profiles()
 
     def budget(self, gpu: HardwareProfile) -> tuple[int, str]:
         """Return the bytes that the allocator may hold on a GPU, and the reason in words.

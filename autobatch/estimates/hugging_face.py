@@ -70,20 +70,19 @@ def refuse_model_options(workload: object, options: ModelOptions) -> None:
         )
 
 
-def estimate_named(reference: str, options: Options, *, home: Path) -> Estimates:
+def estimate_named(reference: str, options: Options) -> Estimates:
     """Predict what fits of ``hf:NAME_OR_FOLDER``, by its config alone.
 
     Args:
         reference: ``hf:`` and a folder with a ``config.json``, or a name on the Hugging Face hub.
         options: those of ``estimate``.
-        home: the data directory.
 
     Raises:
         InputError: there is no such model, its kind is unknown, or it takes no sequence like that.
         DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
     named = open_named(reference, options.model)
-    found = estimate_limits(named.workload, options, home=home)
+    found = estimate_limits(named.workload, options)
     return msgspec.structs.replace(found, notes=[named.about, *found.notes])
 
 

@@ -69,12 +69,11 @@ class OnPools(CachingAllocator):
         return super().malloc(size, next(self._pool_of_next, 0) if stream is None else stream)
 
 
-def estimate_snapshots(options: Options, *, home: Path) -> Estimates:
+def estimate_snapshots(options: Options) -> Estimates:
     """Predict what fits from memory snapshots of a program, or explain a single one.
 
     Args:
         options: those of ``estimate``, with one to three snapshots.
-        home: the data directory.
 
     Raises:
         InputError: a file or an option is invalid, or the recordings part too far.
@@ -90,7 +89,7 @@ def estimate_snapshots(options: Options, *, home: Path) -> Estimates:
                 "the program with that change"
             )
     files = _named(options.search.snapshot)
-    gpus = Gpus(options, home)
+    gpus = Gpus(options)
     if len(files) == 1:
         ((_, path),) = files
         return _explained(path, gpus)

@@ -147,6 +147,6 @@ def litgpt_step(checkouts: Path, row: Row) -> Published:
 def published(workload: Workload, profile: str, **values: Any) -> Published:
     """Return a step as it is predicted on a GPU."""
     options = Options().with_values(profile=[profile], max_micro_batch=NEAR, **values)
-    gpus = Gpus(options, Path("nowhere"))
+    gpus = Gpus(options)
     (gpu,) = gpus.asked
     return Traces(workload, options, gpus).step(gpu, Layout()), gpus, gpu

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -23,14 +22,12 @@ from tests.support.options import as_options
 from tests.support.probes import WIDTH, mlp, work
 from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, token_loss
 
-NOWHERE = Path("nowhere")
-
 
 @pytest.fixture(scope="module")
 def found():
     workload = make(lambda: Transformer(width=32), data=Tokens(), loss=token_loss)
     return estimate_limits(
-        workload, as_options("estimate", profile=["rtx-4090"], memory_budget=f"{40 * MiB}"), home=NOWHERE
+        workload, as_options("estimate", profile=["rtx-4090"], memory_budget=f"{40 * MiB}")
     )
 
 
@@ -55,7 +52,7 @@ def test_an_estimate_for_one_gpu_explains_its_memory(found):
 def test_of_several_gpus_those_that_do_not_fit_are_counted():
     given = {"profile": ["t4", "l40s", "v100-16gb"], "memory_budget": "0.16%", "micro_batch": 1500}
     options = as_options("estimate", precision="fp32", **given)
-    found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
+    found = estimate_limits(WORKLOADS["perceptron"](), options)
     assert [one.fits for one in found.estimates] == [False, True, False]
     assert {one.remedies for one in found.estimates} == {None}
     assert "nothing fits on 2 of 3 GPUs: --profile NAME" in found.notes[0]
@@ -78,7 +75,7 @@ def test_each_gpu_runs_its_own_kernels_in_any_order_of_their_names():
 
     def peaks(*asked: str) -> dict[str, int]:
         options = as_options("estimate", profile=[*asked], micro_batch=64, precision="fp32")
-        found = estimate_limits(with_attention(), options, home=NOWHERE)
+        found = estimate_limits(with_attention(), options)
         return {one.profile: one.peak_allocated_bytes for one in found.estimates}
 
     found = peaks(*names)
@@ -90,12 +87,12 @@ def test_the_error_names_memory_and_remedies_if_no_gpu_is_large_enough():
     workload = make(lambda: Transformer(width=32, depth=1), data=Tokens(), loss=token_loss)
     options = as_options("estimate", profile=["t4"], memory_budget=f"{MiB}", precision="fp32")
     with pytest.raises(DoesNotFitError, match=r"optimizer state.*What helps: a larger GPU"):
-        estimate_limits(workload, options, home=NOWHERE)
+        estimate_limits(workload, options)
 
 
 def test_an_estimate_plans_the_batch_within_its_micro_batch():
     options = as_options("estimate", profile=["t4"], memory_budget=f"{26 * MiB}", target_batch=500)
-    (one,) = estimate_limits(work(lambda: mlp(2048)), options, home=NOWHERE).estimates
+    (one,) = estimate_limits(work(lambda: mlp(2048)), options).estimates
     assert 1 <= one.micro_batch_low <= one.micro_batch <= one.micro_batch_high <= 500
     assert one.micro_batch < 500
     assert one.plan is not None
@@ -109,7 +106,7 @@ def test_an_estimate_is_not_capped_by_the_data_and_says_which_option_caps_it():
 
     def estimated(**options):
         asked = as_options("estimate", profile=["l40s", "a100-80gb"], memory_budget="1%", **options)
-        return estimate_limits(WORKLOADS["perceptron"](), asked, home=NOWHERE)
+        return estimate_limits(WORKLOADS["perceptron"](), asked)
 
     free = estimated()
     small, large = (one.micro_batch for one in free.estimates)
@@ -132,7 +129,7 @@ def test_a_step_that_insists_on_even_micro_batches_is_estimated_in_them():
 
     def estimated(workload, **more):
         options = as_options("estimate", profile=["t4"], memory_budget="26MiB", precision="fp32", **more)
-        return estimate_limits(workload, options, home=NOWHERE).estimates[0]
+        return estimate_limits(workload, options).estimates[0]
 
     even = replace(workload, loss=even_loss)
     with pytest.raises(Unpredictable, match="give --micro-batch-multiple"):
@@ -145,7 +142,7 @@ def test_a_step_that_insists_on_even_micro_batches_is_estimated_in_them():
 def test_a_micro_batch_is_predicted_for_models_of_any_size():
     """The weights, two states of AdamW and the gradients take 19 GB; a T4 has 16 GB, an A100 80 GB."""
     options = as_options("estimate", profile=["t4", "a100-80gb"], micro_batch=3, precision="fp32")
-    found = estimate_limits(work(lambda: mlp(60_000_000)), options, home=NOWHERE)
+    found = estimate_limits(work(lambda: mlp(60_000_000)), options)
     assert [(one.micro_batch, one.fits) for one in found.estimates] == [(3, False), (3, True)]
     assert all(one.peak_reserved_bytes > 4 * 4 * 20 * 60_000_000 for one in found.estimates)
 
@@ -153,7 +150,7 @@ def test_a_micro_batch_is_predicted_for_models_of_any_size():
 def test_the_error_names_the_fewest_ranks_on_the_smallest_gpu_that_fit():
     workload = make(lambda: Transformer(width=32, depth=1), data=Tokens(), loss=token_loss)
     options = as_options("estimate", profile=["t4"], memory_budget="1GiB", micro_batch=1)
-    (one,) = estimate_limits(workload, options, home=NOWHERE).estimates
+    (one,) = estimate_limits(workload, options).estimates
     one = msgspec.structs.replace(one, remedies=None)
     cells = [
         RankEstimate(
@@ -184,7 +181,7 @@ def test_the_error_names_the_fewest_ranks_on_the_smallest_gpu_that_fit():
 def test_a_profile_names_the_gpu_else_a_simulated_device_does(device, profile, names, is_noted):
     named = {"profile": [profile]} if profile else {}
     options = as_options("estimate", device=device, memory_budget="1%", **named)
-    found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
+    found = estimate_limits(WORKLOADS["perceptron"](), options)
     assert [one.profile for one in found.estimates] == names
     said = f"an estimate touches no device, so --device {device} was left out"
     assert any(said in note for note in found.notes) is is_noted
@@ -241,7 +238,7 @@ def test_a_part_in_eval_mode_is_predicted_so(is_still: bool) -> None:
         )
 
     options = as_options("estimate", profile=["t4"], micro_batch=64, precision="fp32")
-    (found,) = estimate_limits(work(build), options, home=NOWHERE).estimates
+    (found,) = estimate_limits(work(build), options).estimates
     bytes_each = 4 if is_still else 5
     assert found.memory["activations"] == pytest.approx(64 * (1 << 16) * bytes_each, rel=0.02)
 
@@ -257,7 +254,7 @@ def test_a_step_of_other_work_at_each_size_is_predicted_at_the_size_that_is_aske
 
     def estimated(micro_batch: int | None, budget: str):
         options = as_options("estimate", profile=["t4"], memory_budget=budget, micro_batch=micro_batch)
-        return estimate_limits(chunked, options, home=NOWHERE)
+        return estimate_limits(chunked, options)
 
     with pytest.raises(Unpredictable, match="the order of allocations"):
         estimated(None, "26MiB")
@@ -280,4 +277,4 @@ def test_a_step_that_follows_no_rule_is_left_to_a_simulated_gpu():
     with pytest.raises(
         Unpredictable, match=r"no integer rule.* autobatch probe --device sim:t4 runs the step"
     ):
-        estimate_limits(replace(made, collate=torch.cat, size_of=len), options, home=NOWHERE)
+        estimate_limits(replace(made, collate=torch.cat, size_of=len), options)

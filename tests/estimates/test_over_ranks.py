@@ -31,13 +31,13 @@ def settings_of(budget, target_batch=None, ranks=None, **more):
 def estimate(tmp_path, what=None, *, ranks=4, budget="40MiB", target_batch=None, **more):
     """Predict everything, with the table and what would help."""
     options = settings_of(budget, target_batch, ranks, **more)
-    return estimate_limits(what or workload(), options, home=tmp_path)
+    return estimate_limits(what or workload(), options)
 
 
 def limit(tmp_path, what=None, *, ranks=4, budget="40MiB", target_batch=None, **more):
     """Predict for two GPUs of one budget, so that no changes are traced, and return the first answer."""
     options = settings_of(budget, target_batch, ranks, profile=["a100-40gb", "a100-80gb"], **more)
-    found = estimate_limits(what or workload(), options, home=tmp_path)
+    found = estimate_limits(what or workload(), options)
     return found.estimates[0], found.notes
 
 
@@ -95,7 +95,7 @@ def test_auto_shards_what_does_not_fit(tmp_path):
 
 @pytest.mark.slow
 def test_nccl_is_left_room_unless_a_budget_is_given(tmp_path):
-    (one,) = estimate_limits(workload(), settings_of(None), home=tmp_path).estimates
+    (one,) = estimate_limits(workload(), settings_of(None)).estimates
     ranked, notes = limit(tmp_path, budget=None, parallel="replicate")
     assert abs(one.budget_bytes - ranked.budget_bytes - NCCL_BYTES) < MiB
     assert any("NCCL" in note for note in notes)
@@ -118,7 +118,7 @@ def test_a_loss_over_the_whole_batch_needs_whole_models_and_the_rows_of_all_rank
     assert "the loss sees the whole batch" in one.parallel_reason
     assert {row.world_size for row in found.over_ranks} == {4}
     assert "shard" not in [remedy.name for remedy in one.remedies]
-    (alone,) = estimate_limits(contrastive(), settings_of("40MiB", 32), home=tmp_path).estimates
+    (alone,) = estimate_limits(contrastive(), settings_of("40MiB", 32)).estimates
     assert one.micro_batch == alone.micro_batch, "rows and losses are those of one GPU"
     exchanged = sum(p.numel() * 4 for p in contrastive().model().parameters())
     more = one.peak_allocated_bytes - alone.peak_allocated_bytes

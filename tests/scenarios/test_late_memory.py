@@ -85,7 +85,7 @@ def train(
 
 
 def simulated(budget: str, folder: Path) -> SimulatedDevice:
-    return SimulatedDevice(load_profile("rtx-4090", user_dir=folder), memory_budget=budget)
+    return SimulatedDevice(load_profile("rtx-4090"), memory_budget=budget)
 
 
 @contextmanager

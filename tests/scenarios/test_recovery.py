@@ -83,7 +83,7 @@ def test_out_of_memory_at_any_operator_of_a_simulated_gpu_leaves_no_memory_behin
     """Every storage goes through the simulated allocator, where the failed attempt must leave nothing."""
     # Memory is freed at once here, and a collection takes longer than all the rest.
     monkeypatch.setattr(gc, "collect", lambda *_: 0)
-    gpu = SimulatedDevice(load_profile("rtx-4090", user_dir=tmp_path), memory_budget="1GiB")
+    gpu = SimulatedDevice(load_profile("rtx-4090"), memory_budget="1GiB")
     undisturbed = weights(train(make(), None)[0].train_state.model)
     smaller, planned = train(make(), None, shrink_to=2, device=gpu)
     with phases_of(make()) as phases:
@@ -216,7 +216,7 @@ def test_forty_recoveries_leak_no_tensor() -> None:
 
 def test_a_run_too_large_for_a_simulated_gpu_ends_with_the_same_weights(tmp_path: Path) -> None:
     """Several refusals of the simulated allocator in one run, against a run with enough memory."""
-    gpu = load_profile("rtx-4090", user_dir=tmp_path)
+    gpu = load_profile("rtx-4090")
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(5, 512), nn.Tanh(), nn.Linear(512, 512), nn.Linear(512, 3)).double()

@@ -98,7 +98,7 @@ def test_without_a_target_batch_a_note_says_what_was_taken_for_it() -> None:
 def test_an_estimate_counts_the_whole_batch() -> None:
     def found(**options: Any) -> Any:
         asked = as_options("estimate", profile=["t4"], precision="fp32", micro_batch=8, **options)
-        return estimate_limits(contrastive(), asked, home=Path("nowhere"))
+        return estimate_limits(contrastive(), asked)
 
     # Larger than the scratch of cuBLAS, which torch 2.15 gives back before the loss takes its memory.
     alone, small, large = found(), found(target_batch=1600), found(target_batch=2000)

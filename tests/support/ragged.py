@@ -128,9 +128,7 @@ def wide_model() -> nn.Module:
 
 def simulated_setup(workload: Workload, home: Path, budget: str) -> Setup:
     """Build what a probe opens of a workload, on a simulated GPU."""
-    return make_setup(
-        workload, device=SimulatedDevice(load_profile("t4", user_dir=home), memory_budget=budget)
-    )
+    return make_setup(workload, device=SimulatedDevice(load_profile("t4"), memory_budget=budget))
 
 
 def count_ooms(workload: Workload, setup: Setup, micro_batch: int, *, target: int, steps: int) -> int:

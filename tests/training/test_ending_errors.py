@@ -79,7 +79,7 @@ def test_a_list_of_losses_is_named_where_it_has_filled_a_simulated_gpu(tmp_path:
         train_data=points(64, dtype=torch.float32),
         loss=loss,
     )
-    gpu = SimulatedDevice(load_profile("rtx-4090", user_dir=tmp_path), memory_budget="8MiB")
+    gpu = SimulatedDevice(load_profile("rtx-4090"), memory_budget="8MiB")
     with gpu.training() as meter:
         loop = make_loop(workload, target_batch=64, steps=400, device=gpu, meter=meter)
         with pytest.raises((DoesNotFitError, RestartSmallerError)) as caught:
