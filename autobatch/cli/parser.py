@@ -207,20 +207,10 @@ def completion_script(shell: str, profiles: Iterable[str], others: Mapping[str, 
         import shtab
     except ImportError as error:
         raise InputError(f"completion needs the package shtab ({error}): pip install shtab") from None
-<<<<<<< HEAD
     by_option = {
         "profile": [*profiles],
         "knobs": [one.name for one in KNOBS],
         "device": ("auto", "cpu", "cuda"),
-=======
-    names = [*profiles]
-    words: dict[str, dict[str, Any]] = {
-        "profiles": {"action": ("list", "show"), "name": names},
-        "completion": {"shell": SHELLS},
-        "init": {"folder": shtab.DIRECTORY},
-        "report": {"run": shtab.DIRECTORY},
-        "compare": {"run": shtab.DIRECTORY, "other run": shtab.DIRECTORY},
->>>>>>> 184f98cd (Know the shipped profiles, and those that a path names)
     }
     by_metavar = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE, "WORKLOAD": shtab.FILE}
     top = argparse.ArgumentParser("autobatch")

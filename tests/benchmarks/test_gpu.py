@@ -120,14 +120,9 @@ def test_measured_figures_enter_a_profile(tmp_path):
         "facts/context": {"a": 500, "b": 700},
         "facts/speeds": {"bytes_per_second": 4.1e12, "bf16_per_second": 7.9e14},
     }
-<<<<<<< HEAD
-    journal, before = Journal(tmp_path), load_profile("h200", user_dir=tmp_path)
+    journal, before = Journal(tmp_path), load_profile("h200")
     for unit, row in found.items():
         journal.write(unit, DONE, found=row)
-=======
-    before = load_profile("h200")
-    after = keep.measured(before, found)
->>>>>>> 184f98cd (Know the shipped profiles, and those that a path names)
     file = tmp_path / "h200.toml"
     file.write_text(keep.format_profile(before))
     (tmp_path / "gpt-4.csv.gz").write_bytes(b"recorded")

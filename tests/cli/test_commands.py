@@ -245,11 +245,6 @@ COMPLETED = {
     "autobatch estimate --profile rtx-409": {"rtx-4090"},
     "autobatch fit trai": {"train.py"},
     "autobatch fit --out ru": {"runs"},
-<<<<<<< HEAD
-=======
-    "autobatch profiles sh": {"show"},
-    "autobatch completion z": {"zsh"},
->>>>>>> 184f98cd (Know the shipped profiles, and those that a path names)
 }
 """What a shell offers after some words."""
 
