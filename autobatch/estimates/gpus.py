@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
@@ -28,8 +27,8 @@ class Gpus:
         InputError: a profile is unknown or invalid, or the model would be shared by a single rank.
     """
 
-    def __init__(self, options: Options, home: Path) -> None:
-        self._options, self._home = options, home
+    def __init__(self, options: Options) -> None:
+        self._options = options
         self.precision: Precision = options.device.precision
         self.world = max(options.rank_counts, default=1)
         """Ranks, one per GPU; the most that were asked for."""
