@@ -19,84 +19,89 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from benchmarks.loop.loops import (
-    ACCUMULATION,
-    CASES,
-    Step,
-    Work,
-    by_batches,
-    by_fit,
-    by_hand,
-)
+import autobatch
 from benchmarks.loop.peers import by_accelerate, by_fabric, by_lightning
+from benchmarks.loop.work import ACCUMULATION, CASES, ENDLESS, Paced, Segment, Work, by_hand, loss_of
 from benchmarks.report import CLOCKS, arguments, in_turn, markdown, save
+
+
+def by_fit(work: Work) -> Segment:
+    """Run `autobatch.fit` as it is."""
+
+    def train(stepped: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            autobatch.fit(
+                work.workload(), device="cpu", memory_budget="1GiB", precision=work.precision, trials=0,
+                target_batch=ACCUMULATION * work.case.micro_batch, max_micro_batch=work.case.micro_batch,
+                steps=ENDLESS, max_grad_norm=work.max_grad_norm, split_check="off", out=folder,
+                progress=False, until=stepped,
+            )  # fmt: skip
+
+    return Paced(work.case.steps, train)
+
+
+def by_batches(work: Work) -> Segment:
+    """Run a loop of one's own with `autobatch.batches`."""
+    model, optimizer = work.model()
+    size, workload = work.case.micro_batch, work.workload()
+    counts = {"target_batch": ACCUMULATION * size, "max_micro_batch": size}
+    plan = autobatch.plan(
+        workload, device="cpu", memory_budget="1GiB", split_check="off", progress=False, **counts
+    )
+    batches = iter(autobatch.batches(workload, plan, optimizer=optimizer, steps=ENDLESS))
+
+    def step() -> None:
+        batch = next(batches)
+        for micro in batch:
+            with work.context():
+                loss = loss_of(model, micro.data)
+            batch.backward(loss)
+        batch.step(max_grad_norm=work.max_grad_norm)
+
+    return work.segment(step)
+
 
 OWN = {"fit": by_fit, "batches": by_batches}
 PEERS = {"fabric": by_fabric, "accelerate": by_accelerate, "lightning": by_lightning}
-WORKS: dict[
-    str, tuple[Callable[..., torch.optim.Optimizer], float | None, dict[str, Callable[[Work], Step]]]
-] = {
-    "adam, clipped": (
-        lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
-        1.0,
-        {"hand": by_hand, **OWN, **PEERS},
-    ),
-    "sgd": (lambda parameters: torch.optim.SGD(parameters, lr=1e-3), None, {"bare": by_hand, **OWN}),
+WORKS: dict[str, tuple[Any, float | None, dict[str, Any]]] = {
+    "adam, clipped": (torch.optim.Adam, 1.0, {"hand": by_hand, **OWN, **PEERS}),
+    "sgd": (lambda weights: torch.optim.SGD(weights, lr=1e-3), None, {"bare": by_hand, **OWN}),
 }
 """Optimizer, norm and loops of each work; the first loop is the reference."""
-WARM_UP_STEPS = 20
 HEAD = ("case", "micro-batches", "precision", "work", "loop", "µs a micro-batch", "CPU ratio", "wall ratio")
 
 
-def compare(case: str, source: str, precision: str, work: str, rounds: int) -> dict[str, dict[str, Any]]:
-    """Return for each loop its time per micro-batch, and its ratio to the reference."""
+def compare(case: str, source: str, precision: str, work: str, rounds: int) -> Iterator[list[str]]:
+    """Yield the row of each loop: its time per micro-batch, and its ratio to the reference."""
     optimizer, max_norm, loops = WORKS[work]
-    steps: dict[str, Step] = {}
+    segments: dict[str, Segment] = {}
     for name, make in loops.items():
         torch.manual_seed(0)
         try:
-            steps[name] = make(Work(CASES[case], source == "made", precision, optimizer, max_norm))
+            segments[name] = make(Work(CASES[case], source == "made", precision, optimizer, max_norm))
         except ImportError as error:
             print(f"{name} left out: {error}")
-            continue
-        for _ in range(min(WARM_UP_STEPS, CASES[case].steps * 4)):
-            steps[name]()
-    seconds = in_turn(steps, rounds // CASES[case].fewer, CASES[case].steps)
-    reference = seconds[next(iter(steps))]
-    return {
-        name: {clock: figures(seconds[name][clock], reference[clock]) for clock in CLOCKS} for name in steps
-    }
-
-
-def figures(own: list[float], reference: list[float]) -> dict[str, Any]:
-    """Return the median time, and the quartiles of the ratios round by round."""
-    low, middle, high = statistics.quantiles([a / b for a, b in zip(own, reference, strict=True)], n=4)
-    return {
-        "microseconds_a_micro_batch": round(statistics.median(own) / ACCUMULATION * 1e6, 1),
-        "ratio": round(middle, 4),
-        "quartiles": [round(low, 4), round(high, 4)],
-    }
-
-
-def rows(results: list[dict[str, Any]]) -> Iterator[list[str]]:
-    """Yield the rows of the table."""
-    for result in results:
-        for name, found in result["loops"].items():
-            cpu, (low, high) = found["cpu"], found["cpu"]["quartiles"]
-            yield [
-                *(result[key] for key in ("case", "source", "precision", "work")),
-                name,
-                f"{cpu['microseconds_a_micro_batch']:.0f}",
-                f"{cpu['ratio']:.3f} [{low:.2f}, {high:.2f}]",
-                f"{found['wall']['ratio']:.3f}",
-            ]
+    in_turn(segments, 1)  # warms up
+    seconds = in_turn(segments, max(2, rounds // (20 // CASES[case].steps)))
+    reference = seconds[next(iter(segments))]
+    micro_batches = ACCUMULATION * CASES[case].steps
+    for name, own in seconds.items():
+        ratios = {
+            clock: [a / b for a, b in zip(own[clock], reference[clock], strict=True)] for clock in CLOCKS
+        }
+        low, middle, high = statistics.quantiles(ratios["cpu"], n=4)
+        micros = statistics.median(own["cpu"]) / micro_batches * 1e6
+        wall = statistics.median(ratios["wall"])
+        figures = (f"{micros:.0f}", f"{middle:.3f} [{low:.2f}, {high:.2f}]", f"{wall:.3f}")
+        yield [case, source, precision, work, name, *figures]
 
 
 def main() -> None:
@@ -106,16 +111,16 @@ def main() -> None:
         works=[*WORKS], no_save=False,
     )  # fmt: skip
     torch.set_num_threads(1)
-    results: list[dict[str, Any]] = []
-    asked = (options.cases, options.sources, options.precisions)
-    for about in itertools.product(*asked, options.works):
-        keys = ("case", "source", "precision", "work")
-        loops = compare(*about, options.rounds)
-        results.append({**dict(zip(keys, about, strict=True)), "loops": loops})
-        print(markdown(HEAD, rows(results[-1:])), flush=True)
-        if not options.no_save:
-            # After each combination, because all of them take a quarter of an hour.
-            save("loop", markdown(HEAD, rows(results)), "accelerate", "lightning", rounds=options.rounds)
+    rows: list[list[str]] = []
+    asked = (options.cases, options.sources, options.precisions, options.works)
+    with tempfile.TemporaryDirectory() as os.environ["AUTOBATCH_HOME"]:
+        for about in itertools.product(*asked):
+            own = [*compare(*about, options.rounds)]
+            print(markdown(HEAD, own), flush=True)
+            rows += own
+            if not options.no_save:
+                # After each combination, because all of them take a quarter of an hour.
+                save("loop", markdown(HEAD, rows), "accelerate", "lightning", rounds=options.rounds)
 
 
 if __name__ == "__main__":

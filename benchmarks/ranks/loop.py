@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autobatch import Workload
 from autobatch.distributed.group import Group
-from benchmarks.loop.loops import ACCUMULATION, loss_of
+from benchmarks.loop.work import ACCUMULATION, loss_of
 from benchmarks.report import arguments, in_turn
 from tests.support.rank_server import rank_server
 from tests.support.ranked import open_group, ranked_loop

@@ -1,37 +1,24 @@
-"""The work of the loop benchmark, and who does it: a loop by hand, and autobatch in its ways.
-
-Each function returns one that takes an optimizer step over `ACCUMULATION` micro-batches.
-"""
+"""The work of the loop benchmark, a loop by hand for it, and a training that takes its steps in segments."""
 
 from __future__ import annotations
 
-import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import autobatch
 from autobatch import Workload
-from autobatch.device.base import SilentMeter
-from autobatch.device.cpu import CpuDevice
-from autobatch.planning import make_plan
-from autobatch.step.train_state import StepSettings, build_train_state
-from autobatch.training.loop import Loop
-from autobatch.training.metrics import Metrics, RunTotals
-from autobatch.workload.feed import Feed, MicroBatches
-from autobatch.workload.order import GlobalBatchSampler
-from autobatch.workload.split import Split
 
 ACCUMULATION = 4
 ENDLESS = 10**9
 """Optimizer steps of a run that the benchmark never reaches."""
-Step = Callable[[], object]
+Segment = Callable[[], object]
+"""Takes some optimizer steps."""
 
 
 class Transformer(nn.Module):
@@ -58,27 +45,18 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 
 
 class Case(NamedTuple):
-    """A model, its samples, and the work of a segment."""
+    """A model, its samples, and the optimizer steps of each segment."""
 
     model: Callable[[], nn.Module]
     data: TensorDataset
     micro_batch: int
     steps: int
-    """Optimizer steps of each segment."""
-    fewer: int
-    """Divides the number of segments."""
 
 
 CASES = {
-    "mlp": Case(
-        perceptron, TensorDataset(torch.randn(8192, 64), torch.randint(10, (8192,))), 32, steps=20, fewer=1
-    ),
+    "mlp": Case(perceptron, TensorDataset(torch.randn(8192, 64), torch.randint(10, (8192,))), 32, 20),
     "transformer": Case(
-        Transformer,
-        TensorDataset(torch.randint(256, (512, 128)), torch.randint(256, (512, 128))),
-        4,
-        steps=1,
-        fewer=10,
+        Transformer, TensorDataset(torch.randint(256, (512, 128)), torch.randint(256, (512, 128))), 4, 1
     ),
 }
 
@@ -125,13 +103,9 @@ class Work(NamedTuple):
     def loader(self, **options: Any) -> Iterable[Any]:
         return DataLoader(self.case.data, batch_size=self.case.micro_batch, drop_last=True, **options)
 
-    def batches(self) -> Iterable[Any]:
-        """Return the micro-batches of an epoch."""
-        return list(self.loader()) if self.is_made else self.loader(shuffle=True)
-
     def stream(self) -> Iterator[Any]:
         """Yield micro-batches without end, as loops written by hand do."""
-        batches = self.batches()
+        batches = list(self.loader()) if self.is_made else self.loader(shuffle=True)
         while True:
             yield from batches
 
@@ -147,9 +121,13 @@ class Work(NamedTuple):
             learning_rate=1e-3,
         )
 
+    def segment(self, step: Callable[[], object]) -> Segment:
+        """Return what takes so many steps as a segment has."""
+        return lambda: [step() for _ in range(self.case.steps)]
 
-def by_hand(work: Work) -> Step:
-    """Take a step as people write it: clip, and read the loss; without clipping, neither."""
+
+def by_hand(work: Work) -> Segment:
+    """Take steps as people write them: clip, and read the loss; without clipping, neither."""
     model, optimizer = work.model()
     data, context, max_norm = work.stream(), work.context, work.max_grad_norm
 
@@ -168,50 +146,44 @@ def by_hand(work: Work) -> Step:
         if max_norm is not None:
             total.item()
 
-    return step
+    return work.segment(step)
 
 
-def by_fit(work: Work) -> Step:
-    """Run the loop of `autobatch.fit`, with the line of each step and the totals of the run."""
-    case, workload = work.case, work.workload()
-    settings = StepSettings(precision=work.precision, max_grad_norm=work.max_grad_norm)  # type: ignore[arg-type]
-    cpu = torch.device("cpu")
-    run = Loop(
-        workload=workload,
-        train_state=build_train_state(workload, workload.model(), cpu, settings, learning_rate=1e-3),
-        sampler=GlobalBatchSampler(
-            samples=len(case.data), target_batch=ACCUMULATION * case.micro_batch, seed=0, steps=ENDLESS
-        ),
-        device=CpuDevice(memory_budget="1GiB"),
-        meter=SilentMeter(),
-        micro_batch=case.micro_batch,
-        split=Split(),
-        feed=Feed(MicroBatches(workload, None), Split()),
-    ).run()
-    lines = Metrics(Path(tempfile.mkdtemp()) / "metrics.jsonl")
-    totals = RunTotals()
+class Paced:
+    """A training in a thread of its own, which waits after each segment of steps.
 
-    def step() -> None:
-        record = next(run)
-        lines.step(record)
-        totals.add(record)
+    Args:
+        steps: of a segment.
+        train: trains without end, and calls what it is given after each step.
+    """
 
-    return step
+    def __init__(self, steps: int, train: Callable[[Callable[..., None]], object]) -> None:
+        self._steps, self._count, self._error = steps, 0, None
+        self._may_go, self._is_done = threading.Semaphore(0), threading.Semaphore(0)
 
+        def run() -> None:
+            try:
+                train(self._stepped)
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._is_done.release()
 
-def by_batches(work: Work) -> Step:
-    """Run a loop of one's own with `autobatch.batches`."""
-    model, optimizer = work.model()
-    size = work.case.micro_batch
-    plan = make_plan(target_batch=ACCUMULATION * size, micro_batch_limit=size, learning_rate=1e-3)
-    batches = iter(autobatch.batches(work.workload(), plan, optimizer=optimizer, steps=ENDLESS))
+        threading.Thread(target=run, daemon=True).start()
+        self._wait()
 
-    def step() -> None:
-        batch = next(batches)
-        for micro in batch:
-            with work.context():
-                loss = loss_of(model, micro.data)
-            batch.backward(loss)
-        batch.step(max_grad_norm=work.max_grad_norm)
+    def _stepped(self, *_: object) -> None:
+        self._count += 1
+        if self._count % self._steps == 0:
+            self._is_done.release()
+            self._may_go.acquire()
 
-    return step
+    def _wait(self) -> None:
+        self._is_done.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def __call__(self) -> None:
+        """Let the training take a segment."""
+        self._may_go.release()
+        self._wait()
