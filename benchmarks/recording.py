@@ -1,7 +1,10 @@
-"""Record a command in a terminal of 80 columns as an SVG that plays: ``python -m benchmarks.recording FILE``.
+"""Record a command in a terminal as an SVG that plays, and without animation shows the last screen.
 
-The picture in the README and in the documentation is what this command writes. A test records again and
-compares what was printed. Without animation, as on paper, the picture shows the last screen.
+    python -m benchmarks.recording docs/img/fit.svg
+    python -m benchmarks.recording docs/img/estimate.svg --what estimate
+
+These are the pictures of the README and of the documentation. A test records the first again and compares
+what was printed.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ import struct
 import sys
 import tempfile
 import termios
-import textwrap
 import time
 from itertools import groupby
 from pathlib import Path
@@ -27,7 +29,13 @@ import pyte
 from benchmarks.report import arguments
 
 COMMAND = "autobatch fit --target-batch 1024"
-COLUMNS, ROWS = 80, 60
+MODEL = "Qwen/Qwen3-0.6B"
+RECORDED = {
+    "fit": (COMMAND, 80),
+    "estimate": (f"autobatch estimate hf:{MODEL} --sequence 2048 --profile rtx-4090", 147),
+}
+"""Commands, and the columns of their terminals."""
+ROWS = 60
 CHARACTER, LINE, MARGIN, TOP = 8.4, 20, 20, 44
 """Pixels: the width of a character, the height of a line, and the space beside and above the text."""
 HOLD_S = 8.0
@@ -40,15 +48,6 @@ COLORS = {
     "green": "#7ee787",
     "brown": "#e3b341",  # as pyte calls yellow
 }
-LIGHT = {
-    "default": "#1f2328",
-    "brightblack": "#59636e",
-    "cyan": "#0b7285",
-    "green": "#1a7f37",
-    "brown": "#8a5a00",
-}
-GROUNDS = {"dark": ("#10161d", COLORS), "light": ("#f6f8fa", LIGHT)}
-"""Background and colors of the text, by the theme."""
 SHORTEST_S = 0.03
 """Seconds; what is shown for less is the middle of a change."""
 Run = tuple[int, str, str, bool]
@@ -69,7 +68,7 @@ class Row(NamedTuple):
     """None if it stays until the end."""
 
 
-def play(command: str, folder: str, columns: int = COLUMNS) -> list[tuple[float, bytes]]:
+def play(command: str, folder: str, columns: int) -> list[tuple[float, bytes]]:
     """Run a command in a terminal, in a folder. Return what it prints, and when in seconds."""
     printed = []
     began = time.monotonic()
@@ -94,7 +93,7 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
-def rows_of(printed: list[tuple[float, bytes]], columns: int = COLUMNS) -> list[Row]:
+def rows_of(printed: list[tuple[float, bytes]], columns: int) -> list[Row]:
     """Return every row that the screen showed, in the order of its beginning."""
     screen = pyte.Screen(columns, ROWS)
     stream = pyte.ByteStream(screen)
@@ -124,56 +123,21 @@ def _runs(cells: dict[int, pyte.screens.Char], columns: int) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def picture(command: str, rows: list[Row]) -> str:
+def picture(command: str, rows: list[Row], columns: int) -> str:
     """Draw the rows as an SVG in which each appears and disappears when it did on the screen."""
     total_s = max(row.end_s or row.start_s for row in rows) + HOLD_S
     frames, groups = [], []
     for number, row in enumerate(rows):
-        start, end = (
-            100 * (one if one is not None else total_s) / total_s for one in (row.start_s, row.end_s)
-        )
-        hidden = (
-            f"0%, {end:.2f}% {{ visibility: hidden }} "
-            if row.end_s is not None
-            else "0% { visibility: hidden } "
-        )
-        frames.append(f"@keyframes r{number} {{ {hidden}{start:.2f}% {{ visibility: visible }} }}")
+        start = 100 * row.start_s / total_s
+        end = "" if row.end_s is None else f", {100 * row.end_s / total_s:.2f}%"
+        when = f"0%{end} {{ visibility: hidden }} {start:.2f}% {{ visibility: visible }}"
+        frames.append(f"@keyframes r{number} {{ {when} }}")
         kind = "stays" if row.end_s is None else "passing"
-        groups.append(
-            f'<g class="{kind}" style="animation-name: r{number}">{_texts(row.number + 1, row.runs)}</g>'
-        )
+        text = _texts(row.number + 1, row.runs)
+        groups.append(f'<g class="{kind}" style="animation-name: r{number}">{text}</g>')
     playing = f"g {{ animation: {total_s:.2f}s step-end infinite }} " + " ".join(frames)
-    motion = f"\n@media (prefers-reduced-motion: no-preference) {{ {playing} }}"
-    height = max(row.number for row in rows) + 2
-    return _window(command, [_texts(0, _prompt(command)), *groups], COLUMNS, height, motion=motion)
-
-
-def still(command: str, rows: list[Row], columns: int, theme: str) -> tuple[str, int, int]:
-    """Draw the last screen. Return the SVG, its width and its height in pixels."""
-    prompt = textwrap.wrap(command, columns - 4, break_on_hyphens=False)
-    lines = [_prompt(prompt[0]), *(((4, line, "default", True),) for line in prompt[1:])]
-    last = [row for row in rows if row.end_s is None]
-    texts = [
-        *(_texts(number, runs, theme) for number, runs in enumerate(lines)),
-        *(_texts(row.number + len(lines), row.runs, theme) for row in last),
-    ]
-    height = max(row.number for row in last) + len(lines) + 1
-    return _window(command, texts, columns, height, theme=theme), *_size(columns, height)
-
-
-def _prompt(command: str) -> tuple[Run, ...]:
-    return ((0, "$", "green", True), (2, command, "default", True))
-
-
-def _size(columns: int, lines: int) -> tuple[int, int]:
-    return round(columns * CHARACTER + 2 * MARGIN), TOP + lines * LINE + MARGIN
-
-
-def _window(
-    command: str, texts: list[str], columns: int, lines: int, *, theme: str = "dark", motion: str = ""
-) -> str:
-    """Draw the window of a terminal."""
-    width, height = _size(columns, lines)
+    width = round(columns * CHARACTER + 2 * MARGIN)
+    height = TOP + (max(row.number for row in rows) + 2) * LINE + MARGIN
     dots = "".join(
         f'<circle cx="{MARGIN + 4 + 20 * at}" cy="20" r="6" fill="{color}"/>'
         for at, color in enumerate(("#ff5f57", "#febc2e", "#28c840"))
@@ -182,19 +146,19 @@ def _window(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
             f"<title>{escape(command)}, in a terminal</title>",
-            f"<style>{STYLE}{motion}</style>",
-            f'<rect width="{width}" height="{height}" rx="8" fill="{GROUNDS[theme][0]}"/>{dots}',
-            *texts,
+            f"<style>{STYLE}\n@media (prefers-reduced-motion: no-preference) {{ {playing} }}</style>",
+            f'<rect width="{width}" height="{height}" rx="8" fill="#10161d"/>{dots}',
+            _texts(0, ((0, "$", "green", True), (2, command, "default", True))),
+            *groups,
             "</svg>\n",
         ]
     )
 
 
-def _texts(number: int, runs: tuple[Run, ...], theme: str = "dark") -> str:
-    colors = GROUNDS[theme][1]
+def _texts(number: int, runs: tuple[Run, ...]) -> str:
     return "".join(
         f'<text x="{MARGIN + column * CHARACTER:.1f}" y="{TOP + (number + 0.7) * LINE:g}" '
-        f'textLength="{len(text) * CHARACTER:.1f}" fill="{colors.get(color, "#" + color)}" '
+        f'textLength="{len(text) * CHARACTER:.1f}" fill="{COLORS.get(color, "#" + color)}" '
         f'font-weight="{700 if bold else 400}">{escape(text)}</text>'
         for column, text, color, bold in runs
     )
@@ -206,7 +170,18 @@ def last_screen(drawn: str) -> list[str]:
     return [" ".join(re.findall(r">([^<]*)</text>", row)) for row in rows]
 
 
-if __name__ == "__main__":
-    file = arguments(__doc__, file=Path).file
+def main() -> None:
+    """Record a command in an empty folder."""
+    options = arguments(__doc__, file=Path, what="fit")
+    command, columns = RECORDED[options.what]
     with tempfile.TemporaryDirectory() as folder:
-        file.write_text(picture(COMMAND, rows_of(play(COMMAND, folder))), encoding="utf-8")
+        if options.what == "estimate":
+            from benchmarks.which_gpu import write_config
+
+            write_config(Path(folder, MODEL).parent, MODEL)
+        rows = rows_of(play(command, folder, columns), columns)
+    options.file.write_text(picture(command, rows, columns), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

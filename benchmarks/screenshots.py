@@ -1,11 +1,7 @@
-"""Pictures for the documentation: ``python -m benchmarks.screenshots`` writes them to docs/img.
-
-It trains the demo, opens its report in Chromium, and predicts what fits of a model of the hub in a terminal.
-"""
+"""The picture of a report in the documentation: ``python -m benchmarks.screenshots`` trains the demo."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -16,19 +12,13 @@ from pathlib import Path
 
 from PIL import Image
 
-from benchmarks.recording import play, rows_of, still
 from benchmarks.report import arguments
-from benchmarks.which_gpu import MODELS
 
 IMAGES = Path(__file__).parent.parent / "docs" / "img"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FIT = "fit --target-batch 512 --steps 120 --validate-every 12 --trials 0 --quiet --out run"
 WIDTH, HEIGHT = 1280, 1240
 """Pixels of the page from its top."""
-MODEL = "Qwen/Qwen3-0.6B"
-ESTIMATE = f"autobatch estimate hf:{MODEL} --sequence 2048 --profile rtx-4090"
-COLUMNS = 147
-"""Columns of a terminal of so many pixels."""
 COLORS = 96
 """Colours of a picture: few enough for a small file, and as many as the charts have."""
 MOST_BYTES = 150_000
@@ -69,34 +59,15 @@ def shoot(page: str, image: Path, *, width: int, height: int, theme: str = "ligh
     return image
 
 
-def report() -> Path:
+def main() -> None:
     """Train the demo, and write a picture of its report."""
+    arguments(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "autobatch", *FIT.split()]
         subprocess.run(words, cwd=folder, env=os.environ | {"AUTOBATCH_HOME": folder}, check=True)
         page = Path(folder, "run/report.html").read_text(encoding="utf-8")
-    return shoot(page, IMAGES / "report.png", width=WIDTH, height=HEIGHT)
-
-
-def estimate() -> Path:
-    """Write a picture of a terminal that predicts what fits of a model."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder, MODEL)
-        model.mkdir(parents=True)
-        (model / "config.json").write_text(json.dumps(MODELS[MODEL].config), encoding="utf-8")
-        rows = rows_of(play(ESTIMATE, folder, COLUMNS), COLUMNS)
-    drawn, across, down = still(ESTIMATE, rows, COLUMNS, "light")
-    page = f'<html lang="en"><body style="margin:0">{drawn}'
-    return shoot(page, IMAGES / "estimate.png", width=WIDTH, height=WIDTH * down // across)
-
-
-def main() -> None:
-    """Write every picture."""
-    arguments(__doc__)
-    for image in (report(), estimate()):
-        size = image.stat().st_size
-        print(f"{image.relative_to(IMAGES.parent.parent)}  {size:,} bytes")
-        assert size <= MOST_BYTES, "draw fewer colours, or less of the page"
+    image = shoot(page, IMAGES / "report.png", width=WIDTH, height=HEIGHT)
+    assert image.stat().st_size <= MOST_BYTES, "draw fewer colours, or less of the page"
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python -m benchmarks.which_gpu
 
 traces each model in each way of training, saves the figures in ``benchmarks/results``, and writes the tables
-of ``docs/which-gpu.md``. It needs transformers and peft, no GPU, no network and no weights: the configs below
-hold what the authors of the models have published, as far as it decides the shapes of tensors. The numbers of
-parameters come from the authors' pages too, so that a test can tell that a config is that of its model.
+of ``docs/which-gpu.md``. It needs transformers and peft, no GPU, no network and no weights: ``models.json``
+holds what the authors of the models have published, as far as it decides the shapes of tensors. The numbers
+of parameters come from the authors' pages too, so that a test can tell that a config is that of its model.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tests.support.options import as_options
 
 RESULT = RESULTS / "which-gpu_amd-epyc_2026-11-23.json"
 PAGE = Path(__file__).parents[1] / "docs/which-gpu.md"
+CONFIGS = Path(__file__).parent / "models.json"
 GPUS = {
     "rtx-3060-12gb": "RTX 3060, 12",
     "rtx-4090": "RTX 4090, 24",
@@ -72,136 +73,10 @@ class Model(NamedTuple):
     parameters: int
     """As published, in the form that is trained."""
     config: dict[str, Any]
+    classes: int = 0
 
 
-def _decoder(kind: str, head: str, *shape: int, **others: Any) -> dict[str, Any]:
-    """Return the config of a decoder: layers, width, inner width, heads, heads of keys, words, positions."""
-    layers, width, inner, heads, key_heads, words, positions = shape
-    return {
-        "architectures": [head],
-        "model_type": kind,
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_heads,
-        "vocab_size": words,
-        "max_position_embeddings": positions,
-        "torch_dtype": "bfloat16",
-        **others,
-    }
-
-
-def _llama(*shape: int, **others: Any) -> dict[str, Any]:
-    return _decoder("llama", "LlamaForCausalLM", *shape, **others)
-
-
-def _qwen2(*shape: int, **others: Any) -> dict[str, Any]:
-    return _decoder("qwen2", "Qwen2ForCausalLM", *shape, **others)
-
-
-def _qwen3(*shape: int, **others: Any) -> dict[str, Any]:
-    return _decoder("qwen3", "Qwen3ForCausalLM", *shape, head_dim=128, **others)
-
-
-def _encoder(kind: str, head: str, layers: int, width: int, heads: int, **others: Any) -> dict[str, Any]:
-    return {
-        "architectures": [head],
-        "model_type": kind,
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "intermediate_size": 4 * width,
-        "num_attention_heads": heads,
-        **others,
-    }
-
-
-def _whisper(layers: int, width: int, heads: int, words: int, mels: int) -> dict[str, Any]:
-    return {
-        "architectures": ["WhisperForConditionalGeneration"],
-        "model_type": "whisper",
-        "d_model": width,
-        "vocab_size": words,
-        "num_mel_bins": mels,
-        "max_source_positions": 1500,
-        "max_target_positions": 448,
-        **{f"{part}_layers": layers for part in ("encoder", "decoder")},
-        **{f"{part}_attention_heads": heads for part in ("encoder", "decoder")},
-        **{f"{part}_ffn_dim": 4 * width for part in ("encoder", "decoder")},
-        "torch_dtype": "float16",
-    }
-
-
-LABELS = {str(number): f"LABEL_{number}" for number in range(1000)}
-TIED = {"tie_word_embeddings": True}
-MODELS = {
-    "google-bert/bert-base-uncased": Model(
-        109_514_298,
-        _encoder("bert", "BertForMaskedLM", 12, 768, 12, vocab_size=30522, max_position_embeddings=512),
-    ),
-    "FacebookAI/roberta-large": Model(
-        355_412_057,
-        _encoder(
-            "roberta", "RobertaForMaskedLM", 24, 1024, 16,
-            vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, pad_token_id=1,
-        ),
-    ),
-    "google/vit-large-patch16-224": Model(
-        304_326_632,
-        _encoder(
-            "vit", "ViTForImageClassification", 24, 1024, 16, image_size=224, patch_size=16,
-            id2label=LABELS,
-        ),
-    ),
-    "microsoft/resnet-50": Model(
-        25_557_032,
-        {
-            "architectures": ["ResNetForImageClassification"], "model_type": "resnet",
-            "depths": [3, 4, 6, 3], "hidden_sizes": [256, 512, 1024, 2048], "embedding_size": 64,
-            "layer_type": "bottleneck", "id2label": LABELS,
-        },
-    ),
-    "openai/whisper-small": Model(241_734_912, _whisper(12, 768, 12, 51865, 80)),
-    "openai/whisper-large-v3": Model(1_543_490_560, _whisper(32, 1280, 20, 51866, 128)),
-    "google-t5/t5-small": Model(
-        60_506_624,
-        {
-            "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_model": 512, "d_kv": 64,
-            "d_ff": 2048, "num_layers": 6, "num_decoder_layers": 6, "num_heads": 8, "vocab_size": 32128,
-        },
-    ),
-    "openai-community/gpt2": Model(
-        124_439_808,
-        {
-            "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 12, "n_embd": 768,
-            "n_head": 12, "n_positions": 1024, "vocab_size": 50257,
-        },
-    ),
-    "HuggingFaceTB/SmolLM2-135M": Model(134_515_008, _llama(30, 576, 1536, 9, 3, 49152, 8192, **TIED)),
-    "Qwen/Qwen2.5-0.5B": Model(494_032_768, _qwen2(24, 896, 4864, 14, 2, 151936, 32768, **TIED)),
-    "Qwen/Qwen3-0.6B": Model(596_049_920, _qwen3(28, 1024, 3072, 16, 8, 151936, 40960, **TIED)),
-    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": Model(1_100_048_384, _llama(22, 2048, 5632, 32, 4, 32000, 2048)),
-    "meta-llama/Llama-3.2-1B": Model(1_235_814_400, _llama(16, 2048, 8192, 32, 8, 128256, 131072, **TIED)),
-    "google/gemma-2b": Model(
-        2_506_172_416,
-        _decoder("gemma", "GemmaForCausalLM", 18, 2048, 16384, 8, 1, 256000, 8192, head_dim=256),
-    ),
-    "microsoft/Phi-3-mini-4k-instruct": Model(
-        3_821_079_552,
-        _decoder(
-            "phi3", "Phi3ForCausalLM", 32, 3072, 8192, 32, 32, 32064, 4096,
-            sliding_window=2047, pad_token_id=32000, resid_pdrop=0.0,
-        ),
-    ),
-    "mistralai/Mistral-7B-v0.3": Model(
-        7_248_023_552,
-        _decoder("mistral", "MistralForCausalLM", 32, 4096, 14336, 32, 8, 32768, 32768, sliding_window=None),
-    ),
-    "Qwen/Qwen2.5-7B": Model(7_615_616_512, _qwen2(28, 3584, 18944, 28, 4, 152064, 131072)),
-    "meta-llama/Llama-3.1-8B": Model(8_030_261_248, _llama(32, 4096, 14336, 32, 8, 128256, 131072)),
-    "Qwen/Qwen3-8B": Model(8_190_735_360, _qwen3(36, 4096, 12288, 32, 8, 151936, 40960)),
-    "meta-llama/Llama-3.1-70B": Model(70_553_706_496, _llama(80, 8192, 28672, 64, 8, 128256, 131072)),
-}  # fmt: skip
+MODELS = {name: Model(**fields) for name, fields in json.loads(CONFIGS.read_text()).items()}
 """By name on the hub: those with few parameters first in each family."""
 
 
@@ -209,7 +84,10 @@ def write_config(folder: Path, name: str) -> Path:
     """Write the config of a model, and return its folder."""
     place = folder / name.rpartition("/")[2]
     place.mkdir(parents=True, exist_ok=True)
-    (place / "config.json").write_text(json.dumps(MODELS[name].config))
+    labels = {str(number): f"LABEL_{number}" for number in range(MODELS[name].classes)}
+    (place / "config.json").write_text(
+        json.dumps(MODELS[name].config | ({"id2label": labels} if labels else {}))
+    )
     return place
 
 
