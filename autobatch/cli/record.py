@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
-from autobatch.cli.output import print_error, write_line
+from autobatch.cli.output import write_line
 from autobatch.core.errors import InputError
 from autobatch.core.text import quoted
 
@@ -20,7 +25,7 @@ the lines that took it. Then ask what would fit: autobatch estimate --snapshot F
   --seconds S    Write it after this time.
 
 Without them it is written when the command ends, also by Ctrl-C, and in any case
-when memory runs out. The command goes on then, and its exit code is returned.
+when memory runs out. The command goes on then. It keeps its terminal and exit code.
 
   autobatch record --out b8.pickle --steps 3 -- python train.py --batch_size=8"""
 LONGEST = 10**9
@@ -28,7 +33,7 @@ LONGEST = 10**9
 
 
 def run_record(arguments: list[str]) -> int:
-    """Run ``autobatch record --out FILE … -- COMMAND``, and return the exit code of the command.
+    """Run ``autobatch record --out FILE … -- COMMAND``: become the command, which records.
 
     Raises:
         InputError: a word is wrong, or the command cannot be started.
@@ -37,7 +42,7 @@ def run_record(arguments: list[str]) -> int:
     own, command = arguments[:at], arguments[at + 1 :]
     if not {"-h", "--help", "--help-all"}.isdisjoint(own):
         return write_line(RECORD_HELP)
-    from autobatch.integrations.record import record
+    from autobatch.integrations.record import recorded
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for option in ("--out", "--steps", "--seconds"):
@@ -54,19 +59,27 @@ def run_record(arguments: list[str]) -> int:
     if not given.out or not command:
         lacking = "a command after --" if given.out else "--out FILE"
         raise InputError(f"record needs {lacking}: autobatch record --out b8.pickle -- python train.py")
-    code, is_written = record(
-        command,
-        Path(given.out),
-        steps=None if given.steps is None else whole_number("--steps", given.steps),
-        seconds=None if given.seconds is None else whole_number("--seconds", given.seconds),
-    )
-    if not is_written:
-        print_error(
-            f"{given.out} was not written: the command ended with exit code {code}, and no process of it "
-            "used a GPU with torch and came to an end"
-        )
-        return code or InputError.exit_code
-    return code
+    named = {"steps": given.steps, "seconds": given.seconds}
+    limits = {name: whole_number(f"--{name}", text) for name, text in named.items() if text is not None}
+    out = Path(given.out).absolute()
+    if not out.parent.is_dir():
+        raise InputError(f"{out} cannot be written: there is no folder {out.parent}")
+    sys.stderr.write("autobatch: a process that uses a GPU says here when it has written its memory\n")
+    return become(command, recorded(out=str(out), since=time.time(), **limits))
+
+
+def become(words: list[str], environ: Mapping[str, str] = os.environ) -> NoReturn:
+    """Replace this process by a command.
+
+    Raises:
+        InputError: it cannot be started.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(words[0], words, environ)
+    except OSError as error:
+        raise InputError(f"{words[0]} cannot be started: {error.strerror or error}") from error
 
 
 def whole_number(option: str, text: str) -> int:

@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO, cast
+from typing import TextIO, cast
 
 from autobatch.cli.output import (
     SafeStream,
@@ -21,13 +21,12 @@ from autobatch.cli.output import (
     write_line,
 )
 from autobatch.cli.parser import parse
-from autobatch.cli.record import whole_number
+from autobatch.cli.record import become, whole_number
 from autobatch.core.errors import InputError
 from autobatch.core.progress import Broadcast
 from autobatch.core.text import quoted
 from autobatch.device.profiles import data_home
-from autobatch.integrations.script import Command, Runner
-from autobatch.integrations.script_limit import describe_gpu, find_limit
+from autobatch.integrations.script import Runner, describe_gpu, fill, find_limit
 from autobatch.report.terminal import LABEL, Terminal
 
 OPTIONS = (
@@ -71,7 +70,7 @@ def run_script(name: str, arguments: list[str]) -> int:
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
     at = arguments.index("--")
-    own, command = arguments[:at], Command(tuple(arguments[at + 1 :]))
+    own, command = arguments[:at], arguments[at + 1 :]
     if not {"-h", "--help", "--help-all"}.isdisjoint(own):
         return write_line(HELP)
     words, seconds = _own_words(name, own)
@@ -79,11 +78,18 @@ def run_script(name: str, arguments: list[str]) -> int:
     if workload in words:
         raise InputError(f"{name} takes a WORKLOAD or a command after --, found both: {quoted(workload)}")
     plans, as_json = name != "probe", options.output.json
-    if plans and not command.accumulates:
-        raise InputError(
-            f"no word of the command has a {{steps}} for the micro-batches of a step: {command}. Write for "
-            "example --gradient_accumulation_steps={steps}, or probe"
-        )
+    for is_missing, place, example in (
+        (not any("{}" in word for word in command), "{} for the size of a micro-batch", "--batch_size={}"),
+        (
+            plans and not any("steps}" in word for word in command),
+            "{steps} for the micro-batches of a step",
+            "--gradient_accumulation_steps={steps}",
+        ),
+    ):
+        if is_missing:
+            raise InputError(
+                f"no word of the command has a {place}: {shlex.join(command)}. Write for example {example}"
+            )
     if as_json and name == "fit":
         raise InputError("fit runs the command, whose standard output is its own: use plan --json")
     home = data_home(os.environ)
@@ -95,7 +101,7 @@ def run_script(name: str, arguments: list[str]) -> int:
         raise_on_termination(),
         Terminal(cast("TextIO", stream), quiet=options.output.quiet) as terminal,
     ):
-        terminal.begin(str(command))
+        terminal.begin(shlex.join(command))
         progress = Broadcast([terminal])
         progress.doing("reading the GPU")
         device = describe_gpu(options.device.memory_budget)
@@ -115,7 +121,7 @@ def run_script(name: str, arguments: list[str]) -> int:
             )
         terminal.finish(result)
         plan = result.plan
-        words = command.at(plan.micro_batch, plan.accumulation_steps, plan.world_size) if plan else []
+        words = fill(command, plan.micro_batch, plan.accumulation_steps, plan.world_size) if plan else []
         if words:
             stream.write(f"{'run':<{LABEL}}{shlex.join(words)}\n")
     if as_json:
@@ -123,20 +129,6 @@ def run_script(name: str, arguments: list[str]) -> int:
     if name == "fit":
         become(words)
     return 0 if stream.failure is None else undelivered_code(stream.failure)
-
-
-def become(words: list[str]) -> NoReturn:
-    """Replace this process by a command.
-
-    Raises:
-        InputError: it cannot be started.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    try:
-        os.execvp(words[0], words)
-    except OSError as error:
-        raise InputError(f"{words[0]} cannot be started: {error.strerror or error}") from error
 
 
 def _own_words(name: str, arguments: Sequence[str]) -> tuple[list[str], int]:
