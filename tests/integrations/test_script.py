@@ -117,7 +117,7 @@ def test_the_target_is_the_cap(run):
 
 def test_fit_becomes_the_command(run, monkeypatch):
     became: list[list[str]] = []
-    monkeypatch.setattr("os.execvp", lambda name, words: became.append([name, *words]))
+    monkeypatch.setattr("os.execvpe", lambda name, words, environ: became.append([name, *words]))
     run("fit", "--target-batch", "96", rest=("{}", "{steps}"))
     assert became == [[sys.executable, sys.executable, "train.py", "32", "3"]]
 
@@ -206,11 +206,11 @@ def test_its_output_is_in_the_log_and_with_verbose_on_the_screen(run, tmp_path):
     [
         ("raise ValueError('bad data')", ["ValueError: bad data"]),
         ("import sys; print('usage: train'); sys.exit(4)", ["exit code 4", "usage: train"]),
-        ("print('nothing to do')", ["exit code 0", "no process", "nothing to do"]),
-        (PROGRAM.replace("range(100)", "range(2)"), ["2 optimizer steps of 3"]),
-        (PROGRAM.replace("    optimizer.step()", "    step"), ["0 optimizer steps of 3"]),
+        ("print('nothing to do')", ["exit code 0", "no GPU", "nothing to do"]),
+        (PROGRAM.replace("range(100)", "range(2)"), ["2 of 3 optimizer steps"]),
+        (PROGRAM.replace("    optimizer.step()", "    step"), ["0 of 3 optimizer steps"]),
         (PROGRAM.replace("* size", "* 2"), ["same memory", "{}"]),
-        ("import os; os.kill(os.getpid(), 9)", ["SIGKILL"]),
+        ("import os; os.kill(os.getpid(), 9)", ["exit code -9"]),
     ],
 )
 def test_a_program_that_takes_no_step_is_one_line_with_its_last_words(run, program, words):
@@ -223,7 +223,7 @@ def test_a_program_that_takes_no_step_is_one_line_with_its_last_words(run, progr
 def test_a_program_that_takes_too_long_is_ended(run):
     ran = run("probe", "--seconds", "1", program="import time\nprint('loading')\ntime.sleep(60)")
     assert ran.code == 2
-    assert "in 1 s (--seconds)" in ran.err
+    assert "for 1 s (--seconds)" in ran.err
 
 
 def test_ctrl_c_ends_the_program_and_all_that_it_started(run, monkeypatch):
