@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options
@@ -95,7 +96,9 @@ class Runner:
             ranks = [process for process in processes if process["steps"]]
             budget = self.device.budget_bytes
             refused = [each for each in processes if each["retries"] or each["peak_reserved_bytes"] > budget]
-            most = max(refused or ranks, key=lambda process: process["peak_reserved_bytes"], default={})
+            most: dict[str, Any] = max(
+                refused or ranks, key=lambda process: process["peak_reserved_bytes"], default={}
+            )
             if refused:
                 reason = f"out of memory, after holding {format_bytes(most['peak_reserved_bytes'])}"
             elif ranks and code == 0 and all(rank["steps"] >= STEPS for rank in ranks):

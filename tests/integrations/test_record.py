@@ -60,6 +60,7 @@ def written(path: Path) -> Any:
 
 
 def test_the_memory_is_written_at_the_end_and_the_words_are_untouched(folder):
+    (folder / "out.pickle").write_text("of an earlier recording")
     process = started(folder, rest=["--help", "--", "--out", "x y", "{}", "*"])
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "trained --help -- --out x y {} *\n")
@@ -68,16 +69,14 @@ def test_the_memory_is_written_at_the_end_and_the_words_are_untouched(folder):
     assert content["done"] == ["step"] * 3
     assert content["how"]["stacks"] == "python"
     assert content["how"]["context"] == "alloc"
-    assert sorted(path.name for path in folder.iterdir() if "autobatch" in path.name) == []
 
 
 @pytest.mark.parametrize("ending", ["sys.exit(7)", "raise ValueError('x')", "os._exit(9)"])
 def test_the_exit_code_is_that_of_the_command(folder, ending):
     process = started(folder, program=f"{PROGRAM}\nimport os\n{ending}\n")
-    _, err = process.communicate(timeout=60)
+    process.communicate(timeout=60)
     assert process.returncode == {"s": 7, "r": 1, "o": 9}[ending[0]]
     assert (folder / "out.pickle").exists() == ("_exit" not in ending)
-    assert ("not written" in err) == ("_exit" in ending)
 
 
 @pytest.mark.parametrize("words", [("--steps", "2"), ("--seconds", "1")])
@@ -94,16 +93,14 @@ def test_it_is_written_after_some_steps_or_seconds_and_the_program_goes_on(folde
     assert written(folder / "out.pickle")["done"] == ["step"] * steps
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_ends_the_program_and_writes(folder, number):
-    """SIGTERM ends a program of Python at once, so nothing is written then."""
+def test_ctrl_c_ends_the_program_and_writes(folder):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
     process = started(folder, program=PROGRAM + "\nopen('ready', 'w').close()\ntime.sleep(60)\n")
     wait_for(folder / "ready")
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
-    assert process.returncode == 128 + number
-    assert (folder / "out.pickle").exists() == (number == signal.SIGINT)
+    assert process.returncode == -signal.SIGINT
+    assert (folder / "out.pickle").exists()
 
 
 def test_an_error_out_of_memory_writes_and_the_program_goes_on(folder):
@@ -116,21 +113,18 @@ def test_an_error_out_of_memory_writes_and_the_program_goes_on(folder):
     assert written(folder / "out.pickle")["done"] == ["step"] * 3
 
 
-def test_each_rank_has_a_file(folder):
-    both = "\nimport os, subprocess\nif 'RANK' not in os.environ:\n"
-    both += "    subprocess.run([sys.executable, __file__], env={**os.environ, 'RANK': '1'}, check=True)\n"
-    process = started(folder, program=PROGRAM + both)
+def test_each_process_has_a_file(folder):
+    """Of another rank, and of the same one, as `torch.multiprocessing.spawn` starts them."""
+    others = "\nimport os, subprocess\nif len(sys.argv) < 2:\n    for rank in '10':\n"
+    others += "        environ = {**os.environ, 'RANK': rank}\n"
+    others += "        subprocess.run([sys.executable, __file__, rank], env=environ, check=True)\n"
+    process = started(folder, program=PROGRAM + others)
     process.communicate(timeout=60)
     assert process.returncode == 0
-    assert written(folder / "out.pickle") == written(folder / "out-rank1.pickle")
-
-
-def test_another_sitecustomize_still_runs(folder):
-    (folder / "lib" / "sitecustomize.py").write_text("open('theirs', 'w').close()", encoding="utf-8")
-    process = started(folder)
-    process.communicate(timeout=60)
-    assert (folder / "theirs").exists()
-    assert (folder / "out.pickle").exists()
+    files = sorted(folder.glob("out*.pickle"))
+    assert len(files) == 3
+    assert {folder / "out.pickle", folder / "out-rank1.pickle"} < {*files}
+    assert len({file.read_bytes() for file in files}) == 1
 
 
 @pytest.mark.parametrize(
@@ -148,7 +142,6 @@ def test_another_sitecustomize_still_runs(folder):
         (["--out", "a.pickle", "--seconds", "-1", "--", "true"], "--seconds"),
         (["--out", "none/a.pickle", "--", "true"], "none/a.pickle"),
         (["--out", "a.pickle", "--", "no-such-program"], "no-such-program"),
-        (["--out", "a.pickle", "--", "true"], "not written"),
     ],
 )
 def test_wrong_words_are_one_line(tmp_path, monkeypatch, capsys, words, word):
@@ -158,8 +151,7 @@ def test_wrong_words_are_one_line(tmp_path, monkeypatch, capsys, words, word):
     assert cli.run(["record", *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    (line,) = err.splitlines()
-    assert word in line
+    assert word in err.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
 
 
