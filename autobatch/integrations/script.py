@@ -45,6 +45,8 @@ STEPS = 3
 """Optimizer steps of a run: state appears in the first, and later ones find it and the gradients there."""
 MOST = 1 << 20
 """The largest size that is tried without a cap."""
+LARGEST_FILE = 1 << 26
+"""Bytes from which on a file that the command names counts as data, which nobody edits."""
 EXCEPTION = re.compile(r"(\[rank\d+\]: )?(?!subprocess\.)[A-Za-z_.]+(Error|Exception|Interrupt|Exit)(: .+)?$")
 """Last line of a traceback, but for those of launchers: that of torchrun ends in a colon, and those of
 accelerate and DeepSpeed tell of a ``subprocess``."""
@@ -203,13 +205,13 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
     most = options.search.max_micro_batch
     asked: dict[LimitedBy, int | None] = {"max_micro_batch": most, "target_batch": target, "memory": MOST}
     caps = {name: size for name, size in asked.items() if size is not None}
-    cap = min(caps.values())
-    if cap < multiple:
-        raise InputError(f"micro-batches of at most {cap} are no multiples of {multiple}: ask for more")
+    if min(caps.values()) < multiple:
+        raise InputError(f"a micro-batch of {min(caps.values())} is no multiple of {multiple}: ask for more")
     files = hashlib.sha256()
     for part in [part for word in runner.command for part in re.split("[=,]", word)]:
         with suppress(OSError, ValueError):
-            files.update(Path(part).read_bytes())
+            if Path(part).stat().st_size < LARGEST_FILE:
+                files.update(Path(part).read_bytes())
     key: dict[str, KeyValue] = {
         "workload": f"-- {shlex.join(runner.command)}",
         "files": files.hexdigest()[:16],
@@ -219,18 +221,16 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
         "budget_bytes": device.budget_bytes,
         "allocator": allocator_options(os.environ) or None,
     }
-    saved = recall(key, home, may_vary=options.device.memory_budget is None)
     found = find_largest(
         runner.run,
-        cap=cap,
-        new_allocator=runner.new_allocator,
+        caps,
+        runner.new_allocator,
         falling=partial(runner.new_allocator, falls=True),
         multiple=multiple,
-        guess=None if saved is None else saved.micro_batch,
-        known=() if saved is None else saved.programs(),
+        known=recall(key, home),
     )
-    limit = found.micro_batch
-    if not limit and found.stopped_by == "interrupt":
+    probe, limit = found.probe, found.probe.micro_batch
+    if not limit and probe.stopped_by is not None:
         raise KeyboardInterrupt
     if not limit:
         smallest = outcomes[min(outcomes)].attempt
@@ -240,16 +240,15 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
             "or flags of the command with which it takes less, such as 16 bits or recomputed activations. "
             "autobatch record and estimate --snapshot show the lines that take it"
         )
-    if found.upper_bound_by == "error":
+    if probe.upper_bound_by == "error":
         runner.progress.note(str(outcomes[limit + multiple].error))
     plan = None
     if target is not None:
         plan = equal_plan(target, limit, world_size=runner.world, multiple=multiple)
         # A smaller size may need more, because the allocator cuts its memory in another way.
-        while plan.micro_batch not in outcomes and not runner.run(plan.micro_batch).attempt.fits:
-            plan = equal_plan(target, plan.micro_batch - 1, world_size=runner.world, multiple=multiple)
+        while (size := plan.micro_batch) > 1 and not (outcomes.get(size) or runner.run(size)).attempt.fits:
+            plan = equal_plan(target, size - 1, world_size=runner.world, multiple=multiple)
         if (note := even_split_note(plan, limit)) is not None:
             runner.progress.note(note)
-    probe = found.probe(caps, multiple=multiple, saved_on=None if saved is None else saved.date)
     file = keep(probe, found.programs, key, home=home, progress=runner.progress)
     return Result(device=device, probe=probe, plan=plan, profile=file)

@@ -253,7 +253,7 @@ time.sleep(60)
         (["probe", "--seconds", "0"], ["{}"], "--seconds"),
         (["probe", "--seconds"], ["{}"], "--seconds"),
         (["probe", "--max-micro-batch", "0"], ["{}"], "--max-micro-batch"),
-        (["probe", "--max-micro-batch", "4", "--micro-batch-multiple", "8"], ["{}"], "multiples of 8"),
+        (["probe", "--max-micro-batch", "4", "--micro-batch-multiple", "8"], ["{}"], "multiple of 8"),
     ],
 )
 def test_wrong_words_are_one_line(run, words, rest, word):
